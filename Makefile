@@ -1,0 +1,49 @@
+# Everything a fresh machine needs: `make demo` to see it work, `make test` to check it.
+# Commands are run as `.venv/bin/python -m …` and all paths are relative, so a space in the clone's path is fine.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+# Removed first and written last, so a set-up that was interrupted is made anew. The clone's path is in the name because a venv
+# does not survive a move: its scripts, and the link to this source tree, hold absolute paths.
+INSTALLED := .venv/installed-$(shell pwd | cksum | cut -d ' ' -f 1)
+
+.PHONY: help install demo test fast lint clean
+
+help:
+	@echo "make demo     set up, then run the recipe 'smoke' through all stages (minutes, on a CPU)"
+	@echo "make test     set up, then all tests;  make fast: without the slow ones"
+	@echo "make install  set up .venv only;  PYTHON=python3.12 chooses the interpreter"
+	@echo "make lint     ruff and mypy"
+	@echo "make clean    remove .venv and caches; runs under .skytrain/ stay"
+
+install: $(INSTALLED)
+
+# editable_mode=compat links the clone by a plain path entry. The default may use an import hook instead, which
+# is asked after the path search: there a folder of the same name in the working directory would win.
+$(INSTALLED): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
+	    echo "make install: $(PYTHON) is not Python 3.11 or 3.12; name one: make install PYTHON=python3.12" >&2; exit 1; }
+	@[ -e "$@" ] || { echo "making .venv"; "$(PYTHON)" -m venv --clear .venv; }
+	@echo "installing skytrain and its dependencies into .venv (some minutes; 2.5 GB, more if torch comes with CUDA)"
+	@rm -f .venv/installed-*
+	@"$(PY)" -m pip install --quiet --no-input --disable-pip-version-check \
+	    -c constraints.txt -e '.[dev,cloud]' --config-settings editable_mode=compat
+	@touch "$@" && echo "ready: .venv/bin/skytrain --help"
+
+demo: install
+	.venv/bin/skytrain run smoke
+
+test: install
+	$(PY) -m pytest
+
+fast: install
+	$(PY) -m pytest -m "not slow"
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find trainer pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +

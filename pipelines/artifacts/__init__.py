@@ -1,0 +1,1 @@
+"""What passes between stages, and the object storage it lives in."""

@@ -1,0 +1,187 @@
+"""What passes between stages: a directory of files that exists once its manifest does.
+
+An artifact lives under `<folder>/<label>-<fingerprint>/` of a store. Each attempt writes its files into a
+folder of its own (`a0001/`), so that nothing is ever overwritten, not even by a node that was believed
+dead; MANIFEST.json is *created* last and names every file with key, size and sha256. The fingerprint is
+the sha256 of the canonical identity: what decides the bytes, and nothing else.
+"""
+
+import fcntl
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+from trainer.store import LocalStore, Store, sha256_of
+
+FORMAT = 1
+FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export"}
+SHORT = 8  # hex digits of a fingerprint in names; the manifest holds all 64
+
+
+class DamagedArtifact(UserError):
+    """A file of a finished artifact is not what its manifest says."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of an artifact: its name for users, where it lies below the artifact, and what it holds."""
+
+    name: str
+    key: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An artifact as it is meant to be: known before it exists."""
+
+    stage: str
+    label: str
+    identity: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.identity)
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}-{self.fingerprint[:SHORT]}"
+
+    @property
+    def prefix(self) -> str:
+        return f"{FOLDERS[self.stage]}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A finished artifact."""
+
+    stage: str
+    label: str
+    fingerprint: str
+    identity: dict[str, Any]
+    inputs: dict[str, str]  # fingerprints by stage
+    files: tuple[File, ...]
+    provenance: dict[str, Any]
+    facts: dict[str, Any]
+    run: str  # the run and the attempt that made it
+    attempt: int
+    created: float  # unix seconds
+    format: int = FORMAT
+
+    @property
+    def prefix(self) -> str:
+        return f"{FOLDERS[self.stage]}/{self.label}-{self.fingerprint[:SHORT]}"
+
+    def file(self, name: str) -> File:
+        return next(f for f in self.files if f.name == name)
+
+
+def fingerprint_of(identity: Mapping[str, Any]) -> str:
+    """sha256 of the identity as canonical JSON: sorted keys, no spaces, no NaN."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    return sha256(text.encode()).hexdigest()
+
+
+def read_manifest(store: Store, prefix: str) -> Manifest | None:
+    """The manifest under `prefix`, or None if the artifact does not exist (yet)."""
+    key = f"{prefix}/MANIFEST.json"
+    body = store.get(key)
+    if body is None:
+        return None
+    try:
+        values = json.loads(body)
+        manifest = Manifest(**values | {"files": tuple(File(**f) for f in values["files"])})
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedArtifact(
+            f"{store.uri}/{key}: damaged ({error!r}); remove it to build the artifact again"
+        ) from error
+    if fingerprint_of(manifest.identity) != manifest.fingerprint or manifest.prefix != prefix:
+        raise DamagedArtifact(
+            f"{store.uri}/{key}: its identity does not give its fingerprint; remove it to build the artifact again"
+        )
+    return manifest
+
+
+def find(store: Store, plan: Plan) -> Manifest | None:
+    """The finished artifact that a plan asks for."""
+    manifest = read_manifest(store, plan.prefix)
+    assert manifest is None or manifest.fingerprint == plan.fingerprint, f"two artifacts share {plan.prefix}"
+    return manifest
+
+
+def commit(store: Store, manifest: Manifest) -> Manifest:
+    """Make the artifact exist. Whoever comes second takes what the first has committed."""
+    body = json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
+    if store.create(f"{manifest.prefix}/MANIFEST.json", body):
+        return manifest
+    winner = read_manifest(store, manifest.prefix)
+    assert winner is not None
+    return winner
+
+
+def upload(store: Store, prefix: str, attempt: int, path: Path, name: str | None = None) -> File:
+    """Store a local file as one of an artifact's, in the folder of this attempt."""
+    name = name or path.name
+    file = File(name, f"a{attempt:04d}/{name}", path.stat().st_size, sha256_of(path))
+    store.upload(path, f"{prefix}/{file.key}")
+    return file
+
+
+def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
+    """A local, verified copy of an artifact's file; from a local store the file itself.
+
+    Safe when several processes want the same file: one fetches, the others wait for it.
+    """
+    key = f"{prefix}/{file.key}"
+    if isinstance(store, LocalStore):
+        path = store.path_of(key)
+        _verify(store, key, file, path)
+        return path
+    path = cache / file.sha256 / file.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            arriving = path.with_suffix(path.suffix + ".arriving")
+            try:
+                store.download(key, arriving)
+            except FileNotFoundError:
+                arriving.unlink(missing_ok=True)
+            _verify(store, key, file, arriving)
+            arriving.rename(path)
+    return path
+
+
+def _verify(store: Store, key: str, file: File, path: Path) -> None:
+    fault = None
+    if not path.exists():
+        fault = "missing"
+    elif path.stat().st_size != file.size:
+        fault = f"{path.stat().st_size} bytes long where its manifest says {file.size}"
+    elif sha256_of(path) != file.sha256:
+        fault = "not what its manifest says (sha256 differs)"
+    if fault:
+        artifact = key.removesuffix(f"/{file.key}")
+        raise DamagedArtifact(
+            f"{store.uri}/{key}: damaged: it is {fault}; remove {artifact}/MANIFEST.json to build it again"
+        )
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The fields (dotted) in which two identities differ, with both values."""
+    flat_a, flat_b = _flat(a), _flat(b)
+    keys = dict.fromkeys([*flat_a, *flat_b])
+    return {k: (flat_a.get(k), flat_b.get(k)) for k in keys if flat_a.get(k) != flat_b.get(k)}
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return flat

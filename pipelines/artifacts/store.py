@@ -1,0 +1,397 @@
+"""The store in a bucket, and `open_store`, which finds the right store for a URI.
+
+boto3 makes one attempt a request and tenacity, here and nowhere else, decides whether another one can help.
+What time can cure is tried again until the time limit and then raises StoreUnavailable; what it cannot cure
+is the user's to fix and raises UserError at once, with the place and the remedy.
+
+Endpoint, region and credentials come from where every AWS tool takes them: AWS_ENDPOINT_URL(_S3), AWS_REGION,
+AWS_ACCESS_KEY_ID, AWS_PROFILE, ~/.aws, the instance's role.
+"""
+
+import base64
+import hashlib
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from trainer.config import UserError
+from trainer.store import Entry, LocalStore, Store, StoreUnavailable, checked_key, checked_prefix, replacing
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# 16 MiB x 10,000 parts (S3's most) = 160 GB, eight times the largest file we write.
+# A part that is lost on the way costs 0.2 s.
+PART_BYTES = 16 << 20
+MOST_PARTS = 10_000
+# One S3 connection gives ~100 MB/s, so four fill a 3 Gbit/s link; uploading holds 4 x 16 MiB in memory.
+PARTS_AT_ONCE = 4
+
+# Errors of the server that another attempt can cure, besides every 5xx but 501: load, a conflicting write
+# still under way (create's 409), and bodies that were damaged or cut on the way.
+CURABLE_CODES = {
+    "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
+    "RequestTimeout", "RequestTimeoutException", "ConditionalRequestConflict", "OperationAborted",
+    "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
+}  # fmt: skip
+CURABLE_STATUS = {408, 429}
+
+# What the user can do about an error that time does not cure.
+REMEDIES = {
+    "NoSuchBucket": "there is no such bucket; create it, or correct the store's URI",
+    "InvalidBucketName": "that is no valid bucket name; correct the store's URI",
+    "AccessDenied": "the credentials may not do that; they need s3:GetObject, PutObject, DeleteObject and "
+    "AbortMultipartUpload on the objects and s3:ListBucket on the bucket",
+    "InvalidAccessKeyId": "the server does not know the access key; set AWS_ACCESS_KEY_ID or AWS_PROFILE to "
+    "one of this server's, or AWS_ENDPOINT_URL if another server was meant",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key; correct "
+    "AWS_SECRET_ACCESS_KEY or the profile",
+    "ExpiredToken": "the credentials have expired; log in again",
+    "InvalidToken": "the session token is not valid; correct AWS_SESSION_TOKEN or log in again",
+    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
+    "PermanentRedirect": "the bucket is in another region; set AWS_REGION to it",
+    "AuthorizationHeaderMalformed": "the bucket is in another region; set AWS_REGION to it",
+    "IllegalLocationConstraintException": "the bucket is in another region; set AWS_REGION to it",
+    "NotImplemented": "this server lacks an operation that commits need; use one with If-None-Match: *",
+    "QuotaExceeded": "the quota of the bucket or its owner is used up",
+}  # fmt: skip
+# Where the answer has no body to name the error (HEAD), the status must do.
+CODE_OF_STATUS = {"301": "PermanentRedirect", "403": "AccessDenied", "501": "NotImplemented"}
+
+
+class S3Store:
+    """A store under a prefix of an S3 bucket, or of one that speaks the protocol with conditional writes."""
+
+    def __init__(self, bucket: str, prefix: str = "", client: Any = None, time_limit_s: float = 120) -> None:
+        """`time_limit_s` bounds how long one request is repeated without success; a file is many requests.
+        `client` is a boto3 S3 client that makes one attempt a request; by default the environment's."""
+        self.bucket = bucket
+        self.prefix = checked_key(prefix) + "/" if prefix else ""
+        self.uri = f"s3://{bucket}/{self.prefix}".rstrip("/")
+        self._time_limit_s = time_limit_s
+        self._client = client if client is not None else _client_from_environment(self.uri, time_limit_s)
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.uri!r})"
+
+    def create(self, key: str, body: bytes) -> bool:
+        def attempt(number: int) -> bool:
+            try:
+                self._put_object(key, body, IfNoneMatch="*")
+                return True
+            except self._client.exceptions.ClientError as error:
+                if _code(error) not in ("PreconditionFailed", "412"):
+                    raise
+            # An earlier attempt of ours may have been stored and only its answer lost: then it was us.
+            return number > 1 and self._get_object(key) == body
+
+        return self._until_answered(f"create {self._shown(key)}", attempt)
+
+    def put(self, key: str, body: bytes) -> None:
+        self._until_answered(f"put {self._shown(key)}", lambda _: self._put_object(key, body))
+
+    def get(self, key: str) -> bytes | None:
+        return self._until_answered(f"get {self._shown(key)}", lambda _: self._get_object(key))
+
+    def upload(self, path: Path, key: str) -> None:
+        size = os.path.getsize(path)
+        if size <= PART_BYTES:
+            self.put(key, Path(path).read_bytes())
+        else:
+            self._upload_parts(Path(path), size, key)
+
+    def download(self, key: str, path: Path) -> None:
+        where = {"Bucket": self.bucket, "Key": self._full(key)}
+        with replacing(Path(path)) as file:
+            size, etag = self._until_answered(f"get {self._shown(key)}", lambda _: self._first_range(where, file, key))
+
+            def fetch(start: int) -> None:
+                def attempt(_: int) -> None:
+                    answer = self._client.get_object(**where, Range=_range(start), IfMatch=etag)
+                    _copy_range(answer, file, start)
+
+                self._until_answered(f"get {self._shown(key)} from byte {start:,}", attempt)
+
+            _all_at_once(fetch, range(PART_BYTES, size, PART_BYTES))
+
+    def entries(self, prefix: str) -> list[Entry]:
+        request = {"Bucket": self.bucket, "Prefix": self.prefix + checked_prefix(prefix)}
+        found: list[Entry] = []
+        while True:
+            page = self._until_answered(f"list {self.uri}/{prefix}", lambda _: self._client.list_objects_v2(**request))
+            found += [
+                Entry(item["Key"][len(self.prefix) :], item["Size"], item["LastModified"].timestamp())
+                for item in page.get("Contents", [])
+                if not item["Key"].endswith("/")  # the folder markers that consoles leave
+            ]
+            if not page.get("IsTruncated"):
+                return sorted(found, key=lambda entry: entry.key)
+            request["ContinuationToken"] = page["NextContinuationToken"]
+
+    def delete(self, key: str) -> None:
+        where = {"Bucket": self.bucket, "Key": self._full(key)}
+        self._until_answered(f"delete {self._shown(key)}", lambda _: self._client.delete_object(**where))
+
+    def _full(self, key: str) -> str:
+        return self.prefix + checked_key(key)
+
+    def _shown(self, key: str) -> str:
+        return f"{self.uri}/{key}"
+
+    def _put_object(self, key: str, body: bytes, **conditions: str) -> None:
+        # The server compares the MD5 before it stores: what is damaged on the way never becomes an object.
+        self._client.put_object(Bucket=self.bucket, Key=self._full(key), Body=body, ContentMD5=_md5(body), **conditions)
+
+    def _get_object(self, key: str) -> bytes | None:
+        try:
+            return self._client.get_object(Bucket=self.bucket, Key=self._full(key))["Body"].read()
+        except self._client.exceptions.ClientError as error:
+            if _code(error) == "NoSuchKey":
+                return None
+            raise
+
+    def _first_range(self, where: dict[str, str], file: Any, key: str) -> tuple[int, str]:
+        """Fetch the start of the object; returns its whole size and the ETag that later ranges must match."""
+        try:
+            answer = self._client.get_object(**where, Range=_range(0))
+        except self._client.exceptions.ClientError as error:
+            if _code(error) == "NoSuchKey":
+                raise FileNotFoundError(2, "no such object", self._shown(key)) from None
+            if _code(error) == "InvalidRange":  # no first byte: the object is empty
+                return 0, ""
+            raise
+        _copy_range(answer, file, 0)
+        return int(answer.get("ContentRange", "/0").rpartition("/")[2]), answer["ETag"]
+
+    def _upload_parts(self, path: Path, size: int, key: str) -> None:
+        where = {"Bucket": self.bucket, "Key": self._full(key)}
+        # Marks the object as this upload's, for when the answer to the last request is lost.
+        token = uuid.uuid4().hex
+        what = f"put {self._shown(key)}"
+        begun = self._until_answered(
+            what, lambda _: self._client.create_multipart_upload(**where, Metadata={"upload": token})
+        )
+        upload = where | {"UploadId": begun["UploadId"]}
+        part_bytes = max(PART_BYTES, -(-size // MOST_PARTS))
+
+        def send(number: int) -> dict[str, Any]:
+            with open(path, "rb") as file:
+                file.seek((number - 1) * part_bytes)
+                body = file.read(part_bytes)
+            request = upload | {"PartNumber": number, "Body": body, "ContentMD5": _md5(body)}
+            sent = self._until_answered(f"{what} part {number}", lambda _: self._client.upload_part(**request))
+            return {"PartNumber": number, "ETag": sent["ETag"]}
+
+        def complete(attempt: int) -> None:
+            try:
+                self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+            except self._client.exceptions.ClientError as error:
+                ours = attempt > 1 and _code(error) == "NoSuchUpload" and self._upload_of(where) == token
+                if not ours:
+                    raise
+
+        try:
+            parts = _all_at_once(send, range(1, -(-size // part_bytes) + 1))
+            self._until_answered(what, complete)
+        except BaseException:
+            # Parts of an unfinished upload are invisible but billed. Raise the first error, whatever follows.
+            try:
+                self._client.abort_multipart_upload(**upload)
+            except Exception as error:
+                log.warning("%s: unfinished upload left behind (%s)", self._shown(key), type(error).__name__)
+            raise
+
+    def _upload_of(self, where: dict[str, str]) -> str | None:
+        """The token of the upload that made the object, or None."""
+        try:
+            return self._client.head_object(**where)["Metadata"].get("upload")
+        except self._client.exceptions.ClientError as error:
+            if _status(error) == 404:
+                return None
+            raise
+
+    def _until_answered(self, what: str, request: Callable[[int], T]) -> T:
+        """Call `request(attempt number, from 1)` until it answers, or fails for good, or the time is up."""
+        import tenacity
+
+        def say(state: tenacity.RetryCallState) -> None:
+            assert state.outcome is not None
+            log.warning("%s: %s; trying again", what, _brief(state.outcome.exception()))
+
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_time_can_cure),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
+            stop=tenacity.stop_before_delay(self._time_limit_s),
+            before_sleep=say,
+            reraise=True,
+        )
+        try:
+            for attempt in attempts:
+                with attempt:
+                    return request(attempt.retry_state.attempt_number)
+        except (UserError, FileNotFoundError):
+            raise
+        except Exception as error:
+            raise _explained(error, what, self._client.meta.endpoint_url, self._time_limit_s) from error
+        raise AssertionError("tenacity always returns or raises")
+
+
+def open_store(uri: str) -> Store:
+    """The store that `uri` names: "s3://bucket/prefix", "file://path" (relative or absolute), a plain path.
+    Nothing is read or written yet. Raises UserError for anything else."""
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", uri)
+    kind, _, rest = uri.partition("://")
+    if kind == "s3" and rest:
+        bucket, _, prefix = rest.partition("/")
+        try:
+            return S3Store(bucket, prefix.strip("/"))
+        except UserError:
+            raise
+        except ValueError:
+            raise UserError(f"store {uri!r}: {prefix!r} is no prefix; give one such as 'team/runs'") from None
+    if kind == "file" and rest:
+        return _local(uri, Path(rest))
+    if uri and not scheme:
+        return _local(uri, Path(uri))
+    raise UserError(f"store {uri!r}: not a store; give s3://BUCKET/PREFIX, file://PATH or a path (./NAME)")
+
+
+def _local(uri: str, root: Path) -> LocalStore:
+    store = LocalStore(root)
+    if store.root.exists() and not store.root.is_dir():
+        raise UserError(f"store {uri!r}: {store.root} is a file; a store is a folder")
+    return store
+
+
+def _client_from_environment(uri: str, time_limit_s: float) -> Any:
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    config = Config(
+        retries={"total_max_attempts": 1, "mode": "standard"},
+        connect_timeout=min(10, time_limit_s),
+        read_timeout=min(60, time_limit_s),  # of silence, not of the whole answer
+        max_pool_connections=4 * PARTS_AT_ONCE,
+        # S3's newer checksums may travel in a chunked encoding that older servers (Ceph 16) take for data. We
+        # send Content-MD5 instead, which all of them check.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    try:
+        # A session of our own: boto3's default one must not be built by two threads at once.
+        return boto3.session.Session().client("s3", config=config)
+    except (BotoCoreError, ValueError) as error:
+        raise UserError(f"{uri}: {error}; correct the AWS_* environment or ~/.aws/config") from error
+
+
+def _time_can_cure(error: BaseException) -> bool:
+    from botocore import exceptions
+    from botocore.parsers import ResponseParserError
+
+    if isinstance(error, exceptions.ClientError):
+        status = _status(error)
+        return _code(error) in CURABLE_CODES or status in CURABLE_STATUS or (status >= 500 and status != 501)
+    if isinstance(error, exceptions.SSLError):
+        return "CERTIFICATE_VERIFY_FAILED" not in str(error)
+    cut_or_silent = (
+        exceptions.ConnectionError,  # refused, no such host (yet)
+        exceptions.HTTPClientError,  # reset, timed out, closed half-way
+        exceptions.IncompleteReadError,
+        ResponseParserError,
+        exceptions.CredentialRetrievalError,  # the instance's metadata service hiccups
+        exceptions.MetadataRetrievalError,
+    )
+    return isinstance(error, cut_or_silent)
+
+
+def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -> Exception:
+    """What the caller should see: StoreUnavailable, UserError, or `error` itself if the fault is ours."""
+    from botocore import exceptions
+
+    where = f"{what} at {_without_secrets(endpoint)}"
+    if _time_can_cure(error):
+        return StoreUnavailable(f"{where}: no success within {time_limit_s:g} s; last: {_brief(error)}")
+    if isinstance(error, exceptions.ClientError):
+        code = CODE_OF_STATUS.get(_code(error), _code(error))
+        if code in REMEDIES:
+            return UserError(f"{where}: {REMEDIES[code]} ({code})")
+        if code == "PreconditionFailed":
+            return StoreUnavailable(f"{where}: another process replaced the object while it was read")
+        if code == "NoSuchUpload":
+            return StoreUnavailable(f"{where}: the server dropped the unfinished upload")
+    credentials = (
+        exceptions.NoCredentialsError,
+        exceptions.PartialCredentialsError,
+        exceptions.ProfileNotFound,
+        exceptions.TokenRetrievalError,
+        exceptions.UnauthorizedSSOTokenError,
+        exceptions.SSOError,
+    )
+    if isinstance(error, credentials):
+        return UserError(
+            f"{where}: no usable credentials ({type(error).__name__}); set AWS_ACCESS_KEY_ID and "
+            f"AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws"
+        )
+    if isinstance(error, exceptions.SSLError):
+        return UserError(f"{where}: its certificate is not trusted; set AWS_CA_BUNDLE to its authority")
+    if isinstance(error, exceptions.ParamValidationError):
+        return UserError(f"{where}: {' '.join(str(error).split())}")
+    return error
+
+
+def _code(error: Any) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _status(error: Any) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _brief(error: BaseException | None) -> str:
+    """What happened in a few words. Not botocore's message: it repeats URLs, and a reader wants one line."""
+    from botocore.exceptions import ClientError
+
+    if isinstance(error, ClientError):
+        return f"{_code(error)} (HTTP {_status(error)})"
+    return re.sub(r"(Error|Exception)$", "", type(error).__name__)
+
+
+def _without_secrets(endpoint: str) -> str:
+    """The endpoint without a user and password that somebody may have put into it."""
+    parts = urlsplit(endpoint)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _md5(body: bytes) -> str:
+    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+
+
+def _range(start: int) -> str:
+    return f"bytes={start}-{start + PART_BYTES - 1}"
+
+
+def _copy_range(answer: Any, file: Any, start: int) -> None:
+    """Write the body of a ranged answer to its place in `file`. Other threads write other places: pwrite."""
+    for chunk in answer["Body"].iter_chunks(1 << 20):
+        while chunk:
+            written = os.pwrite(file.fileno(), chunk, start)
+            chunk, start = chunk[written:], start + written
+
+
+def _all_at_once(work: Callable[[int], T], numbers: range) -> list[T]:
+    """`[work(n) for n in numbers]`, a few at a time. A failure stops those not begun, and is raised."""
+    with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="store") as pool:
+        futures = [pool.submit(work, number) for number in numbers]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise

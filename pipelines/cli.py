@@ -1,0 +1,232 @@
+"""`skytrain`: the verbs. Heavy imports wait inside them, so that `--help` answers at once.
+
+Exit codes: 0 done, 2 the user's mistake, 75 interrupted and resumable by the same command, 1 our fault.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from pipelines.stage import Pipeline
+
+EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 75
+
+app = typer.Typer(
+    help="Train GPT-2 from one recipe: tokenize, train, evaluate, export. Interrupt it anywhere; "
+    "the same command goes on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe or a path to one.")]
+Changes = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads it
+    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one field; can be repeated."),
+]
+StoreUri = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--store", metavar="URI", help="file://folder or s3://bucket/prefix [SKYTRAIN_STORE; .skytrain/store]"
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+@app.command()
+def run(
+    recipe: RecipeName,
+    stage: Annotated[str, typer.Option(help="The last stage to run: tokenize, train, evaluate or export.")] = "export",
+    store: StoreUri = None,
+    set_: Changes = None,
+    price_per_hour: Annotated[
+        float, typer.Option(min=0.0, metavar="USD", help="What this machine costs an hour.")
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.progress import Screen
+    from pipelines.recipe import load_recipe
+    from pipelines.stage import STAGES, Pipeline, plans_of, run_name
+    from pipelines.tracking.mlflow import Tracker
+    from trainer.config import UserError
+    from trainer.process import StopSignal
+
+    one_of(stage, STAGES, "--stage")
+    stop = StopSignal()
+    loaded = load_recipe(recipe, set_ or [])
+    plans = plans_of(loaded)
+    name = run_name(plans)
+    folder = home()
+    tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
+    pipeline = Pipeline(
+        loaded,
+        open_store(store_uri(store)),
+        folder,
+        price_per_hour,
+        tracker,
+        Screen(quiet=as_json),
+        stop,
+        plans,
+    )
+    try:
+        pipeline.execute(until=stage)
+    finally:
+        if as_json and not isinstance(sys.exception(), UserError):
+            print(json.dumps(result(pipeline)))
+    if not as_json:
+        from pipelines.tables import print_card
+
+        print_card(pipeline)
+
+
+@app.command()
+def plan(recipe: RecipeName, store: StoreUri = None, set_: Changes = None, as_json: Json = False) -> None:
+    """Show what `run` would make, what is there already, and why the rest is not."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.recipe import load_recipe
+    from pipelines.tables import plan_of, print_plan
+
+    shown = plan_of(load_recipe(recipe, set_ or []), open_store(store_uri(store)))
+    print(json.dumps(shown)) if as_json else print_plan(shown)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[RUN]...", help="Runs, or the beginnings of their names; all by default."),
+    ] = None,
+    store: StoreUri = None,
+    as_json: Json = False,
+    series: Annotated[bool, typer.Option("--series", help="Print the run's series as CSV, a row a step.")] = False,
+) -> None:
+    """What runs did and cost: state, attempts, tokens, val loss, hours, dollars."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.tables import print_runs, print_series
+    from pipelines.tracking.report import read_records, run_series, summarize
+
+    opened = open_store(store_uri(store))
+    records = read_records(opened, runs or [])
+    if series:
+        for record in records:
+            print_series(record.run, run_series(opened, record), as_json, alone=len(records) == 1)
+        return
+    summaries = [summarize(opened, record) for record in records]
+    print(json.dumps([asdict(s) for s in summaries])) if as_json else print_runs(summaries, opened.uri)
+
+
+@app.command()
+def sample(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, or the beginning of its name.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue; empty for a new document.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal text.")] = 0,
+    store: StoreUri = None,
+) -> None:
+    """Generate text with a trained run."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.sample import sample_run
+
+    print(sample_run(open_store(store_uri(store)), home() / "cache", run, prompt, tokens, seed))
+
+
+@app.command()
+def recipes(as_json: Json = False) -> None:
+    """The recipes that come with skytrain: size, tokens, FLOPs, and what they cost to train."""
+    from pipelines.tables import print_recipes, shipped_rows
+
+    print(json.dumps(shipped_rows())) if as_json else print_recipes()
+
+
+@app.command()
+def gc(
+    store: StoreUri = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    older_than_days: Annotated[
+        float, typer.Option(min=0.0, help="Unfinished artifacts go once nobody has touched them for so long.")
+    ] = 7.0,
+) -> None:
+    """Remove what no manifest and no living or resumable attempt refers to."""
+    from pipelines.artifacts.gc import leftovers
+    from pipelines.artifacts.store import open_store
+
+    opened = open_store(store_uri(store))
+    found = list(leftovers(opened, older_than_days))
+    for leftover in found:
+        print(f"{leftover.size:>15,}  {leftover.key}  ({leftover.why})")
+        if not dry_run:
+            opened.delete(leftover.key)
+    verb = "would be removed" if dry_run else "removed"
+    print(f"{len(found)} objects, {sum(x.size for x in found):,} bytes {verb} in {opened.uri}")
+
+
+def result(pipeline: "Pipeline") -> dict[str, Any]:
+    """What `run --json` prints, finished or interrupted."""
+    summary = pipeline.summary()
+    return {
+        "run": pipeline.run,
+        "state": summary.state,
+        "attempts": summary.attempts,
+        "usd": summary.usd,
+        "billed_hours": summary.billed_hours,
+        "val_loss": summary.val_loss,
+        "artifacts": {
+            stage: {
+                "uri": f"{pipeline.store.uri}/{manifest.prefix}",
+                "fingerprint": manifest.fingerprint,
+                "skipped": pipeline.skipped[stage],
+            }
+            for stage, manifest in pipeline.made.items()
+        },
+    }
+
+
+def home() -> Path:
+    """Where this machine keeps scratch, caches and, by default, the store: SKYTRAIN_HOME or ./.skytrain."""
+    return Path(os.environ.get("SKYTRAIN_HOME", ".skytrain")).absolute()
+
+
+def store_uri(asked: str | None) -> str:
+    return asked or os.environ.get("SKYTRAIN_STORE") or f"file://{home() / 'store'}"
+
+
+def default_tracking_uri() -> str:
+    return f"sqlite:///{home() / 'mlflow.db'}"
+
+
+def one_of(value: str, known: tuple[str, ...], option: str) -> None:
+    from trainer.config import UserError
+
+    if value not in known:
+        raise UserError(f"{option} {value}: unknown; it is one of {', '.join(known)}")
+
+
+def main() -> None:
+    from trainer.config import UserError
+    from trainer.process import Interrupted
+    from trainer.store import StoreUnavailable
+
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_MISTAKE)
+    except StoreUnavailable as error:
+        print(f"error: {error}; the same command goes on where this one stopped", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    except (Interrupted, KeyboardInterrupt):
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

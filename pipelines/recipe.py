@@ -1,0 +1,129 @@
+"""A recipe: one YAML file that says what to tokenize, what to train on it, how to judge and export it.
+
+Five sections decide the result and enter the fingerprints of the stages' artifacts; `runtime` does not.
+"""
+
+import difflib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from trainer.config import (
+    ModelConfig,
+    RuntimeConfig,
+    Section,
+    TrainConfig,
+    UserError,
+    explain,
+    sequences_per_step,
+)
+
+
+class TokensConfig(Section):
+    """Text and how it becomes token shards. `source` is explained in pipelines/text.py."""
+
+    source: str
+    subset: str | None = None
+    revision: str | None = None
+    text_column: str = "text"
+    tokenizer: Literal["gpt2", "bytes"] = "gpt2"
+    shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)  # 200 MB of uint16; the header is int32
+    max_tokens: int | None = Field(default=None, ge=1)
+    val_shards: int = Field(default=1, ge=1)  # the first ones, as build-nanogpt and llm.c hold them out
+
+
+class EvaluateConfig(Section):
+    """What the trained model is judged by."""
+
+    val_tokens: int = Field(default=10_485_760, ge=1)
+    hellaswag: str | None = None  # hf://datasets/Rowan/hellaswag[@commit], or a jsonl file
+
+
+class ExportConfig(Section):
+    """How the Hugging Face checkpoint is written."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+
+class Recipe(Section):
+    """Everything a run is told."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    tokens: TokensConfig
+    model: ModelConfig
+    train: TrainConfig
+    evaluate: EvaluateConfig = EvaluateConfig()
+    export: ExportConfig = ExportConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        from pipelines.text import vocab_size_of
+
+        needed = vocab_size_of(self.tokens.tokenizer)
+        if self.model.vocab_size < needed:
+            raise ValueError(
+                f"model.vocab_size {self.model.vocab_size} is smaller than the {needed} ids of "
+                f"tokens.tokenizer '{self.tokens.tokenizer}'; use {needed}"
+            )
+        sequences_per_step(self.model, self.train)
+        return self
+
+    @property
+    def train_tokens(self) -> int:
+        return self.train.max_steps * self.train.batch_tokens
+
+    @property
+    def train_flops(self) -> float:
+        """FLOPs of the whole training: tokens x (6N + 12·L·C·T)."""
+        return float(self.train_tokens * self.model.flops_per_token)
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come with skytrain, by name, smallest first."""
+    folder = Path(str(resources.files("pipelines"))) / "recipes"
+    order = ["smoke", "gpt2-124m", "gpt3-125m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
+    paths = {path.stem: path for path in folder.glob("*.yaml")}
+    return {name: paths[name] for name in sorted(paths, key=lambda n: (order + [n]).index(n))}
+
+
+def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
+    """A shipped recipe or a file, with `section.field=value` changes. UserError says what is wrong where."""
+    path = shipped().get(name_or_path) or Path(name_or_path)
+    if not path.is_file():
+        near = difflib.get_close_matches(name_or_path, shipped(), 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"shipped are {', '.join(shipped())}"
+        raise UserError(f"{name_or_path}: neither a shipped recipe nor a file; {hint}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a recipe has sections (name, tokens, model, train, …); this file has none")
+    for change in changes:
+        _apply(values, change)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise explain(error, Recipe, name_or_path) from error
+    except UserError as error:
+        raise UserError(f"{name_or_path}: {error}") from error
+
+
+def _apply(values: dict[str, Any], change: str) -> None:
+    path, equals, text = change.partition("=")
+    sections = path.split(".")
+    if not equals or not 1 <= len(sections) <= 2 or not all(sections):
+        raise UserError(f"--set {change}: not of the form section.field=value, such as train.max_steps=50")
+    for section in sections[:-1]:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise UserError(f"--set {change}: {section} has no fields")
+    try:
+        values[sections[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {change}: {text!r} is not a YAML value") from error

@@ -1,0 +1,291 @@
+"""The stage runner: finds what exists, builds what is missing, and keeps account of who built it.
+
+A stage is a module in pipelines/stages with two functions: `plan(recipe, plans)` says what its artifact
+is to be (its identity, hence its fingerprint) without doing anything; `build(work)` makes the files.
+Everything around that is here: attempts, waiting for a rival that is already at it, commit, tracking.
+"""
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from pipelines.artifacts.manifest import FOLDERS, File, Manifest, Plan, commit, fetch, find, upload
+from pipelines.progress import Screen
+from pipelines.recipe import Recipe
+from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Heartbeat, attempts, claim, is_alive
+from pipelines.tracking.mlflow import Tracker
+from pipelines.tracking.report import Summary, read_records, record, summarize
+from trainer.metrics import PhaseClock
+from trainer.process import Interrupted, StaleAttempt, StopSignal
+from trainer.store import Store
+
+STAGES = tuple(FOLDERS)
+PACKAGES = ("skytrain", "torch", "numpy", "tiktoken", "datasets", "safetensors")
+
+
+@dataclass
+class Work:
+    """What a stage gets to work with."""
+
+    recipe: Recipe
+    plan: Plan
+    inputs: dict[str, Manifest]  # by stage
+    store: Store
+    home: Path  # caches and scratch of this machine
+    attempt: Attempt
+    tracker: Tracker
+    screen: Screen
+    stop: StopSignal
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    ranks_phases: dict[str, float] = field(default_factory=dict)  # of what runs in torchrun's processes
+
+    @property
+    def folder(self) -> Path:
+        """Scratch of this attempt alone."""
+        path = self.home / "work" / self.plan.prefix / f"a{self.attempt.number:04d}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def fetch(self, stage: str, name: str) -> Path:
+        """A verified local copy of an input's file."""
+        manifest = self.inputs[stage]
+        return fetch(self.store, manifest.prefix, manifest.file(name), self.home / "cache")
+
+    def upload(self, path: Path, name: str | None = None) -> File:
+        with self.clock.phase("upload"):
+            return upload(self.store, self.plan.prefix, self.attempt.number, path, name)
+
+    def report(self, **progress: Any) -> None:
+        """Let the heartbeat carry how far the stage is, and where its seconds went."""
+        self.attempt.update(progress=progress, phases=self.phases())
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase so far, of this process and of the ranks it waited for."""
+        return self.clock.inside("ranks", self.ranks_phases)
+
+    def check(self) -> None:
+        """Leave if asked to stop, or if a newer attempt has taken over."""
+        self.stop.check()
+        if self.attempt.lost:
+            self.attempt.check()
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a stage made: files already in the store, and facts for people and later stages."""
+
+    files: list[File]
+    facts: dict[str, Any]
+
+
+class Stage(Protocol):
+    def plan(self, recipe: Recipe, plans: dict[str, Plan]) -> Plan: ...
+
+    def build(self, work: Work) -> Built: ...
+
+
+def stage_named(name: str) -> Stage:
+    return cast(Stage, importlib.import_module(f"pipelines.stages.{name}"))
+
+
+def plans_of(recipe: Recipe) -> dict[str, Plan]:
+    """What every stage's artifact is to be. Reads local text sources, changes nothing."""
+    plans: dict[str, Plan] = {}
+    for name in STAGES:
+        plans[name] = stage_named(name).plan(recipe, plans)
+    return plans
+
+
+def run_name(plans: dict[str, Plan]) -> str:
+    """A run is its recipe's name and the fingerprint of what it trains: the same on every machine."""
+    return plans["train"].name
+
+
+@dataclass
+class Pipeline:
+    """One invocation: everything that its stages share."""
+
+    recipe: Recipe
+    store: Store
+    home: Path
+    price_per_hour: float
+    tracker: Tracker
+    screen: Screen
+    stop: StopSignal
+    plans: dict[str, Plan]
+    made: dict[str, Manifest] = field(default_factory=dict)
+    skipped: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def run(self) -> str:
+        return run_name(self.plans)
+
+    def execute(self, until: str) -> None:
+        """Make every stage's artifact up to `until`, skipping what exists, and account for it."""
+        record(self.store, self.run, self.recipe, self.plans, until)
+        self.tracker.start()
+        self.tracker.stage_started(None, {"recipe": self.recipe.name}, {"skytrain.store": self.store.uri})
+        status = "FAILED"
+        try:
+            self._make_all(until)
+            status = "FINISHED"
+        except (Interrupted, KeyboardInterrupt):
+            status = "KILLED"
+            raise
+        finally:
+            summary = self.summary()
+            cost = {"cost/usd": summary.usd, "time/billed_hours": summary.billed_hours}
+            if summary.val_loss is not None:
+                cost["val/loss"] = summary.val_loss
+            self.tracker.metrics(None, 0, time.time(), cost)
+            self.tracker.stage_ended(None, status)
+            if notice := self.tracker.close():
+                self.screen.warn(notice)
+
+    def summary(self) -> Summary:
+        (mine,) = read_records(self.store, [self.run])
+        return summarize(self.store, mine)
+
+    def _make_all(self, last: str) -> None:
+        for stage in STAGES[: STAGES.index(last) + 1]:
+            self.stop.check()
+            self.skipped[stage] = False
+            self.made[stage] = self._existing(stage) or self._make(stage)
+
+    def _existing(self, stage: str) -> Manifest | None:
+        manifest = find(self.store, self.plans[stage])
+        if manifest:
+            self.skipped[stage] = True
+            self.screen.note(f"[green]✓[/] [bold]{stage}[/]  {manifest.prefix} is there already: skipped")
+        return manifest
+
+    def _make(self, stage: str) -> Manifest:
+        """Build an artifact, or wait for whoever is building it."""
+        plan = self.plans[stage]
+        while True:
+            rival = self._wait_for_rival(plan)
+            if manifest := self._existing(stage):
+                return manifest
+            number = rival.attempt + 1 if rival else 1
+            attempt = claim(self.store, plan.prefix, self.run, stage, number, self.price_per_hour)
+            if attempt is None:
+                continue
+            try:
+                with attempt:
+                    return self._build(stage, attempt)
+            except StaleAttempt:
+                self.screen.warn(f"{stage}: a newer attempt has taken over; waiting for it")
+
+    def _wait_for_rival(self, plan: Plan) -> Heartbeat | None:
+        """Return the newest attempt once it no longer works (None: there never was one)."""
+        seen: Heartbeat | None = None
+        silent_since = time.monotonic()
+        while beats := attempts(self.store, plan.prefix):
+            newest = beats[-1]
+            if seen is None or (newest.attempt, newest.time) != (seen.attempt, seen.time):
+                if seen is None and is_alive(newest) is not False:
+                    where = newest.process.get("machine", "").partition("/")[0]
+                    self.screen.note(
+                        f"  {plan.stage}: attempt {newest.attempt} on {where} is at it; waiting "
+                        f"(it is taken over after {SILENT_SECONDS:.0f} s of silence)"
+                    )
+                seen, silent_since = newest, time.monotonic()
+            alive = is_alive(newest)
+            if alive is False or (alive is None and time.monotonic() - silent_since > SILENT_SECONDS):
+                return newest
+            self.stop.check()
+            time.sleep(1)
+        return None
+
+    def _build(self, stage: str, attempt: Attempt) -> Manifest:
+        plan = self.plans[stage]
+        work = Work(self.recipe, plan, self.made, self.store, self.home, attempt, self.tracker, self.screen, self.stop)
+        self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
+        self.tracker.stage_started(stage, self._params(stage), self._tags(stage, attempt))
+        try:
+            built = stage_named(stage).build(work)
+            attempt.check()
+            manifest = commit(self.store, self._manifest(plan, attempt, built))
+        except BaseException as error:
+            interrupted = isinstance(error, Interrupted | StaleAttempt | KeyboardInterrupt)
+            attempt.update(state="interrupted" if interrupted else "failed", phases=work.phases())
+            self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
+            raise
+        attempt.update(state="done", phases=work.phases(), time=time.time())
+        shutil.rmtree(work.folder.parent)  # with what earlier attempts on this machine have left
+        self._track_end(stage, plan, manifest)
+        return manifest
+
+    def _manifest(self, plan: Plan, attempt: Attempt, built: Built) -> Manifest:
+        return Manifest(
+            stage=plan.stage,
+            label=plan.label,
+            fingerprint=plan.fingerprint,
+            identity=plan.identity,
+            inputs={stage: manifest.fingerprint for stage, manifest in self.made.items()},
+            files=tuple(built.files),
+            provenance=provenance(),
+            facts=built.facts,
+            run=self.run,
+            attempt=attempt.number,
+            created=time.time(),
+        )
+
+    def _params(self, stage: str) -> dict[str, Any]:
+        sections = {"tokenize": ["tokens"], "train": ["model", "train"]}.get(stage, [stage])
+        values = self.recipe.model_dump()
+        return {f"{s}.{k}": v for s in sections for k, v in values[s].items()}
+
+    def _tags(self, stage: str, attempt: Attempt) -> dict[str, Any]:
+        plan = self.plans[stage]
+        tags = {f"runtime.{k}": v for k, v in self.recipe.runtime.model_dump().items()}
+        return tags | {
+            "skytrain.artifact": f"{self.store.uri}/{plan.prefix}",
+            "skytrain.fingerprint": plan.fingerprint,
+            "skytrain.attempt": attempt.number,
+        }
+
+    def _track_end(self, stage: str, plan: Plan, manifest: Manifest) -> None:
+        mine = [beat for beat in attempts(self.store, plan.prefix) if beat.run == self.run]
+        cost = {
+            "cost/usd": sum(beat.usd for beat in mine),
+            "time/billed_hours": sum(beat.billed_hours for beat in mine),
+        }
+        scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
+        self.tracker.metrics(stage, 0, time.time(), cost | scores)
+        self.tracker.stage_ended(stage, "FINISHED")
+
+
+def provenance() -> dict[str, Any]:
+    """Where an artifact comes from: code, versions, machine. For people; it enters no fingerprint."""
+    return {
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "image": os.environ.get("SKYTRAIN_IMAGE"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

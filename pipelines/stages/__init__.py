@@ -1,0 +1,1 @@
+"""The four stages, one file each: tokenize, train, evaluate, export."""

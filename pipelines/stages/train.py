@@ -1,0 +1,251 @@
+"""train: torchrun over this node's GPUs (or CPU processes), resumed from the newest commit by itself.
+
+`build` runs in the pipeline's process: it starts torchrun, follows rank 0's event file for progress,
+tracking and heartbeats, passes on the wish to stop, and files the result. `main` is what every rank runs:
+it assembles the trainer's parts and hands them over.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipelines.artifacts.manifest import Plan, fetch, read_manifest
+from pipelines.artifacts.store import open_store
+from pipelines.recipe import Recipe
+from pipelines.stage import Built, Work
+from pipelines.tracking.ledger import latest_number
+from trainer.config import UserError, grad_accum_steps
+from trainer.metrics import EventLog, PhaseClock
+from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
+
+LOG_LINES = 30  # of a failed run, shown to the user
+
+
+def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
+    identity = {
+        "stage": "train",
+        "tokens": plans["tokenize"].fingerprint,
+        "model": recipe.model.model_dump(),
+        "train": recipe.train.model_dump(),
+    }
+    return Plan("train", recipe.name, identity)
+
+
+def build(work: Work) -> Built:
+    from trainer.parallel import processes_on_this_node
+
+    recipe = work.recipe
+    processes = processes_on_this_node(recipe.runtime)
+    grad_accum_steps(recipe.model, recipe.train, recipe.runtime, processes)
+    tokens = work.inputs["tokenize"]
+    work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
+    work.clock.enter("ranks")
+    last = follow(work, start_torchrun(work, processes))
+    work.clock.enter("upload")
+    if last.get("step") != recipe.train.max_steps:
+        raise Interrupted
+    return file_result(work)
+
+
+def start_torchrun(work: Work, processes: int) -> subprocess.Popen[bytes]:
+    """torchrun in a session of its own (Ctrl-C is ours to pass on), ended by the kernel if we die."""
+    spec = {
+        "recipe": work.recipe.model_dump(),
+        "store": work.store.uri,
+        "tokens": work.inputs["tokenize"].prefix,
+        "prefix": work.plan.prefix,
+        "attempt": work.attempt.number,
+        "folder": str(work.folder),
+        "cache": str(work.home / "cache"),
+    }
+    spec_path = work.folder / "spec.json"
+    spec_path.write_text(json.dumps(spec))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    with (work.folder / "train.log").open("ab") as log:
+        return subprocess.Popen(
+            [*command, "-m", "pipelines.stages.train", str(spec_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Follow the ranks until they end; the last row. Raises what ended them early."""
+    max_steps = work.recipe.train.max_steps
+    tracked = work.tracker.highest_steps("train")
+    last: dict[str, Any] = {}
+    asked = False
+    with work.screen.bar("train", max_steps) as bar:
+        for event in events(work.folder / "events.jsonl", torchrun):
+            if event.get("event") == "row":
+                last |= {k: v for k, v in event.items() if k not in ("event", "phases")}
+                track_row(work, event, tracked)
+                bar.update(last["step"], describe(last))
+                work.ranks_phases = event["phases"]
+                work.report(**last)
+            elif event:
+                note_event(work, event)
+            if not asked and (work.stop.asked or work.attempt.lost):
+                torchrun.send_signal(signal.SIGTERM)  # the ranks finish their step and commit
+                asked = True
+    for mistake in sorted(work.folder.glob("mistake-*.txt")):
+        raise UserError(mistake.read_text())
+    work.attempt.check()
+    if torchrun.returncode and not work.stop.asked:
+        log = (work.folder / "train.log").read_text(errors="replace").splitlines()
+        raise RuntimeError(
+            "the training processes failed; the end of {}:\n{}".format(
+                work.folder / "train.log", "\n".join(log[-LOG_LINES:])
+            )
+        )
+    return last
+
+
+def events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """The events of a file that is being written, until the process has ended; {} when there is no news."""
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.1)
+        yield {}
+    if not path.exists():
+        return
+    with path.open() as file:
+        rest = ""
+        while True:
+            ended = process.poll() is not None
+            rest += file.read()
+            *lines, rest = rest.split("\n")
+            yield from (json.loads(line) for line in lines)
+            if ended:
+                return
+            if not lines:
+                time.sleep(0.1)
+                yield {}
+
+
+def track_row(work: Work, event: dict[str, Any], tracked: dict[str, int]) -> None:
+    """Pass on what MLflow hasn't been told yet: a step that is redone after a crash is no second point."""
+    step = event["step"]
+    values = {k: v for k, v in event.items() if "/" in k and k != "data/digest" and step > tracked.get(k, -1)}
+    if values:
+        work.tracker.metrics("train", step, event["time"], values)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A row in a few words."""
+    words = [f"step {row['step']:,}"]
+    if "train/loss" in row:
+        words += [f"loss {row['train/loss']:.3f}", f"{row['perf/tokens_per_second']:,.0f} tok/s"]
+    if "val/loss" in row:
+        words.append(f"val {row['val/loss']:.3f}")
+    return "  ".join(words)
+
+
+def note_event(work: Work, event: dict[str, Any]) -> None:
+    if event["event"] == "start":
+        work.attempt.update(progress={"resumed_from": event["step"], "step": event["step"]})
+        resumed = f", resumed from step {event['step']:,}" if event["step"] else ""
+        work.screen.note(
+            f"  {event['parameters']:,} parameters, {event['world_size']} x {event['device']}, "
+            f"{event['precision']}, {event['grad_accum_steps']} micro-batches a step{resumed}"
+        )
+        work.tracker.tags("train", {k: event[k] for k in ("device", "precision", "world_size")})
+    elif event["event"] == "damaged":
+        work.screen.warn(f"{event['checkpoint']} is damaged ({event['reason']}); using the one before it")
+
+
+def file_result(work: Work) -> Built:
+    """Upload the final weights and the whole series."""
+    from trainer.checkpoint import series
+
+    rows = series(work.store, work.plan.prefix)
+    metrics = work.folder / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
+    final = {k: v for row in rows for k, v in row.items()}
+    facts = {
+        "steps": work.recipe.train.max_steps,
+        "tokens": work.recipe.train_tokens,
+        "parameters": work.recipe.model.parameters,
+        "train/loss": final["train/loss"],
+        "val/loss": final.get("val/loss"),
+        "perf/tokens_per_second": speeds[len(speeds) // 2],  # median over steps
+    }
+    return Built([work.upload(work.folder / "model.safetensors"), work.upload(metrics)], facts)
+
+
+def main(spec_path: str) -> int:
+    """One rank: assemble the parts, train, leave the final weights in the attempt's folder."""
+    die_with_parent()
+    stop = StopSignal()
+    started = time.time()
+    spec = json.loads(Path(spec_path).read_text())
+    folder = Path(spec["folder"])
+    try:
+        return train_rank(spec, folder, stop, started)
+    except UserError as error:
+        (folder / f"mistake-{spec['attempt']}.txt").write_text(str(error))
+        raise
+
+
+def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal, started: float) -> int:
+    from safetensors.torch import save_file
+
+    from trainer.checkpoint import Checkpointer
+    from trainer.data import Shard, TokenData
+    from trainer.loop import train
+    from trainer.parallel import World
+
+    recipe = Recipe.model_validate(spec["recipe"])
+    store, prefix, attempt = open_store(spec["store"]), spec["prefix"], spec["attempt"]
+    tokens = read_manifest(store, spec["tokens"])
+    assert tokens is not None, spec["tokens"]
+
+    def local(name: str) -> Path:
+        return fetch(store, tokens.prefix, tokens.file(name), Path(spec["cache"]))
+
+    def split(name: str) -> TokenData:
+        shards = [Shard(s, n) for s, n in tokens.facts["shards"].items() if s.startswith(name)]
+        return TokenData(shards, local, recipe.model.block_size, recipe.train.seed)
+
+    world = World.start(recipe.runtime)
+    log = EventLog(folder / "events.jsonl" if world.rank == 0 else None, PhaseClock(started=started))
+    checkpointer = Checkpointer(
+        store,
+        prefix,
+        world,
+        folder / "checkpoint",
+        attempt,
+        recipe.runtime.keep_last,
+        superseded=lambda: latest_number(store, prefix) > attempt,
+    )
+    try:
+        model, state = train(
+            recipe.model,
+            recipe.train,
+            recipe.runtime,
+            split("train"),
+            split("val"),
+            checkpointer,
+            world,
+            stop,
+            log,
+        )
+    except StaleAttempt as error:
+        print(error, file=sys.stderr)
+        return 1  # the pipeline's process sees for itself that it is stale
+    if world.rank == 0 and state.step == recipe.train.max_steps:
+        save_file(model.state_dict(), folder / "model.safetensors")
+    world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

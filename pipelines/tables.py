@@ -1,0 +1,263 @@
+"""What the verbs print: the run card, the plan, the table of runs, the recipes."""
+
+import csv
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.artifacts.manifest import Manifest, Plan, differences, find, read_manifest
+from pipelines.recipe import Recipe, load_recipe, shipped
+from pipelines.stage import plans_of, run_name
+from pipelines.tracking.ledger import attempts
+from pipelines.tracking.report import SERIES, Summary, attempts_of, read_records
+from trainer.store import LocalStore, Store
+
+if TYPE_CHECKING:
+    from pipelines.stage import Pipeline
+
+# The arithmetic of `skytrain recipes`: 8xH100 at half of the dense bf16 peak, at Lambda's on-demand price.
+# Source of the price: SkyPilot's catalog, read 2026-11; of the peak: NVIDIA's data sheet.
+NODE_FLOPS, ASSUMED_MFU, NODE_USD_PER_HOUR = 8 * 989e12, 0.50, 31.92
+PHASES_FIRST = ("setup", "download", "compile", "train", "evaluate", "checkpoint", "upload")
+
+
+def console() -> Console:
+    """Standard output; a pipe has no width, so no table is cut there."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 240)
+
+
+def print_card(pipeline: "Pipeline") -> None:
+    """What a finished run was, made and cost, and where to look further."""
+    summary, out = pipeline.summary(), console()
+    (record,) = read_records(pipeline.store, [pipeline.run])
+    beats = attempts_of(pipeline.store, record)
+    stages = Table("stage", "artifact", "time", "attempts", "dollars", box=None, pad_edge=False)
+    for stage, manifest in pipeline.made.items():
+        mine = beats[stage]
+        stages.add_row(
+            stage,
+            f"{manifest.prefix}" + (" [dim](skipped)[/]" if pipeline.skipped[stage] else ""),
+            duration(3600 * sum(b.billed_hours for b in mine)),
+            str(len(mine)),
+            f"{sum(b.usd for b in mine):.2f}",
+        )
+    facts = Table.grid(padding=(0, 2))
+    for name, value in card_facts(pipeline, summary):
+        facts.add_row(f"[bold]{name}[/]", value)
+    out.print()
+    out.print(f"[bold]{pipeline.run}[/]  {summary.state}")
+    out.print("─" * 100)
+    out.print(stages)
+    out.print()
+    out.print(facts)
+    evaluated = pipeline.made.get("evaluate")
+    if evaluated and evaluated.facts.get("sample"):
+        text = Text(printable(evaluated.facts["sample"]))
+        out.print(Panel(text, title="a sample, from nothing", title_align="left", width=100))
+    out.print("[bold]Look further[/]")
+    for command in next_commands(pipeline):
+        out.print(f"  {command}")
+
+
+def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
+    facts = [("store", pipeline.store.uri)]
+    train = pipeline.made.get("train")
+    if train:
+        facts += [
+            ("tokens", f"{summary.tokens:,} in {summary.steps:,} steps"),
+            ("speed", f"{train.facts['perf/tokens_per_second']:,.0f} tokens/s (median step)"),
+            ("train loss", f"{train.facts['train/loss']:.4f}"),
+        ]
+    if summary.val_loss is not None:
+        facts.append(("val loss", f"{summary.val_loss:.4f}"))
+    if summary.hellaswag_acc_norm is not None:
+        facts.append(("HellaSwag", f"{summary.hellaswag_acc_norm:.4f} (completion style, acc_norm)"))
+    order = {phase: i for i, phase in enumerate(PHASES_FIRST)}
+    phases = sorted(summary.phases.items(), key=lambda item: order.get(item[0], len(order)))
+    facts += [
+        ("time", f"{duration(3600 * summary.billed_hours)} billed, in {summary.attempts} attempt(s)"),
+        (
+            "by phase",
+            ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in phases if seconds >= 0.05),
+        ),
+        (
+            "dollars",
+            f"{summary.usd:.2f}" + ("" if summary.usd else "  (--price-per-hour gives this machine a price)"),
+        ),
+    ]
+    return facts
+
+
+def next_commands(pipeline: "Pipeline") -> list[str]:
+    option = f" --store {quoted(pipeline.store.uri)}"
+    commands = [
+        f"skytrain report{option}",
+        f"skytrain report {pipeline.run} --series{option}",
+        f'skytrain sample {pipeline.run} --prompt "def "{option}',
+    ]
+    if not pipeline.tracker.off:
+        commands.append(f"mlflow ui --backend-store-uri {quoted(pipeline.tracker.uri)}")
+    export = pipeline.made.get("export")
+    if export and isinstance(pipeline.store, LocalStore):
+        folder = pipeline.store.path_of(f"{export.prefix}/{export.files[0].key}").parent
+        commands.append(f"transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    return commands
+
+
+def plan_of(recipe: Recipe, store: Store) -> dict[str, Any]:
+    """What `run` would make: per stage the artifact, whether it is there, and why not."""
+    plans = plans_of(recipe)
+    return {
+        "run": run_name(plans),
+        "store": store.uri,
+        "parameters": recipe.model.parameters,
+        "steps": recipe.train.max_steps,
+        "tokens": recipe.train_tokens,
+        "flops": recipe.train_flops,
+        "stages": {stage: _planned(store, plan) for stage, plan in plans.items()},
+    }
+
+
+def _planned(store: Store, plan: Plan) -> dict[str, Any]:
+    exists = find(store, plan) is not None
+    shown: dict[str, Any] = {"artifact": plan.prefix, "fingerprint": plan.fingerprint, "exists": exists}
+    if exists:
+        return shown
+    tried = attempts(store, plan.prefix)
+    if tried:
+        where = "".join(f", {k} {tried[-1].progress[k]:,}" for k in ("step", "tokens") if k in tried[-1].progress)
+        shown["why"] = f"attempt {tried[-1].attempt} is {tried[-1].state}{where}: run goes on from its last commit"
+        return shown
+    sibling, different = nearest_sibling(store, plan)
+    if sibling is None:
+        shown["why"] = f"nothing like it in {plan.prefix.partition('/')[0]}/ yet"
+    else:
+        shown["sibling"] = sibling.prefix
+        shown["differs"] = {field: {"here": a, "there": b} for field, (a, b) in different.items()}
+        fields = [f"{field}: {_short(a)} here, {_short(b)} there" for field, (a, b) in different.items()]
+        more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
+        shown["why"] = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}"
+    return shown
+
+
+def nearest_sibling(store: Store, plan: Plan) -> tuple[Manifest | None, dict[str, tuple[Any, Any]]]:
+    """The finished artifact of the same stage that differs in the fewest fields, and those fields."""
+    folder = plan.prefix.partition("/")[0]
+    keys = (e.key for e in store.entries(f"{folder}/") if e.key.endswith("/MANIFEST.json"))
+    others = [m for key in keys if (m := read_manifest(store, key.removesuffix("/MANIFEST.json")))]
+    found = [(m, differences(plan.identity, m.identity)) for m in others]
+    return min(found, key=lambda pair: len(pair[1]), default=(None, {}))
+
+
+def print_plan(shown: dict[str, Any]) -> None:
+    out = console()
+    out.print(f"[bold]{shown['run']}[/] in {shown['store']}")
+    out.print(
+        f"{shown['parameters']:,} parameters, {shown['steps']:,} steps, {shown['tokens']:,} tokens, "
+        f"{shown['flops']:.2e} FLOPs (tokens x (6N + 12·L·C·T))"
+    )
+    table = Table("stage", "artifact", "", "why", box=None, pad_edge=False)
+    for stage, plan in shown["stages"].items():
+        table.add_row(stage, plan["artifact"], "[green]✓ exists[/]" if plan["exists"] else "to do", plan.get("why", ""))
+    out.print(table)
+
+
+def print_runs(summaries: list[Summary], where: str) -> None:
+    if not summaries:
+        console().print(f"no runs in {where} yet; `skytrain run smoke` makes one")
+        return
+    table = Table("run", "state", "attempts", "tokens", "val loss", "HellaSwag", "hours", "dollars", box=None)
+    for s in summaries:
+        table.add_row(
+            s.run,
+            s.state,
+            str(s.attempts),
+            f"{s.tokens:,}",
+            _number(s.val_loss),
+            _number(s.hellaswag_acc_norm),
+            f"{s.billed_hours:.3f}",
+            f"{s.usd:.2f}",
+        )
+    console().print(table)
+
+
+def print_series(run: str, rows: list[dict[str, Any]], as_json: bool, alone: bool) -> None:
+    """The steps of a run as CSV (with a first column `run` if there are several), or a JSON line each."""
+    steps = [row for row in rows if "train/loss" in row]
+    if as_json:
+        for row in steps:
+            print(json.dumps({"run": run, **row}))
+        return
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    first = [] if alone else ["run"]
+    out.writerow([*first, *SERIES])
+    for row in steps:
+        out.writerow([*([] if alone else [run]), *(row.get(metric) for metric in SERIES.values())])
+
+
+def shipped_rows() -> list[dict[str, Any]]:
+    """The shipped recipes with size, tokens, FLOPs, and hours and dollars by the arithmetic above."""
+    rows = []
+    for name in shipped():
+        recipe = load_recipe(name)
+        hours = recipe.train_flops / (NODE_FLOPS * ASSUMED_MFU) / 3600
+        rows.append(
+            {
+                "recipe": name,
+                "parameters": recipe.model.parameters,
+                "tokens": recipe.train_tokens,
+                "flops": recipe.train_flops,
+                "node_hours": hours,
+                "usd": hours * NODE_USD_PER_HOUR,
+            }
+        )
+    return rows
+
+
+def print_recipes() -> None:
+    table = Table("recipe", "parameters", "tokens", "FLOPs", "hours", "dollars", box=None, pad_edge=False)
+    for row in shipped_rows():
+        table.add_row(
+            row["recipe"],
+            f"{row['parameters'] / 1e6:,.1f}M",
+            f"{row['tokens'] / 1e9:,.2f}B",
+            f"{row['flops']:.1e}",
+            f"{row['node_hours']:,.1f}",
+            f"{row['usd']:,.0f}",
+        )
+    console().print(table)
+    console().print(
+        f"[dim]hours = tokens x (6N + 12·L·C·T) / (8 x 989 TFLOP/s x {ASSUMED_MFU:.0%} MFU) on 8xH100; "
+        f"dollars at ${NODE_USD_PER_HOUR}/h[/]"
+    )
+
+
+def duration(seconds: float) -> str:
+    """7.4 s, 3 min 12 s, 2 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def printable(text: str) -> str:
+    """Text of an untrained model may hold control characters that would upset a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
+def quoted(text: str) -> str:
+    return f'"{text}"' if " " in text else text
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 24 else text[:21] + "…"

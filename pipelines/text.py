@@ -1,0 +1,558 @@
+"""Text in, tokens out: documents come in an order that never changes, and leave as arrays of token ids.
+
+A source is named by one string of a recipe. What it names has an identity (what decides the bytes: it goes
+into the fingerprint) and documents, numbered from 0 in a fixed order, so that an interrupted run goes on at
+document number n. What can't be pinned down is refused.
+"""
+
+import difflib
+import functools
+import glob
+import hashlib
+import itertools
+import json
+import os
+import re
+import sysconfig
+import tokenize
+import zlib
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from trainer.config import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import tiktoken
+
+    Tokens = np.ndarray[tuple[int], np.dtype[np.uint16]]
+
+Texts = Generator[str, None, None]
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}
+
+STDLIB = "python-stdlib"
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+
+HUB = "hf://datasets/"
+REMOTE = ("https", "http", "s3", "hf")
+KINDS = ("parquet", "jsonl", "txt")
+PACKED = ("gz", "zst")
+SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, glob or URL of .parquet, .jsonl or .txt files"
+
+BATCH_CHARACTERS = 1 << 18  # ~60k tokens, 12 ms of work: a hundred times what handing it over costs
+ROWS = 1_000  # at a time out of Arrow: ~5 MB of web text
+
+
+# Tokenizers
+
+
+def vocab_size_of(name: str) -> int:
+    """Number of token ids of a tokenizer, <|endoftext|> included. Downloads nothing; UserError if unknown."""
+    if name not in VOCAB_SIZES:
+        near = difflib.get_close_matches(name.lower(), VOCAB_SIZES, n=1)
+        meant = f"did you mean '{near[0]}'? " if near else ""
+        raise UserError(f"tokens.tokenizer: no tokenizer '{name}'; {meant}There are {' and '.join(VOCAB_SIZES)}")
+    return VOCAB_SIZES[name]
+
+
+@functools.cache
+def tokenizer(name: str) -> "tiktoken.Encoding":
+    """The tokenizer of that name: "gpt2" (OpenAI's, 1.5 MB fetched once by tiktoken) or "bytes" (id = byte).
+
+    UserError if the name is unknown or the vocabulary can't be had.
+    """
+    vocab_size_of(name)
+    import tiktoken
+
+    if name == "bytes":
+        return tiktoken.Encoding(
+            "bytes",
+            pat_str=r"(?s:.{1,64})",  # any cut gives the same bytes; 64 is four times as fast as one by one
+            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+            special_tokens={END_OF_TEXT: 256},
+            explicit_n_vocab=257,
+        )
+    try:
+        return tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a damaged file is a ValueError
+        raise UserError(
+            f"tokens.tokenizer: the vocabulary of '{name}' could not be loaded ({_reason(error)}); "
+            "allow the download once, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has cached it"
+        ) from error
+
+
+def token_stream(encoding: "tiktoken.Encoding", texts: Iterable[str], threads: int) -> "Generator[Tokens, None, None]":
+    """Tokens of every text, in order: one uint16 array each, <|endoftext|> first.
+
+    A literal "<|endoftext|>" inside a text is ordinary text. Lone surrogates become U+FFFD. tiktoken works
+    outside the GIL, so threads are enough; at most 2 x threads batches are in the air, each closed by the
+    document that brings it to 256k characters. Closing the stream ends its threads.
+    """
+    assert encoding.n_vocab <= 1 << 16, f"{encoding.n_vocab} ids don't fit into uint16"
+    pending: deque[Future[list[Tokens]]] = deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+    try:
+        for batch in _batches(texts):
+            pending.append(pool.submit(_encode_batch, encoding, batch))
+            if len(pending) >= 2 * threads:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS or len(batch) >= 4 * ROWS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode_batch(encoding: "tiktoken.Encoding", texts: list[str]) -> "list[Tokens]":
+    import numpy as np
+
+    rows = []
+    for text in texts:
+        ids = _encode(encoding, text)
+        row = np.empty(len(ids) + 1, np.uint16)
+        row[0], row[1:] = encoding.eot_token, ids
+        rows.append(row)
+    return rows
+
+
+def _encode(encoding: "tiktoken.Encoding", text: str) -> "np.ndarray[Any, np.dtype[np.uint32]]":
+    """What `encode_ordinary` gives, as an array: 40 bytes a token less than a list of ints."""
+    import numpy as np
+
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:  # lone surrogates; pairs of them are one character
+        return _encode(encoding, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    except ValueError:
+        # A run of ~1M spaces with a word behind it exhausts the regex's stack.
+        parts = split_at_long_spaces(text, longest=100_000)
+        if len(parts) == 1:
+            raise
+        return np.concatenate([_encode(encoding, part) for part in parts])
+
+
+# What Unicode calls White_Space and the regex of tiktoken \s. Python's own \s has four characters more.
+_SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
+
+
+def split_at_long_spaces(text: str, longest: int) -> list[str]:
+    """Parts of a text that tokenize one by one as the whole does: cut inside runs of over `longest` spaces.
+
+    GPT-2's pattern takes all of a run but its last character as one piece (`\\s+(?!\\S)`) and leaves the
+    last one to the word behind it. So the cut before that last character changes nothing.
+    """
+    ends = [run.end() for run in _SPACES.finditer(text) if run.end() - run.start() > longest]
+    cuts = [0, *(end - 1 for end in ends if end < len(text)), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+# Sources
+
+
+def source_identity(
+    source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None = None
+) -> dict[str, Any]:
+    """What decides a source's documents, for the fingerprint: equal identities give equal documents.
+
+    Local files count by the sha256 of their contents, in the order they are read, wherever they lie; the
+    standard library by one sha256 over paths and contents; remote text by its revision. Reads all local
+    bytes and opens no connection. Relative paths start at `base` (default: the current directory).
+    UserError for what isn't there or can't be pinned down.
+    """
+    return _open(source, subset, revision, text_column, base).identity()
+
+
+def source_label(source: str, subset: str | None) -> str:
+    """Short name for folders: "python-stdlib", "fineweb-edu-sample-10BT", "files"."""
+    if source == STDLIB:
+        return source
+    parts = source.removeprefix(HUB).split("/")
+    if not source.startswith(HUB) or len(parts) != 2:
+        return "files"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(filter(None, (parts[1], subset))))
+
+
+def documents(
+    source: str,
+    subset: str | None,
+    revision: str | None,
+    text_column: str,
+    start: int = 0,
+    base: Path | None = None,
+) -> Texts:
+    """The source's documents in their fixed order, from number `start` on.
+
+    Parquet files that lie wholly before `start` are not read. A null text is an empty document, so that
+    document numbers are row numbers. UserError as for `source_identity`, and for damaged files. Close it
+    (`contextlib.closing`) when you stop before its end: `datasets` complains at the exit of Python about a
+    parquet file that is still open.
+    """
+    return _open(source, subset, revision, text_column, base).documents(start)
+
+
+class _Source(Protocol):
+    def identity(self) -> dict[str, Any]: ...
+
+    def documents(self, start: int) -> Texts: ...
+
+
+def _open(source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None) -> _Source:
+    scheme, separator, _ = source.partition("://")
+    if separator and scheme not in REMOTE:
+        raise UserError(f"tokens.source: '{source}': unknown scheme '{scheme}'; would be right: {SOURCES}")
+    repository = source.removeprefix(HUB).split("/") if source.startswith(HUB) else []
+    if scheme == "hf" and separator and (len(repository) < 2 or not all(repository) or "@" in source):
+        raise UserError(
+            f"tokens.source: '{source}' is no dataset on the Hub; '{HUB}ORG/NAME' would be, with the commit "
+            "in tokens.revision"
+        )
+    if len(repository) == 2:
+        return HubDataset("/".join(repository), subset, _commit(source, revision), text_column)
+    if subset is not None:
+        raise UserError(f"tokens.subset: '{source}' has no subsets, only {HUB}ORG/NAME has; remove it")
+    if separator:
+        return _remote_files(source, revision, text_column)
+    if revision is not None:
+        raise UserError(f"tokens.revision: '{source}' is local and known by its contents; remove the revision")
+    if source == STDLIB:
+        return StandardLibrary(Path(sysconfig.get_path("stdlib")))
+    return _local_files(source, text_column, base or Path())
+
+
+@dataclass(frozen=True)
+class StandardLibrary:
+    """Every module of the running Python that can be decoded, one document each, sorted by relative path."""
+
+    folder: Path
+
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for name in self._names():
+            content = hashlib.sha256((self.folder / name).read_bytes()).hexdigest()
+            digest.update(f"{content} {name}\n".encode())
+        return {"source": STDLIB, "sha256": digest.hexdigest()}
+
+    def documents(self, start: int) -> Texts:
+        return _joined([], itertools.islice(self._texts(self._names()), start, None))
+
+    def _texts(self, names: list[str]) -> Iterator[str]:
+        for name in names:
+            try:
+                with tokenize.open(self.folder / name) as file:
+                    text = file.read()
+            except (SyntaxError, UnicodeDecodeError):  # the declared encoding is unknown, or untrue
+                continue
+            yield text
+
+    def _names(self) -> list[str]:
+        names = []
+        for folder, below, files in os.walk(self.folder):
+            below[:] = [name for name in below if name not in NOT_LIBRARY]
+            relative = Path(folder).relative_to(self.folder)
+            names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
+        if not names:
+            raise UserError(
+                f"tokens.source: this Python has no {STDLIB} as .py files in {self.folder}; use another "
+                "Python, or name text files"
+            )
+        return sorted(names)
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """The train split of a dataset on the Hugging Face Hub at one commit."""
+
+    repository: str
+    subset: str | None
+    commit: str
+    column: str
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "source": HUB + self.repository,
+            "subset": self.subset,
+            "revision": self.commit,
+            "text_column": self.column,
+        }
+
+    def documents(self, start: int) -> Texts:
+        datasets = _datasets()
+        where = f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
+        try:
+            builder = datasets.load_dataset_builder(self.repository, self.subset, revision=self.commit)
+            files = (builder.config.data_files or {}).get("train")
+            if type(builder).__name__ == "Parquet" and files:
+                # Nearly all of the Hub. Its footers tell which files `start` leaves out.
+                return Files("parquet", tuple(files), self.column, where).documents(start)
+            stream = builder.as_streaming_dataset(split="train")
+        except UserError:
+            raise
+        except Exception as error:  # anything: not found, gated, no such subset, no network
+            raise UserError(
+                f"tokens.source: {where} at {self.commit[:12]} could not be opened ({_reason(error)})"
+            ) from error
+        return _column(stream, self.column, where, start)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of one kind, read one after the other.
+
+    parquet: a row is a document. jsonl: a line that isn't blank is one. txt: a file is one (invalid UTF-8
+    becomes U+FFFD, line ends become \\n).
+    """
+
+    kind: str
+    paths: tuple[str, ...]  # local paths in reading order, or URLs, or one pattern of URLs
+    column: str
+    where: str  # as the user wrote it
+    pinned: str | None = None  # the user's own label for remote files; None: local, known by contents
+
+    def identity(self) -> dict[str, Any]:
+        identity: dict[str, Any] = {"source": "files", "kind": self.kind}
+        if self.kind != "txt":
+            identity["text_column"] = self.column
+        if self.pinned is not None:
+            return identity | {"files": self.where, "revision": self.pinned}
+        with closing(self.documents(0)) as texts:  # a wrong column shows now, not when machines are rented
+            next(texts)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return identity | {"sha256": list(pool.map(_sha256, self.paths))}
+
+    def documents(self, start: int) -> Texts:
+        paths = self._found()
+        texts = self._parquet(paths, start) if self.kind == "parquet" else self._text(paths, start)
+        first = list(itertools.islice(texts, 1))
+        if not first and not start:
+            raise UserError(f"tokens.source: '{self.where}' holds no documents; at least one is needed")
+        return _joined(first, texts)
+
+    def _found(self) -> tuple[str, ...]:
+        """The paths, with a pattern of URLs resolved: asking a server waits until documents are wanted."""
+        if self.pinned is None or not glob.has_magic(self.paths[0]):
+            return self.paths
+        import fsspec
+
+        try:
+            system, pattern = fsspec.core.url_to_fs(self.paths[0])
+            found = [system.unstrip_protocol(path) for path in sorted(system.glob(pattern))]
+        except (OSError, ImportError) as error:
+            raise self._not_opened(error) from error
+        if not found:
+            raise UserError(f"tokens.source: no file matches '{self.where}'")
+        return tuple(found)
+
+    def _parquet(self, paths: tuple[str, ...], start: int) -> Iterator[str]:
+        with ThreadPoolExecutor(8) as pool:
+            rows = list(pool.map(self._count_rows, paths))
+        ends = list(itertools.accumulate(rows))
+        first = next((index for index, end in enumerate(ends) if end > start), None)
+        if first is None:
+            return iter(())
+        stream = self._stream("parquet", paths[first:], columns=[self.column])
+        return _column(stream, self.column, self.where, start - (ends[first] - rows[first]))
+
+    def _count_rows(self, path: str) -> int:
+        """Rows of a parquet file, by its footer. UserError unless it has the text column."""
+        import fsspec
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with fsspec.open(path, "rb") as file:
+                parquet = pq.ParquetFile(file)
+                schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
+        except (OSError, ImportError, pa.ArrowInvalid) as error:
+            raise UserError(f"tokens.source: '{path}' can't be read as parquet ({_reason(error)})") from error
+        _check_column(schema, self.column, path)
+        return rows
+
+    def _text(self, paths: tuple[str, ...], start: int) -> Iterator[str]:
+        sample_by = "line" if self.kind == "jsonl" else "document"
+        # utf-8-sig is UTF-8 that also takes the byte order mark some editors put in front.
+        stream = self._stream("text", paths, sample_by=sample_by, encoding="utf-8-sig", encoding_errors="replace")
+        if self.kind == "txt":
+            return _column(stream, "text", self.where, start)
+        lines = (line for line in _column(stream, "text", self.where, 0) if line.strip())
+        return self._texts_of(itertools.islice(enumerate(lines), start, None))
+
+    def _texts_of(self, lines: Iterator[tuple[int, str]]) -> Iterator[str]:
+        for number, line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(
+                    f"tokens.source: document {number} of '{self.where}' is no line of JSON ({error})"
+                ) from error
+            if not isinstance(row, dict) or self.column not in row:
+                names = list(row) if isinstance(row, dict) else []
+                raise _no_column(self.column, f"document {number} of '{self.where}'", names)
+            text = row[self.column]
+            if not isinstance(text, str | None):
+                raise UserError(
+                    f"tokens.text_column: '{self.column}' of document {number} of '{self.where}' is "
+                    f"{type(text).__name__}, not a string"
+                )
+            yield text or ""
+
+    def _stream(self, builder: str, paths: Iterable[str], **options: Any) -> Any:
+        """A streaming dataset over exactly these files: read where they lie, nothing is cached."""
+        data_files = [path if "://" in path else glob.escape(path) for path in paths]
+        try:
+            return _datasets().load_dataset(
+                builder, data_files={"train": data_files}, split="train", streaming=True, **options
+            )
+        except (OSError, ImportError, ValueError) as error:
+            raise self._not_opened(error) from error
+
+    def _not_opened(self, error: Exception) -> UserError:
+        return UserError(f"tokens.source: '{self.where}' could not be opened ({_reason(error)})")
+
+
+def _local_files(source: str, column: str, base: Path) -> Files:
+    named = Path(source).expanduser()
+    path = base.absolute() / named
+    if path.is_dir():
+        raise UserError(f"tokens.source: '{source}' is a folder; name its files: '{source}/*.parquet'")
+    # Brackets in the name of the folder itself are no pattern.
+    pattern = str(Path(glob.escape(str(base.absolute()))) / named)
+    found = [str(path)] if path.is_file() else sorted(glob.glob(pattern, recursive=True))
+    paths = tuple(name for name in found if os.path.isfile(name))
+    if not paths:
+        near = difflib.get_close_matches(source, [STDLIB], n=1)
+        meant = f"did you mean '{near[0]}'? " if near else ""
+        raise UserError(f"tokens.source: no file matches '{source}' ({path}); {meant}would be right: {SOURCES}")
+    return Files(_kind_of_all(paths), paths, column, source)
+
+
+def _remote_files(source: str, revision: str | None, column: str) -> Files:
+    parts = urlsplit(source)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # Fingerprints are published: a signed URL or a password must not get into one.
+        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+        raise UserError(f"tokens.source: '{shown}' has a user name or a query with it; use the plain address")
+    kind = _kind_of_all((source,))
+    if source.startswith(HUB):
+        commit = _commit(source, revision)
+        organisation, name, path = source.removeprefix(HUB).split("/", 2)
+        pinned = f"{HUB}{organisation}/{name}@{commit}/{path}"
+        return Files(kind, (pinned,), column, source, commit)
+    if not revision:
+        raise UserError(
+            f"tokens.revision: '{source}' may change without notice; give it a label of your own, such as "
+            "a date, and a new one when the files change"
+        )
+    return Files(kind, (source,), column, source, revision)
+
+
+def _kind_of_all(paths: tuple[str, ...]) -> str:
+    kinds = {_kind(path) for path in paths}
+    if len(kinds) > 1:
+        raise UserError(
+            f"tokens.source: files of several kinds ({', '.join(sorted(kinds))}); name those of one kind, "
+            "as '*.parquet'"
+        )
+    return kinds.pop()
+
+
+def _kind(path: str) -> str:
+    name = path.rpartition("/")[2].lower()
+    stem, _, packing = name.rpartition(".")
+    kind = stem.rpartition(".")[2] if packing in PACKED else packing
+    if kind not in KINDS or (kind == "parquet" and packing in PACKED):
+        raise UserError(
+            f"tokens.source: '{path}': unknown kind of file; .parquet, .jsonl and .txt are known, the last "
+            "two also with .gz or .zst"
+        )
+    if packing == "zst":
+        import fsspec.utils
+
+        if packing not in fsspec.utils.compressions:
+            raise UserError(f"tokens.source: '{path}': .zst needs the package zstandard; install it")
+    return kind
+
+
+def _commit(source: str, revision: str | None) -> str:
+    """The revision, if it is a full commit hash: a branch or tag can move, and the tokens would with it."""
+    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    repository = "/".join(source.removeprefix(HUB).split("/")[:2])
+    given = f"'{revision}' can move" if revision else "none is given"
+    raise UserError(
+        f"tokens.revision: {given}; '{source}' needs the 40 hex digits of a commit, which "
+        f"`git ls-remote https://huggingface.co/datasets/{repository} main` prints"
+    )
+
+
+def _joined(first: list[str], rest: Iterator[str]) -> Texts:
+    yield from first
+    yield from rest
+
+
+def _column(stream: Any, column: str, where: str, start: int) -> Texts:
+    """The texts of one column of a streaming dataset, from row `start` on."""
+    import pyarrow as pa
+
+    try:
+        for table in stream.skip(start).with_format("arrow").iter(batch_size=ROWS):
+            _check_column(table.schema, column, where)
+            for text in table.column(column).to_pylist():
+                yield text or ""
+    except (EOFError, zlib.error, pa.ArrowInvalid, OSError) as error:  # cut off, damaged, gone
+        raise UserError(f"tokens.source: '{where}' can't be read on ({_reason(error)})") from error
+
+
+def _check_column(schema: Any, column: str, where: str) -> None:
+    """UserError unless the Arrow schema has that column and it holds strings."""
+    import pyarrow as pa
+
+    if column not in schema.names:
+        raise _no_column(column, f"'{where}'", schema.names)
+    kind = schema.field(column).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise UserError(f"tokens.text_column: '{column}' in '{where}' holds {kind}, not strings")
+
+
+def _no_column(column: str, where: str, names: Iterable[str]) -> UserError:
+    return UserError(f"tokens.text_column: no '{column}' in {where}; there: {', '.join(names) or 'none'}")
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
+@functools.cache
+def _datasets() -> Any:
+    """The library `datasets`, without progress bars and without counting our loads on its server."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else 3 s of waiting where there is no network
+    return datasets

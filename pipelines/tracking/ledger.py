@@ -1,0 +1,194 @@
+"""Who worked on an artifact, when, at what price: attempts, and what they add up to.
+
+A stage of a run is a series of attempts. Each takes its number by creating `attempts/<n>/claim.json`, so
+of any number of processes one gets it; then it rewrites `attempts/<n>/heartbeat.json` every few seconds.
+An attempt that dies without a word is billed up to its last heartbeat. The ledger is the source of truth
+for time and money; MLflow only mirrors it.
+"""
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.process import StaleAttempt
+from trainer.store import Store
+
+HEARTBEAT_SECONDS = 5.0
+# Three heartbeats and a slow upload: who is silent for longer is taken for dead and replaced.
+SILENT_SECONDS = 20.0
+# Beyond any clock skew between nodes that object storage would still talk to (15 min).
+LONG_AGO_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """One attempt as it last reported. Times in unix seconds by its own clock, phases in seconds."""
+
+    run: str
+    stage: str
+    attempt: int
+    state: str  # running, done, interrupted, failed, stale
+    started: float
+    time: float
+    price_per_hour: float  # dollars
+    process: dict[str, Any] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)  # step, loss, tokens/s, resumed_from, …
+
+    @property
+    def billed_hours(self) -> float:
+        return max(0.0, self.time - self.started) / 3600
+
+    @property
+    def usd(self) -> float:
+        return self.billed_hours * self.price_per_hour
+
+
+class Attempt:
+    """A claimed attempt that reports while it lives. Use as a context manager."""
+
+    def __init__(self, store: Store, prefix: str, heartbeat: Heartbeat) -> None:
+        self.store, self.prefix, self.latest = store, prefix, heartbeat
+        self.number = heartbeat.attempt
+        self.lost = False  # superseded, as far as the heartbeat thread knows
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
+
+    def __enter__(self) -> "Attempt":
+        self._report()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._ending.set()
+        self._thread.join(SILENT_SECONDS)
+        if self.latest.state == "running":
+            self.update(state="done" if error is None else "failed")
+        try:
+            self._report()
+        except OSError:
+            # The heartbeat before this one stands; what follows it is lost to the bill, not to the run.
+            if error is None:
+                raise
+
+    def update(self, **changes: Any) -> None:
+        """Change what the next heartbeat says; `progress` and `phases` are merged."""
+        with self._lock:
+            for name in ("progress", "phases"):
+                if name in changes:
+                    changes[name] = {**getattr(self.latest, name), **changes[name]}
+            self.latest = replace(self.latest, **changes)
+
+    def superseded(self) -> bool:
+        """Whether a later attempt has been claimed."""
+        return latest_number(self.store, self.prefix) > self.number
+
+    def check(self) -> None:
+        """Raise StaleAttempt if a later attempt has been claimed."""
+        if self.superseded():
+            self.update(state="stale")
+            raise StaleAttempt(f"attempt {self.number} of {self.prefix} was superseded")
+
+    def _beat(self) -> None:
+        while not self._ending.wait(HEARTBEAT_SECONDS):
+            try:
+                self._report()
+                self.lost = self.superseded()
+            except OSError:
+                continue  # a store that is away for a while stops no work; the next beat tries again
+
+    def _report(self) -> None:
+        self.update(time=time.time())
+        key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
+        self.store.put(key, json.dumps(asdict(self.latest), indent=1).encode())
+
+
+def claim(store: Store, prefix: str, run: str, stage: str, number: int, price_per_hour: float) -> Attempt | None:
+    """Take attempt `number` of an artifact; None if another process was faster."""
+    now = time.time()
+    heartbeat = Heartbeat(run, stage, number, "running", now, now, price_per_hour, this_process())
+    key = f"{prefix}/attempts/{number:04d}/claim.json"
+    if not store.create(key, json.dumps(asdict(heartbeat), indent=1).encode()):
+        return None
+    return Attempt(store, prefix, heartbeat)
+
+
+def attempts(store: Store, prefix: str) -> list[Heartbeat]:
+    """All attempts of an artifact as they last reported, in order."""
+    bodies = {}
+    for entry in store.entries(f"{prefix}/attempts/"):  # claim.json sorts before heartbeat.json
+        body = store.get(entry.key)
+        if body is not None:
+            bodies[entry.key.split("/")[-2]] = Heartbeat(**json.loads(body))
+    return [bodies[number] for number in sorted(bodies)]
+
+
+def latest_number(store: Store, prefix: str) -> int:
+    """The number of the newest attempt, 0 if there is none."""
+    return max((int(e.key.split("/")[-2]) for e in store.entries(f"{prefix}/attempts/")), default=0)
+
+
+def is_alive(heartbeat: Heartbeat) -> bool | None:
+    """Whether an attempt still works, as far as one look tells; None if one has to watch its heartbeat."""
+    return is_there(heartbeat) if heartbeat.state == "running" else False
+
+
+def is_there(heartbeat: Heartbeat) -> bool | None:
+    """Whether the process of an attempt still exists; None if that can't be told from here."""
+    here, there = this_process(), heartbeat.process
+    if here["machine"] == there["machine"]:
+        return process_started(there["pid"]) == there["started"]
+    if abs(time.time() - heartbeat.time) > LONG_AGO_SECONDS:
+        return False
+    return None
+
+
+def this_process() -> dict[str, Any]:
+    """What tells this process from every other: machine (boot and container), pid and its start time."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = f"{platform.node()}/{boot.read_text().strip() if boot.exists() else ''}"
+    return {"machine": machine, "pid": os.getpid(), "started": process_started(os.getpid())}
+
+
+def process_started(pid: int) -> str | None:
+    """The start time of a process in clock ticks since boot, None if there is no such process."""
+    try:
+        # The name in field 2 may hold spaces and brackets; the start time is the 20th field after it.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except FileNotFoundError:
+        if Path("/proc").exists():
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return "unknown"
+    return "unknown"
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a set of attempts adds up to."""
+
+    attempts: int
+    billed_hours: float
+    usd: float
+    phases: dict[str, float]
+
+
+def account(heartbeats: Iterable[Heartbeat]) -> Account:
+    """Hours, dollars and seconds by phase of some attempts."""
+    beats = list(heartbeats)
+    phases: dict[str, float] = {}
+    for beat in beats:
+        for phase, seconds in beat.phases.items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    return Account(len(beats), sum(b.billed_hours for b in beats), sum(b.usd for b in beats), phases)

@@ -1,0 +1,73 @@
+"""What many tests share: sample data, and real S3 servers started once a session."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from servers import FOREIGN_AWS_VARIABLES, MotoServer, Radosgw, S3Account
+
+from pipelines.artifacts.store import S3Store
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """Sample texts, HellaSwag and tokenizer files that are too big for the repository."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("needs ../shared/data beside the repository")
+    return SHARED_DATA
+
+
+@pytest.fixture(autouse=True)
+def _tokenizers_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (SHARED_DATA / "tiktoken").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken"))
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Account]:
+    """A real S3 server: radosgw in front of a one-node Ceph."""
+    if Radosgw.missing_programs():
+        pytest.skip("needs radosgw, ceph-mon, ceph-osd, ceph-common (apt)")
+    server = Radosgw(tmp_path_factory.mktemp("radosgw"))
+    server.start()
+    try:
+        yield server.account
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Account]:
+    """moto's imitation: the quick fallback where radosgw is not installed, and no proof of anything hard."""
+    pytest.importorskip("moto", reason="needs moto[server] (pip)")
+    server = MotoServer(tmp_path_factory.mktemp("moto"))
+    server.start()
+    try:
+        yield server.account
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def fresh_s3_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Account], S3Store]:
+    """Makes a store in a fresh bucket; the environment then leads this process and its children to it."""
+
+    def on(account: S3Account) -> S3Store:
+        for name in FOREIGN_AWS_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in account.environment.items():
+            monkeypatch.setenv(name, value)
+        store = S3Store(f"test-{uuid.uuid4().hex[:16]}", "some/prefix", time_limit_s=30)
+        store._client.create_bucket(Bucket=store.bucket)
+        return store
+
+    return on
+
+
+@pytest.fixture
+def s3_store(s3_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store]) -> S3Store:
+    """A store in a fresh bucket of the real server; `s3_store.uri` works in child processes too."""
+    return fresh_s3_store(s3_server)

@@ -1,0 +1,417 @@
+"""Real servers for the tests: started on free loopback ports, waited for, stopped by the pid we started.
+
+Each server is one class with `start` (returns once it answers) and `stop` (returns once it is gone).
+`FaultyProxy` stands in front of an HTTP server and misbehaves on demand.
+"""
+
+import contextlib
+import http.client
+import http.server
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now. All are held until the last is found, so they differ."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_until(answers: Callable[[], bool], what: str, limit_s: float) -> None:
+    """Ask four times a second until `answers()`; TimeoutError names `what` after `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    while not answers():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: no answer within {limit_s:g} s")
+        time.sleep(0.25)
+
+
+def http_answers(url: str) -> bool:
+    """Whether anything speaks HTTP there; an error status is an answer."""
+    try:
+        urllib.request.urlopen(url, timeout=2).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        return True
+    except OSError:
+        return False
+    return True
+
+
+class Daemon:
+    """A process in a session of its own, its output in a file, so that stopping it stops its children too."""
+
+    def __init__(self, command: Sequence[str | Path], log: Path, env: dict[str, str] | None = None) -> None:
+        self.log = log
+        self._name = Path(command[0]).name
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until(self, answers: Callable[[], bool], limit_s: float = 60) -> None:
+        """As `wait_until`, but gives up as soon as the process has died; shows the end of its output then."""
+
+        def answers_or_died() -> bool:
+            return self._process.poll() is not None or answers()
+
+        try:
+            wait_until(answers_or_died, self._name, limit_s)
+            if self._process.poll() is not None:
+                raise RuntimeError(f"{self._name} ended with status {self._process.returncode}")
+        except (TimeoutError, RuntimeError) as error:
+            error.add_note(self.log.read_text(errors="replace")[-2000:])
+            raise
+
+    def stop(self, grace_s: float = 10) -> None:
+        """SIGTERM to the session, SIGKILL to what is left of it after `grace_s` seconds."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+
+
+@dataclass(frozen=True)
+class S3Account:
+    """Where an S3 server listens and who may use it."""
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What AWS tools read; nothing of the machine's own AWS configuration gets through."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "NO_PROXY": f"{LOOPBACK},localhost",
+            "no_proxy": f"{LOOPBACK},localhost",
+        }
+
+
+# Variables that would change the meaning of those above.
+FOREIGN_AWS_VARIABLES = (
+    "AWS_PROFILE",
+    "AWS_SESSION_TOKEN",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_REGION",
+    "AWS_CA_BUNDLE",
+    "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS",
+)
+
+
+class Radosgw:
+    """A one-node Ceph cluster (one monitor, one disk) behind its S3 gateway. Starts in ~15 s.
+
+    It is a real object store with real concurrency: it enforces If-None-Match, signatures and Content-MD5.
+    """
+
+    PROGRAMS = ("ceph-authtool", "monmaptool", "ceph-mon", "ceph", "ceph-osd", "radosgw", "radosgw-admin")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        monitor_v2, monitor_v1, self._port = free_ports(3)
+        self._monitor = f"[v2:{LOOPBACK}:{monitor_v2},v1:{LOOPBACK}:{monitor_v1}]"
+        self._fsid = str(uuid.uuid4())
+        self._daemons: list[Daemon] = []
+        self.account = S3Account(f"http://{LOOPBACK}:{self._port}", "skytrain-test", uuid.uuid4().hex)
+
+    @classmethod
+    def missing_programs(cls) -> list[str]:
+        return [name for name in cls.PROGRAMS if not shutil.which(name)]
+
+    def start(self) -> None:
+        try:
+            self._write_configuration()
+            self._start_monitor()
+            self._start_disk()
+            self._start_gateway()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        # The gateway first: without a cluster to say goodbye to, it would wait for one.
+        while self._daemons:
+            self._daemons.pop().stop()
+
+    @property
+    def _conf(self) -> Path:
+        return self.folder / "ceph.conf"
+
+    @property
+    def _keyring(self) -> Path:
+        return self.folder / "keyring"
+
+    def _run(self, *command: str | Path) -> str:
+        done = subprocess.run(
+            [str(part) for part in command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"CEPH_CONF": str(self._conf)},
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(map(str, command))}: status {done.returncode}\n{done.stderr[-2000:]}")
+        return done.stdout
+
+    def _daemon(self, name: str, *command: str | Path) -> Daemon:
+        daemon = Daemon(
+            [*command, "-c", self._conf, "-f"],
+            self.folder / f"{name}.out",
+            os.environ | {"CEPH_CONF": str(self._conf)},
+        )
+        self._daemons.append(daemon)
+        return daemon
+
+    def _write_configuration(self) -> None:
+        here = self.folder
+        for name in ("mon", "osd", "mgr", "rgw", "run"):
+            (here / name).mkdir(parents=True, exist_ok=True)
+        self._conf.write_text(f"""[global]
+fsid = {self._fsid}
+mon_initial_members = a
+mon_host = {self._monitor}
+auth_cluster_required = cephx
+auth_service_required = cephx
+auth_client_required = cephx
+auth_allow_insecure_global_id_reclaim = false
+keyring = {self._keyring}
+public_network = 127.0.0.0/8
+public_addr = {LOOPBACK}
+cluster_addr = {LOOPBACK}
+log_file = {here}/$name.log
+admin_socket =
+pid_file = {here}/run/$name.pid
+run_dir = {here}/run
+crash_dir = {here}/run
+mon_data = {here}/mon
+osd_data = {here}/osd
+mgr_data = {here}/mgr
+rgw_data = {here}/rgw
+osd_pool_default_size = 1
+osd_pool_default_min_size = 1
+osd_pool_default_pg_num = 8
+osd_pool_default_pgp_num = 8
+osd_crush_chooseleaf_type = 0
+mon_allow_pool_size_one = true
+mon_warn_on_pool_no_redundancy = false
+mon_data_avail_crit = 1
+mon_data_avail_warn = 2
+mon_max_pg_per_osd = 1000
+osd_objectstore = bluestore
+osd_memory_target = 939524096
+# A sparse file: only what is stored takes room.
+bluestore_block_size = 17179869184
+[client.rgw.a]
+rgw_frontends = beast endpoint={LOOPBACK}:{self._port} tcp_nodelay=1
+rgw_thread_pool_size = 32
+rgw_enable_usage_log = false
+rgw_enable_ops_log = false
+""")
+        everything = {part: "allow *" for part in ("mon", "osd", "mgr")}
+        for number, (name, rights) in enumerate(
+            {
+                "mon.": {"mon": "allow *"},
+                "client.admin": everything,
+                "osd.0": {"mon": "allow profile osd", "osd": "allow *", "mgr": "allow profile osd"},
+                "client.rgw.a": {"mon": "allow rwx", "osd": "allow rwx", "mgr": "allow rwx"},
+            }.items()
+        ):
+            caps = [word for part, right in rights.items() for word in ("--cap", part, right)]
+            create = ["--create-keyring"] if number == 0 else []
+            self._run("ceph-authtool", self._keyring, *create, "--gen-key", "-n", name, *caps)
+
+    def _start_monitor(self) -> None:
+        monmap = self.folder / "monmap"
+        self._run("monmaptool", "--create", "--fsid", self._fsid, "--addv", "a", self._monitor, monmap)
+        (self.folder / "mon").rmdir()
+        self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", self._keyring, "-c", self._conf)
+        monitor = self._daemon("mon", "ceph-mon", "-i", "a")
+        monitor.wait_until(lambda: "quorum" in self._ceph("mon", "stat"))
+
+    def _start_disk(self) -> None:
+        disk = str(uuid.uuid4())
+        self._ceph("osd", "new", disk, "0")
+        self._run("ceph-osd", "-i", "0", "-c", self._conf, "--mkfs", "--osd-uuid", disk)
+        daemon = self._daemon("osd", "ceph-osd", "-i", "0")
+        daemon.wait_until(lambda: "1 up" in self._ceph("osd", "stat"))
+
+    def _start_gateway(self) -> None:
+        gateway = self._daemon("rgw", "radosgw", "-n", "client.rgw.a")
+        gateway.wait_until(lambda: http_answers(self.account.endpoint))
+        user = ("--uid", "test", "--display-name", "test")
+        keys = ("--access-key", self.account.access_key, "--secret", self.account.secret_key)
+        self._run("radosgw-admin", "-c", self._conf, "user", "create", *user, *keys)
+
+    def _ceph(self, *words: str) -> str:
+        return self._run("ceph", "-c", self._conf, "--connect-timeout", "30", *words)
+
+
+class MotoServer:
+    """moto's imitation of S3, in memory: the quick fallback. It answers like a store but races unlike one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (self._port,) = free_ports(1)
+        self.account = S3Account(f"http://{LOOPBACK}:{self._port}", "moto", "moto-secret")
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(self._port)]
+        self._daemon = Daemon(command, self.folder / "moto.out")
+        try:
+            self._daemon.wait_until(lambda: http_answers(self.account.endpoint))
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        self._daemon.stop()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way of failing. `status` answers an error instead of asking the server; `forward` asks it first.
+
+    With neither, the connection is closed without an answer: before or (`forward`) after the server did the
+    work. `body_bytes` passes the answer on but cuts its body there. `silence_s` waits before doing anything.
+    """
+
+    status: int | None = None
+    code: str = "ServiceUnavailable"
+    forward: bool = False
+    body_bytes: int | None = None
+    silence_s: float = 0
+
+
+@dataclass
+class FaultyProxy:
+    """An HTTP proxy in front of `upstream` ("http://host:port") that fails as told, then behaves.
+
+    `fail(fault, …, method="PUT")` queues faults; each matching request uses up one. `requests` lists what was
+    asked, as (method, path). The Host header passes unchanged, so that signatures stay valid.
+    """
+
+    upstream: str
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    _faults: list[tuple[str, Fault]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def fail(self, *faults: Fault, method: str = "") -> None:
+        with self._lock:
+            self._faults += [(method, fault) for fault in faults]
+
+    def start(self) -> None:
+        handler = type("Handler", (_ProxyHandler,), {"proxy": self})
+        self._server = http.server.ThreadingHTTPServer((LOOPBACK, 0), handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://{LOOPBACK}:{self._server.server_port}"
+
+    def next_fault(self, method: str, path: str) -> Fault | None:
+        with self._lock:
+            self.requests.append((method, path))
+            for number, (wanted, fault) in enumerate(self._faults):
+                if wanted in ("", method):
+                    del self._faults[number]
+                    return fault
+        return None
+
+
+class _ProxyHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    proxy: FaultyProxy
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = self.proxy.next_fault(self.command, self.path)
+        if fault is None:
+            self._answer(*self._ask(body))
+            return
+        if fault.silence_s:
+            self.proxy.stopping.wait(fault.silence_s)
+        if fault.status is not None:
+            text = f"<Error><Code>{fault.code}</Code><Message>as told</Message></Error>".encode()
+            self._answer(fault.status, [("Content-Type", "application/xml")], text)
+        elif fault.body_bytes is not None:
+            self._answer(*self._ask(body), cut=fault.body_bytes)
+            self.close_connection = True
+        else:
+            if fault.forward:
+                self._ask(body)
+            self.close_connection = True
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
+
+    def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection(self.proxy.upstream.removeprefix("http://"), timeout=60)
+        try:
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("expect", "connection"):
+                    connection.putheader(name, value)
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, cut: int | None = None) -> None:
+        self.send_response_only(status)
+        length = str(len(body))
+        for name, value in headers:
+            if name.lower() == "content-length":
+                length = value  # of HEAD, whose body is absent
+            elif name.lower() not in ("transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        self.wfile.write(body[:cut])
+
+    def log_message(self, format: str, *args: object) -> None:
+        """The tests ask `requests` instead."""

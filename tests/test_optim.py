@@ -1,0 +1,187 @@
+"""The learning rate against llm.c's log and torch's schedules; AdamW and clipping against torch's own."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.config import ModelConfig, TrainConfig
+from trainer.model import GPT
+from trainer.optim import learning_rate_at, make_optimizer, set_learning_rate
+from trainer.parallel import FlatGradients
+
+CONFIG = TrainConfig(batch_tokens=64, max_steps=100, learning_rate=0.5, warmup_steps=10)
+MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)
+
+
+def with_(**changes: object) -> TrainConfig:
+    return TrainConfig(**(CONFIG.model_dump() | changes))
+
+
+def small_model(seed: int = 0) -> GPT:
+    model = GPT(MODEL)
+    model.initialize(seed)
+    return model
+
+
+# --- learning rate
+
+
+def test_the_cosine_is_the_one_in_llmcs_log(shared_data: Path) -> None:
+    logged = re.findall(r"s:(\d+) trl:\S+ lr:(\S+)", (shared_data / "llmc_124M_main.log").read_text())
+    assert len(logged) > 10_000
+    config = with_(max_steps=1 + int(logged[-1][0]), learning_rate=6e-4, warmup_steps=700)
+    # The log has six decimals.
+    worst = max(abs(learning_rate_at(int(step), config) - float(lr)) for step, lr in logged)
+    assert worst <= 0.51e-6
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_warmup_is_a_straight_line_that_reaches_the_peak(schedule: str) -> None:
+    config = with_(schedule=schedule)
+    assert [learning_rate_at(s, config) for s in range(10)] == pytest.approx([0.05 * (s + 1) for s in range(10)])
+    assert learning_rate_at(9, config) == learning_rate_at(10, config) == 0.5
+
+
+def series_of_torch(config: TrainConfig) -> list[float]:
+    """The steps after warmup by torch's schedulers, which work by recurrence rather than by formula."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    steps, floor = config.max_steps - config.warmup_steps, config.min_lr_fraction
+    schedulers = torch.optim.lr_scheduler
+    chosen = {
+        "cosine": lambda: schedulers.CosineAnnealingLR(optimizer, steps, eta_min=floor * config.learning_rate),
+        "linear": lambda: schedulers.LinearLR(optimizer, 1.0, max(floor, 1e-12), total_iters=steps),
+        "constant": lambda: schedulers.ConstantLR(optimizer, 1.0),
+    }[config.schedule]()
+    series = []
+    for _ in range(steps):
+        series.append(chosen.get_last_lr()[0])
+        optimizer.step()
+        chosen.step()
+    return series
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 99])
+def test_schedules_equal_torchs(schedule: str, floor: float, warmup: int) -> None:
+    config = with_(schedule=schedule, min_lr_fraction=floor, warmup_steps=warmup)
+    ours = [learning_rate_at(step, config) for step in range(warmup, 100)]
+    assert ours == pytest.approx(series_of_torch(config), rel=1e-6, abs=1e-9)
+
+
+def test_wsd_stays_at_the_peak_and_falls_in_a_line_at_the_end() -> None:
+    config = with_(schedule="wsd", wsd_decay_fraction=0.25, min_lr_fraction=0.2)
+    series = [learning_rate_at(step, config) for step in range(100)]
+    assert series[9:76] == [0.5] * 67
+    # 25 equal steps from 0.5 down; the 25th would be update number 100 at 0.1.
+    assert series[75:] == pytest.approx([0.5 - k * 0.4 / 25 for k in range(25)])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_a_schedule_never_rises_after_warmup_and_never_leaves_its_bounds(schedule: str) -> None:
+    config = with_(schedule=schedule, min_lr_fraction=0.1)
+    series = [learning_rate_at(step, config) for step in range(10, 100)]
+    assert all(a >= b for a, b in zip(series, series[1:], strict=False))
+    assert all(0.05 - 1e-12 <= lr <= 0.5 for lr in series)
+    assert series[-1] < 0.08  # it does end near its floor
+
+
+def test_a_run_that_is_all_warmup_ends_at_the_peak() -> None:
+    config = with_(warmup_steps=100)
+    assert learning_rate_at(99, config) == 0.5
+    assert all(math.isfinite(learning_rate_at(step, config)) for step in range(100))
+
+
+def test_set_learning_rate_reaches_every_group() -> None:
+    optimizer = make_optimizer(small_model(), CONFIG)
+    set_learning_rate(optimizer, 0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+# --- AdamW
+
+
+def test_matrices_decay_and_biases_and_norms_do_not() -> None:
+    model = small_model()
+    optimizer = make_optimizer(model, CONFIG)
+    names = {p: name for name, p in model.named_parameters()}
+    decayed, kept = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all(name.endswith("bias") or ".ln_" in f".{name}" for name in kept)
+    assert decayed == {
+        "wte.weight",
+        "wpe.weight",
+        *(
+            f"h.{layer}.{part}.weight"
+            for layer in range(2)
+            for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        ),
+    }
+    assert decayed | kept == set(names.values()) and not decayed & kept
+
+
+def test_updates_equal_adamw_written_from_the_paper() -> None:
+    """Loshchilov & Hutter 2019, algorithm 2, in float64."""
+    model = small_model()
+    config = with_(weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-6)
+    optimizer = make_optimizer(model, config)
+    parameters = list(model.parameters())
+    weights = [p.detach().double() for p in parameters]
+    m = [torch.zeros_like(w) for w in weights]
+    v = [torch.zeros_like(w) for w in weights]
+    generator = torch.Generator().manual_seed(1)
+    for t in range(1, 8):
+        lr = learning_rate_at(t - 1, config)
+        set_learning_rate(optimizer, lr)
+        for i, p in enumerate(parameters):
+            p.grad = torch.randn(p.shape, generator=generator)
+            gradient = p.grad.double()
+            m[i] = 0.8 * m[i] + 0.2 * gradient
+            v[i] = 0.9 * v[i] + 0.1 * gradient**2
+            update = (m[i] / (1 - 0.8**t)) / ((v[i] / (1 - 0.9**t)).sqrt() + 1e-6)
+            weights[i] = weights[i] - lr * update - lr * (0.3 if p.dim() == 2 else 0.0) * weights[i]
+        optimizer.step()
+    for p, expected in zip(parameters, weights, strict=True):
+        torch.testing.assert_close(p.detach().double(), expected, atol=2e-6, rtol=2e-5)
+
+
+# --- gradients
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e9])
+def test_clipping_equals_torchs(max_norm: float) -> None:
+    ours, theirs = small_model(), small_model()
+    gradients = FlatGradients.of(ours)
+    generator = torch.Generator().manual_seed(2)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        b.grad = torch.randn(a.shape, generator=generator)
+        assert a.grad is not None
+        a.grad.copy_(b.grad)
+    norm = gradients.clip_(max_norm)
+    assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)), rel=1e-6)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-7, rtol=1e-5)
+
+
+def test_no_clipping_still_measures() -> None:
+    model = small_model()
+    gradients = FlatGradients.of(model)
+    gradients.flat.fill_(2.0)
+    assert gradients.clip_(None) == pytest.approx(2 * math.sqrt(gradients.flat.numel()))
+    assert (gradients.flat == 2.0).all()
+
+
+def test_the_flat_buffer_holds_what_backward_adds_up() -> None:
+    flat, plain = small_model(), small_model()
+    gradients = FlatGradients.of(flat)
+    tokens = torch.arange(24).view(3, 8)
+    for model in (flat, plain):
+        for _ in range(2):
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+    expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+    assert torch.equal(gradients.flat, expected)
+    gradients.zero_()
+    assert all(p.grad is not None and not p.grad.any() for p in flat.parameters())

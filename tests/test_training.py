@@ -1,0 +1,713 @@
+"""Whole runs: they learn, survive being killed at any moment, and end where an undisturbed run ends."""
+
+import functools
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+
+import trainer.loop
+from trainer.__main__ import TrainerConfig, claim
+from trainer.checkpoint import Checkpointer, TrainState, sealed, series, unsealed
+from trainer.config import UserError
+from trainer.data import TokenData, local_shards, write_shard
+from trainer.evaluate import validation_loss
+from trainer.loop import train
+from trainer.metrics import EventLog, PhaseClock
+from trainer.model import GPT
+from trainer.parallel import World
+from trainer.process import StaleAttempt
+from trainer.store import LocalStore
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+ALONE = World(0, 0, 1, torch.device("cpu"))
+SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "data/digest")
+EVERY_STEP = 1e-9  # minutes between checkpoints
+
+CONFIG: dict[str, dict[str, Any]] = {
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 70},
+    "train": {
+        "batch_tokens": 256,
+        "max_steps": 12,
+        "learning_rate": 0.01,
+        "warmup_steps": 3,
+        "val_every": 5,
+        "val_tokens": 400,
+    },
+    "runtime": {"micro_batch_size": 2, "device": "cpu", "checkpoint_minutes": 1000},
+}
+
+
+def configured(**changes: Any) -> TrainerConfig:
+    """CONFIG with some fields changed, whichever section they are in."""
+    sections = {
+        name: values | {k: changes.pop(k) for k in list(changes) if k in FIELDS[name]}
+        for name, values in CONFIG.items()
+    }
+    assert not changes, changes
+    return TrainerConfig(**sections)
+
+
+FIELDS = {name: f.annotation.model_fields for name, f in TrainerConfig.model_fields.items() if f.annotation}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # Operations this small spend their time in waking a second thread, ten times over on a busy machine.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of a language that can be learned: each word follows from the one before, with some noise."""
+    folder = tmp_path_factory.mktemp("data")
+    noise = np.random.RandomState(0)
+    for name, n in (("train_000000", 900), ("train_000001", 1500), ("train_000002", 700), ("val_000000", 600)):
+        tokens = np.zeros(n, dtype=np.uint16)
+        for i in range(1, n):
+            tokens[i] = noise.randint(70) if noise.rand() < 0.1 else (5 * int(tokens[i - 1]) + 3) % 70
+        write_shard(folder / f"{name}.bin", tokens)
+    return folder
+
+
+# --- runs inside this process
+
+
+@dataclass
+class StopAt:
+    """Asked to stop in the given step of this attempt (the loop looks once a step)."""
+
+    step: int | None = None
+    looks: int = 0
+
+    @property
+    def asked(self) -> bool:
+        self.looks += 1
+        return self.step is not None and self.looks >= self.step
+
+
+@dataclass
+class Runner:
+    """Attempts of one run in a folder, each with the next attempt number."""
+
+    data: Path
+    out: Path
+    config: TrainerConfig
+    attempts: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def attempt(
+        self,
+        stop_after: int | None = None,
+        store: LocalStore | None = None,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> tuple[GPT, TrainState]:
+        self.attempts += 1
+        c = self.config
+        splits = [
+            TokenData(local_shards(self.data, s), self.data.joinpath, c.model.block_size, c.train.seed)
+            for s in ("train", "val")
+        ]
+        self.out.mkdir(exist_ok=True, parents=True)
+        log = EventLog(self.out / "events.jsonl", PhaseClock())
+        checkpointer = Checkpointer(
+            store or self.store, "run", ALONE, self.out / "work", self.attempts, c.runtime.keep_last, superseded
+        )
+        try:
+            return train(c.model, c.train, c.runtime, *splits, checkpointer, ALONE, StopAt(stop_after), log)  # type: ignore[arg-type, misc]
+        finally:
+            self.events = [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
+
+    @property
+    def store(self) -> LocalStore:
+        return LocalStore(self.out)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return kept(series(self.store, "run"))
+
+    def commits(self) -> list[int]:
+        """Steps that can be resumed from, newest first."""
+        return Checkpointer(self.store, "run", ALONE, self.out / "work").committed_steps()
+
+    def newest(self) -> Path:
+        return max((self.out / "run/checkpoints").iterdir())
+
+
+def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must be equal between two runs: no times, no speeds."""
+    return [{k: row[k] for k in ("step", *SERIES) if k in row} for row in rows]
+
+
+def weights(model: GPT) -> str:
+    digest = hashlib.sha256()
+    for name, p in sorted(model.state_dict().items()):
+        digest.update(name.encode() + p.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture
+def runner(data: Path, tmp_path: Path) -> Callable[..., Runner]:
+    def make(name: str = "run", **changes: Any) -> Runner:
+        return Runner(data, tmp_path / name, configured(**changes))
+
+    return make
+
+
+def test_a_run_learns_and_tells_every_step(runner: Callable[..., Runner]) -> None:
+    run = runner(max_steps=60)
+    model, state = run.attempt()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(61))
+    assert [row["step"] for row in rows if "val/loss" in row] == list(range(0, 61, 5))
+    assert rows[0]["val/loss"] == pytest.approx(math.log(70), abs=0.1)  # knows nothing yet
+    assert rows[-1]["train/loss"] < 0.6 * rows[1]["train/loss"]
+    assert state.val_loss == rows[-1]["val/loss"] < 0.6 * rows[0]["val/loss"]
+    assert (state.step, state.optimizer_steps, state.tokens_seen) == (60, 60, 60 * 256)
+    assert len({row["data/digest"] for row in rows[1:]}) == 60
+    val = TokenData(local_shards(run.data, "val"), run.data.joinpath, 32, 0)
+    assert validation_loss(model, val, 400, 7, ALONE) == pytest.approx(state.val_loss, rel=1e-5)
+
+
+def test_a_batch_can_be_learned_by_heart(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "one-batch"
+    folder.mkdir()
+    noise = np.random.RandomState(1).randint(0, 70, 4 * 32 + 1).astype(np.uint16)
+    write_shard(folder / "train_000000.bin", noise)
+    shutil.copy(data / "val_000000.bin", folder)
+    config = configured(batch_tokens=128, max_steps=150, val_every=None, weight_decay=0.0)
+    run = Runner(folder, tmp_path / "run", config)
+    run.attempt()
+    assert run.rows()[0]["train/loss"] > 4.0
+    assert run.rows()[-1]["train/loss"] < 0.02
+
+
+def test_padding_rows_stay_zero(runner: Callable[..., Runner]) -> None:
+    model, _ = runner(weight_decay=0.5).attempt()
+    assert model.wte.weight.shape == (128, 32)
+    assert not model.wte.weight[70:].any() and model.wte.weight[:70].all()
+
+
+def test_the_accumulated_gradient_is_that_of_the_whole_batch(runner: Callable[..., Runner]) -> None:
+    runs = [runner(f"micro-{size}", micro_batch_size=size) for size in (1, 2, 8)]
+    for run in runs:
+        run.attempt()
+    first, *others = (run.rows() for run in runs)
+    for rows in others:
+        for a, b in zip(first, rows, strict=True):
+            assert a.get("data/digest") == b.get("data/digest")
+            assert b == pytest.approx(a, rel=1e-4)
+
+
+def test_recomputed_activations_train_the_same_model(runner: Callable[..., Runner]) -> None:
+    plain, recomputed = runner("plain"), runner("recomputed", recompute=True)
+    assert weights(plain.attempt()[0]) == weights(recomputed.attempt()[0])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_close_to_full(runner: Callable[..., Runner], precision: str) -> None:
+    full, half = runner("full", max_steps=30), runner("half", max_steps=30, precision=precision)
+    full.attempt()
+    model, _ = half.attempt()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert [e["precision"] for e in half.events if e["event"] == "start"] == [precision]
+    a, b = full.rows()[-1], half.rows()[-1]
+    assert a["train/loss"] != b["train/loss"]
+    assert b["train/loss"] == pytest.approx(a["train/loss"], rel=0.05)
+    assert b["val/loss"] == pytest.approx(a["val/loss"], rel=0.05)
+
+
+# --- resuming
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_stopped_in_any_step_ends_with_the_same_losses_and_weights(
+    runner: Callable[..., Runner], precision: str
+) -> None:
+    whole = runner("whole", precision=precision)
+    model, _ = whole.attempt()
+    for stop_after in (1, 5, 11):  # 5: a validation is due where it stops
+        run = runner(f"stopped-{stop_after}", precision=precision)
+        _, state = run.attempt(stop_after)
+        assert state.step == stop_after and run.commits() == [stop_after]
+        resumed, state = run.attempt()
+        assert state.step == 12
+        assert run.rows() == whole.rows()
+        assert weights(resumed) == weights(model)
+
+
+def test_a_finished_run_has_nothing_left_to_do(runner: Callable[..., Runner]) -> None:
+    run = runner()
+    model, state = run.attempt()
+    before = run.rows()
+    again, state_again = run.attempt(stop_after=1)
+    assert weights(again) == weights(model) and state_again == state
+    assert run.rows() == before and run.commits() == [12]
+
+
+def test_stopped_in_the_last_step_a_run_is_still_evaluated(runner: Callable[..., Runner]) -> None:
+    run = runner()
+    _, state = run.attempt(stop_after=12)
+    assert state.step == state.val_step == 12
+    assert run.rows()[-1]["val/loss"] == state.val_loss
+
+
+def test_fp16s_loss_scale_survives_a_resume(runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Starts far too high, so that the first steps overflow, and grows again every three good steps.
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=3)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    whole = runner("whole", precision="fp16")
+    model, state = whole.attempt()
+    assert 0 < state.optimizer_steps < state.step == 12  # some updates were skipped
+    for stop_after in (1, 7, 11):
+        run = runner(f"stopped-{stop_after}", precision="fp16")
+        _, stopped = run.attempt(stop_after)
+        assert stopped.loss_scale is not None
+        resumed, state_resumed = run.attempt()
+        assert state_resumed == state
+        assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+def test_only_the_last_checkpoints_are_kept(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP, keep_last=3)
+    run.attempt()
+    assert run.commits() == [12, 11, 10]
+    assert len(list((run.out / "run/checkpoints").iterdir())) == 3
+    assert len(run.rows()) == 13  # the series of deleted checkpoints stays
+
+
+def flip_a_byte(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    body = bytearray(path.read_bytes())
+    body[-5] ^= 1
+    path.write_bytes(body)
+
+
+def truncate(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def delete_a_file(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def scribble_over_the_commit(folder: Path) -> None:
+    (folder / "COMMIT.json").write_bytes(b"\0\xff garbage")
+
+
+def empty_the_commit(folder: Path) -> None:
+    (folder / "COMMIT.json").write_bytes(b"")
+
+
+def change_a_digit_of_the_commit(folder: Path) -> None:
+    path = folder / "COMMIT.json"
+    path.write_text(path.read_text().replace('"optimizer_steps": 7', '"optimizer_steps": 2'))
+
+
+def misspell_a_field_of_the_commit(folder: Path) -> None:
+    path = folder / "COMMIT.json"
+    path.write_text(path.read_text().replace('"tokens_seen"', '"tokens_sEen"'))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_byte,
+        truncate,
+        delete_a_file,
+        scribble_over_the_commit,
+        empty_the_commit,
+        change_a_digit_of_the_commit,
+        misspell_a_field_of_the_commit,
+    ],
+)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_loudly(
+    runner: Callable[..., Runner], damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("damaged", checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=7)
+    assert run.commits() == [7, 6]
+    before = {path: path.read_bytes() for path in run.newest().iterdir()}
+    damage(run.newest())
+    assert before != {path: path.read_bytes() for path in run.newest().iterdir()}
+    resumed, _ = run.attempt()
+    assert "DAMAGED checkpoint" in (said := capsys.readouterr().out) and "step-00000007" in said
+    assert [e["step"] for e in run.events if e["event"] == "start"] == [0, 6]
+    assert [e["checkpoint"] for e in run.events if e["event"] == "damaged"] == ["run/checkpoints/step-00000007-a0001"]
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+def test_with_every_checkpoint_damaged_a_run_begins_anew(runner: Callable[..., Runner]) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("damaged", checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=7)
+    for folder in (run.out / "run/checkpoints").iterdir():
+        flip_a_byte(folder)
+    resumed, _ = run.attempt()
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+def test_a_commit_vouches_for_itself() -> None:
+    commit = {"step": 3, "state": {"val_loss": 1.25, "loss_scale": None}, "files": []}
+    body = sealed(commit)
+    assert unsealed(body) == commit
+    for wrong in (b"", b"null", b"[]", b"{}", body[:-1], body.replace(b"3", b"4", 1), b'{"sha256": null}'):
+        with pytest.raises(ValueError):
+            unsealed(wrong)
+
+
+class DyingStore(LocalStore):
+    """Dies in the n-th call of one of its methods."""
+
+    def __init__(self, root: Path, method: str, calls: int) -> None:
+        super().__init__(root)
+        self.method, self.calls = method, calls
+
+    def _count(self, method: str) -> None:
+        if method == self.method:
+            self.calls -= 1
+            if self.calls <= 0:
+                raise ConnectionError(f"the store died in {method}")
+
+    def upload(self, path: Path, key: str) -> None:
+        self._count("upload")
+        super().upload(path, key)
+
+    def put(self, key: str, body: bytes) -> None:
+        self._count("put")
+        super().put(key, body)
+
+    def create(self, key: str, body: bytes) -> bool:
+        self._count("create")
+        return super().create(key, body)
+
+    def delete(self, key: str) -> None:
+        self._count("delete")
+        super().delete(key)
+
+
+@pytest.mark.parametrize(("method", "calls"), [("upload", 4), ("put", 4), ("create", 4), ("delete", 1), ("delete", 2)])
+def test_a_save_or_delete_cut_short_leaves_nothing_that_looks_committed(
+    runner: Callable[..., Runner], method: str, calls: int
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("cut", checkpoint_minutes=EVERY_STEP)
+    with pytest.raises(ConnectionError):
+        run.attempt(store=DyingStore(run.out, method, calls))
+    for folder in (run.out / "run/checkpoints").iterdir():
+        if (folder / "COMMIT.json").exists():
+            files = unsealed((folder / "COMMIT.json").read_bytes())["files"]
+            assert {f["name"] for f in files} | {"COMMIT.json"} == {path.name for path in folder.iterdir()}
+    assert 1 <= len(run.commits()) <= 3
+    resumed, _ = run.attempt()
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+def test_a_superseded_attempt_commits_nothing_and_deletes_nothing(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP)
+    answers = iter([False, False, True])
+    with pytest.raises(StaleAttempt, match="attempt 1 of run was superseded: step 3 not committed"):
+        run.attempt(superseded=lambda: next(answers))
+    assert run.commits() == [2, 1]
+
+
+def test_an_attempt_number_used_twice_is_noticed(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=3)
+    scribble_over_the_commit(run.newest())
+    run.attempts = 0
+    with pytest.raises(StaleAttempt, match="step 3"):
+        run.attempt()
+
+
+def test_a_checkpoint_holds_no_pickle(runner: Callable[..., Runner]) -> None:
+    run = runner()
+    model, _ = run.attempt()
+    files = sorted(run.newest().iterdir())
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    found = {}
+    for path in files:
+        if path.suffix == ".json":
+            assert json.loads(path.read_text())
+            continue
+        with safe_open(path, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    assert len(found) == 3 * len(model.state_dict())
+    for name, p in model.state_dict().items():
+        assert torch.equal(found[f"model.{name}"], p)
+
+
+def test_work_folders_are_left_empty(runner: Callable[..., Runner]) -> None:
+    run = runner()
+    run.attempt(stop_after=4)
+    run.attempt()
+    assert [p for p in (run.out / "work").rglob("*") if p.is_file()] == []
+
+
+# --- what ends a run early
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_commits(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP, learning_rate=1e30, grad_clip=None, warmup_steps=0, val_every=None)
+    with pytest.raises(FloatingPointError, match="the last commit stays"):
+        run.attempt()
+    assert len(run.commits()) == 1
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_weights_that_a_gradient_ruined_are_not_committed(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, bad: float
+) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP)
+    backward, calls = trainer.loop.backward, iter(range(1, 100))
+
+    def broken(run: Any, *args: Any) -> torch.Tensor:
+        loss = backward(run, *args)
+        if next(calls) == 4:
+            run.gradients.flat[17] = bad
+        return loss
+
+    monkeypatch.setattr(trainer.loop, "backward", broken)
+    with pytest.raises(FloatingPointError, match=r"train/grad_norm (inf|nan) at step 4"):
+        run.attempt()
+    assert run.commits() == [3, 2]
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    store, shards = LocalStore(tmp_path), {"train_000000.bin": 900}
+    claim(store, tmp_path, configured(), shards)
+    claim(store, tmp_path, configured(keep_last=7, micro_batch_size=4), shards)  # runtime may change
+    with pytest.raises(UserError) as mistake:
+        claim(store, tmp_path, configured(max_steps=9, n_layer=3), {"train_000000.bin": 901})
+    assert str(mistake.value) == (
+        f"{tmp_path}: holds a run with another data.train_000000.bin, model.n_layer, train.max_steps; "
+        "use another --out, or remove it"
+    )
+
+
+# --- the trainer as a command
+
+
+class Command:
+    """`python -m trainer` (or torchrun) on a folder, as a user starts it."""
+
+    def __init__(self, data: Path, out: Path, config: TrainerConfig) -> None:
+        self.data, self.out = data, out
+        self.config = out.parent / f"{out.name}.yaml"
+        self.config.write_text(yaml.safe_dump(config.model_dump()))
+
+    @contextmanager
+    def started(self, ranks: int = 1) -> Iterator[subprocess.Popen[str]]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        arguments = ["-m", "trainer", str(self.config), "--data", str(self.data), "--out", str(self.out)]
+        process = subprocess.Popen(
+            [sys.executable, *(torchrun if ranks > 1 else []), *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            kill_tree(process)
+            process.communicate()
+
+    def finish(self, ranks: int = 1) -> str:
+        with self.started(ranks) as process:
+            said, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, said
+            return said
+
+    def rows_logged(self) -> int:
+        """Steps done by all attempts together, redone ones too."""
+        with suppress(FileNotFoundError):
+            return (self.out / "events.jsonl").read_text().count('"train/loss"')
+        return 0
+
+    def wait_for_rows(self, n: int, process: subprocess.Popen[str]) -> None:
+        """Until this attempt did `n` steps."""
+        wanted, deadline = self.rows_logged() + n, time.monotonic() + 120
+        while self.rows_logged() < wanted and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return kept([json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()])
+
+    def model_sha256(self) -> str:
+        return hashlib.sha256((self.out / "model.safetensors").read_bytes()).hexdigest()
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a process and all that descend from it, so that nobody can clean up."""
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        for one in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait()
+
+
+# 48 steps, a checkpoint about every 30 ms: most of the time is spent in saving, where it hurts most.
+LONG = {"max_steps": 48, "checkpoint_minutes": 0.0005}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Command]:
+    @functools.cache
+    def run(ranks: int) -> Command:
+        command = Command(data, tmp_path_factory.mktemp(f"undisturbed-{ranks}") / "out", configured(**LONG))
+        command.finish(ranks)
+        return command
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 4), (2, 3)])
+def test_a_run_killed_at_any_moment_ends_with_the_same_losses(
+    data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int, kills: int
+) -> None:
+    moments = random.Random(ranks)
+    command = Command(data, tmp_path / "out", configured(**LONG))
+    for _ in range(kills):
+        with command.started(ranks) as process:
+            command.wait_for_rows(moments.randint(1, 14), process)
+            time.sleep(moments.random() * 0.1)
+            kill_tree(process)
+            assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
+    command.finish(ranks)
+    assert command.rows_logged() > 48  # something had to be done again
+    assert command.rows() == undisturbed(ranks).rows()
+    assert command.model_sha256() == undisturbed(ranks).model_sha256()
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Callable[[int], Command]) -> None:
+    one, two, four = (undisturbed(ranks).rows() for ranks in (1, 2, 4))
+    assert [row["step"] for row in one] == list(range(49))
+    for rows in (two, four):
+        assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in one]
+        for a, b in zip(one, rows, strict=True):
+            assert b == pytest.approx(a, rel=2e-3)
+        assert rows[1] == pytest.approx(one[1], rel=1e-5)  # before rounding has had time to add up
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_and_with_more_ranks(
+    data: Path, tmp_path: Path, undisturbed: Callable[[int], Command]
+) -> None:
+    command = Command(data, tmp_path / "out", configured(**LONG))
+    for ranks in (2, 1):
+        with command.started(ranks) as process:
+            command.wait_for_rows(14, process)
+            kill_tree(process)
+            assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
+    command.finish(2)
+    starts = [
+        e for e in map(json.loads, (command.out / "events.jsonl").read_text().splitlines()) if e["event"] == "start"
+    ]
+    assert [e["world_size"] for e in starts] == [2, 1, 2]
+    assert [e["step"] > 0 for e in starts] == [False, True, True]
+    rows, expected = command.rows(), undisturbed(2).rows()
+    assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in expected]
+    for a, b in zip(expected, rows, strict=True):
+        assert b == pytest.approx(a, rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_commits_the_step_it_came_in(
+    data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int
+) -> None:
+    command = Command(data, tmp_path / "out", configured(**LONG | {"checkpoint_minutes": 1000}))
+    with command.started(ranks) as process:
+        command.wait_for_rows(9, process)
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+    # torchrun has its own exit codes.
+    assert process.returncode == 75 if ranks == 1 else process.returncode != 0, said
+    (commit,) = (command.out / "run/checkpoints").glob("*/COMMIT.json")
+    step = unsealed(commit.read_bytes())["step"]
+    assert 9 <= step == command.rows_logged() < 48
+    command.finish(ranks)
+    assert command.rows_logged() == 48  # nothing was done twice
+    assert command.rows() == undisturbed(ranks).rows()
+    assert command.model_sha256() == undisturbed(ranks).model_sha256()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same(runner: Callable[..., Runner]) -> None:
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("needs a C++ compiler")
+    eager, compiled = runner("eager", max_steps=4), runner("compiled", max_steps=4, compile=True)
+    eager.attempt()
+    compiled.attempt()
+    for a, b in zip(eager.rows(), compiled.rows(), strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_trainer_stands_alone() -> None:
+    names = sorted(path.stem for path in (REPOSITORY / "trainer").glob("[!_]*.py"))
+    assert "loop" in names
+    code = f"""
+import importlib, sys
+for name in {names} + ["__main__"]:
+    importlib.import_module("trainer." + name)
+print(sorted({{m.partition(".")[0] for m in sys.modules}} & {{"pipelines", "boto3", "mlflow", "sky", "transformers"}}))
+"""
+    result = python("-c", code)
+    assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        (yaml.safe_dump(CONFIG | {"train": CONFIG["train"] | {"learning_rte": 1}}), "did you mean 'learning_rate'?"),
+        ("- a list\n", "not a YAML file with sections model, train, runtime"),
+        ("", "not a YAML file with sections model, train, runtime"),
+        ("a: [", "not a YAML file with sections model, train, runtime"),
+        (yaml.safe_dump(CONFIG), "no train_*.bin shards there; point to a folder that tokenize wrote"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, body: str, line: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(body)
+    result = python("-m", "trainer", str(config), "--data", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and line in result.stderr and result.stderr.count("\n") == 1

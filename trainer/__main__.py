@@ -1,0 +1,115 @@
+"""`torchrun --standalone --nproc-per-node N -m trainer CONFIG.yaml --data FOLDER --out FOLDER`
+
+Trains on a folder of shards, without pipelines: CONFIG holds the sections model, train and runtime (a
+recipe serves: its other sections are left alone). Checkpoints and metrics go to `--out`; the same
+command goes on where it stopped. Exit code 0 done, 2 a mistake in what was asked, 75 interrupted.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, UserError, explain
+from trainer.store import LocalStore
+
+EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 75
+
+
+class TrainerConfig(Section):
+    """The three sections that the trainer needs."""
+
+    model: ModelConfig
+    train: TrainConfig
+    runtime: RuntimeConfig = RuntimeConfig()
+
+
+def read_config(path: Path) -> TrainerConfig:
+    try:
+        sections = yaml.safe_load(path.read_text())
+        return TrainerConfig(**{k: v for k, v in sections.items() if k in TrainerConfig.model_fields})
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a YAML file with sections model, train, runtime") from error
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise UserError(f"{path}: not a YAML file with sections model, train, runtime") from error
+    except ValidationError as error:
+        raise explain(error, TrainerConfig, str(path)) from error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__.splitlines()[2])
+    parser.add_argument("config", type=Path, help="YAML with sections model, train, runtime")
+    parser.add_argument("--data", type=Path, required=True, help="folder of train_*.bin and val_*.bin shards")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics and the model")
+    arguments = parser.parse_args()
+    try:
+        return run(read_config(arguments.config), arguments.data, arguments.out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_MISTAKE
+
+
+def run(config: TrainerConfig, data: Path, out: Path) -> int:
+    from safetensors.torch import save_file
+
+    from trainer.checkpoint import Checkpointer, series
+    from trainer.data import TokenData, local_shards
+    from trainer.loop import train
+    from trainer.metrics import EventLog, PhaseClock
+    from trainer.parallel import World
+    from trainer.process import StopSignal
+
+    stop = StopSignal()
+    train_data, val_data = (
+        TokenData(local_shards(data, split), data.joinpath, config.model.block_size, config.train.seed)
+        for split in ("train", "val")
+    )
+    world = World.start(config.runtime)
+    store = LocalStore(out)
+    claim(store, out, config, {shard.name: shard.tokens for shard in train_data.shards + val_data.shards})
+    attempt = world.gather(take_attempt(store) if world.rank == 0 else 0)[0]
+    log = EventLog(out / "events.jsonl" if world.rank == 0 else None, PhaseClock())
+    checkpointer = Checkpointer(store, "run", world, out / "work", attempt, config.runtime.keep_last)
+    model, state = train(
+        config.model, config.train, config.runtime, train_data, val_data, checkpointer, world, stop, log
+    )
+    done = state.step == config.train.max_steps
+    if world.rank == 0:
+        (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in series(store, "run")))
+        if done:
+            save_file(model.state_dict(), out / "model.safetensors")
+        print(f"step {state.step} of {config.train.max_steps}, val loss {state.val_loss}: {out}")
+    world.close()
+    return 0 if done else EXIT_INTERRUPTED
+
+
+def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str, int]) -> None:
+    """Write down what is trained in a new folder. UserError if something else was begun there."""
+    sections = {"model": config.model.model_dump(), "train": config.train.model_dump(), "data": shards}
+    body = json.dumps(sections, indent=1).encode()
+    if store.create("run/config.json", body) or store.get("run/config.json") == body:
+        return
+    begun = json.loads(store.get("run/config.json") or b"{}")
+    changed = [
+        f"{section}.{field}"
+        for section, values in sections.items()
+        for field in values.keys() | begun[section].keys()
+        if values.get(field) != begun[section].get(field)
+    ]
+    raise UserError(f"{out}: holds a run with another {', '.join(sorted(changed))}; use another --out, or remove it")
+
+
+def take_attempt(store: LocalStore) -> int:
+    """The next free attempt number, from 1, taken by creating its file."""
+    attempt = 1
+    while not store.create(f"run/attempts/{attempt:04d}.json", json.dumps({"time": time.time()}).encode()):
+        attempt += 1
+    return attempt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""What a training run is told: three frozen sections that a recipe shares with the trainer.
+
+`model` and `train` decide the bytes of the result; `runtime` only how fast and how safely they come
+about, so it may differ between two attempts of one run.
+"""
+
+import difflib
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+
+class UserError(ValueError):
+    """The user's mistake: one line that says what is wrong, where, and what would be right."""
+
+
+class Section(BaseModel):
+    """A strict, frozen part of a configuration. Unknown fields and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yaml_floats(cls, value: Any, info: Any) -> Any:
+        # YAML 1.1 reads `6e-4` as a string: the dot is missing.
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, str) and float in (annotation, *getattr(annotation, "__args__", ())):
+            try:
+                return float(value)
+            except ValueError:
+                return value
+        return value
+
+
+class ModelConfig(Section):
+    """GPT-2's shape. 124M/350M/774M/1558M are n_layer 12/24/36/48."""
+
+    n_layer: int = Field(ge=1)
+    n_head: int = Field(ge=1)
+    n_embd: int = Field(ge=1)
+    block_size: int = Field(ge=1)
+    vocab_size: int = Field(default=50_257, ge=2, le=65_536)  # shards hold uint16
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Self:
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}; "
+                f"{self.n_embd - self.n_embd % self.n_head or self.n_head} would be"
+            )
+        return self
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: a multiple of 128, which tensor cores like (50257 -> 50304)."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def parameters(self) -> int:
+        """All parameters with the padded vocabulary; the head is tied and counted once."""
+        c = self.n_embd
+        block = 12 * c * c + 13 * c  # qkv, projection, two MLP matrices, their biases, two norms
+        return self.padded_vocab_size * c + self.block_size * c + self.n_layer * block + 2 * c
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward: 6N + 12·L·C·T, N without position embeddings.
+
+        Source: PaLM (Chowdhery et al. 2022), appendix B. Attention is counted in full, not by its causal half.
+        """
+        n = self.parameters - self.block_size * self.n_embd
+        return 6 * n + 12 * self.n_layer * self.n_embd * self.block_size
+
+
+class TrainConfig(Section):
+    """What is optimized, for how long and in which order. Batches are counted in tokens."""
+
+    batch_tokens: int = Field(ge=1)
+    max_steps: int = Field(ge=1)
+    learning_rate: float = Field(gt=0, allow_inf_nan=False)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    min_lr_fraction: float = Field(default=0.0, ge=0, le=1)  # where cosine, linear and wsd end
+    wsd_decay_fraction: float = Field(default=0.2, gt=0, le=1)  # the last part of the steps, only for wsd
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    grad_clip: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
+    seed: int = Field(default=1337, ge=0, lt=2**63)
+    val_every: int | None = Field(default=250, ge=1)
+    val_tokens: int = Field(default=10_485_760, ge=1)  # 20 x 524,288, as llm.c; at most what the shards hold
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Self:
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; "
+                "it would never reach learning_rate"
+            )
+        return self
+
+
+class RuntimeConfig(Section):
+    """How the run is carried out. Nothing here changes what is learned."""
+
+    micro_batch_size: int = Field(default=8, ge=1)  # sequences a rank pushes through at once
+    processes: int | Literal["auto"] = "auto"  # ranks on this node; auto = GPUs, or 1 on a CPU
+    compile: bool = False
+    recompute: bool = False  # recompute activations in the backward pass: less memory, ~30% more FLOPs
+    checkpoint_minutes: float | Literal["auto"] = "auto"
+    keep_last: int = Field(default=2, ge=1)
+    deterministic: bool = False
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+
+    @field_validator("processes")
+    @classmethod
+    def _some_processes(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{value} processes can't train; use 1 or more, or 'auto'")
+        return value
+
+    @field_validator("checkpoint_minutes")
+    @classmethod
+    def _some_minutes(cls, value: float | str) -> float | str:
+        if isinstance(value, float) and not 0 < value < float("inf"):
+            raise ValueError(f"{value} minutes is no interval; use a positive number, or 'auto'")
+        return value
+
+
+def sequences_per_step(model: ModelConfig, train: TrainConfig) -> int:
+    """Sequences of `block_size` tokens in one optimizer step, over all ranks."""
+    if train.batch_tokens % model.block_size:
+        nearest = max(1, round(train.batch_tokens / model.block_size)) * model.block_size
+        raise UserError(
+            f"train.batch_tokens: {train.batch_tokens} is not a multiple of model.block_size "
+            f"{model.block_size}; {nearest} would be"
+        )
+    return train.batch_tokens // model.block_size
+
+
+def grad_accum_steps(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world_size: int) -> int:
+    """Micro-batches each rank accumulates in one step: batch_tokens / (block_size · micro_batch_size · ranks)."""
+    sequences, at_once = sequences_per_step(model, train), runtime.micro_batch_size * world_size
+    if sequences % at_once:
+        raise UserError(
+            f"train.batch_tokens: {train.batch_tokens} is {sequences} sequences of {model.block_size} tokens, "
+            f"not a multiple of runtime.micro_batch_size {runtime.micro_batch_size} x {world_size} process(es); "
+            f"use a micro_batch_size that divides {sequences // world_size}"
+            if sequences % world_size == 0
+            else f"train.batch_tokens: {train.batch_tokens} is {sequences} sequences of {model.block_size} tokens, "
+            f"which {world_size} processes can't share equally; use a number of processes that divides {sequences}"
+        )
+    return sequences // at_once
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:
+    """pydantic's errors as one line each: `where: train.learning_rte: unknown field; did you mean …`."""
+    lines: dict[str, list[str]] = {}  # a union complains once for each of its members: one line for the field
+    for e in error.errors():
+        path, message = _one_line(e, model)
+        lines.setdefault(path, []).append(message)
+    return UserError("\n".join(f"{where}: {path}: {', or '.join(messages)}" for path, messages in lines.items()))
+
+
+def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
+    """The field, and what is wrong with it."""
+    path = [str(p) for p in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        known = list(_fields_at(model, path[:-1]))
+        near = difflib.get_close_matches(path[-1], known, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(known)}"
+        return ".".join(path), f"unknown field; {hint}"
+    if error["type"] == "missing":
+        return ".".join(path), "missing; a value is required here"
+    # Unions put the name of their member ('int', 'literal[…]') at the end of loc: it says nothing to a user.
+    if len(path) > 1 and path[-1] not in _fields_at(model, path[:-1]):
+        path = path[:-1]
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    got = "" if error["type"] == "value_error" else f" (got {error['input']!r})"
+    return ".".join(path) or "recipe", f"{message}{got}"
+
+
+def _fields_at(model: type[BaseModel], path: list[str]) -> dict[str, Any]:
+    for name in path:
+        annotation = model.model_fields[name].annotation if name in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return {}
+        model = annotation
+    return dict(model.model_fields)

@@ -1,0 +1,144 @@
+"""GPT-2 in plain PyTorch: the reference that every faster path must agree with.
+
+Learned positions, pre-LayerNorm blocks, tanh GELU, a head tied to the token embedding, no dropout
+(Radford et al. 2019; initialization as in OpenAI's released code: normal 0.02, projections into the
+residual stream scaled by 1/sqrt(2·n_layer)). The vocabulary is padded to a multiple of 128; the
+padding rows are masked out of loss and sampling, so they carry no probability and get no gradient.
+
+Parameter names are Hugging Face's (`wte`, `wpe`, `h.0.attn.c_attn`, …) with plain `nn.Linear`
+weights: `from_hf` and `to_hf` only transpose and pad.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.config import ModelConfig
+
+# GPT-2 was released with Conv1D layers, whose weights are the transpose of nn.Linear's.
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """Two linear layers around a tanh GELU, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind its LayerNorm and beside the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """The language model: token ids (B, T) in, logits (B, T, padded_vocab_size) or a mean loss out."""
+
+    def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = recompute
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+
+    def initialize(self, seed: int) -> None:
+        """Draw all weights from `seed`, on the CPU, so that every device and world size starts equal."""
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if p.dim() == 1:
+                    p.fill_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0)
+                    continue
+                std = residual_std if name.endswith("c_proj.weight") else 0.02
+                p.copy_(torch.normal(0.0, std, p.shape, generator=generator))
+            self.wte.weight[self.config.vocab_size :] = 0.0
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The last layer's output after ln_f: (B, T) token ids -> (B, T, n_embd)."""
+        T = tokens.size(1)
+        if self.config.block_size < T:
+            raise ValueError(f"{T} tokens don't fit into block_size {self.config.block_size}")
+        x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))
+        for block in self.h:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
+        return self.ln_f(x)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits of hidden states (..., n_embd) -> (..., padded_vocab_size), padding at -inf."""
+        logits = F.linear(x, self.wte.weight)
+        if self.config.padded_vocab_size > self.config.vocab_size:
+            padding = torch.arange(self.config.padded_vocab_size, device=x.device) >= self.config.vocab_size
+            logits = logits.masked_fill(padding, float("-inf"))
+        return logits
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V), or with `targets` (B, T) the mean cross-entropy in nats."""
+        logits = self.head(self.hidden(tokens))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our state dict in the names and shapes of Hugging Face's GPT2LMHeadModel, padding rows removed."""
+    hf = {}
+    for name, tensor in state.items():
+        if name == "wte.weight":
+            tensor = tensor[: config.vocab_size]
+        hf[f"transformer.{name}"] = (tensor.t() if name.endswith(TRANSPOSED) else tensor).contiguous()
+    return hf
+
+
+def from_hf(hf: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Hugging Face GPT-2 weights in our names and shapes; padding rows are zero.
+
+    Takes names with and without the `transformer.` prefix and ignores the attention-mask buffers and
+    the tied `lm_head.weight` that some files carry.
+    """
+    state = {}
+    for name, tensor in hf.items():
+        name = name.removeprefix("transformer.")
+        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue
+        state[name] = (tensor.t() if name.endswith(TRANSPOSED) else tensor).contiguous()
+    wte = state["wte.weight"]
+    state["wte.weight"] = F.pad(wte, (0, 0, 0, config.padded_vocab_size - wte.size(0)))
+    return state

@@ -1,0 +1,153 @@
+"""The ranks of a run: who they are, how they add up gradients, and how they agree to leave together.
+
+Gradients live in one flat float32 buffer that is averaged by a single all-reduce after the last
+micro-batch. torch's DistributedDataParallel would overlap it with the backward pass, but it rebuilds
+its buckets after the first step, so a resumed run would add in another order than the undisturbed
+one: with more than two ranks the losses would no longer be equal bit for bit.
+"""
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.config import RuntimeConfig, TrainConfig, UserError
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the ranks agreed on after a step."""
+
+    loss: float = 0.0  # mean over ranks
+    stop: bool = False  # any rank was asked to stop
+    save: bool = False  # a checkpoint is due
+    digest: int = 0  # sum over ranks of the windows they read
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among `world_size`, and its device."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def start(cls, runtime: RuntimeConfig) -> "World":
+        """Join the ranks that torchrun started (or be alone without it)."""
+        rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in RANK_VARIABLES.items())
+        kind = device_kind(runtime)
+        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            if local_rank >= torch.cuda.device_count():
+                raise UserError(
+                    f"runtime.processes: rank {local_rank} on this node has no GPU of its own "
+                    f"({torch.cuda.device_count()} there); use one process a GPU, or 'auto'"
+                )
+            torch.cuda.set_device(device)
+        if runtime.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        if world_size > 1:
+            # Flags and checkpoint plans go over gloo, so that they never queue behind GPU work.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        return cls(rank, local_rank, world_size, device)
+
+    @classmethod
+    def alone(cls, runtime: RuntimeConfig) -> "World":
+        """A single process on the best device, whoever else there may be."""
+        return cls(0, 0, 1, torch.device(device_kind(runtime)))
+
+    def close(self) -> None:
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+    def mean_(self, tensor: Tensor) -> None:
+        """Average a tensor over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+            tensor.div_(self.world_size)
+
+    def sum(self, *values: float) -> list[float]:
+        """The sums of a few numbers over all ranks, in float64."""
+        numbers = torch.tensor(values, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(numbers)
+        return numbers.tolist()
+
+    def agree(self, loss: float, stop: bool, save: bool, digest: int) -> Flags:
+        """One small all-reduce a step: no rank leaves, saves or gives up alone."""
+        total, stops, saves, digests = self.sum(loss, stop, save, digest)
+        return Flags(total / self.world_size, stops > 0, saves > 0, int(digests))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+
+RANK_VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+@dataclass
+class FlatGradients:
+    """All gradients as views of one float32 buffer: one all-reduce, one norm, one memset."""
+
+    flat: Tensor
+    views: list[Tensor] = field(repr=False)
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "FlatGradients":
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+        views = [
+            part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
+        ]
+        for p, view in zip(parameters, views, strict=True):
+            p.grad = view
+        return cls(flat, views)
+
+    def zero_(self) -> None:
+        self.flat.zero_()
+
+    def clip_(self, max_norm: float | None) -> float:
+        """Scale the gradients down to `max_norm` if they are longer; the norm before that."""
+        norm = torch.linalg.vector_norm(self.flat)
+        if max_norm is not None:
+            self.flat.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return float(norm)
+
+
+def device_kind(runtime: RuntimeConfig) -> str:
+    """'cuda', 'mps' or 'cpu': the best this machine has, or the one asked for. UserError if it isn't there."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if runtime.device == "auto":
+        return next(kind for kind, there in available.items() if there)
+    if not available[runtime.device]:
+        there = ", ".join(kind for kind, is_there in available.items() if is_there)
+        raise UserError(f"runtime.device: no {runtime.device} device on this machine; there is: {there}")
+    return runtime.device
+
+
+def processes_on_this_node(runtime: RuntimeConfig) -> int:
+    """Ranks to start here: as asked, or one a GPU, or one on a CPU."""
+    if runtime.processes != "auto":
+        return runtime.processes
+    return torch.cuda.device_count() if device_kind(runtime) == "cuda" else 1
+
+
+def precision_on(device: torch.device, train: TrainConfig) -> str:
+    """'bf16', 'fp16' or 'fp32': as asked; auto is bf16 where the GPU has it, else fp16; fp32 elsewhere."""
+    if train.precision != "auto":
+        return train.precision
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"

@@ -1,0 +1,243 @@
+"""Where bytes outlive the machine: named objects that are there completely or not at all.
+
+`Store` is the whole contract. `LocalStore` keeps it in a folder; `pipelines.artifacts.store.S3Store` keeps
+it in a bucket. Every commit of the project stands on one operation, `create`: of any number of writers racing
+for a key exactly one is told True, and nobody ever reads a half-written object.
+"""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import file_digest
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from trainer.config import UserError
+
+# A file being written carries a name of its own until it is complete. A key may not look like one, because
+# `entries` leaves such names out: what a killed process left behind must not be mistaken for an object.
+PARTIAL = ".partial-"
+
+
+class StoreUnavailable(OSError):
+    """The store stayed away until the time limit: nobody's mistake, and the same command may work later."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored object. `size` in bytes, `modified` in unix seconds by the store's clock."""
+
+    key: str
+    size: int
+    modified: float
+
+
+class Store(Protocol):
+    """Objects by key. Keys are relative POSIX paths ("train/smoke-1a2b/MANIFEST.json"); a key that is not one
+    raises ValueError. A key is never also the folder of another one ("a" and "a/b"). All methods may be
+    called from several threads. A user's mistake raises UserError, a store that stays away StoreUnavailable.
+    """
+
+    @property
+    def uri(self) -> str:
+        """Names the store so that `open_store` finds it again: "file:///abs/path" or "s3://bucket/prefix"."""
+        ...
+
+    def create(self, key: str, body: bytes) -> bool:
+        """Store `body` unless the key exists. Returns whether this call stored it: one racer gets True.
+        Racers must bring different bodies (put an id in): a lost answer is settled by comparing bytes."""
+        ...
+
+    def put(self, key: str, body: bytes) -> None:
+        """Create the object or replace it."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """The whole object, or None if there is none."""
+        ...
+
+    def upload(self, path: Path, key: str) -> None:
+        """Create or replace the object from a local file of any size; readers see the old one or the new."""
+        ...
+
+    def download(self, key: str, path: Path) -> None:
+        """Write the object to a local file, making its folders; `path` is replaced only once all has arrived.
+        Raises FileNotFoundError if there is no such object."""
+        ...
+
+    def entries(self, prefix: str) -> list[Entry]:
+        """Every object whose key starts with `prefix` (as text: "train/a" also finds "train/ab"), by key."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object; one that is absent is fine."""
+        ...
+
+
+class LocalStore:
+    """A store in a folder of a local (or strictly POSIX) file system. The first write makes the folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(os.path.abspath(Path(root).expanduser()))
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self.root)!r})"
+
+    @property
+    def uri(self) -> str:
+        return f"file://{self.root}"
+
+    def path_of(self, key: str) -> Path:
+        """The file that holds `key`, whether it exists or not: local artifacts are read in place."""
+        return self.root / checked_key(key)
+
+    def create(self, key: str, body: bytes) -> bool:
+        path = self.path_of(key)
+        with _partial_beside(path) as file:
+            file.write(body)
+            _sync(file)
+            # Unlike rename, link refuses to replace, and it is one step for every reader.
+            try:
+                os.link(file.name, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                    raise UserError(
+                        f"{self.uri}: this file system has no hard links, which create-only writes need; "
+                        f"put the store on a local disk or in s3://"
+                    ) from error
+                raise
+        _sync_folder(path.parent)
+        return True
+
+    def put(self, key: str, body: bytes) -> None:
+        with replacing(self.path_of(key)) as file:
+            file.write(body)
+
+    def get(self, key: str) -> bytes | None:
+        path = self.path_of(key)
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def upload(self, path: Path, key: str) -> None:
+        with open(path, "rb") as source, replacing(self.path_of(key)) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    def download(self, key: str, path: Path) -> None:
+        stored = self.path_of(key)
+        if not stored.is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}")
+        with open(stored, "rb") as source, replacing(Path(path)) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    def entries(self, prefix: str) -> list[Entry]:
+        # Walk only the folder that the prefix names: a store may hold a thousand runs.
+        found = []
+        for folder, _, names in os.walk(self.root / checked_prefix(prefix).rpartition("/")[0]):
+            for name in names:
+                path = Path(folder, name)
+                key = path.relative_to(self.root).as_posix()
+                if name.startswith(PARTIAL) or not key.startswith(prefix):
+                    continue
+                with suppress(FileNotFoundError):  # deleted since the folder was read
+                    status = path.stat()
+                    found.append(Entry(key, status.st_size, status.st_mtime))
+        return sorted(found, key=lambda entry: entry.key)
+
+    def delete(self, key: str) -> None:
+        path = self.path_of(key)
+        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            path.unlink()
+            # Folders are no objects: the last one out removes them, as in a bucket.
+            for folder in path.parents:
+                if folder == self.root:
+                    break
+                try:
+                    folder.rmdir()
+                except OSError:
+                    break
+
+
+def checked_key(key: str) -> str:
+    """`key` itself if it is one that every store can hold under its root; ValueError otherwise."""
+    parts = key.split("/")
+    if any(part in ("", ".", "..") for part in parts) or any(ord(char) < 32 for char in key):
+        raise ValueError(f"not a key: {key!r}; a key is a relative path such as 'train/a-1/MANIFEST.json'")
+    if any(part.startswith(PARTIAL) for part in parts):
+        raise ValueError(f"not a key: {key!r}; names starting with {PARTIAL!r} are files still being written")
+    return key
+
+
+def checked_prefix(prefix: str) -> str:
+    """`prefix` itself if some key can start with it; ValueError otherwise."""
+    complete, slash, _ = prefix.rpartition("/")
+    if slash:
+        checked_key(complete)
+    return prefix
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that appears at `path`, whole and on disk, when the block ends; never if it raises."""
+    with _partial_beside(path) as file:
+        yield file
+        _sync(file)
+        os.replace(file.name, path)
+    _sync_folder(path.parent)
+
+
+@contextmanager
+def _partial_beside(path: Path) -> Iterator[BinaryIO]:
+    """A new file in the folder of `path`, made if need be; its partial name is gone when the block ends."""
+    file = _open_partial(path)
+    try:
+        with file:
+            yield file
+    finally:
+        Path(file.name).unlink(missing_ok=True)
+
+
+def _open_partial(path: Path) -> BinaryIO:
+    # delete() in another process may remove the empty folder between the two steps; try again then. Once the
+    # file is in it, the folder stays.
+    for _ in range(100):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return open(path.parent / f"{PARTIAL}{uuid.uuid4().hex}", "xb")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EROFS):
+                raise UserError(
+                    f"{path.parent}: may not be written ({error.strerror}); name a folder that may be"
+                ) from error
+            raise
+    raise FileNotFoundError(errno.ENOENT, "the folder vanishes as fast as it is made", str(path.parent))
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new name is on disk once its folder is; without this a power cut may undo a commit."""
+    with suppress(FileNotFoundError):  # the object was deleted already, and its folder with it
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 of a file's content, hex."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
