@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 PY := .venv/bin/python
-# Removed first and written last, so a set-up that was interrupted is made anew. The clone's path is in the name because a venv
-# does not survive a move: its scripts, and the link to this source tree, hold absolute paths.
+# Removed first and written last, so a set-up that was interrupted is made anew. The clone's path is in the
+# name because a venv does not survive a move: its scripts, and the link to this source tree, are absolute.
 INSTALLED := .venv/installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 
 .PHONY: help install demo test fast lint clean

@@ -100,7 +100,7 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
         f"skytrain report {pipeline.run} --series{option}",
         f'skytrain sample {pipeline.run} --prompt "def "{option}',
     ]
-    if not pipeline.tracker.off:
+    if not pipeline.tracker.off and pipeline.tracker.uri.startswith("sqlite:"):  # a server's URI may hold a password
         commands.append(f"mlflow ui --backend-store-uri {quoted(pipeline.tracker.uri)}")
     export = pipeline.made.get("export")
     if export and isinstance(pipeline.store, LocalStore):

@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, UserError, explain
+from trainer.process import StopSignal
 from trainer.store import LocalStore
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 75
@@ -54,6 +55,7 @@ def main() -> int:
 
 
 def run(config: TrainerConfig, data: Path, out: Path) -> int:
+    stop = StopSignal()  # before the seconds that importing torch takes
     from safetensors.torch import save_file
 
     from trainer.checkpoint import Checkpointer, series
@@ -61,9 +63,7 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
     from trainer.loop import train
     from trainer.metrics import EventLog, PhaseClock
     from trainer.parallel import World
-    from trainer.process import StopSignal
 
-    stop = StopSignal()
     train_data, val_data = (
         TokenData(local_shards(data, split), data.joinpath, config.model.block_size, config.train.seed)
         for split in ("train", "val")

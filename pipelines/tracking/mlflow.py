@@ -133,6 +133,10 @@ class Tracker:
                         highest[key] = max(record["step"], highest.get(key, -1))
         return highest
 
+    def unshipped(self) -> int:
+        """How many records an earlier invocation of this run has left behind."""
+        return self._kept(self.log.stat().st_size) if self.log.exists() and not self.off else 0
+
     def close(self) -> str | None:
         """Wait at most `flush_seconds` for the log to be shipped; one line for the user if it was not."""
         kept = 0
