@@ -156,17 +156,18 @@ def gc(
     ] = 7.0,
 ) -> None:
     """Remove what no manifest and no living or resumable attempt refers to."""
-    from pipelines.artifacts.gc import leftovers
+    from pipelines.artifacts.gc import leftovers, remove
     from pipelines.artifacts.store import open_store
 
     opened = open_store(store_uri(store))
-    found = list(leftovers(opened, older_than_days))
-    for leftover in found:
-        print(f"{leftover.size:>15,}  {leftover.key}  ({leftover.why})")
+    count = size = 0
+    for leftover in leftovers(opened, home(), older_than_days):  # looked at one artifact at a time, just before it goes
+        print(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
         if not dry_run:
-            opened.delete(leftover.key)
+            remove(opened, leftover)
+        count, size = count + 1, size + leftover.size
     verb = "would be removed" if dry_run else "removed"
-    print(f"{len(found)} objects, {sum(x.size for x in found):,} bytes {verb} in {opened.uri}")
+    print(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")
 
 
 def result(pipeline: "Pipeline") -> dict[str, Any]:
@@ -211,21 +212,33 @@ def one_of(value: str, known: tuple[str, ...], option: str) -> None:
 
 
 def main() -> None:
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(explained(KeyboardInterrupt()))
+    except Exception as error:
+        code = explained(error)
+        if code is None:
+            raise
+        sys.exit(code)
+
+
+def explained(error: BaseException) -> int | None:
+    """Say what ended the command in a line and return its exit code; None for a fault of ours."""
     from trainer.config import UserError
     from trainer.process import Interrupted
     from trainer.store import StoreUnavailable
 
-    try:
-        app()
-    except UserError as error:
+    if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_MISTAKE)
-    except StoreUnavailable as error:
+        return EXIT_MISTAKE
+    if isinstance(error, StoreUnavailable):
         print(f"error: {error}; the same command goes on where this one stopped", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
-    except (Interrupted, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if isinstance(error, Interrupted | KeyboardInterrupt):
         print("interrupted: the same command goes on from here", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
+    return None
 
 
 if __name__ == "__main__":

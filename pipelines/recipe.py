@@ -4,6 +4,7 @@ Five sections decide the result and enter the fingerprints of the stages' artifa
 """
 
 import difflib
+import os
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -71,7 +72,22 @@ class Recipe(Section):
                 f"tokens.tokenizer '{self.tokens.tokenizer}'; use {needed}"
             )
         sequences_per_step(self.model, self.train)
+        self._splits_hold_a_sequence()
         return self
+
+    def _splits_hold_a_sequence(self) -> None:
+        tokens, block_size = self.tokens, self.model.block_size
+        if tokens.shard_tokens <= block_size:
+            raise ValueError(
+                f"tokens.shard_tokens {tokens.shard_tokens} holds no sequence of model.block_size "
+                f"{block_size} + 1 tokens; use {block_size + 1} or more"
+            )
+        held_out = tokens.val_shards * tokens.shard_tokens
+        if tokens.max_tokens is not None and tokens.max_tokens <= held_out + block_size:
+            raise ValueError(
+                f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: the first {tokens.val_shards} "
+                f"shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens or a smaller shard_tokens"
+            )
 
     @property
     def train_tokens(self) -> int:
@@ -94,14 +110,16 @@ def shipped() -> dict[str, Path]:
 def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
     """A shipped recipe or a file, with `section.field=value` changes. UserError says what is wrong where."""
     path = shipped().get(name_or_path) or Path(name_or_path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         near = difflib.get_close_matches(name_or_path, shipped(), 1)
         hint = f"did you mean '{near[0]}'?" if near else f"shipped are {', '.join(shipped())}"
         raise UserError(f"{name_or_path}: neither a shipped recipe nor a file; {hint}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML lets int() and date() speak for themselves
         raise UserError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise UserError(f"{path}: may not be read ({error.strerror}); name a recipe that may be") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: a recipe has sections (name, tokens, model, train, …); this file has none")
     for change in changes:
@@ -125,5 +143,5 @@ def _apply(values: dict[str, Any], change: str) -> None:
             raise UserError(f"--set {change}: {section} has no fields")
     try:
         values[sections[-1]] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"--set {change}: {text!r} is not a YAML value") from error

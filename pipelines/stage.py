@@ -11,17 +11,19 @@ import platform
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from pipelines.artifacts.manifest import FOLDERS, File, Manifest, Plan, commit, fetch, find, upload
+from pipelines.artifacts.manifest import FOLDERS, File, Manifest, Plan, commit, fetch, find, scratch, upload
 from pipelines.progress import Screen
 from pipelines.recipe import Recipe
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Heartbeat, attempts, claim, is_alive
 from pipelines.tracking.mlflow import Tracker
 from pipelines.tracking.report import Summary, read_records, record, summarize
+from trainer.config import UserError
 from trainer.metrics import PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal
 from trainer.store import Store
@@ -49,7 +51,7 @@ class Work:
     @property
     def folder(self) -> Path:
         """Scratch of this attempt alone."""
-        path = self.home / "work" / self.plan.prefix / f"a{self.attempt.number:04d}"
+        path = scratch(self.home, self.store, self.plan.prefix) / f"a{self.attempt.number:04d}"
         path.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -143,14 +145,18 @@ class Pipeline:
             status = "KILLED"
             raise
         finally:
-            summary = self.summary()
-            cost = {"cost/usd": summary.usd, "time/billed_hours": summary.billed_hours}
-            if summary.val_loss is not None:
-                cost["val/loss"] = summary.val_loss
-            self.tracker.metrics(None, 0, time.time(), cost)
+            with suppress(OSError, UserError):  # a store that is away: what ended the run is the news, not this
+                self._track_totals()
             self.tracker.stage_ended(None, status)
             if notice := self.tracker.close():
                 self.screen.warn(notice)
+
+    def _track_totals(self) -> None:
+        summary = self.summary()
+        totals = {"cost/usd": summary.usd, "time/billed_hours": summary.billed_hours}
+        if summary.val_loss is not None:
+            totals["val/loss"] = summary.val_loss
+        self.tracker.metrics(None, 0, time.time(), totals)
 
     def summary(self) -> Summary:
         (mine,) = read_records(self.store, [self.run])
@@ -212,18 +218,22 @@ class Pipeline:
         work = Work(self.recipe, plan, self.made, self.store, self.home, attempt, self.tracker, self.screen, self.stop)
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
         self.tracker.stage_started(stage, self._params(stage), self._tags(stage, attempt))
+        shutil.rmtree(work.folder)  # a store that was deleted and made anew counts its attempts from 1 again
         try:
             built = stage_named(stage).build(work)
             attempt.check()
             manifest = commit(self.store, self._manifest(plan, attempt, built))
         except BaseException as error:
             interrupted = isinstance(error, Interrupted | StaleAttempt | KeyboardInterrupt)
-            attempt.update(state="interrupted" if interrupted else "failed", phases=work.phases())
+            if not isinstance(error, StaleAttempt):
+                attempt.update(state="interrupted" if interrupted else "failed")
+            attempt.update(phases=work.phases())
             self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
             raise
         attempt.update(state="done", phases=work.phases(), time=time.time())
-        shutil.rmtree(work.folder.parent)  # with what earlier attempts on this machine have left
-        self._track_end(stage, plan, manifest)
+        # With what earlier attempts on this machine have left; what resists is nothing to fail a finished stage for.
+        shutil.rmtree(work.folder.parent, ignore_errors=True)
+        self._track_end(stage, attempt, manifest)
         return manifest
 
     def _manifest(self, plan: Plan, attempt: Attempt, built: Built) -> Manifest:
@@ -255,8 +265,10 @@ class Pipeline:
             "skytrain.attempt": attempt.number,
         }
 
-    def _track_end(self, stage: str, plan: Plan, manifest: Manifest) -> None:
-        mine = [beat for beat in attempts(self.store, plan.prefix) if beat.run == self.run]
+    def _track_end(self, stage: str, attempt: Attempt, manifest: Manifest) -> None:
+        # What this attempt has last sent to the store is up to a heartbeat old.
+        before = [beat for beat in attempts(self.store, attempt.prefix) if beat.attempt != attempt.number]
+        mine = [beat for beat in (*before, attempt.latest) if beat.run == self.run]
         cost = {
             "cost/usd": sum(beat.usd for beat in mine),
             "time/billed_hours": sum(beat.billed_hours for beat in mine),

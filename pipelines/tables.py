@@ -2,10 +2,12 @@
 
 import csv
 import json
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -27,8 +29,8 @@ PHASES_FIRST = ("setup", "download", "compile", "train", "evaluate", "checkpoint
 
 
 def console() -> Console:
-    """Standard output; a pipe has no width, so no table is cut there."""
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 240)
+    """Standard output. A table takes what it needs of the width: a narrow terminal wraps, and cuts no name."""
+    return Console(highlight=False, soft_wrap=True, width=240)
 
 
 def print_card(pipeline: "Pipeline") -> None:
@@ -48,7 +50,7 @@ def print_card(pipeline: "Pipeline") -> None:
         )
     facts = Table.grid(padding=(0, 2))
     for name, value in card_facts(pipeline, summary):
-        facts.add_row(f"[bold]{name}[/]", value)
+        facts.add_row(f"[bold]{name}[/]", escape(value))
     out.print()
     out.print(f"[bold]{pipeline.run}[/]  {summary.state}")
     out.print("─" * 100)
@@ -61,7 +63,7 @@ def print_card(pipeline: "Pipeline") -> None:
         out.print(Panel(text, title="a sample, from nothing", title_align="left", width=100))
     out.print("[bold]Look further[/]")
     for command in next_commands(pipeline):
-        out.print(f"  {command}")
+        out.print(f"  {escape(command)}")
 
 
 def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
@@ -94,14 +96,14 @@ def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
 
 
 def next_commands(pipeline: "Pipeline") -> list[str]:
-    option = f" --store {quoted(pipeline.store.uri)}"
+    option = f" --store {shlex.quote(pipeline.store.uri)}"
     commands = [
         f"skytrain report{option}",
         f"skytrain report {pipeline.run} --series{option}",
         f'skytrain sample {pipeline.run} --prompt "def "{option}',
     ]
     if not pipeline.tracker.off and pipeline.tracker.uri.startswith("sqlite:"):  # a server's URI may hold a password
-        commands.append(f"mlflow ui --backend-store-uri {quoted(pipeline.tracker.uri)}")
+        commands.append(f"mlflow ui --backend-store-uri {shlex.quote(pipeline.tracker.uri)}")
     export = pipeline.made.get("export")
     if export and isinstance(pipeline.store, LocalStore):
         folder = pipeline.store.path_of(f"{export.prefix}/{export.files[0].key}").parent
@@ -156,20 +158,20 @@ def nearest_sibling(store: Store, plan: Plan) -> tuple[Manifest | None, dict[str
 
 def print_plan(shown: dict[str, Any]) -> None:
     out = console()
-    out.print(f"[bold]{shown['run']}[/] in {shown['store']}")
+    out.print(f"[bold]{shown['run']}[/] in {escape(shown['store'])}")
     out.print(
         f"{shown['parameters']:,} parameters, {shown['steps']:,} steps, {shown['tokens']:,} tokens, "
         f"{shown['flops']:.2e} FLOPs (tokens x (6N + 12·L·C·T))"
     )
-    table = Table("stage", "artifact", "", "why", box=None, pad_edge=False)
+    longest = max(len(plan["artifact"]) for plan in shown["stages"].values())
     for stage, plan in shown["stages"].items():
-        table.add_row(stage, plan["artifact"], "[green]✓ exists[/]" if plan["exists"] else "to do", plan.get("why", ""))
-    out.print(table)
+        state = "[green]✓ exists[/]" if plan["exists"] else f"to do: {escape(plan['why'])}"
+        out.print(f"{stage:8}  {plan['artifact']:{longest}}  {state}")
 
 
 def print_runs(summaries: list[Summary], where: str) -> None:
     if not summaries:
-        console().print(f"no runs in {where} yet; `skytrain run smoke` makes one")
+        console().print(f"no runs in {escape(where)} yet; `skytrain run smoke` makes one")
         return
     table = Table("run", "state", "attempts", "tokens", "val loss", "HellaSwag", "hours", "dollars", box=None)
     for s in summaries:
@@ -248,10 +250,6 @@ def duration(seconds: float) -> str:
 def printable(text: str) -> str:
     """Text of an untrained model may hold control characters that would upset a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
-
-
-def quoted(text: str) -> str:
-    return f'"{text}"' if " " in text else text
 
 
 def _number(value: float | None) -> str:

@@ -303,6 +303,34 @@ class MotoServer:
         self._daemon.stop()
 
 
+class MlflowServer:
+    """A real tracking server on SQLite. It can be stopped and started again with what it knew."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (self._port,) = free_ports(1)
+        self.uri = f"http://{LOOPBACK}:{self._port}"
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(self._port)]
+        command += ["--backend-store-uri", f"sqlite:///{self.folder}/server.db", "--workers", "1"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        command += ["--allowed-hosts", "localhost:*,127.0.0.1:*"]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
+        # Without its job workers a server is 2 processes instead of 13.
+        environment |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        self._daemon = Daemon(command, self.folder / "server.log", environment)
+        try:
+            self._daemon.wait_until(lambda: http_answers(f"{self.uri}/health"), 120)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        self._daemon.stop()
+
+
 @dataclass(frozen=True)
 class Fault:
     """One way of failing. `status` answers an error instead of asking the server; `forward` asks it first.

@@ -30,7 +30,7 @@ def configured(section: str, **changes: Any) -> TrainerConfig:
     sections = copy.deepcopy(GOOD)
     sections[section] |= changes
     try:
-        return TrainerConfig(**sections)
+        return TrainerConfig.model_validate(sections)
     except ValidationError as error:
         raise explain(error, TrainerConfig, "my.yaml") from error
 
@@ -161,7 +161,7 @@ def test_a_value_out_of_bounds_names_the_field_and_the_bounds(
 
 def test_a_missing_field_or_section_is_named() -> None:
     with pytest.raises(ValidationError) as error:
-        TrainerConfig(train={"batch_tokens": 64, "learning_rate": 0.1})  # type: ignore[call-arg, arg-type]
+        TrainerConfig.model_validate({"train": {"batch_tokens": 64, "learning_rate": 0.1}})
     assert str(explain(error.value, TrainerConfig, "my.yaml")).splitlines() == [
         "my.yaml: model: missing; a value is required here",
         "my.yaml: train.max_steps: missing; a value is required here",

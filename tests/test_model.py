@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def some_tokens(rows: int, length: int, vocab_size: int = SMALL.vocab_size, seed
     return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def hf_model(config: ModelConfig) -> torch.nn.Module:
+def hf_model(config: ModelConfig) -> Any:
     transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
     torch.manual_seed(3)
     shape = transformers.GPT2Config(

@@ -57,7 +57,7 @@ def series_of_torch(config: TrainConfig) -> list[float]:
     }[config.schedule]()
     series = []
     for _ in range(steps):
-        series.append(chosen.get_last_lr()[0])
+        series.append(float(chosen.get_last_lr()[0]))
         optimizer.step()
         chosen.step()
     return series

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -26,21 +26,24 @@ from safetensors import safe_open
 
 import trainer.loop
 from trainer.__main__ import TrainerConfig, claim
-from trainer.checkpoint import Checkpointer, TrainState, sealed, series, unsealed
-from trainer.config import UserError
+from trainer.checkpoint import Checkpointer, TrainState, checkpoint_seconds, sealed, series, unsealed
+from trainer.config import ModelConfig, UserError
 from trainer.data import TokenData, local_shards, write_shard
 from trainer.evaluate import validation_loss
 from trainer.loop import train
-from trainer.metrics import EventLog, PhaseClock
+from trainer.metrics import EventLog, PhaseClock, mfu, peak_flops
 from trainer.model import GPT
 from trainer.parallel import World
-from trainer.process import StaleAttempt
+from trainer.process import StaleAttempt, StopSignal
 from trainer.store import LocalStore
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ALONE = World(0, 0, 1, torch.device("cpu"))
 SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "data/digest")
 EVERY_STEP = 1e-9  # minutes between checkpoints
+
+# pytest sets aside the filter that trainer.checkpoint comes with.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 CONFIG: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 70},
@@ -63,7 +66,7 @@ def configured(**changes: Any) -> TrainerConfig:
         for name, values in CONFIG.items()
     }
     assert not changes, changes
-    return TrainerConfig(**sections)
+    return TrainerConfig.model_validate(sections)
 
 
 FIELDS = {name: f.annotation.model_fields for name, f in TrainerConfig.model_fields.items() if f.annotation}
@@ -125,17 +128,18 @@ class Runner:
     ) -> tuple[GPT, TrainState]:
         self.attempts += 1
         c = self.config
-        splits = [
+        train_data, val_data = (
             TokenData(local_shards(self.data, s), self.data.joinpath, c.model.block_size, c.train.seed)
             for s in ("train", "val")
-        ]
+        )
         self.out.mkdir(exist_ok=True, parents=True)
         log = EventLog(self.out / "events.jsonl", PhaseClock())
+        stop = cast(StopSignal, StopAt(stop_after))
         checkpointer = Checkpointer(
             store or self.store, "run", ALONE, self.out / "work", self.attempts, c.runtime.keep_last, superseded
         )
         try:
-            return train(c.model, c.train, c.runtime, *splits, checkpointer, ALONE, StopAt(stop_after), log)  # type: ignore[arg-type, misc]
+            return train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, ALONE, stop, log)
         finally:
             self.events = [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
 
@@ -450,7 +454,7 @@ def test_a_checkpoint_holds_no_pickle(runner: Callable[..., Runner]) -> None:
     model, _ = run.attempt()
     files = sorted(run.newest().iterdir())
     assert {path.suffix for path in files} == {".safetensors", ".json"}
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for path in files:
         if path.suffix == ".json":
             assert json.loads(path.read_text())
@@ -510,6 +514,61 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     )
 
 
+# --- the arithmetic around a run
+
+
+def test_a_step_that_was_redone_counts_as_the_later_attempt_did_it(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    segments = {
+        "step-00000002-a0001": [{"step": 1, "a": 1}, {"step": 2, "a": 2, "b": 3}],
+        "step-00000004-a0001": [{"step": 3, "a": 4}, {"step": 4, "a": 5}],  # never committed
+        "step-00000003-a0002": [{"step": 2, "c": 6}, {"step": 3, "a": 7}],  # resumed at 2, and evaluated
+        "step-00000004-a0002": [{"step": 4, "a": 8}],
+    }
+    for name, rows in segments.items():
+        store.put(f"run/metrics/{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert series(store, "run") == [
+        {"step": 1, "a": 1},
+        {"step": 2, "a": 2, "b": 3, "c": 6},
+        {"step": 3, "a": 7},
+        {"step": 4, "a": 8},
+    ]
+
+
+def test_the_clock_gives_every_second_to_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    clock = PhaseClock("setup", started=90.0)
+    clock.enter("train")
+    now = 107.0
+    with clock.phase("evaluate"):
+        now = 110.0
+        assert clock.so_far() == {"setup": 10.0, "train": 7.0, "evaluate": 3.0}
+        now = 111.0
+    now = 113.0
+    assert clock.so_far() == {"setup": 10.0, "train": 9.0, "evaluate": 4.0}
+
+
+def test_the_interval_between_checkpoints_loses_least() -> None:
+    # Lost per hour at an interval: the saves themselves, and half an interval with every failure.
+    def lost(interval: float, save: float, between: float) -> float:
+        return save / interval + interval / 2 / between
+
+    for save, between in ((0.5, 14_400.0), (2.0, 14_400.0), (20.0, 3_600.0)):
+        best = checkpoint_seconds(save, between)
+        assert all(lost(best, save, between) <= lost(best * f, save, between) for f in (0.5, 0.9, 1.1, 2.0))
+    assert checkpoint_seconds(1e-6) == 30.0 and checkpoint_seconds(1e6) == 1800.0
+
+
+def test_mfu_is_tokens_times_flops_over_the_peak_of_all_gpus() -> None:
+    # 124M at 8 x A100 and 1.5M tokens/s: 1.5e6 x (6 x 123.7M + 12 x 12 x 768 x 1024) / (8 x 312e12).
+    model = ModelConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024)
+    peak = peak_flops("NVIDIA A100-SXM4-80GB")
+    assert peak == 312e12 and peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("Tesla T4") is None
+    n = 124_475_904 - 1024 * 768
+    assert mfu(1.5e6, model, 8, peak) == pytest.approx(1.5e6 * (6 * n + 113_246_208) / 2.496e15)
+
+
 # --- the trainer as a command
 
 
@@ -550,6 +609,9 @@ class Command:
         with suppress(FileNotFoundError):
             return (self.out / "events.jsonl").read_text().count('"train/loss"')
         return 0
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
 
     def wait_for_rows(self, n: int, process: subprocess.Popen[str]) -> None:
         """Until this attempt did `n` steps."""
@@ -630,10 +692,9 @@ def test_a_run_goes_on_with_fewer_and_with_more_ranks(
             command.wait_for_rows(14, process)
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
-    command.finish(2)
-    starts = [
-        e for e in map(json.loads, (command.out / "events.jsonl").read_text().splitlines()) if e["event"] == "start"
-    ]
+    flip_a_byte(max(commit.parent for commit in (command.out / "run/checkpoints").glob("*/COMMIT.json")))
+    assert command.finish(2).count("DAMAGED checkpoint") == 1
+    starts = [e for e in command.events() if e["event"] == "start"]
     assert [e["world_size"] for e in starts] == [2, 1, 2]
     assert [e["step"] > 0 for e in starts] == [False, True, True]
     rows, expected = command.rows(), undisturbed(2).rows()
@@ -661,6 +722,20 @@ def test_sigterm_commits_the_step_it_came_in(
     assert command.rows_logged() == 48  # nothing was done twice
     assert command.rows() == undisturbed(ranks).rows()
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
+
+
+@pytest.mark.slow
+def test_an_attempt_that_another_one_superseded_stops(data: Path, tmp_path: Path) -> None:
+    command = Command(data, tmp_path / "out", configured(**LONG))
+    with command.started() as process:
+        command.wait_for_rows(9, process)
+        assert LocalStore(command.out).create("run/attempts/0002.json", b"{}")
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "stopped: attempt 1 of run was superseded" in said and "Traceback" not in said
+    command.finish()
+    starts = [e for e in command.events() if e["event"] == "start"]
+    assert [e["step"] > 0 for e in starts] == [False, True]
 
 
 @pytest.mark.slow

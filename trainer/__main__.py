@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, UserError, explain
-from trainer.process import StopSignal
+from trainer.process import StaleAttempt, StopSignal
 from trainer.store import LocalStore
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 75
@@ -52,6 +52,9 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_MISTAKE
+    except StaleAttempt as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def run(config: TrainerConfig, data: Path, out: Path) -> int:
@@ -73,7 +76,15 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
     claim(store, out, config, {shard.name: shard.tokens for shard in train_data.shards + val_data.shards})
     attempt = world.gather(take_attempt(store) if world.rank == 0 else 0)[0]
     log = EventLog(out / "events.jsonl" if world.rank == 0 else None, PhaseClock())
-    checkpointer = Checkpointer(store, "run", world, out / "work", attempt, config.runtime.keep_last)
+    checkpointer = Checkpointer(
+        store,
+        "run",
+        world,
+        out / "work",
+        attempt,
+        config.runtime.keep_last,
+        superseded=lambda: store.get(attempt_key(attempt + 1)) is not None,
+    )
     model, state = train(
         config.model, config.train, config.runtime, train_data, val_data, checkpointer, world, stop, log
     )
@@ -106,9 +117,13 @@ def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str,
 def take_attempt(store: LocalStore) -> int:
     """The next free attempt number, from 1, taken by creating its file."""
     attempt = 1
-    while not store.create(f"run/attempts/{attempt:04d}.json", json.dumps({"time": time.time()}).encode()):
+    while not store.create(attempt_key(attempt), json.dumps({"time": time.time()}).encode()):
         attempt += 1
     return attempt
+
+
+def attempt_key(attempt: int) -> str:
+    return f"run/attempts/{attempt:04d}.json"
 
 
 if __name__ == "__main__":

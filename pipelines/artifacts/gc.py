@@ -3,52 +3,79 @@
 The ledger (`attempts/`) stays: it is what a run cost. So do the series (`metrics/`).
 """
 
+import os
 import re
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest
+from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest, scratch
 from pipelines.tracking.ledger import attempts, is_alive
-from trainer.store import Entry, Store
+from trainer.store import PARTIAL, Entry, LocalStore, Store
+
+# A file that is being written changes all the time: one that nobody has touched for so long was left by a kill.
+PARTIAL_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """An object that can go, and why."""
+    """An object of the store that can go, or a file or folder of this machine, and why."""
 
     key: str
-    size: int
+    size: int  # bytes
     why: str
+    path: Path | None = None  # where it lies if it is no object
 
 
-def leftovers(store: Store, older_than_days: float) -> Iterator[Leftover]:
+def leftovers(store: Store, home: Path, older_than_days: float) -> Iterator[Leftover]:
     """Leftovers in deletion order: a checkpoint's COMMIT.json before its files.
 
     In a finished artifact: whatever its manifest doesn't name. In an unfinished one that nobody works
-    on: checkpoints without a commit, and everything once it is older than `older_than_days`.
+    on: checkpoints without a commit, and everything once it is older than `older_than_days`. On this
+    machine: half-written files, and the scratch under `home` of attempts that are over.
     """
     for prefix in artifacts(store):
-        manifest = read_manifest(store, prefix)
-        entries = [e for e in store.entries(f"{prefix}/") if not e.key.startswith(f"{prefix}/attempts/")]
-        if manifest:
-            yield from _ordered(_beside(manifest, entries))
-            continue
-        beats = attempts(store, prefix)
-        if beats and is_alive(beats[-1]) is not False:
-            continue
-        age_days = (time.time() - max((e.modified for e in entries), default=0.0)) / 86_400
-        if age_days >= older_than_days:
-            why = f"unfinished, and nobody has worked on it for {age_days:.1f} days"
-            yield from _ordered(Leftover(e.key, e.size, why) for e in entries)
-        else:
-            yield from _uncommitted(entries)
+        yield from _ordered(_of_artifact(store, prefix, older_than_days))
+    folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
+    for folder in folders:
+        yield from _half_written(folder)
+    yield from _scratch(store, home)
+
+
+def remove(store: Store, leftover: Leftover) -> None:
+    """Remove a leftover; one that is gone already is fine."""
+    if leftover.path is None:
+        store.delete(leftover.key)
+    elif leftover.path.is_dir():
+        shutil.rmtree(leftover.path, ignore_errors=True)
+    else:
+        leftover.path.unlink(missing_ok=True)
 
 
 def artifacts(store: Store) -> list[str]:
     """The prefixes of all artifacts, finished or not."""
     keys = (e.key.split("/") for folder in FOLDERS.values() for e in store.entries(f"{folder}/"))
     return sorted({"/".join(parts[:2]) for parts in keys if len(parts) > 2})
+
+
+def _of_artifact(store: Store, prefix: str, older_than_days: float) -> Iterable[Leftover]:
+    # In this order: an attempt that commits while we look is seen alive, or its manifest is.
+    everything = store.entries(f"{prefix}/")
+    beats = attempts(store, prefix)
+    manifest = read_manifest(store, prefix)
+    entries = [e for e in everything if not e.key.startswith(f"{prefix}/attempts/")]
+    if manifest:
+        return _beside(manifest, entries)
+    if beats and is_alive(beats[-1]) is not False:
+        return []
+    age_days = (time.time() - max((e.modified for e in everything), default=0.0)) / 86_400
+    if age_days >= older_than_days:
+        why = f"unfinished, and nobody has worked on it for {age_days:.1f} days"
+        return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
+    return _uncommitted(entries)
 
 
 def _beside(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:
@@ -66,5 +93,27 @@ def _uncommitted(entries: list[Entry]) -> Iterator[Leftover]:
             yield Leftover(entry.key, entry.size, "a checkpoint that was never committed")
 
 
-def _ordered(found: Iterator[Leftover]) -> list[Leftover]:
+def _ordered(found: Iterable[Leftover]) -> list[Leftover]:
     return sorted(found, key=lambda leftover: not leftover.key.endswith("/COMMIT.json"))
+
+
+def _half_written(root: Path) -> Iterator[Leftover]:
+    """What a killed process has left of a file that it was writing."""
+    for folder, _, names in os.walk(root):
+        for path in (Path(folder, name) for name in names if name.startswith(PARTIAL)):
+            with suppress(FileNotFoundError):  # it has become an object meanwhile
+                status = path.stat()
+                if time.time() - status.st_mtime > PARTIAL_SECONDS:
+                    key = path.relative_to(root).as_posix()
+                    yield Leftover(key, status.st_size, "a file that was never written to its end", path)
+
+
+def _scratch(store: Store, home: Path) -> Iterator[Leftover]:
+    """Scratch folders on this machine of attempts that no longer work."""
+    top = scratch(home, store, "")
+    for folder in sorted(top.glob("*/*/a[0-9]*")):
+        prefix = folder.parent.relative_to(top).as_posix()
+        alive = {f"a{beat.attempt:04d}": is_alive(beat) for beat in attempts(store, prefix)}
+        if alive.get(folder.name, False) is False:
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            yield Leftover(folder.relative_to(home).as_posix(), size, "scratch of an attempt that is over", folder)

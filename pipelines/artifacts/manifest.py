@@ -79,7 +79,10 @@ class Manifest:
         return f"{FOLDERS[self.stage]}/{self.label}-{self.fingerprint[:SHORT]}"
 
     def file(self, name: str) -> File:
-        return next(f for f in self.files if f.name == name)
+        for file in self.files:
+            if file.name == name:
+                return file
+        raise DamagedArtifact(f"{self.prefix}/MANIFEST.json: damaged: it names no {name}; remove it to build it again")
 
 
 def fingerprint_of(identity: Mapping[str, Any]) -> str:
@@ -97,11 +100,12 @@ def read_manifest(store: Store, prefix: str) -> Manifest | None:
     try:
         values = json.loads(body)
         manifest = Manifest(**values | {"files": tuple(File(**f) for f in values["files"])})
+        sound = fingerprint_of(manifest.identity) == manifest.fingerprint and manifest.prefix == prefix
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedArtifact(
             f"{store.uri}/{key}: damaged ({error!r}); remove it to build the artifact again"
         ) from error
-    if fingerprint_of(manifest.identity) != manifest.fingerprint or manifest.prefix != prefix:
+    if not sound:
         raise DamagedArtifact(
             f"{store.uri}/{key}: its identity does not give its fingerprint; remove it to build the artifact again"
         )
@@ -131,6 +135,11 @@ def upload(store: Store, prefix: str, attempt: int, path: Path, name: str | None
     file = File(name, f"a{attempt:04d}/{name}", path.stat().st_size, sha256_of(path))
     store.upload(path, f"{prefix}/{file.key}")
     return file
+
+
+def scratch(home: Path, store: Store, prefix: str) -> Path:
+    """Where this machine works on an artifact of `store`, a folder an attempt: two stores count their own."""
+    return home / "work" / sha256(store.uri.encode()).hexdigest()[:SHORT] / prefix
 
 
 def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:

@@ -92,6 +92,8 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
                 work.ranks_phases = event["phases"]
                 work.report(**last)
             elif event:
+                if event["event"] == "start":
+                    last["step"] = event["step"]  # after the last commit no row comes any more
                 note_event(work, event)
             if not asked and (work.stop.asked or work.attempt.lost):
                 torchrun.send_signal(signal.SIGTERM)  # the ranks finish their step and commit
@@ -106,6 +108,8 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
                 work.folder / "train.log", "\n".join(log[-LOG_LINES:])
             )
         )
+    if torchrun.returncode:
+        raise Interrupted
     return last
 
 

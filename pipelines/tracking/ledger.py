@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.config import UserError
 from trainer.process import StaleAttempt
 from trainer.store import Store
 
@@ -73,7 +74,7 @@ class Attempt:
             self.update(state="done" if error is None else "failed")
         try:
             self._report()
-        except OSError:
+        except (OSError, UserError):
             # The heartbeat before this one stands; what follows it is lost to the bill, not to the run.
             if error is None:
                 raise
@@ -101,8 +102,10 @@ class Attempt:
             try:
                 self._report()
                 self.lost = self.superseded()
-            except OSError:
-                continue  # a store that is away for a while stops no work; the next beat tries again
+            except (OSError, UserError):
+                # A store that is away, or for a while refuses (credentials that are being renewed), stops no
+                # work: the next beat tries again.
+                continue
 
     def _report(self) -> None:
         self.update(time=time.time())
@@ -152,17 +155,21 @@ def is_there(heartbeat: Heartbeat) -> bool | None:
 
 def this_process() -> dict[str, Any]:
     """What tells this process from every other: machine (boot and container), pid and its start time."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = f"{platform.node()}/{boot.read_text().strip() if boot.exists() else ''}"
+    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    # Containers of one host share its boot and may share its name; a pid means something in one of them only.
+    parts = [boot.read_text().strip() if boot.exists() else "", os.readlink(pids) if pids.is_symlink() else ""]
+    machine = "/".join([platform.node(), *filter(None, parts)])
     return {"machine": machine, "pid": os.getpid(), "started": process_started(os.getpid())}
 
 
 def process_started(pid: int) -> str | None:
-    """The start time of a process in clock ticks since boot, None if there is no such process."""
+    """The start time of a process in clock ticks since boot, None if there is no such process (any more)."""
     try:
         # The name in field 2 may hold spaces and brackets; the start time is the 20th field after it.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except FileNotFoundError:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # A zombie is dead: in a container whose first process reaps nobody it stays for good.
+        return None if fields[0] in "ZX" else fields[19]
+    except (FileNotFoundError, ProcessLookupError):
         if Path("/proc").exists():
             return None
     try:

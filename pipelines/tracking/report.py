@@ -31,7 +31,7 @@ class RunRecord:
 
     run: str
     recipe: dict[str, Any]
-    until: str  # the last stage that was asked for
+    until: str  # the last stage that was ever asked for
     prefixes: dict[str, str]  # by stage, up to `until`
     updated: float
 
@@ -55,9 +55,11 @@ class Summary:
 
 
 def record(store: Store, run: str, recipe: Recipe, plans: dict[str, Plan], until: str) -> RunRecord:
-    """Write down that a run is being started or resumed."""
-    stages = list(plans)[: list(plans).index(until) + 1]
-    made = RunRecord(run, recipe.model_dump(), until, {s: plans[s].prefix for s in stages}, time.time())
+    """Write down that a run is being started or resumed. Stages that it was asked for before stay in it."""
+    prefixes = {s: plans[s].prefix for s in list(plans)[: list(plans).index(until) + 1]}
+    if body := store.get(f"runs/{run}.json"):
+        prefixes = json.loads(body)["prefixes"] | prefixes
+    made = RunRecord(run, recipe.model_dump(), list(prefixes)[-1], prefixes, time.time())
     store.put(f"runs/{run}.json", json.dumps(asdict(made), indent=1).encode())
     return made
 
@@ -120,7 +122,9 @@ def summarize(store: Store, record: RunRecord) -> Summary:
 def state_of(made: dict[str, Manifest | None], beats: dict[str, list[Heartbeat]]) -> str:
     if all(made.values()):
         return "done"
-    newest = max((b for stage in beats.values() for b in stage), key=lambda b: b.started, default=None)
+    # A stale attempt says nothing about the run: the one that took over does.
+    said = (b for stage in beats.values() for b in stage if b.state != "stale")
+    newest = max(said, key=lambda b: b.started, default=None)
     if newest is None:
         return "interrupted"
     working = newest.state in ("running", "done")  # done with one stage, and about to start the next

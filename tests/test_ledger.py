@@ -1,0 +1,306 @@
+"""The ledger knows who worked on an artifact, whether they still do, and what it cost, whatever became of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.tracking import ledger
+from pipelines.tracking.ledger import (
+    Attempt,
+    Heartbeat,
+    account,
+    attempts,
+    claim,
+    is_alive,
+    is_there,
+    latest_number,
+    process_started,
+    this_process,
+)
+from trainer.config import UserError
+from trainer.process import StaleAttempt
+from trainer.store import LocalStore, StoreUnavailable
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PREFIX = "train/tiny-1a2b3c4d"
+
+
+def claimed(store: LocalStore, number: int, price: float = 0.0) -> Attempt:
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", number, price)
+    assert attempt is not None
+    return attempt
+
+
+def beat(**changes: Any) -> Heartbeat:
+    now = time.time()
+    return replace(Heartbeat("tiny-1a2b3c4d", "train", 1, "running", now, now, 0.0, this_process()), **changes)
+
+
+def until(reached: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+# --- claiming
+
+
+def test_of_many_that_claim_an_attempt_one_gets_it(tmp_path: Path) -> None:
+    store, racers = LocalStore(tmp_path), 16
+    start = threading.Barrier(racers)
+
+    def race(_: int) -> Attempt | None:
+        start.wait()
+        return claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, 0.0)
+
+    with ThreadPoolExecutor(racers) as pool:
+        won = [attempt for attempt in pool.map(race, range(racers)) if attempt]
+    assert len(won) == 1 and won[0].number == 1
+    assert len(attempts(store, PREFIX)) == 1
+
+
+def test_a_claimed_attempt_is_in_the_ledger_before_it_has_said_anything(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    claimed(store, 1, price=2.5)
+    (seen,) = attempts(store, PREFIX)
+    assert (seen.attempt, seen.state, seen.price_per_hour, seen.process) == (1, "running", 2.5, this_process())
+    assert is_alive(seen) is True
+
+
+def test_attempts_come_in_order_and_the_newest_has_the_highest_number(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    assert attempts(store, PREFIX) == [] and latest_number(store, PREFIX) == 0
+    for number in (2, 10, 1):
+        claimed(store, number)
+    assert [b.attempt for b in attempts(store, PREFIX)] == [1, 2, 10]
+    assert latest_number(store, PREFIX) == 10
+
+
+def test_an_attempt_is_stale_once_a_later_one_is_claimed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    first = claimed(store, 1)
+    first.check()
+    second = claimed(store, 2)
+    second.check()
+    assert first.superseded() and not second.superseded()
+    with pytest.raises(StaleAttempt, match=f"attempt 1 of {PREFIX} was superseded"):
+        first.check()
+    assert first.latest.state == "stale"
+
+
+def test_a_working_attempt_notices_within_a_heartbeat_that_it_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    store = LocalStore(tmp_path)
+    with claimed(store, 1) as attempt:
+        assert not attempt.lost
+        claimed(store, 2)
+        until(lambda: attempt.lost, "the attempt knows")
+
+
+# --- reporting
+
+
+def test_progress_and_phases_are_merged_and_the_last_state_stays(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with claimed(store, 1) as attempt:
+        attempt.update(progress={"step": 3, "loss": 2.0}, phases={"train": 1.0})
+        attempt.update(progress={"step": 4}, phases={"train": 2.0, "upload": 0.5})
+    (seen,) = attempts(store, PREFIX)
+    assert seen.progress == {"step": 4, "loss": 2.0}
+    assert seen.phases == {"train": 2.0, "upload": 0.5}
+    assert seen.state == "done" and is_alive(seen) is False
+
+
+@pytest.mark.parametrize("state", ["interrupted", "stale", "done"])
+def test_a_state_that_was_told_is_not_overwritten_at_the_end(tmp_path: Path, state: str) -> None:
+    store = LocalStore(tmp_path)
+    with pytest.raises(RuntimeError), claimed(store, 1) as attempt:
+        attempt.update(state=state)
+        raise RuntimeError
+    assert attempts(store, PREFIX)[0].state == state
+
+
+def test_work_that_raises_has_failed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with pytest.raises(RuntimeError, match="boom"), claimed(store, 1):
+        raise RuntimeError("boom")
+    assert attempts(store, PREFIX)[0].state == "failed"
+
+
+def test_heartbeats_go_on_while_the_work_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    store = LocalStore(tmp_path)
+    with claimed(store, 1) as attempt:
+        attempt.update(progress={"step": 7})
+        until(lambda: attempts(store, PREFIX)[0].progress == {"step": 7}, "the heartbeat says step 7")
+        first = attempts(store, PREFIX)[0].time
+        until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
+
+
+class Away(LocalStore):
+    """A store that raises `fault` while it is set."""
+
+    fault: Exception | None = None
+    refused = 0
+
+    def put(self, key: str, body: bytes) -> None:
+        if self.fault:
+            self.refused += 1
+            raise self.fault
+        super().put(key, body)
+
+
+@pytest.mark.parametrize("fault", [StoreUnavailable("no route"), OSError("disk full"), UserError("expired")])
+def test_a_store_that_fails_for_a_while_stops_neither_heartbeat_nor_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    store = Away(tmp_path)
+    with claimed(store, 1) as attempt:
+        store.fault = fault
+        attempt.update(progress={"step": 9})
+        until(lambda: store.refused >= 3, "three heartbeats were refused")
+        store.fault = None
+        until(lambda: attempts(store, PREFIX)[0].progress == {"step": 9}, "the heartbeat is back")
+    assert attempts(store, PREFIX)[0].state == "done"
+
+
+@pytest.mark.parametrize("fault", [StoreUnavailable("no route"), UserError("expired")])
+def test_a_store_that_is_away_at_the_end_does_not_hide_why_the_work_ended(tmp_path: Path, fault: Exception) -> None:
+    store = Away(tmp_path)
+    with pytest.raises(RuntimeError, match="boom"), claimed(store, 1):
+        store.fault = fault
+        raise RuntimeError("boom")
+
+
+# --- dying
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from pipelines.tracking import ledger
+from trainer.store import LocalStore
+ledger.HEARTBEAT_SECONDS = 0.05
+with ledger.claim(LocalStore(Path(sys.argv[1])), sys.argv[2], "tiny-1a2b3c4d", "train", 1, 3600.0) as attempt:
+    attempt.update(progress={"step": 5}, phases={"train": 1.5})
+    time.sleep(600)
+"""
+
+
+def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_known_to_be_dead_at_once(
+    tmp_path: Path,
+) -> None:
+    store = LocalStore(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), PREFIX], env=environment)
+
+    def heard() -> bool:
+        seen = attempts(store, PREFIX)
+        return bool(seen) and seen[0].progress == {"step": 5} and seen[0].time - seen[0].started > 0.2
+
+    try:
+        until(heard, "the child beats")
+        assert is_alive(attempts(store, PREFIX)[0]) is True
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+    # A zombie until somebody asks for its exit code.
+    until(lambda: is_alive(attempts(store, PREFIX)[0]) is False, "a process that nobody has reaped is dead", 5)
+    child.wait()
+    killed = time.time()
+    time.sleep(0.3)
+    (seen,) = attempts(store, PREFIX)
+    assert is_alive(seen) is False
+    assert seen.state == "running"  # it had no time to say otherwise
+    assert 0.2 < seen.time - seen.started <= killed - seen.started
+    assert seen.usd == pytest.approx(seen.time - seen.started)  # at a dollar a second
+    assert (seen.progress, seen.phases) == ({"step": 5}, {"train": 1.5})
+
+
+def test_another_process_with_the_same_pid_does_not_pass_for_the_attempt() -> None:
+    mine = beat()
+    assert is_alive(mine) is True
+    assert is_alive(replace(mine, process=mine.process | {"started": "1"})) is False
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert process_started(gone.pid) is None
+    assert is_alive(replace(mine, process=mine.process | {"pid": gone.pid})) is False
+
+
+def test_a_process_of_another_machine_can_only_be_watched_until_it_is_silent_for_long() -> None:
+    elsewhere = this_process() | {"machine": "other/boot"}
+    assert is_alive(beat(process=elsewhere)) is None
+    assert is_alive(beat(process=elsewhere, time=time.time() - 7200)) is False
+    assert is_there(beat(process=elsewhere, state="done")) is None
+
+
+def test_containers_of_one_host_are_machines_of_their_own() -> None:
+    namespace = Path("/proc/self/ns/pid")
+    if not namespace.is_symlink():
+        pytest.skip("needs Linux")
+    assert os.readlink(namespace) in this_process()["machine"]
+
+
+def test_an_attempt_that_has_ended_is_not_alive_although_its_process_is() -> None:
+    for state in ("done", "interrupted", "failed", "stale"):
+        ended = beat(state=state)
+        assert is_alive(ended) is False and is_there(ended) is True
+
+
+# --- adding up
+
+
+def test_hours_and_dollars_are_the_time_between_start_and_last_heartbeat() -> None:
+    first = beat(started=1000.0, time=1000.0 + 5400, price_per_hour=31.92, phases={"train": 5000.0, "setup": 400.0})
+    second = beat(started=9000.0, time=9000.0 + 1800, price_per_hour=12.0, phases={"train": 1800.0})
+    clock_set_back = beat(started=9000.0, time=8000.0, price_per_hour=12.0)
+    assert (first.billed_hours, first.usd) == (1.5, pytest.approx(47.88))
+    total = account([first, second, clock_set_back])
+    assert (total.attempts, total.billed_hours, total.usd) == (3, 2.0, pytest.approx(47.88 + 6.0))
+    assert total.phases == {"train": 6800.0, "setup": 400.0}
+    assert account([]) == ledger.Account(0, 0.0, 0.0, {})
+
+
+SECONDS = st.floats(0, 1e6)
+BEATS = st.builds(
+    lambda started, lasted, price, phases: beat(
+        started=started, time=started + lasted, price_per_hour=price, phases=phases
+    ),
+    SECONDS,
+    SECONDS,
+    st.floats(0, 100),
+    st.dictionaries(st.sampled_from(["setup", "train", "upload", "evaluate"]), SECONDS),
+)
+
+
+@given(st.lists(BEATS, max_size=8), st.randoms(use_true_random=False))
+def test_totals_do_not_depend_on_the_order_of_attempts(beats: list[Heartbeat], random: Any) -> None:
+    shuffled = beats.copy()
+    random.shuffle(shuffled)
+    one, other = account(beats), account(shuffled)
+    assert one.attempts == other.attempts == len(beats)
+    assert one.billed_hours == pytest.approx(other.billed_hours)
+    assert one.usd == pytest.approx(other.usd)
+    assert one.phases == pytest.approx(other.phases)
+    assert one.usd == pytest.approx(sum((b.time - b.started) / 3600 * b.price_per_hour for b in beats))
+
+
+@given(BEATS)
+def test_a_heartbeat_survives_the_store(one: Heartbeat) -> None:
+    assert Heartbeat(**json.loads(json.dumps(asdict(one)))) == one

@@ -1,0 +1,584 @@
+"""The whole pipeline through its command: real processes, real signals, real servers."""
+
+import functools
+import json
+import random
+import re
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, STEPS, TINY, Project
+from servers import LOOPBACK, MlflowServer, free_ports
+
+from pipelines.artifacts.manifest import Manifest, fetch, read_manifest
+from pipelines.artifacts.store import S3Store
+from pipelines.recipe import Recipe
+from pipelines.stage import STAGES, plans_of
+from pipelines.tracking.ledger import SILENT_SECONDS
+from trainer.store import PARTIAL
+
+pytestmark = pytest.mark.slow
+
+PRICE = 36.0  # dollars an hour: a cent a second
+RUN_FIELDS = ["run", "state", "attempts", "usd", "billed_hours", "val_loss", "artifacts"]
+INTERRUPTED = "interrupted: the same command goes on from here\n"
+# The only moment to commit at is the one in which it is asked to stop.
+PATIENT = "runtime.checkpoint_minutes=1000"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path / FOLDER_NAME)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Project]:
+    """A finished run with so many training processes; whoever changes anything in it takes a copy."""
+
+    @functools.cache
+    def finished(processes: int) -> Project:
+        made = Project(tmp_path_factory.mktemp(f"undisturbed-{processes}") / FOLDER_NAME)
+        made.run("run", "tiny.yaml", "--price-per-hour", str(PRICE), *ranks(processes))
+        return made
+
+    return finished
+
+
+def ranks(processes: int) -> list[str]:
+    return ["--set", f"runtime.processes={processes}"]
+
+
+@functools.cache
+def undisturbed_series(finished: Project) -> list[dict[str, str]]:
+    return finished.series()
+
+
+def assert_as_undisturbed(project: Project, finished: Project) -> None:
+    """The run learned the very same, bit for bit, and tells every step once."""
+    series = project.series()
+    assert [int(row["step"]) for row in series] == list(range(1, STEPS + 1))
+    assert series == undisturbed_series(finished)
+    for stage in ("tokenize", "train", "export"):
+        assert sums(project.artifact(stage)) == sums(finished.artifact(stage)), stage
+    assert project.artifact("evaluate").facts == finished.artifact("evaluate").facts
+
+
+def sums(manifest: Manifest) -> dict[str, str]:
+    """sha256 by file; the series also holds times and speeds, and these differ."""
+    return {file.name: file.sha256 for file in manifest.files if file.name != "metrics.jsonl"}
+
+
+# --- stages, skipping, the card
+
+
+def test_stages_are_made_up_to_the_one_asked_for(project: Project) -> None:
+    for done, asked in enumerate(("tokenize", "train"), 1):
+        made = project.result("--stage", asked)
+        assert (made["state"], list(made["artifacts"])) == ("done", list(STAGES[:done]))
+        assert [a["skipped"] for a in made["artifacts"].values()] == [True] * (done - 1) + [False]
+    assert not project.found("evaluate/*") and not project.found("export/*")
+    made = project.result()
+    assert [a["skipped"] for a in made["artifacts"].values()] == [True, True, False, False]
+    assert project.attempts() == dict.fromkeys(STAGES, 1)
+
+
+def test_a_finished_run_is_found_and_nothing_is_done_again(undisturbed: Callable[[int], Project]) -> None:
+    finished = undisturbed(1)
+    before = {path: path.stat().st_mtime_ns for path in finished.found("**/*") if path.is_file()}
+    said = finished.run("run", "tiny.yaml").stderr
+    for stage in STAGES:
+        assert f"{finished.artifact(stage).prefix} is there already: skipped" in said
+    made = finished.result()
+    after = {path: path.stat().st_mtime_ns for path in finished.found("**/*") if path.is_file()}
+    changed = {path.relative_to(finished.store.root).parts[0] for path in after if after[path] != before.get(path)}
+    assert changed == {"runs"} and before.keys() == after.keys()
+
+    plans = plans_of_recipe(finished)
+    assert list(made) == RUN_FIELDS
+    assert made["run"] == plans["train"].name
+    assert (made["state"], made["attempts"]) == ("done", 1)
+    assert made["val_loss"] == finished.artifact("evaluate").facts["val/loss"]
+    assert made["artifacts"] == {
+        stage: {"uri": f"{finished.store.uri}/{plan.prefix}", "fingerprint": plan.fingerprint, "skipped": True}
+        for stage, plan in plans.items()
+    }
+
+
+def plans_of_recipe(project: Project) -> dict[str, Any]:
+    values = yaml.safe_load((project.folder / "tiny.yaml").read_text())
+    values["tokens"]["source"] = str(project.folder / values["tokens"]["source"])
+    return plans_of(Recipe.model_validate(values))
+
+
+def test_a_price_makes_dollars_of_hours(undisturbed: Callable[[int], Project]) -> None:
+    finished = undisturbed(1)
+    summary, made = finished.report(), finished.result()
+    hours = sum(beat["time"] - beat["started"] for beat in finished.heartbeats()) / 3600
+    assert len(finished.heartbeats()) == len(STAGES)
+    assert 0 < hours < 120 / 3600
+    for told in (summary, made):
+        assert told["billed_hours"] == pytest.approx(hours)
+        assert told["usd"] == pytest.approx(PRICE * hours)
+
+
+def test_the_card_shows_what_was_made_and_commands_that_work(undisturbed: Callable[[int], Project]) -> None:
+    finished = undisturbed(1)
+    card = finished.run("run", "tiny.yaml").stdout
+    for stage in STAGES:
+        assert re.search(rf"^{stage} .*{re.escape(finished.artifact(stage).prefix)}", card, re.M), card
+    assert f"{STEPS * 1024:,} in {STEPS} steps" in card
+    assert f"val loss    {finished.artifact('evaluate').facts['val/loss']:.4f}" in card
+    commands = [shlex.split(line) for line in card.splitlines() if line.startswith("  skytrain ")]
+    assert [command[1] for command in commands] == ["report", "report", "sample"]
+    for command in commands:
+        assert finished.run(*command[1:]).stdout
+
+
+def test_a_folder_of_finished_runs_can_move(undisturbed: Callable[[int], Project], tmp_path: Path) -> None:
+    moved = undisturbed(1).copy(tmp_path / "elsewhere")
+    made = moved.result("--set", "evaluate.val_tokens=1024")
+    assert [a["skipped"] for a in made["artifacts"].values()] == [True, True, False, True]
+
+
+# --- killed at any moment
+
+
+def test_a_run_killed_in_every_stage_ends_as_if_nothing_had_happened(
+    project: Project, undisturbed: Callable[[int], Project]
+) -> None:
+    finished, moments = undisturbed(1), random.Random(1)
+    first = moments.randint(1, 50)
+    in_time = [
+        killed(project, "tokenize", lambda: len(project.found("tokens/*/shards/*.json")) >= first),
+        killed(project, "train", lambda: project.claims("train") == 1, moments.uniform(0, 4)),
+        killed(project, "train", committed(project, moments.randint(5, 25)), moments.uniform(0, 0.1)),
+        killed(project, "train", committed(project, moments.randint(30, 50)), moments.uniform(0, 0.1)),
+        killed(project, "train", committed(project, STEPS)),  # all is learned, nothing is filed
+        killed(project, "evaluate", lambda: project.claims("evaluate") == 1, moments.uniform(0, 0.3)),
+        killed(project, "export", lambda: project.claims("export") == 1, moments.uniform(0, 0.01)),
+    ]
+    assert in_time[:6] == [True] * 6
+    made = project.result()
+    assert (made["state"], made["attempts"]) == ("done", 1 + sum(in_time))
+    assert_as_undisturbed(project, finished)
+    assert project.rows_committed() == STEPS + redone(project)
+
+    # What the killed attempts have left can go, and what is finished still works.
+    kept = {project.store.path_of(f"{m.prefix}/{file.key}") for m in manifests(project) for file in m.files}
+    said = project.run("gc", "--older-than-days", "0").stdout
+    assert re.search(r"^[1-9]\d* objects, .* removed", said, re.M), said
+    left = {path for path in project.found("*/*/*/**/*") if path.is_file() and not path.name.startswith(PARTIAL)}
+    assert left - kept == {path for path in left if path.parts[-3] == "attempts" or path.parts[-2] == "metrics"}
+    assert project.run("gc", "--older-than-days", "0").stdout.startswith("0 objects, 0 bytes removed")
+    again = project.result("--set", "export.dtype=float16", "--set", "evaluate.val_tokens=4096")
+    assert [a["skipped"] for a in again["artifacts"].values()] == [True, True, False, False]
+    assert project.series() == undisturbed_series(finished)
+
+
+def manifests(project: Project) -> list[Manifest]:
+    return [project.artifact(stage) for stage in STAGES]
+
+
+def killed(project: Project, stage: str, moment: Callable[[], object], then_s: float = 0.0) -> bool:
+    """Kill the run, with all its processes, `then_s` after a moment; whether the stage was still unfinished.
+
+    The dead process is not waited for before the next command is done: a zombie is no living rival.
+    """
+    with project.started("run", "tiny.yaml") as process:
+        project.wait_until(moment, process)
+        time.sleep(then_s)
+        project.kill_all(process)
+        unfinished = not project.artifacts(stage)
+        assert project.run("report", "--json").stdout.count('"state": "lost"') == unfinished
+    return unfinished
+
+
+def committed(project: Project, step: int) -> Callable[[], bool]:
+    """Whether a checkpoint of this step or a later one has been committed."""
+
+    def there() -> bool:
+        commits = project.found("train/*/checkpoints/*/COMMIT.json")
+        return any(int(path.parent.name.split("-")[1]) >= step for path in commits)
+
+    return there
+
+
+def redone(project: Project) -> int:
+    """Steps that are in the series of more than one attempt."""
+    rows = [json.loads(line) for path in project.found("train/*/metrics/*.jsonl") for line in path.open()]
+    steps = [row["step"] for row in rows if "train/loss" in row]
+    return len(steps) - len(set(steps))
+
+
+def test_two_training_processes_killed_early_late_and_at_the_end_learn_the_same(
+    project: Project, undisturbed: Callable[[int], Project]
+) -> None:
+    recipe = project.folder / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(TINY | {"runtime": TINY["runtime"] | {"processes": 2}}))
+    moments = random.Random(2)
+    assert killed(project, "train", lambda: project.claims("train") == 1, moments.uniform(1, 4))
+    assert killed(project, "train", committed(project, moments.randint(5, 50)), moments.uniform(0, 0.1))
+    assert killed(project, "train", committed(project, STEPS))
+    assert project.result()["attempts"] == 4
+    assert_as_undisturbed(project, undisturbed(2))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_processes_do_not_outlive_a_killed_command(
+    project: Project, undisturbed: Callable[[int], Project], processes: int
+) -> None:
+    with project.started("run", "tiny.yaml", *ranks(processes)) as process:
+        project.wait_until(committed(project, 10), process)
+        assert len(project.alive()) >= 1 + 1 + processes  # the command, torchrun, the ranks
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while project.alive():
+            assert time.monotonic() < deadline, [p.cmdline() for p in project.alive()]
+            time.sleep(0.1)
+    assert not project.artifacts("train")
+    made = project.result(*ranks(processes))
+    assert (made["state"], made["attempts"]) == ("done", 2)
+    assert_as_undisturbed(project, undisturbed(processes))
+
+
+# --- asked to stop
+
+
+@pytest.mark.parametrize(("number", "processes", "as_json"), [(signal.SIGINT, 1, True), (signal.SIGTERM, 2, False)])
+def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
+    project: Project, undisturbed: Callable[[int], Project], number: signal.Signals, processes: int, as_json: bool
+) -> None:
+    command = ["run", "tiny.yaml", "--set", PATIENT, *ranks(processes)]
+    options = ["--json"] if as_json else []
+    with project.started(*command, "--price-per-hour", "10", *options) as process:
+        project.wait_until(lambda: project.rows_logged() >= 7, process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    if as_json:
+        told = json.loads(out)
+        assert list(told) == RUN_FIELDS
+        assert (told["state"], told["attempts"], list(told["artifacts"])) == ("interrupted", 1, ["tokenize"])
+        assert err == INTERRUPTED
+    else:
+        assert out == "" and err.endswith("\n" + INTERRUPTED) and "Traceback" not in err
+    assert not project.alive()
+    assert project.report()["state"] == "interrupted"
+    (commit,) = project.found("train/*/checkpoints/*/COMMIT.json")
+    step = json.loads(commit.read_text())["step"]
+    assert 7 <= step == project.rows_logged() < STEPS
+    shown = project.run("plan", "tiny.yaml").stdout
+    assert re.search(rf"interrupted, step {step}\b.*: run goes on from its last commit", shown), shown
+
+    made = json.loads(project.run(*command, "--price-per-hour", "20", "--json").stdout)
+    assert (made["state"], made["attempts"]) == ("done", 2)
+    assert project.rows_committed() == STEPS  # no step was done twice
+    assert_as_undisturbed(project, undisturbed(processes))
+    beats = project.heartbeats()
+    assert {beat["price_per_hour"] for beat in beats} == {10.0, 20.0}
+    dollars = sum((beat["time"] - beat["started"]) / 3600 * beat["price_per_hour"] for beat in beats)
+    assert made["usd"] == pytest.approx(dollars)
+    assert 10 * made["billed_hours"] < made["usd"] < 20 * made["billed_hours"]
+
+
+def test_a_run_stopped_before_it_trains_goes_on_too(project: Project) -> None:
+    with project.started("run", "tiny.yaml") as process:
+        project.wait_until(lambda: len(project.found("tokens/*/shards/*.json")) >= 5, process)
+        process.terminate()
+        assert process.wait(60) == 75
+    assert project.claims("train") == 0
+    done = len(project.found("tokens/*/shards/*.json"))
+    said = project.run("run", "tiny.yaml", "--stage", "tokenize").stderr
+    assert f"{done} shards are there from an earlier attempt" in said
+    assert project.attempts()["tokenize"] == 2
+
+
+# --- two at once
+
+
+def test_two_commands_at_once_make_one_of_each_and_the_second_says_that_it_waits(
+    project: Project, undisturbed: Callable[[int], Project]
+) -> None:
+    with project.started("run", "tiny.yaml") as one, project.started("run", "tiny.yaml") as other:
+        said = [process.communicate(timeout=120)[1] for process in (one, other)]
+    assert (one.returncode, other.returncode) == (0, 0), said
+    assert project.attempts() == dict.fromkeys(STAGES, 1)
+    assert "is at it; waiting" in "".join(said)
+    assert "warning" not in "".join(said)
+    assert_as_undisturbed(project, undisturbed(1))
+
+
+ON_ANOTHER_MACHINE = f"import platform; platform.node = lambda: 'elsewhere'; {SHIPPED_CLI}"
+
+
+def test_a_frozen_attempt_elsewhere_is_taken_over_and_does_no_harm_when_it_wakes(
+    project: Project, undisturbed: Callable[[int], Project]
+) -> None:
+    with project.started("run", "tiny.yaml", code=ON_ANOTHER_MACHINE) as frozen:
+        project.wait_until(committed(project, 20), frozen)
+        for process in project.alive():
+            process.suspend()
+        sleepers = project.alive()
+        assert not project.artifacts("train")
+        with project.started("run", "tiny.yaml") as heir:
+            project.wait_until(lambda: project.claims("train") == 2, heir, limit_s=3 * SILENT_SECONDS)
+            for process in sleepers:
+                process.resume()
+            said = [process.communicate(timeout=90)[1] for process in (frozen, heir)]
+    assert (frozen.returncode, heir.returncode) == (0, 0), said
+    assert "attempt 1 on elsewhere is at it; waiting" in said[1]
+    assert "train: a newer attempt has taken over; waiting for it" in said[0]
+    assert project.attempts() == {**dict.fromkeys(STAGES, 1), "train": 2}
+    assert_as_undisturbed(project, undisturbed(1))
+
+
+# --- what is wrong is said
+
+
+def flip_a_byte(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "damage", "then", "fault"),
+    [
+        ("tokenize", "train_000040.bin", flip_a_byte, ["--set", "train.seed=2"], "not what its manifest says"),
+        ("tokenize", "val_000003.bin", Path.unlink, ["--set", "evaluate.val_tokens=30000"], "missing"),
+        ("train", "model.safetensors", flip_a_byte, ["--set", "export.dtype=float16"], "not what its manifest says"),
+    ],
+)
+def test_a_damaged_artifact_is_named_and_refused(
+    undisturbed: Callable[[int], Project],
+    tmp_path: Path,
+    stage: str,
+    name: str,
+    damage: Callable[[Path], None],
+    then: list[str],
+    fault: str,
+) -> None:
+    project = undisturbed(1).copy(tmp_path / FOLDER_NAME)
+    path = project.path(stage, name)
+    damage(path)
+    ended = project.run("run", "tiny.yaml", "--json", *then, *ranks(2), expect=2)
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    key = path.relative_to(project.store.root)
+    assert line.startswith("error: ") and str(key) in line and fault in line
+    assert f"remove {project.artifact(stage).prefix}/MANIFEST.json to build it again" in line
+
+
+def test_a_diverged_run_is_our_traceback_and_state_failed(project: Project) -> None:
+    ended = project.run("run", "tiny.yaml", "--set", "train.learning_rate=1.0e+30", expect=1)
+    assert "Traceback" in ended.stderr and re.search(r"train/loss is (nan|inf)", ended.stderr)
+    assert project.report()["state"] == "failed"
+    assert not project.artifacts("train")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_s3_server_that_stays_away_is_said_and_interrupts(project: Project, as_json: bool) -> None:
+    (port,) = free_ports(1)
+    project.environment |= {
+        "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "testtesttest",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    impatient = "from pipelines.artifacts.store import S3Store; S3Store.__init__.__defaults__ = ('', None, 2.0)"
+    started = time.monotonic()
+    options = ["--json"] if as_json else []
+    ended = project.run(
+        *["run", "tiny.yaml", "--store", "s3://bucket/prefix", *options],
+        code=f"{impatient}; {SHIPPED_CLI}",
+        expect=75,
+    )
+    assert time.monotonic() - started < 30
+    *_, last = ended.stderr.splitlines()
+    assert re.match(rf"error: .*{port}.*no success within 2 s.*the same command goes on", last), ended.stderr
+    assert "Traceback" not in ended.stderr and ended.stdout == ""
+
+
+def test_a_wrong_bucket_is_the_users_mistake(project: Project, s3_store: S3Store) -> None:
+    ended = project.run("run", "tiny.yaml", "--store", "s3://no-such-bucket-here/prefix", expect=2)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ") and "no-such-bucket-here" in line and "there is no such bucket" in line
+
+
+# --- real text, on a local store and on S3
+
+
+REAL: dict[str, Any] = {
+    "name": "real",
+    "tokens": {"tokenizer": "gpt2", "shard_tokens": 50_000, "max_tokens": 300_000},
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "vocab_size": 50_257},
+    "train": {"batch_tokens": 512, "max_steps": 30, "learning_rate": 3.0e-3, "val_every": 10, "val_tokens": 4096},
+    "evaluate": {"val_tokens": 8192, "hellaswag": "hellaswag.jsonl"},
+    "export": {"dtype": "float32"},
+    "runtime": {"micro_batch_size": 8, "processes": 1, "checkpoint_minutes": 0.02, "device": "cpu"},
+}
+
+
+def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_reads_them(
+    tmp_path: Path, shared_data: Path, s3_store: S3Store
+) -> None:
+    recipe = REAL | {"tokens": REAL["tokens"] | {"source": str(shared_data / "corpus" / "*.parquet")}}
+    project = Project(tmp_path / FOLDER_NAME, recipe)
+    items = (shared_data / "hellaswag_val.jsonl").read_text().splitlines()[:100]
+    (project.folder / "hellaswag.jsonl").write_text("\n".join(items) + "\n")
+    on_disk = project.result()
+    project.environment["SKYTRAIN_HOME"] = str(project.folder / "another home")  # shares no cache with the first
+    on_s3 = project.result("--store", s3_store.uri)
+
+    assert (on_disk["state"], on_s3["state"]) == ("done", "done")
+    assert on_disk["val_loss"] == on_s3["val_loss"]
+    assert on_disk["val_loss"] < 10.8  # log(50257) = 10.82: it has learned something
+    for stage in STAGES:
+        here, there = on_disk["artifacts"][stage], on_s3["artifacts"][stage]
+        assert here["fingerprint"] == there["fingerprint"], stage
+        assert not here["skipped"] and not there["skipped"]
+        local = read_manifest(project.store, here["uri"].removeprefix(f"{project.store.uri}/"))
+        remote = read_manifest(s3_store, there["uri"].removeprefix(f"{s3_store.uri}/"))
+        assert local and remote and sums(local) == sums(remote), stage
+    facts = project.artifact("evaluate").facts
+    assert facts["hellaswag_items"] == 100 and 0 < facts["eval/hellaswag_acc_norm"] < 1
+    assert project.artifact("tokenize").facts["tokens"] == 300_000
+    again = project.result("--store", s3_store.uri)
+    assert all(artifact["skipped"] for artifact in again["artifacts"].values())
+    words = ["sample", on_disk["run"], "--prompt", "The history of", "--tokens", "8"]
+    samples = [project.run(*words, "--store", uri).stdout for uri in (f"file://{project.home / 'store'}", s3_store.uri)]
+    assert samples[0] == samples[1] and samples[0].startswith("The history of")
+
+    manifest = read_manifest(s3_store, on_s3["artifacts"]["export"]["uri"].removeprefix(f"{s3_store.uri}/"))
+    assert manifest is not None
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    for file in manifest.files:
+        shutil.copy(fetch(s3_store, manifest.prefix, file, tmp_path / "cache"), exported / file.name)
+    assert_transformers_agrees(exported, project.path("train", "model.safetensors"), recipe)
+
+
+def assert_transformers_agrees(exported: Path, weights: Path, recipe: dict[str, Any]) -> None:
+    """The export loads without our code, says what the trained weights say, and generates."""
+    import tiktoken
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trainer.config import ModelConfig
+    from trainer.model import GPT
+
+    text = "The history of größer things, and 東京."
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ids = tokenizer(text)["input_ids"]
+    assert ids == tiktoken.get_encoding("gpt2").encode_ordinary(text)
+    assert tokenizer.decode(ids) == text
+    theirs = AutoModelForCausalLM.from_pretrained(exported).eval()
+    config = ModelConfig(**recipe["model"])
+    ours = GPT(config).eval()
+    ours.load_state_dict(load_file(weights))
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            theirs(tokens).logits, ours(tokens)[..., : config.vocab_size].float(), rtol=0, atol=1e-5
+        )
+        generated = theirs.generate(tokens, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(tokens))
+    assert generated.shape[1] > len(ids)
+
+
+# --- tracking
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Iterator[MlflowServer]:
+    server = MlflowServer(tmp_path / "mlflow")
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def tracked(project: Project, server: MlflowServer) -> Project:
+    del project.environment["SKYTRAIN_TRACKING"]
+    project.environment |= {"MLFLOW_TRACKING_URI": server.uri, "SKYTRAIN_MLFLOW_FLUSH_SECONDS": "60"}
+    return project
+
+
+def told(server: MlflowServer, run: str) -> tuple[Any, dict[str, Any]]:
+    """MLflow's client, and its runs by name: the run's own and one for each stage."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(server.uri)
+    experiment = client.get_experiment_by_name("skytrain")
+    found = client.search_runs([experiment.experiment_id])
+    runs = {one.info.run_name: one for one in found}
+    assert len(runs) == len(found) == 1 + len(STAGES), [one.info.run_name for one in found]
+    parent = runs[run]
+    for stage in STAGES:
+        assert runs[f"{run}/{stage}"].data.tags["mlflow.parentRunId"] == parent.info.run_id
+    return client, runs
+
+
+def assert_one_point_a_step(client: Any, train: Any, project: Project) -> None:
+    points = client.get_metric_history(train.info.run_id, "train/loss")
+    assert [(p.step, p.value) for p in sorted(points, key=lambda p: p.step)] == [
+        (int(row["step"]), float(row["train/loss"])) for row in project.series()
+    ]
+
+
+def test_mlflow_has_one_run_with_one_nested_run_a_stage_after_a_kill_and_a_rerun(
+    project: Project, mlflow_server: MlflowServer
+) -> None:
+    tracked(project, mlflow_server)
+    with project.started("run", "tiny.yaml", "--price-per-hour", str(PRICE)) as process:
+        project.wait_until(committed(project, 20), process)
+        project.kill_all(process)
+        assert not project.artifacts("train")
+    made = project.result("--price-per-hour", str(PRICE))
+    assert made["attempts"] == 2
+
+    client, runs = told(mlflow_server, made["run"])
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    train, evaluate = runs[f"{made['run']}/train"], runs[f"{made['run']}/evaluate"]
+    assert_one_point_a_step(client, train, project)
+    assert train.data.params["train.max_steps"] == str(STEPS)
+    assert train.data.params["model.n_embd"] == "32"
+    assert train.data.tags["skytrain.artifact"] == made["artifacts"]["train"]["uri"]
+    (dataset,) = train.inputs.dataset_inputs
+    assert made["artifacts"]["tokenize"]["fingerprint"].startswith(dataset.dataset.digest)
+    assert evaluate.data.metrics["val/loss"] == made["val_loss"]
+    costs = [runs[f"{made['run']}/{stage}"].data.metrics["cost/usd"] for stage in STAGES]
+    assert runs[made["run"]].data.metrics["cost/usd"] == pytest.approx(made["usd"])
+    assert sum(costs) == pytest.approx(made["usd"], rel=0.1)  # each was told before its last heartbeat
+    assert min(costs) > 0
+
+
+def test_an_mlflow_server_that_dies_in_mid_run_stops_nothing_and_misses_nothing(
+    project: Project, mlflow_server: MlflowServer
+) -> None:
+    tracked(project, mlflow_server)
+    project.environment["SKYTRAIN_MLFLOW_FLUSH_SECONDS"] = "2"
+    with project.started("run", "tiny.yaml") as process:
+        project.wait_until(lambda: project.rows_logged() > 10, process)
+        mlflow_server.stop()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert re.search(r"warning: MLflow: \d+ records are kept in .* will be shipped by the next run", said), said
+
+    mlflow_server.start()
+    project.environment["SKYTRAIN_MLFLOW_FLUSH_SECONDS"] = "60"
+    again = project.run("run", "tiny.yaml")
+    assert "MLflow" not in again.stderr
+    run = project.report()["run"]
+    client, runs = told(mlflow_server, run)
+    assert {one.info.status for one in runs.values()} == {"FINISHED"}
+    assert_one_point_a_step(client, runs[f"{run}/train"], project)
