@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.recipe import Recipe
-from pipelines.text import tokenizer
+from pipelines.tokenizer import tokenizer
 from pipelines.tracking.report import read_records
 from trainer.config import UserError
 from trainer.store import Store

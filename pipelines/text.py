@@ -1,4 +1,4 @@
-"""Text in, tokens out: documents come in an order that never changes, and leave as arrays of token ids.
+"""Text, in an order that never changes.
 
 A source is named by one string of a recipe. What it names has an identity (what decides the bytes: it goes
 into the fingerprint) and documents, numbered from 0 in a fixed order, so that an interrupted run goes on at
@@ -16,27 +16,17 @@ import re
 import sysconfig
 import tokenize
 import zlib
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from trainer.config import UserError
 
-if TYPE_CHECKING:
-    import numpy as np
-    import tiktoken
-
-    Tokens = np.ndarray[tuple[int], np.dtype[np.uint16]]
-
 Texts = Generator[str, None, None]
-
-END_OF_TEXT = "<|endoftext|>"
-VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}
 
 STDLIB = "python-stdlib"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -47,126 +37,7 @@ KINDS = ("parquet", "jsonl", "txt")
 PACKED = ("gz", "zst")
 SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, glob or URL of .parquet, .jsonl or .txt files"
 
-BATCH_CHARACTERS = 1 << 18  # ~60k tokens, 12 ms of work: a hundred times what handing it over costs
 ROWS = 1_000  # at a time out of Arrow: ~5 MB of web text
-
-
-# Tokenizers
-
-
-def vocab_size_of(name: str) -> int:
-    """Number of token ids of a tokenizer, <|endoftext|> included. Downloads nothing; UserError if unknown."""
-    if name not in VOCAB_SIZES:
-        near = difflib.get_close_matches(name.lower(), VOCAB_SIZES, n=1)
-        meant = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"tokens.tokenizer: no tokenizer '{name}'; {meant}There are {' and '.join(VOCAB_SIZES)}")
-    return VOCAB_SIZES[name]
-
-
-@functools.cache
-def tokenizer(name: str) -> "tiktoken.Encoding":
-    """The tokenizer of that name: "gpt2" (OpenAI's, 1.5 MB fetched once by tiktoken) or "bytes" (id = byte).
-
-    UserError if the name is unknown or the vocabulary can't be had.
-    """
-    vocab_size_of(name)
-    import tiktoken
-
-    if name == "bytes":
-        return tiktoken.Encoding(
-            "bytes",
-            pat_str=r"(?s:.{1,64})",  # any cut gives the same bytes; 64 is four times as fast as one by one
-            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
-            special_tokens={END_OF_TEXT: 256},
-            explicit_n_vocab=257,
-        )
-    try:
-        return tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a damaged file is a ValueError
-        raise UserError(
-            f"tokens.tokenizer: the vocabulary of '{name}' could not be loaded ({_reason(error)}); "
-            "allow the download once, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has cached it"
-        ) from error
-
-
-def token_stream(encoding: "tiktoken.Encoding", texts: Iterable[str], threads: int) -> "Generator[Tokens, None, None]":
-    """Tokens of every text, in order: one uint16 array each, <|endoftext|> first.
-
-    A literal "<|endoftext|>" inside a text is ordinary text. Lone surrogates become U+FFFD. tiktoken works
-    outside the GIL, so threads are enough; at most 2 x threads batches are in the air, each closed by the
-    document that brings it to 256k characters. Closing the stream ends its threads.
-    """
-    assert encoding.n_vocab <= 1 << 16, f"{encoding.n_vocab} ids don't fit into uint16"
-    pending: deque[Future[list[Tokens]]] = deque()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-    try:
-        for batch in _batches(texts):
-            pending.append(pool.submit(_encode_batch, encoding, batch))
-            if len(pending) >= 2 * threads:
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS or len(batch) >= 4 * ROWS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encode_batch(encoding: "tiktoken.Encoding", texts: list[str]) -> "list[Tokens]":
-    import numpy as np
-
-    rows = []
-    for text in texts:
-        ids = _encode(encoding, text)
-        row = np.empty(len(ids) + 1, np.uint16)
-        row[0], row[1:] = encoding.eot_token, ids
-        rows.append(row)
-    return rows
-
-
-def _encode(encoding: "tiktoken.Encoding", text: str) -> "np.ndarray[Any, np.dtype[np.uint32]]":
-    """What `encode_ordinary` gives, as an array: 40 bytes a token less than a list of ints."""
-    import numpy as np
-
-    try:
-        return encoding.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:  # lone surrogates; pairs of them are one character
-        return _encode(encoding, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-    except ValueError:
-        # A run of ~1M spaces with a word behind it exhausts the regex's stack.
-        parts = split_at_long_spaces(text, longest=100_000)
-        if len(parts) == 1:
-            raise
-        return np.concatenate([_encode(encoding, part) for part in parts])
-
-
-# What Unicode calls White_Space and the regex of tiktoken \s. Python's own \s has four characters more.
-_SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
-
-
-def split_at_long_spaces(text: str, longest: int) -> list[str]:
-    """Parts of a text that tokenize one by one as the whole does: cut inside runs of over `longest` spaces.
-
-    GPT-2's pattern takes all of a run but its last character as one piece (`\\s+(?!\\S)`) and leaves the
-    last one to the word behind it. So the cut before that last character changes nothing.
-    """
-    ends = [run.end() for run in _SPACES.finditer(text) if run.end() - run.start() > longest]
-    cuts = [0, *(end - 1 for end in ends if end < len(text)), len(text)]
-    return [text[start:end] for start, end in itertools.pairwise(cuts)]
-
-
-# Sources
 
 
 def source_identity(

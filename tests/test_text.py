@@ -23,16 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines import text
-from pipelines.text import (
-    documents,
-    source_identity,
-    source_label,
+from pipelines.text import documents, source_identity, source_label
+from pipelines.tokenizer import (
+    byte_symbols,
+    merges_of,
     split_at_long_spaces,
     token_stream,
     tokenizer,
+    tokenizer_files,
     vocab_size_of,
 )
-from pipelines.tokenizer_files import byte_symbols, merges_of, tokenizer_files
 from trainer.config import UserError
 
 COMMIT = "0123456789" * 4
@@ -168,7 +168,7 @@ def test_cutting_long_spaces_leaves_the_tokens_as_they_were(gpt2: tiktoken.Encod
 
 
 def test_a_stream_reads_only_a_few_batches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("pipelines.tokenizer.BATCH_CHARACTERS", 100)
     taken = itertools.count()
     texts = ("x" * 50 for _ in taken)  # endless
     stream = token_stream(tokenizer("bytes"), texts, threads=2)

@@ -9,7 +9,7 @@ from pipelines.artifacts.manifest import Plan
 from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.stage import Built, Work
-from pipelines.text import tokenizer
+from pipelines.tokenizer import tokenizer
 from trainer.config import UserError
 from trainer.store import sha256_of
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.artifacts.manifest import Plan
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
-from pipelines.text import tokenizer
-from pipelines.tokenizer_files import tokenizer_files
+from pipelines.tokenizer import tokenizer, tokenizer_files
 from trainer.config import ModelConfig
 
 if TYPE_CHECKING:

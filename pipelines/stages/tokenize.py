@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import File, Plan
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
-from pipelines.text import documents, source_identity, source_label, token_stream, tokenizer
+from pipelines.text import documents, source_identity, source_label
+from pipelines.tokenizer import token_stream, tokenizer
 from trainer.config import UserError
 
 if TYPE_CHECKING:
