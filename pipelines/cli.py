@@ -11,13 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from pipelines.stage import Pipeline
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 75
 
+
+class Verbs(TyperGroup):
+    """Exceptions that typer would take for its own: Ctrl-C has an exit code here, a fault its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            sys.exit(explained(error))
+        except EOFError as error:
+            raise RuntimeError("a file ended too early") from error
+
+
 app = typer.Typer(
+    cls=Verbs,
     help="Train GPT-2 from one recipe: tokenize, train, evaluate, export. Interrupt it anywhere; "
     "the same command goes on.",
     no_args_is_help=True,
@@ -25,6 +40,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+image_app = typer.Typer(help="The container image: build, push, check.", no_args_is_help=True)
+app.add_typer(image_app, name="image")
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe or a path to one.")]
 Changes = Annotated[
@@ -59,17 +77,19 @@ def run(
     from pipelines.tracking.mlflow import Tracker
     from trainer.config import UserError
     from trainer.process import StopSignal
+    from trainer.store import StoreUnavailable
 
     one_of(stage, STAGES, "--stage")
     stop = StopSignal()
     loaded = load_recipe(recipe, set_ or [])
+    opened = open_store(store_uri(store))  # its mistakes show before gigabytes of text are hashed
     plans = plans_of(loaded)
     name = run_name(plans)
     folder = home()
     tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
     pipeline = Pipeline(
         loaded,
-        open_store(store_uri(store)),
+        opened,
         folder,
         price_per_hour,
         tracker,
@@ -80,7 +100,8 @@ def run(
     try:
         pipeline.execute(until=stage)
     finally:
-        if as_json and not isinstance(sys.exception(), UserError):
+        # A store that is away has nothing to tell, and asking it would only wait as long again.
+        if as_json and not isinstance(sys.exception(), UserError | StoreUnavailable):
             print(json.dumps(result(pipeline)))
     if not as_json:
         from pipelines.tables import print_card
@@ -170,6 +191,77 @@ def gc(
     print(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")
 
 
+ImageTarget = Annotated[str, typer.Option("--target", help="runtime (GPUs), cpu, or skypilot.")]
+BuildFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(metavar="FILE", help="Given to pip during the build as a secret; it enters no layer."),
+]
+
+
+@image_app.command("build")
+def image_build(
+    target: ImageTarget = "runtime",
+    base_image: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="IMAGE", help="Another base: Debian with Python 3.11, venv, pip and headers."),
+    ] = None,
+    pip_conf: BuildFile = None,
+    ca_bundle: BuildFile = None,
+    network: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NETWORK", help="As docker's own: host, where the engine has no bridge."),
+    ] = None,
+    build_arg: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="NAME=VALUE", help="Passed on to docker build; can be repeated."),
+    ] = None,
+) -> None:
+    """Build the image from this clone, with its version and commit in labels."""
+    from pipelines import image
+
+    one_of(target, image.TARGETS, "--target")
+    root = Path(__file__).resolve().parents[1]
+    built = image.build(root, home(), target, base_image, pip_conf, ca_bundle, network, tuple(build_arg or ()))
+    print(f"{built.tag}  {built.id}" + ("  (from files that no commit holds)" if built.dirty else ""))
+
+
+@image_app.command("push")
+def image_push(
+    name: Annotated[str, typer.Argument(metavar="REGISTRY/NAME", help="Where to; docker login is yours to do.")],
+    target: ImageTarget = "runtime",
+) -> None:
+    """Push what was last built, and write down its digest in SKYTRAIN_HOME/image.json."""
+    from pipelines import image
+
+    one_of(target, image.TARGETS, "--target")
+    print(image.push(home(), name, target).pushed)
+
+
+@image_app.command("check")
+def image_check(
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="[IMAGE]", help="Any image; by default what was last built of --target."),
+    ] = None,
+    target: ImageTarget = "runtime",
+) -> None:
+    """Look into an image and run it locked down: does it hold what it promises, and nothing it must not?"""
+    from pipelines import image
+    from trainer.config import UserError
+
+    one_of(target, image.TARGETS, "--target")
+    last = image.remembered(home()).get(target)
+    if not (name or last):
+        raise UserError(f"image check: no '{target}' was built here; build it first, or name an image")
+    chosen = name or (last.id if last else "")
+    faults = 0
+    for finding in image.check(chosen):
+        print(finding)
+        faults += bool(finding.fault)
+    if faults:
+        raise UserError(f"image check: {chosen}: {faults} of its promises are broken, see above")
+
+
 def result(pipeline: "Pipeline") -> dict[str, Any]:
     """What `run --json` prints, finished or interrupted."""
     summary = pipeline.summary()
@@ -214,9 +306,7 @@ def one_of(value: str, known: tuple[str, ...], option: str) -> None:
 def main() -> None:
     try:
         app()
-    except KeyboardInterrupt:
-        sys.exit(explained(KeyboardInterrupt()))
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         code = explained(error)
         if code is None:
             raise

@@ -63,7 +63,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        from pipelines.text import vocab_size_of
+        from pipelines.tokenizer import vocab_size_of
 
         needed = vocab_size_of(self.tokens.tokenizer)
         if self.model.vocab_size < needed:
