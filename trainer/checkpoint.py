@@ -1,19 +1,24 @@
-"""Checkpoints that exist once their COMMIT.json does.
+"""Checkpoints that cost a step nothing but a copy, and exist once their COMMIT.json does.
 
-A checkpoint is a folder `checkpoints/step-<step>-a<attempt>/` of safetensors files, written by
-torch.distributed.checkpoint: replicated state is stored once, split over the ranks, and loads at any
-world size; nothing is pickled. Every rank uploads its own files and hands in a receipt (size and
-sha256); then rank 0 *creates* COMMIT.json, which lists them all. Deletion removes COMMIT.json first.
-The newest commit is found by listing the store; loading verifies every file, and a damaged
-checkpoint falls back to the one before it, loudly.
+A checkpoint is a folder `checkpoints/step-<step>-a<attempt>/` of safetensors files, one a rank: the ranks
+share out the tensors, so replicated state is stored once, and torch.distributed.checkpoint loads it at any
+world size; nothing is pickled. `save` copies this rank's share to host memory (the only stall) and returns.
+Behind it a thread hashes and uploads that copy and puts a receipt (size, sha256) into the folder; rank 0
+waits for all receipts and *creates* COMMIT.json, which lists them. One save is in flight at a time, so the
+memory is one copy. Whatever fails on the way ends in no commit. Deletion removes COMMIT.json first. The
+newest commit is found by listing the store; loading verifies every file, and a damaged checkpoint falls
+back to the one before it, loudly.
 """
 
 import json
 import shutil
+import struct
+import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,16 +26,17 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from trainer.config import UserError
 from trainer.metrics import EventLog, merge_rows
 from trainer.parallel import World
 from trainer.process import StaleAttempt
 from trainer.store import Store, sha256_of
 
-# A single process is what we mean when we say so.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
+# A rank that has not handed in its receipt by then has died or lost the store: no commit.
+RECEIPT_SECONDS = 900.0
+RECEIPT_POLL_SECONDS = 0.2
 
 # Mean time between preemptions that is assumed of a spot node until the run knows better.
 PRIOR_SECONDS_BETWEEN_PREEMPTIONS = 4 * 3600.0
@@ -63,6 +69,62 @@ class Receipt:
     sha256: str
 
 
+class HostCopy:
+    """This rank's share of the tensors, copied to host memory that is allocated once."""
+
+    def __init__(self, tensors: dict[str, Tensor], rank: int, world_size: int) -> None:
+        self.live = {name: tensors[name] for name in share_of(tensors, rank, world_size)}
+        self.host = {
+            name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.device.type == "cuda")
+            for name, t in self.live.items()
+        }
+
+    def take(self) -> None:
+        """Copy the live tensors as they are now: the only part of a save that a step waits for."""
+        for name, tensor in self.live.items():
+            self.host[name].copy_(tensor, non_blocking=True)
+        if any(tensor.device.type == "cuda" for tensor in self.live.values()):
+            torch.cuda.current_stream().synchronize()
+
+    def safetensors(self) -> list[memoryview]:
+        """The copy as the parts of a safetensors file (format: 8 bytes of length, JSON header, raw data)."""
+        header, end = {}, 0
+        for name, t in self.host.items():
+            start, end = end, end + t.nbytes
+            header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        data = [t.view(-1).view(torch.uint8).numpy().data for t in self.host.values()]
+        return [memoryview(struct.pack("<Q", len(text)) + text), *data]
+
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def share_of(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[str]:
+    """The names that `rank` stores: every tensor has one rank, and the ranks about equally many bytes."""
+    load = [0] * world_size
+    shares: list[list[str]] = [[] for _ in range(world_size)]
+    for name in sorted(tensors, key=lambda n: (-tensors[n].nbytes, n)):
+        least = load.index(min(load))
+        shares[least].append(name)
+        load[least] += tensors[name].nbytes
+    return shares[rank]
+
+
+@dataclass
+class Save:
+    """A save in flight."""
+
+    folder: str
+    state: TrainState
+    rows: list[dict[str, Any]]
+    started: float
+    fault: Exception | None = None
+    seconds: float = 0.0
+    bytes: int = 0  # of all ranks, as rank 0 learns from their receipts
+
+
 class Checkpointer:
     """Saves and finds the checkpoints of one run under `prefix` of a store."""
 
@@ -78,28 +140,93 @@ class Checkpointer:
     ) -> None:
         self.store, self.prefix, self.world, self.attempt = store, prefix, world, attempt
         self.keep_last, self.superseded = keep_last, superseded
-        self.work = work / f"rank-{world.rank:05d}"
+        self.work = work
+        self._copy: HostCopy | None = None
+        self._save: Save | None = None
+        self._thread: threading.Thread | None = None
+        self._fault: Exception | None = None  # of the last save that ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still on its way."""
+        return self._thread is not None and self._thread.is_alive()
 
     def save(self, state: TrainState, tensors: dict[str, Tensor], log: EventLog) -> None:
-        """Write, upload and commit `tensors` and `state`, with the rows since the last commit."""
-        started = time.time()
+        """Copy `tensors`, and begin to upload and commit them with `state` and the uncommitted rows.
+
+        Waits for the save before it, if that is still on its way; see `settle` for how it ended.
+        """
+        self.settle(log, wait=True)
+        started = time.monotonic()
+        self._copy = self._copy or HostCopy(tensors, self.world.rank, self.world.world_size)
+        self._copy.take()
         folder = f"{self.prefix}/checkpoints/step-{state.step:08d}-a{self.attempt:04d}"
-        shutil.rmtree(self.work, ignore_errors=True)
-        self.work.mkdir(parents=True)
-        dcp.save(
-            tensors,
-            storage_writer=HuggingFaceStorageWriter(str(self.work), save_distributed=True),
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=False),
-            no_dist=self.world.world_size == 1,
-        )
-        mine = [self._upload(path, folder) for path in sorted(self.work.iterdir())]
-        files = [receipt for receipts in self.world.gather(mine) for receipt in receipts]
-        shutil.rmtree(self.work)
-        if self.world.rank == 0:
-            self._commit(folder, state, files, log)
-            log.event("checkpoint", step=state.step, seconds=time.time() - started, bytes=sum(r.size for r in files))
-        self.world.gather(None)  # nobody goes on as if it were committed before it is
-        log.uncommitted.clear()
+        self._save = Save(folder, replace(state), list(log.uncommitted), started)
+        self._thread = threading.Thread(target=self._carry_out, args=(self._save, self._copy), name="checkpoint")
+        self._thread.start()
+
+    def settle(self, log: EventLog, wait: bool = False) -> None:
+        """Take note of how the last save ended, if it has (or once it has, with `wait`).
+
+        A save that failed is reported and made up for by the next one: its rows stay uncommitted. Only
+        StaleAttempt is raised: then nothing that this attempt does will ever count.
+        """
+        if self._save is None or self._thread is None or (self.busy and not wait):
+            return
+        self._thread.join()
+        save, self._save = self._save, None
+        self._fault = save.fault
+        if isinstance(save.fault, StaleAttempt):
+            raise save.fault
+        if save.fault is None:
+            del log.uncommitted[: len(save.rows)]
+            log.event("checkpoint", step=save.state.step, seconds=save.seconds, bytes=save.bytes)
+            return
+        log.event("checkpoint_failed", step=save.state.step, reason=repr(save.fault))
+        print(f"checkpoint of step {save.state.step} FAILED ({save.fault!r}); training goes on", flush=True)
+
+    def finish(self, log: EventLog) -> None:
+        """Wait for the last save; raise what it failed with."""
+        self.settle(log, wait=True)
+        if self._fault:
+            raise self._fault
+
+    def _carry_out(self, save: Save, copy: HostCopy) -> None:
+        """In the thread: upload this rank's file, hand in its receipt, and as rank 0 commit."""
+        receipt = f"{save.folder}/receipt-{self.world.rank:05d}.json"
+        try:
+            mine = self._upload(save.folder, copy)
+            self.store.put(receipt, json.dumps(asdict(mine)).encode())
+            if self.world.rank == 0:
+                receipts = self._receipts(save.folder)
+                self._commit(save, receipts)
+                save.bytes = sum(r.size for r in receipts)
+        except Exception as error:  # it is raised or reported by `settle`, in the thread that trains
+            save.fault = error
+        save.seconds = time.monotonic() - save.started
+
+    def _upload(self, folder: str, copy: HostCopy) -> Receipt:
+        parts = copy.safetensors()
+        name = f"rank-{self.world.rank:05d}-of-{self.world.world_size:05d}.safetensors"
+        digest = sha256()
+        for part in parts:
+            digest.update(part)
+        self.store.write(parts, f"{folder}/{name}")
+        return Receipt(name, sum(len(part) for part in parts), digest.hexdigest())
+
+    def _receipts(self, folder: str) -> list[Receipt]:
+        """All ranks' receipts, once they are there. TimeoutError if one is not in time."""
+        deadline = time.monotonic() + RECEIPT_SECONDS
+        receipts: list[Receipt] = []
+        while len(receipts) < self.world.world_size:
+            body = self.store.get(f"{folder}/receipt-{len(receipts):05d}.json")
+            if body:
+                receipts.append(Receipt(**json.loads(body)))
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"rank {len(receipts)} handed in no receipt within {RECEIPT_SECONDS:.0f} s")
+            else:
+                time.sleep(RECEIPT_POLL_SECONDS)
+        return receipts
 
     def load_latest(self, tensors: dict[str, Tensor], log: EventLog) -> TrainState | None:
         """Fill `tensors` in place from the newest sound commit; None if there is none."""
@@ -121,32 +248,26 @@ class Checkpointer:
         """The steps that can be resumed from, newest first."""
         return [_step_of(folder) for folder in self._committed()]
 
-    def _upload(self, path: Path, folder: str) -> Receipt:
-        self.store.upload(path, f"{folder}/{path.name}")
-        return Receipt(path.name, path.stat().st_size, sha256_of(path))
-
-    def _commit(self, folder: str, state: TrainState, files: list[Receipt], log: EventLog) -> None:
-        segment = f"{self.prefix}/metrics/step-{state.step:08d}-a{self.attempt:04d}.jsonl"
-        self.store.put(segment, "".join(json.dumps(row) + "\n" for row in log.uncommitted).encode())
+    def _commit(self, save: Save, files: list[Receipt]) -> None:
+        step = save.state.step
+        segment = f"{self.prefix}/metrics/step-{step:08d}-a{self.attempt:04d}.jsonl"
+        self.store.put(segment, "".join(json.dumps(row) + "\n" for row in save.rows).encode())
         commit = {
-            "step": state.step,
+            "step": step,
             "attempt": self.attempt,
             "world_size": self.world.world_size,
             "time": time.time(),
-            "state": asdict(state),
+            "state": asdict(save.state),
             "metrics": segment.removeprefix(f"{self.prefix}/"),
             "files": [asdict(r) for r in files],
         }
         if self.superseded():
-            raise StaleAttempt(
-                f"attempt {self.attempt} of {self.prefix} was superseded: step {state.step} not committed"
-            )
-        if not self.store.create(f"{folder}/COMMIT.json", sealed(commit)):
-            raise StaleAttempt(
-                f"attempt {self.attempt} of {self.prefix} is taken: step {state.step} is committed already"
-            )
-        for old in self._committed()[self.keep_last :]:
-            delete_checkpoint(self.store, old)
+            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: step {step} not committed")
+        if not self.store.create(f"{save.folder}/COMMIT.json", sealed(commit)):
+            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} is taken: step {step} is committed already")
+        with suppress(OSError, UserError):  # what stays is deleted after the next commit, or by gc
+            for old in self._committed()[self.keep_last :]:
+                delete_checkpoint(self.store, old)
 
     def _committed(self) -> list[str]:
         """Folders with a COMMIT.json, newest step first, the later attempt first at equal steps."""
@@ -155,7 +276,7 @@ class Checkpointer:
 
     def _fetch(self, folder: str) -> str | None:
         """Bring a checkpoint into this node's work folder and verify it; what is wrong with it, or None."""
-        local = self.work.parent / "loading"
+        local = self.work / "loading"
         shutil.rmtree(local, ignore_errors=True)
         (local / "files").mkdir(parents=True)
         body = self.store.get(f"{folder}/COMMIT.json") or b""
@@ -174,12 +295,14 @@ class Checkpointer:
         return None
 
     def _load(self, tensors: dict[str, Tensor]) -> TrainState:
-        local = self.work.parent / "loading"
-        dcp.load(
-            tensors,
-            storage_reader=HuggingFaceStorageReader(str(local / "files")),
-            no_dist=self.world.world_size == 1,
-        )
+        local = self.work / "loading"
+        with warnings.catch_warnings():  # that a single process is alone is what we mean
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(
+                tensors,
+                storage_reader=HuggingFaceStorageReader(str(local / "files")),
+                no_dist=self.world.world_size == 1,
+            )
         state = TrainState(**unsealed((local / "COMMIT.json").read_bytes())["state"])
         self.world.gather(None)  # all have read
         if self.world.local_rank == 0:

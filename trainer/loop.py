@@ -79,11 +79,14 @@ def train(
                 state.val_loss = validate(run, config, val_data, runtime, world)
                 state.val_step = state.step
                 log.row(state.step, **{"val/loss": state.val_loss})
+        checkpointer.settle(log)
         if (flags.save or flags.stop or last) and state.step != saved_step:
             with log.clock.phase("checkpoint"):
                 due.saved(save(run, state, checkpointer, log))
                 saved_step = state.step
         if flags.stop or last:
+            with log.clock.phase("checkpoint"):
+                checkpointer.finish(log)
             return run.model, state
         started = time.time()
         lr = learning_rate_at(state.step, config)
@@ -93,7 +96,7 @@ def train(
         world.mean_(run.gradients.flat)
         grad_norm, applied = clip_and_step(run, config.grad_clip)
         state.advance(config.batch_tokens, applied)
-        flags = world.agree(float(loss), stop.asked, due.now(), data.digest(mine))
+        flags = world.agree(float(loss), stop.asked, due.now() and not checkpointer.busy, data.digest(mine))
         tokens_per_second = config.batch_tokens / (time.time() - started)
         log.clock.enter("train")
         log.row(
@@ -109,6 +112,7 @@ def train(
         )
         # A gradient that is not finite and was applied has ruined the weights before any loss shows it.
         if not math.isfinite(flags.loss) or (applied and not math.isfinite(grad_norm)):
+            checkpointer.settle(log, wait=True)
             raise FloatingPointError(
                 f"train/loss is {flags.loss} and train/grad_norm {grad_norm} at step {state.step}; "
                 "the last commit stays"
@@ -152,7 +156,7 @@ def resume(run: Run, checkpointer: Checkpointer, log: EventLog) -> TrainState | 
 
 
 def save(run: Run, state: TrainState, checkpointer: Checkpointer, log: EventLog) -> float:
-    """Commit the run as it stands; seconds it took."""
+    """Begin to commit the run as it stands; seconds that training waited for it."""
     started = time.monotonic()
     if run.scaler.is_enabled():
         scale = run.scaler.state_dict()

@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import file_digest
@@ -62,6 +62,10 @@ class Store(Protocol):
 
     def upload(self, path: Path, key: str) -> None:
         """Create or replace the object from a local file of any size; readers see the old one or the new."""
+        ...
+
+    def write(self, parts: Sequence[memoryview], key: str) -> None:
+        """Create or replace the object from memory of any size, `parts` behind each other; as `upload`."""
         ...
 
     def download(self, key: str, path: Path) -> None:
@@ -129,6 +133,11 @@ class LocalStore:
     def upload(self, path: Path, key: str) -> None:
         with open(path, "rb") as source, replacing(self.path_of(key)) as target:
             shutil.copyfileobj(source, target, 1 << 20)
+
+    def write(self, parts: Sequence[memoryview], key: str) -> None:
+        with replacing(self.path_of(key)) as target:
+            for part in parts:
+                target.write(part)
 
     def download(self, key: str, path: Path) -> None:
         stored = self.path_of(key)

@@ -9,12 +9,14 @@ AWS_ACCESS_KEY_ID, AWS_PROFILE, ~/.aws, the instance's role.
 """
 
 import base64
+import bisect
 import hashlib
+import itertools
 import logging
 import os
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,11 +102,26 @@ class S3Store:
         return self._until_answered(f"get {self._shown(key)}", lambda _: self._get_object(key))
 
     def upload(self, path: Path, key: str) -> None:
-        size = os.path.getsize(path)
-        if size <= PART_BYTES:
-            self.put(key, Path(path).read_bytes())
-        else:
-            self._upload_parts(Path(path), size, key)
+        def read(start: int, size: int) -> bytes:
+            with open(path, "rb") as file:
+                file.seek(start)
+                return file.read(size)
+
+        self._upload_from(read, os.path.getsize(path), key)
+
+    def write(self, parts: Sequence[memoryview], key: str) -> None:
+        starts = list(itertools.accumulate((len(part) for part in parts), initial=0))
+
+        def read(start: int, size: int) -> bytes:
+            first = bisect.bisect_right(starts, start) - 1
+            body = bytearray()
+            for part, at in zip(parts[first:], starts[first:], strict=False):
+                if at >= start + size:
+                    break
+                body += part[max(0, start - at) : start + size - at]
+            return bytes(body)
+
+        self._upload_from(read, starts[-1], key)
 
     def download(self, key: str, path: Path) -> None:
         where = {"Bucket": self.bucket, "Key": self._full(key)}
@@ -169,7 +186,14 @@ class S3Store:
         _copy_range(answer, file, 0)
         return int(answer.get("ContentRange", "/0").rpartition("/")[2]), answer["ETag"]
 
-    def _upload_parts(self, path: Path, size: int, key: str) -> None:
+    def _upload_from(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
+        """Store `size` bytes that `read(start, size)` gives, in parts if they are many."""
+        if size <= PART_BYTES:
+            self.put(key, read(0, size))
+        else:
+            self._upload_parts(read, size, key)
+
+    def _upload_parts(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
         where = {"Bucket": self.bucket, "Key": self._full(key)}
         # Marks the object as this upload's, for when the answer to the last request is lost.
         token = uuid.uuid4().hex
@@ -181,9 +205,7 @@ class S3Store:
         part_bytes = max(PART_BYTES, -(-size // MOST_PARTS))
 
         def send(number: int) -> dict[str, Any]:
-            with open(path, "rb") as file:
-                file.seek((number - 1) * part_bytes)
-                body = file.read(part_bytes)
+            body = read((number - 1) * part_bytes, part_bytes)
             request = upload | {"PartNumber": number, "Body": body, "ContentMD5": _md5(body)}
             sent = self._until_answered(f"{what} part {number}", lambda _: self._client.upload_part(**request))
             return {"PartNumber": number, "ETag": sent["ETag"]}
