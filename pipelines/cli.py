@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from pipelines.stage import Pipeline
 
-EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 75
+EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 75
 
 
 class Verbs(TyperGroup):
@@ -71,6 +71,7 @@ def run(
 ) -> None:
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
     from pipelines.artifacts.store import open_store
+    from pipelines.notice import watching
     from pipelines.progress import Screen
     from pipelines.recipe import load_recipe
     from pipelines.stage import STAGES, Pipeline, plans_of, run_name
@@ -98,7 +99,8 @@ def run(
         plans,
     )
     try:
-        pipeline.execute(until=stage)
+        with watching(stop, pipeline.screen):
+            pipeline.execute(until=stage)
     finally:
         # A store that is away has nothing to tell, and asking it would only wait as long again.
         if as_json and not isinstance(sys.exception(), UserError | StoreUnavailable):
@@ -189,6 +191,35 @@ def gc(
         count, size = count + 1, size + leftover.size
     verb = "would be removed" if dry_run else "removed"
     print(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")
+
+
+@app.command()
+def drill(
+    recipe: RecipeName = "smoke",
+    kills: Annotated[int, typer.Option(min=0, help="How many blows.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal blows.")] = 0,
+    kinds: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="KIND,…", help="kill, term, corrupt, rival, world, cut, mlflow; by default all."),
+    ] = None,
+    store: StoreUri = None,
+    report: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--report", metavar="FILE", help="Write all of it as JSON."),
+    ] = None,
+    set_: Changes = None,
+) -> None:
+    """Kill a run again and again in every phase, and prove that nothing came of it: exit 0 only if so."""
+    from pipelines.drill.drill import drill
+    from pipelines.drill.verdict import print_report
+    from pipelines.progress import Screen
+
+    done = drill(recipe, set_ or [], store_uri(store), kills, seed, kinds.split(",") if kinds else None, Screen().note)
+    if report:
+        report.write_text(done.json())
+    print_report(done)
+    if not done.passed:
+        sys.exit(1)
 
 
 ImageTarget = Annotated[str, typer.Option("--target", help="runtime (GPUs), cpu, or skypilot.")]
@@ -316,9 +347,13 @@ def main() -> None:
 def explained(error: BaseException) -> int | None:
     """Say what ended the command in a line and return its exit code; None for a fault of ours."""
     from trainer.config import UserError
+    from trainer.health import Diverged
     from trainer.process import Interrupted
     from trainer.store import StoreUnavailable
 
+    if isinstance(error, Diverged):
+        print(f"failed: {error}", file=sys.stderr)
+        return EXIT_FAILED
     if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
         return EXIT_MISTAKE
@@ -326,7 +361,8 @@ def explained(error: BaseException) -> int | None:
         print(f"error: {error}; the same command goes on where this one stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
     if isinstance(error, Interrupted | KeyboardInterrupt):
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        why = f" ({error})" if str(error) else ""
+        print(f"interrupted{why}: the same command goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED
     return None
 

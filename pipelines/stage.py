@@ -25,7 +25,7 @@ from pipelines.tracking.mlflow import Tracker
 from pipelines.tracking.report import Summary, read_records, record, summarize
 from trainer.config import UserError
 from trainer.metrics import PhaseClock
-from trainer.process import Interrupted, StaleAttempt, StopSignal
+from trainer.process import Interrupted, StaleAttempt, StopSignal, moment
 from trainer.store import Store
 
 STAGES = tuple(FOLDERS)
@@ -221,12 +221,15 @@ class Pipeline:
         shutil.rmtree(work.folder)  # a store that was deleted and made anew counts its attempts from 1 again
         try:
             built = stage_named(stage).build(work)
+            moment(f"manifest-{stage}")
             attempt.check()
             manifest = commit(self.store, self._manifest(plan, attempt, built))
         except BaseException as error:
             interrupted = isinstance(error, Interrupted | StaleAttempt | KeyboardInterrupt)
             if not isinstance(error, StaleAttempt):
                 attempt.update(state="interrupted" if interrupted else "failed")
+            if interrupted and self.stop.reason:
+                attempt.update(progress={"notice": self.stop.reason})
             attempt.update(phases=work.phases())
             self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
             raise

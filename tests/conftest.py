@@ -21,6 +21,12 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _no_metadata_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that tests run on may be a cloud's; its metadata service is nothing to tests."""
+    monkeypatch.setenv("SKYTRAIN_NOTICE", "off")
+
+
+@pytest.fixture(autouse=True)
 def _tokenizers_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     if (SHARED_DATA / "tiktoken").is_dir():
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken"))

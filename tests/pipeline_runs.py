@@ -91,6 +91,7 @@ class Project:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "SKYTRAIN_TRACKING": "off",
+            "SKYTRAIN_NOTICE": "off",
             "MLFLOW_DISABLE_TELEMETRY": "true",
         }
         if not folder.exists():

@@ -38,7 +38,8 @@ def folder(tmp_path: Path) -> Path:
 def environment(folder: Path, **more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_", "AWS_"))}
     path = os.pathsep.join([more.pop("first", ""), str(REPOSITORY)]).strip(os.pathsep)
-    return kept | {"PYTHONPATH": path, "SKYTRAIN_TRACKING": "off", "AWS_SECRET_ACCESS_KEY": SECRET} | more
+    ours = {"PYTHONPATH": path, "SKYTRAIN_TRACKING": "off", "SKYTRAIN_NOTICE": "off", "AWS_SECRET_ACCESS_KEY": SECRET}
+    return kept | ours | more
 
 
 def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":

@@ -2,7 +2,7 @@
 
 Trains on a folder of shards, without pipelines: CONFIG holds the sections model, train and runtime (a
 recipe serves: its other sections are left alone). Checkpoints and metrics go to `--out`; the same
-command goes on where it stopped. Exit code 0 done, 2 a mistake in what was asked, 75 interrupted.
+command goes on where it stopped. Exit code 0 done, 1 failed, 2 a mistake in what was asked, 75 interrupted.
 """
 
 import argparse
@@ -15,10 +15,11 @@ import yaml
 from pydantic import ValidationError
 
 from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, UserError, explain
+from trainer.health import Diverged
 from trainer.process import StaleAttempt, StopSignal
 from trainer.store import LocalStore
 
-EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 75
+EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 75
 
 
 class TrainerConfig(Section):
@@ -55,6 +56,9 @@ def main() -> int:
     except StaleAttempt as error:
         print(f"stopped: {error}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Diverged as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def run(config: TrainerConfig, data: Path, out: Path) -> int:

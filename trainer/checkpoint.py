@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from trainer.config import UserError
+from trainer.health import Health, data_step, is_landmark
 from trainer.metrics import EventLog, merge_rows
 from trainer.parallel import World
-from trainer.process import StaleAttempt
+from trainer.process import StaleAttempt, moment
 from trainer.store import Store, sha256_of
 
 # A rank that has not handed in its receipt by then has died or lost the store: no commit.
@@ -46,13 +47,26 @@ PRIOR_SECONDS_BETWEEN_PREEMPTIONS = 4 * 3600.0
 class TrainState:
     """Where a run is. Everything else that resuming needs is weights and moments."""
 
-    step: int = 0  # updates done, skipped ones (fp16 overflow) included
+    step: int = 0  # updates done, skipped ones included
     tokens_seen: int = 0
     optimizer_steps: int = 0  # updates applied: AdamW's own count
     val_step: int = -1  # where val loss was last measured
     val_loss: float | None = None
     loss_scale: float | None = None  # fp16 only
     loss_scale_growth: int = 0
+    health: Health = field(default_factory=Health)
+    rollbacks: tuple[tuple[int, int], ...] = ()  # step returned to, steps of data left out there
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "TrainState":
+        """From what `asdict` and JSON made of it."""
+        rollbacks = tuple((returned_to, left_out) for returned_to, left_out in values["rollbacks"])
+        return cls(**{**values, "health": Health.of(values["health"]), "rollbacks": rollbacks})
+
+    @property
+    def data_step(self) -> int:
+        """The place in the data order that the next update reads."""
+        return data_step(self.step, self.rollbacks)
 
     def advance(self, batch_tokens: int, applied: bool) -> None:
         self.step += 1
@@ -83,6 +97,7 @@ class HostCopy:
         """Copy the live tensors as they are now: the only part of a save that a step waits for."""
         for name, tensor in self.live.items():
             self.host[name].copy_(tensor, non_blocking=True)
+            moment("copy")
         if any(tensor.device.type == "cuda" for tensor in self.live.values()):
             torch.cuda.current_stream().synchronize()
 
@@ -195,10 +210,13 @@ class Checkpointer:
         """In the thread: upload this rank's file, hand in its receipt, and as rank 0 commit."""
         receipt = f"{save.folder}/receipt-{self.world.rank:05d}.json"
         try:
+            moment("upload")
             mine = self._upload(save.folder, copy)
+            moment("uploaded")
             self.store.put(receipt, json.dumps(asdict(mine)).encode())
             if self.world.rank == 0:
                 receipts = self._receipts(save.folder)
+                moment("receipts")
                 self._commit(save, receipts)
                 save.bytes = sum(r.size for r in receipts)
         except Exception as error:  # it is raised or reported by `settle`, in the thread that trains
@@ -228,10 +246,16 @@ class Checkpointer:
                 time.sleep(RECEIPT_POLL_SECONDS)
         return receipts
 
-    def load_latest(self, tensors: dict[str, Tensor], log: EventLog) -> TrainState | None:
-        """Fill `tensors` in place from the newest sound commit; None if there is none."""
+    def load_latest(self, tensors: dict[str, Tensor], log: EventLog, before: int | None = None) -> TrainState | None:
+        """Fill `tensors` in place from the newest sound commit; None if there is none.
+
+        With `before`, from the newest landmark up to that step.
+        """
         # Rank 0 lists for all: a listing may change while another attempt is still dying.
-        for folder in self.world.gather(self._committed() if self.world.rank == 0 else [])[0]:
+        folders = self.world.gather(self._committed() if self.world.rank == 0 else [])[0]
+        if before is not None:
+            folders = [f for f in folders if _step_of(f) <= before and is_landmark(_step_of(f))]
+        for folder in folders:
             fault = self._fetch(folder) if self.world.local_rank == 0 else None
             faults = [f for f in self.world.gather(fault) if f]
             if not faults:
@@ -243,6 +267,23 @@ class Checkpointer:
                     flush=True,
                 )
         return None
+
+    def forget_after(self, step: int) -> None:
+        """Remove what was committed after `step`, rows included: the run went back there to go another way.
+
+        StaleAttempt, on every rank, if a newer attempt has taken over.
+        """
+        stale = self.world.gather(self.world.rank == 0 and self.superseded())[0]
+        if stale:
+            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: nothing is rolled back")
+        if self.world.rank == 0:
+            for folder in self._committed():
+                if _step_of(folder) > step:
+                    delete_checkpoint(self.store, folder)
+            for entry in self.store.entries(f"{self.prefix}/metrics/"):
+                if _step_of(entry.key) > step:
+                    self.store.delete(entry.key)
+        self.world.gather(None)  # nobody commits before that is done
 
     def committed_steps(self) -> list[int]:
         """The steps that can be resumed from, newest first."""
@@ -265,8 +306,9 @@ class Checkpointer:
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: step {step} not committed")
         if not self.store.create(f"{save.folder}/COMMIT.json", sealed(commit)):
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} is taken: step {step} is committed already")
+        moment("committed")
         with suppress(OSError, UserError):  # what stays is deleted after the next commit, or by gc
-            for old in self._committed()[self.keep_last :]:
+            for old in superfluous(self._committed(), self.keep_last, save.state.health.calm_step):
                 delete_checkpoint(self.store, old)
 
     def _committed(self) -> list[str]:
@@ -285,6 +327,7 @@ class Checkpointer:
             for receipt in (Receipt(**f) for f in commit["files"]):
                 path = local / "files" / receipt.name
                 self.store.download(f"{folder}/{receipt.name}", path)
+                moment("download")
                 if path.stat().st_size != receipt.size or sha256_of(path) != receipt.sha256:
                     return f"{receipt.name} does not have the size and sha256 that COMMIT.json names"
         except ValueError:
@@ -303,7 +346,7 @@ class Checkpointer:
                 storage_reader=HuggingFaceStorageReader(str(local / "files")),
                 no_dist=self.world.world_size == 1,
             )
-        state = TrainState(**unsealed((local / "COMMIT.json").read_bytes())["state"])
+        state = TrainState.of(unsealed((local / "COMMIT.json").read_bytes())["state"])
         self.world.gather(None)  # all have read
         if self.world.local_rank == 0:
             shutil.rmtree(local)
@@ -324,6 +367,20 @@ def unsealed(body: bytes) -> dict[str, Any]:
     if seal != sha256(json.dumps(commit).encode()).hexdigest():
         raise ValueError("its sha256 is not that of its other fields")
     return commit
+
+
+def superfluous(committed: list[str], keep_last: int, calm_step: int | None) -> list[str]:
+    """Of the committed folders, newest first, those that need not stay.
+
+    Where a rollback may be wanted, two landmarks more do: the newest from before any rise of the loss, to
+    return to, and the one after it, which will take its place.
+    """
+    spared: list[str] = []
+    if calm_step is not None:
+        landmarks = [folder for folder in committed if is_landmark(_step_of(folder))]
+        newer = sum(_step_of(folder) > calm_step for folder in landmarks)
+        spared = landmarks[max(0, newer - 1) : newer + 1]
+    return [folder for folder in committed[keep_last:] if folder not in spared]
 
 
 def delete_checkpoint(store: Store, folder: str) -> None:

@@ -88,6 +88,13 @@ class TrainConfig(Section):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     grad_clip: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
+    # Updates whose loss or gradient norm lies that many standard deviations above its last 128 are skipped.
+    skip_loss_zscore: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    skip_grad_norm_zscore: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    # A mean loss over 32 updates that far above the best one over 128 is divergence. 0.5 is a good value where
+    # all shards are alike; off by default, as shards of prose and of code may differ by more than a nat.
+    rollback_above_nats: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    max_rollbacks: int = Field(default=3, ge=0)  # then it stops with a diagnosis
     seed: int = Field(default=1337, ge=0, lt=2**63)
     val_every: int | None = Field(default=250, ge=1)
     val_tokens: int = Field(default=10_485_760, ge=1)  # 20 x 524,288, as llm.c; at most what the shards hold
@@ -114,6 +121,7 @@ class RuntimeConfig(Section):
     keep_last: int = Field(default=2, ge=1)
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    watchdog_minutes: float | Literal["auto"] | None = "auto"  # without progress in a step; auto = 10, or 20 steps
 
     @field_validator("processes")
     @classmethod
@@ -122,9 +130,9 @@ class RuntimeConfig(Section):
             raise ValueError(f"{value} processes can't train; use 1 or more, or 'auto'")
         return value
 
-    @field_validator("checkpoint_minutes")
+    @field_validator("checkpoint_minutes", "watchdog_minutes")
     @classmethod
-    def _some_minutes(cls, value: float | str) -> float | str:
+    def _some_minutes(cls, value: float | str | None) -> float | str | None:
         if isinstance(value, float) and not 0 < value < float("inf"):
             raise ValueError(f"{value} minutes is no interval; use a positive number, or 'auto'")
         return value

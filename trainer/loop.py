@@ -8,7 +8,7 @@ for bit.
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ from trainer.checkpoint import (
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, grad_accum_steps, sequences_per_step
 from trainer.data import TokenData, sequences_of
 from trainer.evaluate import validation_loss
+from trainer.health import Diverged, Watchdog, diagnosis, is_landmark
 from trainer.metrics import EventLog, mfu, peak_flops
 from trainer.model import GPT
 from trainer.optim import learning_rate_at, make_optimizer, set_learning_rate
 from trainer.parallel import Flags, FlatGradients, World, precision_on
-from trainer.process import StopSignal
+from trainer.process import StopSignal, moment
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -59,64 +60,72 @@ def train(
 ) -> tuple[GPT, TrainState]:
     """Train until `max_steps` or until asked to stop; the model and where it stands.
 
-    Raises FloatingPointError when loss or gradient are no longer finite (the commits before it stay).
+    Raises Diverged when the run is ill and nothing helped (the commits before that stay).
     """
     accumulate = grad_accum_steps(model_config, config, runtime, world.world_size)
-    run = prepare(model_config, config, runtime, world.device)
-    state = resume(run, checkpointer, log) or TrainState()
     per_step = sequences_per_step(model_config, config)
-    announce(run, state, accumulate, world, log)
-    due = SaveClock(runtime)
-    peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    with Watchdog(runtime, log.clock, world.rank) as watchdog:
+        run = prepare(model_config, config, runtime, world.device)
+        state = resume(run, checkpointer, log) or TrainState()
+        announce(run, state, accumulate, world, log)
+        due = SaveClock(runtime)
+        peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
-    saved_step, flags = state.step, Flags()
-    log.clock.enter("compile")  # the first step pays for kernels, allocations and the compiler
-    while True:
-        last = state.step >= config.max_steps
-        # Asked to stop, there is no time to evaluate, unless nobody would come back to do it.
-        if val_is_due(state, config) and (last or not flags.stop):
-            with log.clock.phase("evaluate"):
-                state.val_loss = validate(run, config, val_data, runtime, world)
-                state.val_step = state.step
-                log.row(state.step, **{"val/loss": state.val_loss})
-        checkpointer.settle(log)
-        if (flags.save or flags.stop or last) and state.step != saved_step:
-            with log.clock.phase("checkpoint"):
-                due.saved(save(run, state, checkpointer, log))
-                saved_step = state.step
-        if flags.stop or last:
-            with log.clock.phase("checkpoint"):
-                checkpointer.finish(log)
-            return run.model, state
-        started = time.time()
-        lr = learning_rate_at(state.step, config)
-        set_learning_rate(run.optimizer, lr)
-        mine = sequences_of(state.step, per_step, world.rank, world.world_size)
-        loss = backward(run, data.micro_batches(mine, runtime.micro_batch_size, world.device), accumulate)
-        world.mean_(run.gradients.flat)
-        grad_norm, applied = clip_and_step(run, config.grad_clip)
-        state.advance(config.batch_tokens, applied)
-        flags = world.agree(float(loss), stop.asked, due.now() and not checkpointer.busy, data.digest(mine))
-        tokens_per_second = config.batch_tokens / (time.time() - started)
-        log.clock.enter("train")
-        log.row(
-            state.step,
-            **{
-                "train/loss": flags.loss,
-                "train/lr": lr,
-                "train/grad_norm": grad_norm,
-                "perf/tokens_per_second": tokens_per_second,
-                "data/digest": flags.digest,
-            },
-            **({"perf/mfu": mfu(tokens_per_second, model_config, world.world_size, peak)} if peak else {}),
-        )
-        # A gradient that is not finite and was applied has ruined the weights before any loss shows it.
-        if not math.isfinite(flags.loss) or (applied and not math.isfinite(grad_norm)):
-            checkpointer.settle(log, wait=True)
-            raise FloatingPointError(
-                f"train/loss is {flags.loss} and train/grad_norm {grad_norm} at step {state.step}; "
-                "the last commit stays"
+        saved_step, flags = state.step, Flags()
+        log.clock.enter("compile")  # the first step pays for kernels, allocations and the compiler
+        moment("first-step")
+        while True:
+            last = state.step >= config.max_steps
+            # Asked to stop, there is no time to evaluate, unless nobody would come back to do it.
+            if val_is_due(state, config) and (last or not flags.stop):
+                with log.clock.phase("evaluate"):
+                    state.val_loss = validate(run, config, val_data, runtime, world, watchdog)
+                    state.val_step = state.step
+                    log.row(state.step, **{"val/loss": state.val_loss})
+            checkpointer.settle(log)
+            if (flags.save or flags.stop or last) and state.step != saved_step:
+                with log.clock.phase("checkpoint"):
+                    due.saved(save(run, state, checkpointer, log))
+                    saved_step = state.step
+            if flags.stop or last:
+                with log.clock.phase("checkpoint"):
+                    checkpointer.finish(log)
+                return run.model, state
+            started = time.time()
+            lr = learning_rate_at(state.step, config)
+            set_learning_rate(run.optimizer, lr)
+            mine = sequences_of(state.data_step, per_step, world.rank, world.world_size)
+            batches = watchdog.over(data.micro_batches(mine, runtime.micro_batch_size, world.device))
+            loss = backward(run, batches, accumulate)
+            world.mean_(run.gradients.flat)
+            grad_norm = clip(run, config.grad_clip)
+            landmark = config.rollback_above_nats is not None and is_landmark(state.step + 1)
+            save_due = landmark or (due.now() and not checkpointer.busy)
+            flags = world.agree(float(loss), grad_norm, stop.asked, save_due, data.digest(mine))
+            state.health, illness = state.health.after(
+                state.step + 1, flags.loss, flags.grad_norm, config, overflow_allowed=scale_can_fall(run)
             )
+            applied = step(run, skip=illness is not None)
+            state.advance(config.batch_tokens, applied)
+            seconds = time.time() - started
+            log.clock.enter("train")
+            watchdog.stepped(seconds)
+            if illness:
+                log.event("skipped", step=state.step, reason=illness)
+            tokens_per_second = config.batch_tokens / seconds
+            log.row(
+                state.step,
+                **finite({"train/loss": flags.loss, "train/lr": lr, "train/grad_norm": flags.grad_norm}),
+                **{"perf/tokens_per_second": tokens_per_second, "data/digest": flags.digest},
+                **({"perf/mfu": mfu(tokens_per_second, model_config, world.world_size, peak)} if peak else {}),
+                **({"train/skipped_updates": state.health.skipped} if illness else {}),
+            )
+            if ruin := state.health.diverged(config):
+                state = roll_back(run, state, ruin, config, checkpointer, log)
+                saved_step, flags = state.step, replace(flags, save=False)
+                due.overdue()  # so that the rollback is soon on record
+            elif state.health.not_finite:  # what is committed now may be ruined already
+                flags = replace(flags, save=False)
 
 
 def prepare(model_config: ModelConfig, config: TrainConfig, runtime: RuntimeConfig, device: torch.device) -> Run:
@@ -138,10 +147,10 @@ def prepare(model_config: ModelConfig, config: TrainConfig, runtime: RuntimeConf
     )
 
 
-def resume(run: Run, checkpointer: Checkpointer, log: EventLog) -> TrainState | None:
-    """Load the newest commit into the run, if there is one."""
+def resume(run: Run, checkpointer: Checkpointer, log: EventLog, before: int | None = None) -> TrainState | None:
+    """Load the newest commit (of a step up to `before`) into the run, if there is one."""
     log.clock.enter("download")
-    state = checkpointer.load_latest(training_tensors(run.model, run.optimizer), log)
+    state = checkpointer.load_latest(training_tensors(run.model, run.optimizer), log, before)
     if state is not None:
         set_optimizer_steps(run.optimizer, state.optimizer_steps)
         if state.loss_scale is not None:
@@ -152,6 +161,31 @@ def resume(run: Run, checkpointer: Checkpointer, log: EventLog) -> TrainState | 
                     "_growth_tracker": state.loss_scale_growth,
                 }
             )
+    return state
+
+
+def roll_back(
+    run: Run, ill: TrainState, seen: str, config: TrainConfig, checkpointer: Checkpointer, log: EventLog
+) -> TrainState:
+    """Go back to a commit from before the rise, and leave out the data from there to here for good.
+
+    Killed before the next commit, the run comes here again by itself: it resumes from the commit that it
+    returned to, or a later one, and goes the same way from there. Raises Diverged if rollbacks are off or
+    did not help.
+    """
+    checkpointer.settle(log, wait=True)
+    if config.rollback_above_nats is None or len(ill.rollbacks) >= config.max_rollbacks:
+        raise Diverged(diagnosis(ill.step, seen, ill.rollbacks, config))
+    with log.clock.phase("download"):
+        state = resume(run, checkpointer, log, before=ill.health.calm_step or 0)
+        if state is None:
+            raise Diverged(diagnosis(ill.step, seen, ill.rollbacks, config))
+        checkpointer.forget_after(state.step)
+    left_out = ill.step - state.step
+    state.rollbacks = (*ill.rollbacks, (state.step, left_out))
+    state.health = replace(state.health, calm_step=state.step)  # as was seen later: it may be needed again
+    log.uncommitted.clear()
+    log.event("rollback", step=ill.step, to=state.step, left_out=left_out, reason=seen)
     return state
 
 
@@ -173,19 +207,35 @@ def backward(run: Run, micro_batches: Iterator[tuple[Tensor, Tensor]], accumulat
     for tokens, targets in micro_batches:
         with autocast(run):
             loss = run.forward(tokens, targets) / accumulate
+        moment("mid-step")
         run.scaler.scale(loss).backward()
         total += loss.detach()
     return total
 
 
-def clip_and_step(run: Run, grad_clip: float | None) -> tuple[float, bool]:
-    """Clip and apply the averaged gradient; its norm, and whether it was applied (fp16 may overflow)."""
+def clip(run: Run, grad_clip: float | None) -> float:
+    """Clip the averaged gradient; its norm before that."""
     run.scaler.unscale_(run.optimizer)
-    norm = run.gradients.clip_(grad_clip)
+    return run.gradients.clip_(grad_clip)
+
+
+def step(run: Run, skip: bool) -> bool:
+    """Apply the gradient, unless it is to be skipped; whether it was applied (fp16 may overflow)."""
     scale = run.scaler.get_scale()
-    run.scaler.step(run.optimizer)
+    if not skip:
+        run.scaler.step(run.optimizer)
     run.scaler.update()
-    return norm, run.scaler.get_scale() >= scale
+    return not skip and run.scaler.get_scale() >= scale
+
+
+def scale_can_fall(run: Run) -> bool:
+    """Whether a gradient that is not finite may be fp16's overflow: the scaler skips it and scales less."""
+    return run.scaler.is_enabled() and run.scaler.get_scale() > 1
+
+
+def finite(values: dict[str, float]) -> dict[str, float]:
+    """Without what JSON has no number for."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def val_is_due(state: TrainState, config: TrainConfig) -> bool:
@@ -195,9 +245,11 @@ def val_is_due(state: TrainState, config: TrainConfig) -> bool:
     return state.step % config.val_every == 0 or state.step == config.max_steps
 
 
-def validate(run: Run, config: TrainConfig, data: TokenData, runtime: RuntimeConfig, world: World) -> float:
+def validate(
+    run: Run, config: TrainConfig, data: TokenData, runtime: RuntimeConfig, world: World, watchdog: Watchdog
+) -> float:
     with autocast(run):
-        return validation_loss(run.model, data, config.val_tokens, runtime.micro_batch_size, world)
+        return validation_loss(run.model, data, config.val_tokens, runtime.micro_batch_size, world, watchdog.beat)
 
 
 def autocast(run: Run) -> torch.autocast:
@@ -228,6 +280,9 @@ class SaveClock:
     def now(self) -> bool:
         interval = checkpoint_seconds(self.save_seconds) if self.minutes == "auto" else 60 * float(self.minutes)
         return time.monotonic() - self.last >= interval
+
+    def overdue(self) -> None:
+        self.last = -math.inf
 
     def saved(self, seconds: float) -> None:
         self.last, self.save_seconds = time.monotonic(), max(0.1, seconds)

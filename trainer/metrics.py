@@ -26,6 +26,10 @@ class PhaseClock:
         self.seconds: dict[str, float] = {}
         self._phase, self._since = phase, started if started is not None else time.time()
 
+    @property
+    def current(self) -> str:
+        return self._phase
+
     def enter(self, phase: str) -> str:
         """Go on in another phase; the one before."""
         now, before = time.time(), self._phase

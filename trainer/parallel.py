@@ -23,6 +23,7 @@ class Flags:
     """What the ranks agreed on after a step."""
 
     loss: float = 0.0  # mean over ranks
+    grad_norm: float = 0.0  # of the mean gradient, before clipping
     stop: bool = False  # any rank was asked to stop
     save: bool = False  # a checkpoint is due
     digest: int = 0  # sum over ranks of the windows they read
@@ -54,8 +55,9 @@ class World:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         if world_size > 1:
-            # Flags and checkpoint plans go over gloo, so that they never queue behind GPU work.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=timedelta(minutes=10))
+            # Flags and checkpoint plans go over gloo, so that they never queue behind GPU work. The timeout holds
+            # for both: gloo raises, NCCL's own watchdog ends the process.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
         return cls(rank, local_rank, world_size, device)
 
     @classmethod
@@ -80,10 +82,14 @@ class World:
             dist.all_reduce(numbers)
         return numbers.tolist()
 
-    def agree(self, loss: float, stop: bool, save: bool, digest: int) -> Flags:
-        """One small all-reduce a step: no rank leaves, saves or gives up alone."""
-        total, stops, saves, digests = self.sum(loss, stop, save, digest)
-        return Flags(total / self.world_size, stops > 0, saves > 0, int(digests))
+    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Flags:
+        """One small all-reduce a step: no rank leaves, saves, skips or gives up alone.
+
+        The norm is that of the mean gradient, equal on all ranks; its mean is exact, as float32 fits twice
+        into float64, and a rank that computed another one can't decide alone.
+        """
+        loss, grad_norm, stops, saves, digests = self.sum(loss, grad_norm, stop, save, digest)
+        return Flags(loss / self.world_size, grad_norm / self.world_size, stops > 0, saves > 0, int(digests))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of ranks, on every rank."""
@@ -94,6 +100,7 @@ class World:
         return values
 
 
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 RANK_VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 

@@ -1,8 +1,11 @@
 """How a process is told to stop, and how it makes sure not to outlive who started it."""
 
 import ctypes
+import os
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -17,10 +20,13 @@ class StaleAttempt(Exception):
 
 
 class StopSignal:
-    """Set by SIGTERM, SIGINT or SIGUSR1: finish what can't be cut short, save, leave."""
+    """Set by SIGTERM, SIGINT, SIGUSR1 or `ask`: finish what can't be cut short, save, leave."""
+
+    asked = False
+    reason: str | None = None  # of who asked first
+    grace_seconds = 30  # to save, before whoever asked cuts it off: what torchrun and Kubernetes give
 
     def __init__(self) -> None:
-        self.asked = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._ask)
 
@@ -29,11 +35,39 @@ class StopSignal:
         if self.asked:
             raise Interrupted
 
-    def _ask(self, _number: int, _frame: Any) -> None:
+    def ask(self, reason: str) -> None:
+        """Do what a signal does. From any thread."""
+        self.reason = self.reason or reason
         self.asked = True
+
+    def _ask(self, number: int, _frame: Any) -> None:
+        self.ask(signal.Signals(number).name)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
     """Ask the kernel for a signal when the parent dies, however it dies (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+DRILL = "SKYTRAIN_DRILL"  # set by `skytrain drill` alone: the folder in which it arms moments
+MOMENT_SECONDS = 60.0  # a drill that died must not hold its run for longer
+
+
+def moment(name: str) -> None:
+    """A place where a blow of `skytrain drill` may fall; without a drill, nothing.
+
+    The drill arms a moment by making the file `name`. The first process that comes by renames it to
+    `name.here`, which tells the drill, and waits until that file is gone. Others run on.
+    """
+    folder = os.environ.get(DRILL)
+    if not folder:
+        return
+    here = Path(folder, f"{name}.here")
+    try:
+        os.rename(Path(folder, name), here)
+    except FileNotFoundError:
+        return
+    deadline = time.monotonic() + MOMENT_SECONDS
+    while here.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)

@@ -11,6 +11,7 @@ from pipelines.sample import continue_text, load_weights
 from pipelines.stage import Built, Work
 from pipelines.tokenizer import tokenizer
 from trainer.config import UserError
+from trainer.process import moment
 from trainer.store import sha256_of
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def build(work: Work) -> Built:
         "val/loss": validation_loss(model, val, recipe.evaluate.val_tokens, recipe.runtime.micro_batch_size, world)
     }
     work.report(**facts)
+    moment("evaluate")
     work.check()
     if recipe.evaluate.hellaswag:
         items = hellaswag_items(recipe.evaluate.hellaswag)

@@ -9,6 +9,7 @@ from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.tokenizer import tokenizer, tokenizer_files
 from trainer.config import ModelConfig
+from trainer.process import moment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,7 @@ def build(work: Work) -> Built:
     }
     for name, body in texts.items():
         (work.folder / name).write_bytes(body)
+    moment("export")
     difference = reload_difference(work.folder / "model.safetensors", state, config, dtype)
     if difference:
         raise RuntimeError(f"the exported weights read back give other logits (by up to {difference})")

@@ -19,6 +19,7 @@ from pipelines.stage import Built, Work
 from pipelines.text import documents, source_identity, source_label
 from pipelines.tokenizer import token_stream, tokenizer
 from trainer.config import UserError
+from trainer.process import moment
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,6 +59,7 @@ def build(work: Work) -> Built:
         started, before = time.monotonic(), sum(r.tokens for r in receipts)
         for shard in shards(work, receipts, encoding):
             receipts.append(save_shard(work, len(receipts), *shard))
+            moment("tokenize")
             tokens = sum(r.tokens for r in receipts)
             speed = (tokens - before) / (time.monotonic() - started)
             bar.update(tokens, f"{tokens:,} tokens  {speed:,.0f} tok/s")

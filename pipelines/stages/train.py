@@ -6,6 +6,7 @@ it assembles the trainer's parts and hands them over.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.tracking.ledger import latest_number
 from trainer.config import UserError, grad_accum_steps
+from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
 
@@ -53,7 +55,11 @@ def build(work: Work) -> Built:
 
 
 def start_torchrun(work: Work, processes: int) -> subprocess.Popen[bytes]:
-    """torchrun in a session of its own (Ctrl-C is ours to pass on), ended by the kernel if we die."""
+    """torchrun in a session of its own (Ctrl-C is ours to pass on), ended by the kernel if we die.
+
+    Asked to stop, it kills ranks that are still saving after the seconds in TORCH_ELASTIC_SHUTDOWN_TIMEOUT; a
+    torch that doesn't know the variable (nor the option --shutdown-timeout) always does so after 30.
+    """
     spec = {
         "recipe": work.recipe.model_dump(),
         "store": work.store.uri,
@@ -72,9 +78,16 @@ def start_torchrun(work: Work, processes: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(work.stop.grace_seconds), **os.environ},
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=before_torchrun,
         )
+
+
+def before_torchrun() -> None:
+    die_with_parent()
+    # Slurm sends it to every process of a step. The ranks know what it means; torchrun would die and end them.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -94,15 +107,23 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
             elif event:
                 if event["event"] == "start":
                     last["step"] = event["step"]  # after the last commit no row comes any more
+                elif event["event"] == "rollback":
+                    last["step"] = event["to"]
                 note_event(work, event)
             if not asked and (work.stop.asked or work.attempt.lost):
                 torchrun.send_signal(signal.SIGTERM)  # the ranks finish their step and commit
+                if work.stop.reason:
+                    work.report(notice=work.stop.reason)  # while this machine can still say so
                 asked = True
     for mistake in sorted(work.folder.glob("mistake-*.txt")):
         raise UserError(mistake.read_text())
+    for diagnosis in sorted(work.folder.glob("diverged-*.txt")):
+        raise Diverged(diagnosis.read_text())
     work.attempt.check()
     if torchrun.returncode and not work.stop.asked:
         log = (work.folder / "train.log").read_text(errors="replace").splitlines()
+        for line in (line for line in log if STUCK in line):
+            raise Interrupted(line)
         raise RuntimeError(
             "the training processes failed; the end of {}:\n{}".format(
                 work.folder / "train.log", "\n".join(log[-LOG_LINES:])
@@ -163,6 +184,10 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         work.tracker.tags("train", {k: event[k] for k in ("device", "precision", "world_size")})
     elif event["event"] == "damaged":
         work.screen.warn(f"{event['checkpoint']} is damaged ({event['reason']}); using the one before it")
+    elif event["event"] == "skipped":
+        work.screen.warn(f"update {event['step']:,} skipped: {event['reason']}")
+    elif event["event"] == "rollback":
+        work.screen.warn(f"rolled back from step {event['step']:,} to {event['to']:,}: {event['reason']}")
 
 
 def file_result(work: Work) -> Built:
@@ -196,6 +221,9 @@ def main(spec_path: str) -> int:
         return train_rank(spec, folder, stop, started)
     except UserError as error:
         (folder / f"mistake-{spec['attempt']}.txt").write_text(str(error))
+        raise
+    except Diverged as error:
+        (folder / f"diverged-{spec['attempt']}.txt").write_text(str(error))
         raise
 
 

@@ -159,6 +159,7 @@ def this_process() -> dict[str, Any]:
     # Containers of one host share its boot and may share its name; a pid means something in one of them only.
     parts = [boot.read_text().strip() if boot.exists() else "", os.readlink(pids) if pids.is_symlink() else ""]
     machine = "/".join([platform.node(), *filter(None, parts)])
+    machine = os.environ.get("SKYTRAIN_DRILL_MACHINE", machine)  # for drills only: one machine plays several
     return {"machine": machine, "pid": os.getpid(), "started": process_started(os.getpid())}
 
 

@@ -1,0 +1,65 @@
+"""The trainer with trouble at chosen places of the data order: `python troubled.py CONFIG --data … --out …`.
+
+The trouble is JSON in TROUBLE: a kind, and the places (steps of the data order) where it strikes:
+nan        loss and gradient of the last rank are not a number
+infinite   the last rank's gradient holds an infinity, its loss is fine
+huge       the gradient is ten thousand times too long
+spike      the learning rate is three hundred times too high: weights are ruined, yet finite
+sleep      rank 0 falls asleep, once in the life of the output folder
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import trainer.loop
+from trainer.__main__ import main
+
+
+def afflict(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let the trouble strike wherever its places are read, however often that is."""
+    sequences_of, backward = trainer.loop.sequences_of, trainer.loop.backward
+    reading = {"place": -1, "last rank": True}
+
+    def noted(step: int, per_step: int, rank: int, world_size: int) -> range:
+        reading.update({"place": step, "last rank": rank == world_size - 1})
+        return sequences_of(step, per_step, rank, world_size)
+
+    def struck(run: Any, *args: Any) -> Tensor:
+        loss = backward(run, *args)
+        strikes = {kind for kind, places in trouble.items() if reading["place"] in places}
+        if "nan" in strikes and reading["last rank"]:
+            run.gradients.flat.fill_(math.nan)
+            loss.fill_(math.nan)
+        if "infinite" in strikes and reading["last rank"]:
+            run.gradients.flat[17] = math.inf
+        if "huge" in strikes:
+            run.gradients.flat.mul_(1e4)
+        if "spike" in strikes:
+            for group in run.optimizer.param_groups:
+                group["lr"] *= 300
+        if "sleep" in strikes and os.environ.get("RANK", "0") == "0":
+            doze()
+        return loss
+
+    patch(trainer.loop, "sequences_of", noted)
+    patch(trainer.loop, "backward", struck)
+
+
+def doze() -> None:
+    mark = Path(sys.argv[-1]) / "slept"
+    if not mark.exists():
+        mark.touch()
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    afflict(json.loads(os.environ["TROUBLE"]))
+    sys.exit(main())
