@@ -162,7 +162,8 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserE
     for e in error.errors():
         path, message = _one_line(e, model)
         lines.setdefault(path, []).append(message)
-    return UserError("\n".join(f"{where}: {path}: {', or '.join(messages)}" for path, messages in lines.items()))
+    complaints = (": ".join(filter(None, (where, path, ", or ".join(m)))) for path, m in lines.items())
+    return UserError("\n".join(complaints))
 
 
 def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
@@ -181,7 +182,7 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     message = error["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     got = "" if error["type"] == "value_error" else f" (got {error['input']!r})"
-    return ".".join(path) or "recipe", f"{message}{got}"
+    return ".".join(path), f"{message}{got}"
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> dict[str, Any]:
