@@ -109,14 +109,6 @@ class Project:
             self.kill_all(process)
             process.communicate()
 
-    def give_up_on_s3_after(self, seconds: float) -> None:
-        """Let the command, and the training processes, ask an S3 server for so long only: in truth it is 2 min."""
-        folder = self.folder / "impatient"
-        folder.mkdir()
-        default = f"S3Store.__init__.__defaults__ = ('', None, {seconds})"
-        (folder / "sitecustomize.py").write_text(f"from pipelines.artifacts.store import S3Store\n{default}\n")
-        self.environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(REPOSITORY)])
-
     def run(self, *arguments: str, expect: int = 0, code: str = SHIPPED_CLI) -> subprocess.CompletedProcess[str]:
         """Give the command and wait for the exit code that is expected of it."""
         with self.started(*arguments, code=code) as process:

@@ -402,7 +402,7 @@ def test_an_s3_server_that_stays_away_is_said_and_interrupts(project: Project, a
         "AWS_SECRET_ACCESS_KEY": "testtesttest",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    project.give_up_on_s3_after(2)
+    project.environment["SKYTRAIN_STORE_SECONDS"] = "2"
     started = time.monotonic()
     ended = project.run(
         *["run", "tiny.yaml", "--store", "s3://bucket/prefix", *(["--json"] if as_json else [])], expect=75
@@ -416,7 +416,7 @@ def test_an_s3_server_that_stays_away_is_said_and_interrupts(project: Project, a
 def test_an_s3_server_that_goes_away_in_mid_training_interrupts_and_loses_nothing(
     project: Project, s3_store: S3Store, s3_server: S3Account, undisturbed: Callable[[int], Project]
 ) -> None:
-    project.give_up_on_s3_after(3)
+    project.environment["SKYTRAIN_STORE_SECONDS"] = "3"
     project.environment["SKYTRAIN_STORE"] = s3_store.uri
     proxy = FaultyProxy(s3_server.endpoint)
     proxy.start()

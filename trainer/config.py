@@ -5,6 +5,7 @@ about, so it may differ between two attempts of one run.
 """
 
 import difflib
+import os
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -192,3 +193,15 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> dict[str, Any]:
             return {}
         model = annotation
     return dict(model.model_fields)
+
+
+def seconds_from_environment(name: str, default: float) -> float:
+    """A duration that the user may set. UserError if it is none."""
+    text = os.environ.get(name) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError(f"{name}={text}: not a number of seconds; for example {name}={default:g}")
+    return seconds

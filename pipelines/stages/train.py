@@ -180,7 +180,7 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         resumed = f", resumed from step {event['step']:,}" if event["step"] else ""
         work.screen.note(
             f"  {event['parameters']:,} parameters, {event['world_size']} x {event['device']}, "
-            f"{event['precision']}, {event['grad_accum_steps']} micro-batches a step{resumed}"
+            f"{event['precision']}, {event['grad_accum_steps']} micro-batch(es) a step{resumed}"
         )
         work.tracker.tags("train", {k: event[k] for k in ("device", "precision", "world_size")})
     elif event["event"] == "damaged":
