@@ -2,8 +2,11 @@
 
 import csv
 import json
+import os
 import shlex
+import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -96,19 +99,29 @@ def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
 
 
 def next_commands(pipeline: "Pipeline") -> list[str]:
-    option = f" --store {shlex.quote(pipeline.store.uri)}"
+    """What to type next, as it can be typed here."""
+    skytrain = program("skytrain")
+    at_home = pipeline.store.uri == f"file://{pipeline.home / 'store'}"
+    option = "" if at_home else f" --store {shlex.quote(pipeline.store.uri)}"
     commands = [
-        f"skytrain report{option}",
-        f"skytrain report {pipeline.run} --series{option}",
-        f'skytrain sample {pipeline.run} --prompt "def "{option}',
+        f"{skytrain} report{option}",
+        f"{skytrain} report {pipeline.run} --series{option}",
+        f'{skytrain} sample {pipeline.run} --prompt "def "{option}',
     ]
     if not pipeline.tracker.off and pipeline.tracker.uri.startswith("sqlite:"):  # a server's URI may hold a password
-        commands.append(f"mlflow ui --backend-store-uri {shlex.quote(pipeline.tracker.uri)}")
+        commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.tracker.uri)}")
     export = pipeline.made.get("export")
     if export and isinstance(pipeline.store, LocalStore):
         folder = pipeline.store.path_of(f"{export.prefix}/{export.files[0].key}").parent
         commands.append(f"transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
     return commands
+
+
+def program(name: str) -> str:
+    """How a program of this environment is called from here: by name if that finds it, else by its path."""
+    beside = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    return name if found and Path(found) == beside else shlex.quote(os.path.relpath(beside))
 
 
 def plan_of(recipe: Recipe, store: Store) -> dict[str, Any]:

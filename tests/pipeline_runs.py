@@ -57,22 +57,7 @@ def write_texts(folder: Path) -> None:
     """Four files of seeded nonsense, 60 KB each."""
     folder.mkdir(parents=True)
     choice = random.Random(4)
-    words = [
-        "the",
-        "store",
-        "keeps",
-        "what",
-        "a",
-        "run",
-        "has",
-        "made",
-        "größer",
-        "ist",
-        "東京",
-        "als",
-        "jedes",
-        "Dorf.\n",
-    ]
+    words = ["the", "store", "keeps", "what", "a", "run", "has", "made", "größer", "ist", "東京", "als", "Dorf.\n"]
     for i in range(4):
         (folder / f"{i}.txt").write_text(" ".join(choice.choice(words) for _ in range(11_000)), encoding="utf8")
 
@@ -85,7 +70,7 @@ class Project:
         self.home = folder / ".skytrain"
         self.store = LocalStore(self.home / "store")
         self.mark = uuid.uuid4().hex
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_"))} | {
+        self.environment = {
             MARK: self.mark,
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
@@ -108,10 +93,11 @@ class Project:
     @contextmanager
     def started(self, *arguments: str, code: str = SHIPPED_CLI) -> Iterator[subprocess.Popen[str]]:
         """The command, running; at the end of the block nothing of it is left."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_"))}
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             cwd=self.folder,
-            env=self.environment,
+            env=inherited | self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

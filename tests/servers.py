@@ -306,9 +306,9 @@ class MotoServer:
 class MlflowServer:
     """A real tracking server on SQLite. It can be stopped and started again with what it knew."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: int | None = None) -> None:
         self.folder = folder
-        (self._port,) = free_ports(1)
+        self._port = port or free_ports(1)[0]
         self.uri = f"http://{LOOPBACK}:{self._port}"
 
     def start(self) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,17 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import MlflowServer
 
 from pipelines.tracking import mlflow as tracking
 from pipelines.tracking.mlflow import Refused, Shipper, Tracker, groups, position_file, read_position
 from trainer.config import UserError
 
 RUN = "smoke-1a2b"
-LOOPBACK_SERVER = {
-    # Without its job workers a server is 2 processes instead of 13.
-    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -49,28 +44,13 @@ def free_port() -> int:
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[str]:
-    """A real tracking server on SQLite, up when this is entered."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--workers", "1"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    command += ["--allowed-hosts", "localhost:*,127.0.0.1:*"]
-    with open(folder / "server.log", "ab") as log:
-        process = subprocess.Popen(
-            command,
-            env={k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")} | LOOPBACK_SERVER,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd=folder,
-        )
-    uri = f"http://127.0.0.1:{port}"
+    """The URI of a tracking server that is up when this is entered."""
+    server = MlflowServer(folder, port)
+    server.start()
     try:
-        until(lambda: answers(f"{uri}/health"), 120, "the MLflow server is up")
-        yield uri
+        yield server.uri
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -86,13 +66,6 @@ def blackhole() -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def answers(url: str) -> bool:
-    try:
-        return urllib.request.urlopen(url, timeout=2).status == 200
-    except OSError:
-        return False
 
 
 def until(condition: Any, seconds: float, what: str) -> None:

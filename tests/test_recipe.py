@@ -28,9 +28,9 @@ TABLE = {
 # The artifacts of gpt2-124m.
 PINNED = {
     "tokenize": "7210dafe1f319f8733f11860ffe4aa803966a6c2b75d7b19b9b2e6ec5c09cde7",
-    "train": "ddf25ef681d92ae28a42aecd1ba2ca601b1e722ff85d01d6979839919180008e",
-    "evaluate": "685c92dc22873884ae61dedb557620e40e64bb5d2903b6dbe0acc5e651de0034",
-    "export": "a25fb29ac11debc4c04f94b5bd2f59763e7da0a6cb92f9796646e9acb926e855",
+    "train": "bbfe8f23c98cbec20f3a94f829b9b0748b43e5ab68945b4c945946e138727b17",
+    "evaluate": "60312c612470b2b46e253a0f99406473bb4ef128139b65faaf9a6d4962f62e32",
+    "export": "ebe137fb5639a2b1be5ab5d63339439a75ac9228507d07fd3a20bcfd8251aa7a",
 }
 
 # A field of each section of gpt2-124m with a value that it does not have there.
@@ -59,6 +59,10 @@ OTHER: dict[str, dict[str, Any]] = {
         "beta2": 0.99,
         "epsilon": 1e-7,
         "grad_clip": None,
+        "skip_loss_zscore": 6.0,
+        "skip_grad_norm_zscore": 6.0,
+        "rollback_above_nats": 0.5,
+        "max_rollbacks": 1,
         "seed": 1,
         "val_every": None,
         "val_tokens": 1_048_576,
@@ -75,6 +79,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "keep_last": 5,
         "deterministic": True,
         "device": "cpu",
+        "watchdog_minutes": 5.0,
     },
 }
 DOWNSTREAM = {

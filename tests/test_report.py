@@ -19,7 +19,17 @@ from pipelines.artifacts.manifest import File, Manifest, Plan, commit, scratch
 from pipelines.progress import Screen
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, Pipeline, plans_of, run_name
-from pipelines.tables import card_facts, duration, next_commands, plan_of, print_card, print_plan, print_runs, printable
+from pipelines.tables import (
+    card_facts,
+    duration,
+    next_commands,
+    plan_of,
+    print_card,
+    print_plan,
+    print_runs,
+    printable,
+    program,
+)
 from pipelines.tracking.ledger import Heartbeat, claim, this_process
 from pipelines.tracking.mlflow import Tracker
 from pipelines.tracking.report import RunRecord, Summary, one_run, read_records, record, run_series, summarize
@@ -235,13 +245,20 @@ def test_the_run_card_shows_what_was_made_what_it_cost_and_where_to_look(
     ):
         assert fact in lines
     assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is no markup, and no commands
-    assert f"skytrain report {RUN} --series --store {finished_pipeline.store.uri}" in lines
-    assert "mlflow ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
+    assert f"{program('skytrain')} report {RUN} --series" in lines
+    assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
 
 
 def test_a_card_without_a_price_says_how_to_give_one(finished_pipeline: Pipeline) -> None:
     free = replace(finished_pipeline.summary(), usd=0.0)
     assert dict(card_facts(finished_pipeline, free))["dollars"] == "0.00  (--price-per-hour gives this machine a price)"
+
+
+def test_the_card_names_a_store_that_is_not_the_default_one(finished_pipeline: Pipeline, tmp_path: Path) -> None:
+    finished_pipeline.home = tmp_path / "elsewhere"
+    for command in next_commands(finished_pipeline)[:3]:
+        assert command.startswith(program("skytrain"))
+        assert command.endswith(f"--store {finished_pipeline.store.uri}")
 
 
 def test_the_card_does_not_print_the_address_of_a_tracking_server(

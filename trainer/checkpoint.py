@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -392,12 +392,14 @@ def delete_checkpoint(store: Store, folder: str) -> None:
 
 def series(store: Store, prefix: str) -> list[dict[str, Any]]:
     """The committed rows of a run, one a step, whatever was interrupted in between."""
-    segments = [e.key for e in store.entries(f"{prefix}/metrics/")]
+    return merge_rows(segments(store, prefix))
 
-    def rows(key: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (store.get(key) or b"").decode().splitlines()]
 
-    return merge_rows(rows(key) for key in sorted(segments, key=lambda k: (k.split("-a")[-1], k)))
+def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
+    """The committed rows as they were logged, one list a commit, oldest attempt first."""
+    keys = [entry.key for entry in store.entries(f"{prefix}/metrics/")]
+    for key in sorted(keys, key=lambda k: (k.split("-a")[-1], k)):
+        yield [json.loads(line) for line in (store.get(key) or b"").decode().splitlines()]
 
 
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

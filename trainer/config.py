@@ -5,6 +5,7 @@ about, so it may differ between two attempts of one run.
 """
 
 import difflib
+import os
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -170,7 +171,8 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserE
     for e in error.errors():
         path, message = _one_line(e, model)
         lines.setdefault(path, []).append(message)
-    return UserError("\n".join(f"{where}: {path}: {', or '.join(messages)}" for path, messages in lines.items()))
+    complaints = (": ".join(filter(None, (where, path, ", or ".join(m)))) for path, m in lines.items())
+    return UserError("\n".join(complaints))
 
 
 def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
@@ -189,7 +191,7 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     message = error["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     got = "" if error["type"] == "value_error" else f" (got {error['input']!r})"
-    return ".".join(path) or "recipe", f"{message}{got}"
+    return ".".join(path), f"{message}{got}"
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> dict[str, Any]:
@@ -199,3 +201,15 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> dict[str, Any]:
             return {}
         model = annotation
     return dict(model.model_fields)
+
+
+def seconds_from_environment(name: str, default: float) -> float:
+    """A duration that the user may set. UserError if it is none."""
+    text = os.environ.get(name) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError(f"{name}={text}: not a number of seconds; for example {name}={default:g}")
+    return seconds

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from trainer.config import UserError
+from trainer.config import UserError, seconds_from_environment
 from trainer.store import Entry, LocalStore, Store, StoreUnavailable, checked_key, checked_prefix, replacing
 
 log = logging.getLogger(__name__)
@@ -271,8 +271,9 @@ def open_store(uri: str) -> Store:
     kind, _, rest = uri.partition("://")
     if kind == "s3" and rest:
         bucket, _, prefix = rest.partition("/")
+        patience = seconds_from_environment("SKYTRAIN_STORE_SECONDS", 120)
         try:
-            return S3Store(bucket, prefix.strip("/"))
+            return S3Store(bucket, prefix.strip("/"), time_limit_s=patience)
         except UserError:
             raise
         except ValueError:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,16 @@ from trainer.config import UserError, grad_accum_steps
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
+from trainer.store import StoreUnavailable
 
-LOG_LINES = 30  # of a failed run, shown to the user
+LOG_LINES = 30  # of a failed run, shown to the user if no rank has left word
+# A rank that fails leaves its last words in a file of its attempt's folder, because torchrun hands on none:
+# <kind>-<rank>.txt. These kinds are raised again as what they were; the first one found is the cause.
+RAISED_AGAIN: dict[str, type[Exception]] = {
+    "mistake": UserError,
+    "unavailable": StoreUnavailable,
+    "diverged": Diverged,
+}
 
 
 def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
@@ -93,7 +102,7 @@ def before_torchrun() -> None:
 def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Follow the ranks until they end; the last row. Raises what ended them early."""
     max_steps = work.recipe.train.max_steps
-    tracked = work.tracker.highest_steps("train")
+    tracked = track_committed(work)
     last: dict[str, Any] = {}
     asked = False
     with work.screen.bar("train", max_steps) as bar:
@@ -115,23 +124,25 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
                 if work.stop.reason:
                     work.report(notice=work.stop.reason)  # while this machine can still say so
                 asked = True
-    for mistake in sorted(work.folder.glob("mistake-*.txt")):
-        raise UserError(mistake.read_text())
-    for diagnosis in sorted(work.folder.glob("diverged-*.txt")):
-        raise Diverged(diagnosis.read_text())
     work.attempt.check()
+    for kind, error in RAISED_AGAIN.items():
+        for words in last_words(work.folder, kind):
+            raise error(words)
     if torchrun.returncode and not work.stop.asked:
         log = (work.folder / "train.log").read_text(errors="replace").splitlines()
         for line in (line for line in log if STUCK in line):
             raise Interrupted(line)
-        raise RuntimeError(
-            "the training processes failed; the end of {}:\n{}".format(
-                work.folder / "train.log", "\n".join(log[-LOG_LINES:])
-            )
-        )
+        why = [*last_words(work.folder, "fault"), "\n".join(log[-LOG_LINES:])][0]
+        raise RuntimeError(f"the training processes failed; their output is in {work.folder / 'train.log'}:\n{why}")
     if torchrun.returncode:
         raise Interrupted
     return last
+
+
+def last_words(folder: Path, kind: str) -> list[str]:
+    """What failed ranks have left, in the order of their failing: the others only fail because one did."""
+    paths = sorted(folder.glob(f"{kind}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    return [path.read_text() for path in paths]
 
 
 def events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
@@ -153,6 +164,18 @@ def events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, A
             if not lines:
                 time.sleep(0.1)
                 yield {}
+
+
+def track_committed(work: Work) -> dict[str, int]:
+    """Tell MLflow what earlier attempts have committed but did not live to tell; the last step told of each metric."""
+    from trainer.checkpoint import segments
+
+    tracked = work.tracker.highest_steps("train")
+    rows = (row for segment in segments(work.store, work.plan.prefix) for row in segment)
+    # A step that was redone counts as the later attempt did it. Each row keeps its time: what MLflow has, it knows.
+    for row in {(row["step"], "train/loss" in row): row for row in rows}.values():
+        track_row(work, row, tracked)
+    return work.tracker.highest_steps("train")
 
 
 def track_row(work: Work, event: dict[str, Any], tracked: dict[str, int]) -> None:
@@ -179,7 +202,7 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         resumed = f", resumed from step {event['step']:,}" if event["step"] else ""
         work.screen.note(
             f"  {event['parameters']:,} parameters, {event['world_size']} x {event['device']}, "
-            f"{event['precision']}, {event['grad_accum_steps']} micro-batches a step{resumed}"
+            f"{event['precision']}, {event['grad_accum_steps']} micro-batch(es) a step{resumed}"
         )
         work.tracker.tags("train", {k: event[k] for k in ("device", "precision", "world_size")})
     elif event["event"] == "damaged":
@@ -219,11 +242,10 @@ def main(spec_path: str) -> int:
     folder = Path(spec["folder"])
     try:
         return train_rank(spec, folder, stop, started)
-    except UserError as error:
-        (folder / f"mistake-{spec['attempt']}.txt").write_text(str(error))
-        raise
-    except Diverged as error:
-        (folder / f"diverged-{spec['attempt']}.txt").write_text(str(error))
+    except Exception as error:
+        kinds = [kind for kind, known in RAISED_AGAIN.items() if isinstance(error, known)]
+        words = str(error) if kinds else traceback.format_exc()
+        (folder / f"{[*kinds, 'fault'][0]}-{os.environ.get('RANK', '0')}.txt").write_text(words)
         raise
 
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import UserError
+from trainer.config import seconds_from_environment
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -75,7 +75,7 @@ class Tracker:
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri
         self.log = work_dir / "mlflow.jsonl"
         self.shipper_log = work_dir / "mlflow.log"
-        self.flush_seconds = _seconds_from_environment("SKYTRAIN_MLFLOW_FLUSH_SECONDS", 30.0)
+        self.flush_seconds = seconds_from_environment("SKYTRAIN_MLFLOW_FLUSH_SECONDS", 30.0)
         self.off = os.environ.get("SKYTRAIN_TRACKING", "").lower() == "off"
         self._fd: int | None = None
         self._shipper: subprocess.Popen[bytes] | None = None
@@ -513,17 +513,6 @@ def _strings(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _milliseconds(record: Mapping[str, Any]) -> int:
     return round(record["time"] * 1000)
-
-
-def _seconds_from_environment(name: str, default: float) -> float:
-    text = os.environ.get(name) or str(default)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise UserError(f"{name}={text}: not a number of seconds; for example {name}={default:g}")
-    return seconds
 
 
 def say(line: str) -> None:
