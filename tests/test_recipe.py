@@ -203,7 +203,7 @@ def test_an_unknown_recipe_is_told_the_nearest_one() -> None:
         # Impossible together
         (
             "train.batch_tokens=1000",
-            "train.batch_tokens: 1000 is not a multiple of model.block_size 256; 1024 would be",
+            "train.batch_tokens: 1000 is not a multiple of model.block_size 128; 1024 would be",
         ),
         ("model.n_head=3", "my.yaml: model: n_embd 128 is not divisible by n_head 3; 126 would be"),
         (
@@ -211,11 +211,11 @@ def test_an_unknown_recipe_is_told_the_nearest_one() -> None:
             "model.vocab_size 256 is smaller than the 257 ids of tokens.tokenizer 'bytes'; use 257",
         ),
         ("tokens.tokenizer=gpt2", "model.vocab_size 257 is smaller than the 50257 ids of tokens.tokenizer 'gpt2'"),
-        ("train.warmup_steps=201", "my.yaml: train: warmup_steps 201 is more than max_steps 200"),
-        ("tokens.max_tokens=1_000_256", "tokens.max_tokens 1000256 leaves nothing to train on"),
+        ("train.warmup_steps=601", "my.yaml: train: warmup_steps 601 is more than max_steps 600"),
+        ("tokens.max_tokens=2_000_128", "tokens.max_tokens 2000128 leaves nothing to train on"),
         (
-            "tokens.val_shards=8",
-            "tokens.max_tokens 8000000 leaves nothing to train on: the first 8 shard(s) of 1000000",
+            "tokens.val_shards=4",
+            "tokens.max_tokens 8000000 leaves nothing to train on: the first 4 shard(s) of 2000000",
         ),
         # --set itself
         ("train.max_steps", "--set train.max_steps: not of the form section.field=value, such as train.max_steps=50"),

@@ -179,7 +179,7 @@ class Drill:
     def outage(self, blow: Blow, command: Command, following: Sequence[Blow]) -> None:
         """cut, mlflow: what the run needs is away for some seconds; it has to go on by itself."""
         self.note_steps(blow, command)
-        blow.fell, seconds = time.time(), self.rng.uniform(*OUTAGE_SECONDS)
+        seconds = self.rng.uniform(*OUTAGE_SECONDS)
         stop: Callable[[], None]
         start: Callable[[], None]
         if blow.kind == "cut":
@@ -190,9 +190,12 @@ class Drill:
             stop, start = self.mlflow.stop, self.mlflow.start
         self.expect(following, command, fresh=False)  # stopping a server takes seconds, and one thread alone waits
         stop()
+        blow.fell = time.time()
         command.release(blow.place)
         self.expect(following, command, fresh=False)  # once more: it may fall at this very place
-        time.sleep(seconds)
+        while time.time() < blow.fell + seconds:
+            self.observe()
+            time.sleep(POLL_SECONDS)
         start()
 
     def rival(self, blow: Blow, first: Command, following: Sequence[Blow]) -> None:
