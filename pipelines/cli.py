@@ -131,11 +131,14 @@ def report(
     store: StoreUri = None,
     as_json: Json = False,
     series: Annotated[bool, typer.Option("--series", help="Print the run's series as CSV, a row a step.")] = False,
+    audit_: Annotated[
+        bool, typer.Option("--audit", help="Recompute which text every step read; exit code 1 if it read another.")
+    ] = False,
 ) -> None:
     """What runs did and cost: state, attempts, tokens, val loss, hours, dollars."""
     from pipelines.artifacts.store import open_store
-    from pipelines.tables import print_runs, print_series
-    from pipelines.tracking.report import read_records, run_series, summarize
+    from pipelines.tables import print_audit, print_runs, print_series
+    from pipelines.tracking.report import audit, read_records, run_series, summarize
 
     opened = open_store(store_uri(store))
     records = read_records(opened, runs or [])
@@ -143,6 +146,10 @@ def report(
         for record in records:
             print_series(record.run, run_series(opened, record), as_json, alone=len(records) == 1)
         return
+    if audit_:
+        audits = [audit(opened, record) for record in records]
+        print(json.dumps([asdict(a) for a in audits])) if as_json else print_audit(audits)
+        sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
     summaries = [summarize(opened, record) for record in records]
     print(json.dumps([asdict(s) for s in summaries])) if as_json else print_runs(summaries, opened.uri)
 

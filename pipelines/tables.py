@@ -19,7 +19,7 @@ from pipelines.artifacts.manifest import Manifest, Plan, differences, find, read
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import attempts
-from pipelines.tracking.report import SERIES, Summary, attempts_of, read_records
+from pipelines.tracking.report import SERIES, Audit, Summary, attempts_of, read_records
 from trainer.store import LocalStore, Store
 
 if TYPE_CHECKING:
@@ -213,6 +213,17 @@ def print_series(run: str, rows: list[dict[str, Any]], as_json: bool, alone: boo
     out.writerow([*first, *SERIES])
     for row in steps:
         out.writerow([*([] if alone else [run]), *(row.get(metric) for metric in SERIES.values())])
+
+
+def print_audit(audits: list[Audit]) -> None:
+    for a in audits:
+        faults = [
+            f"{len(steps)} steps {what} (the first: {steps[0]:,})"
+            for what, steps in (("read other text", a.wrong_steps), ("are missing", a.missing_steps))
+            if steps
+        ]
+        verdict = "; ".join(faults) or "every step read exactly the windows that the recipe and the seed say"
+        print(f"{a.run}: {a.steps:,} steps, {a.sequences:,} sequences: {verdict}")
 
 
 def shipped_rows() -> list[dict[str, Any]]:

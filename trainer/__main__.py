@@ -88,6 +88,7 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
         attempt,
         config.runtime.keep_last,
         superseded=lambda: store.get(attempt_key(attempt + 1)) is not None,
+        keep_every=config.runtime.keep_every_steps,
     )
     model, state = train(
         config.model, config.train, config.runtime, train_data, val_data, checkpointer, world, stop, log

@@ -38,9 +38,8 @@ from trainer.store import Store, sha256_of
 # A rank that has not handed in its receipt by then has died or lost the store: no commit.
 RECEIPT_SECONDS = 900.0
 RECEIPT_POLL_SECONDS = 0.2
-
-# Mean time between preemptions that is assumed of a spot node until the run knows better.
-PRIOR_SECONDS_BETWEEN_PREEMPTIONS = 4 * 3600.0
+# What is assumed of a spot node until the run's own attempts tell more.
+PRIOR_SECONDS_BETWEEN_FAILURES = 4 * 3600.0
 
 
 @dataclass
@@ -152,10 +151,12 @@ class Checkpointer:
         attempt: int = 0,
         keep_last: int = 2,
         superseded: Callable[[], bool] = lambda: False,
+        keep_every: int | None = None,
+        between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES,
     ) -> None:
         self.store, self.prefix, self.world, self.attempt = store, prefix, world, attempt
-        self.keep_last, self.superseded = keep_last, superseded
-        self.work = work
+        self.keep_last, self.keep_every, self.superseded = keep_last, keep_every, superseded
+        self.work, self.between_failures = work, between_failures
         self._copy: HostCopy | None = None
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
@@ -308,7 +309,8 @@ class Checkpointer:
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} is taken: step {step} is committed already")
         moment("committed")
         with suppress(OSError, UserError):  # what stays is deleted after the next commit, or by gc
-            for old in superfluous(self._committed(), self.keep_last, save.state.health.calm_step):
+            old_ones = superfluous(self._committed(), self.keep_last, save.state.health.calm_step, self.keep_every)
+            for old in old_ones:
                 delete_checkpoint(self.store, old)
 
     def _committed(self) -> list[str]:
@@ -369,17 +371,19 @@ def unsealed(body: bytes) -> dict[str, Any]:
     return commit
 
 
-def superfluous(committed: list[str], keep_last: int, calm_step: int | None) -> list[str]:
-    """Of the committed folders, newest first, those that need not stay.
+def superfluous(
+    committed: list[str], keep_last: int, calm_step: int | None, keep_every: int | None = None
+) -> list[str]:
+    """Of the committed folders, newest first, those that need not stay: the last ones do, and every M steps one.
 
     Where a rollback may be wanted, two landmarks more do: the newest from before any rise of the loss, to
     return to, and the one after it, which will take its place.
     """
-    spared: list[str] = []
+    spared = [folder for folder in committed if keep_every and _step_of(folder) % keep_every == 0]
     if calm_step is not None:
         landmarks = [folder for folder in committed if is_landmark(_step_of(folder))]
         newer = sum(_step_of(folder) > calm_step for folder in landmarks)
-        spared = landmarks[max(0, newer - 1) : newer + 1]
+        spared += landmarks[max(0, newer - 1) : newer + 1]
     return [folder for folder in committed[keep_last:] if folder not in spared]
 
 
@@ -388,6 +392,15 @@ def delete_checkpoint(store: Store, folder: str) -> None:
     store.delete(f"{folder}/COMMIT.json")
     for entry in store.entries(f"{folder}/"):
         store.delete(entry.key)
+
+
+def committed_state(store: Store, prefix: str) -> TrainState | None:
+    """Where the newest commit of a run stands; None if there is none that can be read."""
+    keys = [e.key for e in store.entries(f"{prefix}/checkpoints/") if e.key.endswith("/COMMIT.json")]
+    for key in sorted(keys, reverse=True):
+        with suppress(ValueError, KeyError, TypeError):
+            return TrainState.of(unsealed(store.get(key) or b"")["state"])
+    return None
 
 
 def series(store: Store, prefix: str) -> list[dict[str, Any]]:
@@ -428,7 +441,7 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
         moments["step"].fill_(steps)
 
 
-def checkpoint_seconds(save_seconds: float, between_failures: float = PRIOR_SECONDS_BETWEEN_PREEMPTIONS) -> float:
+def checkpoint_seconds(save_seconds: float, between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES) -> float:
     """The interval that loses least: sqrt(2 · cost of a save · mean time between failures).
 
     Source: Young 1974, "A first order approximation to the optimum checkpoint interval". Between 30 s

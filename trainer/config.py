@@ -120,6 +120,7 @@ class RuntimeConfig(Section):
     recompute: bool = False  # recompute activations in the backward pass: less memory, ~30% more FLOPs
     checkpoint_minutes: float | Literal["auto"] = "auto"
     keep_last: int = Field(default=2, ge=1)
+    keep_every_steps: int | None = Field(default=None, ge=1)  # commits that stay for good
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     watchdog_minutes: float | Literal["auto"] | None = "auto"  # without progress in a step; auto = 10, or 20 steps

@@ -150,8 +150,8 @@ class TokenData:
         self._prefetch(self.order.next_shard(sequences[-1]))
 
     def digest(self, sequences: range) -> int:
-        """A sum over the windows read, so that it doesn't depend on which rank read which (40 bits)."""
-        return sum(_window_digest(*self.order[s]) for s in sequences)
+        """See `sequence_digest`."""
+        return sequence_digest(self.order, sequences)
 
     def _shard(self, index: int) -> np.ndarray:
         with self._fetching[index]:
@@ -183,6 +183,11 @@ def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor
         tokens = tokens.pin_memory()
     tokens = tokens.to(device, non_blocking=True)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def sequence_digest(order: Order, sequences: range) -> int:
+    """A sum over the windows that are read, so that it doesn't depend on which rank reads which."""
+    return sum(_window_digest(*order[s]) for s in sequences)
 
 
 def _window_digest(shard: int, window: int) -> int:

@@ -68,7 +68,7 @@ def train(
         run = prepare(model_config, config, runtime, world.device)
         state = resume(run, checkpointer, log) or TrainState()
         announce(run, state, accumulate, world, log)
-        due = SaveClock(runtime)
+        due = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
         saved_step, flags = state.step, Flags()
@@ -99,8 +99,7 @@ def train(
             loss = backward(run, batches, accumulate)
             world.mean_(run.gradients.flat)
             grad_norm = clip(run, config.grad_clip)
-            landmark = config.rollback_above_nats is not None and is_landmark(state.step + 1)
-            save_due = landmark or (due.now() and not checkpointer.busy)
+            save_due = due.at(state.step + 1) or (due.now() and not checkpointer.busy)
             flags = world.agree(float(loss), grad_norm, stop.asked, save_due, data.digest(mine))
             state.health, illness = state.health.after(
                 state.step + 1, flags.loss, flags.grad_norm, config, overflow_allowed=scale_can_fall(run)
@@ -270,16 +269,24 @@ def announce(run: Run, state: TrainState, accumulate: int, world: World, log: Ev
 
 
 class SaveClock:
-    """When the next checkpoint is due: every `checkpoint_minutes`, or as often as loses least."""
+    """When the next checkpoint is due: every `checkpoint_minutes`, or as often as loses least; and at some steps."""
 
-    def __init__(self, runtime: RuntimeConfig) -> None:
-        self.minutes = runtime.checkpoint_minutes
+    def __init__(self, runtime: RuntimeConfig, between_failures: float, rollbacks: bool) -> None:
+        self.minutes, self.between_failures = runtime.checkpoint_minutes, between_failures
+        self.keep_every, self.rollbacks = runtime.keep_every_steps, rollbacks
         self.last = time.monotonic()
         self.save_seconds = 1.0  # until the first save was measured
 
     def now(self) -> bool:
-        interval = checkpoint_seconds(self.save_seconds) if self.minutes == "auto" else 60 * float(self.minutes)
+        if self.minutes == "auto":
+            interval = checkpoint_seconds(self.save_seconds, self.between_failures)
+        else:
+            interval = 60 * self.minutes
         return time.monotonic() - self.last >= interval
+
+    def at(self, step: int) -> bool:
+        """Whether the state after `step` updates is one to keep for good, or to return to."""
+        return (self.rollbacks and is_landmark(step)) or bool(self.keep_every and step % self.keep_every == 0)
 
     def overdue(self) -> None:
         self.last = -math.inf

@@ -20,7 +20,7 @@ from pipelines.artifacts.manifest import Plan, fetch, read_manifest
 from pipelines.artifacts.store import open_store
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
-from pipelines.tracking.ledger import latest_number
+from pipelines.tracking.ledger import attempts, latest_number, seconds_between_failures
 from trainer.config import UserError, grad_accum_steps
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
@@ -69,6 +69,9 @@ def start_torchrun(work: Work, processes: int) -> subprocess.Popen[bytes]:
     Asked to stop, it kills ranks that are still saving after the seconds in TORCH_ELASTIC_SHUTDOWN_TIMEOUT; a
     torch that doesn't know the variable (nor the option --shutdown-timeout) always does so after 30.
     """
+    from trainer.checkpoint import PRIOR_SECONDS_BETWEEN_FAILURES
+
+    earlier = [beat for beat in attempts(work.store, work.plan.prefix) if beat.attempt < work.attempt.number]
     spec = {
         "recipe": work.recipe.model_dump(),
         "store": work.store.uri,
@@ -77,10 +80,12 @@ def start_torchrun(work: Work, processes: int) -> subprocess.Popen[bytes]:
         "attempt": work.attempt.number,
         "folder": str(work.folder),
         "cache": str(work.home / "cache"),
+        "between_failures": seconds_between_failures(earlier, PRIOR_SECONDS_BETWEEN_FAILURES),
     }
     spec_path = work.folder / "spec.json"
     spec_path.write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command.append(f"--nproc-per-node={processes}")
     with (work.folder / "train.log").open("ab") as log:
         return subprocess.Popen(
             [*command, "-m", "pipelines.stages.train", str(spec_path)],
@@ -215,9 +220,11 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
 
 def file_result(work: Work) -> Built:
     """Upload the final weights and the whole series."""
-    from trainer.checkpoint import series
+    from trainer.checkpoint import committed_state, series
 
     rows = series(work.store, work.plan.prefix)
+    state = committed_state(work.store, work.plan.prefix)
+    assert state is not None and state.step == work.recipe.train.max_steps
     metrics = work.folder / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
@@ -229,6 +236,8 @@ def file_result(work: Work) -> Built:
         "train/loss": final["train/loss"],
         "val/loss": final.get("val/loss"),
         "perf/tokens_per_second": speeds[len(speeds) // 2],  # median over steps
+        "skipped_updates": state.health.skipped,
+        "rollbacks": state.rollbacks,
     }
     return Built([work.upload(work.folder / "model.safetensors"), work.upload(metrics)], facts)
 
@@ -279,6 +288,8 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal, started: fl
         attempt,
         recipe.runtime.keep_last,
         superseded=lambda: latest_number(store, prefix) > attempt,
+        keep_every=recipe.runtime.keep_every_steps,
+        between_failures=spec["between_failures"],
     )
     try:
         model, state = train(

@@ -182,6 +182,17 @@ def process_started(pid: int) -> str | None:
     return "unknown"
 
 
+def seconds_between_failures(heartbeats: Iterable[Heartbeat], prior_seconds: float) -> float:
+    """Mean time between deaths without a word, from earlier attempts and a prior that counts as one death.
+
+    The posterior mean of a Poisson rate with a Gamma(1, prior) prior. Who could still commit before it
+    left lost nothing, and doesn't count.
+    """
+    beats = list(heartbeats)
+    seconds = sum(3600 * beat.billed_hours for beat in beats)
+    return (prior_seconds + seconds) / (1 + sum(beat.state == "running" for beat in beats))
+
+
 @dataclass(frozen=True)
 class Account:
     """What a set of attempts adds up to."""

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -540,6 +541,9 @@ def main() -> int:
             import mlflow  # noqa: F401
         except Exception as error:  # a broken installation is as good as none
             say(f"mlflow cannot be imported: {type(error).__name__}: {error}")
+            return NO_MLFLOW
+        if os.environ["MLFLOW_TRACKING_URI"].startswith("sqlite:") and not find_spec("sqlalchemy"):
+            say("mlflow-skinny has no SQLite: name a server in MLFLOW_TRACKING_URI, or install mlflow")
             return NO_MLFLOW
         shipper = Shipper(log, os.environ["MLFLOW_TRACKING_URI"])
         if parent is not None:

@@ -139,3 +139,44 @@ def run_series(store: Store, record: RunRecord) -> list[dict[str, Any]]:
     from trainer.checkpoint import series
 
     return series(store, record.prefixes["train"]) if "train" in record.prefixes else []
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Whether a run read what its recipe says: the windows of every committed step, recomputed."""
+
+    run: str
+    steps: int  # that were compared
+    sequences: int
+    wrong_steps: tuple[int, ...]  # whose digest is another
+    missing_steps: tuple[int, ...]  # that no row tells of
+
+
+def audit(store: Store, record: RunRecord) -> Audit:
+    """Recompute which windows each step reads and compare with the digest that the ranks recorded.
+
+    The order is a permutation of every epoch's windows, so equal digests at all steps mean that each
+    window was read exactly once an epoch (left-out data of rollbacks apart). UserError without tokens.
+    """
+    from trainer.checkpoint import committed_state
+    from trainer.data import Order, Shard, sequence_digest, sequences_of
+    from trainer.health import data_step
+
+    made = manifests(store, record)
+    tokens, train = made.get("tokenize"), made.get("train")
+    if tokens is None:
+        raise UserError(f"{record.run}: its tokens are not there, so there is nothing to compare with")
+    recipe = Recipe.model_validate(record.recipe)
+    shards = [Shard(name, n) for name, n in tokens.facts["shards"].items() if name.startswith("train")]
+    order = Order(shards, recipe.model.block_size, recipe.train.seed)
+    state = committed_state(store, record.prefixes["train"]) if train is None else None
+    rollbacks = train.facts["rollbacks"] if train else state.rollbacks if state else ()
+    per_step = recipe.train.batch_tokens // recipe.model.block_size
+    told = {row["step"]: row["data/digest"] for row in run_series(store, record) if "data/digest" in row}
+    wrong = [
+        step
+        for step, digest in told.items()
+        if digest != sequence_digest(order, sequences_of(data_step(step - 1, rollbacks), per_step, 0, 1))
+    ]
+    missing = sorted(set(range(1, max(told, default=0) + 1)) - set(told))
+    return Audit(record.run, len(told), len(told) * per_step, tuple(wrong), tuple(missing))
