@@ -28,6 +28,7 @@ from pipelines.tracking.ledger import (
     is_there,
     latest_number,
     process_started,
+    seconds_between_failures,
     this_process,
 )
 from trainer.config import UserError
@@ -304,3 +305,14 @@ def test_totals_do_not_depend_on_the_order_of_attempts(beats: list[Heartbeat], r
 @given(BEATS)
 def test_a_heartbeat_survives_the_store(one: Heartbeat) -> None:
     assert Heartbeat(**json.loads(json.dumps(asdict(one)))) == one
+
+
+def test_deaths_without_a_word_shorten_the_time_that_is_expected_until_the_next() -> None:
+    def beat(state: str, hours: float) -> Heartbeat:
+        return Heartbeat("run", "train", 1, state, 0.0, 3600 * hours, 0.0)
+
+    prior = 4 * 3600.0
+    assert seconds_between_failures([], prior) == prior
+    assert seconds_between_failures([beat("interrupted", 4), beat("failed", 1)], prior) == 9 * 3600
+    died = [beat("running", 0.5)] * 3
+    assert seconds_between_failures(died, prior) == pytest.approx((4 + 1.5) / 4 * 3600)

@@ -154,6 +154,19 @@ def test_a_folder_of_finished_runs_can_move(undisturbed: Callable[[int], Project
     assert [a["skipped"] for a in made["artifacts"].values()] == [True, True, False, True]
 
 
+def test_an_audit_notices_a_step_that_read_other_text(undisturbed: Callable[[int], Project], tmp_path: Path) -> None:
+    forged = undisturbed(1).copy(tmp_path / "forged")
+    segment = max(forged.found("train/*/metrics/*.jsonl"), key=lambda path: path.stat().st_size)
+    rows = [json.loads(line) for line in segment.read_text().splitlines()]
+    other, gone = [row for row in rows if "data/digest" in row][:2]
+    assert forged.run("report", "--audit").stdout.endswith("recipe and the seed say\n")
+    other["data/digest"] += 1
+    segment.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] != gone["step"]))
+    told = forged.run("report", "--audit", expect=1).stdout
+    assert f"1 steps read other text (the first: {other['step']})" in told
+    assert f"1 steps are missing (the first: {gone['step']})" in told
+
+
 # --- killed at any moment
 
 
@@ -173,6 +186,8 @@ def test_a_run_killed_in_every_stage_ends_as_if_nothing_had_happened(
     ]
     assert in_time[:6] == [True] * 6
     made = project.result()
+    (audited,) = json.loads(project.run("report", "--audit", "--json").stdout)
+    assert (audited["steps"], audited["wrong_steps"], audited["missing_steps"]) == (STEPS, [], [])
     assert (made["state"], made["attempts"]) == ("done", 1 + sum(in_time))
     assert_as_undisturbed(project, finished)
     assert project.rows_committed() == STEPS + redone(project)

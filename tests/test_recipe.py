@@ -77,6 +77,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "recompute": True,
         "checkpoint_minutes": 3.0,
         "keep_last": 5,
+        "keep_every_steps": 1000,
         "deterministic": True,
         "device": "cpu",
         "watchdog_minutes": 5.0,

@@ -141,7 +141,14 @@ class Runner:
         log = EventLog(self.out / "events.jsonl", PhaseClock())
         stop = cast(StopSignal, StopAt(stop_after))
         checkpointer = PromptCheckpointer(
-            store or self.store, "run", ALONE, self.out / "work", self.attempts, c.runtime.keep_last, superseded
+            store or self.store,
+            "run",
+            ALONE,
+            self.out / "work",
+            self.attempts,
+            c.runtime.keep_last,
+            superseded,
+            c.runtime.keep_every_steps,
         )
         try:
             return train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, ALONE, stop, log)
@@ -303,6 +310,12 @@ def test_only_the_last_checkpoints_are_kept(runner: Callable[..., Runner]) -> No
     assert run.commits() == [12, 11, 10]
     assert len(list((run.out / "run/checkpoints").iterdir())) == 3
     assert len(run.rows()) == 13  # the series of deleted checkpoints stays
+
+
+def test_every_so_many_steps_a_checkpoint_stays_for_good(runner: Callable[..., Runner]) -> None:
+    run = runner(keep_every_steps=5, keep_last=1)  # nothing else is due in so short a run
+    run.attempt()
+    assert run.commits() == [12, 10, 5]
 
 
 def flip_a_byte(folder: Path) -> None:
