@@ -276,10 +276,9 @@ class Pipeline:
             "cost/usd": sum(beat.usd for beat in mine),
             "time/billed_hours": sum(beat.billed_hours for beat in mine),
         }
-        told = self.tracker.highest_steps(stage)
-        scores = {k: v for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
-        # What was told step by step is known: the last loss is no point at step 0.
-        scores = {k: float(v) for k, v in scores.items() if not told.get(k)}
+        scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
+        if stage == "train":
+            scores = {}  # the last loss is the end of a series, and no point at step 0
         self.tracker.metrics(stage, 0, time.time(), cost | scores)
         self.tracker.stage_ended(stage, "FINISHED")
 

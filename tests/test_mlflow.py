@@ -211,6 +211,19 @@ def test_another_work_folder_joins_the_same_mlflow_runs(tmp_path: Path) -> None:
     assert {"a", "b"} <= set(Seen(uri).runs[f"{RUN}/train"].data.tags)
 
 
+def test_steps_redone_on_another_machine_are_told_once(tmp_path: Path) -> None:
+    uri = sqlite_uri(tmp_path)
+    for machine, steps in (("a", range(1, 6)), ("b", range(4, 9))):
+        tracker = written(tmp_path / machine)
+        for step in steps:
+            tracker.metrics("train", step, 1.9e9 + step + (machine == "b"), {"train/loss": 10.0 - step})
+        tracker.metrics("train", 0, 1.9e9 + (machine == "b"), {"cost/usd": 1.0})
+        ship(tmp_path / machine, uri)
+    seen = Seen(uri)
+    assert seen.points(f"{RUN}/train", "train/loss") == [(step, 10.0 - step) for step in range(1, 9)]
+    assert len(seen.points(f"{RUN}/train", "cost/usd")) == 2  # what is no series may be told anew
+
+
 def test_of_two_parents_made_at_once_the_older_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = sqlite_uri(tmp_path)
     for machine in ("a", "b"):

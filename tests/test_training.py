@@ -382,6 +382,20 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_loudly(
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)
 
 
+def test_damaged_checkpoints_do_not_push_out_sound_ones(runner: Callable[..., Runner]) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("damaged", checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=7)
+    for folder in (run.out / "run/checkpoints").iterdir():
+        flip_a_byte(folder)
+    run.attempt(stop_after=2)  # it began anew, and what it commits is older than what is damaged
+    assert run.commits() == [2, 1]
+    resumed, _ = run.attempt()
+    assert [e["step"] for e in run.events if e["event"] == "start"] == [0, 0, 2]
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
 def test_with_every_checkpoint_damaged_a_run_begins_anew(runner: Callable[..., Runner]) -> None:
     whole = runner("whole")
     model, _ = whole.attempt()

@@ -161,6 +161,7 @@ class Checkpointer:
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
         self._fault: Exception | None = None  # of the last save that ended
+        self._damaged: list[str] = []  # commits that this attempt has fallen back past
 
     @property
     def busy(self) -> bool:
@@ -261,6 +262,7 @@ class Checkpointer:
             faults = [f for f in self.world.gather(fault) if f]
             if not faults:
                 return self._load(tensors)
+            self._damaged.append(folder)
             log.event("damaged", checkpoint=folder, reason=faults[0])
             if self.world.rank == 0:
                 print(
@@ -309,6 +311,9 @@ class Checkpointer:
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} is taken: step {step} is committed already")
         moment("committed")
         with suppress(OSError, UserError):  # what stays is deleted after the next commit, or by gc
+            # Or they would pass for the newest again, and push out the sound ones.
+            while self._damaged:
+                delete_checkpoint(self.store, self._damaged.pop())
             old_ones = superfluous(self._committed(), self.keep_last, save.state.health.calm_step, self.keep_every)
             for old in old_ones:
                 delete_checkpoint(self.store, old)

@@ -41,6 +41,7 @@ RECORDS_AT_ONCE = 5_000  # read into memory together: ~200 bytes each, so 1 MB
 METRICS_AT_ONCE = 1_000  # MLflow's limit for one log_batch call
 PARAM_CHARACTERS = 6_000  # MLflow's limit for the value of a param
 DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
+SERIES = ("train/", "val/", "perf/")  # of the train stage: one point a step, by whichever attempt
 NO_MLFLOW = 3  # exit code of a shipper that cannot import mlflow: starting it again would not help
 
 # The retrying is done here, where it is logged, and not below in MLflow, where a dead server holds a call
@@ -240,6 +241,7 @@ class Shipper:
         self._client: MlflowClient | None = None
         self._experiment_id = ""
         self._run_ids: dict[str | None, str] = {}
+        self._told: dict[str, set[int]] = {}  # the steps of a series that were in MLflow when shipping began
 
     def ship(self, until_end: bool) -> None:
         """Ship what is in the log and, unless `until_end`, what will be."""
@@ -287,7 +289,7 @@ class Shipper:
         client, run_id = self._run(first["stage"], _milliseconds(first))
         try:
             if first["kind"] == "metrics":
-                client.log_batch(run_id, metrics=[m for record in group for m in _metrics(record)])
+                client.log_batch(run_id, metrics=self._untold(client, run_id, group))
             elif first["kind"] == "stage_started":
                 _open_run(client, run_id, first)
             elif first["kind"] == "dataset":
@@ -300,6 +302,16 @@ class Shipper:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
                 raise Refused(error.message) from error
             raise
+
+    def _untold(self, client: MlflowClient, run_id: str, group: list[dict[str, Any]]) -> list[Any]:
+        """The group's metrics without points of the training series that MLflow had when shipping began:
+        another machine told them before the run came here."""
+        metrics = [metric for record in group for metric in _metrics(record)]
+        if group[0]["stage"] != "train":
+            return metrics
+        for key in {m.key for m in metrics if m.key.startswith(SERIES)} - self._told.keys():
+            self._told[key] = {m.step for m in client.get_metric_history(run_id, key)}
+        return [m for m in metrics if m.step not in self._told.get(m.key, ())]
 
     def _run(self, stage: str | None, started: int) -> tuple[MlflowClient, str]:
         """The MLflow run of a stage: found by its tags, or created."""
