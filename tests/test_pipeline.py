@@ -141,7 +141,7 @@ def test_the_card_shows_what_was_made_and_commands_that_work(
         assert re.search(rf"^{stage} .*{re.escape(finished.artifact(stage).prefix)}", card, re.M), card
     assert f"{STEPS * 1024:,} in {STEPS} steps" in card
     assert f"val loss    {finished.artifact('evaluate').facts['val/loss']:.4f}" in card
-    commands = [shlex.split(line) for line in card.splitlines() if re.match(r"  \S*skytrain ", line)]
+    commands = [shlex.split(line) for line in card.splitlines() if re.search(r"skytrain'? (report|sample) ?", line)]
     assert [command[1] for command in commands] == ["report", "report", "sample"]
     for command in commands:
         assert command[-2:] == store or at_home

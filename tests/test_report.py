@@ -37,7 +37,8 @@ from trainer.config import UserError
 from trainer.process import StopSignal
 from trainer.store import PARTIAL, LocalStore, Store
 
-RECIPE = load_recipe("smoke", ["tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}"])
+SMALLER = ["train.max_steps=200", "train.batch_tokens=8192"]
+RECIPE = load_recipe("smoke", ["tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}", *SMALLER])
 PLANS = plans_of(RECIPE)
 RUN = run_name(PLANS)
 TRAIN = PLANS["train"].prefix

@@ -486,7 +486,7 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_committed(runner: Callab
 
 def test_a_superseded_attempt_commits_nothing_and_deletes_nothing(runner: Callable[..., Runner]) -> None:
     run = runner(checkpoint_minutes=EVERY_STEP)
-    answers = iter([False, False, True])
+    answers = iter([False] * 4 + [True])  # asked before the rows are put, and before the commit
     with pytest.raises(StaleAttempt, match="attempt 1 of run was superseded: step 3 not committed"):
         run.attempt(superseded=lambda: next(answers))
     assert run.commits() == [2, 1]

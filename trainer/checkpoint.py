@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -35,8 +35,8 @@ from trainer.parallel import World
 from trainer.process import StaleAttempt, moment
 from trainer.store import Store, sha256_of
 
-# A rank that has not handed in its receipt by then has died or lost the store: no commit.
-RECEIPT_SECONDS = 900.0
+# A rank whose receipt is not there so long after rank 0's own upload has died or lost the store: no commit.
+RECEIPT_SECONDS = 300.0
 RECEIPT_POLL_SECONDS = 0.2
 # What is assumed of a spot node until the run's own attempts tell more.
 PRIOR_SECONDS_BETWEEN_FAILURES = 4 * 3600.0
@@ -223,6 +223,9 @@ class Checkpointer:
                 save.bytes = sum(r.size for r in receipts)
         except Exception as error:  # it is raised or reported by `settle`, in the thread that trains
             save.fault = error
+            if self.world.rank != 0:  # rank 0 need not wait for what won't come
+                with suppress(OSError, UserError):
+                    self.store.put(receipt, json.dumps({"fault": repr(error)}).encode())
         save.seconds = time.monotonic() - save.started
 
     def _upload(self, folder: str, copy: HostCopy) -> Receipt:
@@ -235,13 +238,16 @@ class Checkpointer:
         return Receipt(name, sum(len(part) for part in parts), digest.hexdigest())
 
     def _receipts(self, folder: str) -> list[Receipt]:
-        """All ranks' receipts, once they are there. TimeoutError if one is not in time."""
+        """All ranks' receipts, once they are there. OSError if a rank has failed, TimeoutError if one is late."""
         deadline = time.monotonic() + RECEIPT_SECONDS
         receipts: list[Receipt] = []
         while len(receipts) < self.world.world_size:
             body = self.store.get(f"{folder}/receipt-{len(receipts):05d}.json")
             if body:
-                receipts.append(Receipt(**json.loads(body)))
+                told = json.loads(body)
+                if "fault" in told:
+                    raise OSError(f"rank {len(receipts)}: {told['fault']}")
+                receipts.append(Receipt(**told))
             elif time.monotonic() > deadline:
                 raise TimeoutError(f"rank {len(receipts)} handed in no receipt within {RECEIPT_SECONDS:.0f} s")
             else:
@@ -253,23 +259,25 @@ class Checkpointer:
 
         With `before`, from the newest landmark up to that step.
         """
-        # Rank 0 lists for all: a listing may change while another attempt is still dying.
-        folders = self.world.gather(self._committed() if self.world.rank == 0 else [])[0]
-        if before is not None:
-            folders = [f for f in folders if _step_of(f) <= before and is_landmark(_step_of(f))]
-        for folder in folders:
-            fault = self._fetch(folder) if self.world.local_rank == 0 else None
+        while folders := [f for f in self._listed(before) if f not in self._damaged]:
+            fault = self._fetch(folders[0]) if self.world.local_rank == 0 else None
             faults = [f for f in self.world.gather(fault) if f]
             if not faults:
                 return self._load(tensors)
-            self._damaged.append(folder)
-            log.event("damaged", checkpoint=folder, reason=faults[0])
+            self._damaged.append(folders[0])
+            log.event("damaged", checkpoint=folders[0], reason=faults[0])
             if self.world.rank == 0:
-                print(
-                    f"DAMAGED checkpoint {self.store.uri}/{folder}: {faults[0]}; using the one before it",
-                    flush=True,
-                )
+                instead = "using the one before it" if folders[1:] else "no other is left"
+                print(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {faults[0]}; {instead}", flush=True)
         return None
+
+    def _listed(self, before: int | None) -> list[str]:
+        """The commits there are now, newest first. Rank 0 lists for all: an attempt that is dying may still
+        commit one and delete another."""
+        folders = self.world.gather(self._committed() if self.world.rank == 0 else [])[0]
+        if before is None:
+            return folders
+        return [f for f in folders if _step_of(f) <= before and is_landmark(_step_of(f))]
 
     def forget_after(self, step: int) -> None:
         """Remove what was committed after `step`, rows included: the run went back there to go another way.
@@ -280,12 +288,14 @@ class Checkpointer:
         if stale:
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: nothing is rolled back")
         if self.world.rank == 0:
-            for folder in self._committed():
+            # What was never committed goes too: its receipts would vouch for files of the way not taken.
+            folders = {e.key.rpartition("/")[0] for e in self.store.entries(f"{self.prefix}/checkpoints/")}
+            for folder in self._ours(folders):
                 if _step_of(folder) > step:
                     delete_checkpoint(self.store, folder)
-            for entry in self.store.entries(f"{self.prefix}/metrics/"):
-                if _step_of(entry.key) > step:
-                    self.store.delete(entry.key)
+            for key in self._ours(e.key for e in self.store.entries(f"{self.prefix}/metrics/")):
+                if _step_of(key) > step:
+                    self.store.delete(key)
         self.world.gather(None)  # nobody commits before that is done
 
     def committed_steps(self) -> list[int]:
@@ -294,6 +304,7 @@ class Checkpointer:
 
     def _commit(self, save: Save, files: list[Receipt]) -> None:
         step = save.state.step
+        self._check_current(step)
         segment = f"{self.prefix}/metrics/step-{step:08d}-a{self.attempt:04d}.jsonl"
         self.store.put(segment, "".join(json.dumps(row) + "\n" for row in save.rows).encode())
         commit = {
@@ -305,8 +316,7 @@ class Checkpointer:
             "metrics": segment.removeprefix(f"{self.prefix}/"),
             "files": [asdict(r) for r in files],
         }
-        if self.superseded():
-            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: step {step} not committed")
+        self._check_current(step)
         if not self.store.create(f"{save.folder}/COMMIT.json", sealed(commit)):
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} is taken: step {step} is committed already")
         moment("committed")
@@ -315,8 +325,16 @@ class Checkpointer:
             while self._damaged:
                 delete_checkpoint(self.store, self._damaged.pop())
             old_ones = superfluous(self._committed(), self.keep_last, save.state.health.calm_step, self.keep_every)
-            for old in old_ones:
+            for old in self._ours(old_ones):
                 delete_checkpoint(self.store, old)
+
+    def _check_current(self, step: int) -> None:
+        if self.superseded():
+            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: step {step} not committed")
+
+    def _ours(self, keys: Iterable[str]) -> list[str]:
+        """Without what a later attempt has made: that is not for this one to delete, however late it learns of it."""
+        return [key for key in keys if int(key.rpartition("-a")[2].partition(".")[0]) <= self.attempt]
 
     def _committed(self) -> list[str]:
         """Folders with a COMMIT.json, newest step first, the later attempt first at equal steps."""

@@ -191,5 +191,5 @@ def sequence_digest(order: Order, sequences: range) -> int:
 
 
 def _window_digest(shard: int, window: int) -> int:
-    # 40 bits: a step's sum over up to 8192 sequences stays exact in a float64.
-    return int.from_bytes(blake2b(f"{shard}:{window}".encode(), digest_size=5).digest(), "little")
+    # 32 bits: a step's sum over up to 2 million sequences stays exact in a float64.
+    return int.from_bytes(blake2b(f"{shard}:{window}".encode(), digest_size=4).digest(), "little")

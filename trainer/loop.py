@@ -99,7 +99,8 @@ def train(
             loss = backward(run, batches, accumulate)
             world.mean_(run.gradients.flat)
             grad_norm = clip(run, config.grad_clip)
-            save_due = due.at(state.step + 1) or (due.now() and not checkpointer.busy)
+            # Rank 0 is the last to be done with a save: while it is busy, no other rank may call for the next.
+            save_due = due.at(state.step + 1) or (world.rank == 0 and due.now() and not checkpointer.busy)
             flags = world.agree(float(loss), grad_norm, stop.asked, save_due, data.digest(mine))
             state.health, illness = state.health.after(
                 state.step + 1, flags.loss, flags.grad_norm, config, overflow_allowed=scale_can_fall(run)

@@ -55,9 +55,9 @@ class World:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         if world_size > 1:
-            # Flags and checkpoint plans go over gloo, so that they never queue behind GPU work. The timeout holds
-            # for both: gloo raises, NCCL's own watchdog ends the process.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+            # Flags go over gloo, so that they never queue behind GPU work. The timeout holds for both.
+            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=collective_timeout(runtime))
         return cls(rank, local_rank, world_size, device)
 
     @classmethod
@@ -100,7 +100,6 @@ class World:
         return values
 
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 RANK_VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
@@ -131,6 +130,14 @@ class FlatGradients:
         if max_norm is not None:
             self.flat.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return float(norm)
+
+
+def collective_timeout(runtime: RuntimeConfig) -> timedelta:
+    """When a hung collective ends by itself: later than the watchdog's longest patience (six times its limit), whose
+    exit is one that the launcher recovers; a collective that gives up looks like a fault of ours."""
+    if runtime.watchdog_minutes is None:
+        return timedelta(minutes=10)
+    return timedelta(minutes=7 * (10 if runtime.watchdog_minutes == "auto" else max(1.5, runtime.watchdog_minutes)))
 
 
 def device_kind(runtime: RuntimeConfig) -> str:

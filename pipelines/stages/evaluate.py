@@ -54,7 +54,9 @@ def build(work: Work) -> Built:
     val = TokenData(shards, lambda name: work.fetch("tokenize", name), recipe.model.block_size, recipe.train.seed)
     work.clock.enter("evaluate")
     facts: dict[str, Any] = {
-        "val/loss": validation_loss(model, val, recipe.evaluate.val_tokens, recipe.runtime.micro_batch_size, world)
+        "val/loss": validation_loss(
+            model, val, recipe.evaluate.val_tokens, recipe.runtime.micro_batch_size, world, beat=work.check
+        )
     }
     work.report(**facts)
     moment("evaluate")
@@ -73,6 +75,7 @@ def build(work: Work) -> Built:
             "eval/hellaswag_acc": score.acc,
             "hellaswag_items": score.items,
         }
+    work.check()
     facts["sample"] = continue_text(model, encoding, prompt="", tokens=SAMPLE_TOKENS, seed=recipe.train.seed)
     path = work.folder / "report.json"
     path.write_text(json.dumps({"run": work.attempt.latest.run, **facts}, indent=1))

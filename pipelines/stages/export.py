@@ -42,6 +42,7 @@ def build(work: Work) -> Built:
     for name, body in texts.items():
         (work.folder / name).write_bytes(body)
     moment("export")
+    work.check()
     difference = reload_difference(work.folder / "model.safetensors", state, config, dtype)
     if difference:
         raise RuntimeError(f"the exported weights read back give other logits (by up to {difference})")

@@ -20,7 +20,7 @@ from pipelines.artifacts.manifest import Plan, fetch, read_manifest
 from pipelines.artifacts.store import open_store
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
-from pipelines.tracking.ledger import attempts, latest_number, seconds_between_failures
+from pipelines.tracking.ledger import attempts, latest_number, process_started, seconds_between_failures
 from trainer.config import UserError, grad_accum_steps
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
@@ -56,7 +56,16 @@ def build(work: Work) -> Built:
     tokens = work.inputs["tokenize"]
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
     work.clock.enter("ranks")
-    last = follow(work, start_torchrun(work, processes))
+    torchrun = start_torchrun(work, processes)
+    # As long as the ranks hold the GPUs, this attempt is there, whatever becomes of us.
+    child = {"pid": torchrun.pid, "started": process_started(torchrun.pid)}
+    work.attempt.update(process=work.attempt.latest.process | {"children": [child]})
+    try:
+        last = follow(work, torchrun)
+    except BaseException:
+        torchrun.terminate()
+        torchrun.wait()
+        raise
     work.clock.enter("upload")
     if last.get("step") != recipe.train.max_steps:
         raise Interrupted
@@ -179,7 +188,7 @@ def track_committed(work: Work) -> dict[str, int]:
     rows = (row for segment in segments(work.store, work.plan.prefix) for row in segment)
     # A step that was redone counts as the later attempt did it. Each row keeps its time: what MLflow has, it knows.
     for row in {(row["step"], "train/loss" in row): row for row in rows}.values():
-        track_row(work, row, tracked)
+        track_row(work, row, dict(tracked))  # in no order of steps
     return work.tracker.highest_steps("train")
 
 
@@ -189,6 +198,7 @@ def track_row(work: Work, event: dict[str, Any], tracked: dict[str, int]) -> Non
     values = {k: v for k, v in event.items() if "/" in k and k != "data/digest" and step > tracked.get(k, -1)}
     if values:
         work.tracker.metrics("train", step, event["time"], values)
+        tracked.update(dict.fromkeys(values, step))
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -212,6 +222,9 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         work.tracker.tags("train", {k: event[k] for k in ("device", "precision", "world_size")})
     elif event["event"] == "damaged":
         work.screen.warn(f"{event['checkpoint']} is damaged ({event['reason']}); using the one before it")
+    elif event["event"] == "checkpoint_failed":
+        work.screen.warn(f"checkpoint of step {event['step']:,} failed ({event['reason']}); training goes on")
+        work.report(checkpoint_failed=event["step"])
     elif event["event"] == "skipped":
         work.screen.warn(f"update {event['step']:,} skipped: {event['reason']}")
     elif event["event"] == "rollback":

@@ -60,6 +60,7 @@ class Attempt:
         self.lost = False  # superseded, as far as the heartbeat thread knows
         self._ending = threading.Event()
         self._lock = threading.Lock()
+        self._reporting = threading.Lock()  # or a slow put could arrive after, and undo, the last one
         self._thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
 
     def __enter__(self) -> "Attempt":
@@ -108,9 +109,10 @@ class Attempt:
                 continue
 
     def _report(self) -> None:
-        self.update(time=time.time())
         key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
-        self.store.put(key, json.dumps(asdict(self.latest), indent=1).encode())
+        with self._reporting:
+            self.update(time=time.time())
+            self.store.put(key, json.dumps(asdict(self.latest), indent=1).encode())
 
 
 def claim(store: Store, prefix: str, run: str, stage: str, number: int, price_per_hour: float) -> Attempt | None:
@@ -147,7 +149,8 @@ def is_there(heartbeat: Heartbeat) -> bool | None:
     """Whether the process of an attempt still exists; None if that can't be told from here."""
     here, there = this_process(), heartbeat.process
     if here["machine"] == there["machine"]:
-        return process_started(there["pid"]) == there["started"]
+        parts = [there, *there.get("children", [])]
+        return any(process_started(part["pid"]) == part["started"] for part in parts)
     if abs(time.time() - heartbeat.time) > LONG_AGO_SECONDS:
         return False
     return None

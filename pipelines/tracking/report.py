@@ -172,11 +172,13 @@ def audit(store: Store, record: RunRecord) -> Audit:
     state = committed_state(store, record.prefixes["train"]) if train is None else None
     rollbacks = train.facts["rollbacks"] if train else state.rollbacks if state else ()
     per_step = recipe.train.batch_tokens // recipe.model.block_size
-    told = {row["step"]: row["data/digest"] for row in run_series(store, record) if "data/digest" in row}
+    end = train.facts["steps"] if train else state.step if state else 0  # what lies behind is committed nowhere
+    rows = (row for row in run_series(store, record) if "data/digest" in row and row["step"] <= end)
+    told = {row["step"]: row["data/digest"] for row in rows}
     wrong = [
         step
         for step, digest in told.items()
         if digest != sequence_digest(order, sequences_of(data_step(step - 1, rollbacks), per_step, 0, 1))
     ]
-    missing = sorted(set(range(1, max(told, default=0) + 1)) - set(told))
+    missing = sorted(set(range(1, end + 1)) - set(told))
     return Audit(record.run, len(told), len(told) * per_step, tuple(wrong), tuple(missing))
