@@ -363,7 +363,8 @@ def test_a_plan_names_the_fields_that_differ_from_the_nearest_sibling(store: Loc
 
 
 def load_recipe_with(*changes: str) -> Recipe:
-    return load_recipe("smoke", [f"tokens.source={RECIPE.tokens.source}", f"tokens.revision={'a' * 40}", *changes])
+    source = [f"tokens.source={RECIPE.tokens.source}", f"tokens.revision={'a' * 40}"]
+    return load_recipe("smoke", [*source, *SMALLER, *changes])
 
 
 def test_a_plan_says_how_far_an_unfinished_stage_is(store: LocalStore) -> None:
