@@ -222,6 +222,9 @@ def _open_partial(path: Path) -> BinaryIO:
             return open(path.parent / f"{PARTIAL}{uuid.uuid4().hex}", "xb")
         except FileNotFoundError:
             continue
+        except FileExistsError:  # mkdir's word for a folder that vanishes while it looks at it, and for a file
+            if path.parent.is_file():
+                raise
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EROFS):
                 raise UserError(
