@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 LINE_SECONDS = 10.0  # between two lines of the same bar where nothing can be redrawn
 
@@ -32,9 +32,7 @@ class Screen:
             BarColumn(bar_width=24),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TextColumn("[dim]left[/]"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),  # the words leave no room for more in 80 columns
             console=self.console,
             disable=self.quiet or not self.console.is_terminal,
         )
