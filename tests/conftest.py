@@ -33,16 +33,22 @@ def _tokenizers_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Account]:
+def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
     """A real S3 server: radosgw in front of a one-node Ceph."""
     if Radosgw.missing_programs():
         pytest.skip("needs radosgw, ceph-mon, ceph-osd, ceph-common (apt)")
     server = Radosgw(tmp_path_factory.mktemp("radosgw"))
     server.start()
     try:
-        yield server.account
+        yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_server(radosgw: Radosgw) -> S3Account:
+    """Its owner's account, who may do anything."""
+    return radosgw.account
 
 
 @pytest.fixture(scope="session")

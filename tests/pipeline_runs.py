@@ -164,8 +164,9 @@ class Project:
 
     def rows_logged(self) -> int:
         """Steps done by the attempts whose work folders are still there."""
-        logs = self.home.glob("work/**/events.jsonl")
-        return sum(log.read_text().count('"train/loss"') for log in logs)
+        with suppress(FileNotFoundError):  # a stage that ends removes its folders while we look
+            return sum(log.read_text().count('"train/loss"') for log in self.home.glob("work/**/events.jsonl"))
+        return 0
 
     def rows_committed(self) -> int:
         """Steps in the committed parts of all attempts' series; a step that was done twice counts twice."""
@@ -174,13 +175,13 @@ class Project:
     # --- watching and killing
 
     def wait_until(self, condition: Callable[[], object], process: subprocess.Popen[str], limit_s: float = 60) -> None:
-        """Look every millisecond, so that what is killed then is killed in the midst of things."""
+        """Look every 5 ms, so that what is killed then is killed in the midst of things."""
         deadline = time.monotonic() + limit_s
         while not condition():
             if process.poll() is not None:
                 raise AssertionError(f"it ended too early, with {process.returncode}: {process.communicate()}")
             assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.001)
+            time.sleep(0.005)
 
     def alive(self) -> list[psutil.Process]:
         """Every living process that descends from a command given here, whatever its parent is now."""

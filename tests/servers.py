@@ -274,9 +274,18 @@ rgw_enable_ops_log = false
     def _start_gateway(self) -> None:
         gateway = self._daemon("rgw", "radosgw", "-n", "client.rgw.a")
         gateway.wait_until(lambda: http_answers(self.account.endpoint))
-        user = ("--uid", "test", "--display-name", "test")
-        keys = ("--access-key", self.account.access_key, "--secret", self.account.secret_key)
-        self._run("radosgw-admin", "-c", self._conf, "user", "create", *user, *keys)
+        self._create_user(self.account, "--caps", "user-policy=*")
+
+    def add_user(self, name: str) -> S3Account:
+        """Another user, who owns nothing and is allowed nothing yet; its name is also its access key."""
+        account = S3Account(self.account.endpoint, name, uuid.uuid4().hex)
+        self._create_user(account)
+        return account
+
+    def _create_user(self, account: S3Account, *options: str) -> None:
+        user = ("--uid", account.access_key, "--display-name", account.access_key)
+        keys = ("--access-key", account.access_key, "--secret", account.secret_key)
+        self._run("radosgw-admin", "-c", self._conf, "user", "create", *user, *keys, *options)
 
     def _ceph(self, *words: str) -> str:
         return self._run("ceph", "-c", self._conf, "--connect-timeout", "30", *words)

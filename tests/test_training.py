@@ -655,6 +655,16 @@ class Command:
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
+    def commits(self) -> list[Path]:
+        return sorted((self.out / "run/checkpoints").glob("*/COMMIT.json"))
+
+    def wait_for_commits(self, n: int, process: subprocess.Popen[str]) -> None:
+        """Until `n` commits are there: steps go on while a save is under way, so rows alone promise none."""
+        deadline = time.monotonic() + 120
+        while len(self.commits()) < n and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
     def rows(self) -> list[dict[str, Any]]:
         return kept([json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()])
 
@@ -725,9 +735,10 @@ def test_a_run_goes_on_with_fewer_and_with_more_ranks(
     for ranks in (2, 1):
         with command.started(ranks) as process:
             command.wait_for_rows(14, process)
+            command.wait_for_commits(2, process)  # one will be damaged
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
-    flip_a_byte(max(commit.parent for commit in (command.out / "run/checkpoints").glob("*/COMMIT.json")))
+    flip_a_byte(command.commits()[-1].parent)
     assert command.finish(2).count("DAMAGED checkpoint") == 1
     starts = [e for e in command.events() if e["event"] == "start"]
     assert [e["world_size"] for e in starts] == [2, 1, 2]
