@@ -1,6 +1,7 @@
 """`skytrain`: the verbs. Heavy imports wait inside them, so that `--help` answers at once.
 
-Exit codes: 0 done, 2 the user's mistake, 75 interrupted and resumable by the same command, 1 our fault.
+Exit codes: 0 done, 2 the user's mistake, 75 interrupted and resumable by the same command, 76 stopped because
+somebody wanted the run to stop (so nothing may start it again by itself), 1 our fault.
 """
 
 import json
@@ -16,7 +17,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from pipelines.stage import Pipeline
 
-EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 75
+EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED, EXIT_STOPPED = 1, 2, 75, 76
 
 
 class Verbs(TyperGroup):
@@ -65,8 +66,9 @@ def run(
     store: StoreUri = None,
     set_: Changes = None,
     price_per_hour: Annotated[
-        float, typer.Option(min=0.0, metavar="USD", help="What this machine costs an hour.")
-    ] = 0.0,
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0.0, metavar="USD", help="What one node of this machine costs an hour."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
@@ -75,6 +77,7 @@ def run(
     from pipelines.progress import Screen
     from pipelines.recipe import load_recipe
     from pipelines.stage import STAGES, Pipeline, plans_of, run_name
+    from pipelines.tracking.ledger import Billing
     from pipelines.tracking.mlflow import Tracker
     from trainer.config import UserError
     from trainer.process import StopSignal
@@ -92,7 +95,7 @@ def run(
         loaded,
         opened,
         folder,
-        price_per_hour,
+        Billing() if price_per_hour is None else Billing(price_per_hour, "--price-per-hour"),
         tracker,
         Screen(quiet=as_json),
         stop,
@@ -309,6 +312,7 @@ def result(pipeline: "Pipeline") -> dict[str, Any]:
         "attempts": summary.attempts,
         "usd": summary.usd,
         "billed_hours": summary.billed_hours,
+        "unpriced_hours": summary.unpriced_hours,
         "val_loss": summary.val_loss,
         "artifacts": {
             stage: {
@@ -355,7 +359,7 @@ def explained(error: BaseException) -> int | None:
     """Say what ended the command in a line and return its exit code; None for a fault of ours."""
     from trainer.config import UserError
     from trainer.health import Diverged
-    from trainer.process import Interrupted
+    from trainer.process import Interrupted, Stopped
     from trainer.store import StoreUnavailable
 
     if isinstance(error, Diverged):
@@ -367,6 +371,9 @@ def explained(error: BaseException) -> int | None:
     if isinstance(error, StoreUnavailable):
         print(f"error: {error}; the same command goes on where this one stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
+    if isinstance(error, Stopped):
+        print(f"stopped ({error}): nothing starts it again by itself; the same command goes on", file=sys.stderr)
+        return EXIT_STOPPED
     if isinstance(error, Interrupted | KeyboardInterrupt):
         why = f" ({error})" if str(error) else ""
         print(f"interrupted{why}: the same command goes on from here", file=sys.stderr)

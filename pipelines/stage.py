@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -20,12 +21,12 @@ from typing import Any, Protocol, cast
 from pipelines.artifacts.manifest import FOLDERS, File, Manifest, Plan, commit, fetch, find, scratch, upload
 from pipelines.progress import Screen
 from pipelines.recipe import Recipe
-from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Heartbeat, attempts, claim, is_alive
+from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Billing, Heartbeat, account, attempts, claim, is_alive
 from pipelines.tracking.mlflow import Tracker
 from pipelines.tracking.report import Summary, read_records, record, summarize
 from trainer.config import UserError
 from trainer.metrics import PhaseClock
-from trainer.process import Interrupted, StaleAttempt, StopSignal, moment
+from trainer.process import Interrupted, StaleAttempt, Stopped, StopSignal, moment
 from trainer.store import Store
 
 STAGES = tuple(FOLDERS)
@@ -117,11 +118,13 @@ class Pipeline:
     recipe: Recipe
     store: Store
     home: Path
-    price_per_hour: float
+    billing: Billing
     tracker: Tracker
     screen: Screen
     stop: StopSignal
     plans: dict[str, Plan]
+    # Looked at with every heartbeat, in its thread; a reason that one returns stops the run for good.
+    watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
 
@@ -183,7 +186,7 @@ class Pipeline:
             if manifest := self._existing(stage):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            attempt = claim(self.store, plan.prefix, self.run, stage, number, self.price_per_hour)
+            attempt = claim(self.store, plan.prefix, self.run, stage, number, self.billing, self._watch)
             if attempt is None:
                 continue
             try:
@@ -191,6 +194,11 @@ class Pipeline:
                     return self._build(stage, attempt)
             except StaleAttempt:
                 self.screen.warn(f"{stage}: a newer attempt has taken over; waiting for it")
+
+    def _watch(self, beat: Heartbeat) -> None:
+        for watch in self.watches:
+            if reason := watch(beat):
+                self.stop.ask(reason, for_good=True)
 
     def _wait_for_rival(self, plan: Plan) -> Heartbeat | None:
         """Return the newest attempt once it no longer works (None: there never was one)."""
@@ -227,7 +235,7 @@ class Pipeline:
         except BaseException as error:
             interrupted = isinstance(error, Interrupted | StaleAttempt | KeyboardInterrupt)
             if not isinstance(error, StaleAttempt):
-                attempt.update(state="interrupted" if interrupted else "failed")
+                attempt.update(state=ended_as(error))
             if interrupted and self.stop.reason:
                 attempt.update(progress={"notice": self.stop.reason})
             attempt.update(phases=work.phases())
@@ -272,15 +280,20 @@ class Pipeline:
         # What this attempt has last sent to the store is up to a heartbeat old.
         before = [beat for beat in attempts(self.store, attempt.prefix) if beat.attempt != attempt.number]
         mine = [beat for beat in (*before, attempt.latest) if beat.run == self.run]
-        cost = {
-            "cost/usd": sum(beat.usd for beat in mine),
-            "time/billed_hours": sum(beat.billed_hours for beat in mine),
-        }
+        bill = account(mine)
+        cost = {"cost/usd": bill.usd, "time/billed_hours": bill.billed_hours}
         scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
         if stage == "train":
             scores = {}  # the last loss is the end of a series, and no point at step 0
         self.tracker.metrics(stage, 0, time.time(), cost | scores)
         self.tracker.stage_ended(stage, "FINISHED")
+
+
+def ended_as(error: BaseException) -> str:
+    """The state of an attempt that `error` has ended."""
+    if isinstance(error, Stopped):
+        return "stopped"
+    return "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
 
 
 def provenance() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rich.text import Text
 from pipelines.artifacts.manifest import Manifest, Plan, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.ledger import attempts
+from pipelines.tracking.ledger import account, attempts
 from pipelines.tracking.report import SERIES, Audit, Summary, attempts_of, read_records
 from trainer.store import LocalStore, Store
 
@@ -43,13 +43,13 @@ def print_card(pipeline: "Pipeline") -> None:
     beats = attempts_of(pipeline.store, record)
     stages = Table("stage", "artifact", "time", "attempts", "dollars", box=None, pad_edge=False)
     for stage, manifest in pipeline.made.items():
-        mine = beats[stage]
+        mine = account(beats[stage])
         stages.add_row(
             stage,
             f"{manifest.prefix}" + (" [dim](skipped)[/]" if pipeline.skipped[stage] else ""),
-            duration(3600 * sum(b.billed_hours for b in mine)),
-            str(len(mine)),
-            f"{sum(b.usd for b in mine):.2f}",
+            duration(3600 * mine.billed_hours),
+            str(mine.attempts),
+            money(mine.usd, mine.unpriced_hours),
         )
     facts = Table.grid(padding=(0, 2))
     for name, value in card_facts(pipeline, summary):
@@ -92,7 +92,8 @@ def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
         ),
         (
             "dollars",
-            f"{summary.usd:.2f}" + ("" if summary.usd else "  (--price-per-hour gives this machine a price)"),
+            money(summary.usd, summary.unpriced_hours)
+            + ("" if summary.usd else "  (--price-per-hour gives this machine a price)"),
         ),
     ]
     return facts
@@ -196,7 +197,7 @@ def print_runs(summaries: list[Summary], where: str) -> None:
             _number(s.val_loss),
             _number(s.hellaswag_acc_norm),
             f"{s.billed_hours:.3f}",
-            f"{s.usd:.2f}",
+            money(s.usd, s.unpriced_hours),
         )
     console().print(table)
 
@@ -261,6 +262,11 @@ def print_recipes() -> None:
         f"[dim]hours = tokens x (6N + 12·L·C·T) / (8 x 989 TFLOP/s x {ASSUMED_MFU:.0%} MFU) on 8xH100; "
         f"dollars at ${NODE_USD_PER_HOUR}/h[/]"
     )
+
+
+def money(usd: float, unpriced_hours: float) -> str:
+    """1.23, or "1.23 + 0.4 h of unknown price"."""
+    return f"{usd:.2f}" + (f" + {unpriced_hours:.2g} h of unknown price" if unpriced_hours else "")
 
 
 def duration(seconds: float) -> str:

@@ -146,6 +146,12 @@ def test_what_the_same_command_can_resume_ends_with_75(folder: Path, error: str,
     assert (done.returncode, done.stdout, done.stderr) == (75, "", line)
 
 
+def test_a_run_that_somebody_stopped_ends_with_76_which_nothing_recovers(folder: Path) -> None:
+    done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, "trainer.process.Stopped('budget')"))
+    line = "stopped (budget): nothing starts it again by itself; the same command goes on\n"
+    assert (done.returncode, done.stdout, done.stderr) == (76, "", line)
+
+
 # --- what is imported
 
 
@@ -177,7 +183,7 @@ def test_results_go_to_stdout_as_one_object_and_all_else_to_stderr(folder: Path)
     done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--json", "--price-per-hour", "3.5")
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
-    assert set(told) == {"run", "state", "attempts", "usd", "billed_hours", "val_loss", "artifacts"}
+    assert set(told) == {"run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"}
     assert (told["state"], told["attempts"], told["val_loss"]) == ("done", 1, None)
     assert told["usd"] == pytest.approx(3.5 * told["billed_hours"]) and told["usd"] > 0
     tokens = told["artifacts"]["tokenize"]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import (
     Attempt,
+    Billing,
     Heartbeat,
     account,
     attempts,
@@ -40,7 +41,7 @@ PREFIX = "train/tiny-1a2b3c4d"
 
 
 def claimed(store: LocalStore, number: int, price: float = 0.0) -> Attempt:
-    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", number, price)
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", number, Billing(price))
     assert attempt is not None
     return attempt
 
@@ -66,7 +67,7 @@ def test_of_many_that_claim_an_attempt_one_gets_it(tmp_path: Path) -> None:
 
     def race(_: int) -> Attempt | None:
         start.wait()
-        return claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, 0.0)
+        return claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing())
 
     with ThreadPoolExecutor(racers) as pool:
         won = [attempt for attempt in pool.map(race, range(racers)) if attempt]
@@ -154,6 +155,26 @@ def test_heartbeats_go_on_while_the_work_does(tmp_path: Path, monkeypatch: pytes
         until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_what_watches_an_attempt_sees_every_heartbeat_also_while_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    seen: list[float] = []
+
+    def watch(beat: Heartbeat) -> None:
+        seen.append(beat.time)
+        raise StoreUnavailable("a watch may ask the store too")
+
+    store = Away(tmp_path)
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(), watch)
+    assert attempt is not None
+    with attempt:
+        store.fault = StoreUnavailable("no route") if away else None
+        until(lambda: len(set(seen)) >= 3, "three heartbeats were seen, each later than the one before")
+        store.fault = None
+
+
 class Away(LocalStore):
     """A store that raises `fault` while it is set."""
 
@@ -199,7 +220,8 @@ from pathlib import Path
 from pipelines.tracking import ledger
 from trainer.store import LocalStore
 ledger.HEARTBEAT_SECONDS = 0.05
-with ledger.claim(LocalStore(Path(sys.argv[1])), sys.argv[2], "tiny-1a2b3c4d", "train", 1, 3600.0) as attempt:
+store, billing = LocalStore(Path(sys.argv[1])), ledger.Billing(3600.0)
+with ledger.claim(store, sys.argv[2], "tiny-1a2b3c4d", "train", 1, billing) as attempt:
     attempt.update(progress={"step": 5}, phases={"train": 1.5})
     time.sleep(600)
 """
@@ -275,17 +297,44 @@ def test_hours_and_dollars_are_the_time_between_start_and_last_heartbeat() -> No
     total = account([first, second, clock_set_back])
     assert (total.attempts, total.billed_hours, total.usd) == (3, 2.0, pytest.approx(47.88 + 6.0))
     assert total.phases == {"train": 6800.0, "setup": 400.0}
-    assert account([]) == ledger.Account(0, 0.0, 0.0, {})
+    assert account([]) == ledger.Account(0, 0.0, 0.0, 0.0, {})
+
+
+def test_every_node_is_billed_and_an_unknown_price_is_kept_apart() -> None:
+    hour = {"started": 0.0, "time": 3600.0}
+    four_nodes, unknown = beat(**hour, price_per_hour=2.0, nodes=4), beat(**hour, price_per_hour=None, nodes=2)
+    assert (four_nodes.usd, unknown.usd) == (8.0, None)
+    total = account([four_nodes, unknown])
+    assert (total.billed_hours, total.usd, total.unpriced_hours) == (6.0, 8.0, 2.0)
+
+
+def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_on_the_bill(tmp_path: Path) -> None:
+    store, machine = LocalStore(tmp_path), {"cloud": "aws", "spot": True, "on_demand_per_hour": 98.3}
+    since = time.time() - 90
+    assert claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(None, "unknown: no table", 2, machine, since))
+    (seen,) = attempts(store, PREFIX)
+    assert (seen.price_per_hour, seen.price_source, seen.nodes) == (None, "unknown: no table", 2)
+    assert (seen.machine, seen.started) == (machine, since) and seen.billed_hours >= 90 / 3600
+
+
+def test_a_heartbeat_of_before_there_were_nodes_and_sources_is_still_read(tmp_path: Path) -> None:
+    store, old = LocalStore(tmp_path), asdict(beat(price_per_hour=3.0))
+    for field in ("price_source", "nodes", "machine"):
+        del old[field]
+    store.put(f"{PREFIX}/attempts/0001/heartbeat.json", json.dumps(old).encode())
+    (seen,) = attempts(store, PREFIX)
+    assert (seen.price_per_hour, seen.nodes) == (3.0, 1)
 
 
 SECONDS = st.floats(0, 1e6)
 BEATS = st.builds(
-    lambda started, lasted, price, phases: beat(
-        started=started, time=started + lasted, price_per_hour=price, phases=phases
+    lambda started, lasted, price, nodes, phases: beat(
+        started=started, time=started + lasted, price_per_hour=price, nodes=nodes, phases=phases
     ),
     SECONDS,
     SECONDS,
-    st.floats(0, 100),
+    st.one_of(st.none(), st.floats(0, 100)),
+    st.integers(1, 8),
     st.dictionaries(st.sampled_from(["setup", "train", "upload", "evaluate"]), SECONDS),
 )
 
@@ -299,7 +348,10 @@ def test_totals_do_not_depend_on_the_order_of_attempts(beats: list[Heartbeat], r
     assert one.billed_hours == pytest.approx(other.billed_hours)
     assert one.usd == pytest.approx(other.usd)
     assert one.phases == pytest.approx(other.phases)
-    assert one.usd == pytest.approx(sum((b.time - b.started) / 3600 * b.price_per_hour for b in beats))
+    assert one.unpriced_hours == pytest.approx(other.unpriced_hours)
+    dollars = ((b.time - b.started) / 3600 * b.nodes * (b.price_per_hour or 0) for b in beats)
+    assert one.usd == pytest.approx(sum(dollars))
+    assert one.unpriced_hours <= one.billed_hours
 
 
 @given(BEATS)

@@ -27,7 +27,7 @@ from trainer.store import PARTIAL
 pytestmark = pytest.mark.slow
 
 PRICE = 36.0  # dollars an hour: a cent a second
-RUN_FIELDS = ["run", "state", "attempts", "usd", "billed_hours", "val_loss", "artifacts"]
+RUN_FIELDS = ["run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"]
 INTERRUPTED = "interrupted: the same command goes on from here\n"
 # The only moment to commit at is the one in which it is asked to stop.
 PATIENT = "runtime.checkpoint_minutes=1000"

@@ -30,7 +30,7 @@ from pipelines.tables import (
     printable,
     program,
 )
-from pipelines.tracking.ledger import Heartbeat, claim, this_process
+from pipelines.tracking.ledger import Billing, Heartbeat, claim, this_process
 from pipelines.tracking.mlflow import Tracker
 from pipelines.tracking.report import RunRecord, Summary, one_run, read_records, record, run_series, summarize
 from trainer.config import UserError
@@ -66,7 +66,7 @@ def finished(store: Store, stage: str, files: tuple[File, ...] = (), **facts: An
 
 def attempted(store: Store, stage: str, number: int = 1, hours: float = 1.0, **changes: Any) -> Heartbeat:
     """An attempt as it last reported, by default one that is done."""
-    assert claim(store, PLANS[stage].prefix, RUN, stage, number, 0.0)
+    assert claim(store, PLANS[stage].prefix, RUN, stage, number, Billing())
     now = time.time()
     beat = Heartbeat(RUN, stage, number, "done", now - hours * 3600, now, 0.0, GONE)
     beat = replace(beat, **changes)
@@ -217,7 +217,7 @@ def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.Mon
     tracker = Tracker(tmp_path / "tracking", RUN, default_uri="sqlite:///some folder/mlflow.db")
     stop = StopSignal.__new__(StopSignal)  # pytest keeps its signals
     stop.asked = False
-    pipeline = Pipeline(RECIPE, store, tmp_path, 10.0, tracker, Screen(quiet=True), stop, PLANS)
+    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), tracker, Screen(quiet=True), stop, PLANS)
     file = File("config.json", "a0001/config.json", 0, "")
     pipeline.made = {stage: finished(store, stage) for stage in STAGES}
     pipeline.made["export"] = replace(pipeline.made["export"], files=(file,))

@@ -23,11 +23,11 @@ from pipelines.progress import Screen
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, Built, Pipeline, Work, provenance
 from pipelines.tracking import ledger
-from pipelines.tracking.ledger import Heartbeat, attempts, claim, this_process
+from pipelines.tracking.ledger import Billing, Heartbeat, attempts, claim, seconds_between_failures, this_process
 from pipelines.tracking.mlflow import Tracker
 from pipelines.tracking.report import Summary
 from trainer.config import UserError
-from trainer.process import Interrupted, StopSignal
+from trainer.process import Interrupted, Stopped, StopSignal
 from trainer.store import LocalStore, Store, StoreUnavailable
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -96,7 +96,7 @@ def pipeline(store: Store, home: Path, price: float = 0.0, stop: StopSignal | No
     name = PLANS["train"].name
     tracker = Tracker(home / "tracking", name, default_uri="sqlite:///unused.db")
     recipe = load_recipe("smoke")
-    return Pipeline(recipe, store, home, price, tracker, Screen(quiet=True), stop or NeverAsked(), dict(PLANS))
+    return Pipeline(recipe, store, home, Billing(price), tracker, Screen(quiet=True), stop or NeverAsked(), dict(PLANS))
 
 
 def execute(store: Store, home: Path, until: str = "tokenize", **options: Any) -> Pipeline:
@@ -267,6 +267,38 @@ def test_a_store_that_goes_away_does_not_hide_why_the_run_ended(
         execute(store, tmp_path)
 
 
+def test_a_watch_that_gives_a_reason_stops_the_run_for_good(
+    stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    stop = NeverAsked()
+
+    def long(work: Work) -> Built:
+        for _ in range(1000):
+            work.check()
+            time.sleep(0.01)
+        raise AssertionError("nobody stopped it")
+
+    stages.builds["tokenize"] = long
+    made = pipeline(store, tmp_path, stop=stop)
+    made.watches = [lambda beat: None, lambda beat: "budget of 3 dollars" if beat.attempt == 1 else None]
+    with pytest.raises(Stopped, match="budget of 3 dollars"):
+        made.execute("tokenize")
+    (seen,) = attempts(store, TOKENS)
+    assert (seen.state, seen.progress["notice"]) == ("stopped", "budget of 3 dollars")
+    assert made.summary().state == "stopped"
+    assert seconds_between_failures([seen], 100.0) == pytest.approx(100.0 + 3600 * seen.billed_hours)  # no death
+
+
+def test_a_machine_that_goes_away_before_the_wish_to_stop_leaves_the_run_to_be_recovered() -> None:
+    stop = NeverAsked()
+    stop.ask("SIGTERM")
+    stop.ask("budget", for_good=True)
+    with pytest.raises(Interrupted) as raised:
+        stop.check()
+    assert not isinstance(raised.value, Stopped) and stop.reason == "SIGTERM"
+
+
 # --- scratch
 
 
@@ -334,7 +366,7 @@ def test_an_attempt_that_was_superseded_commits_nothing_and_waits_for_the_winner
     winners: list[threading.Thread] = []
 
     def win() -> None:
-        with claim(store, TOKENS, "other", "tokenize", 2, 0.0) as rival:  # type: ignore[union-attr]
+        with claim(store, TOKENS, "other", "tokenize", 2, Billing()) as rival:  # type: ignore[union-attr]
             time.sleep(0.5)
             finish(store, rival.number)
 
@@ -361,7 +393,7 @@ def test_an_attempt_that_was_superseded_commits_nothing_and_waits_for_the_winner
 
 def put_heartbeat(store: Store, **changes: Any) -> None:
     """Attempt 1 of tokenize as another machine's process last reported it."""
-    assert claim(store, TOKENS, "other", "tokenize", 1, 0.0)
+    assert claim(store, TOKENS, "other", "tokenize", 1, Billing())
     now = time.time()
     beat = replace(Heartbeat("other", "tokenize", 1, "running", now, now, 0.0, ELSEWHERE), **changes)
     store.put(f"{TOKENS}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
@@ -391,7 +423,7 @@ def test_an_attempt_on_another_machine_is_left_alone_while_it_beats(
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(stage, "SILENT_SECONDS", 1.5)
-    rival = claim(store, TOKENS, "other", "tokenize", 1, 0.0)
+    rival = claim(store, TOKENS, "other", "tokenize", 1, Billing())
     assert rival is not None
     rival.update(process=ELSEWHERE)
 

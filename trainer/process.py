@@ -15,6 +15,10 @@ class Interrupted(Exception):
     """Asked to stop, and stopped where the same command can go on."""
 
 
+class Stopped(Interrupted):
+    """Somebody wants the run to stop, not only this machine: nothing may start it again by itself."""
+
+
 class StaleAttempt(Exception):
     """A newer attempt has taken over: this one may neither commit nor delete."""
 
@@ -24,6 +28,7 @@ class StopSignal:
 
     asked = False
     reason: str | None = None  # of who asked first
+    for_good = False  # who asked first wants the run to stop, not only this machine
     grace_seconds = 30  # to save, before whoever asked cuts it off: what torchrun and Kubernetes give
 
     def __init__(self) -> None:
@@ -31,13 +36,18 @@ class StopSignal:
             signal.signal(number, self._ask)
 
     def check(self) -> None:
-        """Raise Interrupted if asked to stop."""
+        """Raise Interrupted (or Stopped) if asked to stop."""
         if self.asked:
-            raise Interrupted
+            raise self.interruption()
 
-    def ask(self, reason: str) -> None:
+    def interruption(self) -> Interrupted:
+        """What to raise once asked to stop, or cut off without having been asked."""
+        return Stopped(self.reason) if self.for_good else Interrupted()
+
+    def ask(self, reason: str, for_good: bool = False) -> None:
         """Do what a signal does. From any thread."""
-        self.reason = self.reason or reason
+        if self.reason is None:
+            self.reason, self.for_good = reason, for_good
         self.asked = True
 
     def _ask(self, number: int, _frame: Any) -> None:

@@ -68,7 +68,7 @@ def build(work: Work) -> Built:
         raise
     work.clock.enter("upload")
     if last.get("step") != recipe.train.max_steps:
-        raise Interrupted
+        raise work.stop.interruption()
     return file_result(work)
 
 
@@ -149,7 +149,7 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
         why = [*last_words(work.folder, "fault"), "\n".join(log[-LOG_LINES:])][0]
         raise RuntimeError(f"the training processes failed; their output is in {work.folder / 'train.log'}:\n{why}")
     if torchrun.returncode:
-        raise Interrupted
+        raise work.stop.interruption()
     return last
 
 

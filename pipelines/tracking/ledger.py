@@ -7,11 +7,13 @@ for time and money; MLflow only mirrors it.
 """
 
 import json
+import math
 import os
 import platform
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,34 +30,54 @@ LONG_AGO_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
+class Billing:
+    """What an attempt costs, and how we know."""
+
+    price_per_hour: float | None = 0.0  # dollars, of one node; None: unknown, which no sum counts as 0
+    price_source: str = "own machine"
+    nodes: int = 1  # every one is billed
+    # cloud, region, zone, instance, spot, accelerators, on_demand_per_hour, cluster: as far as they are known
+    machine: dict[str, Any] = field(default_factory=dict)
+    since: float | None = None  # unix seconds from which the machine is on this attempt's bill; None: its claim
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """One attempt as it last reported. Times in unix seconds by its own clock, phases in seconds."""
 
     run: str
     stage: str
     attempt: int
-    state: str  # running, done, interrupted, failed, stale
-    started: float
+    state: str  # running, done, interrupted, stopped, failed, stale
+    started: float  # from here on the machine is on its bill
     time: float
-    price_per_hour: float  # dollars
+    price_per_hour: float | None  # dollars, of one node; None: unknown
     process: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)  # step, loss, tokens/s, resumed_from, …
+    price_source: str = "own machine"
+    nodes: int = 1
+    machine: dict[str, Any] = field(default_factory=dict)  # as in Billing
 
     @property
     def billed_hours(self) -> float:
+        """Hours of the attempt. Each of its nodes is billed for all of them."""
         return max(0.0, self.time - self.started) / 3600
 
     @property
-    def usd(self) -> float:
-        return self.billed_hours * self.price_per_hour
+    def usd(self) -> float | None:
+        """Dollars of all nodes; None if the price is unknown."""
+        return None if self.price_per_hour is None else self.billed_hours * self.nodes * self.price_per_hour
 
 
 class Attempt:
     """A claimed attempt that reports while it lives. Use as a context manager."""
 
-    def __init__(self, store: Store, prefix: str, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, store: Store, prefix: str, heartbeat: Heartbeat, watch: Callable[[Heartbeat], None] = lambda beat: None
+    ) -> None:
         self.store, self.prefix, self.latest = store, prefix, heartbeat
+        self.watch = watch  # called with every heartbeat, in its thread, also while the store is away
         self.number = heartbeat.attempt
         self.lost = False  # superseded, as far as the heartbeat thread knows
         self._ending = threading.Event()
@@ -106,7 +128,9 @@ class Attempt:
             except (OSError, UserError):
                 # A store that is away, or for a while refuses (credentials that are being renewed), stops no
                 # work: the next beat tries again.
-                continue
+                pass
+            with suppress(OSError, UserError):
+                self.watch(self.latest)
 
     def _report(self) -> None:
         key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
@@ -115,14 +139,34 @@ class Attempt:
             self.store.put(key, json.dumps(asdict(self.latest), indent=1).encode())
 
 
-def claim(store: Store, prefix: str, run: str, stage: str, number: int, price_per_hour: float) -> Attempt | None:
+def claim(
+    store: Store,
+    prefix: str,
+    run: str,
+    stage: str,
+    number: int,
+    billing: Billing,
+    watch: Callable[[Heartbeat], None] = lambda beat: None,
+) -> Attempt | None:
     """Take attempt `number` of an artifact; None if another process was faster."""
     now = time.time()
-    heartbeat = Heartbeat(run, stage, number, "running", now, now, price_per_hour, this_process())
+    heartbeat = Heartbeat(
+        run,
+        stage,
+        number,
+        "running",
+        started=now if billing.since is None else billing.since,
+        time=now,
+        price_per_hour=billing.price_per_hour,
+        process=this_process(),
+        price_source=billing.price_source,
+        nodes=billing.nodes,
+        machine=billing.machine,
+    )
     key = f"{prefix}/attempts/{number:04d}/claim.json"
     if not store.create(key, json.dumps(asdict(heartbeat), indent=1).encode()):
         return None
-    return Attempt(store, prefix, heartbeat)
+    return Attempt(store, prefix, heartbeat, watch)
 
 
 def attempts(store: Store, prefix: str) -> list[Heartbeat]:
@@ -201,8 +245,9 @@ class Account:
     """What a set of attempts adds up to."""
 
     attempts: int
-    billed_hours: float
-    usd: float
+    billed_hours: float  # of all nodes together, at whatever price
+    usd: float  # of the hours whose price is known
+    unpriced_hours: float  # the others, also of all nodes
     phases: dict[str, float]
 
 
@@ -213,4 +258,10 @@ def account(heartbeats: Iterable[Heartbeat]) -> Account:
     for beat in beats:
         for phase, seconds in beat.phases.items():
             phases[phase] = phases.get(phase, 0.0) + seconds
-    return Account(len(beats), sum(b.billed_hours for b in beats), sum(b.usd for b in beats), phases)
+    return Account(
+        attempts=len(beats),
+        billed_hours=math.fsum(b.nodes * b.billed_hours for b in beats),
+        usd=math.fsum(b.usd for b in beats if b.usd is not None),
+        unpriced_hours=math.fsum(b.nodes * b.billed_hours for b in beats if b.usd is None),
+        phases=phases,
+    )

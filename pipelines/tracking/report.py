@@ -41,7 +41,7 @@ class Summary:
     """A run in a row of a table."""
 
     run: str
-    state: str  # done, running, interrupted, failed, lost (it died without a word)
+    state: str  # done, running, interrupted, stopped (as was wished), failed, lost (it died without a word)
     attempts: int  # starts and resumptions that it took: 1 if nothing ever interrupted it
     steps: int
     tokens: int
@@ -49,7 +49,8 @@ class Summary:
     val_loss: float | None
     hellaswag_acc_norm: float | None
     billed_hours: float
-    usd: float
+    usd: float  # of the hours whose price is known
+    unpriced_hours: float
     phases: dict[str, float]  # seconds
     updated: float
 
@@ -114,6 +115,7 @@ def summarize(store: Store, record: RunRecord) -> Summary:
         hellaswag_acc_norm=facts.get("eval/hellaswag_acc_norm"),
         billed_hours=total.billed_hours,
         usd=total.usd,
+        unpriced_hours=total.unpriced_hours,
         phases=total.phases,
         updated=record.updated,
     )
