@@ -5,7 +5,6 @@ somebody wanted the run to stop (so nothing may start it again by itself), 1 our
 """
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from typer.core import TyperGroup
+
+from pipelines.cloud.verbs import cloud_app
+from pipelines.options import Changes, Json, RecipeName, StoreUri, default_tracking_uri, home, one_of, store_uri
 
 if TYPE_CHECKING:
     from pipelines.stage import Pipeline
@@ -44,19 +46,7 @@ app = typer.Typer(
 
 image_app = typer.Typer(help="The container image: build, push, check.", no_args_is_help=True)
 app.add_typer(image_app, name="image")
-
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe or a path to one.")]
-Changes = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads it
-    typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one field; can be repeated."),
-]
-StoreUri = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        "--store", metavar="URI", help="file://folder or s3://bucket/prefix [SKYTRAIN_STORE; .skytrain/store]"
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+app.add_typer(cloud_app)
 
 
 @app.command()
@@ -323,26 +313,6 @@ def result(pipeline: "Pipeline") -> dict[str, Any]:
             for stage, manifest in pipeline.made.items()
         },
     }
-
-
-def home() -> Path:
-    """Where this machine keeps scratch, caches and, by default, the store: SKYTRAIN_HOME or ./.skytrain."""
-    return Path(os.environ.get("SKYTRAIN_HOME", ".skytrain")).absolute()
-
-
-def store_uri(asked: str | None) -> str:
-    return asked or os.environ.get("SKYTRAIN_STORE") or f"file://{home() / 'store'}"
-
-
-def default_tracking_uri() -> str:
-    return f"sqlite:///{home() / 'mlflow.db'}"
-
-
-def one_of(value: str, known: tuple[str, ...], option: str) -> None:
-    from trainer.config import UserError
-
-    if value not in known:
-        raise UserError(f"{option} {value}: unknown; it is one of {', '.join(known)}")
 
 
 def main() -> None:

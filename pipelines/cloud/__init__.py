@@ -1,0 +1,1 @@
+"""Rented machines: prices and plans, launching through SkyPilot, and what is done with a run from afar."""
