@@ -73,6 +73,16 @@ class Metadata:
             connection.close()
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What a cloud says that this machine is, named as in price lists."""
+
+    region: str
+    zone: str
+    instance: str
+    spot: bool
+
+
 class Source(Protocol):
     """A cloud's way to announce the end."""
 
@@ -84,6 +94,9 @@ class Source(Protocol):
 
     def notices(self) -> Iterator[Notice]:
         """What is announced now, the most urgent first. Raises one of FAULTS for no answer or a senseless one."""
+
+    def machine(self) -> Machine:
+        """What this machine is. Raises as `notices`."""
 
 
 class Ec2:
@@ -109,6 +122,14 @@ class Ec2:
         if self._read("events/recommendations/rebalance"):
             # Says that an interruption is likelier than usual; many machines live on for hours.
             yield Notice(f"{self.name}: an interruption is likelier than usual (rebalance recommendation)", final=False)
+
+    def machine(self) -> Machine:
+        place = "placement/region", "placement/availability-zone"
+        items = [self._read(item) for item in (*place, "instance-type", "instance-life-cycle")]
+        region, zone, instance, life_cycle = (item or "" for item in items)
+        if not (region and instance and life_cycle):
+            raise ValueError("no machine of EC2's")
+        return Machine(region, zone, instance, spot=life_cycle == "spot")
 
     def _read(self, item: str) -> str | None:
         """An item's value, None if there is no such item (404)."""
@@ -152,11 +173,22 @@ class Gce:
         if self._read("maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":
             yield Notice(f"{self.name}: the host is about to be maintained, this machine to be stopped")
 
+    def machine(self) -> Machine:
+        # projects/<number>/zones/us-central1-a and projects/<number>/machineTypes/a3-highgpu-8g
+        zone, instance = (self._read(item).rpartition("/")[2] for item in ("zone", "machine-type"))
+        region = zone.rpartition("-")[0]
+        if not (region and instance):
+            raise ValueError("no machine of GCE's")
+        return Machine(region, zone, instance, spot=self._read("scheduling/preemptible") == "TRUE")
+
     def _read(self, item: str, timeout_s: float = ANSWER_SECONDS) -> str:
         answer = ok(self._metadata.ask(f"/computeMetadata/v1/instance/{item}", self.HEADERS, timeout_s))
         if answer.headers.get("Metadata-Flavor") != "Google":
             raise ValueError("not Google's metadata service")
         return answer.body.strip()
+
+
+COMPUTE = "instance/compute?api-version=2021-02-01"
 
 
 class Azure:
@@ -186,6 +218,13 @@ class Azure:
             if isinstance(event, dict) and self._ends_this_machine(event):
                 yield Notice(f"{self.name}: {self.ENDS[event['EventType']]} at {moment(event.get('NotBefore'))}")
 
+    def machine(self) -> Machine:
+        compute = self._read(COMPUTE, ANSWER_SECONDS)
+        region, zone, instance = (str(compute.get(name) or "") for name in ("location", "zone", "vmSize"))
+        if not (region and instance):
+            raise ValueError("no machine of Azure's")
+        return Machine(region, zone, instance, spot=compute.get("priority") == "Spot")
+
     def _ends_this_machine(self, event: dict[str, Any]) -> bool:
         machines = event.get("Resources")
         if not isinstance(machines, list) or event.get("EventType") not in list(self.ENDS):
@@ -193,7 +232,7 @@ class Azure:
         return self._machine.lower() in [str(machine).lower() for machine in machines]
 
     def _learn_name(self, timeout_s: float) -> None:
-        name = self._read("instance/compute?api-version=2021-02-01", timeout_s).get("name")
+        name = self._read(COMPUTE, timeout_s).get("name")
         if not isinstance(name, str) or not name:
             raise ValueError("no machine of Azure's")
         self._machine = name

@@ -1,0 +1,124 @@
+"""How fast a model trains on which GPUs: a few measured runs, and what they say of the others.
+
+One number carries over from run to run better than any speed: MFU, the share of the GPUs' peak that the model
+gets. Between measured sizes it is interpolated over the logarithm of the parameters, beyond them kept; every
+doubling of the GPUs costs what it was measured to cost; and every GPU is taken to reach the same MFU. What was
+measured just so is said to be `measured`, everything else `estimated`.
+
+A check from outside, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB 94 min,
+so 60% MFU, and 1558M on 8 x H100 24 h, 50%; the latter on 16 x H100 12 h, so no loss between two nodes. On A100
+our estimate is therefore cautious; on H100, with the arithmetic of an H200 and 70% of its memory bandwidth, it
+is a little bold for small models.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from trainer.config import ModelConfig, RuntimeConfig
+from trainer.metrics import PEAK_FLOPS
+
+# Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
+PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12}
+DETERMINISTIC = 1 - 0.137  # measured: README, "Measured"
+RECOMPUTE = 1 / 1.3  # a third of the FLOPs, the forward pass, is done again
+# What launching a layer's kernels takes, forward and backward: no GPU runs a small model faster. Estimated.
+SECONDS_PER_LAYER = 1e-3
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A training speed, and how we know."""
+
+    tokens_per_second: float
+    kind: str  # measured, estimated
+    source: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A run whose speed somebody measured."""
+
+    parameters: float
+    gpu: str  # "H200:4", on each node
+    nodes: int
+    compiled: bool
+    mfu: float
+    tokens_per_second: float
+    source: str
+
+
+README = "README, Measured: torch 2.11, CUDA 13, bf16"
+MEASURED = (
+    Measurement(124.5e6, "H200:1", 1, False, 0.282, 326_171, README),
+    Measurement(124.5e6, "H200:1", 1, True, 0.464, 536_237, README),
+    Measurement(124.5e6, "H200:4", 1, True, 0.445, 2_057_878, README),
+    Measurement(1557.7e6, "H200:1", 1, True, 0.473, 45_495, README),
+)
+EAGER = 0.282 / 0.464  # of the compiled speed, at 124M; taken for all sizes
+PER_DOUBLING = (0.445 / 0.464) ** (1 / math.log2(4))  # of the GPUs, at 124M: what is left of the MFU, 0.979
+
+
+def peak_of(accelerators: str) -> float | None:
+    """FLOP/s of a node such as "A100-80GB:8", None if we don't know such a GPU."""
+    gpu, _, count = accelerators.partition(":")
+    peak = PEAKS.get(gpu.partition("-")[0])
+    return None if peak is None else peak * int(count)
+
+
+def gpus_of(accelerators: str) -> int:
+    return int(accelerators.partition(":")[2])
+
+
+def speed_on(
+    model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int = 1, own: Iterable[Measurement] = ()
+) -> Speed | None:
+    """Tokens a second on `nodes` nodes with these GPUs; None for a GPU that we know nothing of.
+
+    `own`: what this very run, or one of the same model and runtime, was measured to do. On the same machines
+    it is the answer; on others it corrects the estimate by as much as it was off there.
+    """
+    own = list(own)
+    for known in own:
+        if (known.gpu, known.nodes) == (accelerators, nodes):
+            return Speed(known.tokens_per_second, "measured", known.source)
+    plain = not (runtime.deterministic or runtime.recompute)
+    for known in MEASURED if plain else ():
+        same = abs(known.parameters / model.parameters - 1) < 0.01 and known.compiled == runtime.compile
+        if same and (known.gpu, known.nodes) == (accelerators, nodes):
+            return Speed(known.tokens_per_second, "measured", known.source)
+    speed = estimate(model, runtime, accelerators, nodes)
+    if speed is None:
+        return None
+    for known in own:
+        there = estimate(model, runtime, known.gpu, known.nodes)
+        if there:
+            factor = known.tokens_per_second / there.tokens_per_second
+            source = f"{speed.source}; times {factor:.2f}, as {known.source}"
+            return replace(speed, tokens_per_second=factor * speed.tokens_per_second, source=source)
+    return speed
+
+
+def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> Speed | None:
+    peak = peak_of(accelerators)
+    if peak is None:
+        return None
+    gpus = nodes * gpus_of(accelerators)
+    mfu = mfu_of(model.parameters, runtime) * PER_DOUBLING ** math.log2(gpus)
+    most = gpus * runtime.micro_batch_size * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
+    tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
+    what = f"{mfu:.0%} MFU" if tokens_per_second < most else f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer"
+    return Speed(tokens_per_second, "estimated", f"{what}, from 1 and 4 x H200")
+
+
+def mfu_of(parameters: float, runtime: RuntimeConfig) -> float:
+    """MFU of one GPU, by the logarithm of the size between the measured ones."""
+    (small, low), (large, high) = ((m.parameters, m.mfu) for m in MEASURED if m.gpu == "H200:1" and m.compiled)
+    where = min(1.0, max(0.0, math.log(parameters / small) / math.log(large / small)))
+    mfu = low + where * (high - low)
+    return (
+        mfu
+        * (1 if runtime.compile else EAGER)
+        * (DETERMINISTIC if runtime.deterministic else 1)
+        * (RECOMPUTE if runtime.recompute else 1)
+    )

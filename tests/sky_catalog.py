@@ -1,0 +1,106 @@
+"""A price catalog as SkyPilot keeps one on disk, small and with round prices of our own: no account, no network.
+
+`write_catalog(home)` before `sky` is imported by a process whose environment is `sky_environment(home)`.
+"""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+V8 = Path(".sky/catalogs/v8")  # the schema of SkyPilot 0.14; a catalog that no download has left is never refreshed
+
+
+@dataclass(frozen=True)
+class Row:
+    """An instance type in a zone. Prices in dollars an hour of the whole machine; spot None: not offered."""
+
+    cloud: str
+    instance: str
+    region: str
+    zone: str
+    usd: float
+    spot_usd: float | None = None
+    gpus: str = ""  # "H100:8"
+    vcpus: float = 16.0
+    memory_gib: float = 64.0
+
+
+ROWS = (
+    Row("aws", "p5.48xlarge", "us-east-1", "us-east-1a", 56.0, 24.0, "H100:8", 192, 2048),
+    Row("aws", "p5.48xlarge", "us-east-1", "us-east-1b", 56.0, 20.0, "H100:8", 192, 2048),
+    Row("aws", "p5.48xlarge", "us-west-2", "us-west-2a", 60.0, 22.0, "H100:8", 192, 2048),
+    Row("aws", "p5e.48xlarge", "us-east-2", "us-east-2a", 64.0, 32.0, "H200:8", 192, 2048),
+    Row("aws", "p4de.24xlarge", "us-east-1", "us-east-1a", 28.0, 12.0, "A100-80GB:8", 96, 1152),
+    Row("aws", "m6i.4xlarge", "us-east-1", "us-east-1a", 0.8, 0.3),
+    Row("aws", "m6i.4xlarge", "us-west-2", "us-west-2a", 0.9, 0.4),
+    Row("gcp", "a3-highgpu-8g", "us-central1", "us-central1-a", 72.0, 26.0, "H100:8", 208, 1872),
+    Row("gcp", "n2-standard-16", "us-central1", "us-central1-a", 0.7, 0.2),
+    Row("lambda", "gpu_8x_h100_sxm5", "us-east-1", "", 31.92, None, "H100:8", 208, 1800),
+    Row("lambda", "gpu_1x_h100_sxm5", "us-east-1", "", 3.29, None, "H100:1", 26, 225),
+    Row("lambda", "cpu_16x_general", "us-east-1", "", 0.64),
+)
+COLUMNS = {
+    "aws": "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,"
+    "AvailabilityZone,Arch",
+    "gcp": "InstanceType,vCPUs,MemoryGiB,AcceleratorName,AcceleratorCount,GpuInfo,Region,AvailabilityZone,Price,"
+    "SpotPrice",
+    "lambda": "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Price,Region,GpuInfo,SpotPrice",
+}
+EMPTY = {  # what the clouds' modules read besides
+    "aws/images.csv": "Tag,Region,OS,OSVersion,ImageId,CreationDate,BaseImageId",
+    "aws/instance_quota_mapping.csv": "InstanceType,OnDemandInstanceQuotaCode,SpotInstanceQuotaCode",
+    "gcp/images.csv": "Tag,Region,OS,OSVersion,ImageId,CreationDate",
+    "gcp/accelerator_quota_mapping.csv": "Accelerator,OnDemandInstanceCode,SpotInstanceCode",
+}
+
+
+def write_catalog(home: Path, rows: tuple[Row, ...] = ROWS) -> None:
+    """Put the catalog where SkyPilot looks for it under `home`."""
+    for cloud, header in COLUMNS.items():
+        values = [line for row in rows if row.cloud == cloud for line in lines_of(row)]
+        write_csv(home / V8 / cloud / "vms.csv", header.split(","), values)
+    for name, header in EMPTY.items():
+        write_csv(home / V8 / name, header.split(","), [])
+    gpus = sorted({row.gpus.partition(":")[0] for row in rows if row.gpus})
+    clouds = {gpu: sorted({r.cloud for r in rows if r.gpus.startswith(f"{gpu}:")}) for gpu in gpus}
+    common = [{"AcceleratorName": gpu, "Clouds": str(names)} for gpu, names in clouds.items()]
+    write_csv(home / V8 / "common" / "accelerators.csv", ["AcceleratorName", "Clouds"], common)
+
+
+def lines_of(row: Row) -> list[dict[str, object]]:
+    """GCP sells a machine and its GPUs apart: two lines, a quarter of the price is the machine's."""
+    gpu, _, count = row.gpus.partition(":")
+    memory = {"Name": gpu, "Manufacturer": "NVIDIA", "Count": count, "MemoryInfo": {"SizeInMiB": 81_920}}
+    place = {"Region": row.region, "AvailabilityZone": row.zone, "Arch": "x86_64"}
+    machine = {"InstanceType": row.instance, "vCPUs": row.vcpus, "MemoryGiB": row.memory_gib}
+    gpus = {"AcceleratorName": gpu, "AcceleratorCount": count and float(count), "GpuInfo": str({"Gpus": [memory]})}
+    if not gpu:
+        return [place | machine | prices(row, 1.0)]
+    if row.cloud == "gcp":
+        return [place | machine | prices(row, 0.25), place | gpus | prices(row, 0.75)]
+    return [place | machine | gpus | prices(row, 1.0)]
+
+
+def prices(row: Row, share: float) -> dict[str, object]:
+    return {"Price": share * row.usd, "SpotPrice": "" if row.spot_usd is None else share * row.spot_usd}
+
+
+def write_csv(path: Path, header: list[str], rows: list[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        out = csv.DictWriter(file, header, restval="", extrasaction="ignore")
+        out.writeheader()
+        out.writerows(rows)
+
+
+def sky_environment(home: Path) -> dict[str, str]:
+    """What makes SkyPilot in a child process use that catalog, and find no cloud account of anyone's."""
+    nowhere = str(home / "none")
+    return {
+        "HOME": str(home),
+        "SKY_RUNTIME_DIR": str(home),
+        "AWS_SHARED_CREDENTIALS_FILE": nowhere,
+        "AWS_CONFIG_FILE": nowhere,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+    }
