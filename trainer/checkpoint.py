@@ -342,23 +342,27 @@ class Checkpointer:
         return sorted((k.removesuffix("/COMMIT.json") for k in keys if k.endswith("/COMMIT.json")), reverse=True)
 
     def _fetch(self, folder: str) -> str | None:
-        """Bring a checkpoint into this node's work folder and verify it; what is wrong with it, or None."""
+        """Bring a checkpoint into this node's work folder and verify it; what is wrong with it, or None.
+
+        A store that is away, refuses us, or doesn't fit on the disk raises: that is no damage.
+        """
         local = self.work / "loading"
         shutil.rmtree(local, ignore_errors=True)
         (local / "files").mkdir(parents=True)
         body = self.store.get(f"{folder}/COMMIT.json") or b""
         try:
             commit = unsealed(body)
-            for receipt in (Receipt(**f) for f in commit["files"]):
-                path = local / "files" / receipt.name
-                self.store.download(f"{folder}/{receipt.name}", path)
-                moment("download")
-                if path.stat().st_size != receipt.size or sha256_of(path) != receipt.sha256:
-                    return f"{receipt.name} does not have the size and sha256 that COMMIT.json names"
         except ValueError:
             return "COMMIT.json is not what was written"
-        except FileNotFoundError as error:
-            return f"a file is missing: {error}"
+        for receipt in (Receipt(**f) for f in commit["files"]):
+            path = local / "files" / receipt.name
+            try:
+                self.store.download(f"{folder}/{receipt.name}", path)
+            except FileNotFoundError as error:
+                return f"a file is missing: {error}"
+            moment("download")
+            if path.stat().st_size != receipt.size or sha256_of(path) != receipt.sha256:
+                return f"{receipt.name} does not have the size and sha256 that COMMIT.json names"
         (local / "COMMIT.json").write_bytes(body)
         return None
 

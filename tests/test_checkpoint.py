@@ -1,0 +1,234 @@
+"""A checkpoint among ranks and rivals: nobody waits for the dead, deletes what is not theirs, or takes trouble for damage.
+
+The ranks are threads of this process, each with its Checkpointer; the store and what lies in it are real.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainer.checkpoint
+from trainer.checkpoint import Checkpointer, TrainState, unsealed
+from trainer.config import UserError
+from trainer.metrics import EventLog, PhaseClock
+from trainer.parallel import World
+from trainer.process import StaleAttempt
+from trainer.store import LocalStore, StoreUnavailable
+
+CPU = torch.device("cpu")
+ALONE = World(0, 0, 1, CPU)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def tensors(value: float) -> dict[str, Tensor]:
+    return {"model.a": torch.full((300,), float(value)), "model.b": torch.full((200,), float(value)), "exp_avg.a": torch.ones(300)}
+
+
+def quiet_log(step: int = 0) -> EventLog:
+    log = EventLog(None, PhaseClock())
+    if step:
+        log.row(step, **{"train/loss": 1.0})
+    return log
+
+
+def checkpointer(store: LocalStore, world: World = ALONE, attempt: int = 1, **options: Any) -> Checkpointer:
+    return Checkpointer(store, "run", world, store.root / f"work-{world.rank}", attempt, **options)
+
+
+def committed(store: LocalStore, step: int, attempt: int = 1, value: float | None = None, **options: Any) -> None:
+    """Commit a checkpoint as an attempt of its own would."""
+    one = checkpointer(store, attempt=attempt, **options)
+    one.save(TrainState(step=step), tensors(step if value is None else value), log := quiet_log(step))
+    one.finish(log)
+
+
+def folders(store: LocalStore) -> list[str]:
+    return sorted({entry.key.split("/")[2] for entry in store.entries("run/checkpoints/")})
+
+
+class Interfering(LocalStore):
+    """Calls `before[method](key)` ahead of that method."""
+
+    def __init__(self, root: Path, **before: Callable[[str], None]) -> None:
+        super().__init__(root)
+        self.before = before
+
+    def _tell(self, method: str, key: str) -> None:
+        self.before.get(method, lambda key: None)(key)
+
+    def write(self, parts: Sequence[memoryview], key: str) -> None:
+        self._tell("write", key)
+        super().write(parts, key)
+
+    def download(self, key: str, path: Path) -> None:
+        self._tell("download", key)
+        super().download(key, path)
+
+
+# --- ranks
+
+
+@dataclass(frozen=True)
+class Rank(World):
+    """One of two ranks that are threads; what they gather goes through `table`."""
+
+    table: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        values, barrier = self.table
+        values[self.rank] = value
+        barrier.wait(20)
+        found = list(values)
+        barrier.wait(20)
+        return found
+
+
+def two_ranks(stores: Sequence[LocalStore], **options: Any) -> list[Checkpointer]:
+    table = ([None, None], threading.Barrier(2))
+    return [checkpointer(store, Rank(r, r, 2, CPU, table), **options) for r, store in enumerate(stores)]
+
+
+def both(ranks: Sequence[Checkpointer], work: Callable[[Checkpointer], Any]) -> list[Any]:
+    """What each rank's `work` returns, or the exception that it raised."""
+
+    def outcome(rank: Checkpointer) -> Any:
+        try:
+            return work(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(outcome, ranks))
+
+
+def save(step: int, value: float) -> Callable[[Checkpointer], EventLog]:
+    def saving(rank: Checkpointer) -> EventLog:
+        rank.save(TrainState(step=step), tensors(value), log := quiet_log(step))
+        rank.finish(log)
+        return log
+
+    return saving
+
+
+def loaded(rank: Checkpointer) -> tuple[int, float]:
+    found = tensors(-1)
+    state = rank.load_latest(found, quiet_log())
+    return (state.step, float(found["model.b"][0])) if state else (-1, -1)
+
+
+def test_a_rank_that_cannot_upload_says_so_and_nobody_waits_or_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 20.0)  # its fault has to be told sooner
+
+    def full(key: str) -> None:
+        if "step-00000002" in key:
+            raise OSError(28, "No space left on device")
+
+    ranks = two_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=full)])
+    assert [type(log) for log in both(ranks, save(1, 1.0))] == [EventLog, EventLog]
+    first, second = both(ranks, save(2, 2.0))
+    assert isinstance(first, OSError) and "rank 1: OSError" in str(first) and "No space left" in str(first)
+    assert isinstance(second, OSError)
+    assert ranks[0].committed_steps() == [1]
+    both(ranks, save(3, 3.0))  # the next one makes up for it
+    assert ranks[0].committed_steps() == [3, 1]
+    commit = unsealed(LocalStore(tmp_path).get("run/checkpoints/step-00000003-a0001/COMMIT.json") or b"")
+    assert [file["name"] for file in commit["files"]] == [
+        "rank-00000-of-00002.safetensors",
+        "rank-00001-of-00002.safetensors",
+    ]
+
+
+def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 0.3)
+    (first, _) = two_ranks([LocalStore(tmp_path)] * 2)  # the other is gone
+    log = quiet_log(1)
+    first.save(TrainState(step=1), tensors(1), log)
+    with pytest.raises(TimeoutError, match=r"rank 1 handed in no receipt within 0 s"):
+        first.finish(log)
+    assert first.committed_steps() == [] and len(log.uncommitted) == 1
+
+
+# --- turning back
+
+
+def test_what_was_never_committed_of_a_way_not_taken_vouches_for_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for step in (2, 4):
+        committed(store, step, keep_last=9)
+    # Step 6: rank 0 died before its upload, rank 1 had handed in a receipt.
+    store.put("run/checkpoints/step-00000006-a0001/receipt-00001.json", b"{}")
+    store.put("run/metrics/step-00000006-a0001.jsonl", b"{}")
+    checkpointer(store).forget_after(2)
+    assert folders(store) == ["step-00000002-a0001"]
+    assert [entry.key for entry in store.entries("run/metrics/")] == ["run/metrics/step-00000002-a0001.jsonl"]
+
+
+def test_a_stale_attempt_that_turns_back_forgets_nothing_and_says_so_on_every_rank(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    committed(store, 4)
+    ranks = two_ranks([store] * 2, superseded=lambda: True)
+    told = both(ranks, lambda rank: rank.forget_after(0))
+    assert [type(each) for each in told] == [StaleAttempt, StaleAttempt]
+    assert folders(store) == ["step-00000004-a0001"]
+
+
+# --- rivals
+
+
+def test_an_attempt_that_has_not_yet_heard_of_its_successor_deletes_nothing_of_it(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    committed(store, 1)
+    for step in (2, 4):
+        committed(store, step, attempt=2, keep_last=9)
+    committed(store, 9, attempt=1, keep_last=1)  # it believes to be the newest
+    assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002", "step-00000009-a0001"]
+    checkpointer(store, attempt=1).forget_after(0)
+    assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002"]
+    assert [e.key for e in store.entries("run/metrics/")] == [
+        "run/metrics/step-00000002-a0002.jsonl",
+        "run/metrics/step-00000004-a0002.jsonl",
+    ]
+
+
+def test_a_checkpoint_deleted_while_it_is_read_gives_way_to_the_one_that_replaced_it(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for step in (3, 5):
+        committed(store, step, keep_last=2)
+
+    def replace_it(key: str) -> None:
+        if "step-00000005" in key:  # the attempt before this one, dying, commits once more and deletes
+            committed(store, 8, keep_last=1)
+
+    assert loaded(checkpointer(Interfering(tmp_path, download=replace_it), attempt=2)) == (8, 8.0)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        UserError("s3://b/k: the credentials have expired; log in again (ExpiredToken)"),
+        StoreUnavailable("s3://b/k: no success within 120 s"),
+        OSError(28, "No space left on device"),
+    ],
+)
+def test_a_store_that_refuses_is_not_taken_for_damage(tmp_path: Path, trouble: Exception) -> None:
+    store = LocalStore(tmp_path)
+    committed(store, 5)
+
+    def refuse(key: str) -> None:
+        raise trouble
+
+    with pytest.raises(type(trouble)):
+        loaded(checkpointer(Interfering(tmp_path, download=refuse), attempt=2))
+    shutil.rmtree(tmp_path / "work-0", ignore_errors=True)
+    assert loaded(checkpointer(store, attempt=2)) == (5, 5.0)
