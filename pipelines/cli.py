@@ -66,8 +66,7 @@ def run(
     from pipelines.cloud.prices import billing_here
     from pipelines.notice import watching
     from pipelines.progress import Screen
-    from pipelines.recipe import load_recipe
-    from pipelines.stage import STAGES, Pipeline, plans_of, run_name
+    from pipelines.stage import STAGES, Pipeline, planned, run_name
     from pipelines.tracking.mlflow import Tracker
     from trainer.config import UserError
     from trainer.process import StopSignal
@@ -75,9 +74,8 @@ def run(
 
     one_of(stage, STAGES, "--stage")
     stop = StopSignal()
-    loaded = load_recipe(recipe, set_ or [])
     opened = open_store(store_uri(store))  # its mistakes show before gigabytes of text are hashed
-    plans = plans_of(loaded)
+    loaded, plans = planned(recipe, set_ or [], opened)
     name = run_name(plans)
     folder = home()
     tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
