@@ -7,53 +7,23 @@ The job is told nothing but the run's name and store (`skytrain run run:NAME --s
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import Plan, find
-from pipelines.cloud.checks import (
-    Finding,
-    broken,
-    clouds_allow,
-    enabled_clouds,
-    image_exists,
-    image_parts,
-    is_loopback,
-    mlflow_answers,
-    store_commits,
-)
-from pipelines.cloud.tasks import (
-    CLUSTERS,
-    PLAIN,
-    SECRET,
-    WORK_TREE,
-    Wish,
-    cloud_of,
-    clouds_of,
-    dag_of,
-    documents,
-    shown,
-)
+from pipelines.cloud.checks import Finding, clouds_allow, enabled_clouds
+from pipelines.cloud.preflight import preflight
+from pipelines.cloud.prices import offers, prices_table
+from pipelines.cloud.tasks import CLUSTERS, PLAIN, SECRET, Wish, cloud_of, dag_of, documents, shown
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
-from pipelines.text import STDLIB
 from pipelines.tracking.report import record
 from trainer.config import UserError
-from trainer.store import LocalStore, Store
+from trainer.store import Store
 
 if TYPE_CHECKING:
     from sky import Dag
-
-# Where one asks for more. GPUs are granted by the vCPU or by the piece, and a new account has none.
-QUOTAS = {
-    "aws": "needs the quota 'All P5 Spot Instance Requests' (192 vCPUs a node of 8 H100s), 'Running On-Demand P "
-    "instances' without spot",
-    "gcp": "needs the quotas 'Preemptible NVIDIA H100 GPUs' and 'GPUs (all regions)', 8 a node",
-    "azure": "needs the quota of the NDv5 family, 96 vCPUs a node",
-    "lambda": "has no quota, but often no free 8xH100; the job waits until there is one",
-}
 
 
 @dataclass(frozen=True)
@@ -127,6 +97,8 @@ def launch(
         raise UserError(
             f"launch: {wish.run} has job {running[0]}, which is not over; `skytrain status {wish.run}` shows it"
         )
+    job = affordable(job, wish, recipe, store)
+    job = with_prices(job, wish)
     dag = dag_of(job, secrets)
     candidates(dag)
     if not agreed(f"Launch {wish.run}: {', '.join(stages)}?"):
@@ -145,102 +117,6 @@ def report(findings: Iterable[Finding]) -> None:
         faults += finding.state == "broken"
     if faults:
         raise UserError(f"launch: {faults} of the things above would keep it from running; nothing was launched")
-
-
-def preflight(
-    job: list[dict[str, Any]], wish: Wish, recipe: Recipe, store: Store, secrets: Mapping[str, str]
-) -> Iterator[Finding]:
-    """All that could be known to fail before a machine is rented, cheapest question first."""
-    clouds = clouds_of(job)
-    afar = any(cloud not in CLUSTERS for cloud in clouds)
-    yield skypilot_installed()
-    stages = [task["name"] for task in job[1:]]
-    yield from texts_reachable(recipe, stages, afar)
-    yield credentials(store, clouds, secrets)
-    if isinstance(store, LocalStore) and afar:
-        yield broken("store", f"{store.uri} is a folder of this machine", "--store s3://BUCKET/PREFIX")
-    else:
-        yield store_commits(store)
-    yield from endpoints(wish, afar)
-    yield image(wish, secrets)
-    if uri := wish.variables.get("MLFLOW_TRACKING_URI"):
-        yield mlflow_answers(uri, wish.variables | dict(secrets))
-    else:
-        yield Finding("mlflow", "none", "note", "the ledger keeps all; MLFLOW_TRACKING_URI names a server to mirror to")
-    for cloud in QUOTAS if "train" in stages else []:
-        if cloud in clouds:
-            yield Finding("quota", f"{cloud} {QUOTAS[cloud]}", "note")
-
-
-def skypilot_installed() -> Finding:
-    try:
-        found = version("skypilot")
-    except PackageNotFoundError:
-        return broken("skypilot", "not installed", "pip install '.[cloud]'")
-    major, minor = (int(part) for part in found.split(".")[:2])
-    if (major, minor) < (0, 14):
-        return broken("skypilot", found, "pip install -U 'skypilot>=0.14'")
-    return Finding("skypilot", found)
-
-
-def texts_reachable(recipe: Recipe, stages: Iterable[str], afar: bool) -> Iterator[Finding]:
-    """Whether what is read besides artifacts can be read where the job runs."""
-    sources = {"tokenize": recipe.tokens.source, "evaluate": recipe.evaluate.hellaswag}
-    for stage, source in sources.items():
-        if stage not in stages or source is None or "://" in source:
-            continue
-        what = f"text for {stage}"
-        if source == STDLIB:
-            yield Finding(what, STDLIB, "note", "the job's Python has to be this very one")
-        elif afar or not os.path.isabs(source):
-            remedy = f"do that stage here, and launch the rest: skytrain run RECIPE --stage {stage} --store …"
-            yield broken(what, f"{source} lies on this machine", remedy)
-        else:
-            yield Finding(what, source, "note", "it has to be at this very path on the nodes")
-
-
-def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str]) -> Finding:
-    """Whether a job will be let into the bucket."""
-    if isinstance(store, LocalStore):
-        return Finding("credentials", "a folder needs none")
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    given = [name for name in names if name in secrets]
-    if len(given) == 1:
-        return broken("credentials", f"only {given[0]} is set", f"export {' and '.join(names)}, or neither")
-    if given and "AWS_SESSION_TOKEN" in secrets:
-        return Finding(
-            "credentials",
-            "a session's, which expires",
-            "note",
-            "a run that outlives it ends; use a user's keys for long runs",
-        )
-    if given:
-        return Finding("credentials", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY go along as secrets")
-    others = sorted(set(clouds) - {"aws"})
-    if others:
-        return broken(
-            "credentials",
-            f"AWS_ACCESS_KEY_ID is not set, and machines of {', '.join(others)} have no role that opens {store.uri}",
-            "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may use the bucket, or --infra aws",
-        )
-    return Finding("credentials", "none here: the nodes' own role has to open the bucket", "note")
-
-
-def endpoints(wish: Wish, afar: bool) -> Iterator[Finding]:
-    """Addresses that mean another machine there than here."""
-    for name, value in wish.variables.items():
-        if afar and "://" in value and is_loopback(value):
-            yield broken("network", f"{name}={value} is this machine", "name an address that the nodes can reach")
-
-
-def image(wish: Wish, secrets: Mapping[str, str]) -> Finding:
-    if wish.image == WORK_TREE:
-        return Finding("image", "none: the work tree is synced, and makes its environment on the node")
-    image_parts(wish.image)  # a name that is none is the user's mistake, not the registry's
-    found = image_exists(wish.image, secrets)
-    if found.state == "ok" and "@" not in wish.image:
-        return Finding("image", found.seen, "note", "a tag can be moved between two recoveries; name a digest")
-    return found
 
 
 def cloud_access(job: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Finding]]:
@@ -280,6 +156,82 @@ def running_jobs(run: str) -> list[int]:
     except exceptions.ClusterNotUpError:
         return []  # there never was a managed job
     return sorted({job.job_id for job in found if job.job_name == run})
+
+
+# Money
+
+
+def affordable(job: list[dict[str, Any]], wish: Wish, recipe: Recipe, store: Store) -> list[dict[str, Any]]:
+    """Print the plan for the clouds that have price lists; with a deadline or budget keep the training machines that
+    are expected to meet it. UserError if none is."""
+    from pipelines.cloud import plan
+
+    tasks = {task["name"]: task for task in job[1:]}
+    if "train" not in tasks:
+        return job
+    machines = tasks["train"]["resources"]["any_of"]
+    clouds = dict.fromkeys(cloud for m in machines if (cloud := cloud_of(m["infra"])) not in CLUSTERS)
+    if not clouds:
+        return job  # one's own machines: SkyPilot's prices, if it was told any, stand in its own table
+    limits = plan.Limits(wish.deadline_hours, wish.budget)
+    nodes = dict.fromkeys(m["accelerators"] for m in machines)
+    found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds)
+    plan.print_cloud_plan(found)
+    if not str(limits):
+        return job
+    good = {(c.offer.cloud, c.offer.spot) for c in found.candidates if limits.met_by(c)}
+    kept = [m for m in machines if cloud_of(m["infra"]) in CLUSTERS or (cloud_of(m["infra"]), m["use_spot"]) in good]
+    if not kept:
+        raise UserError(f"launch: {found.notes[-1] if found.notes else f'nothing is done within {limits}'}")
+    train = tasks["train"] | {"resources": tasks["train"]["resources"] | {"any_of": kept}}
+    return [job[0], *(train if task["name"] == "train" else task for task in job[1:])]
+
+
+def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
+    """The job with the price of every machine that it may end up on. UserError if a budget can't be kept without."""
+    priced = [job[0]]
+    for task in job[1:]:
+        rows, faults = [], []
+        for machine in task["resources"]["any_of"]:
+            try:
+                rows += prices_of(machine)
+            except UserError as error:
+                faults.append(f"{task['name']} on {machine['infra']}: {error}")
+        if faults and wish.budget is not None:
+            raise UserError(f"--budget: can't be promised where a price is unknown: {faults[0]}")
+        for fault in faults:
+            print(Finding("price", fault, "note", "its hours will be kept apart in every sum"))
+        table = json.dumps([row for i, row in enumerate(rows) if row not in rows[:i]], separators=(",", ":"))
+        priced.append(task | {"envs": task["envs"] | {"SKYTRAIN_PRICES": table}})
+    return priced
+
+
+def prices_of(machine: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of SKYTRAIN_PRICES for one of a task's machines. UserError if its price can't be known."""
+    cloud, _, region = machine["infra"].partition("/")
+    node = machine.get("accelerators") or f"cpus:{machine['cpus'].rstrip('+')}"
+    if cloud.lower() in CLUSTERS:
+        return [cluster_price(machine, cloud.lower(), region)]
+    found = [o for o in offers(cloud.lower(), node) if o.spot == machine["use_spot"] and region in ("", o.region)]
+    if not found:
+        raise UserError(f"its price list has no {node}" + (" on spot" if machine["use_spot"] else ""))
+    return prices_table(found)
+
+
+def cluster_price(machine: dict[str, Any], cloud: str, region: str) -> dict[str, Any]:
+    """What SkyPilot was told that a machine of one's own cluster costs (`pricing` in ~/.sky/config.yaml)."""
+    from sky.catalog import common
+
+    section, places = {"slurm": ("slurm", "cluster_configs")}.get(cloud, ("kubernetes", "context_configs"))
+    pricing = common.resolve_pricing_config((section, "pricing"), (section, places, region, "pricing"))
+    if not pricing:
+        raise UserError(f"SkyPilot was told no {section}.pricing")
+    gpu, _, count = machine.get("accelerators", "").partition(":")
+    cpus, memory = (float(str(machine.get(name, 0)).rstrip("+")) for name in ("cpus", "memory"))
+    usd = common.get_hourly_cost_from_pricing(pricing, cpus, memory, gpu or None, int(count or 0))
+    known = {"cloud": cloud, "region": region or None, "zone": None, "instance": None, "spot": None}
+    accelerators = machine.get("accelerators")
+    return known | {"usd_per_hour": usd, "on_demand_usd_per_hour": usd, "accelerators": accelerators}
 
 
 # Submitting

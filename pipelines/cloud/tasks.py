@@ -55,19 +55,19 @@ def source_folder() -> Path:
     return root
 
 
-def documents(wish: Wish, stages: Iterable[str], prices: str = "", root: Path | None = None) -> list[dict[str, Any]]:
+def documents(wish: Wish, stages: Iterable[str]) -> list[dict[str, Any]]:
     """The YAML documents of the managed job: its header, then a task for every stage.
 
-    `prices` is what a job reads from SKYTRAIN_PRICES. UserError for a wish that no machine can fulfil.
+    UserError for a wish that no machine can fulfil.
     """
-    folder = root or source_folder()
+    folder = source_folder()
     tasks = [yaml.safe_load((folder / "sky" / f"{stage}.yaml").read_text(encoding="utf8")) for stage in stages]
     for task in tasks:
-        fill(task, wish, prices, folder)
+        fill(task, wish, folder)
     return [{"name": wish.run}, *tasks]
 
 
-def fill(task: dict[str, Any], wish: Wish, prices: str, folder: Path) -> None:
+def fill(task: dict[str, Any], wish: Wish, folder: Path) -> None:
     """Put what was asked for into one of the files' tasks."""
     stage = task["name"]
     resources = task["resources"]
@@ -89,8 +89,6 @@ def fill(task: dict[str, Any], wish: Wish, prices: str, folder: Path) -> None:
         "SKYTRAIN_BUDGET": "" if wish.budget is None else f"{wish.budget:g}",
         "SKYTRAIN_TRACKING": "on" if "MLFLOW_TRACKING_URI" in wish.variables else "off",
     }
-    if prices:
-        task["envs"]["SKYTRAIN_PRICES"] = prices
     task["envs"] |= wish.variables
     del task["secrets"]
 

@@ -36,6 +36,10 @@ def launch(
         Optional[float],  # noqa: UP045
         typer.Option(min=0.0, metavar="USD", help="The run stops on a commit before it has cost more."),
     ] = None,
+    deadline: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="TIME", help="Only machines that are expected to be done in 36h, 2d or 90m."),
+    ] = None,
     image: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="IMAGE|none", help="REGISTRY/NAME@sha256:… [the last pushed], or none: this work tree"),
@@ -56,6 +60,7 @@ def launch(
     os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     from pipelines.artifacts.store import open_store
     from pipelines.cloud import launch as launching
+    from pipelines.cloud.plan import hours_of
     from pipelines.cloud.tasks import Wish
     from pipelines.stage import STAGES, planned, run_name
 
@@ -64,8 +69,9 @@ def launch(
     loaded, plans = planned(recipe, set_ or [], opened)
     variables = launching.variables_here(env or [])
     secrets = launching.secrets_here(secret or [])
+    hours = hours_of(deadline) if deadline else None
     wish = Wish(
-        run_name(plans), opened.uri, stage, infra, spot, nodes, gpus, image or pushed_image(), budget, None, variables
+        run_name(plans), opened.uri, stage, infra, spot, nodes, gpus, image or pushed_image(), budget, hours, variables
     )
     launched = launching.launch(wish, loaded, plans, opened, secrets, lambda q: yes or typer.confirm(q), dry_run)
     if launched:
