@@ -58,48 +58,44 @@ class Tally:
         return self.kept / self.billed
 
 
-def replay(spells: list[tuple[float, float]], rule: float | str, size: Size, work: float = float("inf")) -> Tally:
-    """A run of `work` seconds of training through a market."""
+def replay(
+    spells: list[tuple[float, float]], rule: float | str, size: Size, machine_seconds: float = float("inf")
+) -> Tally:
+    """A run through a market, or through its first seconds on a machine."""
     runtime = RuntimeConfig.model_validate({"checkpoint_minutes": rule})
     tally = Tally()
     for begin, end in spells:
         between = seconds_between_failures(tally.attempts, PRIOR_SECONDS_BETWEEN_FAILURES)
-        died = attempt(end - begin, SaveClock(runtime, between, rollbacks=False), size, work - tally.kept, tally)
-        tally.attempts.append(beat(len(tally.attempts) + 1, begin, begin + died))
-        if tally.kept >= work:
-            return tally
+        left = machine_seconds - tally.billed
+        attempt(
+            min(left, end - begin), SaveClock(runtime, between, rollbacks=False), size, tally, dies=end - begin < left
+        )
+        tally.attempts.append(beat(len(tally.attempts) + 1, begin, end))
+        if end - begin >= left:
+            break
     return tally
 
 
-def attempt(seconds: float, clock: SaveClock, size: Size, work: float, tally: Tally) -> float:
-    """One machine, ours for `seconds`; how long it was used."""
-    now = size.load  # the clock of saves starts, `last` is when it was last set
-    last, free_at = now, now
-    now += size.compile
-    trained = committed = 0.0
-    saves: list[tuple[float, float]] = []  # (when it is committed, how much training it holds)
+def attempt(seconds: float, clock: SaveClock, size: Size, tally: Tally, dies: bool) -> None:
+    """One machine, ours for `seconds`, and what is added to the tally by it."""
+    last = free_at = size.load  # the clock of saves starts before the first step
+    now = size.load + size.compile
+    tally.billed += seconds
+    tally.started += min(seconds, now)
+    trained = kept = 0.0
+    saves: list[tuple[float, float]] = []  # when it is committed, how much training it holds
     stall = size.first_stall
-    while now < seconds and trained < work:
-        due = max(now, last + clock.interval, free_at)
-        step_until = min(due, seconds, now + work - trained)
-        trained += step_until - now
-        now = max(step_until, free_at)  # the last save waits for the one before it
-        if now >= seconds:
-            break
-        now += stall
-        tally.stalled += min(stall, seconds - now + stall)
+    while now < seconds:
+        due = min(seconds, max(now, last + clock.interval, free_at))
+        trained += due - now
+        now = due + stall
+        tally.stalled += min(stall, seconds - due)
         clock.saved(stall)
         last, free_at, stall = now, now + size.background, size.stall
         saves.append((free_at, trained))
-    ended = seconds
-    if trained >= work and saves[-1][0] <= seconds:
-        ended = saves[-1][0]
-    committed = max((held for at, held in saves if at <= ended), default=0.0)
-    tally.billed += ended
-    tally.kept += committed
-    tally.redone += trained - committed
-    tally.started += min(ended, size.load + size.compile)
-    return ended
+    kept = max((held for at, held in saves if at <= seconds), default=0.0) if dies else trained
+    tally.kept += kept
+    tally.redone += trained - kept
 
 
 def beat(number: int, started: float, ended: float) -> Heartbeat:
@@ -115,11 +111,9 @@ def row(name: str, goodputs: dict[float | str, float]) -> str:
 
 
 def over_starts(trace: spot_traces.Trace, rule: float | str, size: Size, hours: float) -> float:
-    """Goodput of runs of so many hours of training, begun at many moments."""
-    tallies = [
-        replay(trace.spells(start), rule, size, 3600 * hours)
-        for start in trace.starts(STARTS, room=trace.seconds / 2)
-    ]
+    """Goodput of the first hours on a machine, of runs begun at many moments."""
+    starts = trace.starts(STARTS, room=trace.seconds / 2)
+    tallies = [replay(trace.spells(start), rule, size, 3600 * hours) for start in starts]
     return sum(tally.kept for tally in tallies) / sum(tally.billed for tally in tallies)
 
 
@@ -128,7 +122,7 @@ def main() -> None:
     traces = spot_traces.load(options.traces)
     print(f"{'goodput at checkpoint_minutes':44}" + "".join(f"{rule:>8}" for rule in RULES) + "   auto / best fixed")
     for size in SIZES:
-        for what, hours in (("the whole trace", None), ("runs of 2 h", 2.0), ("runs of 24 h", 24.0)):
+        for what, hours in (("the whole trace", None), ("the first 2 h", 2.0), ("the first 24 h", 24.0)):
             print(f"\n{size.name}, {what}")
             for trace in traces:
                 goodputs = {

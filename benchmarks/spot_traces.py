@@ -9,7 +9,7 @@ import argparse
 import json
 import random
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -31,13 +31,21 @@ class Trace:
         return sum(self.available) / len(self.available)
 
     def spells(self, start: float = 0.0) -> list[tuple[float, float]]:
-        """From when to when a machine could be had, in seconds after `start`."""
-        found, tick = [], 0
-        for there, ticks in groupby(self.available):
-            begun, tick = tick, tick + len(list(ticks))
-            if there and tick * self.gap_seconds > start:
-                found.append((max(0.0, begun * self.gap_seconds - start), tick * self.gap_seconds - start))
-        return found
+        """From when to when a machine could be had, in seconds after `start`.
+
+        A probe tells that it changed since the one before, not when: the moment is drawn in between. Or all
+        spells would be whole ticks long, and an interval that divides a tick would look better than it is.
+        """
+        draw, ends = random.Random(self.name), [0.0]
+        changes = [tick for tick in range(1, len(self.available)) if self.available[tick] != self.available[tick - 1]]
+        ends += [(tick - draw.random()) * self.gap_seconds for tick in changes]
+        spells = pairwise([*ends, self.seconds])
+        there = self.available[0]
+        return [
+            (max(0.0, begin - start), end - start)
+            for number, (begin, end) in enumerate(spells)
+            if there == (number % 2 == 0) and end > start
+        ]
 
     def starts(self, count: int, room: float) -> list[float]:
         """Moments to begin at, of any phase of the trace, that leave `room` seconds of it."""
