@@ -63,11 +63,10 @@ def run(
 ) -> None:
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
     from pipelines.artifacts.store import open_store
+    from pipelines.cloud.prices import billing_here
     from pipelines.notice import watching
     from pipelines.progress import Screen
-    from pipelines.recipe import load_recipe
-    from pipelines.stage import STAGES, Pipeline, plans_of, run_name
-    from pipelines.tracking.ledger import Billing
+    from pipelines.stage import STAGES, Pipeline, planned, run_name
     from pipelines.tracking.mlflow import Tracker
     from trainer.config import UserError
     from trainer.process import StopSignal
@@ -75,9 +74,8 @@ def run(
 
     one_of(stage, STAGES, "--stage")
     stop = StopSignal()
-    loaded = load_recipe(recipe, set_ or [])
     opened = open_store(store_uri(store))  # its mistakes show before gigabytes of text are hashed
-    plans = plans_of(loaded)
+    loaded, plans = planned(recipe, set_ or [], opened)
     name = run_name(plans)
     folder = home()
     tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
@@ -85,7 +83,7 @@ def run(
         loaded,
         opened,
         folder,
-        Billing() if price_per_hour is None else Billing(price_per_hour, "--price-per-hour"),
+        billing_here(price_per_hour),
         tracker,
         Screen(quiet=as_json),
         stop,
@@ -105,14 +103,58 @@ def run(
 
 
 @app.command()
-def plan(recipe: RecipeName, store: StoreUri = None, set_: Changes = None, as_json: Json = False) -> None:
-    """Show what `run` would make, what is there already, and why the rest is not."""
+def plan(
+    recipe: RecipeName,
+    store: StoreUri = None,
+    set_: Changes = None,
+    cloud: Annotated[
+        bool, typer.Option("--cloud", help="Compare rented machines: hours and dollars of what is left to do.")
+    ] = False,
+    deadline: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="TIME", help="With --cloud: to be done in 36h, 2d or 90m."),
+    ] = None,
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0.01, metavar="USD", help="With --cloud: to be done for so much."),
+    ] = None,
+    gpus: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="GPU:N,…", help="With --cloud: nodes to train on [H100:8,H200:8,A100-80GB:8]."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="With --cloud: how many nodes train.")] = 1,
+    infra: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="CLOUD,…", help="With --cloud: whose price lists to read [aws,gcp,lambda]."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what `run` would make, what is there already, and why the rest is not; --cloud: what it would cost where."""
     from pipelines.artifacts.store import open_store
     from pipelines.recipe import load_recipe
     from pipelines.tables import plan_of, print_plan
+    from trainer.config import UserError
 
-    shown = plan_of(load_recipe(recipe, set_ or []), open_store(store_uri(store)))
-    print(json.dumps(shown)) if as_json else print_plan(shown)
+    loaded, opened = load_recipe(recipe, set_ or []), open_store(store_uri(store))
+    if not cloud:
+        if deadline or budget or gpus or infra or nodes > 1:
+            raise UserError("plan: --deadline, --budget, --gpus, --nodes and --infra belong to --cloud; add it")
+        shown = plan_of(loaded, opened)
+        print(json.dumps(shown)) if as_json else print_plan(shown)
+        return
+    from pipelines.cloud import plan as cloud_plans
+
+    limits = cloud_plans.Limits(cloud_plans.hours_of(deadline) if deadline else None, budget)
+    asked = {"train_nodes": gpus, "clouds": infra}
+    found = cloud_plans.cloud_plan(
+        loaded, opened, limits, nodes=nodes, **{k: tuple(v.split(",")) for k, v in asked.items() if v}
+    )
+    shown = plan_of(loaded, opened)
+    if as_json:
+        print(json.dumps(shown | {"cloud": asdict(found)}))
+    else:
+        print_plan(shown)
+        cloud_plans.print_cloud_plan(found)
 
 
 @app.command()

@@ -11,16 +11,27 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from pipelines.artifacts.manifest import FOLDERS, File, Manifest, Plan, commit, fetch, find, scratch, upload
+from pipelines.artifacts.manifest import (
+    FOLDERS,
+    File,
+    Manifest,
+    Plan,
+    commit,
+    fetch,
+    find,
+    read_manifest,
+    scratch,
+    upload,
+)
 from pipelines.progress import Screen
-from pipelines.recipe import Recipe
+from pipelines.recipe import Recipe, load_recipe
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Billing, Heartbeat, account, attempts, claim, is_alive
 from pipelines.tracking.mlflow import Tracker
 from pipelines.tracking.report import Summary, read_records, record, summarize
@@ -30,6 +41,7 @@ from trainer.process import Interrupted, StaleAttempt, Stopped, StopSignal, mome
 from trainer.store import Store
 
 STAGES = tuple(FOLDERS)
+RUN = "run:"
 PACKAGES = ("skytrain", "torch", "numpy", "tiktoken", "datasets", "safetensors")
 
 
@@ -98,12 +110,43 @@ def stage_named(name: str) -> Stage:
     return cast(Stage, importlib.import_module(f"pipelines.stages.{name}"))
 
 
-def plans_of(recipe: Recipe) -> dict[str, Plan]:
-    """What every stage's artifact is to be. Reads local text sources, changes nothing."""
+def plans_of(recipe: Recipe, known: Mapping[str, Plan] | None = None) -> dict[str, Plan]:
+    """What every stage's artifact is to be, but for those that are known. Reads local text sources, changes nothing."""
     plans: dict[str, Plan] = {}
     for name in STAGES:
-        plans[name] = stage_named(name).plan(recipe, plans)
+        plans[name] = (known or {}).get(name) or stage_named(name).plan(recipe, plans)
     return plans
+
+
+def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, dict[str, Plan]]:
+    """A recipe and what its stages are to make.
+
+    `run:NAME` is the recipe of a run that the store has on record: how a job on another machine is told what to do.
+    Its tokens, once made, are known from their manifest: the text they came from need not be there. UserError if the
+    stages would make something else here than what was recorded.
+    """
+    if not recipe.startswith(RUN):
+        loaded = load_recipe(recipe, changes)
+        return loaded, plans_of(loaded)
+    if list(changes):
+        raise UserError(f"{recipe} is a recorded run, and --set would make it another one; name its recipe instead")
+    (recorded,) = read_records(store, [recipe.removeprefix(RUN)])
+    loaded = Recipe.model_validate(recorded.recipe)
+    tokens = read_manifest(store, recorded.prefixes["tokenize"])
+    known = {"tokenize": Plan(tokens.stage, tokens.label, tokens.identity)} if tokens else {}
+    plans = plans_of(loaded, known)
+    for stage, prefix in recorded.prefixes.items():
+        if plans[stage].prefix != prefix:
+            raise UserError(
+                f"{recipe}: '{stage}' would make {plans[stage].prefix} here, and {prefix} is on record: "
+                + (
+                    "the text that tokens.source names is another one here; tokenize where the run was recorded: "
+                    f"skytrain run {recipe} --stage tokenize"
+                    if stage == "tokenize"
+                    else "this is another version of skytrain than the one that recorded it"
+                )
+            )
+    return loaded, plans
 
 
 def run_name(plans: dict[str, Plan]) -> str:

@@ -33,10 +33,13 @@ ROWS = (
     Row("aws", "p4de.24xlarge", "us-east-1", "us-east-1a", 28.0, 12.0, "A100-80GB:8", 96, 1152),
     Row("aws", "m6i.4xlarge", "us-east-1", "us-east-1a", 0.8, 0.3),
     Row("aws", "m6i.4xlarge", "us-west-2", "us-west-2a", 0.9, 0.4),
+    Row("aws", "g6.xlarge", "us-east-1", "us-east-1a", 0.8, 0.4, "L4:1", 4, 16),
+    Row("aws", "m6i.xlarge", "us-east-1", "us-east-1a", 0.2, 0.08, "", 4, 16),
     Row("gcp", "a3-highgpu-8g", "us-central1", "us-central1-a", 72.0, 26.0, "H100:8", 208, 1872),
     Row("gcp", "n2-standard-16", "us-central1", "us-central1-a", 0.7, 0.2),
     Row("lambda", "gpu_8x_h100_sxm5", "us-east-1", "", 31.92, None, "H100:8", 208, 1800),
     Row("lambda", "gpu_1x_h100_sxm5", "us-east-1", "", 3.29, None, "H100:1", 26, 225),
+    Row("lambda", "gpu_1x_a10", "us-east-1", "", 0.75, None, "A10:1", 30, 200),
     Row("lambda", "cpu_16x_general", "us-east-1", "", 0.64),
 )
 COLUMNS = {

@@ -3,20 +3,34 @@
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-PACKAGES = ("torch", "mlflow", "boto3", "skypilot")
+from pipelines.artifacts.store import open_store
+from pipelines.cloud.checks import Finding, broken, mlflow_answers, store_commits
+from trainer.config import UserError
+
+PACKAGES = ("torch", "mlflow", "boto3")
+# gpt2-124m keeps 20 GB of shards and two checkpoints of 1.5 GB on the machine that trains it.
+ENOUGH_BYTES = 30 * 10**9
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    seen: str
-    state: str = "ok"  # ok, broken, or missing: not there and not needed by everyone
-    remedy: str = ""
+def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator[Finding]:
+    """Everything on this machine and what it leads to. Nothing is left behind, and no server is started."""
+    yield from installed()
+    yield gpus()
+    yield disk(home)
+    try:
+        yield store_commits(open_store(store_uri))
+    except UserError as error:
+        yield broken("store", store_uri, str(error))
+    if uri := environment.get("MLFLOW_TRACKING_URI"):
+        yield mlflow_answers(uri, environment)
+    else:
+        yield Finding(
+            "mlflow server", f"none: runs are mirrored to {home / 'mlflow.db'}", "note", "MLFLOW_TRACKING_URI names one"
+        )
+    yield skypilot()
 
 
 def installed() -> Iterator[Finding]:
@@ -26,8 +40,49 @@ def installed() -> Iterator[Finding]:
         try:
             yield Finding(name, version(name))
         except PackageNotFoundError:
-            remedy = "pip install '.[cloud]'" if name == "skypilot" else "pip install ."
-            yield Finding(name, "not installed", "missing" if name == "skypilot" else "broken", remedy)
-    for program, purpose in (("docker", "building images"), ("git", "naming the commit in manifests")):
+            yield broken(name, "not installed", "pip install .")
+    for program, purpose in (("docker", "build images"), ("git", "name the commit in manifests")):
         path = shutil.which(program)
-        yield Finding(program, path or "not installed", "ok" if path else "missing", "" if path else f"for {purpose}")
+        yield Finding(program, path) if path else Finding(program, "not installed", "note", f"needed to {purpose}")
+
+
+def gpus() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("gpus", "none here", "note", "runs train on the CPU; skytrain launch rents GPUs")
+    return Finding("gpus", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+
+
+def disk(home: Path) -> Finding:
+    """Room for scratch and caches."""
+    there = next(folder for folder in (home, *home.parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    seen = f"{free / 1e9:,.0f} GB free at {there}"
+    if free < ENOUGH_BYTES:
+        return Finding(
+            "disk", seen, "note", f"gpt2-124m wants {ENOUGH_BYTES / 1e9:.0f} GB; SKYTRAIN_HOME names another place"
+        )
+    return Finding("disk", seen)
+
+
+def skypilot() -> Finding:
+    """Whether launches can be made from here, and to which clouds."""
+    try:
+        found = version("skypilot")
+    except PackageNotFoundError:
+        return Finding("skypilot", "not installed", "note", "needed to launch: pip install '.[cloud]'")
+    from sky.client import sdk
+
+    from pipelines.cloud.checks import enabled_clouds
+
+    try:
+        sdk.api_info()
+    except Exception as error:  # whatever keeps a server from answering
+        return Finding(
+            "skypilot", f"{found}; its server does not answer ({type(error).__name__})", "note", "sky api start"
+        )
+    clouds = enabled_clouds()
+    if not clouds:
+        return Finding("skypilot", f"{found}; no cloud is enabled", "note", "sky check says what each cloud needs")
+    return Finding("skypilot", f"{found}; may use {', '.join(clouds)}")

@@ -6,22 +6,23 @@ starting up, and on spot what preemptions undo. Every number that was not measur
 shown; the bill of the run itself is kept by the ledger and owes nothing to any of this.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from pipelines.artifacts.manifest import Plan, find
+from pipelines.artifacts.manifest import find
 from pipelines.cloud.prices import CLOUDS, Offer, offers
-from pipelines.cloud.throughput import SECONDS_PER_LAYER, Measurement, Speed, mfu_of, peak_of, speed_on
+from pipelines.cloud.throughput import SECONDS_PER_LAYER, Measurement, Speed, gpus_of, mfu_of, peak_of, speed_on
 from pipelines.recipe import Recipe
+from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.ledger import attempts
-from trainer.config import UserError, sequences_per_step
+from trainer.config import UserError, grad_accum_steps
 from trainer.store import Store
 
 TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # what is looked at without --gpus
@@ -127,7 +128,6 @@ class Workload:
 def cloud_plan(
     recipe: Recipe,
     store: Store,
-    plans: dict[str, Plan],
     limits: Limits = Limits(),
     train_nodes: Iterable[str] = TRAIN_NODES,
     nodes: int = 1,
@@ -135,21 +135,22 @@ def cloud_plan(
 ) -> CloudPlan:
     """Candidates for what is left of a run. UserError if there are no prices, or nothing that could train it."""
     market, notes = offers_of([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
-    work = workload(recipe, store, plans)
+    work = workload(recipe, store)
     small = {
         stage: min((o for node in kinds for o in market[node]), key=lambda o: o.usd_per_hour, default=None)
         for stage, kinds in SMALL_NODES.items()
     }
-    found = [
-        candidate(work, offer, nodes, small)
-        for offer in best_places(offer for node in train_nodes for offer in market[node])
-        if shares_batch(recipe, offer, nodes)
-    ]
-    candidates = sorted(filter(None, found), key=lambda c: (c.usd, c.hours))
-    if not candidates:
-        wanted, where = ", ".join(train_nodes), ", ".join(clouds)
-        raise UserError(f"plan --cloud: nobody in {where} offers {wanted} that could train it: try other --gpus")
-    return marked(candidates, limits, notes)
+    found, faults = [], []
+    for offer in best_places(offer for node in train_nodes for offer in market[node]):
+        try:
+            found.append(candidate(work, offer, nodes, small))
+        except UserError as error:
+            faults.append(f"{nodes} x {offer.accelerators}: {error}")
+    if not found:
+        why = "; ".join(dict.fromkeys(faults)) or f"nobody in {', '.join(clouds)} offers {', '.join(train_nodes)}"
+        raise UserError(f"plan --cloud: {why}")
+    candidates = sorted(found, key=lambda c: (c.usd, c.hours))
+    return marked(candidates, limits, [*notes, *dict.fromkeys(faults)])
 
 
 def offers_of(kinds: Iterable[str], clouds: Iterable[str]) -> tuple[dict[str, list[Offer]], list[str]]:
@@ -177,13 +178,8 @@ def best_places(found: Iterable[Offer]) -> list[Offer]:
     return list(best.values())
 
 
-def shares_batch(recipe: Recipe, offer: Offer, nodes: int) -> bool:
-    """Whether so many GPUs can share a step equally."""
-    gpus = nodes * int((offer.accelerators or ":1").partition(":")[2])
-    return sequences_per_step(recipe.model, recipe.train) % (gpus * recipe.runtime.micro_batch_size) == 0
-
-
-def workload(recipe: Recipe, store: Store, plans: dict[str, Plan]) -> Workload:
+def workload(recipe: Recipe, store: Store) -> Workload:
+    plans = plans_of(recipe)
     todo = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
     left = recipe.train.max_steps
     prefix = plans["train"].prefix
@@ -197,8 +193,6 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, Plan]) -> Workload:
 
 def own_measurements(recipe: Recipe, store: Store, prefix: str) -> list[Measurement]:
     """What the attempts of a run were measured to do, the newest first."""
-    import json
-
     speeds: dict[int, list[float]] = {}
     for entry in store.entries(f"{prefix}/metrics/"):  # step-<step>-a<attempt>.jsonl
         attempt = int(entry.key.rsplit("-a", 1)[1].removesuffix(".jsonl"))
@@ -217,23 +211,19 @@ def own_measurements(recipe: Recipe, store: Store, prefix: str) -> list[Measurem
 SPEED = "perf/tokens_per_second"
 
 
-def candidate(work: Workload, offer: Offer, nodes: int, small: dict[str, Offer | None]) -> Candidate | None:
-    """A run that trains on `nodes` of `offer`; None if its GPU is unknown to us."""
-    assert offer.accelerators is not None
-    speed = speed_on(work.recipe.model, work.recipe.runtime, offer.accelerators, nodes, work.own)
-    if speed is None:
-        return None
-    legs = {}
-    for stage in ("tokenize", "train", "evaluate", "export"):
-        machine = (small.get(stage) or offer) if stage != "train" else offer
+def candidate(work: Workload, offer: Offer, nodes: int, small: dict[str, Offer | None]) -> Candidate:
+    """A run that trains on `nodes` of `offer`. UserError if these GPUs can't share its batch, or nobody knows them."""
+    gpus, recipe = offer.accelerators or "", work.recipe
+    grad_accum_steps(recipe.model, recipe.train, recipe.runtime, nodes * gpus_of(gpus))
+    speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own)
+    legs: dict[str, Leg] = {}
+    for stage in STAGES:
+        machine = small.get(stage) or offer
+        legs[stage] = Leg(None, 0.0, 0.0)
         if stage in work.todo:
-            job = job_of(stage, work, machine, speed, nodes)
-            legs[stage] = leg(job, machine, nodes if stage == "train" else 1)
-        else:
-            legs[stage] = Leg(None, 0.0, 0.0)
-    return Candidate(
-        offer, nodes, speed, legs, sum(part.hours for part in legs.values()), sum(p.usd for p in legs.values())
-    )
+            legs[stage] = leg(job_of(stage, work, machine, speed, nodes), machine, nodes if stage == "train" else 1)
+    hours, usd = sum(one.hours for one in legs.values()), sum(one.usd for one in legs.values())
+    return Candidate(offer, nodes, speed, legs, hours, usd)
 
 
 def leg(job: Job, offer: Offer, nodes: int) -> Leg:
@@ -296,11 +286,12 @@ def train_job(recipe: Recipe, steps: int, offer: Offer, speed: Speed, nodes: int
     from trainer.checkpoint import checkpoint_seconds
 
     train, runtime = recipe.train, recipe.runtime
-    tokens = steps * train.batch_tokens
+    tokens = float(steps * train.batch_tokens)
     if train.val_every:  # the forward pass alone is a third of a step
         tokens += (steps // train.val_every) * train.val_tokens / 3
-    gpus = int((offer.accelerators or ":1").partition(":")[2]) * nodes
-    stall = 12 * recipe.model.parameters / gpus / STALL_BYTES_PER_SECOND  # weights and two moments in float32
+    stall = (
+        12 * recipe.model.parameters / (nodes * gpus_of(offer.accelerators or ":1")) / STALL_BYTES_PER_SECOND
+    )  # weights and two moments in float32
     if runtime.checkpoint_minutes == "auto":
         between = SPOT_HOURS / nodes if offer.spot else math.inf
         segment = checkpoint_seconds(max(LEAST_STALL_SECONDS, stall), 3600 * between) / 3600
@@ -341,8 +332,8 @@ def marked(candidates: list[Candidate], limits: Limits, notes: list[str]) -> Clo
     if limits.usd and meeting:
         quickest = min(meeting, key=lambda i: candidates[i].hours)
         marks.setdefault(quickest, []).append(f"fastest within {limits}")
-    with_marks = [Candidate(**{**vars(c), "marks": tuple(marks.get(i, []))}) for i, c in enumerate(candidates)]
-    return CloudPlan(tuple(with_marks), meeting[0] if meeting else None, tuple(notes))
+    shown = tuple(replace(c, marks=tuple(marks.get(i, []))) for i, c in enumerate(candidates))
+    return CloudPlan(shown, meeting[0] if meeting else None, tuple(notes))
 
 
 def nearest(candidates: list[Candidate], limits: Limits) -> str:
@@ -376,40 +367,41 @@ def hours_of(text: str, option: str = "--deadline") -> float:
 # --- showing
 
 
-def as_json(plan: CloudPlan) -> dict[str, Any]:
-    return asdict(plan)
-
-
 def print_cloud_plan(plan: CloudPlan) -> None:
     from pipelines.tables import console
 
     out = console()
     table = Table(box=None, pad_edge=False)
-    for name in ("cloud", "place", "machine", "GPUs", "market"):
+    for name in ("train on", "place", "machine", "GPUs", "market"):
         table.add_column(name)
-    for name in ("$/h", "tokens/s", "tokenize", "train", "evaluate", "export", "hours", "dollars", "preemptions"):
+    for name in ("$/h", "tokens/s", "train", "preempted", "in all"):
         table.add_column(name, justify="right")
     table.add_column("")
     for i, c in enumerate(plan.candidates):
-        o = c.offer
+        o, train = c.offer, c.legs["train"]
         cells = [o.cloud, o.zone or o.region, o.instance, f"{c.nodes} x {o.accelerators}", o.market]
         cells += [
-            f"{o.usd_per_hour:,.2f}",
-            f"{c.speed.tokens_per_second:,.0f}{'' if c.speed.kind == 'measured' else ' ~'}",
+            f"{c.nodes * o.usd_per_hour:,.2f}",
+            f"{'' if c.speed.kind == 'measured' else '~'}{c.speed.tokens_per_second:,.0f}",
         ]
-        cells += [shown(part) for part in c.legs.values()]
-        expected = f"{c.legs['train'].preemptions:.1f}" if o.spot else ""
-        cells += [f"{c.hours:.2f}", f"{c.usd:,.2f}", expected, ", ".join(c.marks)]
-        table.add_row(*map(escape, cells), style="bold" if i == plan.chosen else None)
+        cells += [shown(train), f"{train.preemptions:.1f} x" if o.spot else "", f"{c.hours:.2f} h  ${c.usd:,.2f}"]
+        table.add_row(*map(escape, [*cells, ", ".join(c.marks)]), style="bold" if i == plan.chosen else None)
+    others = Table(box=None, pad_edge=False, show_header=False)
+    for stage, one in plan.candidates[0].legs.items():
+        if stage != "train":
+            where = f"{one.offer.cloud} {one.offer.instance} {one.offer.market}" if one.offer else ""
+            others.add_row(stage, shown(one), escape(where))
     out.print()
     out.print(table)
-    out.print("[dim]a stage: hours and dollars · ~ estimated · preemptions: expected while training[/]")
+    out.print("[dim]besides, and in the sums:[/]")
+    out.print(others)
     for line in dict.fromkeys(f"{c.speed.kind}: {c.speed.source}" for c in plan.candidates):
         out.print(f"[dim]tokens/s {escape(line)}[/]")
-    out.print(f"[dim]assumed: {escape('; '.join(plan.assumed))}[/]")
+    for line in plan.assumed:
+        out.print(f"[dim]assumed: {escape(line)}[/]")
     for note in plan.notes:
         out.print(f"[yellow]{escape(note)}[/]")
 
 
 def shown(part: Leg) -> str:
-    return "done" if part.offer is None else f"{part.hours:.2f}h ${part.usd:,.2f}"
+    return "there" if part.offer is None else f"{part.hours:.2f} h  ${part.usd:,.2f}"

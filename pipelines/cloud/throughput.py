@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trainer.config import ModelConfig, RuntimeConfig
+from trainer.config import ModelConfig, RuntimeConfig, UserError
 from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
@@ -72,8 +72,8 @@ def gpus_of(accelerators: str) -> int:
 
 def speed_on(
     model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int = 1, own: Iterable[Measurement] = ()
-) -> Speed | None:
-    """Tokens a second on `nodes` nodes with these GPUs; None for a GPU that we know nothing of.
+) -> Speed:
+    """Tokens a second on `nodes` nodes with these GPUs. UserError for a GPU that we know nothing of.
 
     `own`: what this very run, or one of the same model and runtime, was measured to do. On the same machines
     it is the answer; on others it corrects the estimate by as much as it was off there.
@@ -88,21 +88,17 @@ def speed_on(
         if same and (known.gpu, known.nodes) == (accelerators, nodes):
             return Speed(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes)
-    if speed is None:
-        return None
-    for known in own:
-        there = estimate(model, runtime, known.gpu, known.nodes)
-        if there:
-            factor = known.tokens_per_second / there.tokens_per_second
-            source = f"{speed.source}; times {factor:.2f}, as {known.source}"
-            return replace(speed, tokens_per_second=factor * speed.tokens_per_second, source=source)
+    if own:
+        factor = own[0].tokens_per_second / estimate(model, runtime, own[0].gpu, own[0].nodes).tokens_per_second
+        source = f"{speed.source}; times {factor:.2f}, as {own[0].source}"
+        return replace(speed, tokens_per_second=factor * speed.tokens_per_second, source=source)
     return speed
 
 
-def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> Speed | None:
+def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> Speed:
     peak = peak_of(accelerators)
     if peak is None:
-        return None
+        raise UserError(f"{accelerators}: no GPU that we know the speed of; known are {', '.join(PEAKS)}")
     gpus = nodes * gpus_of(accelerators)
     mfu = mfu_of(model.parameters, runtime) * PER_DOUBLING ** math.log2(gpus)
     most = gpus * runtime.micro_batch_size * model.block_size / (model.n_layer * SECONDS_PER_LAYER)

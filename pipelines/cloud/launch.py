@@ -1,0 +1,275 @@
+"""`skytrain launch`: what could go wrong is looked at first, then the missing stages go to SkyPilot as one managed job.
+
+The job is told nothing but the run's name and store (`skytrain run run:NAME --store …`): what the run is stands in
+`runs/<run>.json`, and how it was launched in `launches/<run>.json`, from which `resume` launches it again.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pipelines.artifacts.manifest import Plan, find
+from pipelines.cloud.checks import Finding, clouds_allow, enabled_clouds
+from pipelines.cloud.preflight import preflight
+from pipelines.cloud.prices import offers, prices_table
+from pipelines.cloud.tasks import CLUSTERS, PLAIN, SECRET, Wish, cloud_of, dag_of, documents, shown
+from pipelines.recipe import Recipe
+from pipelines.stage import STAGES
+from pipelines.tracking.report import record
+from trainer.config import UserError
+from trainer.store import Store
+
+if TYPE_CHECKING:
+    from sky import Dag
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch on record."""
+
+    wish: Wish
+    stages: list[str]  # that were missing, and submitted
+    jobs: list[int]  # SkyPilot's ids of managed jobs
+    secrets: list[str]  # by name
+    time: float  # unix seconds
+    earlier: list[dict[str, Any]]  # this run's launches before: time, stages, jobs
+
+
+def variables_here(extra: Iterable[str] = ()) -> dict[str, str]:
+    """What a job takes over from this shell, and `NAME=VALUE` besides. UserError for a secret in the open."""
+    from pipelines.image import SECRET_SETTING
+
+    taken = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
+    for text in extra:
+        name, equals, value = text.partition("=")
+        if not (equals and name.isidentifier()):
+            raise UserError(f"--env {name}: not of the form NAME=VALUE")
+        if name in SECRET or SECRET_SETTING.search(name):
+            raise UserError(
+                f"--env {name}: looks like a secret, which would be shown; export it and say --secret {name}"
+            )
+        taken[name] = value
+    return taken
+
+
+def secrets_here(extra: Iterable[str] = ()) -> dict[str, str]:
+    """The secrets that a job needs, from this shell; SkyPilot gets them, and no file of ours."""
+    extra = list(extra)
+    if absent := [name for name in extra if not os.environ.get(name)]:
+        raise UserError(f"--secret {absent[0]}: it is not set here; export it first, without writing it down")
+    return {name: os.environ[name] for name in (*SECRET, *extra) if os.environ.get(name)}
+
+
+def missing(store: Store, plans: Mapping[str, Plan], until: str) -> list[str]:
+    """The stages up to `until` whose artifact is not in the store."""
+    return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]
+
+
+def launch(
+    wish: Wish,
+    recipe: Recipe,
+    plans: dict[str, Plan],
+    store: Store,
+    secrets: Mapping[str, str],
+    agreed: Callable[[str], bool],
+    dry_run: bool = False,
+) -> Launched | None:
+    """Look, say what it found, ask (`agreed`), submit. None if nothing was: done already, a dry run, or a no.
+
+    UserError if a check fails, if no machine fits, or if the run has a job that is not over.
+    """
+    stages = missing(store, plans, wish.until)
+    if not stages:
+        print(f"{wish.run}: all of it is in {store.uri} already; nothing to launch")
+        return None
+    job = documents(wish, stages)
+    if dry_run:
+        dag_of(job, secrets)
+        print(shown(job, secrets), end="")
+        return None
+    report(preflight(job, wish, recipe, store, secrets))
+    job, findings = cloud_access(job)
+    report(findings)
+    if running := running_jobs(wish.run):
+        raise UserError(
+            f"launch: {wish.run} has job {running[0]}, which is not over; `skytrain status {wish.run}` shows it"
+        )
+    job = affordable(job, wish, recipe, store)
+    job = with_prices(job, wish)
+    dag = dag_of(job, secrets)
+    candidates(dag)
+    if not agreed(f"Launch {wish.run}: {', '.join(stages)}?"):
+        return None
+    return submit(dag, wish, stages, secrets, recipe, plans, store)
+
+
+# Looking first
+
+
+def report(findings: Iterable[Finding]) -> None:
+    """Print what was found as it is found. UserError at the end if some of it is broken."""
+    faults = 0
+    for finding in findings:
+        print(finding, flush=True)
+        faults += finding.state == "broken"
+    if faults:
+        raise UserError(f"launch: {faults} of the things above would keep it from running; nothing was launched")
+
+
+def cloud_access(job: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """The job without the machines of clouds that SkyPilot may not use, and what was found about them."""
+    enabled = enabled_clouds()
+    findings, kept = [], [job[0]]
+    for task in job[1:]:
+        machines = task["resources"]["any_of"]
+        finding = clouds_allow([cloud_of(m["infra"]) for m in machines], enabled)
+        findings.append(replace(finding, what=f"clouds for {task['name']}"))
+        usable = [m for m in machines if {"k8s": "kubernetes"}.get(cloud := cloud_of(m["infra"]), cloud) in enabled]
+        kept.append(task | {"resources": task["resources"] | {"any_of": usable}})
+    return kept, findings
+
+
+def candidates(dag: "Dag") -> None:
+    """Let SkyPilot's optimizer print what it would rent. UserError if there is no such machine."""
+    from sky import exceptions
+    from sky.client import sdk
+
+    try:
+        sdk.stream_and_get(sdk.optimize(dag))
+    except (exceptions.ResourcesUnavailableError, exceptions.NoCloudAccessError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"launch: no machine fits: {reason}; other --infra or --gpus may, or without --spot") from error
+
+
+def running_jobs(run: str) -> list[int]:
+    """Managed jobs of this run that are not over."""
+    from sky import exceptions, jobs
+    from sky.client import sdk
+
+    try:
+        found, *_ = sdk.get(
+            jobs.queue_v2(refresh=False, skip_finished=True, name_match=run, fields=["job_id", "job_name"])
+        )
+    except exceptions.ClusterNotUpError:
+        return []  # there never was a managed job
+    return sorted({job.job_id for job in found if job.job_name == run})
+
+
+# Money
+
+
+def affordable(job: list[dict[str, Any]], wish: Wish, recipe: Recipe, store: Store) -> list[dict[str, Any]]:
+    """Print the plan for the clouds that have price lists; with a deadline or budget keep the training machines that
+    are expected to meet it. UserError if none is."""
+    from pipelines.cloud import plan
+
+    tasks = {task["name"]: task for task in job[1:]}
+    if "train" not in tasks:
+        return job
+    machines = tasks["train"]["resources"]["any_of"]
+    clouds = dict.fromkeys(cloud for m in machines if (cloud := cloud_of(m["infra"])) not in CLUSTERS)
+    if not clouds:
+        return job  # one's own machines: SkyPilot's prices, if it was told any, stand in its own table
+    limits = plan.Limits(wish.deadline_hours, wish.budget)
+    nodes = dict.fromkeys(m["accelerators"] for m in machines)
+    found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds)
+    plan.print_cloud_plan(found)
+    if not str(limits):
+        return job
+    good = {(c.offer.cloud, c.offer.spot) for c in found.candidates if limits.met_by(c)}
+    kept = [m for m in machines if cloud_of(m["infra"]) in CLUSTERS or (cloud_of(m["infra"]), m["use_spot"]) in good]
+    if not kept:
+        raise UserError(f"launch: {found.notes[-1] if found.notes else f'nothing is done within {limits}'}")
+    train = tasks["train"] | {"resources": tasks["train"]["resources"] | {"any_of": kept}}
+    return [job[0], *(train if task["name"] == "train" else task for task in job[1:])]
+
+
+def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
+    """The job with the price of every machine that it may end up on. UserError if a budget can't be kept without."""
+    priced = [job[0]]
+    for task in job[1:]:
+        rows, faults = [], []
+        for machine in task["resources"]["any_of"]:
+            try:
+                rows += prices_of(machine)
+            except UserError as error:
+                faults.append(f"{task['name']} on {machine['infra']}: {error}")
+        if faults and wish.budget is not None:
+            raise UserError(f"--budget: can't be promised where a price is unknown: {faults[0]}")
+        for fault in faults:
+            print(Finding("price", fault, "note", "its hours will be kept apart in every sum"))
+        table = json.dumps([row for i, row in enumerate(rows) if row not in rows[:i]], separators=(",", ":"))
+        priced.append(task | {"envs": task["envs"] | {"SKYTRAIN_PRICES": table}})
+    return priced
+
+
+def prices_of(machine: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of SKYTRAIN_PRICES for one of a task's machines. UserError if its price can't be known."""
+    cloud, _, region = machine["infra"].partition("/")
+    node = machine.get("accelerators") or f"cpus:{machine['cpus'].rstrip('+')}"
+    if cloud.lower() in CLUSTERS:
+        return [cluster_price(machine, cloud.lower(), region)]
+    found = [o for o in offers(cloud.lower(), node) if o.spot == machine["use_spot"] and region in ("", o.region)]
+    if not found:
+        raise UserError(f"its price list has no {node}" + (" on spot" if machine["use_spot"] else ""))
+    return prices_table(found)
+
+
+def cluster_price(machine: dict[str, Any], cloud: str, region: str) -> dict[str, Any]:
+    """What SkyPilot was told that a machine of one's own cluster costs (`pricing` in ~/.sky/config.yaml)."""
+    from sky.catalog import common
+
+    section, places = {"slurm": ("slurm", "cluster_configs")}.get(cloud, ("kubernetes", "context_configs"))
+    pricing = common.resolve_pricing_config((section, "pricing"), (section, places, region, "pricing"))
+    if not pricing:
+        raise UserError(f"SkyPilot was told no {section}.pricing")
+    gpu, _, count = machine.get("accelerators", "").partition(":")
+    cpus, memory = (float(str(machine.get(name, 0)).rstrip("+")) for name in ("cpus", "memory"))
+    usd = common.get_hourly_cost_from_pricing(pricing, cpus, memory, gpu or None, int(count or 0))
+    known = {"cloud": cloud, "region": region or None, "zone": None, "instance": None, "spot": None}
+    accelerators = machine.get("accelerators")
+    return known | {"usd_per_hour": usd, "on_demand_usd_per_hour": usd, "accelerators": accelerators}
+
+
+# Submitting
+
+
+def submit(
+    dag: "Dag",
+    wish: Wish,
+    stages: list[str],
+    secrets: Iterable[str],
+    recipe: Recipe,
+    plans: dict[str, Plan],
+    store: Store,
+) -> Launched:
+    """Put the run on record, hand the job to SkyPilot, and put that on record."""
+    from sky import jobs
+    from sky.client import sdk
+
+    record(store, wish.run, recipe, plans, wish.until)
+    before = last_launch(store, wish.run)
+    earlier = [*before.earlier, {k: getattr(before, k) for k in ("time", "stages", "jobs")}] if before else []
+    launched = Launched(wish, stages, [], sorted(secrets), time.time(), earlier)
+    # Written first as well: were this machine to die now, `status` and `down` would still know what to look for.
+    write(store, launched)
+    ids, _ = sdk.stream_and_get(jobs.launch(dag, name=wish.run))
+    launched = replace(launched, jobs=[ids] if isinstance(ids, int) else list(ids or []))
+    write(store, launched)
+    return launched
+
+
+def write(store: Store, launched: Launched) -> None:
+    store.put(f"launches/{launched.wish.run}.json", json.dumps(asdict(launched), indent=1).encode())
+
+
+def last_launch(store: Store, run: str) -> Launched | None:
+    """How a run was last launched; None if it never was."""
+    body = store.get(f"launches/{run}.json")
+    if body is None:
+        return None
+    values = json.loads(body)
+    return Launched(**values | {"wish": Wish(**values["wish"])})

@@ -1,0 +1,170 @@
+"""From the YAMLs in sky/ to the managed job of one launch.
+
+The files are the only description of a task. `documents` reads those of the missing stages and fills in what was
+asked for: where, on what, how many, with which image and variables. Secrets are no part of a document: SkyPilot gets
+them beside it, as from `--secret`, so no dump of a task can hold one.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainer.config import UserError
+
+if TYPE_CHECKING:
+    from sky import Dag
+
+WORK_TREE = "none"  # as an image: no container, the work tree is synced
+CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # one's own machines: no spot market, no price list
+CLUSTER_GPUS = "H100:8"  # as in train.yaml; such a cluster seldom has smaller ones beside for evaluate
+# Taken into a job from the launching shell. The first are shown in a dry run and in the launch record.
+PLAIN = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "MLFLOW_TRACKING_URI")
+SECRET = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+    "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN",
+    "SKYPILOT_DOCKER_USERNAME", "SKYPILOT_DOCKER_PASSWORD", "SKYPILOT_DOCKER_SERVER",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What was asked of a launch: with the store, all that it takes to launch the run again."""
+
+    run: str
+    store: str
+    until: str = "export"
+    infra: str | None = None  # "slurm/local", "aws/us-east-1", "aws,gcp"; None: what the files name
+    spot: bool | None = None  # None: what the files name
+    nodes: int = 1  # of the stage train
+    gpus: str | None = None  # "A100:8" instead of the files' GPUs
+    image: str = WORK_TREE  # REGISTRY/NAME@sha256:…, or WORK_TREE
+    budget: float | None = None  # dollars of the whole run
+    deadline_hours: float | None = None
+    variables: dict[str, str] = field(default_factory=dict)  # none of them secret
+
+
+def source_folder() -> Path:
+    """The clone that this code runs from. UserError where it was installed without one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "sky" / "train.yaml").is_file():
+        raise UserError("launch: there is no sky/ beside this code; run skytrain from its clone")
+    return root
+
+
+def documents(wish: Wish, stages: Iterable[str]) -> list[dict[str, Any]]:
+    """The YAML documents of the managed job: its header, then a task for every stage.
+
+    UserError for a wish that no machine can fulfil.
+    """
+    folder = source_folder()
+    tasks = [yaml.safe_load((folder / "sky" / f"{stage}.yaml").read_text(encoding="utf8")) for stage in stages]
+    for task in tasks:
+        fill(task, wish, folder)
+    return [{"name": wish.run}, *tasks]
+
+
+def fill(task: dict[str, Any], wish: Wish, folder: Path) -> None:
+    """Put what was asked for into one of the files' tasks."""
+    stage = task["name"]
+    resources = task["resources"]
+    task["num_nodes"] = wish.nodes if stage == "train" else 1
+    resources["labels"]["run"] = re.sub(r"[^a-z0-9_-]", "-", wish.run)[:63]  # GCP's alphabet, the strictest
+    resources["any_of"] = machines(resources["any_of"], wish, stage)
+    if all(cloud_of(machine["infra"]) in CLUSTERS for machine in resources["any_of"]):
+        for name in ("max_hourly_cost", "disk_size", "autostop"):  # no prices, no disks and no machines to remove
+            del resources[name]
+    if wish.image == WORK_TREE:
+        del resources["image_id"]
+        task["workdir"] = str(folder)
+    else:
+        resources["image_id"] = f"docker:{wish.image}"
+        task["envs"]["SKYTRAIN_IMAGE"] = wish.image
+    task["envs"] |= {
+        "SKYTRAIN_RECIPE": f"run:{wish.run}",
+        "SKYTRAIN_STORE": wish.store,
+        "SKYTRAIN_BUDGET": "" if wish.budget is None else f"{wish.budget:g}",
+        "SKYTRAIN_TRACKING": "on" if "MLFLOW_TRACKING_URI" in wish.variables else "off",
+    }
+    task["envs"] |= wish.variables
+    del task["secrets"]
+
+
+def machines(known: list[dict[str, Any]], wish: Wish, stage: str) -> list[dict[str, Any]]:
+    """The machines that a task may get, of those its file names or on the infrastructure that was asked for."""
+    found = known
+    if wish.infra:
+        found = [machine for place in wish.infra.split(",") for machine in at(place.strip(), known)]
+    if stage in ("train", "evaluate"):
+        found = [machine | {"accelerators": gpus_of(machine, wish, stage)} for machine in found]
+    if wish.spot is not None:
+        found = [m for m in found if m["use_spot"]] if wish.spot else [m | {"use_spot": False} for m in found]
+    if not found:
+        where = wish.infra or "these clouds"
+        raise UserError(
+            f"--spot: {where} sells no spot machines for {stage}; leave it out, or name aws or gcp in --infra"
+        )
+    return [machine for i, machine in enumerate(found) if machine not in found[:i]]
+
+
+def gpus_of(machine: dict[str, Any], wish: Wish, stage: str) -> str:
+    """The GPUs asked for, of which evaluate takes one; else those the file names."""
+    gpus = wish.gpus or (CLUSTER_GPUS if cloud_of(machine["infra"]) in CLUSTERS else machine["accelerators"])
+    return gpus if stage == "train" else f"{gpus.partition(':')[0]}:1"
+
+
+def at(place: str, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the file names on this place's cloud, moved to the place; else its first machine's size, on demand."""
+    cloud = cloud_of(place)
+    same = [machine | {"infra": place} for machine in known if cloud_of(machine["infra"]) == cloud]
+    other = known[0] | {"infra": place, "use_spot": False}
+    if cloud in CLUSTERS and "cpus" in other:
+        other["memory"] = "32+"  # which clouds' machines of 16 CPUs have anyway, and Slurm would make 16
+    return same or [other]
+
+
+def cloud_of(infra: str) -> str:
+    return infra.partition("/")[0].lower()
+
+
+def clouds_of(job: list[dict[str, Any]]) -> list[str]:
+    """Every cloud that a job's tasks may run on."""
+    return sorted({cloud_of(m["infra"]) for task in job[1:] for m in task["resources"]["any_of"]})
+
+
+def as_yaml(job: list[dict[str, Any]]) -> str:
+    """The documents as SkyPilot reads them."""
+    return yaml.dump_all(job, Dumper=_Readable, sort_keys=False, allow_unicode=True, width=120)
+
+
+def shown(job: list[dict[str, Any]], secrets: Mapping[str, str]) -> str:
+    """The documents for people, with the names of the secrets that go along."""
+    masked = dict.fromkeys(secrets, "(from your environment, not shown)")
+    return as_yaml([job[0], *(task | {"secrets": masked} if masked else task for task in job[1:])])
+
+
+def dag_of(job: list[dict[str, Any]], secrets: Mapping[str, str]) -> "Dag":
+    """The job as SkyPilot's chain of tasks, checked against its schema. UserError says what it objects to."""
+    from sky.utils import dag_utils
+
+    try:
+        return dag_utils.load_chain_dag_from_yaml_str(as_yaml(job), secrets_overrides=list(secrets.items()))
+    except ValueError as error:
+        raise UserError(f"launch: SkyPilot refuses the job: {' '.join(str(error).split())}") from error
+
+
+class _Readable(yaml.SafeDumper):
+    """Scripts as blocks, and no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Readable.add_representer(str, _text)

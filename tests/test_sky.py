@@ -1,0 +1,298 @@
+"""The SkyPilot tasks in sky/, put before SkyPilot's own schema and optimizer with a small price catalog.
+
+Both run for real, in one child process for all questions (importing SkyPilot takes 4 s). Only the answer to "which
+clouds are enabled" is given to them: it would take accounts.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sky_catalog import ROWS, Row, sky_environment, write_catalog
+
+from pipelines.cloud.tasks import WORK_TREE, Wish, as_yaml, documents, shown
+from pipelines.stage import STAGES
+from trainer.config import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+SKY = ROOT / "sky"
+IMAGE = "registry.example.org/skytrain@sha256:" + "0" * 64
+SMALL = (  # what the other stages run on
+    Row("aws", "g6.xlarge", "us-east-1", "us-east-1a", 0.8, 0.4, "L4:1", 4, 16),
+    Row("lambda", "gpu_1x_a10", "us-east-1", "", 0.75, None, "A10:1", 30, 200),
+    Row("aws", "m6i.xlarge", "us-east-1", "us-east-1a", 0.2, 0.08, "", 4, 16),
+    Row("lambda", "cpu_4x_general", "us-east-1", "", 0.2, None, "", 4, 16),
+)
+ASKING = """
+import json, sys
+from sky import check, execution, optimizer
+from sky.catalog import aws_catalog
+from sky.utils import dag_utils, registry
+
+enabled = []
+check.get_cached_enabled_clouds_or_refresh = lambda *a, **k: [registry.CLOUD_REGISTRY.from_str(c) for c in enabled]
+check.check_capability = lambda *a, **k: None
+aws_catalog._get_az_mappings = lambda *a, **k: None
+
+def answer(question):
+    enabled[:] = question["enabled"]
+    secrets = list(question["secrets"].items())
+    dag = dag_utils.load_chain_dag_from_yaml_str(question["yaml"], list(question["envs"].items()), secrets)
+    optimizer.Optimizer.optimize(dag, quiet=True)
+    execution._resolve_managed_secrets(dag)  # what a launch does next
+    return {"name": dag.name, "tasks": [told(task) for task in dag.tasks]}
+
+def told(task):
+    best = task.best_resources
+    return {
+        "name": task.name, "nodes": task.num_nodes, "cloud": str(best.cloud).lower(), "region": best.region,
+        "instance": best.instance_type, "spot": best.use_spot, "usd": best.get_cost(3600),
+        "recovery": best.job_recovery, "labels": best.labels, "image": best.image_id,
+        "down": best.autostop_config and best.autostop_config.down,
+        "secrets": sorted(task.secrets), "yaml": json.dumps(task.to_yaml_config(use_user_specified_yaml=True)),
+    }
+
+answers = {}
+for name, question in json.load(sys.stdin).items():
+    try:
+        answers[name] = answer(question)
+    except Exception as error:
+        answers[name] = {"error": f"{type(error).__name__}: {error}"}
+print("ANSWERS" + json.dumps(answers))
+"""
+CLOUDS = ("aws", "gcp", "lambda")
+GIVEN = {"SKYTRAIN_RECIPE": "smoke", "SKYTRAIN_STORE": "s3://bucket/prefix"}
+KEYS = {"AWS_ACCESS_KEY_ID": "an id", "AWS_SECRET_ACCESS_KEY": "a very secret key"}
+
+
+def question(
+    text: str, envs: dict[str, str] = GIVEN, enabled: tuple[str, ...] = CLOUDS, secrets: dict[str, str] = KEYS
+) -> dict[str, Any]:
+    return {"yaml": text, "envs": envs, "enabled": enabled, "secrets": secrets}
+
+
+def wished(stages: tuple[str, ...] = ("train",), **wish: Any) -> str:
+    asked = Wish("tiny.v1-12345678", "s3://bucket/prefix", **{"image": IMAGE} | wish)
+    return as_yaml(documents(asked, stages))
+
+
+def capped(usd: float) -> str:
+    return (SKY / "train.yaml").read_text().replace("max_hourly_cost: 60", f"max_hourly_cost: {usd}")
+
+
+QUESTIONS = {
+    **{stage: question((SKY / f"{stage}.yaml").read_text()) for stage in STAGES},
+    "pipeline": question((SKY / "pipeline.yaml").read_text()),
+    "no store": question((SKY / "train.yaml").read_text(), {"SKYTRAIN_RECIPE": "smoke"}),
+    "no keys": question((SKY / "train.yaml").read_text(), secrets={}),
+    "no cloud but lambda": question((SKY / "train.yaml").read_text(), enabled=("lambda",)),
+    "a cap of $19": question(capped(19), enabled=("aws", "lambda")),
+    "a cap below spot": question(capped(20), enabled=("aws", "lambda")),
+    "nothing cheap enough": question(capped(19), enabled=("lambda",)),
+    "on demand": question(wished(spot=False), {}),
+    "spot on gcp": question(wished(spot=True, infra="gcp"), {}),
+    "two nodes in one region": question(wished(nodes=2, infra="aws/us-west-2"), {}),
+    "other gpus": question(wished(("train", "evaluate"), gpus="A100-80GB:8", infra="aws"), {}),
+    "all stages": question(wished(STAGES, budget=25.0), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What SkyPilot says to every question."""
+    pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
+    home = tmp_path_factory.mktemp("sky-home")
+    gpus = Row("aws", "p4de.24xlarge", "us-east-1", "us-east-1a", 28.0, 12.0, "A100-80GB:8", 96, 1152)
+    one = Row("aws", "one-a100", "us-east-1", "us-east-1a", 4.0, 2.0, "A100-80GB:1", 8, 100)
+    write_catalog(home, (*(row for row in ROWS if row != gpus), gpus, one, *SMALL))
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKING],
+        input=json.dumps(QUESTIONS),
+        env=inherited | sky_environment(home),
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("ANSWERS")[2])
+
+
+def only_task(answer: dict[str, Any]) -> dict[str, Any]:
+    assert "error" not in answer, answer["error"]
+    (task,) = answer["tasks"]
+    return task
+
+
+def place(answer: dict[str, Any]) -> tuple[Any, ...]:
+    task = only_task(answer)
+    return task["cloud"], task["region"], task["spot"], task["usd"]
+
+
+# What the files are
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_pipelines_tasks_are_those_of_the_single_files_word_for_word(stage: str) -> None:
+    parts = (SKY / "pipeline.yaml").read_text().split("\n---\n")
+    assert len(parts) == 1 + len(STAGES)
+    assert parts[1 + STAGES.index(stage)].strip() == (SKY / f"{stage}.yaml").read_text().strip()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_task_runs_its_stage_until_it_is_stopped_and_promises_the_budget(stage: str) -> None:
+    run = yaml.safe_load((SKY / f"{stage}.yaml").read_text())["run"]
+    assert f'run "$SKYTRAIN_RECIPE" --stage {stage} ' in run and "--unless-stopped" in run
+    assert "${SKYTRAIN_BUDGET:+--budget " in run
+
+
+def test_the_meter_starts_once_and_not_before_a_machine_was_ours(tmp_path: Path) -> None:
+    setup = yaml.safe_load((SKY / "train.yaml").read_text())["setup"]
+
+    def meter(**environment: str) -> int:
+        command = ["bash", "-euc", setup]
+        subprocess.run(command, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]} | environment, cwd=tmp_path)
+        return int((tmp_path / ".skytrain-meter").read_text())
+
+    handed_over = int(time.time()) - 100
+    (tmp_path / ".hushlogin").touch()
+    os.utime(tmp_path / ".hushlogin", (handed_over, handed_over))
+    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == handed_over  # Slurm
+    assert meter(SKY_RUNTIME_DIR="") == handed_over  # a second job on the same machine
+    (tmp_path / ".skytrain-meter").unlink()
+    uptime, now = float(Path("/proc/uptime").read_text().split()[0]), time.time()
+    booted = now - uptime if uptime < 1800 else now
+    assert abs(meter(SKY_RUNTIME_DIR="") - booted) <= 2
+
+
+# What SkyPilot makes of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answers: dict[str, Any], stage: str) -> None:
+    task = only_task(answers[stage])
+    assert task["name"] == stage
+    assert task["recovery"] == {"strategy": "EAGER_NEXT_REGION", "recover_on_exit_codes": [75]}
+    assert task["down"] is True
+    assert task["labels"] == {"project": "skytrain"}
+    assert list(task["image"].values()) == ["docker:ghcr.io/your-name/skytrain:skypilot"]
+
+
+@pytest.mark.slow
+def test_the_pipeline_is_a_chain_of_the_four_stages(answers: dict[str, Any]) -> None:
+    assert answers["pipeline"]["name"] == "skytrain"
+    assert [task["name"] for task in answers["pipeline"]["tasks"]] == list(STAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ("train", ("aws", "us-east-1", True, 20.0)),  # the cheapest zone's spot price
+        ("no cloud but lambda", ("lambda", "us-east-1", False, 31.92)),
+        ("a cap below spot", ("aws", "us-east-1", True, 20.0)),
+        ("on demand", ("lambda", "us-east-1", False, 31.92)),
+        ("spot on gcp", ("gcp", "us-central1", True, 26.0)),
+        ("two nodes in one region", ("aws", "us-west-2", True, 22.0)),
+    ],
+)
+def test_the_cheapest_machine_wins_of_those_one_may_have(answers: dict[str, Any], asked: str, given: Any) -> None:
+    assert place(answers[asked]) == given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["a cap of $19", "nothing cheap enough"])
+def test_no_machine_above_the_price_cap_is_rented(answers: dict[str, Any], asked: str) -> None:
+    assert answers[asked]["error"].startswith("ResourcesUnavailableError")
+
+
+@pytest.mark.slow
+def test_other_gpus_are_asked_for_eight_to_train_and_one_to_evaluate(answers: dict[str, Any]) -> None:
+    assert [task["instance"] for task in answers["other gpus"]["tasks"]] == ["p4de.24xlarge", "one-a100"]
+
+
+@pytest.mark.slow
+def test_several_nodes_train_and_one_does_the_rest(answers: dict[str, Any]) -> None:
+    assert only_task(answers["two nodes in one region"])["nodes"] == 2
+    assert [task["nodes"] for task in answers["all stages"]["tasks"]] == [1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_what_is_required_and_not_given_is_named_at_once(answers: dict[str, Any]) -> None:
+    assert "'SKYTRAIN_STORE' is None" in answers["no store"]["error"]
+    assert "secret(s): AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in answers["no keys"]["error"]
+
+
+@pytest.mark.slow
+def test_a_launch_bears_the_runs_name_in_labels_that_every_cloud_takes(answers: dict[str, Any]) -> None:
+    for task in answers["all stages"]["tasks"]:
+        assert task["labels"] == {"project": "skytrain", "run": "tiny-v1-12345678"}
+        assert list(task["image"].values()) == [f"docker:{IMAGE}"]
+
+
+@pytest.mark.slow
+def test_secrets_reach_skypilot_and_no_text_of_a_task(answers: dict[str, Any]) -> None:
+    for name in ("train", "all stages"):
+        for task in answers[name]["tasks"]:
+            assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(task["secrets"])
+            assert KEYS["AWS_SECRET_ACCESS_KEY"] not in task["yaml"]
+
+
+# What a launch makes of them, before SkyPilot
+
+
+def tasks_of(stages: tuple[str, ...] = STAGES, **wish: Any) -> dict[str, Any]:
+    asked = Wish("tiny-12345678", "s3://bucket/prefix", **wish)
+    return {task["name"]: task for task in documents(asked, stages)[1:]}
+
+
+def test_lambda_sells_no_spot_and_slurm_has_none() -> None:
+    for infra in ("lambda", "slurm/here"):
+        with pytest.raises(UserError, match=f"{infra} sells no spot machines"):
+            tasks_of(infra=infra, spot=True)
+
+
+def test_only_the_missing_stages_become_tasks() -> None:
+    assert list(tasks_of(("evaluate", "export"))) == ["evaluate", "export"]
+
+
+def test_a_cluster_of_ones_own_has_no_prices_and_one_kind_of_gpu() -> None:
+    tasks = tasks_of(infra="slurm/here", gpus="H100:4", nodes=2)
+    for task in tasks.values():
+        assert not {"max_hourly_cost", "autostop", "disk_size"} & set(task["resources"])
+        assert [machine["infra"] for machine in task["resources"]["any_of"]] == ["slurm/here"]
+    gpus = [task["resources"]["any_of"][0].get("accelerators") for task in tasks.values()]
+    assert gpus == [None, "H100:4", "H100:1", None]
+    assert [task["num_nodes"] for task in tasks.values()] == [1, 2, 1, 1]
+
+
+def test_without_an_image_the_work_tree_goes_along() -> None:
+    for task in tasks_of(image=WORK_TREE).values():
+        assert Path(task["workdir"]) == ROOT and "image_id" not in task["resources"]
+    for task in tasks_of(image=IMAGE).values():
+        assert "workdir" not in task and task["envs"]["SKYTRAIN_IMAGE"] == IMAGE
+
+
+def test_a_job_is_told_the_runs_name_and_its_store() -> None:
+    envs = tasks_of(budget=12.5, variables={"MLFLOW_TRACKING_URI": "https://mlflow.example.org"})["train"]["envs"]
+    assert envs["SKYTRAIN_RECIPE"] == "run:tiny-12345678"
+    assert envs["SKYTRAIN_STORE"] == "s3://bucket/prefix"
+    assert envs["SKYTRAIN_BUDGET"] == "12.5"
+    assert envs["SKYTRAIN_TRACKING"] == "on" and envs["MLFLOW_TRACKING_URI"] == "https://mlflow.example.org"
+
+
+def test_a_dry_run_shows_every_line_but_no_secret() -> None:
+    job = documents(Wish("tiny-12345678", "s3://bucket/prefix"), STAGES)
+    text = shown(job, KEYS)
+    assert [task["name"] for task in list(yaml.safe_load_all(text))[1:]] == list(STAGES)
+    assert text.count("AWS_SECRET_ACCESS_KEY: (from your environment, not shown)") == len(STAGES)
+    assert not any(value in text for value in KEYS.values())
+    assert "  exec skytrain run" in text  # scripts as one reads them
