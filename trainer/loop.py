@@ -277,14 +277,18 @@ class SaveClock:
         self.minutes, self.between_failures = runtime.checkpoint_minutes, between_failures
         self.keep_every, self.rollbacks = runtime.keep_every_steps, rollbacks
         self.last = time.monotonic()
-        self.save_seconds = 1.0  # until the first save was measured
+        self.save_seconds = 1.0  # until a save was measured
+        self.first = True
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one save to the next."""
+        if self.minutes == "auto":
+            return checkpoint_seconds(self.save_seconds, self.between_failures)
+        return 60 * self.minutes
 
     def now(self) -> bool:
-        if self.minutes == "auto":
-            interval = checkpoint_seconds(self.save_seconds, self.between_failures)
-        else:
-            interval = 60 * self.minutes
-        return time.monotonic() - self.last >= interval
+        return time.monotonic() - self.last >= self.interval
 
     def at(self, step: int) -> bool:
         """Whether the state after `step` updates is one to keep for good, or to return to."""
@@ -294,4 +298,6 @@ class SaveClock:
         self.last = -math.inf
 
     def saved(self, seconds: float) -> None:
-        self.last, self.save_seconds = time.monotonic(), max(0.1, seconds)
+        # The first save allocates and pins the memory of all: 30 times a stall, and no measure of the next.
+        cost = min(self.save_seconds, seconds) if self.first else seconds
+        self.last, self.save_seconds, self.first = time.monotonic(), max(0.1, cost), False

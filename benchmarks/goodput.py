@@ -1,0 +1,138 @@
+"""Of the seconds that are paid for, how many does a run keep? `auto` checkpoints against fixed intervals.
+
+    python benchmarks/goodput.py --traces DIR
+
+Replays recorded spot markets: a machine is ours whenever one can be had, and dies without a word (the worst
+case: with the cloud's notice nothing is redone, whatever the interval) when none can. The interval is what
+trainer.loop.SaveClock says, the estimate of the time between deaths what pipelines.tracking.ledger makes of the
+attempts so far; nothing of it is written again here. Stalls, background saves and start-up are the measured
+ones of benchmarks/README.md (one H200).
+"""
+
+from dataclasses import dataclass, field
+
+import spot_traces
+
+from pipelines.tracking.ledger import Heartbeat, seconds_between_failures
+from trainer.checkpoint import PRIOR_SECONDS_BETWEEN_FAILURES
+from trainer.config import RuntimeConfig
+from trainer.loop import SaveClock
+
+RULES: tuple[float | str, ...] = ("auto", 1.0, 5.0, 10.0, 30.0, 60.0)  # runtime.checkpoint_minutes
+STARTS = 60  # of the short runs, in each trace
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a model's state costs, in seconds."""
+
+    name: str
+    stall: float  # of a save: training waits
+    first_stall: float  # of an attempt's first save, which pins the memory
+    background: float  # of a save, until it is committed
+    load: float  # from the process's start until the clock of saves starts
+    compile: float  # the first step
+
+
+# Start-up: torchrun to first step on a new node (34.1 s compiled with empty caches, 21.5 of it the first step);
+# loading the state of 1558M was not measured: as long as writing it.
+SIZES = (
+    Size("124M", stall=0.029, first_stall=0.816, background=1.815, load=12.6, compile=21.5),
+    Size("1558M", stall=0.345, first_stall=10.470, background=16.829, load=12.6 + 16.8, compile=21.5),
+)
+
+
+@dataclass
+class Tally:
+    """What came of the machine's seconds."""
+
+    billed: float = 0.0
+    kept: float = 0.0
+    stalled: float = 0.0
+    redone: float = 0.0
+    started: float = 0.0  # spent on starting up
+    attempts: list[Heartbeat] = field(default_factory=list)
+
+    @property
+    def goodput(self) -> float:
+        return self.kept / self.billed
+
+
+def replay(
+    spells: list[tuple[float, float]], rule: float | str, size: Size, machine_seconds: float = float("inf")
+) -> Tally:
+    """A run through a market, or through its first seconds on a machine."""
+    runtime = RuntimeConfig.model_validate({"checkpoint_minutes": rule})
+    tally = Tally()
+    for begin, end in spells:
+        between = seconds_between_failures(tally.attempts, PRIOR_SECONDS_BETWEEN_FAILURES)
+        left = machine_seconds - tally.billed
+        attempt(
+            min(left, end - begin), SaveClock(runtime, between, rollbacks=False), size, tally, dies=end - begin < left
+        )
+        tally.attempts.append(beat(len(tally.attempts) + 1, begin, end))
+        if end - begin >= left:
+            break
+    return tally
+
+
+def attempt(seconds: float, clock: SaveClock, size: Size, tally: Tally, dies: bool) -> None:
+    """One machine, ours for `seconds`, and what is added to the tally by it."""
+    last = free_at = size.load  # the clock of saves starts before the first step
+    now = size.load + size.compile
+    tally.billed += seconds
+    tally.started += min(seconds, now)
+    trained = kept = 0.0
+    saves: list[tuple[float, float]] = []  # when it is committed, how much training it holds
+    stall = size.first_stall
+    while now < seconds:
+        due = min(seconds, max(now, last + clock.interval, free_at))
+        trained += due - now
+        now = due + stall
+        tally.stalled += min(stall, seconds - due)
+        clock.saved(stall)
+        last, free_at, stall = now, now + size.background, size.stall
+        saves.append((free_at, trained))
+    kept = max((held for at, held in saves if at <= seconds), default=0.0) if dies else trained
+    tally.kept += kept
+    tally.redone += trained - kept
+
+
+def beat(number: int, started: float, ended: float) -> Heartbeat:
+    """What the ledger keeps of an attempt that died without a word."""
+    return Heartbeat("run", "train", number, "running", started, ended, price_per_hour=0.0)
+
+
+def row(name: str, goodputs: dict[float | str, float]) -> str:
+    best = max((minutes for minutes in goodputs if minutes != "auto"), key=lambda m: goodputs[m])
+    ratio = goodputs["auto"] / goodputs[best]
+    cells = "".join(f"{goodputs[rule]:8.4f}" for rule in RULES)
+    return f"{name:44}{cells}   {ratio:7.4f} of {best:g} min{'' if ratio >= 0.98 else '   MISSED'}"
+
+
+def over_starts(trace: spot_traces.Trace, rule: float | str, size: Size, hours: float) -> float:
+    """Goodput of the first hours on a machine, of runs begun at many moments."""
+    starts = trace.starts(STARTS, room=trace.seconds / 2)
+    tallies = [replay(trace.spells(start), rule, size, 3600 * hours) for start in starts]
+    return sum(tally.kept for tally in tallies) / sum(tally.billed for tally in tallies)
+
+
+def main() -> None:
+    options = spot_traces.arguments(__doc__.splitlines()[0]).parse_args()
+    traces = spot_traces.load(options.traces)
+    print(f"{'goodput at checkpoint_minutes':44}" + "".join(f"{rule:>8}" for rule in RULES) + "   auto / best fixed")
+    for size in SIZES:
+        for what, hours in (("the whole trace", None), ("the first 2 h", 2.0), ("the first 24 h", 24.0)):
+            print(f"\n{size.name}, {what}")
+            for trace in traces:
+                goodputs = {
+                    rule: replay(trace.spells(), rule, size).goodput
+                    if hours is None
+                    else over_starts(trace, rule, size, hours)
+                    for rule in RULES
+                }
+                print(row(trace.name, goodputs))
+
+
+if __name__ == "__main__":
+    main()
