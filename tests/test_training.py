@@ -32,7 +32,7 @@ from trainer.evaluate import validation_loss
 from trainer.loop import train
 from trainer.metrics import EventLog, PhaseClock, mfu, peak_flops
 from trainer.model import GPT
-from trainer.parallel import World
+from trainer.parallel import Flags, World
 from trainer.process import StaleAttempt, StopSignal
 from trainer.store import LocalStore
 
@@ -130,6 +130,7 @@ class Runner:
         stop_after: int | None = None,
         store: LocalStore | None = None,
         superseded: Callable[[], bool] = lambda: False,
+        world: World = ALONE,
     ) -> tuple[GPT, TrainState]:
         self.attempts += 1
         c = self.config
@@ -143,7 +144,7 @@ class Runner:
         checkpointer = PromptCheckpointer(
             store or self.store,
             "run",
-            ALONE,
+            world,
             self.out / "work",
             self.attempts,
             c.runtime.keep_last,
@@ -151,7 +152,7 @@ class Runner:
             c.runtime.keep_every_steps,
         )
         try:
-            return train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, ALONE, stop, log)
+            return train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log)
         finally:
             self.events = [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
 
@@ -523,6 +524,48 @@ def test_work_folders_are_left_empty(runner: Callable[..., Runner]) -> None:
     run.attempt(stop_after=4)
     run.attempt()
     assert [p for p in (run.out / "work").rglob("*") if p.is_file()] == []
+
+
+# --- when it is time to save
+
+
+@dataclass(frozen=True)
+class Deaf(World):
+    """One of two ranks; it hears nothing of the other, and what it asks for is written down and not granted."""
+
+    asked: list[bool] = field(default_factory=list)
+
+    def mean_(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def sum(self, *values: float) -> list[float]:
+        return [2 * value for value in values]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Flags:
+        self.asked.append(save)
+        return Flags(loss, grad_norm, stop, save=False, digest=digest)
+
+
+def test_only_rank_0_calls_for_saves_and_only_once_the_last_one_is_through(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is the last to be done with a save: if another rank could call for the next, rank 0 would wait for its own.
+    run = runner(checkpoint_minutes=EVERY_STEP, val_every=None)
+
+    def asked(rank: int) -> set[bool]:
+        run.attempts = 0  # the same attempt: the receipt that rank 1 leaves is what rank 0 waits for
+        run.attempt(world=(world := Deaf(rank, rank, 2, torch.device("cpu"))))
+        return set(world.asked)
+
+    assert asked(1) == {False}
+    assert asked(0) == {True}
+    shutil.rmtree(run.out)
+    monkeypatch.setattr(PromptCheckpointer, "busy", True)
+    assert asked(1) == {False}
+    assert asked(0) == {False}
 
 
 # --- what ends a run early
