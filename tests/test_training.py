@@ -23,7 +23,9 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
+from servers import Fault, FaultyProxy, S3Account
 
+from pipelines.artifacts.store import S3Store
 from trainer.__main__ import TrainerConfig, claim
 from trainer.checkpoint import Checkpointer, TrainState, checkpoint_seconds, sealed, series, unsealed
 from trainer.config import ModelConfig, UserError
@@ -34,7 +36,7 @@ from trainer.metrics import EventLog, PhaseClock, mfu, peak_flops
 from trainer.model import GPT
 from trainer.parallel import Flags, World
 from trainer.process import StaleAttempt, StopSignal
-from trainer.store import LocalStore
+from trainer.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -128,7 +130,7 @@ class Runner:
     def attempt(
         self,
         stop_after: int | None = None,
-        store: LocalStore | None = None,
+        store: Store | None = None,
         superseded: Callable[[], bool] = lambda: False,
         world: World = ALONE,
     ) -> tuple[GPT, TrainState]:
@@ -468,6 +470,31 @@ def test_a_save_cut_short_leaves_nothing_that_looks_committed_and_stops_no_step(
             assert files | {"COMMIT.json", "receipt-00000.json"} == {path.name for path in folder.iterdir()}
     resumed, _ = run.attempt()
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+def test_an_s3_that_misbehaves_in_every_way_stops_no_step_and_later_saves_make_up_for_it(
+    runner: Callable[..., Runner], s3_store: S3Store, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    proxy = FaultyProxy(s3_server.endpoint)
+    proxy.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        store = S3Store(s3_store.bucket, "some/prefix", time_limit_s=1)
+        cured = [Fault(503, "SlowDown"), Fault(reset_at=1000), Fault(forward=True), Fault(500)]
+        proxy.fail(*cured, Fault(403, "RequestTimeTooSkewed"), *[Fault(400, "ExpiredToken")] * 2, method="PUT")
+        proxy.fail(*[Fault(silence_s=60)] * 2, method="PUT")
+        run = runner("run", checkpoint_minutes=EVERY_STEP)
+        same, _ = run.attempt(store=store)
+    finally:
+        proxy.stop()
+    failed = [(e["step"], e["reason"]) for e in run.events if e["event"] == "checkpoint_failed"]
+    assert [step for step, _ in failed] == list(range(1, 1 + len(failed)))
+    for code in ("RequestTimeTooSkewed", "ExpiredToken", "ReadTimeout"):
+        assert len([reason for _, reason in failed if code in reason]) >= 1, (code, failed)
+    assert Checkpointer(s3_store, "run", ALONE, run.out / "work").committed_steps() == [12, 11]
+    assert kept(series(s3_store, "run")) == whole.rows() and weights(same) == weights(model)
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
