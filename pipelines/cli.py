@@ -372,7 +372,7 @@ def explained(error: BaseException) -> int | None:
     from trainer.config import UserError
     from trainer.health import Diverged
     from trainer.process import Interrupted, Stopped
-    from trainer.store import StoreUnavailable
+    from trainer.store import FULL, StoreUnavailable, is_full
 
     if isinstance(error, Diverged):
         print(f"failed: {error}", file=sys.stderr)
@@ -386,6 +386,9 @@ def explained(error: BaseException) -> int | None:
     if isinstance(error, Stopped):
         print(f"stopped ({error}): nothing starts it again by itself; the same command goes on", file=sys.stderr)
         return EXIT_STOPPED
+    if isinstance(error, OSError) and is_full(error):
+        print(f"error: {error.filename or home()}: {FULL}", file=sys.stderr)
+        return EXIT_MISTAKE
     if isinstance(error, Interrupted | KeyboardInterrupt):
         why = f" ({error})" if str(error) else ""
         print(f"interrupted{why}: the same command goes on from here", file=sys.stderr)

@@ -8,7 +8,7 @@ and go into the store with the next checkpoint: a run's series is complete where
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -92,7 +92,8 @@ class EventLog:
 
     def event(self, event: str, **values: Any) -> None:
         if self._file:
-            self._file.write(json.dumps({"event": event, **values}) + "\n")
+            with suppress(OSError):  # a full disk: who follows misses lines, and the next checkpoint has the rows
+                self._file.write(json.dumps({"event": event, **values}) + "\n")
 
 
 def merge_rows(segments: Iterable[Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -7,12 +7,14 @@ it assembles the trainer's parts and hands them over.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ from trainer.config import UserError, grad_accum_steps
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
-from trainer.store import StoreUnavailable
+from trainer.store import FULL, StoreUnavailable
 
+FULL_BYTES = 1 << 16  # less than any file that matters, more than a line of last words
 LOG_LINES = 30  # of a failed run, shown to the user if no rank has left word
 # A rank that fails leaves its last words in a file of its attempt's folder, because torchrun hands on none:
 # <kind>-<rank>.txt. These kinds are raised again as what they were; the first one found is the cause.
@@ -139,6 +142,8 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
                     work.report(notice=work.stop.reason)  # while this machine can still say so
                 asked = True
     work.attempt.check()
+    if torchrun.returncode and shutil.disk_usage(work.folder).free < FULL_BYTES:  # ranks can't leave words there
+        raise UserError(f"{work.folder}: {FULL}")
     for kind, error in RAISED_AGAIN.items():
         for words in last_words(work.folder, kind):
             raise error(words)
@@ -267,7 +272,8 @@ def main(spec_path: str) -> int:
     except Exception as error:
         kinds = [kind for kind, known in RAISED_AGAIN.items() if isinstance(error, known)]
         words = str(error) if kinds else traceback.format_exc()
-        (folder / f"{[*kinds, 'fault'][0]}-{os.environ.get('RANK', '0')}.txt").write_text(words)
+        with suppress(OSError):  # a full disk: `follow` sees that for itself
+            (folder / f"{[*kinds, 'fault'][0]}-{os.environ.get('RANK', '0')}.txt").write_text(words)
         raise
 
 
