@@ -133,8 +133,8 @@ class Head:
 
     def __init__(self, place: Place, run: str, stop: StopSignal, exit_code: Callable[[BaseException], int]) -> None:
         self.place, self.stop = place, stop
+        self.lines: dict[int, Line] = {}  # by node
         self._run, self._exit_code = run, exit_code
-        self._lines: dict[int, Line] = {}
         self._processes: dict[int, int] = {}
         self._round = 0
         self._parts: dict[int, Part] = {}  # of this round
@@ -150,7 +150,7 @@ class Head:
         why = str(error) or type(error).__name__
         self._tell(end=0 if error is None else self._exit_code(error), why=why if error else "done")
         deadline = time.monotonic() + LEAVE_SECONDS
-        while not all(line.gone.is_set() for line in self._lines.values()) and time.monotonic() < deadline:
+        while not all(line.gone.is_set() for line in self.lines.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert self._listener
         self._listener.close()
@@ -175,7 +175,7 @@ class Head:
 
     def lost(self) -> list[int]:
         """The nodes that were there and are gone."""
-        return sorted(node for node, line in self._lines.items() if line.gone.is_set())
+        return sorted(node for node, line in self.lines.items() if line.gone.is_set())
 
     def failed(self) -> bool:
         """Whether the ranks of another node can't go on."""
@@ -194,10 +194,10 @@ class Head:
         self._tell(trained=True)
 
     def _missing(self) -> list[int]:
-        return [node for node in range(1, self.place.count) if node not in self._lines]
+        return [node for node in range(1, self.place.count) if node not in self.lines]
 
     def _tell(self, **message: Any) -> None:
-        for line in list(self._lines.values()):
+        for line in list(self.lines.values()):
             line.tell(**message)
 
     def _receive(self, listener: Listener) -> None:
@@ -219,7 +219,7 @@ class Head:
         if wrong:
             line.tell(end=2, why=wrong)
             return
-        self._processes[node], self._lines[node] = processes, line
+        self._processes[node], self.lines[node] = processes, line
         if self._trained:
             line.tell(trained=True)
         line.start()
@@ -230,7 +230,7 @@ class Head:
     def _wrong(self, node: int, run: str) -> str | None:
         if run != self._run:
             return f"node 0 works on {self._run}, node {node} was told to work on {run}; give both the same command"
-        if node in self._lines or not 0 < node < self.place.count:
+        if node in self.lines or not 0 < node < self.place.count:
             return f"node 0 has no place for another node {node} of {self.place.count}"
         return None
 

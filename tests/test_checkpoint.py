@@ -30,11 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def tensors(value: float) -> dict[str, Tensor]:
-    return {
-        "model.a": torch.full((300,), float(value)),
-        "model.b": torch.full((200,), float(value)),
-        "exp_avg.a": torch.ones(300),
-    }
+    return {"model.a": torch.full((300,), float(value)), "model.b": torch.full((200,), float(value)), "exp_avg.a": torch.ones(300)}
 
 
 def quiet_log(step: int = 0) -> EventLog:
