@@ -1,0 +1,655 @@
+"use strict";
+// Draws what page.py has gathered. All text goes in as text nodes; figures are SVG at the width they have, drawn again
+// when that, the axis or the choice of runs changes. Colours are classes, so day and night need no redrawing.
+
+const page = JSON.parse(document.getElementById("data").textContent);
+const sources = [
+  ...page.runs.map((run, i) => ({ ...run, key: `r${i % 8}`, dash: i < 8 ? null : "6 3" })),
+  ...page.overlays.map((overlay, i) => ({ ...overlay, key: `o${i % 3}`, dash: i < 3 ? null : "6 3", overlay: true })),
+];
+const view = { axis: "step", scale: "linear", whole: false, hidden: new Set() };
+const redraws = [];
+const redraw = () => redraws.forEach((draw) => draw());
+
+// --- elements
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "color") element.style.setProperty("--c", `var(--${value})`);
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+const el = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
+const svg = (name, attributes = {}, ...children) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+const label = (x, y, text, attributes = {}) => svg("text", { x, y, ...attributes }, text);
+
+// --- numbers as people read them
+
+const full = (n) => Math.round(n).toLocaleString("en-US");
+const has = (n) => n !== null && n !== undefined;
+function short(n) {
+  for (const [unit, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]])
+    if (Math.abs(n) >= unit) return `${+(n / unit).toPrecision(3)}${letter}`;
+  return `${+n.toPrecision(3)}`;
+}
+function seconds(s) {
+  if (s < 60) return `${s.toFixed(1)} s`;
+  const minutes = Math.round(s / 60);
+  if (s < 3600) return `${Math.floor(s / 60)} min ${String(Math.floor(s % 60)).padStart(2, "0")} s`;
+  return minutes < 2880 ? `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min` : `${(minutes / 1440).toFixed(1)} days`;
+}
+const dollars = (n) => (has(n) ? `$${n >= 1000 ? full(n) : n.toFixed(2)}` : "unknown");
+const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
+const score = (n) => (has(n) ? n.toFixed(4) : "–");
+const moment = (unix) => new Date(unix * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+const bytes = (n) => (n >= 1e9 ? `${(n / 1e9).toFixed(1)} GB` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e3).toFixed(1)} kB`);
+const plural = (n, word) => `${full(n)} ${word}${n === 1 ? "" : "s"}`;
+
+// --- axes
+
+const AXES = {
+  step: { name: "steps", title: "optimizer steps", of: (source, curve) => curve.step, text: (x) => `step ${full(x)}` },
+  tokens: {
+    name: "tokens",
+    title: "training tokens",
+    of: (source, curve) => curve.step.map((step) => step * source.batch_tokens),
+    text: (x) => `${short(x)} tokens`,
+  },
+  hours: {
+    name: "hours",
+    title: "billed hours, of all stages and attempts so far",
+    of: (source, curve) => (curve.hours.length ? curve.hours : null),
+    text: (x) => seconds(3600 * x),
+  },
+  usd: {
+    name: "dollars",
+    title: "dollars billed so far, for all stages and attempts",
+    of: (source, curve) => (curve.usd.length ? curve.usd : null),
+    text: dollars,
+  },
+};
+const curvesOf = (source) => Object.values(source.series).map((curve) => curve.line);
+const canShow = (axis) => sources.some((source) => curvesOf(source).some((curve) => AXES[axis].of(source, curve)));
+
+function ticks(low, high, count) {
+  const rough = (high - low) / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
+  return found;
+}
+function decades(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+    for (const m of high / low < 200 ? [1, 2, 5] : [1]) if (m * 10 ** power >= low && m * 10 ** power <= high) found.push(m * 10 ** power);
+  return found;
+}
+const spread = (from, to, start, end) => (value) => start + ((value - from) / (to - from || 1)) * (end - start);
+
+// --- a figure: svg, a cursor that mouse, finger and arrow keys move, a caption, and the numbers as a table
+
+let figures = 0;
+function figure({ height, caption, aria, draw, stops, speak, table }) {
+  const plot = el("div", { class: "plot" });
+  const tip = el("div", { class: "tip", hidden: true });
+  const cursor = el("input", { type: "range", min: 0, max: 1000, value: 1000, "aria-label": aria() });
+  const number = ++figures;
+  let drawn = null;
+  const rows = el("div", { class: "scroll" });
+  const details = el("details", { ontoggle: () => details.open && rows.replaceChildren(table()) },
+    el("summary", {}, `Figure ${number} as a table`), rows);
+  const element = el("figure", {}, plot, el("figcaption", {}, el("b", {}, `Figure ${number}. `), ...caption()), details);
+
+  function show(x) {
+    if (!drawn) return;
+    const stop = stops(drawn, x);
+    drawn.hair.replaceChildren(...(stop ? drawn.mark(stop) : []));
+    tip.hidden = !stop;
+    if (!stop) return;
+    tip.replaceChildren(...speak(stop).map((line) => el("div", {}, ...line)));
+    cursor.setAttribute("aria-valuetext", speak(stop).map((line) => line.map((part) => part.textContent ?? part).join(" ")).join("; "));
+    const room = plot.clientWidth - tip.offsetWidth;
+    tip.style.left = `${Math.max(0, Math.min(room, stop.x > plot.clientWidth / 2 ? stop.x - tip.offsetWidth - 14 : stop.x + 14))}px`;
+  }
+  const hide = () => {
+    tip.hidden = true;
+    drawn?.hair.replaceChildren();
+  };
+  const atCursor = () => show(drawn.left + ((drawn.right - drawn.left) * cursor.value) / 1000);
+  fill(plot, {
+    onpointermove: (event) => show(event.clientX - plot.getBoundingClientRect().left),
+    onpointerdown: (event) => show(event.clientX - plot.getBoundingClientRect().left),
+    onpointerleave: hide,
+  }, []);
+  fill(cursor, {
+    oninput: atCursor,
+    onfocus: () => cursor.matches(":focus-visible") && atCursor(),
+    onblur: hide,
+    onkeydown: (event) => {
+      const by = { ArrowLeft: -20, ArrowDown: -20, ArrowRight: 20, ArrowUp: 20 }[event.key];
+      if (!by) return;
+      event.preventDefault();
+      cursor.value = +cursor.value + by;
+      atCursor();
+    },
+  }, []);
+
+  redraws.push(() => {
+    const width = plot.clientWidth;
+    if (!width) return;
+    const root = svg("svg", { width, height: height(width), role: "img", "aria-label": aria() });
+    plot.replaceChildren(root, cursor, tip);
+    tip.hidden = true;
+    drawn = draw(root, width, height(width));
+    drawn.hair = root.appendChild(svg("g", { class: "hair-layer" }));
+    cursor.setAttribute("aria-label", `Read values along figure ${number}: ${aria()}`);
+    if (details.open) rows.replaceChildren(table());
+  });
+  return element;
+}
+
+// --- line figures
+
+const LINES = {
+  "train/loss": { unit: "loss, nats per token", text: (y) => y.toFixed(4) },
+  "val/loss": { unit: "loss, nats per token", text: (y) => y.toFixed(4) },
+  "eval/hellaswag_acc_norm": { unit: "HellaSwag accuracy", text: (y) => y.toFixed(4) },
+  "perf/tokens_per_second": { unit: "tokens per second", text: (y) => full(y), zero: true },
+  "perf/mfu": { unit: "MFU", text: (y) => percent(y), zero: true, tick: (y) => percent(y).replace(".0%", "%") },
+  "train/lr": { unit: "learning rate", text: (y) => y.toExponential(2), zero: true, tick: (y) => (y ? y.toExponential(0) : "0") },
+  "train/grad_norm": { unit: "gradient norm, before clipping", text: (y) => y.toFixed(3), zero: true },
+};
+
+function curvesShown(metrics) {
+  return sources.filter((source) => !view.hidden.has(source)).flatMap((source) =>
+    metrics.filter((metric) => source.series[metric]).map((metric) => {
+      const { line, raw, reach } = source.series[metric];
+      const x = AXES[view.axis].of(source, line);
+      return x && {
+        source, metric, reach, x, y: line.y,
+        raw: raw && { x: AXES[view.axis].of(source, raw), y: raw.y },
+        dots: metric === "val/loss" || metric === "eval/hellaswag_acc_norm",
+      };
+    })).filter(Boolean);
+}
+
+function finalsShown(metrics) {
+  const found = [];
+  for (const source of sources.filter((s) => !view.hidden.has(s) && !s.overlay)) {
+    const end = source.series["train/loss"]?.line;
+    const x = end && AXES[view.axis].of(source, { step: end.step.slice(-1), hours: end.hours.slice(-1), usd: end.usd.slice(-1) });
+    for (const [metric, value] of [["val/loss", source.evaluated_val_loss], ["eval/hellaswag_acc_norm", source.hellaswag]])
+      if (x && has(value) && metrics.includes(metric)) found.push({ source, metric, x: x[0], y: value });
+  }
+  return found;
+}
+
+const usesReferences = () => sources.some((s) => !view.hidden.has(s) && (s.overlay || s.tokenizer === "gpt2"));
+function referencesOf(metrics) {
+  if (!usesReferences()) return [];
+  return metrics.flatMap((metric) => Object.entries(page.references[metric] ?? {}).flatMap(([family, sizes]) =>
+    Object.entries(sizes).map(([size, y]) => ({ y, size, text: `${family} ${size}  ${y.toFixed(metric === "val/loss" ? 3 : 4)}` }))));
+}
+
+function lineFigure({ metrics, tall, title, caption }) {
+  const kind = LINES[metrics[0]];
+  const aria = () => {
+    const ends = curvesShown(metrics).map((c) => `${c.source.name}, ${c.metric}: from ${kind.text(c.y[0])} to ${kind.text(c.y.at(-1))}`);
+    return `${title} against ${AXES[view.axis].title}. ${ends.join("; ") || "Nothing to show on this axis"}.`;
+  };
+
+  function draw(root, width, height) {
+    const curves = curvesShown(metrics), finals = finalsShown(metrics);
+    const roomy = width >= 560;
+    const box = { left: 52, right: width - (roomy ? 62 : 10), top: 30, bottom: height - 40 };
+    root.append(label(0, 14, title, { class: "title" }));
+    if (!curves.length) {
+      root.append(label(width / 2, height / 2, "Nothing to show on this axis.", { "text-anchor": "middle" }));
+      return { ...box, curves, mark: () => [] };
+    }
+    // x
+    const log = view.scale === "log";
+    const xs = [...curves.flatMap((c) => [c.x[0], c.x.at(-1)]), ...finals.map((f) => f.x)];
+    const positive = curves.flatMap((c) => c.x.find((x) => x > 0) ?? []);
+    const last = Math.max(...xs), first = log ? Math.min(...positive) : 0;
+    const grow = log ? (x) => Math.log10(Math.max(x, first)) : (x) => x;
+    const toX = spread(grow(first), grow(last), box.left, box.right);
+    const X = (x) => toX(grow(x));
+    // y: what most of the run looks like, unless the whole is asked for
+    const early = !view.whole && !log && !kind.zero;
+    const seen = curves.flatMap((c) => c.y.filter((_, i) => !early || c.x[i] >= 0.04 * c.x.at(-1)));
+    const noise = curves.flatMap((c) => (c.raw ? c.raw.y.filter((_, i) => c.raw.x[i] >= 0.04 * c.raw.x.at(-1)) : [])).sort((a, b) => a - b);
+    if (kind.zero && noise.length && !view.whole) seen.push(noise[Math.floor(0.998 * (noise.length - 1))]);
+    seen.push(...finals.map((f) => f.y));
+    if (noise.length && !kind.zero) seen.push(noise[Math.floor(0.01 * noise.length)]);
+    let low = kind.zero ? 0 : Math.min(...seen), high = Math.max(...seen);
+    if (metrics.includes("eval/hellaswag_acc_norm")) low = Math.min(low, 0.25);
+    const sizes = new Set(sources.filter((s) => !view.hidden.has(s)).map((s) => s.size));
+    const known = referencesOf(metrics);
+    for (const reference of known) if (sizes.has(reference.size)) [low, high] = [Math.min(low, reference.y), Math.max(high, reference.y)];
+    const margin = (high - low || Math.abs(high) || 1) * 0.05;
+    [low, high] = [kind.zero ? 0 : low - margin, high + margin];
+    const Y = spread(low, high, box.bottom, box.top);
+
+    const ink = kind.tick ?? ((y) => (Math.abs(y) >= 1000 ? short(y) : `${+y.toPrecision(4)}`));
+    for (const y of ticks(low, high, height > 300 ? 7 : 4))
+      root.append(svg("line", { class: "grid", x1: box.left, x2: box.right, y1: Y(y), y2: Y(y) }),
+        label(box.left - 8, Y(y) + 4, ink(y), { "text-anchor": "end" }));
+    const small = view.axis === "hours" && last < 1;
+    const scaled = small ? 60 : 1;
+    const along = log ? decades(first, last) : ticks(0, last * scaled, roomy ? 8 : 4).map((x) => x / scaled);
+    for (const x of along) {
+      root.append(svg("line", { class: "axis", x1: X(x), x2: X(x), y1: box.bottom, y2: box.bottom + 4 }),
+        label(X(x), box.bottom + 18, (view.axis === "usd" ? "$" : "") + short(x * (log ? 1 : scaled)), { "text-anchor": "middle" }));
+    }
+    const name = log ? `${AXES[view.axis].title} (log)` : small ? AXES[view.axis].title.replace("hours", "minutes") : AXES[view.axis].title;
+    root.append(svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }),
+      label((box.left + box.right) / 2, height - 4, name, { "text-anchor": "middle" }));
+
+    const clip = `clip${redrawn++}`;
+    root.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 6, width: Math.max(0, box.right - box.left + 8), height: box.bottom - box.top + 6 })));
+    const layer = root.appendChild(svg("g", { "clip-path": `url(#${clip})` }));
+    for (const { y, text } of known.filter((r) => r.y > low && r.y < high))
+      layer.append(svg("line", { class: "reference", x1: box.left, x2: box.right, y1: Y(y), y2: Y(y) }),
+        label(box.left + 6, Y(y) - 4, text, { class: "halo" }));
+    const path = (x, y) => "M" + x.map((value, i) => `${X(value).toFixed(1)} ${Y(y[i]).toFixed(1)}`).join("L");
+    for (const c of curves.filter((c) => c.raw)) layer.append(svg("path", { class: "raw", color: c.source.key, d: path(c.raw.x, c.raw.y) }));
+    for (const source of new Set(curves.map((c) => c.source))) layer.append(...resumptions(source, X, box));
+    for (const c of curves) {
+      layer.append(svg("path", { class: c.dots ? "line thin" : "line", color: c.source.key, d: path(c.x, c.y), "stroke-dasharray": c.source.dash }));
+      if (c.dots && c.x.length <= width / 7)
+        layer.append(...c.x.map((x, i) => svg("circle", { class: "dot", color: c.source.key, cx: X(x), cy: Y(c.y[i]), r: 2.75 })));
+    }
+    for (const f of finals) layer.append(svg("path", { class: "final", color: f.source.key, d: diamond(X(f.x), Y(f.y)) }));
+    if (roomy) root.append(...ends(curves.filter((c) => !c.raw || metrics.length === 1), X, Y, kind, box));
+    const mark = (stop) => [
+      svg("line", { class: "hair", x1: stop.x, x2: stop.x, y1: box.top, y2: box.bottom }),
+      ...stop.points.filter((p) => Y(p.y) >= box.top - 6).map((p) => svg("circle", { class: "final", color: p.curve.source.key, cx: X(p.at), cy: Y(p.y), r: 4 })),
+    ];
+    return { ...box, curves, X, mark, back: (px) => { const v = spread(box.left, box.right, grow(first), grow(last))(px); return log ? 10 ** v : v; } };
+  }
+
+  function stops(drawn, px) {
+    if (!drawn.curves.length) return null;
+    const x = Math.max(drawn.left, Math.min(drawn.right, px)), value = drawn.back(x);
+    const points = drawn.curves.map((curve) => ({ curve, ...nearest(curve, value) })).filter((p) => has(p.y));
+    return { x, value, points };
+  }
+  const speak = ({ value, points }) => [
+    [el("b", {}, AXES[view.axis].text(value))],
+    ...points.map((p) => [
+      el("span", { class: "swatch", color: p.curve.source.key }),
+      el("span", {}, p.curve.source.name + (metrics.length > 1 ? (p.curve.dots ? " val" : " train") : "")),
+      el("span", { class: "value" }, kind.text(p.y)),
+    ]),
+  ];
+  function table() {
+    const curves = curvesShown(metrics);
+    if (!curves.length) return el("p", {}, "Nothing to show on this axis.");
+    const last = Math.max(...curves.map((c) => c.x.at(-1)));
+    const at = Array.from({ length: 21 }, (_, i) => (last * i) / 20);
+    return el("table", {},
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, AXES[view.axis].name),
+        curves.map((c) => el("th", { scope: "col" }, c.source.name, el("br"), c.metric + (c.reach ? `, mean over ±${c.reach}` : ""))))),
+      el("tbody", {}, at.map((x) => el("tr", {}, el("td", {}, AXES[view.axis].text(x)),
+        curves.map((c) => el("td", {}, has(nearest(c, x).y) ? kind.text(nearest(c, x).y) : "–"))))));
+  }
+  const height = (width) => (tall ? (width < 560 ? 300 : 430) : 230);
+  return figure({ height, caption, aria, draw, stops, speak, table });
+}
+
+let redrawn = 0;
+const diamond = (x, y) => `M${x - 5.5} ${y}L${x} ${y - 5.5}L${x + 5.5} ${y}L${x} ${y + 5.5}Z`;
+
+// The point of a curve that is nearest to x; none where the curve has ended or not begun.
+function nearest(curve, x) {
+  const { x: xs, y } = curve;
+  const slack = 0.01 * (xs.at(-1) - xs[0]) + 1e-9;
+  if (!(x >= xs[0] - slack && x <= xs.at(-1) + slack)) return {};
+  let low = 0, high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] <= x) low = middle;
+    else high = middle;
+  }
+  const i = x - xs[low] <= xs[high] - x ? low : high;
+  return { at: xs[i], y: y[i] };
+}
+
+// A tick on the axis wherever a later attempt at training went on.
+function resumptions(source, X, box) {
+  const later = (source.attempts ?? []).filter((a) => a.stage === "train" && has(a.from) && a !== source.attempts.find((b) => b.stage === "train"));
+  const at = { step: (a) => a.from, tokens: (a) => a.from * source.batch_tokens, hours: (a) => a.hours, usd: (a) => a.dollars }[view.axis];
+  return later.filter((a) => has(at(a))).map((a) =>
+    svg("line", { class: "tick", color: source.key, x1: X(at(a)), x2: X(at(a)), y1: box.bottom - 9, y2: box.bottom }));
+}
+
+// The last value of each curve at its right end, pushed apart where they would overlap.
+function ends(curves, X, Y, kind, box) {
+  const labels = curves.map((c) => ({ x: X(c.x.at(-1)), y: Y(c.y.at(-1)), c })).filter((e) => e.y > box.top - 6).sort((a, b) => a.y - b.y);
+  labels.forEach((e, i) => { if (i && e.y < labels[i - 1].y + 14) e.y = labels[i - 1].y + 14; });
+  return labels.map((e) => label(Math.min(e.x + 9, box.right + 9), e.y + 4, kind.text(e.c.y.at(-1)), { class: "end halo", color: e.c.source.key }));
+}
+
+// --- attempts on the clock
+
+const STATES = {
+  done: ["✓", "finished"],
+  running: ["●", "running"],
+  interrupted: ["▼", "interrupted, after saving"],
+  stopped: ["■", "stopped as asked"],
+  lost: ["✕", "died without a word"],
+  failed: ["!", "failed"],
+  stale: ["⤳", "superseded by a later attempt"],
+};
+const said = (attempt) => STATES[attempt.state]?.[1] ?? attempt.state;
+
+// Wall-clock time to pixels. A pause that is long beside the work is cut short, and says so.
+function clock(attempts, left, right) {
+  const spans = [];
+  for (const { started, ended } of attempts)
+    if (spans.length && started <= spans.at(-1).ended) spans.at(-1).ended = Math.max(spans.at(-1).ended, ended);
+    else spans.push({ started, ended });
+  const busy = spans.reduce((sum, s) => sum + s.ended - s.started, 0) || 1;
+  const pauses = spans.slice(1).map((s, i) => ({ from: spans[i].ended, to: s.started }));
+  const cut = pauses.filter((p) => p.to - p.from > 0.2 * busy);
+  const drawnAs = (p) => (cut.includes(p) ? 0.06 * busy : p.to - p.from);
+  const scale = (right - left) / (busy + pauses.reduce((sum, p) => sum + drawnAs(p), 0));
+  const at = (t) => {
+    let x = left;
+    spans.forEach((s, i) => {
+      if (t > s.started) x += scale * (Math.min(t, s.ended) - s.started);
+      if (i < pauses.length && t > s.ended) x += scale * drawnAs(pauses[i]) * Math.min(1, (t - s.ended) / (pauses[i].to - s.ended));
+    });
+    return x;
+  };
+  return { at, cut, busy };
+}
+
+const PHASES = {
+  train: ["train", "steps that count"],
+  evaluate: ["evaluate", "val loss and HellaSwag"],
+  tokenize: ["evaluate", "text to tokens"],
+  checkpoint: ["save", "training waits for a save"],
+  upload: ["save", "results to the store"],
+  provision: ["prepare", "the machine comes up"],
+  setup: ["prepare", "processes start, imports, the store is read"],
+  download: ["prepare", "tokens, weights and commits are fetched"],
+  compile: ["prepare", "first step of each attempt, with the compiler"],
+  idle: ["idle", "billed, and nothing to do"],
+  redone: ["redone", "steps done again after a loss"],
+  lost: ["waste", "after the last sign of life, or accounted to nothing"],
+};
+const phaseColor = (phase) => PHASES[phase]?.[0] ?? "prepare";
+const inOrder = (phases) => Object.keys(PHASES).filter((p) => p in phases).concat(Object.keys(phases).filter((p) => !(p in PHASES)));
+
+function timeline(run) {
+  const attempts = run.attempts;
+  const stages = [...new Set(attempts.map((a) => a.stage))];
+  const lane = 46;
+  const aria = () => `Attempts of ${run.name} on the clock: ` +
+    attempts.map((a) => `${a.stage} ${a.number} ${said(a)}, ${seconds(a.ended - a.started)}`).join("; ") + ".";
+
+  function draw(root, width, height) {
+    const box = { left: width < 560 ? 62 : 76, right: width - 8, top: 14, bottom: height - 26 };
+    const { at, cut, busy } = clock(attempts, box.left, box.right);
+    const zero = attempts[0].started;
+    stages.forEach((stage, i) => root.append(label(0, box.top + i * lane + 23, stage),
+      svg("line", { class: "grid", x1: box.left, x2: box.right, y1: box.top + i * lane + 36, y2: box.top + i * lane + 36 })));
+    const end = Math.max(...attempts.map((a) => a.ended));
+    const unit = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800].find((s) => busy / s <= (width < 560 ? 4 : 9)) ?? 604800;
+    let free = -Infinity;
+    for (let t = 0; zero + t <= end; t += unit) {
+      const x = at(zero + t);
+      if (cut.some((p) => zero + t > p.from && zero + t < p.to) || x < free) continue;
+      free = x + 54;
+      root.append(svg("line", { class: "axis", x1: x, x2: x, y1: box.bottom, y2: box.bottom + 4 }),
+        label(x, box.bottom + 18, t ? ago(t) : "start", { "text-anchor": t ? "middle" : "start" }));
+    }
+    root.append(svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
+    for (const pause of cut) {
+      const x = (at(pause.from) + at(pause.to)) / 2;
+      root.append(svg("line", { class: "reference", x1: x, x2: x, y1: box.top, y2: box.bottom }),
+        label(x, box.top - 3, `${seconds(pause.to - pause.from)} later`, { "text-anchor": "middle", class: "halo" }));
+    }
+    const places = attempts.map((a) => ({ a, x: at(a.started), w: Math.max(2.5, at(a.ended) - at(a.started) - 1), y: box.top + stages.indexOf(a.stage) * lane }));
+    for (const { a, x, w, y } of places) {
+      const group = root.appendChild(svg("g", { class: `s-${a.state}` }));
+      const total = Math.max(a.ended - a.started, Object.values(a.phases).reduce((sum, s) => sum + s, 0)) || 1;
+      group.append(svg("rect", { class: a.state === "running" ? "bar open" : "bar", x, y: y + 11, width: w, height: 14, rx: Math.min(3, w / 2) }));
+      let from = x;
+      for (const phase of inOrder(a.phases)) {
+        const wide = (w * a.phases[phase]) / total;
+        group.append(svg("rect", { class: "bar", color: phaseColor(phase), x: from, y: y + 27, width: Math.max(0, wide), height: 5 }));
+        from += wide;
+      }
+      if (w > 26) group.append(label(x + 5, y + 22, `#${a.number}`, { class: a.state === "running" ? "" : "inbar" }));
+      group.append(label(x + w, y + 8, STATES[a.state]?.[0] ?? "", { class: "mark", "text-anchor": w < 12 ? "middle" : "end" }));
+    }
+    const mark = ({ place }) => [svg("rect", { class: "hair", fill: "none", x: place.x - 2, y: place.y + 9, width: place.w + 4, height: 25, rx: 4 })];
+    return { ...box, places, mark };
+  }
+  function stops({ places }, px) {
+    const near = (p) => Math.max(0, p.x - px, px - p.x - p.w);
+    const place = places.reduce((best, p) => (near(p) < near(best) ? p : best));
+    return { x: Math.min(place.x + place.w, Math.max(place.x, px)), place };
+  }
+  const speak = ({ place: { a } }) => [
+    [el("b", {}, `${a.stage}, attempt ${a.number}`)],
+    [`${STATES[a.state]?.[0] ?? ""} ${said(a)}${a.notice ? `: ${a.notice}` : ""}`],
+    [`${moment(a.started)}, for ${seconds(a.ended - a.started)}`],
+    ...(has(a.from) ? [[`steps ${full(a.from)} to ${full(a.to ?? a.from)}`]] : []),
+    [priced(a)],
+    ...inOrder(a.phases).filter((p) => a.phases[p] >= 0.05).map((p) =>
+      [el("span", { class: "swatch", color: phaseColor(p) }), p, el("span", { class: "value" }, seconds(a.phases[p]))]),
+  ];
+  const caption = () => [
+    `When ${run.name} was worked on. A bar is an attempt: `,
+    [...new Set(attempts.map((a) => a.state))].map((state, i) => [i ? ", " : "",
+      el("span", { class: `chip s-${state}` }, `${STATES[state]?.[0] ?? ""} ${STATES[state]?.[1] ?? state}`)]),
+    ". The strip below it shows what its seconds went to (colours as in the bill; sorted by kind, not in the order of time).",
+  ];
+  const table = () => el("table", {},
+    el("thead", {}, el("tr", {}, ["stage", "attempt", "ended", "started", "billed", "steps", "machine", "dollars"].map((t) => el("th", { scope: "col" }, t)))),
+    el("tbody", {}, attempts.map((a) => el("tr", {}, [a.stage, a.number, said(a) + (a.notice ? ` (${a.notice})` : ""), moment(a.started),
+      seconds(a.ended - a.started), has(a.from) ? `${full(a.from)} → ${full(a.to ?? a.from)}` : "", a.machine, dollars(a.usd)].map((t) => el("td", {}, String(t)))))));
+  return figure({ height: () => 14 + stages.length * lane + 30, caption, aria, draw, stops, speak, table });
+}
+const ago = (t) => (t < 60 ? `${t} s` : t < 3600 ? `${+(t / 60).toFixed(1)} min` : t < 172800 ? `${+(t / 3600).toFixed(1)} h` : `${+(t / 86400).toFixed(1)} d`);
+const priced = (a) => `${a.nodes > 1 ? `${a.nodes} x ` : ""}${a.machine}: ` +
+  (has(a.price_per_hour) ? `${dollars(a.usd)} at ${dollars(a.price_per_hour)} an hour (${a.price_source})` : `price unknown (${a.price_source})`);
+
+// --- the bill
+
+function bill(run, most) {
+  const money = run.usd > 0;
+  const value = (p) => (money ? run.phases[p].usd : run.phases[p].seconds);
+  const show = money ? dollars : seconds;
+  const phases = inOrder(run.phases).filter((p) => value(p) > 0);
+  const total = phases.reduce((sum, p) => sum + value(p), 0);
+  if (!total) return [el("p", { class: "soft" }, `${run.name}: nothing was billed yet.`)];
+  const bar = el("div", { class: "bill", "aria-hidden": "true" }, phases.map((p) => {
+    const piece = el("span", { color: phaseColor(p), title: `${p}: ${show(value(p))}` });
+    piece.style.flexGrow = value(p);
+    return piece;
+  }));
+  bar.style.width = `${(100 * total) / most}%`;
+  return [
+    sources.length > 1 && el("h3", {}, run.name),
+    bar,
+    el("div", { class: "scroll" }, el("table", {},
+      el("thead", {}, el("tr", {}, ["phase", "time", ...(money ? ["dollars"] : []), "share"].map((t) => el("th", { scope: "col" }, t)), el("th", { class: "left", scope: "col" }, "what it is"))),
+      el("tbody", {}, phases.map((p) => el("tr", {},
+        el("td", {}, el("span", { class: "swatch box", color: phaseColor(p) }), p),
+        el("td", {}, seconds(run.phases[p].seconds)), money && el("td", {}, dollars(run.phases[p].usd)),
+        el("td", {}, percent(value(p) / total)), el("td", { class: "wrap" }, PHASES[p]?.[1] ?? ""))),
+      el("tr", {}, el("td", {}, el("b", {}, "all")), el("td", {}, seconds(phases.reduce((sum, p) => sum + run.phases[p].seconds, 0))),
+        money && el("td", {}, el("b", {}, dollars(total))), el("td", {}, "100%"), el("td"))))),
+  ];
+}
+
+// --- words
+
+function lead(run) {
+  const model = run.size ? `GPT-2 ${run.size}` : `A GPT-2 of ${short(run.parameters)} parameters`;
+  const reached = run.steps >= run.max_steps ? `in ${plural(run.steps, "step")}` : `in ${full(run.steps)} of ${plural(run.max_steps, "step")} so far`;
+  const cost = run.usd > 0 ? ` and ${dollars(run.usd)}` : "";
+  const starts = run.starts > 1 ? `, was interrupted ${run.starts - 1 === 1 ? "once" : `${full(run.starts - 1)} times`} and went on` : "";
+  const scores = has(run.val_loss) ? ` Its validation loss is ${score(run.val_loss)}` + (has(run.hellaswag) ? ` and its HellaSwag accuracy ${score(run.hellaswag)}.` : ".") : "";
+  return `${model}, trained on ${short(run.tokens)} tokens of ${run.text} ${reached}. It took ${seconds(3600 * run.billed_hours)} of billed time${cost}${starts}.${scores}`;
+}
+
+function tiles(run) {
+  const rows = [
+    ["val loss", score(run.val_loss), has(run.train_loss) ? `train ${score(run.train_loss)}` : ""],
+    has(run.hellaswag) && ["HellaSwag", score(run.hellaswag), "acc_norm"],
+    ["tokens", short(run.tokens), plural(run.steps, "step")],
+    has(run.tokens_per_second) && ["tokens/s", short(run.tokens_per_second), has(run.mfu) ? `MFU ${percent(run.mfu)}` : "median of steps"],
+    ["billed", seconds(3600 * run.billed_hours), plural(run.starts, "start")],
+    run.usd > 0 && ["dollars", dollars(run.usd), run.tokens ? `${dollars(run.usd / (run.tokens / 1e9))} per billion tokens` : ""],
+    has(run.goodput) && ["goodput", percent(run.goodput), "of billed time trained"],
+  ];
+  return el("dl", { class: "tiles" }, rows.filter(Boolean).map(([name, value, more]) =>
+    el("div", {}, more && el("dd", { class: "more" }, more), el("dt", {}, name), el("dd", {}, value))));
+}
+
+function overview() {
+  const cell = (text) => el("td", {}, text);
+  return el("div", { class: "scroll" }, el("table", { class: "runs" },
+    el("thead", {}, el("tr", {}, ["run", "state", "model", "tokens", "val loss", "HellaSwag", "tokens/s", "starts", "billed", "dollars", "goodput"].map((t) => el("th", { scope: "col" }, t)))),
+    el("tbody", {}, sources.map((s) => el("tr", {},
+      el("td", {}, el("span", { class: "swatch box", color: s.key }), s.name),
+      cell(s.overlay ? "llm.c's log" : s.state), cell(s.overlay ? "" : s.size ?? short(s.parameters)), cell(short(s.overlay ? s.steps * s.batch_tokens : s.tokens)),
+      cell(score(s.val_loss)), cell(score(s.hellaswag)), cell(has(s.tokens_per_second) ? full(s.tokens_per_second) : "–"), cell(s.overlay ? "–" : full(s.starts)),
+      cell(s.overlay ? "–" : seconds(3600 * s.billed_hours)), cell(s.overlay ? "–" : dollars(s.usd)), cell(has(s.goodput) ? percent(s.goodput) : "–"))))));
+}
+
+// --- controls
+
+function choice(legend, name, options, chosen, change) {
+  return el("fieldset", { class: "choice" }, el("legend", {}, legend),
+    el("div", { class: "options" }, options.map(([value, text, disabled]) => el("label", { title: disabled },
+      el("input", { type: "radio", name, value, checked: value === chosen, disabled: !!disabled, onchange: () => change(value) }), text))));
+}
+const themes = () => choice("Light", "theme", [["", "auto"], ["light", "day"], ["dark", "night"]], "", (theme) =>
+  theme ? document.documentElement.setAttribute("data-theme", theme) : document.documentElement.removeAttribute("data-theme"));
+
+function controls() {
+  const why = { hours: "no run here has billed time", usd: "no run here has a known price" };
+  const keys = sources.length > 1 && el("div", { class: "keys", role: "group", "aria-label": "Runs shown" }, sources.map((source) => {
+    const button = el("button", { type: "button", "aria-pressed": "true", onclick: () => {
+      view.hidden.has(source) ? view.hidden.delete(source) : view.hidden.add(source);
+      button.setAttribute("aria-pressed", !view.hidden.has(source));
+      redraw();
+    } }, el("span", { class: "swatch", color: source.key }), source.name);
+    return button;
+  }));
+  return el("div", { class: "controls" }, keys,
+    choice("Against", "axis", Object.entries(AXES).map(([axis, { name }]) => [axis, name, canShow(axis) ? null : why[axis]]), view.axis, (axis) => { view.axis = axis; redraw(); }),
+    choice("Axis", "scale", [["linear", "linear"], ["log", "log"]], view.scale, (scale) => { view.scale = scale; redraw(); }),
+    el("label", { class: "check" }, el("input", { type: "checkbox", onchange: (event) => { view.whole = event.target.checked; redraw(); } }), "from the very start"));
+}
+
+// --- the page
+
+const caveats = () => {
+  const notes = [];
+  const bytewise = page.runs.filter((r) => r.tokenizer !== "gpt2");
+  if (bytewise.length && sources.length > bytewise.length)
+    notes.push(` ${bytewise.map((r) => r.name).join(", ")}: a token is a byte there, so these losses and those of GPT-2's tokens are not of one scale.`);
+  if (page.overlays.length) notes.push(" llm.c's log tells neither time nor money: its curve has steps and tokens only.");
+  return notes;
+};
+
+function trainingSection() {
+  const any = (metric) => sources.some((s) => s.series[metric] || (metric === "eval/hellaswag_acc_norm" && has(s.hellaswag)));
+  if (!sources.some((s) => Object.keys(s.series).length)) return [el("h2", {}, "Training"), el("p", { class: "soft" }, "No step was committed yet.")];
+  const smoothing = sources.filter((s) => s.series["train/loss"]?.reach).map((s) => `${s.name} ±${full(s.series["train/loss"].reach)} steps`).join(", ");
+  const resumed = page.runs.some((r) => r.attempts.some((a) => a.stage === "train" && a.from));
+  const ticksSaid = resumed ? " Ticks on the axis: a new attempt went on from its last commit." : "";
+  return [
+    el("h2", {}, "Training"),
+    controls(),
+    (any("train/loss") || any("val/loss")) && lineFigure({
+      metrics: ["train/loss", "val/loss"], tall: true, title: "Loss, nats per token",
+      caption: () => [
+        "Training loss (lines; the mean" + (smoothing ? ` over ${smoothing}` : "") + ", with every step's in pale behind it) and validation loss (rings" +
+        (page.runs.some((r) => has(r.evaluated_val_loss)) ? "; a diamond is the final evaluation" : "") + ").",
+        ticksSaid,
+        sources.some((s) => s.overlay || s.tokenizer === "gpt2") && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on other text they are a guide, no comparison.",
+        ...caveats()],
+    }),
+    any("eval/hellaswag_acc_norm") && lineFigure({
+      metrics: ["eval/hellaswag_acc_norm"], title: "HellaSwag accuracy",
+      caption: () => ["HellaSwag in completion style (acc_norm, all 10,042 validation items where not said otherwise); guessing gets 0.25. Dotted: GPT-2 as llm.c measured it, GPT-3 as its paper has it."],
+    }),
+    el("div", { class: "pair" },
+      any("perf/tokens_per_second") && lineFigure({ metrics: ["perf/tokens_per_second"], title: "Throughput, tokens per second", caption: () => ["Tokens per second of each step, over all GPUs."] }),
+      any("perf/mfu") && lineFigure({ metrics: ["perf/mfu"], title: "Model FLOPs utilization", caption: () => [page.mfu + "."] }),
+      any("train/lr") && lineFigure({ metrics: ["train/lr"], title: "Learning rate", caption: () => ["Learning rate of each step."] }),
+      any("train/grad_norm") && lineFigure({ metrics: ["train/grad_norm"], title: "Gradient norm", caption: () => ["Norm of the gradient before clipping."] })),
+  ];
+}
+
+function lineageSection(run) {
+  const box = (b) => el("div", { class: `box${b.there === false ? " missing" : ""}` }, el("b", {}, b.stage), b.name,
+    b.fingerprint && el("span", { class: "mono", title: `sha256 of what decides its bytes: ${b.fingerprint}` }, b.fingerprint.slice(0, 16) + "…"),
+    b.facts.map((fact) => el("div", {}, fact)),
+    b.attempts > 0 && el("div", { class: "soft" }, `${seconds(b.seconds)}, ${plural(b.attempts, "attempt")}${b.usd > 0 ? `, ${dollars(b.usd)}` : ""}`),
+    b.bytes && el("div", { class: "soft" }, bytes(b.bytes)));
+  const of = (stage) => run.lineage.filter((b) => b.stage === stage).map(box);
+  const last = [...of("evaluate"), ...of("export")];
+  return el("ol", { class: "lineage" }, [of("text"), of("tokenize"), of("train"), last].filter((b) => b.length).map((b) => el("li", {}, b)));
+}
+
+function receiptSection(run) {
+  const verdict = { true: ["good", "✓ met"], false: ["bad", "✕ missed"], null: ["soft", "not measured"] };
+  return [
+    el("dl", { class: "receipt" }, run.receipt.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+    el("div", { class: "scroll" }, el("table", {},
+      el("thead", {}, el("tr", {}, ["target", "meant", "got", ""].map((t) => el("th", { scope: "col" }, t)))),
+      el("tbody", {}, run.targets.map((t) => el("tr", {}, el("td", {}, t.what), el("td", {}, amount(t.target)), el("td", {}, has(t.got) ? amount(t.got) : "–"),
+        el("td", {}, el("span", { class: "chip", color: verdict[t.met][0] }, verdict[t.met][1]))))))),
+    el("details", {}, el("summary", {}, "The recipe, with every default"), el("pre", {}, run.recipe)),
+  ];
+}
+const amount = (n) => (Number.isInteger(n) ? full(n) : n.toFixed(4));
+
+function build() {
+  const { runs } = page;
+  const named = (run) => runs.length > 1 && el("h3", {}, run.name);
+  const title = runs.length === 1 ? runs[0].name : `${full(runs.length)} runs`;
+  document.title = `${title} – skytrain report`;
+  const most = Math.max(...runs.map((r) => Object.values(r.phases).reduce((sum, p) => sum + (r.usd > 0 ? p.usd : p.seconds), 0)));
+  const worked = runs.filter((run) => run.attempts.length), sampled = runs.filter((run) => run.sample);
+  fill(document.getElementById("page"), {}, [
+    el("header", {},
+      el("div", { class: "eyebrow" }, "skytrain report, " + moment(page.made)),
+      el("h1", {}, title, runs.length === 1 && [" ", el("span", { class: `chip s-${runs[0].state}` }, runs[0].state)]),
+      themes(),
+      runs.length === 1 && el("p", {}, lead(runs[0]))),
+    sources.length === 1 ? tiles(runs[0]) : overview(),
+    trainingSection(),
+    worked.length > 0 && [el("h2", {}, "Attempts"), worked.map(timeline)],
+    el("h2", {}, runs.some((run) => run.usd > 0) ? "Where the money went" : "Where the time went"),
+    runs.map((run) => bill(run, runs.some((r) => r.usd > 0) && !(run.usd > 0) ? Object.values(run.phases).reduce((sum, p) => sum + p.seconds, 0) : most)),
+    sampled.length > 0 && [el("h2", {}, "What it writes"), el("p", { class: "soft" }, "Generated from nothing by the final weights."),
+      sampled.map((run) => [named(run), el("pre", {}, run.sample)])],
+    el("h2", {}, "Lineage"),
+    el("p", { class: "soft" }, "What was made of what. A fingerprint is the sha256 of all that decides an artifact's bytes."),
+    runs.map((run) => [named(run), lineageSection(run)]),
+    el("h2", {}, "Receipt"),
+    el("p", { class: "soft" }, "What it takes to do it again, and whether it reached what it was meant to."),
+    runs.map((run) => [named(run), receiptSection(run)]),
+    el("footer", {}, el("p", {}, "Long curves are thinned to 2,000 points that keep every extreme; means are taken before that. Times and dollars are those of the attempts' heartbeats. " +
+      "This page is one file: it loads nothing and sends nothing.")),
+  ]);
+  redraw();
+  new ResizeObserver(() => requestAnimationFrame(redraw)).observe(document.getElementById("page"));
+}
+build();
