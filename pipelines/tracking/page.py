@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from importlib import resources
 from itertools import accumulate
 from statistics import median
@@ -19,7 +20,8 @@ import yaml
 
 from pipelines.artifacts.manifest import SHORT, Manifest
 from pipelines.recipe import Recipe
-from pipelines.tracking.ledger import Heartbeat, is_alive
+from pipelines.tracking.account import Account, AttemptAccount, Bill, account_of
+from pipelines.tracking.ledger import Heartbeat
 from pipelines.tracking.overlay import Overlay
 from pipelines.tracking.report import RunRecord, attempts_of, manifests, run_series, summarize
 from trainer.metrics import MFU_FORMULA
@@ -97,7 +99,8 @@ def run_shown(store: Store, record: RunRecord) -> dict[str, Any]:
     recipe = Recipe.model_validate(record.recipe)
     made, beats = manifests(store, record), attempts_of(store, record)
     summary, rows = summarize(store, record), run_series(store, record)
-    everyone = sorted((beat for stage in beats.values() for beat in stage), key=lambda beat: beat.started)
+    account = account_of(store, record)
+    billed = billed_by(account.attempts)
     size = next((size for size, shape in SHAPES.items() if shape == shape_of(recipe)), None)
     evaluated = made.get("evaluate")
     speeds, shares = ([row[k] for row in rows if k in row] for k in ("perf/tokens_per_second", "perf/mfu"))
@@ -114,18 +117,17 @@ def run_shown(store: Store, record: RunRecord) -> dict[str, Any]:
         "tokenizer": recipe.tokens.tokenizer,
         "train_loss": summary.train_loss,
         "val_loss": summary.val_loss,
+        "evaluated_val_loss": evaluated.facts.get("val/loss") if evaluated else None,
         "hellaswag": summary.hellaswag_acc_norm,
         "tokens_per_second": median(speeds) if speeds else None,
         "mfu": median(shares) if shares else None,
         "starts": summary.attempts,
-        "billed_hours": summary.billed_hours,
-        "usd": summary.usd,
-        "phases": summary.phases,
-        "series": series_shown(rows, billed_by(everyone)),
-        "attempts": [attempt_shown(beat) for beat in everyone],
-        "lineage": lineage(record, recipe, made, beats),
+        "account": account_shown(account),
+        "attempts": [attempt_shown(one, billed) for one in account.attempts],
+        "series": series_shown(rows, billed),
+        "lineage": lineage(record, recipe, made, account),
         "targets": targets(recipe, size, summary.steps, summary.val_loss, summary.hellaswag_acc_norm),
-        "receipt": receipt(record, recipe, made, everyone),
+        "receipt": receipt(recipe, made, account, beats.get("train", [])),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
         "sample": evaluated.facts.get("sample") if evaluated else None,
     }
@@ -185,96 +187,110 @@ def curve(
 
 
 def thin(values: Sequence[float], limit: int) -> list[int]:
-    """The indices of at most `limit` values: the first, the last, and the extremes of everything in between."""
+    """The indices of at most `limit` values: the first ones, where a logarithmic axis looks closely, the last, and
+    the extremes of everything in between."""
     if len(values) <= limit:
         return list(range(len(values)))
-    last, buckets = len(values) - 1, (limit - 2) // 2
-    kept = {0, last}
+    first, last = limit // 10, len(values) - 1
+    kept, buckets = {*range(first), last}, (limit - first - 1) // 2
     for bucket in range(buckets):
-        inside = range(1 + bucket * (last - 1) // buckets, 1 + (bucket + 1) * (last - 1) // buckets)
+        inside = range(*(first + part * (last - first) // buckets for part in (bucket, bucket + 1)))
         kept |= {min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)}
     return sorted(kept)
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
-    """The mean over `reach` values on either side; near the ends over fewer, as many on both, or a slope would bend."""
+    """The mean over `reach` values on either side: over fewer where the curve has just begun and still falls steeply."""
     sums = [0.0, *accumulate(values)]
     means = []
     for i in range(len(values)):
-        near = min(reach, i, len(values) - 1 - i)
-        means.append((sums[i + near + 1] - sums[i - near]) / (2 * near + 1))
+        near = min(reach, i // 4)
+        low, high = i - near, min(len(values), i + near + 1)
+        means.append((sums[high] - sums[low]) / (high - low))
     return means
 
 
-def billed_by(beats: Sequence[Heartbeat]) -> Billed:
-    """Hours (of all nodes) and dollars that some attempts had been billed at a moment; None: a price is unknown."""
+def billed_by(attempts: Sequence[AttemptAccount]) -> Billed:
+    """Machine hours and dollars that some attempts had been billed at a moment; None: a price is unknown."""
 
     def at(moment: float) -> tuple[float, float | None]:
         hours, usd = 0.0, 0.0
-        for beat in beats:
-            if moment > beat.started < beat.time:
-                share = min(1.0, (moment - beat.started) / (beat.time - beat.started))
-                hours += share * beat.nodes * beat.billed_hours
-                usd += share * (beat.usd or 0.0)
-        return hours, None if any(beat.usd is None for beat in beats) else usd
+        for one in attempts:
+            if moment > one.started < one.ended:
+                share = min(1.0, (moment - one.started) / (one.ended - one.started))
+                hours, usd = hours + share * one.bill.hours, usd + share * one.bill.usd
+        return hours, None if any(one.bill.unpriced_hours for one in attempts) else usd
 
     return at
 
 
-# --- attempts, lineage, receipt
+# --- the account, lineage, receipt
 
 
-def attempt_shown(beat: Heartbeat) -> dict[str, Any]:
-    progress = beat.progress
-    state = "lost" if beat.state == "running" and is_alive(beat) is False else beat.state
+def account_shown(account: Account) -> dict[str, Any]:
     return {
-        "stage": beat.stage,
-        "number": beat.attempt,
-        "state": state,
-        "started": beat.started,
-        "ended": max(beat.started, beat.time),
-        "machine": machine_name(beat),
-        "nodes": beat.nodes,
-        "price_per_hour": beat.price_per_hour,
-        "price_source": beat.price_source,
-        "usd": beat.usd,
-        "phases": beat.phases,
-        "from": progress.get("resumed_from"),
-        "to": progress.get("step"),
-        "notice": progress.get("notice"),
+        "total": asdict(account.total),
+        "by_phase": {phase: asdict(bill) for phase, bill in account.by_phase.items()},
+        "by_market": {market: asdict(bill) for market, bill in account.by_market.items()},
+        "goodput": account.goodput,
+        "usd_per_billion_tokens": account.usd_per_billion_tokens,
+        "interruptions": asdict(account.interruptions),
+        "savings_usd": account.savings_usd,
+        "deaths": account.deaths,
+        "unseen_seconds": account.unseen_seconds,
+        "faults": account.faults,
     }
 
 
-def machine_name(beat: Heartbeat) -> str:
+def attempt_shown(one: AttemptAccount, billed: Billed) -> dict[str, Any]:
+    hours, usd = billed(one.started)
+    return {
+        "stage": one.stage,
+        "number": one.number,
+        "state": one.state,
+        "started": one.started,
+        "ended": one.ended,
+        "machine": machine_name(one),
+        "nodes": one.nodes,
+        "price_per_hour": one.price_per_hour,
+        "price_source": one.price_source,
+        "bill": asdict(one.bill),
+        "billed_before": {"hours": hours, "usd": usd},
+        "phases": one.phases,
+        "from": one.resumed_from,
+        "to": one.step,
+        "redone": one.steps_redone,
+        "notice": one.notice,
+    }
+
+
+def machine_name(one: AttemptAccount) -> str:
     """What it ran on, as one orders it; at home, the host's name."""
-    told = beat.machine
-    market = {True: "spot", False: "on demand"}.get(told.get("spot"), "") if told else ""
+    told = one.machine
+    market = {True: "spot", False: "on demand"}.get(told.get("spot"))
     parts = [told.get("instance") or told.get("accelerators"), market, told.get("zone") or told.get("region")]
-    words = " ".join(str(part) for part in parts if part)
-    return words or str(beat.process.get("machine", "")).partition("/")[0]
+    return " ".join(str(part) for part in parts if part) or one.host
 
 
 def lineage(
     record: RunRecord,
     recipe: Recipe,
     made: dict[str, Manifest | None],
-    beats: dict[str, list[Heartbeat]],
+    account: Account,
 ) -> list[dict[str, Any]]:
     """From the text to what was made of it: a box each, with its fingerprint and what is in it."""
     tokens = recipe.tokens
     of_text = [f"revision {tokens.revision[:12]}"] if tokens.revision else []
     boxes = [{"stage": "text", "name": text_name(recipe), "facts": [*of_text, f"tokenizer {tokens.tokenizer}"]}]
     for stage, prefix in record.prefixes.items():
-        manifest, mine = made.get(stage), beats.get(stage, [])
-        usd = [beat.usd for beat in mine]
+        manifest = made.get(stage)
         box: dict[str, Any] = {
             "stage": stage,
             "name": prefix,
             "there": manifest is not None,
             "facts": contents(manifest) if manifest else ["not there yet"],
-            "attempts": len(mine),
-            "seconds": sum(3600 * beat.nodes * beat.billed_hours for beat in mine),
-            "usd": None if None in usd else sum(u for u in usd if u is not None),
+            "attempts": sum(one.stage == stage for one in account.attempts),
+            "bill": asdict(account.by_stage.get(stage, Bill())),
         }
         if manifest:
             box |= {"fingerprint": manifest.fingerprint, "bytes": sum(file.size for file in manifest.files)}
@@ -303,7 +319,7 @@ def targets(
 ) -> list[dict[str, Any]]:
     """What the run was meant to reach, and whether it did: its steps, and what OpenAI's weights of its size reach."""
     rows: list[dict[str, Any]] = [
-        {"what": "steps", "target": recipe.train.max_steps, "got": steps, "met": steps >= recipe.train.max_steps}
+        {"what": "steps", "target": recipe.train.max_steps, "got": steps, "met": steps >= recipe.train.max_steps or None}
     ]
     if size and recipe.tokens.tokenizer == "gpt2":
         loss, score = (REFERENCES[metric]["GPT-2"][size] for metric in ("val/loss", "eval/hellaswag_acc_norm"))
@@ -315,7 +331,7 @@ def targets(
 
 
 def receipt(
-    record: RunRecord, recipe: Recipe, made: dict[str, Manifest | None], beats: Sequence[Heartbeat]
+    recipe: Recipe, made: dict[str, Manifest | None], account: Account, beats: Sequence[Heartbeat]
 ) -> list[tuple[str, str]]:
     """What one needs to know to do it again."""
     train = made.get("train")
@@ -324,7 +340,9 @@ def receipt(
     versions = ", ".join(f"{name} {number}" for name, number in origin.get("versions", {}).items() if number)
     commit = origin.get("git_commit")
     machines = dict.fromkeys(
-        (f"{beat.nodes} x " if beat.nodes > 1 else "") + machine_name(beat) for beat in beats if beat.stage == "train"
+        (f"{one.nodes} x " if one.nodes > 1 else "") + machine_name(one)
+        for one in account.attempts
+        if one.stage == "train"
     )
     devices = dict.fromkeys(
         f"{beat.progress['world_size']} x {beat.progress['device']}, {beat.progress['precision']}"

@@ -7,7 +7,9 @@ const sources = [
   ...page.runs.map((run, i) => ({ ...run, key: `r${i % 8}`, dash: i < 8 ? null : "6 3" })),
   ...page.overlays.map((overlay, i) => ({ ...overlay, key: `o${i % 3}`, dash: i < 3 ? null : "6 3", overlay: true })),
 ];
-const view = { axis: "step", scale: "linear", whole: false, hidden: new Set() };
+// Beside a run of many times its length, a linear axis would make a short one a vertical line.
+const lengths = sources.map((source) => source.steps).filter((steps) => steps > 0);
+const view = { axis: "step", scale: Math.max(...lengths) > 8 * Math.min(...lengths) ? "log" : "linear", whole: false, hidden: new Set() };
 const redraws = [];
 const redraw = () => redraws.forEach((draw) => draw());
 
@@ -42,7 +44,10 @@ function seconds(s) {
   if (s < 3600) return `${Math.floor(s / 60)} min ${String(Math.floor(s % 60)).padStart(2, "0")} s`;
   return minutes < 2880 ? `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min` : `${(minutes / 1440).toFixed(1)} days`;
 }
-const dollars = (n) => (has(n) ? `$${n >= 1000 ? full(n) : n.toFixed(2)}` : "unknown");
+const dollars = (n) => `$${n >= 1000 ? full(n) : n.toFixed(2)}`;
+// What a bill came to; hours whose price nobody knows stand beside the dollars, not in them.
+const paid = ({ usd, unpriced_hours }) => [usd > 0 || !unpriced_hours ? dollars(usd) : "", unpriced_hours ? `${seconds(3600 * unpriced_hours)} of unknown price` : ""].filter(Boolean).join(" + ");
+const costs = (run) => run.account.total.usd > 0 || run.account.total.unpriced_hours > 0;
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
 const score = (n) => (has(n) ? n.toFixed(4) : "–");
 const moment = (unix) => new Date(unix * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
@@ -165,14 +170,20 @@ const LINES = {
   "train/grad_norm": { unit: "gradient norm, before clipping", text: (y) => y.toFixed(3), zero: true },
 };
 
+// A curve on the axis that is chosen; a logarithmic one has no place for what came before the first step.
+function along(source, curve) {
+  const x = AXES[view.axis].of(source, curve);
+  const begin = x && view.scale === "log" ? x.findIndex((value) => value > 0) : 0;
+  return x && begin >= 0 ? { x: x.slice(begin), y: curve.y.slice(begin) } : null;
+}
 function curvesShown(metrics) {
   return sources.filter((source) => !view.hidden.has(source)).flatMap((source) =>
     metrics.filter((metric) => source.series[metric]).map((metric) => {
       const { line, raw, reach } = source.series[metric];
-      const x = AXES[view.axis].of(source, line);
-      return x && {
-        source, metric, reach, x, y: line.y,
-        raw: raw && { x: AXES[view.axis].of(source, raw), y: raw.y },
+      const drawn = along(source, line);
+      return drawn && {
+        source, metric, reach, ...drawn,
+        raw: raw && along(source, raw),
         dots: metric === "val/loss" || metric === "eval/hellaswag_acc_norm",
       };
     })).filter(Boolean);
@@ -215,8 +226,7 @@ function lineFigure({ metrics, tall, title, caption }) {
     // x
     const log = view.scale === "log";
     const xs = [...curves.flatMap((c) => [c.x[0], c.x.at(-1)]), ...finals.map((f) => f.x)];
-    const positive = curves.flatMap((c) => c.x.find((x) => x > 0) ?? []);
-    const last = Math.max(...xs), first = log ? Math.min(...positive) : 0;
+    const last = Math.max(...xs), first = log ? Math.min(...xs) : 0;
     const grow = log ? (x) => Math.log10(Math.max(x, first)) : (x) => x;
     const toX = spread(grow(first), grow(last), box.left, box.right);
     const X = (x) => toX(grow(x));
@@ -232,6 +242,8 @@ function lineFigure({ metrics, tall, title, caption }) {
     const sizes = new Set(sources.filter((s) => !view.hidden.has(s)).map((s) => s.size));
     const known = referencesOf(metrics);
     for (const reference of known) if (sizes.has(reference.size)) [low, high] = [Math.min(low, reference.y), Math.max(high, reference.y)];
+    const next = Math.min(...known.map((r) => r.y).filter((y) => y > high));  // what there is to reach, if that is near
+    if (metrics.includes("eval/hellaswag_acc_norm") && next - high < 0.7 * (high - low)) high = next;
     const margin = (high - low || Math.abs(high) || 1) * 0.05;
     [low, high] = [kind.zero ? 0 : low - margin, high + margin];
     const Y = spread(low, high, box.bottom, box.top);
@@ -242,8 +254,8 @@ function lineFigure({ metrics, tall, title, caption }) {
         label(box.left - 8, Y(y) + 4, ink(y), { "text-anchor": "end" }));
     const small = view.axis === "hours" && last < 1;
     const scaled = small ? 60 : 1;
-    const along = log ? decades(first, last) : ticks(0, last * scaled, roomy ? 8 : 4).map((x) => x / scaled);
-    for (const x of along) {
+    const places = log ? decades(first, last) : ticks(0, last * scaled, roomy ? 8 : 4).map((x) => x / scaled);
+    for (const x of places) {
       root.append(svg("line", { class: "axis", x1: X(x), x2: X(x), y1: box.bottom, y2: box.bottom + 4 }),
         label(X(x), box.bottom + 18, (view.axis === "usd" ? "$" : "") + short(x * (log ? 1 : scaled)), { "text-anchor": "middle" }));
     }
@@ -254,9 +266,12 @@ function lineFigure({ metrics, tall, title, caption }) {
     const clip = `clip${redrawn++}`;
     root.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 6, width: Math.max(0, box.right - box.left + 8), height: box.bottom - box.top + 6 })));
     const layer = root.appendChild(svg("g", { "clip-path": `url(#${clip})` }));
-    for (const { y, text } of known.filter((r) => r.y > low && r.y < high))
+    let above = { y: -Infinity, x: 0 };  // a name that would run into the one above it moves to its right
+    for (const { y, text } of known.filter((r) => r.y > low && r.y < high).sort((a, b) => b.y - a.y)) {
+      above = { y: Y(y), x: Y(y) - above.y < 14 ? above.x + 124 : box.left + 6 };
       layer.append(svg("line", { class: "reference", x1: box.left, x2: box.right, y1: Y(y), y2: Y(y) }),
-        label(box.left + 6, Y(y) - 4, text, { class: "halo" }));
+        label(above.x, Y(y) - 4, text, { class: "halo" }));
+    }
     const path = (x, y) => "M" + x.map((value, i) => `${X(value).toFixed(1)} ${Y(y[i]).toFixed(1)}`).join("L");
     for (const c of curves.filter((c) => c.raw)) layer.append(svg("path", { class: "raw", color: c.source.key, d: path(c.raw.x, c.raw.y) }));
     for (const source of new Set(curves.map((c) => c.source))) layer.append(...resumptions(source, X, box));
@@ -324,7 +339,7 @@ function nearest(curve, x) {
 // A tick on the axis wherever a later attempt at training went on.
 function resumptions(source, X, box) {
   const later = (source.attempts ?? []).filter((a) => a.stage === "train" && has(a.from) && a !== source.attempts.find((b) => b.stage === "train"));
-  const at = { step: (a) => a.from, tokens: (a) => a.from * source.batch_tokens, hours: (a) => a.hours, usd: (a) => a.dollars }[view.axis];
+  const at = { step: (a) => a.from, tokens: (a) => a.from * source.batch_tokens, hours: (a) => a.billed_before.hours, usd: (a) => a.billed_before.usd }[view.axis];
   return later.filter((a) => has(at(a))).map((a) =>
     svg("line", { class: "tick", color: source.key, x1: X(at(a)), x2: X(at(a)), y1: box.bottom - 9, y2: box.bottom }));
 }
@@ -457,62 +472,74 @@ function timeline(run) {
   const table = () => el("table", {},
     el("thead", {}, el("tr", {}, ["stage", "attempt", "ended", "started", "billed", "steps", "machine", "dollars"].map((t) => el("th", { scope: "col" }, t)))),
     el("tbody", {}, attempts.map((a) => el("tr", {}, [a.stage, a.number, said(a) + (a.notice ? ` (${a.notice})` : ""), moment(a.started),
-      seconds(a.ended - a.started), has(a.from) ? `${full(a.from)} → ${full(a.to ?? a.from)}` : "", a.machine, dollars(a.usd)].map((t) => el("td", {}, String(t)))))));
+      seconds(a.ended - a.started), has(a.from) ? `${full(a.from)} → ${full(a.to ?? a.from)}` : "", a.machine, paid(a.bill)].map((t) => el("td", {}, String(t)))))));
   return figure({ height: () => 14 + stages.length * lane + 30, caption, aria, draw, stops, speak, table });
 }
 const ago = (t) => (t < 60 ? `${t} s` : t < 3600 ? `${+(t / 60).toFixed(1)} min` : t < 172800 ? `${+(t / 3600).toFixed(1)} h` : `${+(t / 86400).toFixed(1)} d`);
 const priced = (a) => `${a.nodes > 1 ? `${a.nodes} x ` : ""}${a.machine}: ` +
-  (has(a.price_per_hour) ? `${dollars(a.usd)} at ${dollars(a.price_per_hour)} an hour (${a.price_source})` : `price unknown (${a.price_source})`);
+  (has(a.price_per_hour) ? `${paid(a.bill)} at ${dollars(a.price_per_hour)} an hour (${a.price_source})` : `price unknown (${a.price_source})`);
 
 // --- the bill
 
+const worth = (run) => (run.account.total.usd > 0 ? (b) => b.usd : (b) => 3600 * b.hours);
+const billed = (run) => Object.values(run.account.by_phase).reduce((sum, b) => sum + worth(run)(b), 0);
+
 function bill(run, most) {
-  const money = run.usd > 0;
-  const value = (p) => (money ? run.phases[p].usd : run.phases[p].seconds);
-  const show = money ? dollars : seconds;
-  const phases = inOrder(run.phases).filter((p) => value(p) > 0);
-  const total = phases.reduce((sum, p) => sum + value(p), 0);
-  if (!total) return [el("p", { class: "soft" }, `${run.name}: nothing was billed yet.`)];
+  const { by_phase, by_market, total, interruptions, savings_usd, deaths, unseen_seconds } = run.account;
+  const value = worth(run), money = total.usd > 0;
+  const phases = inOrder(by_phase).filter((p) => value(by_phase[p]) > 0);
+  const all = billed(run);
+  if (!all) return [named(run), el("p", { class: "soft" }, "Nothing was billed yet.")];
   const bar = el("div", { class: "bill", "aria-hidden": "true" }, phases.map((p) => {
-    const piece = el("span", { color: phaseColor(p), title: `${p}: ${show(value(p))}` });
-    piece.style.flexGrow = value(p);
+    const piece = el("span", { color: phaseColor(p), title: `${p}: ${paid(by_phase[p])}` });
+    piece.style.flexGrow = value(by_phase[p]);
     return piece;
   }));
-  bar.style.width = `${(100 * total) / most}%`;
+  bar.style.width = `${(100 * all) / most}%`;
+  const row = (name, b, what, share) => el("tr", {}, el("td", {}, name), el("td", {}, seconds(3600 * b.hours)),
+    costs(run) && el("td", {}, paid(b)), el("td", {}, share), el("td", { class: "wrap" }, what));
+  const notes = [
+    Object.keys(by_market).length > 1 && `By market: ${Object.entries(by_market).map(([m, b]) => `${m} ${paid(b)} in ${seconds(3600 * b.hours)}`).join(", ")}.`,
+    interruptions.hours > 0 && `Being interrupted cost ${costs(run) ? `${paid(interruptions)} and ` : ""}${seconds(3600 * interruptions.hours)}: work done again, time lost, and the way back.`,
+    has(savings_usd) && money && `The same hours on demand would have cost ${dollars(total.usd + savings_usd)}.`,
+    deaths > 0 && `${plural(deaths, "attempt")} died without a word; at most ${seconds(unseen_seconds)} after their last sign of life are missing from this bill.`,
+    ...run.account.faults,
+  ].filter(Boolean);
   return [
-    sources.length > 1 && el("h3", {}, run.name),
+    named(run),
     bar,
     el("div", { class: "scroll" }, el("table", {},
-      el("thead", {}, el("tr", {}, ["phase", "time", ...(money ? ["dollars"] : []), "share"].map((t) => el("th", { scope: "col" }, t)), el("th", { class: "left", scope: "col" }, "what it is"))),
-      el("tbody", {}, phases.map((p) => el("tr", {},
-        el("td", {}, el("span", { class: "swatch box", color: phaseColor(p) }), p),
-        el("td", {}, seconds(run.phases[p].seconds)), money && el("td", {}, dollars(run.phases[p].usd)),
-        el("td", {}, percent(value(p) / total)), el("td", { class: "wrap" }, PHASES[p]?.[1] ?? ""))),
-      el("tr", {}, el("td", {}, el("b", {}, "all")), el("td", {}, seconds(phases.reduce((sum, p) => sum + run.phases[p].seconds, 0))),
-        money && el("td", {}, el("b", {}, dollars(total))), el("td", {}, "100%"), el("td"))))),
+      el("thead", {}, el("tr", {}, ["phase", "time", ...(costs(run) ? ["dollars"] : []), "share"].map((t) => el("th", { scope: "col" }, t)), el("th", { class: "left", scope: "col" }, "what it is"))),
+      el("tbody", {}, phases.map((p) => row([el("span", { class: "swatch box", color: phaseColor(p) }), p], by_phase[p], PHASES[p]?.[1] ?? "", percent(value(by_phase[p]) / all))),
+        row(el("b", {}, "all"), total, "", "100%")))),
+    notes.map((note) => el("p", { class: "soft" }, note)),
   ];
 }
 
 // --- words
 
+const named = (run) => page.runs.length > 1 && el("h3", {}, run.name);
+
 function lead(run) {
   const model = run.size ? `GPT-2 ${run.size}` : `A GPT-2 of ${short(run.parameters)} parameters`;
   const reached = run.steps >= run.max_steps ? `in ${plural(run.steps, "step")}` : `in ${full(run.steps)} of ${plural(run.max_steps, "step")} so far`;
-  const cost = run.usd > 0 ? ` and ${dollars(run.usd)}` : "";
+  const { total } = run.account;
+  const cost = costs(run) ? ` and ${paid(total)}` : "";
   const starts = run.starts > 1 ? `, was interrupted ${run.starts - 1 === 1 ? "once" : `${full(run.starts - 1)} times`} and went on` : "";
   const scores = has(run.val_loss) ? ` Its validation loss is ${score(run.val_loss)}` + (has(run.hellaswag) ? ` and its HellaSwag accuracy ${score(run.hellaswag)}.` : ".") : "";
-  return `${model}, trained on ${short(run.tokens)} tokens of ${run.text} ${reached}. It took ${seconds(3600 * run.billed_hours)} of billed time${cost}${starts}.${scores}`;
+  return `${model}, trained on ${short(run.tokens)} tokens of ${run.text} ${reached}. It took ${seconds(3600 * total.hours)} of billed time${cost}${starts}.${scores}`;
 }
 
 function tiles(run) {
+  const { total, goodput, usd_per_billion_tokens } = run.account;
   const rows = [
     ["val loss", score(run.val_loss), has(run.train_loss) ? `train ${score(run.train_loss)}` : ""],
     has(run.hellaswag) && ["HellaSwag", score(run.hellaswag), "acc_norm"],
     ["tokens", short(run.tokens), plural(run.steps, "step")],
     has(run.tokens_per_second) && ["tokens/s", short(run.tokens_per_second), has(run.mfu) ? `MFU ${percent(run.mfu)}` : "median of steps"],
-    ["billed", seconds(3600 * run.billed_hours), plural(run.starts, "start")],
-    run.usd > 0 && ["dollars", dollars(run.usd), run.tokens ? `${dollars(run.usd / (run.tokens / 1e9))} per billion tokens` : ""],
-    has(run.goodput) && ["goodput", percent(run.goodput), "of billed time trained"],
+    ["billed", seconds(3600 * total.hours), plural(run.starts, "start")],
+    costs(run) && ["dollars", paid(total), has(usd_per_billion_tokens) ? `${dollars(usd_per_billion_tokens)} per billion tokens` : ""],
+    has(goodput) && ["goodput", percent(goodput), "of billed time trained"],
   ];
   return el("dl", { class: "tiles" }, rows.filter(Boolean).map(([name, value, more]) =>
     el("div", {}, more && el("dd", { class: "more" }, more), el("dt", {}, name), el("dd", {}, value))));
@@ -526,7 +553,7 @@ function overview() {
       el("td", {}, el("span", { class: "swatch box", color: s.key }), s.name),
       cell(s.overlay ? "llm.c's log" : s.state), cell(s.overlay ? "" : s.size ?? short(s.parameters)), cell(short(s.overlay ? s.steps * s.batch_tokens : s.tokens)),
       cell(score(s.val_loss)), cell(score(s.hellaswag)), cell(has(s.tokens_per_second) ? full(s.tokens_per_second) : "–"), cell(s.overlay ? "–" : full(s.starts)),
-      cell(s.overlay ? "–" : seconds(3600 * s.billed_hours)), cell(s.overlay ? "–" : dollars(s.usd)), cell(has(s.goodput) ? percent(s.goodput) : "–"))))));
+      cell(s.overlay ? "–" : seconds(3600 * s.account.total.hours)), cell(s.overlay ? "–" : paid(s.account.total)), cell(has(s.account?.goodput) ? percent(s.account.goodput) : "–"))))));
 }
 
 // --- controls
@@ -569,7 +596,7 @@ const caveats = () => {
 function trainingSection() {
   const any = (metric) => sources.some((s) => s.series[metric] || (metric === "eval/hellaswag_acc_norm" && has(s.hellaswag)));
   if (!sources.some((s) => Object.keys(s.series).length)) return [el("h2", {}, "Training"), el("p", { class: "soft" }, "No step was committed yet.")];
-  const smoothing = sources.filter((s) => s.series["train/loss"]?.reach).map((s) => `${s.name} ±${full(s.series["train/loss"].reach)} steps`).join(", ");
+  const smoothing = sources.filter((s) => s.series["train/loss"]?.reach).map((s) => `±${plural(s.series["train/loss"].reach, "step")}${sources.length > 1 ? ` of ${s.name}` : ""}`).join(", ");
   const resumed = page.runs.some((r) => r.attempts.some((a) => a.stage === "train" && a.from));
   const ticksSaid = resumed ? " Ticks on the axis: a new attempt went on from its last commit." : "";
   return [
@@ -578,7 +605,7 @@ function trainingSection() {
     (any("train/loss") || any("val/loss")) && lineFigure({
       metrics: ["train/loss", "val/loss"], tall: true, title: "Loss, nats per token",
       caption: () => [
-        "Training loss (lines; the mean" + (smoothing ? ` over ${smoothing}` : "") + ", with every step's in pale behind it) and validation loss (rings" +
+        "Training loss (lines" + (smoothing ? `; the mean over ${smoothing}, with every step's in pale behind it` : "") + ") and validation loss (rings" +
         (page.runs.some((r) => has(r.evaluated_val_loss)) ? "; a diamond is the final evaluation" : "") + ").",
         ticksSaid,
         sources.some((s) => s.overlay || s.tokenizer === "gpt2") && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on other text they are a guide, no comparison.",
@@ -588,7 +615,7 @@ function trainingSection() {
       metrics: ["eval/hellaswag_acc_norm"], title: "HellaSwag accuracy",
       caption: () => ["HellaSwag in completion style (acc_norm, all 10,042 validation items where not said otherwise); guessing gets 0.25. Dotted: GPT-2 as llm.c measured it, GPT-3 as its paper has it."],
     }),
-    el("div", { class: "pair" },
+    el("div", { class: "several" },
       any("perf/tokens_per_second") && lineFigure({ metrics: ["perf/tokens_per_second"], title: "Throughput, tokens per second", caption: () => ["Tokens per second of each step, over all GPUs."] }),
       any("perf/mfu") && lineFigure({ metrics: ["perf/mfu"], title: "Model FLOPs utilization", caption: () => [page.mfu + "."] }),
       any("train/lr") && lineFigure({ metrics: ["train/lr"], title: "Learning rate", caption: () => ["Learning rate of each step."] }),
@@ -597,10 +624,10 @@ function trainingSection() {
 }
 
 function lineageSection(run) {
-  const box = (b) => el("div", { class: `box${b.there === false ? " missing" : ""}` }, el("b", {}, b.stage), b.name,
+  const box = (b) => el("div", { class: `artifact${b.there === false ? " missing" : ""}` }, el("b", {}, b.stage), b.name,
     b.fingerprint && el("span", { class: "mono", title: `sha256 of what decides its bytes: ${b.fingerprint}` }, b.fingerprint.slice(0, 16) + "…"),
     b.facts.map((fact) => el("div", {}, fact)),
-    b.attempts > 0 && el("div", { class: "soft" }, `${seconds(b.seconds)}, ${plural(b.attempts, "attempt")}${b.usd > 0 ? `, ${dollars(b.usd)}` : ""}`),
+    b.attempts > 0 && el("div", { class: "soft" }, `${seconds(3600 * b.bill.hours)}, ${plural(b.attempts, "attempt")}${b.bill.usd || b.bill.unpriced_hours ? `, ${paid(b.bill)}` : ""}`),
     b.bytes && el("div", { class: "soft" }, bytes(b.bytes)));
   const of = (stage) => run.lineage.filter((b) => b.stage === stage).map(box);
   const last = [...of("evaluate"), ...of("export")];
@@ -608,7 +635,7 @@ function lineageSection(run) {
 }
 
 function receiptSection(run) {
-  const verdict = { true: ["good", "✓ met"], false: ["bad", "✕ missed"], null: ["soft", "not measured"] };
+  const verdict = { true: ["good", "✓ met"], false: ["bad", "✕ missed"], null: ["soft", "not yet"] };
   return [
     el("dl", { class: "receipt" }, run.receipt.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
     el("div", { class: "scroll" }, el("table", {},
@@ -622,10 +649,9 @@ const amount = (n) => (Number.isInteger(n) ? full(n) : n.toFixed(4));
 
 function build() {
   const { runs } = page;
-  const named = (run) => runs.length > 1 && el("h3", {}, run.name);
   const title = runs.length === 1 ? runs[0].name : `${full(runs.length)} runs`;
   document.title = `${title} – skytrain report`;
-  const most = Math.max(...runs.map((r) => Object.values(r.phases).reduce((sum, p) => sum + (r.usd > 0 ? p.usd : p.seconds), 0)));
+  const paying = runs.some(costs), most = Math.max(...runs.filter((run) => costs(run) === paying).map(billed));
   const worked = runs.filter((run) => run.attempts.length), sampled = runs.filter((run) => run.sample);
   fill(document.getElementById("page"), {}, [
     el("header", {},
@@ -636,8 +662,8 @@ function build() {
     sources.length === 1 ? tiles(runs[0]) : overview(),
     trainingSection(),
     worked.length > 0 && [el("h2", {}, "Attempts"), worked.map(timeline)],
-    el("h2", {}, runs.some((run) => run.usd > 0) ? "Where the money went" : "Where the time went"),
-    runs.map((run) => bill(run, runs.some((r) => r.usd > 0) && !(run.usd > 0) ? Object.values(run.phases).reduce((sum, p) => sum + p.seconds, 0) : most)),
+    el("h2", {}, paying ? "Where the money went" : "Where the time went"),
+    runs.map((run) => bill(run, costs(run) === paying ? most : billed(run))),  // dollars beside dollars
     sampled.length > 0 && [el("h2", {}, "What it writes"), el("p", { class: "soft" }, "Generated from nothing by the final weights."),
       sampled.map((run) => [named(run), el("pre", {}, run.sample)])],
     el("h2", {}, "Lineage"),
