@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib import resources
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
@@ -20,10 +20,10 @@ import yaml
 
 from pipelines.artifacts.manifest import SHORT, Manifest
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import Account, AttemptAccount, Bill, account_of
+from pipelines.tracking.account import Account, AttemptAccount, Bill
 from pipelines.tracking.ledger import Heartbeat
 from pipelines.tracking.overlay import Overlay
-from pipelines.tracking.report import RunRecord, attempts_of, manifests, run_series, summarize
+from pipelines.tracking.report import RunRecord, account_of, attempts_of, manifests, run_series, summarize
 from trainer.metrics import MFU_FORMULA
 from trainer.store import Store
 
@@ -43,12 +43,23 @@ SMOOTHED = ("train/loss", "perf/tokens_per_second", "perf/mfu", "train/grad_norm
 # losses of OpenAI's GPT-2 weights on its FineWeb validation shard, their HellaSwag (completion style, acc_norm), and
 # HellaSwag of GPT-3 as its paper has it (Brown et al. 2020, Small to XL; the models nearest to these sizes).
 SHAPES = {"124M": (12, 12, 768), "350M": (24, 16, 1024), "774M": (36, 20, 1280), "1558M": (48, 25, 1600)}
-REFERENCES = {
-    "val/loss": {"GPT-2": {"124M": 3.424958, "350M": 3.083089, "774M": 3.000580, "1558M": 2.831273}},
-    "eval/hellaswag_acc_norm": {
-        "GPT-2": {"124M": 0.294463, "350M": 0.375224, "774M": 0.431986, "1558M": 0.488946},
-        "GPT-3": {"124M": 0.337, "350M": 0.436, "774M": 0.510, "1558M": 0.547},
-    },
+REFERENCES = {  # metric -> name, size, value
+    "val/loss": [
+        ("GPT-2 124M", "124M", 3.424958),
+        ("GPT-2 350M", "350M", 3.083089),
+        ("GPT-2 774M", "774M", 3.000580),
+        ("GPT-2 1558M", "1558M", 2.831273),
+    ],
+    "eval/hellaswag_acc_norm": [
+        ("GPT-2 124M", "124M", 0.294463),
+        ("GPT-2 350M", "350M", 0.375224),
+        ("GPT-2 774M", "774M", 0.431986),
+        ("GPT-2 1558M", "1558M", 0.488946),
+        ("GPT-3 125M", "124M", 0.337),
+        ("GPT-3 350M", "350M", 0.436),
+        ("GPT-3 760M", "774M", 0.510),
+        ("GPT-3 1.3B", "1558M", 0.547),
+    ],
 }
 
 Billed = Callable[[float], tuple[float, float | None]]
@@ -117,7 +128,7 @@ def run_shown(store: Store, record: RunRecord) -> dict[str, Any]:
         "tokenizer": recipe.tokens.tokenizer,
         "train_loss": summary.train_loss,
         "val_loss": summary.val_loss,
-        "evaluated_val_loss": evaluated.facts.get("val/loss") if evaluated else None,
+        "final": {metric: evaluated.facts.get(metric) if evaluated else None for metric in REFERENCES},
         "hellaswag": summary.hellaswag_acc_norm,
         "tokens_per_second": median(speeds) if speeds else None,
         "mfu": median(shares) if shares else None,
@@ -183,19 +194,23 @@ def curve(
     reach = len(values) // 150 if metric in SMOOTHED else 0
     if not reach:
         return {"line": columns(values, POINTS)}
-    return {"line": columns(smoothed(values, reach), POINTS // 4), "raw": columns(values, POINTS), "reach": reach}
+    return {"line": columns(smoothed(values, reach), POINTS // 2), "raw": columns(values, POINTS)}
 
 
 def thin(values: Sequence[float], limit: int) -> list[int]:
-    """The indices of at most `limit` values: the first ones, where a logarithmic axis looks closely, the last, and
-    the extremes of everything in between."""
+    """The indices of at most `limit` values: the first, the last, and the extremes of every piece in between.
+
+    The pieces are those of an even division and those of a geometric one: the page has a logarithmic axis, too.
+    """
     if len(values) <= limit:
         return list(range(len(values)))
-    first, last = limit // 10, len(values) - 1
-    kept, buckets = {*range(first), last}, (limit - first - 1) // 2
-    for bucket in range(buckets):
-        inside = range(*(first + part * (last - first) // buckets for part in (bucket, bucket + 1)))
-        kept |= {min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)}
+    last, parts = len(values) - 1, (limit - 2) // 4  # two extremes of a piece, two divisions
+    even = (part * last // parts for part in range(parts + 1))
+    geometric = (int(last ** (part / parts)) for part in range(parts + 1))
+    kept = {0, last}
+    for low, high in pairwise(sorted({*even, *geometric})):
+        piece = range(low, high)
+        kept |= {min(piece, key=values.__getitem__), max(piece, key=values.__getitem__)}
     return sorted(kept)
 
 
@@ -322,7 +337,8 @@ def targets(
         {"what": "steps", "target": recipe.train.max_steps, "got": steps, "met": steps >= recipe.train.max_steps or None}
     ]
     if size and recipe.tokens.tokenizer == "gpt2":
-        loss, score = (REFERENCES[metric]["GPT-2"][size] for metric in ("val/loss", "eval/hellaswag_acc_norm"))
+        gpt2 = {metric: next(v for name, _, v in known if name == f"GPT-2 {size}") for metric, known in REFERENCES.items()}
+        loss, score = gpt2["val/loss"], gpt2["eval/hellaswag_acc_norm"]
         met = None if val_loss is None else val_loss <= loss
         rows.append({"what": f"val loss at most GPT-2 {size}'s", "target": loss, "got": val_loss, "met": met})
         met = None if hellaswag is None else hellaswag >= score

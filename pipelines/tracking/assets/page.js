@@ -46,7 +46,7 @@ function seconds(s) {
 }
 const dollars = (n) => `$${n >= 1000 ? full(n) : n.toFixed(2)}`;
 // What a bill came to; hours whose price nobody knows stand beside the dollars, not in them.
-const paid = ({ usd, unpriced_hours }) => [usd > 0 || !unpriced_hours ? dollars(usd) : "", unpriced_hours ? `${seconds(3600 * unpriced_hours)} of unknown price` : ""].filter(Boolean).join(" + ");
+const paid = ({ usd, unpriced_hours }) => [usd > 0 || !unpriced_hours ? dollars(usd) : "", unpriced_hours ? `${seconds(3600 * unpriced_hours)} unpriced` : ""].filter(Boolean).join(" + ");
 const costs = (run) => run.account.total.usd > 0 || run.account.total.unpriced_hours > 0;
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
 const score = (n) => (has(n) ? n.toFixed(4) : "–");
@@ -108,7 +108,8 @@ function figure({ height, caption, aria, draw, stops, speak, table }) {
   const rows = el("div", { class: "scroll" });
   const details = el("details", { ontoggle: () => details.open && rows.replaceChildren(table()) },
     el("summary", {}, `Figure ${number} as a table`), rows);
-  const element = el("figure", {}, plot, el("figcaption", {}, el("b", {}, `Figure ${number}. `), ...caption()), details);
+  const legend = el("figcaption");
+  const element = el("figure", {}, plot, legend, details);
 
   function show(x) {
     if (!drawn) return;
@@ -147,6 +148,7 @@ function figure({ height, caption, aria, draw, stops, speak, table }) {
   redraws.push(() => {
     const width = plot.clientWidth;
     if (!width) return;
+    legend.replaceChildren(...fill(document.createDocumentFragment(), {}, [el("b", {}, `Figure ${number}. `), caption()]).childNodes);
     const root = svg("svg", { width, height: height(width), role: "img", "aria-label": aria() });
     plot.replaceChildren(root, cursor, tip);
     tip.hidden = true;
@@ -176,35 +178,27 @@ function along(source, curve) {
   const begin = x && view.scale === "log" ? x.findIndex((value) => value > 0) : 0;
   return x && begin >= 0 ? { x: x.slice(begin), y: curve.y.slice(begin) } : null;
 }
+const seldom = (metric) => metric === "val/loss" || metric === "eval/hellaswag_acc_norm";  // measured, so drawn as rings
+const visible = () => sources.filter((source) => !view.hidden.has(source));
+
+// Lines, rings, and for what the stage evaluate found at the end, a diamond: a curve of one point.
 function curvesShown(metrics) {
-  return sources.filter((source) => !view.hidden.has(source)).flatMap((source) =>
-    metrics.filter((metric) => source.series[metric]).map((metric) => {
-      const { line, raw, reach } = source.series[metric];
-      const drawn = along(source, line);
-      return drawn && {
-        source, metric, reach, ...drawn,
-        raw: raw && along(source, raw),
-        dots: metric === "val/loss" || metric === "eval/hellaswag_acc_norm",
-      };
-    })).filter(Boolean);
+  return visible().flatMap((source) => metrics.flatMap((metric) => {
+    const found = [];
+    const { line, raw } = source.series[metric] ?? {};
+    const drawn = line && along(source, line);
+    if (drawn) found.push({ source, metric, role: seldom(metric) ? "val" : "train", ...drawn, raw: raw && along(source, raw) });
+    const end = source.series["train/loss"]?.line, value = source.final?.[metric];
+    const last = end && has(value) && along(source, { step: end.step.slice(-1), hours: end.hours.slice(-1), usd: end.usd.slice(-1), y: [value] });
+    if (last) found.push({ source, metric, role: "evaluate", ...last });
+    return found;
+  }));
 }
 
-function finalsShown(metrics) {
-  const found = [];
-  for (const source of sources.filter((s) => !view.hidden.has(s) && !s.overlay)) {
-    const end = source.series["train/loss"]?.line;
-    const x = end && AXES[view.axis].of(source, { step: end.step.slice(-1), hours: end.hours.slice(-1), usd: end.usd.slice(-1) });
-    for (const [metric, value] of [["val/loss", source.evaluated_val_loss], ["eval/hellaswag_acc_norm", source.hellaswag]])
-      if (x && has(value) && metrics.includes(metric)) found.push({ source, metric, x: x[0], y: value });
-  }
-  return found;
-}
-
-const usesReferences = () => sources.some((s) => !view.hidden.has(s) && (s.overlay || s.tokenizer === "gpt2"));
+const usesReferences = () => visible().some((s) => s.overlay || s.tokenizer === "gpt2");
 function referencesOf(metrics) {
   if (!usesReferences()) return [];
-  return metrics.flatMap((metric) => Object.entries(page.references[metric] ?? {}).flatMap(([family, sizes]) =>
-    Object.entries(sizes).map(([size, y]) => ({ y, size, text: `${family} ${size}  ${y.toFixed(metric === "val/loss" ? 3 : 4)}` }))));
+  return metrics.flatMap((metric) => (page.references[metric] ?? []).map(([name, size, y]) => ({ y, size, text: `${name}: ${LINES[metric].text(y)}` })));
 }
 
 function lineFigure({ metrics, tall, title, caption }) {
@@ -215,7 +209,7 @@ function lineFigure({ metrics, tall, title, caption }) {
   };
 
   function draw(root, width, height) {
-    const curves = curvesShown(metrics), finals = finalsShown(metrics);
+    const curves = curvesShown(metrics), lines = curves.filter((c) => c.role !== "evaluate"), finals = curves.filter((c) => c.role === "evaluate");
     const roomy = width >= 560;
     const box = { left: 52, right: width - (roomy ? 62 : 10), top: 30, bottom: height - 40 };
     root.append(label(0, 14, title, { class: "title" }));
@@ -225,25 +219,23 @@ function lineFigure({ metrics, tall, title, caption }) {
     }
     // x
     const log = view.scale === "log";
-    const xs = [...curves.flatMap((c) => [c.x[0], c.x.at(-1)]), ...finals.map((f) => f.x)];
+    const xs = curves.flatMap((c) => [c.x[0], c.x.at(-1)]);
     const last = Math.max(...xs), first = log ? Math.min(...xs) : 0;
     const grow = log ? (x) => Math.log10(Math.max(x, first)) : (x) => x;
     const toX = spread(grow(first), grow(last), box.left, box.right);
     const X = (x) => toX(grow(x));
     // y: what most of the run looks like, unless the whole is asked for
-    const early = !view.whole && !log && !kind.zero;
-    const seen = curves.flatMap((c) => c.y.filter((_, i) => !early || c.x[i] >= 0.04 * c.x.at(-1)));
-    const noise = curves.flatMap((c) => (c.raw ? c.raw.y.filter((_, i) => c.raw.x[i] >= 0.04 * c.raw.x.at(-1)) : [])).sort((a, b) => a - b);
-    if (kind.zero && noise.length && !view.whole) seen.push(noise[Math.floor(0.998 * (noise.length - 1))]);
-    seen.push(...finals.map((f) => f.y));
-    if (noise.length && !kind.zero) seen.push(noise[Math.floor(0.01 * noise.length)]);
+    const whole = view.whole || log || metrics.includes("train/lr");
+    const late = ({ x, y }) => y.filter((_, i) => whole || x[i] >= x[0] + 0.04 * (x.at(-1) - x[0]));
+    const noise = lines.flatMap((c) => (c.raw ? late(c.raw) : [])).sort((a, b) => a - b);
+    const seen = [...curves.flatMap(late), ...(noise.length ? [noise[Math.floor(0.01 * noise.length)], noise[Math.floor(0.99 * noise.length)]] : [])];
     let low = kind.zero ? 0 : Math.min(...seen), high = Math.max(...seen);
     if (metrics.includes("eval/hellaswag_acc_norm")) low = Math.min(low, 0.25);
-    const sizes = new Set(sources.filter((s) => !view.hidden.has(s)).map((s) => s.size));
-    const known = referencesOf(metrics);
-    for (const reference of known) if (sizes.has(reference.size)) [low, high] = [Math.min(low, reference.y), Math.max(high, reference.y)];
-    const next = Math.min(...known.map((r) => r.y).filter((y) => y > high));  // what there is to reach, if that is near
-    if (metrics.includes("eval/hellaswag_acc_norm") && next - high < 0.7 * (high - low)) high = next;
+    const sizes = new Set(visible().map((s) => s.size)), known = referencesOf(metrics);
+    const own = known.filter((r) => sizes.has(r.size)), next = Math.min(...known.map((r) => r.y).filter((y) => y > high));
+    for (const { y } of own) [low, high] = [Math.min(low, y), Math.max(high, y)];
+    // What there is to reach, if that is near.
+    if (!own.length && metrics.includes("eval/hellaswag_acc_norm") && next - high < 0.7 * (high - low)) high = next;
     const margin = (high - low || Math.abs(high) || 1) * 0.05;
     [low, high] = [kind.zero ? 0 : low - margin, high + margin];
     const Y = spread(low, high, box.bottom, box.top);
@@ -264,24 +256,25 @@ function lineFigure({ metrics, tall, title, caption }) {
       label((box.left + box.right) / 2, height - 4, name, { "text-anchor": "middle" }));
 
     const clip = `clip${redrawn++}`;
-    root.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 6, width: Math.max(0, box.right - box.left + 8), height: box.bottom - box.top + 6 })));
+    root.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left - 5, y: box.top - 6, width: Math.max(0, box.right - box.left + 13), height: box.bottom - box.top + 6 })));
     const layer = root.appendChild(svg("g", { "clip-path": `url(#${clip})` }));
+    const path = (x, y) => "M" + x.map((value, i) => `${X(value).toFixed(1)} ${Y(y[i]).toFixed(1)}`).join("L");
+    for (const c of lines.filter((c) => c.raw)) layer.append(svg("path", { class: "raw", color: c.source.key, d: path(c.raw.x, c.raw.y) }));
+    for (const source of new Set(curves.map((c) => c.source))) layer.append(...resumptions(source, X, box));
+    for (const c of lines) {
+      layer.append(svg("path", { class: c.role === "val" ? "line thin" : "line", color: c.source.key, d: path(c.x, c.y), "stroke-dasharray": c.source.dash }));
+      if (c.role === "val" && c.x.length <= width / 7)
+        layer.append(...c.x.map((x, i) => svg("circle", { class: "dot", color: c.source.key, cx: X(x), cy: Y(c.y[i]), r: 2.75 })));
+    }
     let above = { y: -Infinity, x: 0 };  // a name that would run into the one above it moves to its right
     for (const { y, text } of known.filter((r) => r.y > low && r.y < high).sort((a, b) => b.y - a.y)) {
-      above = { y: Y(y), x: Y(y) - above.y < 14 ? above.x + 124 : box.left + 6 };
+      above = { y: Y(y), x: Y(y) - above.y < 14 ? above.x + 132 : box.left + 6 };
       layer.append(svg("line", { class: "reference", x1: box.left, x2: box.right, y1: Y(y), y2: Y(y) }),
         label(above.x, Y(y) - 4, text, { class: "halo" }));
     }
-    const path = (x, y) => "M" + x.map((value, i) => `${X(value).toFixed(1)} ${Y(y[i]).toFixed(1)}`).join("L");
-    for (const c of curves.filter((c) => c.raw)) layer.append(svg("path", { class: "raw", color: c.source.key, d: path(c.raw.x, c.raw.y) }));
-    for (const source of new Set(curves.map((c) => c.source))) layer.append(...resumptions(source, X, box));
-    for (const c of curves) {
-      layer.append(svg("path", { class: c.dots ? "line thin" : "line", color: c.source.key, d: path(c.x, c.y), "stroke-dasharray": c.source.dash }));
-      if (c.dots && c.x.length <= width / 7)
-        layer.append(...c.x.map((x, i) => svg("circle", { class: "dot", color: c.source.key, cx: X(x), cy: Y(c.y[i]), r: 2.75 })));
-    }
-    for (const f of finals) layer.append(svg("path", { class: "final", color: f.source.key, d: diamond(X(f.x), Y(f.y)) }));
-    if (roomy) root.append(...ends(curves.filter((c) => !c.raw || metrics.length === 1), X, Y, kind, box));
+    for (const c of finals) layer.append(svg("path", { class: "final", color: c.source.key, d: diamond(X(c.x[0]), Y(c.y[0])) }));
+    const settled = (c) => c.role === "evaluate" || !finals.some((f) => f.source === c.source && f.metric === c.metric);
+    if (roomy) root.append(...ends(curves.filter((c) => (!c.raw || metrics.length === 1) && settled(c)), X, Y, kind, box));
     const mark = (stop) => [
       svg("line", { class: "hair", x1: stop.x, x2: stop.x, y1: box.top, y2: box.bottom }),
       ...stop.points.filter((p) => Y(p.y) >= box.top - 6).map((p) => svg("circle", { class: "final", color: p.curve.source.key, cx: X(p.at), cy: Y(p.y), r: 4 })),
@@ -292,14 +285,14 @@ function lineFigure({ metrics, tall, title, caption }) {
   function stops(drawn, px) {
     if (!drawn.curves.length) return null;
     const x = Math.max(drawn.left, Math.min(drawn.right, px)), value = drawn.back(x);
-    const points = drawn.curves.map((curve) => ({ curve, ...nearest(curve, value) })).filter((p) => has(p.y));
+    const points = drawn.curves.map((curve) => ({ curve, ...nearest(curve, value, reach(drawn.curves)) })).filter((p) => has(p.y));
     return { x, value, points };
   }
   const speak = ({ value, points }) => [
     [el("b", {}, AXES[view.axis].text(value))],
     ...points.map((p) => [
       el("span", { class: "swatch", color: p.curve.source.key }),
-      el("span", {}, p.curve.source.name + (metrics.length > 1 ? (p.curve.dots ? " val" : " train") : "")),
+      el("span", {}, p.curve.source.name + (metrics.length > 1 || p.curve.role === "evaluate" ? ` ${p.curve.role}` : "")),
       el("span", { class: "value" }, kind.text(p.y)),
     ]),
   ];
@@ -310,9 +303,9 @@ function lineFigure({ metrics, tall, title, caption }) {
     const at = Array.from({ length: 21 }, (_, i) => (last * i) / 20);
     return el("table", {},
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, AXES[view.axis].name),
-        curves.map((c) => el("th", { scope: "col" }, c.source.name, el("br"), c.metric + (c.reach ? `, mean over ±${c.reach}` : ""))))),
+        curves.map((c) => el("th", { scope: "col" }, c.source.name, el("br"), c.metric + (c.raw ? ", running mean" : c.role === "evaluate" ? ", final" : ""))))),
       el("tbody", {}, at.map((x) => el("tr", {}, el("td", {}, AXES[view.axis].text(x)),
-        curves.map((c) => el("td", {}, has(nearest(c, x).y) ? kind.text(nearest(c, x).y) : "–"))))));
+        curves.map((c) => el("td", {}, has(nearest(c, x, reach(curves)).y) ? kind.text(nearest(c, x, reach(curves)).y) : "–"))))));
   }
   const height = (width) => (tall ? (width < 560 ? 300 : 430) : 230);
   return figure({ height, caption, aria, draw, stops, speak, table });
@@ -321,10 +314,9 @@ function lineFigure({ metrics, tall, title, caption }) {
 let redrawn = 0;
 const diamond = (x, y) => `M${x - 5.5} ${y}L${x} ${y - 5.5}L${x + 5.5} ${y}L${x} ${y + 5.5}Z`;
 
-// The point of a curve that is nearest to x; none where the curve has ended or not begun.
-function nearest(curve, x) {
-  const { x: xs, y } = curve;
-  const slack = 0.01 * (xs.at(-1) - xs[0]) + 1e-9;
+// The point of a curve that is nearest to x; none where the curve has ended or not begun, within some slack.
+const reach = (curves) => 0.01 * Math.max(...curves.map((c) => c.x.at(-1)));
+function nearest({ x: xs, y }, x, slack) {
   if (!(x >= xs[0] - slack && x <= xs.at(-1) + slack)) return {};
   let low = 0, high = xs.length - 1;
   while (high - low > 1) {
@@ -338,9 +330,9 @@ function nearest(curve, x) {
 
 // A tick on the axis wherever a later attempt at training went on.
 function resumptions(source, X, box) {
-  const later = (source.attempts ?? []).filter((a) => a.stage === "train" && has(a.from) && a !== source.attempts.find((b) => b.stage === "train"));
+  const later = (source.attempts ?? []).filter((a) => a.stage === "train" && a !== source.attempts.find((b) => b.stage === "train"));
   const at = { step: (a) => a.from, tokens: (a) => a.from * source.batch_tokens, hours: (a) => a.billed_before.hours, usd: (a) => a.billed_before.usd }[view.axis];
-  return later.filter((a) => has(at(a))).map((a) =>
+  return later.filter((a) => a.from > 0 && has(at(a))).map((a) =>
     svg("line", { class: "tick", color: source.key, x1: X(at(a)), x2: X(at(a)), y1: box.bottom - 9, y2: box.bottom }));
 }
 
@@ -530,6 +522,13 @@ function lead(run) {
   return `${model}, trained on ${short(run.tokens)} tokens of ${run.text} ${reached}. It took ${seconds(3600 * total.hours)} of billed time${cost}${starts}.${scores}`;
 }
 
+function leads(runs) {
+  const scored = runs.filter((run) => has(run.val_loss)).sort((a, b) => a.val_loss - b.val_loss);
+  const alike = new Set(runs.map((run) => `${run.text} ${run.tokenizer}`)).size === 1;
+  const best = alike && scored.length > 1 ? ` The lowest validation loss is ${score(scored[0].val_loss)}, of ${scored[0].name}.` : "";
+  return `${runs.map((run) => run.name).join(", ")}, side by side.${alike ? "" : " They read different text, so compare their losses with care."}${best}`;
+}
+
 function tiles(run) {
   const { total, goodput, usd_per_billion_tokens } = run.account;
   const rows = [
@@ -563,7 +562,7 @@ function choice(legend, name, options, chosen, change) {
     el("div", { class: "options" }, options.map(([value, text, disabled]) => el("label", { title: disabled },
       el("input", { type: "radio", name, value, checked: value === chosen, disabled: !!disabled, onchange: () => change(value) }), text))));
 }
-const themes = () => choice("Light", "theme", [["", "auto"], ["light", "day"], ["dark", "night"]], "", (theme) =>
+const themes = () => choice("Theme", "theme", [["", "auto"], ["light", "light"], ["dark", "dark"]], "", (theme) =>
   theme ? document.documentElement.setAttribute("data-theme", theme) : document.documentElement.removeAttribute("data-theme"));
 
 function controls() {
@@ -584,19 +583,22 @@ function controls() {
 
 // --- the page
 
-const caveats = () => {
-  const notes = [];
-  const bytewise = page.runs.filter((r) => r.tokenizer !== "gpt2");
-  if (bytewise.length && sources.length > bytewise.length)
-    notes.push(` ${bytewise.map((r) => r.name).join(", ")}: a token is a byte there, so these losses and those of GPT-2's tokens are not of one scale.`);
-  if (page.overlays.length) notes.push(" llm.c's log tells neither time nor money: its curve has steps and tokens only.");
-  return notes;
-};
+// What a reader could take wrongly from what is drawn now.
+function caveats() {
+  const names = (list) => list.map((source) => source.name).join(", ");
+  const bytewise = visible().filter((s) => !s.overlay && s.tokenizer !== "gpt2");
+  const absent = visible().filter((s) => Object.keys(s.series).length && !curvesOf(s).some((curve) => AXES[view.axis].of(s, curve)));
+  const logs = absent.filter((s) => s.overlay), unpriced = absent.filter((s) => !s.overlay);
+  return [
+    bytewise.length > 0 && visible().length > bytewise.length && ` A token of ${names(bytewise)} is a byte: its losses and those of GPT-2's tokens are not on one scale.`,
+    logs.length > 0 && ` ${names(logs)} tells neither time nor money, and is not drawn here.`,
+    unpriced.length > 0 && ` Nobody knows the price of ${names(unpriced)}, which is not drawn here.`,
+  ];
+}
 
 function trainingSection() {
-  const any = (metric) => sources.some((s) => s.series[metric] || (metric === "eval/hellaswag_acc_norm" && has(s.hellaswag)));
+  const any = (metric) => sources.some((s) => s.series[metric] || has(s.final?.[metric]));
   if (!sources.some((s) => Object.keys(s.series).length)) return [el("h2", {}, "Training"), el("p", { class: "soft" }, "No step was committed yet.")];
-  const smoothing = sources.filter((s) => s.series["train/loss"]?.reach).map((s) => `±${plural(s.series["train/loss"].reach, "step")}${sources.length > 1 ? ` of ${s.name}` : ""}`).join(", ");
   const resumed = page.runs.some((r) => r.attempts.some((a) => a.stage === "train" && a.from));
   const ticksSaid = resumed ? " Ticks on the axis: a new attempt went on from its last commit." : "";
   return [
@@ -605,15 +607,15 @@ function trainingSection() {
     (any("train/loss") || any("val/loss")) && lineFigure({
       metrics: ["train/loss", "val/loss"], tall: true, title: "Loss, nats per token",
       caption: () => [
-        "Training loss (lines" + (smoothing ? `; the mean over ${smoothing}, with every step's in pale behind it` : "") + ") and validation loss (rings" +
-        (page.runs.some((r) => has(r.evaluated_val_loss)) ? "; a diamond is the final evaluation" : "") + ").",
+        "Training loss (lines; a running mean over 1.3% of the steps, with every step's in pale behind it) and validation loss (rings" +
+        (page.runs.some((r) => has(r.final["val/loss"])) ? "; a diamond is the final evaluation" : "") + ").",
         ticksSaid,
-        sources.some((s) => s.overlay || s.tokenizer === "gpt2") && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on other text they are a guide, no comparison.",
-        ...caveats()],
+        usesReferences() && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on other text they are a guide, no comparison.",
+        caveats()],
     }),
     any("eval/hellaswag_acc_norm") && lineFigure({
       metrics: ["eval/hellaswag_acc_norm"], title: "HellaSwag accuracy",
-      caption: () => ["HellaSwag in completion style (acc_norm, all 10,042 validation items where not said otherwise); guessing gets 0.25. Dotted: GPT-2 as llm.c measured it, GPT-3 as its paper has it."],
+      caption: () => ["HellaSwag in completion style (acc_norm); guessing gets 0.25. Rings: while training; a diamond: the final evaluation." + (usesReferences() ? " Dotted: GPT-2 as llm.c measured it, GPT-3 as its paper has it." : ""), caveats()],
     }),
     el("div", { class: "several" },
       any("perf/tokens_per_second") && lineFigure({ metrics: ["perf/tokens_per_second"], title: "Throughput, tokens per second", caption: () => ["Tokens per second of each step, over all GPUs."] }),
@@ -658,7 +660,7 @@ function build() {
       el("div", { class: "eyebrow" }, "skytrain report, " + moment(page.made)),
       el("h1", {}, title, runs.length === 1 && [" ", el("span", { class: `chip s-${runs[0].state}` }, runs[0].state)]),
       themes(),
-      runs.length === 1 && el("p", {}, lead(runs[0]))),
+      el("p", {}, runs.length === 1 ? lead(runs[0]) : leads(runs))),
     sources.length === 1 ? tiles(runs[0]) : overview(),
     trainingSection(),
     worked.length > 0 && [el("h2", {}, "Attempts"), worked.map(timeline)],
