@@ -179,6 +179,17 @@ def report(
     audit_: Annotated[
         bool, typer.Option("--audit", help="Recompute which text every step read; exit code 1 if it read another.")
     ] = False,
+    html: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", metavar="FILE", help="Write one page with curves, attempts, the bill, lineage, receipt."),
+    ] = None,
+    overlay: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            metavar="LOG[@TOKENS]",
+            help="With --html: a main.log of llm.c beside the curves; @ says how many tokens a step has (524288).",
+        ),
+    ] = None,
 ) -> None:
     """What runs did and cost: state, attempts, tokens, val loss, hours, dollars."""
     from pipelines.artifacts.store import open_store
@@ -195,6 +206,13 @@ def report(
         audits = [audit(opened, record) for record in records]
         print(json.dumps([asdict(a) for a in audits])) if as_json else print_audit(audits)
         sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
+    if html:
+        from pipelines.tracking.overlay import read_overlay
+        from pipelines.tracking.page import render
+
+        html.write_text(render(opened, records, [read_overlay(log) for log in overlay or []]), encoding="utf8")
+        print(html)
+        return
     summaries = [summarize(opened, record) for record in records]
     print(json.dumps([asdict(s) for s in summaries])) if as_json else print_runs(summaries, opened.uri)
 
