@@ -1,4 +1,4 @@
-"""Checkpoints among ranks and rivals: nobody waits for the dead, deletes what is not theirs, or takes trouble for damage.
+"""Checkpoints among ranks and rivals: none waits for the dead, deletes what is not its own or takes trouble for damage.
 
 The ranks are threads of this process, each with its Checkpointer; the store and what lies in it are real.
 """
