@@ -26,7 +26,8 @@ from trainer.store import LocalStore
 
 SMALL = [
     "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=8", "model.vocab_size=257",
-    "tokens.tokenizer=bytes", "train.batch_tokens=64", "runtime.processes=1", "runtime.device=cpu", "runtime.micro_batch_size=8",
+    "tokens.tokenizer=bytes", "train.batch_tokens=64", "runtime.micro_batch_size=8",
+    "runtime.processes=1", "runtime.device=cpu",
 ]  # fmt: skip
 
 
