@@ -6,6 +6,7 @@ somebody wanted the run to stop (so nothing may start it again by itself), 1 our
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -64,6 +65,7 @@ def run(
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.prices import billing_here
+    from pipelines.nodes import Head, place_of_this_node
     from pipelines.notice import watching
     from pipelines.progress import Screen
     from pipelines.stage import STAGES, Pipeline, planned, run_name
@@ -73,11 +75,18 @@ def run(
     from trainer.store import StoreUnavailable
 
     one_of(stage, STAGES, "--stage")
+    place = place_of_this_node()
     stop = StopSignal()
     opened = open_store(store_uri(store))  # its mistakes show before gigabytes of text are hashed
     loaded, plans = planned(recipe, set_ or [], opened)
     name = run_name(plans)
     folder = home()
+    if place.rank:
+        from pipelines.lend import lend
+
+        screen = Screen(quiet=as_json)
+        with watching(stop, screen):
+            sys.exit(lend(place, name, stage, loaded, plans["train"], opened, folder, stop, screen))
     tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
     pipeline = Pipeline(
         loaded,
@@ -88,9 +97,10 @@ def run(
         Screen(quiet=as_json),
         stop,
         plans,
+        head=Head(place, name, stop, exit_code) if place.count > 1 else None,
     )
     try:
-        with watching(stop, pipeline.screen):
+        with watching(stop, pipeline.screen), pipeline.head or nullcontext():
             pipeline.execute(until=stage)
     finally:
         # A store that is away has nothing to tell, and asking it would only wait as long again.
@@ -169,6 +179,17 @@ def report(
     audit_: Annotated[
         bool, typer.Option("--audit", help="Recompute which text every step read; exit code 1 if it read another.")
     ] = False,
+    html: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", metavar="FILE", help="Write one page with curves, attempts, the bill, lineage, receipt."),
+    ] = None,
+    overlay: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            metavar="LOG[@TOKENS]",
+            help="With --html: a main.log of llm.c beside the curves; @ says how many tokens a step has (524288).",
+        ),
+    ] = None,
 ) -> None:
     """What runs did and cost: state, attempts, tokens, val loss, hours, dollars."""
     from pipelines.artifacts.store import open_store
@@ -185,6 +206,13 @@ def report(
         audits = [audit(opened, record) for record in records]
         print(json.dumps([asdict(a) for a in audits])) if as_json else print_audit(audits)
         sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
+    if html:
+        from pipelines.tracking.overlay import read_overlay
+        from pipelines.tracking.page import render
+
+        html.write_text(render(opened, records, [read_overlay(log) for log in overlay or []]), encoding="utf8")
+        print(html)
+        return
     summaries = [summarize(opened, record) for record in records]
     print(json.dumps([asdict(s) for s in summaries])) if as_json else print_runs(summaries, opened.uri)
 
@@ -372,25 +400,38 @@ def explained(error: BaseException) -> int | None:
     from trainer.config import UserError
     from trainer.health import Diverged
     from trainer.process import Interrupted, Stopped
-    from trainer.store import StoreUnavailable
+    from trainer.store import FULL, StoreUnavailable, is_full
 
     if isinstance(error, Diverged):
         print(f"failed: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    if isinstance(error, UserError):
+    elif isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISTAKE
-    if isinstance(error, StoreUnavailable):
+    elif isinstance(error, StoreUnavailable):
         print(f"error: {error}; the same command goes on where this one stopped", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    if isinstance(error, Stopped):
+    elif isinstance(error, Stopped):
         print(f"stopped ({error}): nothing starts it again by itself; the same command goes on", file=sys.stderr)
-        return EXIT_STOPPED
-    if isinstance(error, Interrupted | KeyboardInterrupt):
+    elif isinstance(error, OSError) and is_full(error):
+        print(f"error: {error.filename or home()}: {FULL}", file=sys.stderr)
+    elif isinstance(error, Interrupted | KeyboardInterrupt):
         why = f" ({error})" if str(error) else ""
         print(f"interrupted{why}: the same command goes on from here", file=sys.stderr)
+    else:
+        return None
+    return exit_code(error)
+
+
+def exit_code(error: BaseException) -> int:
+    from trainer.config import UserError
+    from trainer.process import Interrupted, Stopped
+    from trainer.store import StoreUnavailable, is_full
+
+    if isinstance(error, UserError) or (isinstance(error, OSError) and is_full(error)):
+        return EXIT_MISTAKE
+    if isinstance(error, Stopped):
+        return EXIT_STOPPED
+    if isinstance(error, StoreUnavailable | Interrupted | KeyboardInterrupt):
         return EXIT_INTERRUPTED
-    return None
+    return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from pipelines.artifacts.manifest import (
     scratch,
     upload,
 )
+from pipelines.nodes import Head
 from pipelines.progress import Screen
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Billing, Heartbeat, account, attempts, claim, is_alive
@@ -58,6 +59,7 @@ class Work:
     tracker: Tracker
     screen: Screen
     stop: StopSignal
+    head: Head | None = None  # of several nodes
     clock: PhaseClock = field(default_factory=PhaseClock)
     ranks_phases: dict[str, float] = field(default_factory=dict)  # of what runs in torchrun's processes
 
@@ -168,6 +170,7 @@ class Pipeline:
     plans: dict[str, Plan]
     # Looked at with every heartbeat, in its thread; a reason that one returns stops the run for good.
     watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
+    head: Head | None = None  # of several nodes
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
 
@@ -213,6 +216,8 @@ class Pipeline:
             self.stop.check()
             self.skipped[stage] = False
             self.made[stage] = self._existing(stage) or self._make(stage)
+            if stage == "train" and self.head:
+                self.head.trained()
 
     def _existing(self, stage: str) -> Manifest | None:
         manifest = find(self.store, self.plans[stage])
@@ -266,7 +271,18 @@ class Pipeline:
 
     def _build(self, stage: str, attempt: Attempt) -> Manifest:
         plan = self.plans[stage]
-        work = Work(self.recipe, plan, self.made, self.store, self.home, attempt, self.tracker, self.screen, self.stop)
+        work = Work(
+            self.recipe,
+            plan,
+            self.made,
+            self.store,
+            self.home,
+            attempt,
+            self.tracker,
+            self.screen,
+            self.stop,
+            self.head,
+        )
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
         self.tracker.stage_started(stage, self._params(stage), self._tags(stage, attempt))
         shutil.rmtree(work.folder)  # a store that was deleted and made anew counts its attempts from 1 again

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -345,13 +346,15 @@ class Fault:
     """One way of failing. `status` answers an error instead of asking the server; `forward` asks it first.
 
     With neither, the connection is closed without an answer: before or (`forward`) after the server did the
-    work. `body_bytes` passes the answer on but cuts its body there. `silence_s` waits before doing anything.
+    work. `body_bytes` passes the answer on but cuts its body there; `reset_at` reads so much of the request's
+    body and resets the connection. `silence_s` waits before doing anything.
     """
 
     status: int | None = None
     code: str = "ServiceUnavailable"
     forward: bool = False
     body_bytes: int | None = None
+    reset_at: int | None = None
     silence_s: float = 0
 
 
@@ -405,8 +408,13 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
     proxy: FaultyProxy
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = self.proxy.next_fault(self.command, self.path)
+        if fault and fault.reset_at is not None:
+            self.rfile.read(min(fault.reset_at, int(self.headers.get("Content-Length", 0))))
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if fault is None:
             self._answer(*self._ask(body))
             return

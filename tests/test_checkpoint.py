@@ -1,9 +1,8 @@
-"""A checkpoint among ranks and rivals: nobody waits for the dead, deletes what is not theirs, or takes trouble for damage.
+"""Checkpoints among ranks and rivals: none waits for the dead, deletes what is not its own or takes trouble for damage.
 
 The ranks are threads of this process, each with its Checkpointer; the store and what lies in it are real.
 """
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -30,7 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def tensors(value: float) -> dict[str, Tensor]:
-    return {"model.a": torch.full((300,), float(value)), "model.b": torch.full((200,), float(value)), "exp_avg.a": torch.ones(300)}
+    return {
+        "model.a": torch.full((300,), float(value)),
+        "model.b": torch.full((200,), float(value)),
+        "exp_avg.a": torch.ones(300),
+    }
 
 
 def quiet_log(step: int = 0) -> EventLog:

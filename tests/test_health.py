@@ -34,6 +34,7 @@ from trainer.health import LEVEL, RECENT, Diverged, Health, Watchdog, data_step,
 from trainer.loop import clip, prepare
 from trainer.metrics import PhaseClock
 from trainer.optim import learning_rate_at, set_learning_rate
+from trainer.parallel import collective_timeout
 
 pytestmark = training.pytestmark
 _one_thread, data, runner = training._one_thread, training.data, training.runner
@@ -220,6 +221,17 @@ def test_the_limit_is_ten_minutes_or_twenty_steps_and_six_times_that_outside_of_
         assert dog.limit_seconds() == 6000
     assert watched(2.5)[0].limit_seconds() == 150
     assert watched(None)[0].limit_seconds() == math.inf
+
+
+@pytest.mark.parametrize("minutes", ["auto", 0.01, 1.0, 30.0])
+def test_a_collective_outlasts_the_watchdog_whose_exit_is_one_that_is_recovered(minutes: Any) -> None:
+    runtime = RuntimeConfig(watchdog_minutes=minutes)
+    for phase in ("compile", "train", "evaluate", "checkpoint"):
+        watchdog = Watchdog(runtime, PhaseClock(phase))
+        for _ in range(100):
+            watchdog.stepped(30.0)  # longer steps than any recipe's
+        assert collective_timeout(runtime).total_seconds() > watchdog.limit_seconds() + 2 * watchdog.look_seconds
+    assert collective_timeout(RuntimeConfig(watchdog_minutes=None)).total_seconds() == 600
 
 
 def test_the_watchdog_barks_once_when_nothing_moves_and_names_the_phase() -> None:

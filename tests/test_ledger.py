@@ -129,6 +129,25 @@ def test_progress_and_phases_are_merged_and_the_last_state_stays(tmp_path: Path)
     assert seen.state == "done" and is_alive(seen) is False
 
 
+def test_a_heartbeat_that_was_slow_does_not_undo_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(ledger, "SILENT_SECONDS", 0.05)  # that the end waits for the thread
+    on_its_way = threading.Event()
+
+    class Slow(LocalStore):
+        def put(self, key: str, body: bytes) -> None:
+            if threading.current_thread().name == "heartbeat":
+                on_its_way.set()
+                time.sleep(0.5)
+            super().put(key, body)
+
+    with claimed(Slow(tmp_path), 1):
+        on_its_way.wait(20)
+    assert attempts(LocalStore(tmp_path), PREFIX)[0].state == "done"
+    time.sleep(0.6)
+    assert attempts(LocalStore(tmp_path), PREFIX)[0].state == "done"
+
+
 @pytest.mark.parametrize("state", ["interrupted", "stale", "done"])
 def test_a_state_that_was_told_is_not_overwritten_at_the_end(tmp_path: Path, state: str) -> None:
     store = LocalStore(tmp_path)
@@ -264,6 +283,13 @@ def test_another_process_with_the_same_pid_does_not_pass_for_the_attempt() -> No
     gone.wait()
     assert process_started(gone.pid) is None
     assert is_alive(replace(mine, process=mine.process | {"pid": gone.pid})) is False
+
+
+def test_an_attempt_is_there_as_long_as_what_it_started_is() -> None:
+    dead = this_process() | {"started": "1"}
+    here = {"pid": os.getpid(), "started": process_started(os.getpid())}
+    assert is_there(beat(process=dead | {"children": [here]})) is True
+    assert is_there(beat(process=dead | {"children": [here | {"started": "1"}]})) is False
 
 
 def test_a_process_of_another_machine_can_only_be_watched_until_it_is_silent_for_long() -> None:

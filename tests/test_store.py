@@ -1,6 +1,7 @@
 """Promises of every store, tried on all three; then what S3Store makes of a server that fails."""
 
 import hashlib
+import json
 import logging
 import os
 import subprocess
@@ -9,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import botocore.auth
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -227,7 +230,7 @@ class TestLocalStore:
 
         monkeypatch.setattr(os, "fsync", disk_full)
         for write in (lambda: store.put("run/a", b"new"), lambda: store.create("run/b", b"new")):
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(UserError, match="run: no room is left on the disk"):
                 write()
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["a"]
         assert store.get("run/a") == b"old"
@@ -423,6 +426,17 @@ class TestS3StoreAndAServerThatFails:
         behind_proxy.download("a", tmp_path / "out")
         assert (tmp_path / "out").read_bytes() == body
 
+    @pytest.mark.parametrize("size", [300_000, s3.PART_BYTES + 1])
+    def test_a_connection_that_is_reset_while_we_send_costs_a_repetition(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path, size: int
+    ) -> None:
+        source = tmp_path / "source"
+        source.write_bytes(os.urandom(size))
+        proxy.fail(Fault(reset_at=0), Fault(reset_at=200_000), method="PUT")
+        behind_proxy.upload(source, "a")
+        assert behind_proxy.get("a") == source.read_bytes()
+        assert len([method for method, _ in proxy.requests if method == "PUT"]) == (3 if size == 300_000 else 4)
+
     def test_big_files_survive_faults_in_every_request(
         self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path
     ) -> None:
@@ -575,11 +589,52 @@ class TestS3StoreAndTheUsersMistakes:
             behind_proxy.get("a")
         assert len(proxy.requests) == 1
 
-    def test_a_wrong_clock_is_told_at_once(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
-        proxy.fail(Fault(403, "RequestTimeTooSkewed"))
-        with pytest.raises(UserError, match="clock"):
-            behind_proxy.put("a", b"")
+    def test_a_wrong_clock_is_told_at_once(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = botocore.auth.get_current_datetime
+        with monkeypatch.context() as wrong, pytest.raises(UserError, match=r"clock.*RequestTimeTooSkewed"):
+            wrong.setattr("botocore.auth.get_current_datetime", lambda **how: now(**how) + timedelta(hours=1))
+            behind_proxy.put("a", b"x")
         assert len(proxy.requests) == 1
+        behind_proxy.put("a", b"x")
+
+    def test_credentials_that_were_renewed_meanwhile_are_used(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        right = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+
+        def log_in(key: str, secret: str) -> None:
+            lines = ["[default]", f"aws_access_key_id={key}", f"aws_secret_access_key={secret}"]
+            (tmp_path / "credentials").write_text("\n".join(lines))
+
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        log_in("rotated-away", right[1])
+        store = S3Store(behind_proxy.bucket, "some/prefix")
+        with pytest.raises(UserError, match="InvalidAccessKeyId"):
+            store.put("a", b"x")
+        log_in(*right)
+        store.put("a", b"x")
+        proxy.fail(Fault(400, "ExpiredToken"))  # radosgw's own tokens last for 15 minutes at least
+        assert store.create("b", b"y") is True
+        proxy.fail(*[Fault(400, "ExpiredToken")] * 2)
+        with pytest.raises(UserError, match=r"have expired; log in again \(ExpiredToken\)"):
+            store.get("b")
+        assert [entry.key for entry in store.entries("")] == ["a", "b"]
+
+    def test_a_source_that_hands_out_expired_credentials_is_told(
+        self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        handed_out = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "SessionToken": "c"}
+        (tmp_path / "old.json").write_text(json.dumps(handed_out | {"Expiration": "2020-01-01T00:00:00Z"}))
+        (tmp_path / "config").write_text(f"[default]\ncredential_process=cat {tmp_path}/old.json\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        with pytest.raises(UserError, match="have expired; log in again"):
+            S3Store(s3_store.bucket, "some/prefix").put("a", b"x")
 
     def test_a_server_without_conditional_writes_is_refused(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
         proxy.fail(Fault(501, "NotImplemented"))

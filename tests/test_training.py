@@ -23,7 +23,9 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
+from servers import Fault, FaultyProxy, S3Account
 
+from pipelines.artifacts.store import S3Store
 from trainer.__main__ import TrainerConfig, claim
 from trainer.checkpoint import Checkpointer, TrainState, checkpoint_seconds, sealed, series, unsealed
 from trainer.config import ModelConfig, RuntimeConfig, UserError
@@ -32,9 +34,9 @@ from trainer.evaluate import validation_loss
 from trainer.loop import SaveClock, train
 from trainer.metrics import EventLog, PhaseClock, mfu, peak_flops
 from trainer.model import GPT
-from trainer.parallel import World
+from trainer.parallel import Flags, World
 from trainer.process import StaleAttempt, StopSignal
-from trainer.store import LocalStore
+from trainer.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -128,8 +130,9 @@ class Runner:
     def attempt(
         self,
         stop_after: int | None = None,
-        store: LocalStore | None = None,
+        store: Store | None = None,
         superseded: Callable[[], bool] = lambda: False,
+        world: World = ALONE,
     ) -> tuple[GPT, TrainState]:
         self.attempts += 1
         c = self.config
@@ -143,7 +146,7 @@ class Runner:
         checkpointer = PromptCheckpointer(
             store or self.store,
             "run",
-            ALONE,
+            world,
             self.out / "work",
             self.attempts,
             c.runtime.keep_last,
@@ -151,7 +154,7 @@ class Runner:
             c.runtime.keep_every_steps,
         )
         try:
-            return train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, ALONE, stop, log)
+            return train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log)
         finally:
             self.events = [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
 
@@ -469,6 +472,31 @@ def test_a_save_cut_short_leaves_nothing_that_looks_committed_and_stops_no_step(
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)
 
 
+def test_an_s3_that_misbehaves_in_every_way_stops_no_step_and_later_saves_make_up_for_it(
+    runner: Callable[..., Runner], s3_store: S3Store, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    proxy = FaultyProxy(s3_server.endpoint)
+    proxy.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        store = S3Store(s3_store.bucket, "some/prefix", time_limit_s=1)
+        cured = [Fault(503, "SlowDown"), Fault(reset_at=1000), Fault(forward=True), Fault(500)]
+        proxy.fail(*cured, Fault(403, "RequestTimeTooSkewed"), *[Fault(400, "ExpiredToken")] * 2, method="PUT")
+        proxy.fail(*[Fault(silence_s=60)] * 2, method="PUT")
+        run = runner("run", checkpoint_minutes=EVERY_STEP)
+        same, _ = run.attempt(store=store)
+    finally:
+        proxy.stop()
+    failed = [(e["step"], e["reason"]) for e in run.events if e["event"] == "checkpoint_failed"]
+    assert [step for step, _ in failed] == list(range(1, 1 + len(failed)))
+    for code in ("RequestTimeTooSkewed", "ExpiredToken", "ReadTimeout"):
+        assert len([reason for _, reason in failed if code in reason]) >= 1, (code, failed)
+    assert Checkpointer(s3_store, "run", ALONE, run.out / "work").committed_steps() == [12, 11]
+    assert kept(series(s3_store, "run")) == whole.rows() and weights(same) == weights(model)
+
+
 @pytest.mark.parametrize("calls", [1, 2, 3])
 def test_a_deletion_cut_short_leaves_nothing_that_looks_committed(runner: Callable[..., Runner], calls: int) -> None:
     whole = runner("whole")
@@ -523,6 +551,48 @@ def test_work_folders_are_left_empty(runner: Callable[..., Runner]) -> None:
     run.attempt(stop_after=4)
     run.attempt()
     assert [p for p in (run.out / "work").rglob("*") if p.is_file()] == []
+
+
+# --- when it is time to save
+
+
+@dataclass(frozen=True)
+class Deaf(World):
+    """One of two ranks; it hears nothing of the other, and what it asks for is written down and not granted."""
+
+    asked: list[bool] = field(default_factory=list)
+
+    def mean_(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def sum(self, *values: float) -> list[float]:
+        return [2 * value for value in values]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Flags:
+        self.asked.append(save)
+        return Flags(loss, grad_norm, stop, save=False, digest=digest)
+
+
+def test_only_rank_0_calls_for_saves_and_only_once_the_last_one_is_through(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is the last to be done with a save: if another rank could call for the next, rank 0 would wait for its own.
+    run = runner(checkpoint_minutes=EVERY_STEP, val_every=None)
+
+    def asked(rank: int) -> set[bool]:
+        run.attempts = 0  # the same attempt: the receipt that rank 1 leaves is what rank 0 waits for
+        run.attempt(world=(world := Deaf(rank, rank, 2, torch.device("cpu"))))
+        return set(world.asked)
+
+    assert asked(1) == {False}
+    assert asked(0) == {True}
+    shutil.rmtree(run.out)
+    monkeypatch.setattr(PromptCheckpointer, "busy", True)
+    assert asked(1) == {False}
+    assert asked(0) == {False}
 
 
 # --- what ends a run early

@@ -32,7 +32,7 @@ from trainer.config import UserError
 from trainer.health import Health, data_step, is_landmark
 from trainer.metrics import EventLog, merge_rows
 from trainer.parallel import World
-from trainer.process import StaleAttempt, moment
+from trainer.process import StaleAttempt, moment, say
 from trainer.store import Store, sha256_of
 
 # A rank whose receipt is not there so long after rank 0's own upload has died or lost the store: no commit.
@@ -201,7 +201,7 @@ class Checkpointer:
             log.event("checkpoint", step=save.state.step, seconds=save.seconds, bytes=save.bytes)
             return
         log.event("checkpoint_failed", step=save.state.step, reason=repr(save.fault))
-        print(f"checkpoint of step {save.state.step} FAILED ({save.fault!r}); training goes on", flush=True)
+        say(f"checkpoint of step {save.state.step} FAILED ({save.fault!r}); training goes on")
 
     def finish(self, log: EventLog) -> None:
         """Wait for the last save; raise what it failed with."""
@@ -269,7 +269,7 @@ class Checkpointer:
             log.event("damaged", checkpoint=folders[0], reason=faults[0])
             if self.world.rank == 0:
                 instead = "using the one before it" if folders[1:] else "no other is left"
-                print(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {faults[0]}; {instead}", flush=True)
+                say(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {faults[0]}; {instead}")
         return None
 
     def _listed(self, before: int | None) -> list[str]:

@@ -216,7 +216,7 @@ class Watchdog:
             return math.inf
         usual = median(list(self.steps)) if self.steps else 0.0
         limit = max(60 * STUCK_MINUTES, STUCK_STEPS * usual) if self.minutes == "auto" else 60 * float(self.minutes)
-        return limit if self.clock.current == "train" else PATIENCE * limit
+        return limit if self.clock.current in ("train", "redone") else PATIENCE * limit
 
     def _watch(self) -> None:
         seen, still, looked = (self.beats, self.clock.current), 0.0, time.monotonic()

@@ -108,7 +108,7 @@ def train(
             applied = step(run, skip=illness is not None)
             state.advance(config.batch_tokens, applied)
             seconds = time.time() - started
-            log.clock.enter("train")
+            log.clock.enter(log.training_phase(state.step))
             watchdog.stepped(seconds)
             if illness:
                 log.event("skipped", step=state.step, reason=illness)
@@ -182,6 +182,7 @@ def roll_back(
             raise Diverged(diagnosis(ill.step, seen, ill.rollbacks, config))
         checkpointer.forget_after(state.step)
     left_out = ill.step - state.step
+    log.reached = max(log.reached, ill.step)
     state.rollbacks = (*ill.rollbacks, (state.step, left_out))
     state.health = replace(state.health, calm_step=state.step)  # as was seen later: it may be needed again
     log.uncommitted.clear()

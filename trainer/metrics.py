@@ -7,8 +7,8 @@ and go into the store with the next checkpoint: a run's series is complete where
 
 import json
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,21 +20,23 @@ MFU_FORMULA = "MFU = tokens/s x (6N + 12·L·C·T) / (GPUs x dense bf16 peak), N
 
 
 class PhaseClock:
-    """Seconds by phase. Exactly one phase is running at any time."""
+    """Seconds by phase. Exactly one phase is running at any time. Any thread may read it, one drives it."""
 
     def __init__(self, phase: str = "setup", started: float | None = None) -> None:
-        self.seconds: dict[str, float] = {}
-        self._phase, self._since = phase, started if started is not None else time.time()
+        # What was, what is, and since when: replaced as a whole, so that a reader needs no lock.
+        self._now: tuple[dict[str, float], str, float] = ({}, phase, time.time() if started is None else started)
+        self.changed: Callable[[], None] = lambda: None  # called after each change of phase
 
     @property
     def current(self) -> str:
-        return self._phase
+        return self._now[1]
 
     def enter(self, phase: str) -> str:
         """Go on in another phase; the one before."""
-        now, before = time.time(), self._phase
-        self.seconds[before] = self.seconds.get(before, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+        before, now = self.current, time.time()
+        if phase != before:
+            self._now = (self.so_far(now), phase, now)
+            self.changed()
         return before
 
     @contextmanager
@@ -45,15 +47,17 @@ class PhaseClock:
         finally:
             self.enter(before)
 
-    def so_far(self) -> dict[str, float]:
+    def so_far(self, now: float | None = None) -> dict[str, float]:
         """Seconds by phase up to now, the running one included."""
-        self.enter(self._phase)
-        return dict(self.seconds)
+        seconds, phase, since = self._now
+        return {**seconds, phase: seconds.get(phase, 0.0) + (time.time() if now is None else now) - since}
 
-    def inside(self, phase: str, parts: dict[str, float], rest: str = "setup") -> dict[str, float]:
+    def inside(
+        self, phase: str, parts: dict[str, float], rest: str = "setup", now: float | None = None
+    ) -> dict[str, float]:
         """Seconds by phase with one phase replaced by its parts, as another process measured them; what
         they leave of it goes to `rest`."""
-        seconds = self.so_far()
+        seconds = self.so_far(now)
         whole = seconds.pop(phase, 0.0)
         for name, share in (*parts.items(), (rest, whole - sum(parts.values()))):
             seconds[name] = seconds.get(name, 0.0) + share
@@ -61,10 +65,14 @@ class PhaseClock:
 
 
 class EventLog:
-    """Appends events to a JSONL file and keeps the rows that no checkpoint holds yet."""
+    """Appends events to a JSONL file and keeps the rows that no checkpoint holds yet.
 
-    def __init__(self, path: Path | None, clock: PhaseClock) -> None:
-        self.clock = clock
+    Steps up to `reached` were done before, and lost: doing them again is a phase of its own.
+    """
+
+    def __init__(self, path: Path | None, clock: PhaseClock, reached: int = 0) -> None:
+        self.clock, self.reached = clock, reached
+        clock.changed = self.phase
         self.uncommitted: list[dict[str, Any]] = []
         self._file: TextIO | None = path.open("a", buffering=1) if path else None
 
@@ -72,11 +80,20 @@ class EventLog:
         """One point of the series: `step` updates are done, and these are its metrics."""
         row = {"step": step, "time": round(time.time(), 3), **values}
         self.uncommitted.append(row)
-        self.event("row", **row, phases=self.clock.so_far())
+        self.event("row", **row, phases=self.clock.so_far(), phase=self.clock.current)
+
+    def phase(self) -> None:
+        """Tell where the seconds went up to now, and what is going on."""
+        self.event("phase", phases=self.clock.so_far(), phase=self.clock.current)
+
+    def training_phase(self, step: int) -> str:
+        """The phase of the step that follows `step`."""
+        return "redone" if step < self.reached else "train"
 
     def event(self, event: str, **values: Any) -> None:
         if self._file:
-            self._file.write(json.dumps({"event": event, **values}) + "\n")
+            with suppress(OSError):  # a full disk: who follows misses lines, and the next checkpoint has the rows
+                self._file.write(json.dumps({"event": event, **values}) + "\n")
 
 
 def merge_rows(segments: Iterable[Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ class StopSignal:
 
     def _ask(self, number: int, _frame: Any) -> None:
         self.ask(signal.Signals(number).name)
+
+
+def say(line: str) -> None:
+    """Print for whoever reads the log. Where the disk that holds it is full, nobody does."""
+    with suppress(OSError):
+        print(line, flush=True)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:

@@ -205,12 +205,25 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def _partial_beside(path: Path) -> Iterator[BinaryIO]:
     """A new file in the folder of `path`, made if need be; its partial name is gone when the block ends."""
-    file = _open_partial(path)
     try:
-        with file:
-            yield file
-    finally:
-        Path(file.name).unlink(missing_ok=True)
+        file = _open_partial(path)
+        try:
+            with file:
+                yield file
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+    except OSError as error:
+        if is_full(error):
+            raise UserError(f"{path.parent}: {FULL}") from error
+        raise
+
+
+FULL = "no room is left on the disk; make some there, or choose another folder"
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk or a quota was used up: time alone does not cure that."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _open_partial(path: Path) -> BinaryIO:

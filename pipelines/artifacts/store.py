@@ -55,6 +55,7 @@ REMEDIES = {
     "SignatureDoesNotMatch": "the secret key does not belong to the access key; correct "
     "AWS_SECRET_ACCESS_KEY or the profile",
     "ExpiredToken": "the credentials have expired; log in again",
+    "ExpiredTokenException": "the credentials have expired; log in again",
     "InvalidToken": "the session token is not valid; correct AWS_SESSION_TOKEN or log in again",
     "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
     "PermanentRedirect": "the bucket is in another region; set AWS_REGION to it",
@@ -63,6 +64,9 @@ REMEDIES = {
     "NotImplemented": "this server lacks an operation that commits need; use one with If-None-Match: *",
     "QuotaExceeded": "the quota of the bucket or its owner is used up",
 }  # fmt: skip
+# Credentials that may have been replaced where they come from since this process read them: a session that was
+# renewed in ~/.aws, a key that was rotated.
+OUTDATED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidAccessKeyId"}
 # Where the answer has no body to name the error (HEAD), the status must do.
 CODE_OF_STATUS = {"301": "PermanentRedirect", "403": "AccessDenied", "501": "NotImplemented"}
 
@@ -77,7 +81,8 @@ class S3Store:
         self.prefix = checked_key(prefix) + "/" if prefix else ""
         self.uri = f"s3://{bucket}/{self.prefix}".rstrip("/")
         self._time_limit_s = time_limit_s
-        self._client = client if client is not None else _client_from_environment(self.uri, time_limit_s)
+        self._new_client = lambda: client if client is not None else _client_from_environment(self.uri, time_limit_s)
+        self._client = self._new_client()
 
     def __repr__(self) -> str:
         return f"S3Store({self.uri!r})"
@@ -238,6 +243,16 @@ class S3Store:
                 return None
             raise
 
+    def _with_current_credentials(self, request: Callable[[int], T], number: int) -> T:
+        """`request(number)`; once more with credentials that were read anew, if those we have are out of date."""
+        try:
+            return request(number)
+        except Exception as error:
+            if not _outdated(error):
+                raise
+        self._client = self._new_client()
+        return request(number)
+
     def _until_answered(self, what: str, request: Callable[[int], T]) -> T:
         """Call `request(attempt number, from 1)` until it answers, or fails for good, or the time is up."""
         import tenacity
@@ -256,7 +271,7 @@ class S3Store:
         try:
             for attempt in attempts:
                 with attempt:
-                    return request(attempt.retry_state.attempt_number)
+                    return self._with_current_credentials(request, attempt.retry_state.attempt_number)
         except (UserError, FileNotFoundError):
             raise
         except Exception as error:
@@ -334,6 +349,16 @@ def _time_can_cure(error: BaseException) -> bool:
     return isinstance(error, cut_or_silent)
 
 
+def _outdated(error: Exception) -> bool:
+    """Whether a request failed for credentials that time had run out for."""
+    from botocore.exceptions import ClientError
+
+    if isinstance(error, ClientError):
+        return _code(error) in OUTDATED_CODES
+    # botocore has no type of its own for a source that hands out what has expired already.
+    return isinstance(error, RuntimeError) and "credentials are still expired" in str(error)
+
+
 def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -> Exception:
     """What the caller should see: StoreUnavailable, UserError, or `error` itself if the fault is ours."""
     from botocore import exceptions
@@ -349,6 +374,8 @@ def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) 
             return StoreUnavailable(f"{where}: another process replaced the object while it was read")
         if code == "NoSuchUpload":
             return StoreUnavailable(f"{where}: the server dropped the unfinished upload")
+    if _outdated(error):
+        return UserError(f"{where}: {REMEDIES['ExpiredToken']}")
     credentials = (
         exceptions.NoCredentialsError,
         exceptions.PartialCredentialsError,

@@ -2,22 +2,26 @@
 
 `build` runs in the pipeline's process: it starts torchrun, follows rank 0's event file for progress,
 tracking and heartbeats, passes on the wish to stop, and files the result. `main` is what every rank runs:
-it assembles the trainer's parts and hands them over.
+it assembles the trainer's parts and hands them over. On several nodes each has its own torchrun: the head's
+is started here, the others' in pipelines/lend.py.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pipelines.artifacts.manifest import Plan, fetch, read_manifest
 from pipelines.artifacts.store import open_store
+from pipelines.nodes import Part, Place, interface_to, rendezvous
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.tracking.ledger import attempts, latest_number, process_started, seconds_between_failures
@@ -25,8 +29,10 @@ from trainer.config import UserError, grad_accum_steps
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
-from trainer.store import StoreUnavailable
+from trainer.store import FULL, StoreUnavailable
 
+FULL_BYTES = 1 << 16  # less than any file that matters, more than a line of last words
+DOOMED_SECONDS = 10.0  # for ranks to fail by themselves, and say with what, once another node's have
 LOG_LINES = 30  # of a failed run, shown to the user if no rank has left word
 # A rank that fails leaves its last words in a file of its attempt's folder, because torchrun hands on none:
 # <kind>-<rank>.txt. These kinds are raised again as what they were; the first one found is the cause.
@@ -52,11 +58,12 @@ def build(work: Work) -> Built:
 
     recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
-    grad_accum_steps(recipe.model, recipe.train, recipe.runtime, processes)
+    world_size = work.head.gathered(processes) if work.head else processes
+    grad_accum_steps(recipe.model, recipe.train, recipe.runtime, world_size)
     tokens = work.inputs["tokenize"]
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
     work.clock.enter("ranks")
-    torchrun = start_torchrun(work, processes)
+    torchrun = start_ranks(work, processes)
     # As long as the ranks hold the GPUs, this attempt is there, whatever becomes of us.
     child = {"pid": torchrun.pid, "started": process_started(torchrun.pid)}
     work.attempt.update(process=work.attempt.latest.process | {"children": [child]})
@@ -72,12 +79,8 @@ def build(work: Work) -> Built:
     return file_result(work)
 
 
-def start_torchrun(work: Work, processes: int) -> subprocess.Popen[bytes]:
-    """torchrun in a session of its own (Ctrl-C is ours to pass on), ended by the kernel if we die.
-
-    Asked to stop, it kills ranks that are still saving after the seconds in TORCH_ELASTIC_SHUTDOWN_TIMEOUT; a
-    torch that doesn't know the variable (nor the option --shutdown-timeout) always does so after 30.
-    """
+def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
+    """Start torchrun here, and let the other nodes start theirs."""
     from trainer.checkpoint import PRIOR_SECONDS_BETWEEN_FAILURES
 
     earlier = [beat for beat in attempts(work.store, work.plan.prefix) if beat.attempt < work.attempt.number]
@@ -87,21 +90,37 @@ def start_torchrun(work: Work, processes: int) -> subprocess.Popen[bytes]:
         "tokens": work.inputs["tokenize"].prefix,
         "prefix": work.plan.prefix,
         "attempt": work.attempt.number,
-        "folder": str(work.folder),
-        "cache": str(work.home / "cache"),
         "between_failures": seconds_between_failures(earlier, PRIOR_SECONDS_BETWEEN_FAILURES),
     }
-    spec_path = work.folder / "spec.json"
-    spec_path.write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command.append(f"--nproc-per-node={processes}")
-    with (work.folder / "train.log").open("ab") as log:
+    place, port = (work.head.place, work.head.begin(spec)) if work.head else (Place(), 0)
+    return start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, place, port)
+
+
+def start_torchrun(
+    spec: dict[str, Any], folder: Path, home: Path, processes: int, grace_seconds: int, place: Place, port: int
+) -> subprocess.Popen[bytes]:
+    """torchrun in a session of its own (Ctrl-C is ours to pass on), ended by the kernel if we die.
+
+    Asked to stop, it kills ranks that are still saving after the seconds in TORCH_ELASTIC_SHUTDOWN_TIMEOUT; a
+    torch that doesn't know the variable (nor the option --shutdown-timeout) always does so after 30.
+    """
+    spec_path = folder / "spec.json"
+    spec_path.write_text(json.dumps({**spec, "folder": str(folder), "cache": str(home / "cache")}))
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds), **os.environ}
+    if place.count == 1:
+        options = ["--standalone", "--local-addr=127.0.0.1"]
+    else:
+        options = rendezvous(place, port)
+        if interface := interface_to(place.head):
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={processes}"]
+    with (folder / "train.log").open("ab") as log:
         return subprocess.Popen(
             [*command, "-m", "pipelines.stages.train", str(spec_path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(work.stop.grace_seconds), **os.environ},
+            env=environment,
             start_new_session=True,
             preexec_fn=before_torchrun,
         )
@@ -138,19 +157,60 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
                 if work.stop.reason:
                     work.report(notice=work.stop.reason)  # while this machine can still say so
                 asked = True
+            if work.head and work.head.failed():
+                wait_or_kill(torchrun)
     work.attempt.check()
+    if torchrun.returncode and shutil.disk_usage(work.folder).free < FULL_BYTES:  # ranks can't leave words there
+        raise UserError(f"{work.folder}: {FULL}")
+    parts = [part_of(0, work.folder, torchrun.returncode)]
+    if work.head and torchrun.returncode:
+        parts += work.head.parts()
     for kind, error in RAISED_AGAIN.items():
-        for words in last_words(work.folder, kind):
-            raise error(words)
+        for part in (part for part in parts if part.kind == kind):
+            raise error(part.words)
+    if torchrun.returncode and work.head and (lost := work.head.lost()) and not work.stop.for_good:
+        raise Interrupted(f"node {lost[0]} is gone")
     if torchrun.returncode and not work.stop.asked:
-        log = (work.folder / "train.log").read_text(errors="replace").splitlines()
-        for line in (line for line in log if STUCK in line):
-            raise Interrupted(line)
-        why = [*last_words(work.folder, "fault"), "\n".join(log[-LOG_LINES:])][0]
+        for part in (part for part in parts if part.kind == "stuck"):
+            raise Interrupted(part.words)
+        why = "\n".join(part.words for part in parts if part.kind)
         raise RuntimeError(f"the training processes failed; their output is in {work.folder / 'train.log'}:\n{why}")
     if torchrun.returncode:
         raise work.stop.interruption()
     return last
+
+
+def part_of(node: int, folder: Path, exit_code: int) -> Part:
+    """How torchrun's ranks on this node have ended, from what they left in their attempt's folder."""
+    for kind in RAISED_AGAIN:
+        for words in last_words(folder, kind):
+            return Part(node, kind, words)
+    if not exit_code:
+        return Part(node)
+    log = (folder / "train.log").read_text(errors="replace").splitlines()
+    for line in (line for line in log if STUCK in line):
+        return Part(node, "stuck", line)
+    return Part(node, "fault", [*last_words(folder, "fault"), "\n".join(log[-LOG_LINES:])][0])
+
+
+def wait_or_kill(torchrun: subprocess.Popen[bytes]) -> None:
+    """Let ranks end that can't go on without those of another node; NCCL doesn't always tell them."""
+    try:
+        torchrun.wait(DOOMED_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_ranks(torchrun)
+
+
+def kill_ranks(torchrun: subprocess.Popen[bytes]) -> None:
+    """End torchrun and its ranks at once: what they wait for won't come."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(torchrun.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    torchrun.kill()
+    torchrun.wait()
 
 
 def last_words(folder: Path, kind: str) -> list[str]:
@@ -267,7 +327,8 @@ def main(spec_path: str) -> int:
     except Exception as error:
         kinds = [kind for kind, known in RAISED_AGAIN.items() if isinstance(error, known)]
         words = str(error) if kinds else traceback.format_exc()
-        (folder / f"{[*kinds, 'fault'][0]}-{os.environ.get('RANK', '0')}.txt").write_text(words)
+        with suppress(OSError):  # a full disk: `follow` sees that for itself
+            (folder / f"{[*kinds, 'fault'][0]}-{os.environ.get('RANK', '0')}.txt").write_text(words)
         raise
 
 

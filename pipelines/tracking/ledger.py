@@ -2,8 +2,8 @@
 
 A stage of a run is a series of attempts. Each takes its number by creating `attempts/<n>/claim.json`, so
 of any number of processes one gets it; then it rewrites `attempts/<n>/heartbeat.json` every few seconds.
-An attempt that dies without a word is billed up to its last heartbeat. The ledger is the source of truth
-for time and money; MLflow only mirrors it.
+An attempt that dies without a word is billed up to its last heartbeat: HEARTBEAT_SECONDS and a put may be
+missing. The ledger is the source of truth for time and money; MLflow only mirrors it.
 """
 
 import json
@@ -12,7 +12,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -70,14 +70,70 @@ class Heartbeat:
         return None if self.price_per_hour is None else self.billed_hours * self.nodes * self.price_per_hour
 
 
+class Meter:
+    """The moment up to which this machine is on some attempt's bill, and what it does meanwhile.
+
+    A file of the machine, named by SKYTRAIN_METER: unix seconds, and the phase of what follows them. What sets
+    the machine up creates it, with a number alone: the next attempt is billed from there, for "provision".
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    @classmethod
+    def here(cls) -> "Meter":
+        named = os.environ.get("SKYTRAIN_METER")
+        return cls(Path(named) if named else None)
+
+    def read(self) -> tuple[float, str] | None:
+        """When the last bill ended, and the phase that began then. UserError if the file says neither."""
+        if self.path is None or not self.path.exists():
+            return None
+        words = self.path.read_text().split()
+        try:
+            return float(words[0]), words[1] if len(words) > 1 else "provision"
+        except (ValueError, IndexError) as error:
+            raise UserError(f"SKYTRAIN_METER: {self.path}: holds no unix seconds; remove it") from error
+
+    def forward(self, time: float, phase: str) -> None:
+        """All up to `time` is billed; what follows is `phase`."""
+        if self.path is not None:
+            fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+            fresh.write_text(f"{time} {phase}\n")
+            fresh.replace(self.path)
+
+    def before(self, now: float, idle: float = 0.0) -> dict[str, float]:
+        """Seconds by phase that are on no bill yet; of those of this process, `idle` were spent waiting."""
+        told = self.read()
+        if told is None or told[0] >= now:
+            return {}
+        since, phase = told
+        began = min(now, max(since, process_began()))
+        phases = {phase: began - since}
+        if phase == "lost":  # it may have worked until just before its next heartbeat; then nobody did
+            phases = {"lost": min(began - since, HEARTBEAT_SECONDS), "idle": max(0.0, began - since - HEARTBEAT_SECONDS)}
+        waited = min(idle, now - began)
+        phases["idle"] = phases.get("idle", 0.0) + waited
+        phases["setup"] = phases.get("setup", 0.0) + now - began - waited
+        return {phase: seconds for phase, seconds in phases.items() if seconds > 0}
+
+
 class Attempt:
     """A claimed attempt that reports while it lives. Use as a context manager."""
 
     def __init__(
-        self, store: Store, prefix: str, heartbeat: Heartbeat, watch: Callable[[Heartbeat], None] = lambda beat: None
+        self,
+        store: Store,
+        prefix: str,
+        heartbeat: Heartbeat,
+        watch: Callable[[Heartbeat], None] = lambda beat: None,
+        meter: Meter | None = None,
     ) -> None:
         self.store, self.prefix, self.latest = store, prefix, heartbeat
         self.watch = watch  # called with every heartbeat, in its thread, also while the store is away
+        self.meter = meter or Meter(None)
+        self.before = heartbeat.phases  # of the time before its claim
+        self.clock: Callable[[float], dict[str, float]] = lambda now: {}  # seconds by phase since its claim
         self.number = heartbeat.attempt
         self.lost = False  # superseded, as far as the heartbeat thread knows
         self._ending = threading.Event()
@@ -103,11 +159,10 @@ class Attempt:
                 raise
 
     def update(self, **changes: Any) -> None:
-        """Change what the next heartbeat says; `progress` and `phases` are merged."""
+        """Change what the next heartbeat says; `progress` is merged."""
         with self._lock:
-            for name in ("progress", "phases"):
-                if name in changes:
-                    changes[name] = {**getattr(self.latest, name), **changes[name]}
+            if "progress" in changes:
+                changes["progress"] = {**self.latest.progress, **changes["progress"]}
             self.latest = replace(self.latest, **changes)
 
     def superseded(self) -> bool:
@@ -135,8 +190,16 @@ class Attempt:
     def _report(self) -> None:
         key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
         with self._reporting:
-            self.update(time=time.time())
-            self.store.put(key, json.dumps(asdict(self.latest), indent=1).encode())
+            now = time.time()
+            self.update(time=now, phases=self.phases(now))
+            told = self.latest
+            self.store.put(key, json.dumps(asdict(told), indent=1).encode())
+            # Nobody forwards the meter of an attempt that is killed, so the phase behind each beat is the worst.
+            self.meter.forward(now, "lost" if told.state == "running" else "idle")
+
+    def phases(self, now: float) -> dict[str, float]:
+        """Seconds by phase from the start of its bill."""
+        return added([self.before, self.clock(now)])
 
 
 def claim(
@@ -147,18 +210,25 @@ def claim(
     number: int,
     billing: Billing,
     watch: Callable[[Heartbeat], None] = lambda beat: None,
+    idle: float = 0.0,
 ) -> Attempt | None:
-    """Take attempt `number` of an artifact; None if another process was faster."""
-    now = time.time()
+    """Take attempt `number` of an artifact; None if another process was faster.
+
+    Its bill begins where the machine's meter stands, if it has one, else at `billing.since` or now. Of the
+    seconds before now this process spent `idle` waiting.
+    """
+    now, meter = time.time(), Meter.here()
+    before = meter.before(now, idle)
     heartbeat = Heartbeat(
         run,
         stage,
         number,
         "running",
-        started=now if billing.since is None else billing.since,
+        started=now - math.fsum(before.values()) if before else billing.since or now,
         time=now,
         price_per_hour=billing.price_per_hour,
         process=this_process(),
+        phases=before,
         price_source=billing.price_source,
         nodes=billing.nodes,
         machine=billing.machine,
@@ -166,7 +236,7 @@ def claim(
     key = f"{prefix}/attempts/{number:04d}/claim.json"
     if not store.create(key, json.dumps(asdict(heartbeat), indent=1).encode()):
         return None
-    return Attempt(store, prefix, heartbeat, watch)
+    return Attempt(store, prefix, heartbeat, watch, meter)
 
 
 def attempts(store: Store, prefix: str) -> list[Heartbeat]:
@@ -229,6 +299,23 @@ def process_started(pid: int) -> str | None:
     return "unknown"
 
 
+def process_began() -> float:
+    """When this process began, in unix seconds."""
+    ticks, uptime = process_started(os.getpid()), Path("/proc/uptime")
+    if ticks is None or not ticks.isdigit() or not uptime.exists():
+        return time.time()
+    return time.time() - float(uptime.read_text().split()[0]) + int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def added(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sums by key."""
+    sums: dict[str, float] = {}
+    for one in several:
+        for key, value in one.items():
+            sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
 def seconds_between_failures(heartbeats: Iterable[Heartbeat], prior_seconds: float) -> float:
     """Mean time between deaths without a word, from earlier attempts and a prior that counts as one death.
 
@@ -238,30 +325,3 @@ def seconds_between_failures(heartbeats: Iterable[Heartbeat], prior_seconds: flo
     beats = list(heartbeats)
     seconds = sum(3600 * beat.billed_hours for beat in beats)
     return (prior_seconds + seconds) / (1 + sum(beat.state == "running" for beat in beats))
-
-
-@dataclass(frozen=True)
-class Account:
-    """What a set of attempts adds up to."""
-
-    attempts: int
-    billed_hours: float  # of all nodes together, at whatever price
-    usd: float  # of the hours whose price is known
-    unpriced_hours: float  # the others, also of all nodes
-    phases: dict[str, float]
-
-
-def account(heartbeats: Iterable[Heartbeat]) -> Account:
-    """Hours, dollars and seconds by phase of some attempts."""
-    beats = list(heartbeats)
-    phases: dict[str, float] = {}
-    for beat in beats:
-        for phase, seconds in beat.phases.items():
-            phases[phase] = phases.get(phase, 0.0) + seconds
-    return Account(
-        attempts=len(beats),
-        billed_hours=math.fsum(b.nodes * b.billed_hours for b in beats),
-        usd=math.fsum(b.usd for b in beats if b.usd is not None),
-        unpriced_hours=math.fsum(b.nodes * b.billed_hours for b in beats if b.usd is None),
-        phases=phases,
-    )

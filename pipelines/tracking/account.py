@@ -1,0 +1,283 @@
+"""Where the seconds and the dollars of a run went: the ledger's attempts, added up.
+
+Pure arithmetic over heartbeats. Every second of an attempt has a phase, and the phases of an attempt sum
+to its wall time; an attempt's own clock measures it, so clocks that differ between machines do no harm.
+Hours, and the seconds of phases once they are summed, are machine time: two nodes for an hour are two hours.
+Hours whose price is unknown are kept apart in every sum.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Heartbeat
+
+# What an attempt has to do again, or sits through, because the one before it was cut off.
+RECOVERY_PHASES = ("provision", "setup", "download", "compile", "idle")
+WASTED_PHASES = ("redone", "lost")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An attempt's heartbeat as it lies in the store."""
+
+    prefix: str
+    beat: Heartbeat
+    stored: float | None = None  # unix seconds, by the store's clock
+    alive: bool | None = None  # None: can't be told from here
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Machine time and what it costs."""
+
+    hours: float = 0.0  # of all nodes together, at whatever price
+    usd: float = 0.0  # of the hours whose price is known
+    unpriced_hours: float = 0.0  # the others
+
+
+@dataclass(frozen=True)
+class AttemptAccount:
+    """One attempt: when, where, at what price, what it did. Times in unix seconds by its own clock."""
+
+    stage: str
+    prefix: str
+    number: int
+    state: str  # running, done, interrupted, stopped, failed, stale; lost (it died without a word)
+    started: float
+    ended: float  # its last heartbeat, if it has not ended
+    skew_seconds: float | None  # the store's clock minus its own, as its last heartbeat arrived (with its way there)
+    host: str
+    nodes: int
+    machine: dict[str, Any]  # cloud, region, instance, spot, accelerators, …: as far as they are known
+    price_per_hour: float | None  # of one node
+    price_source: str
+    phases: dict[str, float]  # seconds; they sum to ended - started
+    bill: Bill
+    resumed_from: int | None  # step; None if it never came to train
+    step: int | None  # where it stood at last
+    steps_done: int
+    steps_kept: int  # of these, those that no later attempt has done again (yet)
+    steps_redone: int  # of these, those that an earlier attempt had done already
+    notice: str | None  # what asked it to leave
+
+
+@dataclass(frozen=True)
+class Account:
+    """Everything a run cost, and for what."""
+
+    run: str
+    attempts: tuple[AttemptAccount, ...]  # in the order in which they started
+    total: Bill
+    by_stage: dict[str, Bill]
+    by_phase: dict[str, Bill]
+    by_market: dict[str, Bill]  # "own machine", "aws spot", "gcp on demand", …
+    tokens: int  # trained on, steps that were done twice counted once
+    goodput: float | None  # seconds of training, each step counted once, of all billed seconds
+    usd_per_billion_tokens: float | None  # None while a price is unknown
+    interruptions: Bill  # what being cut off cost: work done again, time lost, the way back to where it was
+    savings_usd: float | None  # against the on-demand price of the same machines, where it is known
+    deaths: int  # attempts that ended without a word
+    unseen_seconds: float  # bound on what is missing from the bill: a heartbeat's interval for each of them
+    faults: tuple[str, ...] = ()  # what could not be read, so is on no bill
+
+
+def account(run: str, seen: Iterable[Seen], tokens_per_step: int = 0, faults: Iterable[str] = ()) -> Account:
+    """Add up a run's attempts, in whatever order and however often their heartbeats are given."""
+    newest = newest_of_each(seen)
+    by_prefix: dict[str, list[Seen]] = {}
+    for one in newest:
+        by_prefix.setdefault(one.prefix, []).append(one)
+    mine: list[AttemptAccount] = []
+    interruptions: list[Bill] = []
+    for several in by_prefix.values():
+        steps = steps_of([one.beat for one in several])
+        cut_off = False
+        for one, (done, kept, redone) in zip(several, steps, strict=True):
+            superseded = one is not several[-1]
+            mine.append(_attempt(one, superseded, done, kept, redone))
+            wasted = WASTED_PHASES + (RECOVERY_PHASES if cut_off else ())
+            interruptions += [_phase_bill(mine[-1], phase) for phase in wasted]
+            cut_off = mine[-1].state in ("interrupted", "stale", "lost")
+    mine.sort(key=lambda a: (a.started, a.prefix, a.number))
+    total, tokens = sum_of(a.bill for a in mine), tokens_per_step * sum(a.steps_kept for a in mine)
+    trained = [_phase_bill(a, "train").hours for a in mine]
+    savings = [b for a in mine if (b := _savings(a)) is not None]
+    deaths = sum(a.state == "lost" for a in mine)
+    return Account(
+        run=run,
+        attempts=tuple(mine),
+        total=total,
+        by_stage=_sums((a.stage, a.bill) for a in mine),
+        by_phase=_sums((phase, _phase_bill(a, phase)) for a in mine for phase in a.phases),
+        by_market=_sums((market_of(a.machine), a.bill) for a in mine),
+        tokens=tokens,
+        goodput=math.fsum(trained) / total.hours if total.hours else None,
+        usd_per_billion_tokens=total.usd / (tokens / 1e9) if tokens and not total.unpriced_hours else None,
+        interruptions=sum_of(interruptions),
+        savings_usd=math.fsum(savings) if savings else None,
+        deaths=deaths,
+        unseen_seconds=deaths * HEARTBEAT_SECONDS,
+        faults=tuple(faults),
+    )
+
+
+def newest_of_each(seen: Iterable[Seen]) -> list[Seen]:
+    """The last heartbeat of every attempt, in order of prefixes and numbers."""
+
+    def age(one: Seen) -> tuple[Any, ...]:
+        return one.beat.time, one.beat.state != "running", json.dumps(asdict(one), sort_keys=True)
+
+    newest: dict[tuple[str, int], Seen] = {}
+    for one in seen:
+        key = (one.prefix, one.beat.attempt)
+        newest[key] = max(one, newest.get(key, one), key=age)
+    return [newest[key] for key in sorted(newest)]
+
+
+def settled_phases(beat: Heartbeat) -> dict[str, float]:
+    """Seconds by phase that sum to the attempt's wall time, whatever its process lived to tell.
+
+    What no phase accounts for is idle. A clock that was set back in mid-attempt makes the phases longer than
+    the whole: all of them shrink.
+    """
+    wall = 3600 * beat.billed_hours
+    told = {phase: seconds for phase, seconds in beat.phases.items() if seconds > 0}
+    whole = math.fsum(told.values())
+    if whole > wall:
+        told = {phase: seconds * (wall / whole) for phase, seconds in told.items()}
+    rest = wall - math.fsum(told.values())
+    if rest > 1e-6 * wall:
+        told["idle"] = told.get("idle", 0.0) + rest
+    return told
+
+
+def steps_of(beats: list[Heartbeat]) -> list[tuple[int, int, int]]:
+    """Of the attempts on one artifact, in order: steps done, kept and redone of each.
+
+    Kept are those behind which no later attempt has gone back. An attempt that rolls back does so too.
+    """
+    rows: list[tuple[int, int, int]] = []
+    later = math.inf
+    for beat in reversed(beats):
+        told = beat.progress
+        if "resumed_from" not in told or "step" not in told:
+            rows.append((0, 0, 0))
+            continue
+        low = told.get("lowest_step", told["resumed_from"])
+        kept = max(0, int(min(told["step"], later)) - low)
+        rows.append((told.get("steps_done", told["step"] - low), kept, told.get("steps_redone", 0)))
+        later = min(later, low)
+    return rows[::-1]
+
+
+def market_of(machine: Mapping[str, Any]) -> str:
+    """Whose machine it is, and on what terms."""
+    if not machine.get("cloud"):
+        return "own machine"
+    terms = {True: " spot", False: " on demand"}.get(machine.get("spot"), "")  # type: ignore[call-overload]
+    return f"{machine['cloud']}{terms}"
+
+
+def sum_of(bills: Iterable[Bill]) -> Bill:
+    several = list(bills)
+    return Bill(
+        math.fsum(b.hours for b in several),
+        math.fsum(b.usd for b in several),
+        math.fsum(b.unpriced_hours for b in several),
+    )
+
+
+def _sums(named: Iterable[tuple[str, Bill]]) -> dict[str, Bill]:
+    groups: dict[str, list[Bill]] = {}
+    for name, bill in named:
+        groups.setdefault(name, []).append(bill)
+    return {name: sum_of(bills) for name, bills in groups.items()}
+
+
+def _attempt(one: Seen, superseded: bool, done: int, kept: int, redone: int) -> AttemptAccount:
+    beat = one.beat
+    died = beat.state == "running" and (superseded or one.alive is False)
+    return AttemptAccount(
+        stage=beat.stage,
+        prefix=one.prefix,
+        number=beat.attempt,
+        state="lost" if died else beat.state,
+        started=beat.started,
+        ended=max(beat.time, beat.started),
+        skew_seconds=None if one.stored is None else one.stored - beat.time,
+        host=str(beat.process.get("machine", "")).partition("/")[0],
+        nodes=beat.nodes,
+        machine=beat.machine,
+        price_per_hour=beat.price_per_hour,
+        price_source=beat.price_source,
+        phases=settled_phases(beat),
+        bill=_bill(beat.billed_hours * beat.nodes, beat.price_per_hour),
+        resumed_from=beat.progress.get("resumed_from"),
+        step=beat.progress.get("step"),
+        steps_done=done,
+        steps_kept=kept,
+        steps_redone=redone,
+        notice=beat.progress.get("notice"),
+    )
+
+
+def _bill(hours: float, price: float | None) -> Bill:
+    return Bill(hours, 0.0, hours) if price is None else Bill(hours, hours * price)
+
+
+def _phase_bill(attempt: AttemptAccount, phase: str) -> Bill:
+    return _bill(attempt.phases.get(phase, 0.0) * attempt.nodes / 3600, attempt.price_per_hour)
+
+
+def _savings(attempt: AttemptAccount) -> float | None:
+    on_demand = attempt.machine.get("on_demand_per_hour")
+    if on_demand is None or attempt.price_per_hour is None:
+        return None
+    return attempt.bill.hours * (on_demand - attempt.price_per_hour)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A time in which SkyPilot knows a cluster to have been up. Unix seconds by its API server's clock."""
+
+    cluster: str
+    nodes: int
+    started: float
+    ended: float | None  # None: it is up
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What SkyPilot and the ledger say about one cluster, in machine hours."""
+
+    cluster: str
+    sky_hours: float
+    ledger_hours: float
+    usd: float | None  # of the hours that no attempt accounts for, at the price of those that do; None: unknown
+
+
+def reconcile(account: Account, intervals: Iterable[Interval], now: float) -> list[Difference]:
+    """Compare the ledger with SkyPilot's own book, cluster by cluster.
+
+    SkyPilot's hours are longer by what comes before the first attempt's bill (provisioning, unless the meter
+    told of it) and behind the last one (shipping to MLflow, tearing down). A run's clusters only: pass no others.
+    """
+    sky: dict[str, list[float]] = {}
+    for one in intervals:
+        seconds = max(0.0, (now if one.ended is None else one.ended) - one.started)
+        sky.setdefault(one.cluster, []).append(one.nodes * seconds / 3600)
+    mine: dict[str, list[AttemptAccount]] = {}
+    for attempt in account.attempts:
+        if cluster := attempt.machine.get("cluster"):
+            mine.setdefault(cluster, []).append(attempt)
+    found = []
+    for cluster in sorted(sky.keys() | mine.keys()):
+        ours = sum_of(a.bill for a in mine.get(cluster, ()))
+        theirs = math.fsum(sky.get(cluster, ()))
+        known = ours.hours > 0 and not ours.unpriced_hours
+        usd = (theirs - ours.hours) * ours.usd / ours.hours if known else None
+        found.append(Difference(cluster, theirs, ours.hours, usd))
+    return found

@@ -1,0 +1,177 @@
+"""What the stages do around their tools: who is told what, and when they hear that they are to end.
+
+torchrun, the model and the evaluation are stand-ins; work, attempts and stores are the real ones.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from safetensors.torch import save_file
+
+from pipelines.artifacts.manifest import Manifest, Plan, upload
+from pipelines.progress import Screen
+from pipelines.recipe import Recipe, load_recipe
+from pipelines.stage import Work
+from pipelines.stages import evaluate, export, train
+from pipelines.tracking.ledger import Billing, Heartbeat, attempts, claim, is_there
+from pipelines.tracking.mlflow import Tracker
+from trainer.model import GPT
+from trainer.process import Interrupted, StopSignal
+from trainer.store import LocalStore
+
+SMALL = [
+    "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=8", "model.vocab_size=257",
+    "tokens.tokenizer=bytes", "train.batch_tokens=64", "runtime.micro_batch_size=8",
+    "runtime.processes=1", "runtime.device=cpu",
+]  # fmt: skip
+
+
+class Asked(StopSignal):
+    """The tests' own signals stay pytest's."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+
+class Heard:
+    """A tracker and a screen that remember what they were told."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, float]]] = []
+        self.warnings: list[str] = []
+
+    def metrics(self, stage: str, step: int, time: float, values: dict[str, float]) -> None:
+        self.points.append((step, values))
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return load_recipe("smoke", SMALL)
+
+
+@pytest.fixture
+def work(recipe: Recipe, tmp_path: Path) -> Callable[[str], Work]:
+    def of(name: str) -> Work:
+        store = LocalStore(tmp_path / "store")
+        plan = Plan(name, "tiny", {"stage": name})
+        attempt = claim(store, plan.prefix, "tiny-1", name, 1, Billing())
+        assert attempt
+        model = GPT(recipe.model)
+        model.initialize(0)
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        inputs = {}
+        (tmp_path / "val_000000.bin").touch()
+        for made, path in (("tokenize", tmp_path / "val_000000.bin"), ("train", tmp_path / "model.safetensors")):
+            its = Plan(made, "tiny", {"stage": made, "of": "an input"})
+            file, facts = upload(store, its.prefix, 1, path), {"shards": {path.name: 100}}
+            inputs[made] = Manifest(
+                made, "tiny", its.fingerprint, its.identity, {}, (file,), {}, facts, "tiny-1", 1, 1.0
+            )
+        tracker = Tracker(tmp_path / "tracking", "tiny-1", default_uri="sqlite:///unused.db")
+        return Work(recipe, plan, inputs, store, tmp_path / "home", attempt, tracker, Screen(quiet=True), Asked())
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def no_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
+
+
+# --- train
+
+
+def sleeping(work: Work, processes: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def without_us(beat: Heartbeat) -> Heartbeat:
+    """As if the command had been killed."""
+    return replace(beat, process=beat.process | {"started": "1"})
+
+
+def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, started = work("train"), []
+
+    def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
+        started.append(torchrun)
+        with work.attempt:
+            pass  # a heartbeat
+        (seen,) = attempts(work.store, work.plan.prefix)
+        assert is_there(without_us(seen)) is True
+        raise RuntimeError("something breaks here")
+
+    monkeypatch.setattr(train, "start_torchrun", sleeping)
+    monkeypatch.setattr(train, "follow", follow)
+    with pytest.raises(RuntimeError, match="something breaks"):
+        train.build(mine)
+    assert started[0].poll() is not None
+    (seen,) = attempts(mine.store, mine.plan.prefix)
+    assert is_there(without_us(seen)) is False
+
+
+def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
+    mine = work("train")
+    mine.screen = cast(Screen, heard := Heard())
+    train.note_event(mine, {"event": "checkpoint_failed", "step": 1200, "reason": "OSError(28)"})
+    assert heard.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training goes on"]
+    assert mine.attempt.latest.progress["checkpoint_failed"] == 1200
+
+
+def test_a_step_that_is_done_again_in_one_attempt_is_told_once(work: Callable[[str], Work]) -> None:
+    mine = work("train")
+    mine.tracker = cast(Tracker, heard := Heard())
+    tracked: dict[str, int] = {}
+    for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0)):  # it turned back at 3
+        train.track_row(mine, {"step": step, "time": 1.0, "train/loss": loss, "data/digest": 7}, tracked)
+    assert heard.points == [(step, {"train/loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (4, 3.0))]
+
+
+# --- evaluate, export
+
+
+def test_an_evaluation_hears_a_stop_between_two_batches(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, done = work("evaluate"), []
+
+    def validation_loss(*arguments: Any, beat: Callable[[], None]) -> float:
+        for batch in range(10):
+            beat()
+            done.append(batch)
+            mine.stop.asked = batch == 3
+        return 1.0
+
+    monkeypatch.setattr("trainer.evaluate.validation_loss", validation_loss)
+    with pytest.raises(Interrupted):
+        evaluate.build(mine)
+    assert done == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("place", ["evaluate", "export"])
+def test_a_stop_is_heard_before_the_next_long_thing_begins(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    mine, begun = work(place), []
+    module = {"evaluate": evaluate, "export": export}[place]
+
+    def stop_here(name: str) -> None:
+        mine.stop.asked = True
+
+    monkeypatch.setattr("trainer.evaluate.validation_loss", lambda *arguments, beat: 1.0)
+    monkeypatch.setattr(module, "moment", stop_here)
+    for name in ("continue_text", "reload_difference"):
+        monkeypatch.setattr(module, name, lambda *arguments, **options: begun.append(1), raising=False)
+    with pytest.raises(Interrupted):
+        module.build(mine)
+    assert not begun
