@@ -61,7 +61,11 @@ class Work:
     stop: StopSignal
     head: Head | None = None  # of several nodes
     clock: PhaseClock = field(default_factory=PhaseClock)
-    ranks_phases: dict[str, float] = field(default_factory=dict)  # of what runs in torchrun's processes
+    # Of what runs in torchrun's processes: seconds by phase, and the phase since then.
+    ranks: tuple[dict[str, float], str] = field(default_factory=lambda: ({}, "setup"))
+
+    def __post_init__(self) -> None:
+        self.attempt.clock = self.phases
 
     @property
     def folder(self) -> Path:
@@ -80,12 +84,13 @@ class Work:
             return upload(self.store, self.plan.prefix, self.attempt.number, path, name)
 
     def report(self, **progress: Any) -> None:
-        """Let the heartbeat carry how far the stage is, and where its seconds went."""
-        self.attempt.update(progress=progress, phases=self.phases())
+        """Let the heartbeat carry how far the stage is."""
+        self.attempt.update(progress=progress)
 
-    def phases(self) -> dict[str, float]:
-        """Seconds by phase so far, of this process and of the ranks it waited for."""
-        return self.clock.inside("ranks", self.ranks_phases)
+    def phases(self, now: float) -> dict[str, float]:
+        """Seconds by phase so far, of this process and of the ranks it waited for. From any thread."""
+        told, since_then = self.ranks
+        return self.clock.inside("ranks", told, since_then, now)
 
     def check(self) -> None:
         """Leave if asked to stop, or if a newer attempt has taken over."""
@@ -230,18 +235,23 @@ class Pipeline:
         """Build an artifact, or wait for whoever is building it."""
         plan = self.plans[stage]
         while True:
+            looked = time.monotonic()
             rival = self._wait_for_rival(plan)
+            waited = time.monotonic() - looked
             if manifest := self._existing(stage):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            attempt = claim(self.store, plan.prefix, self.run, stage, number, self.billing, self._watch)
+            attempt = claim(self.store, plan.prefix, self.run, stage, number, self.billing, self._watch, waited)
             if attempt is None:
                 continue
             try:
                 with attempt:
-                    return self._build(stage, attempt)
+                    manifest = self._build(stage, attempt)
             except StaleAttempt:
                 self.screen.warn(f"{stage}: a newer attempt has taken over; waiting for it")
+                continue
+            self._track_end(stage, attempt, manifest)
+            return manifest
 
     def _watch(self, beat: Heartbeat) -> None:
         for watch in self.watches:
@@ -297,13 +307,11 @@ class Pipeline:
                 attempt.update(state=ended_as(error))
             if interrupted and self.stop.reason:
                 attempt.update(progress={"notice": self.stop.reason})
-            attempt.update(phases=work.phases())
             self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
             raise
-        attempt.update(state="done", phases=work.phases(), time=time.time())
+        attempt.update(state="done")
         # With what earlier attempts on this machine have left; what resists is nothing to fail a finished stage for.
         shutil.rmtree(work.folder.parent, ignore_errors=True)
-        self._track_end(stage, attempt, manifest)
         return manifest
 
     def _manifest(self, plan: Plan, attempt: Attempt, built: Built) -> Manifest:

@@ -55,6 +55,7 @@ def build(work: Work) -> Built:
     if receipts:
         work.screen.note(f"  {len(receipts)} shards are there from an earlier attempt")
     encoding = tokenizer(config.tokenizer)
+    work.clock.enter("tokenize")
     with work.screen.bar("tokenize", config.max_tokens) as bar:
         started, before = time.monotonic(), sum(r.tokens for r in receipts)
         for shard in shards(work, receipts, encoding):

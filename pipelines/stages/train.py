@@ -84,7 +84,11 @@ def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
     from trainer.checkpoint import PRIOR_SECONDS_BETWEEN_FAILURES
 
     earlier = [beat for beat in attempts(work.store, work.plan.prefix) if beat.attempt < work.attempt.number]
+    reached = max((beat.progress.get("highest_step", 0) for beat in earlier), default=0)
+    work.report(highest_step=reached)
     spec = {
+        "started": time.time(),  # the ranks' clock begins where ours enters the phase "ranks"
+        "reached": reached,
         "recipe": work.recipe.model_dump(),
         "store": work.store.uri,
         "tokens": work.inputs["tokenize"].prefix,
@@ -141,11 +145,14 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
     with work.screen.bar("train", max_steps) as bar:
         for event in events(work.folder / "events.jsonl", torchrun):
             if event.get("event") == "row":
-                last |= {k: v for k, v in event.items() if k not in ("event", "phases")}
+                last |= {k: v for k, v in event.items() if k not in ("event", "phases", "phase")}
                 track_row(work, event, tracked)
                 bar.update(last["step"], describe(last))
-                work.ranks_phases = event["phases"]
+                work.ranks = event["phases"], event["phase"]
+                count_step(work, event)
                 work.report(**last)
+            elif event.get("event") == "phase":
+                work.ranks = event["phases"], event["phase"]
             elif event:
                 if event["event"] == "start":
                     last["step"] = event["step"]  # after the last commit no row comes any more
@@ -261,6 +268,18 @@ def track_row(work: Work, event: dict[str, Any], tracked: dict[str, int]) -> Non
         tracked.update(dict.fromkeys(values, step))
 
 
+def count_step(work: Work, row: dict[str, Any]) -> None:
+    """Keep count of the steps that this attempt has done, and of those that had been done before."""
+    told = work.attempt.latest.progress
+    if "train/loss" in row:
+        highest = told.get("highest_step", 0)
+        work.report(
+            steps_done=told.get("steps_done", 0) + 1,
+            steps_redone=told.get("steps_redone", 0) + (row["step"] <= highest),
+            highest_step=max(highest, row["step"]),
+        )
+
+
 def describe(row: dict[str, Any]) -> str:
     """A row in a few words."""
     words = [f"step {row['step']:,}"]
@@ -273,7 +292,7 @@ def describe(row: dict[str, Any]) -> str:
 
 def note_event(work: Work, event: dict[str, Any]) -> None:
     if event["event"] == "start":
-        work.attempt.update(progress={"resumed_from": event["step"], "step": event["step"]})
+        work.report(resumed_from=event["step"], lowest_step=event["step"], step=event["step"])
         resumed = f", resumed from step {event['step']:,}" if event["step"] else ""
         work.screen.note(
             f"  {event['parameters']:,} parameters, {event['world_size']} x {event['device']}, "
@@ -285,9 +304,12 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
     elif event["event"] == "checkpoint_failed":
         work.screen.warn(f"checkpoint of step {event['step']:,} failed ({event['reason']}); training goes on")
         work.report(checkpoint_failed=event["step"])
+    elif event["event"] == "checkpoint":
+        work.report(committed_step=event["step"])
     elif event["event"] == "skipped":
         work.screen.warn(f"update {event['step']:,} skipped: {event['reason']}")
     elif event["event"] == "rollback":
+        work.report(lowest_step=min(event["to"], work.attempt.latest.progress["lowest_step"]))
         work.screen.warn(f"rolled back from step {event['step']:,} to {event['to']:,}: {event['reason']}")
 
 
@@ -319,11 +341,10 @@ def main(spec_path: str) -> int:
     """One rank: assemble the parts, train, leave the final weights in the attempt's folder."""
     die_with_parent()
     stop = StopSignal()
-    started = time.time()
     spec = json.loads(Path(spec_path).read_text())
     folder = Path(spec["folder"])
     try:
-        return train_rank(spec, folder, stop, started)
+        return train_rank(spec, folder, stop)
     except Exception as error:
         kinds = [kind for kind, known in RAISED_AGAIN.items() if isinstance(error, known)]
         words = str(error) if kinds else traceback.format_exc()
@@ -332,7 +353,7 @@ def main(spec_path: str) -> int:
         raise
 
 
-def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal, started: float) -> int:
+def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
     from safetensors.torch import save_file
 
     from trainer.checkpoint import Checkpointer
@@ -353,7 +374,7 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal, started: fl
         return TokenData(shards, local, recipe.model.block_size, recipe.train.seed)
 
     world = World.start(recipe.runtime)
-    log = EventLog(folder / "events.jsonl" if world.rank == 0 else None, PhaseClock(started=started))
+    log = EventLog(folder / "events.jsonl" if world.rank == 0 else None, PhaseClock(started=spec["started"]), spec["reached"])
     checkpointer = Checkpointer(
         store,
         prefix,
@@ -381,6 +402,7 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal, started: fl
         print(error, file=sys.stderr)
         return 1  # the pipeline's process sees for itself that it is stale
     if world.rank == 0 and state.step == recipe.train.max_steps:
+        log.clock.enter("checkpoint")
         save_file(model.state_dict(), folder / "model.safetensors")
     world.close()
     return 0
