@@ -8,6 +8,7 @@ import json
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -19,6 +20,8 @@ from pipelines.options import Changes, Json, RecipeName, StoreUri, default_track
 
 if TYPE_CHECKING:
     from pipelines.stage import Pipeline
+    from pipelines.tracking.report import RunRecord
+    from trainer.store import Store
 
 EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED, EXIT_STOPPED = 1, 2, 75, 76
 
@@ -181,7 +184,9 @@ def report(
     ] = False,
     html: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--html", metavar="FILE", help="Write one page with curves, attempts, the bill, lineage, receipt."),
+        typer.Option(
+            "--html", metavar="FILE", help="Write one page with curves, attempts, the bill, lineage, receipt."
+        ),
     ] = None,
     overlay: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -190,14 +195,28 @@ def report(
             help="With --html: a main.log of llm.c beside the curves; @ says how many tokens a step has (524288).",
         ),
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="What differs between two runs, and what came of it at equal cost.")
+    ] = False,
+    rebuild_mlflow: Annotated[
+        bool, typer.Option("--rebuild-mlflow", help="Tell an MLflow server again all that the runs ever told one.")
+    ] = False,
+    to: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--to", metavar="URI", help="The MLflow to rebuild [MLFLOW_TRACKING_URI; .skytrain/mlflow.db]"),
+    ] = None,
 ) -> None:
     """What runs did and cost: state, attempts, tokens, val loss, hours, dollars."""
     from pipelines.artifacts.store import open_store
     from pipelines.tables import print_audit, print_runs, print_series
-    from pipelines.tracking.report import audit, read_records, run_series, summarize
+    from pipelines.tracking.report import account_of, audit, read_records, run_series, summarize
 
     opened = open_store(store_uri(store))
     records = read_records(opened, runs or [])
+    if compare:
+        return compare_runs(opened, runs or [], as_json)
+    if rebuild_mlflow:
+        return rebuild_tracking(opened, records, to)
     if series:
         for record in records:
             print_series(record.run, run_series(opened, record), as_json, alone=len(records) == 1)
@@ -214,7 +233,10 @@ def report(
         print(html)
         return
     summaries = [summarize(opened, record) for record in records]
-    print(json.dumps([asdict(s) for s in summaries])) if as_json else print_runs(summaries, opened.uri)
+    if not as_json:
+        return print_runs(opened, records, summaries)
+    accounts = [account_of(opened, record) for record in records]
+    print(json.dumps([asdict(s) | {"account": asdict(a)} for s, a in zip(summaries, accounts, strict=True)]))
 
 
 @app.command()
@@ -254,13 +276,17 @@ def gc(
 
     opened = open_store(store_uri(store))
     count = size = 0
-    for leftover in leftovers(opened, home(), older_than_days):  # looked at one artifact at a time, just before it goes
+    faults: list[str] = []
+    # Looked at one artifact at a time, just before it goes.
+    for leftover in leftovers(opened, home(), older_than_days, faults.append):
         print(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
         if not dry_run:
             remove(opened, leftover)
         count, size = count + 1, size + leftover.size
     verb = "would be removed" if dry_run else "removed"
     print(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")
+    for fault in faults:
+        print(f"left alone: {fault}", file=sys.stderr)
 
 
 @app.command()
@@ -361,6 +387,30 @@ def image_check(
         faults += bool(finding.fault)
     if faults:
         raise UserError(f"image check: {chosen}: {faults} of its promises are broken, see above")
+
+
+def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
+    from pipelines.tables import print_comparison
+    from pipelines.tracking.compare import compare
+    from pipelines.tracking.report import read_records
+    from trainer.config import UserError
+
+    if len(names) != 2:
+        raise UserError(f"report --compare: takes two runs, got {len(names)}; name them: report --compare A B")
+    ours, theirs = (read_records(store, [name])[0] for name in names)
+    compared = compare(store, ours, theirs)
+    print(json.dumps(asdict(compared))) if as_json else print_comparison(compared)
+
+
+def rebuild_tracking(store: "Store", records: "list[RunRecord]", to: str | None) -> None:
+    from pipelines.tracking.mlflow import rebuild, tracking_uri
+    from trainer.config import UserError
+
+    if not find_spec("mlflow"):
+        raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
+    for record in records:
+        sessions = rebuild(store, record.run, tracking_uri(to, default_tracking_uri()))
+        print(f"{record.run}: {sessions} session(s) told again" if sessions else f"{record.run}: told MLflow nothing")
 
 
 def result(pipeline: "Pipeline") -> dict[str, Any]:

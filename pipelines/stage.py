@@ -33,9 +33,10 @@ from pipelines.artifacts.manifest import (
 from pipelines.nodes import Head
 from pipelines.progress import Screen
 from pipelines.recipe import Recipe, load_recipe
-from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Billing, Heartbeat, account, attempts, claim, is_alive
+from pipelines.tracking.account import Account, Seen, account, account_table, account_tags, costs
+from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Billing, Heartbeat, attempts, claim, is_alive
 from pipelines.tracking.mlflow import Tracker
-from pipelines.tracking.report import Summary, read_records, record, summarize
+from pipelines.tracking.report import Summary, all_seen, read_records, record, summarize
 from trainer.config import UserError
 from trainer.metrics import PhaseClock
 from trainer.process import Interrupted, StaleAttempt, Stopped, StopSignal, moment
@@ -43,6 +44,7 @@ from trainer.store import Store
 
 STAGES = tuple(FOLDERS)
 RUN = "run:"
+LIVE_SECONDS = 30.0  # between two points of what a run has cost so far: 3,000 a day and metric
 PACKAGES = ("skytrain", "torch", "numpy", "tiktoken", "datasets", "safetensors")
 
 
@@ -178,6 +180,8 @@ class Pipeline:
     head: Head | None = None  # of several nodes
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
+    _before: list[Seen] = field(default_factory=list)  # this run's other attempts, as the one at work began
+    _told: float = 0.0  # unix seconds of the heartbeat whose costs MLflow was last told
 
     @property
     def run(self) -> str:
@@ -204,13 +208,28 @@ class Pipeline:
             self.tracker.stage_ended(None, status)
             if notice := self.tracker.close():
                 self.screen.warn(notice)
+            with suppress(OSError, UserError):
+                self.tracker.keep_journal(self.store)
 
     def _track_totals(self) -> None:
-        summary = self.summary()
-        totals = {"cost/usd": summary.usd, "time/billed_hours": summary.billed_hours}
-        if summary.val_loss is not None:
-            totals["val/loss"] = summary.val_loss
-        self.tracker.metrics(None, 0, time.time(), totals)
+        """The final account: metrics, tags to search by, and a table of attempts."""
+        (mine,) = read_records(self.store, [self.run])
+        seen, faults = all_seen(self.store, mine)
+        self._track_costs(None, seen, time.time())
+        bill = self._account(seen)
+        self.tracker.tags(None, {f"skytrain.{name}": value for name, value in account_tags(bill).items()})
+        self.tracker.table(None, "account.json", account_table(bill))
+        if (loss := summarize(self.store, mine).val_loss) is not None:
+            self.tracker.metrics(None, 0, time.time(), {"val/loss": loss})
+
+    def _account(self, seen: Iterable[Seen]) -> Account:
+        return account(self.run, seen, self.recipe.train.batch_tokens)
+
+    def _track_costs(self, stage: str | None, seen: list[Seen], now: float) -> None:
+        """Costs up to `now`, against the highest step that was ever reached: dollars are not undone with a step."""
+        mine = [one for one in seen if stage in (None, one.beat.stage)]
+        step = max((one.beat.progress.get("highest_step", 0) for one in mine), default=0)
+        self.tracker.metrics(stage, step, now, costs(self._account(mine)))
 
     def summary(self) -> Summary:
         (mine,) = read_records(self.store, [self.run])
@@ -244,6 +263,9 @@ class Pipeline:
             attempt = claim(self.store, plan.prefix, self.run, stage, number, self.billing, self._watch, waited)
             if attempt is None:
                 continue
+            (mine,) = read_records(self.store, [self.run])
+            here = (plan.prefix, number)
+            self._before = [s for s in all_seen(self.store, mine)[0] if (s.prefix, s.beat.attempt) != here]
             try:
                 with attempt:
                     manifest = self._build(stage, attempt)
@@ -257,6 +279,12 @@ class Pipeline:
         for watch in self.watches:
             if reason := watch(beat):
                 self.stop.ask(reason, for_good=True)
+        if beat.time - self._told >= LIVE_SECONDS:
+            self._told = beat.time
+            seen = [*self._before, Seen(self.plans[beat.stage].prefix, beat)]
+            for stage in (None, beat.stage):
+                self._track_costs(stage, seen, beat.time)
+            self.tracker.keep_journal(self.store)
 
     def _wait_for_rival(self, plan: Plan) -> Heartbeat | None:
         """Return the newest attempt once it no longer works (None: there never was one)."""
@@ -344,15 +372,10 @@ class Pipeline:
         }
 
     def _track_end(self, stage: str, attempt: Attempt, manifest: Manifest) -> None:
-        # What this attempt has last sent to the store is up to a heartbeat old.
-        before = [beat for beat in attempts(self.store, attempt.prefix) if beat.attempt != attempt.number]
-        mine = [beat for beat in (*before, attempt.latest) if beat.run == self.run]
-        bill = account(mine)
-        cost = {"cost/usd": bill.usd, "time/billed_hours": bill.billed_hours}
-        scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
-        if stage == "train":
-            scores = {}  # the last loss is the end of a series, and no point at step 0
-        self.tracker.metrics(stage, 0, time.time(), cost | scores)
+        self._track_costs(stage, [*self._before, Seen(attempt.prefix, attempt.latest)], attempt.latest.time)
+        if stage != "train":  # the last loss is the end of a series, and no point at step 0
+            scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
+            self.tracker.metrics(stage, 0, time.time(), scores)
         self.tracker.stage_ended(stage, "FINISHED")
 
 

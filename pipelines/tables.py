@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ from rich.text import Text
 from pipelines.artifacts.manifest import Manifest, Plan, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.ledger import account, attempts
-from pipelines.tracking.report import SERIES, Audit, Summary, attempts_of, read_records
+from pipelines.tracking.account import Bill, reconcile
+from pipelines.tracking.compare import Comparison
+from pipelines.tracking.ledger import attempts
+from pipelines.tracking.report import SERIES, Audit, RunRecord, Summary, account_of, intervals_of, read_records
 from trainer.store import LocalStore, Store
 
 if TYPE_CHECKING:
@@ -28,7 +31,10 @@ if TYPE_CHECKING:
 # The arithmetic of `skytrain recipes`: 8xH100 at half of the dense bf16 peak, at Lambda's on-demand price.
 # Source of the price: SkyPilot's catalog, read 2026-11; of the peak: NVIDIA's data sheet.
 NODE_FLOPS, ASSUMED_MFU, NODE_USD_PER_HOUR = 8 * 989e12, 0.50, 31.92
-PHASES_FIRST = ("setup", "download", "compile", "train", "evaluate", "checkpoint", "upload")
+PHASES_FIRST = (
+    *("provision", "setup", "download", "tokenize", "compile", "train", "redone", "evaluate", "export"),
+    *("checkpoint", "upload", "idle", "lost"),
+)
 
 
 def console() -> Console:
@@ -40,15 +46,15 @@ def print_card(pipeline: "Pipeline") -> None:
     """What a finished run was, made and cost, and where to look further."""
     summary, out = pipeline.summary(), console()
     (record,) = read_records(pipeline.store, [pipeline.run])
-    beats = attempts_of(pipeline.store, record)
+    bill = account_of(pipeline.store, record)
     stages = Table("stage", "artifact", "time", "attempts", "dollars", box=None, pad_edge=False)
     for stage, manifest in pipeline.made.items():
-        mine = account(beats[stage])
+        mine = bill.by_stage.get(stage, Bill())
         stages.add_row(
             stage,
             f"{manifest.prefix}" + (" [dim](skipped)[/]" if pipeline.skipped[stage] else ""),
-            duration(3600 * mine.billed_hours),
-            str(mine.attempts),
+            duration(3600 * mine.hours),
+            str(sum(attempt.stage == stage for attempt in bill.attempts)),
             money(mine.usd, mine.unpriced_hours),
         )
     facts = Table.grid(padding=(0, 2))
@@ -183,11 +189,12 @@ def print_plan(shown: dict[str, Any]) -> None:
         out.print(f"{stage:8}  {plan['artifact']:{longest}}  {state}")
 
 
-def print_runs(summaries: list[Summary], where: str) -> None:
+def print_runs(store: Store, records: list[RunRecord], summaries: list[Summary]) -> None:
     if not summaries:
-        console().print(f"no runs in {escape(where)} yet; `skytrain run smoke` makes one")
+        console().print(f"no runs in {escape(store.uri)} yet; `skytrain run smoke` makes one")
         return
-    table = Table("run", "state", "attempts", "tokens", "val loss", "HellaSwag", "hours", "dollars", box=None)
+    columns = ("run", "state", "attempts", "tokens", "val loss", "HellaSwag", "hours", "dollars", "goodput")
+    table = Table(*columns, box=None)
     for s in summaries:
         table.add_row(
             s.run,
@@ -198,8 +205,44 @@ def print_runs(summaries: list[Summary], where: str) -> None:
             _number(s.hellaswag_acc_norm),
             f"{s.billed_hours:.3f}",
             money(s.usd, s.unpriced_hours),
+            "" if s.goodput is None else f"{s.goodput:.0%}",
         )
     console().print(table)
+    for line in [fault for s in summaries for fault in s.faults] + sky_differences(store, records):
+        console().print(escape(line))
+
+
+def sky_differences(store: Store, records: list[RunRecord]) -> list[str]:
+    """Where SkyPilot's own book, as it was last heard, says other hours than the ledger: a line a cluster."""
+    lines = []
+    for record in records:
+        intervals = intervals_of(store, record.run)
+        found = reconcile(account_of(store, record), intervals, time.time()) if intervals else []
+        for one in found:
+            usd = "unknown dollars" if one.usd is None else f"{one.usd:+.2f} dollars"
+            lines.append(
+                f"{record.run}: cluster {one.cluster}: {one.sky_hours:.3f} h by SkyPilot, {one.ledger_hours:.3f} h "
+                f"in the ledger ({usd})"
+            )
+    return lines
+
+
+def print_comparison(compared: Comparison) -> None:
+    """What differs between two runs, and what came of it."""
+    out = console()
+    for title, rows in (("what differs", compared.differs), ("what came of it", compared.results)):
+        table = Table(title, *compared.runs, box=None, pad_edge=False)
+        for name, pair in rows.items():
+            table.add_row(name, *(escape(_figure(value)) for value in pair))
+        out.print(table)
+        out.print()
+    for title, levels in (("tokens", compared.at_equal_tokens), ("dollars", compared.at_equal_dollars)):
+        table = Table(f"at equal {title}", "loss", *compared.runs, box=None, pad_edge=False)
+        for level in levels:
+            at = f"{level.at:,.0f}" if title == "tokens" else f"{level.at:.4g}"
+            table.add_row(at, level.metric, *(_figure(value) for value in level.values))
+        out.print(table if levels else f"at equal {title}: nothing to compare")
+        out.print()
 
 
 def print_series(run: str, rows: list[dict[str, Any]], as_json: bool, alone: bool) -> None:
@@ -284,6 +327,12 @@ def printable(text: str) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _short(value: Any) -> str:

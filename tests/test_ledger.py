@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import (
     Attempt,
     Billing,
     Heartbeat,
-    account,
     attempts,
     claim,
     is_alive,
@@ -118,11 +115,12 @@ def test_a_working_attempt_notices_within_a_heartbeat_that_it_is_stale(
 # --- reporting
 
 
-def test_progress_and_phases_are_merged_and_the_last_state_stays(tmp_path: Path) -> None:
+def test_progress_is_merged_and_the_last_state_and_phases_stay(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     with claimed(store, 1) as attempt:
-        attempt.update(progress={"step": 3, "loss": 2.0}, phases={"train": 1.0})
-        attempt.update(progress={"step": 4}, phases={"train": 2.0, "upload": 0.5})
+        attempt.update(progress={"step": 3, "loss": 2.0})
+        attempt.update(progress={"step": 4})
+        attempt.clock = lambda now: {"train": 2.0, "upload": 0.5}
     (seen,) = attempts(store, PREFIX)
     assert seen.progress == {"step": 4, "loss": 2.0}
     assert seen.phases == {"train": 2.0, "upload": 0.5}
@@ -241,7 +239,8 @@ from trainer.store import LocalStore
 ledger.HEARTBEAT_SECONDS = 0.05
 store, billing = LocalStore(Path(sys.argv[1])), ledger.Billing(3600.0)
 with ledger.claim(store, sys.argv[2], "tiny-1a2b3c4d", "train", 1, billing) as attempt:
-    attempt.update(progress={"step": 5}, phases={"train": 1.5})
+    attempt.clock = lambda now: {"train": now - attempt.latest.started}
+    attempt.update(progress={"step": 5})
     time.sleep(600)
 """
 
@@ -272,7 +271,8 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
     assert seen.state == "running"  # it had no time to say otherwise
     assert 0.2 < seen.time - seen.started <= killed - seen.started
     assert seen.usd == pytest.approx(seen.time - seen.started)  # at a dollar a second
-    assert (seen.progress, seen.phases) == ({"step": 5}, {"train": 1.5})
+    assert seen.progress == {"step": 5}
+    assert seen.phases == pytest.approx({"train": seen.time - seen.started})
 
 
 def test_another_process_with_the_same_pid_does_not_pass_for_the_attempt() -> None:
@@ -312,28 +312,6 @@ def test_an_attempt_that_has_ended_is_not_alive_although_its_process_is() -> Non
         assert is_alive(ended) is False and is_there(ended) is True
 
 
-# --- adding up
-
-
-def test_hours_and_dollars_are_the_time_between_start_and_last_heartbeat() -> None:
-    first = beat(started=1000.0, time=1000.0 + 5400, price_per_hour=31.92, phases={"train": 5000.0, "setup": 400.0})
-    second = beat(started=9000.0, time=9000.0 + 1800, price_per_hour=12.0, phases={"train": 1800.0})
-    clock_set_back = beat(started=9000.0, time=8000.0, price_per_hour=12.0)
-    assert (first.billed_hours, first.usd) == (1.5, pytest.approx(47.88))
-    total = account([first, second, clock_set_back])
-    assert (total.attempts, total.billed_hours, total.usd) == (3, 2.0, pytest.approx(47.88 + 6.0))
-    assert total.phases == {"train": 6800.0, "setup": 400.0}
-    assert account([]) == ledger.Account(0, 0.0, 0.0, 0.0, {})
-
-
-def test_every_node_is_billed_and_an_unknown_price_is_kept_apart() -> None:
-    hour = {"started": 0.0, "time": 3600.0}
-    four_nodes, unknown = beat(**hour, price_per_hour=2.0, nodes=4), beat(**hour, price_per_hour=None, nodes=2)
-    assert (four_nodes.usd, unknown.usd) == (8.0, None)
-    total = account([four_nodes, unknown])
-    assert (total.billed_hours, total.usd, total.unpriced_hours) == (6.0, 8.0, 2.0)
-
-
 def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_on_the_bill(tmp_path: Path) -> None:
     store, machine = LocalStore(tmp_path), {"cloud": "aws", "spot": True, "on_demand_per_hour": 98.3}
     since = time.time() - 90
@@ -352,37 +330,84 @@ def test_a_heartbeat_of_before_there_were_nodes_and_sources_is_still_read(tmp_pa
     assert (seen.price_per_hour, seen.nodes) == (3.0, 1)
 
 
-SECONDS = st.floats(0, 1e6)
-BEATS = st.builds(
-    lambda started, lasted, price, nodes, phases: beat(
-        started=started, time=started + lasted, price_per_hour=price, nodes=nodes, phases=phases
-    ),
-    SECONDS,
-    SECONDS,
-    st.one_of(st.none(), st.floats(0, 100)),
-    st.integers(1, 8),
-    st.dictionaries(st.sampled_from(["setup", "train", "upload", "evaluate"]), SECONDS),
-)
+# --- the meter: what is on no bill yet
 
 
-@given(st.lists(BEATS, max_size=8), st.randoms(use_true_random=False))
-def test_totals_do_not_depend_on_the_order_of_attempts(beats: list[Heartbeat], random: Any) -> None:
-    shuffled = beats.copy()
-    random.shuffle(shuffled)
-    one, other = account(beats), account(shuffled)
-    assert one.attempts == other.attempts == len(beats)
-    assert one.billed_hours == pytest.approx(other.billed_hours)
-    assert one.usd == pytest.approx(other.usd)
-    assert one.phases == pytest.approx(other.phases)
-    assert one.unpriced_hours == pytest.approx(other.unpriced_hours)
-    dollars = ((b.time - b.started) / 3600 * b.nodes * (b.price_per_hour or 0) for b in beats)
-    assert one.usd == pytest.approx(sum(dollars))
-    assert one.unpriced_hours <= one.billed_hours
+@pytest.fixture
+def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "meter"
+    monkeypatch.setenv("SKYTRAIN_METER", str(path))
+    return path
 
 
-@given(BEATS)
-def test_a_heartbeat_survives_the_store(one: Heartbeat) -> None:
-    assert Heartbeat(**json.loads(json.dumps(asdict(one)))) == one
+def test_the_first_attempt_pays_for_setting_the_machine_up_and_the_next_for_what_lies_between(
+    tmp_path: Path, meter: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    up = time.time() - 1000
+    meter.write_text(f"{up:.0f}\n")  # as `date +%s` does
+    with claimed(store, 1, price=3600.0) as first:
+        pass
+    assert first.latest.started == pytest.approx(up, abs=1)
+    assert set(first.latest.phases) == {"provision", "setup"}
+    assert sum(first.latest.phases.values()) == pytest.approx(1000, abs=2)
+    assert first.latest.phases["provision"] == pytest.approx(ledger.process_began() - up, abs=2)
+    time.sleep(0.1)
+    with claimed(store, 2) as second:
+        pass
+    assert second.latest.started == pytest.approx(first.latest.time)
+    assert set(second.latest.phases) == {"setup"}  # of the same process: nobody was idle
+    billed = sum(b.time - b.started for b in attempts(store, PREFIX))
+    assert billed == pytest.approx(second.latest.time - up, abs=1)  # no second twice, none left out
+
+
+def test_what_a_killed_attempt_may_still_have_done_is_lost_and_what_follows_idle(tmp_path: Path, meter: Path) -> None:
+    store, began = LocalStore(tmp_path / "store"), ledger.process_began()
+    with claimed(store, 1):
+        assert meter.read_text().split()[1] == "lost"
+        meter.write_text(f"{began - 60} lost\n")  # the last that it could say, a minute before this process began
+        second = claimed(store, 2)
+    assert second.latest.phases["lost"] == ledger.HEARTBEAT_SECONDS
+    assert second.latest.phases["idle"] == pytest.approx(60 - ledger.HEARTBEAT_SECONDS, abs=0.1)
+    assert second.latest.time - second.latest.started == pytest.approx(sum(second.latest.phases.values()))
+
+
+def test_waiting_for_a_rival_is_idle_time(tmp_path: Path, meter: Path) -> None:
+    now = time.time()
+    meter.write_text(f"{now - 30} idle")
+    phases = ledger.Meter(meter).before(now, idle=0.0)
+    waited = ledger.Meter(meter).before(now, idle=0.2)
+    assert waited["idle"] == pytest.approx(phases.get("idle", 0.0) + 0.2, abs=0.02)
+    assert sum(waited.values()) == pytest.approx(sum(phases.values())) == pytest.approx(30, abs=0.1)
+
+
+def test_the_meter_stands_where_the_bill_in_the_store_ends(
+    tmp_path: Path, meter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    store = Away(tmp_path / "store")
+    with claimed(store, 1):
+        until(lambda: attempts(store, PREFIX)[0].time > attempts(store, PREFIX)[0].started + 0.1, "it beats")
+        store.fault = StoreUnavailable("no route")
+        until(lambda: store.refused >= 3, "three heartbeats were refused")
+        assert float(meter.read_text().split()[0]) == attempts(store, PREFIX)[0].time
+        store.fault = None
+    (seen,) = attempts(store, PREFIX)
+    assert meter.read_text().split() == [str(seen.time), "idle"]
+
+
+@pytest.mark.parametrize("content", ["", "soon", "\n"])
+def test_a_meter_that_holds_no_time_is_a_mistake_that_is_named(tmp_path: Path, meter: Path, content: str) -> None:
+    meter.write_text(content)
+    with pytest.raises(UserError, match="SKYTRAIN_METER: .* holds no unix seconds"):
+        claimed(LocalStore(tmp_path / "store"), 1)
+
+
+def test_a_meter_of_a_clock_that_was_set_back_bills_nothing_twice(tmp_path: Path, meter: Path) -> None:
+    meter.write_text(f"{time.time() + 3600}")
+    with claimed(LocalStore(tmp_path / "store"), 1) as attempt:
+        pass
+    assert 0 <= attempt.latest.time - attempt.latest.started < 60 and attempt.latest.phases == {}
 
 
 def test_deaths_without_a_word_shorten_the_time_that_is_expected_until_the_next() -> None:

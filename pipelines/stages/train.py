@@ -141,12 +141,12 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
     max_steps = work.recipe.train.max_steps
     tracked = track_committed(work)
     last: dict[str, Any] = {}
-    asked = False
+    asked, abandoned = False, 0
     with work.screen.bar("train", max_steps) as bar:
         for event in events(work.folder / "events.jsonl", torchrun):
             if event.get("event") == "row":
                 last |= {k: v for k, v in event.items() if k not in ("event", "phases", "phase")}
-                track_row(work, event, tracked)
+                track_row(work, event, {} if event["step"] <= abandoned else tracked, again=event["step"] <= abandoned)
                 bar.update(last["step"], describe(last))
                 work.ranks = event["phases"], event["phase"]
                 count_step(work, event)
@@ -158,6 +158,7 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
                     last["step"] = event["step"]  # after the last commit no row comes any more
                 elif event["event"] == "rollback":
                     last["step"] = event["to"]
+                    abandoned = event["step"]
                 note_event(work, event)
             if not asked and (work.stop.asked or work.attempt.lost):
                 torchrun.send_signal(signal.SIGTERM)  # the ranks finish their step and commit
@@ -259,12 +260,15 @@ def track_committed(work: Work) -> dict[str, int]:
     return work.tracker.highest_steps("train")
 
 
-def track_row(work: Work, event: dict[str, Any], tracked: dict[str, int]) -> None:
-    """Pass on what MLflow hasn't been told yet: a step that is redone after a crash is no second point."""
+def track_row(work: Work, event: dict[str, Any], tracked: dict[str, int], again: bool = False) -> None:
+    """Pass on what MLflow hasn't been told yet: a step that is redone after a crash is no second point.
+
+    After a rollback (`again`) it is one, and the one that counts: it read other data.
+    """
     step = event["step"]
     values = {k: v for k, v in event.items() if "/" in k and k != "data/digest" and step > tracked.get(k, -1)}
     if values:
-        work.tracker.metrics("train", step, event["time"], values)
+        work.tracker.metrics("train", step, event["time"], values, again)
         tracked.update(dict.fromkeys(values, step))
 
 
@@ -309,6 +313,10 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
     elif event["event"] == "skipped":
         work.screen.warn(f"update {event['step']:,} skipped: {event['reason']}")
     elif event["event"] == "rollback":
+        turns = work.attempt.latest.progress.get("rollbacks", 0) + 1
+        text = f"from step {event['step']} to {event['to']}; of two points at a step the later one counts"
+        work.tracker.tags("train", {f"skytrain.rollback.a{work.attempt.number:04d}.{turns}": text})
+        work.report(rollbacks=turns)
         work.report(lowest_step=min(event["to"], work.attempt.latest.progress["lowest_step"]))
         work.screen.warn(f"rolled back from step {event['step']:,} to {event['to']:,}: {event['reason']}")
 
@@ -374,7 +382,8 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
         return TokenData(shards, local, recipe.model.block_size, recipe.train.seed)
 
     world = World.start(recipe.runtime)
-    log = EventLog(folder / "events.jsonl" if world.rank == 0 else None, PhaseClock(started=spec["started"]), spec["reached"])
+    clock = PhaseClock(started=spec["started"])
+    log = EventLog(folder / "events.jsonl" if world.rank == 0 else None, clock, spec["reached"])
     checkpointer = Checkpointer(
         store,
         prefix,

@@ -177,8 +177,8 @@ def market_of(machine: Mapping[str, Any]) -> str:
     """Whose machine it is, and on what terms."""
     if not machine.get("cloud"):
         return "own machine"
-    terms = {True: " spot", False: " on demand"}.get(machine.get("spot"), "")  # type: ignore[call-overload]
-    return f"{machine['cloud']}{terms}"
+    spot = machine.get("spot")
+    return machine["cloud"] + ("" if spot is None else " spot" if spot else " on demand")
 
 
 def sum_of(bills: Iterable[Bill]) -> Bill:
@@ -237,6 +237,60 @@ def _savings(attempt: AttemptAccount) -> float | None:
     if on_demand is None or attempt.price_per_hour is None:
         return None
     return attempt.bill.hours * (on_demand - attempt.price_per_hour)
+
+
+def until(bill: Account, moment: float) -> Bill:
+    """What had been billed by some moment, unix seconds."""
+    parts = []
+    for a in bill.attempts:
+        wall = a.ended - a.started
+        share = min(1.0, max(0.0, (moment - a.started) / wall)) if wall else 0.0
+        parts.append(_bill(share * a.bill.hours, a.price_per_hour))
+    return sum_of(parts)
+
+
+def costs(bill: Account) -> dict[str, float]:
+    """An account as MLflow's metrics. What isn't known is no point."""
+    values = {
+        "cost/usd": bill.total.usd,
+        "time/billed_hours": bill.total.hours,
+        "time/goodput": bill.goodput,
+        "cost/usd_per_billion_tokens": bill.usd_per_billion_tokens,
+    }
+    if bill.total.unpriced_hours:
+        values["time/unpriced_hours"] = bill.total.unpriced_hours
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def account_tags(bill: Account) -> dict[str, str]:
+    """An account as tags of a run: sums by stage, phase and market, to search by and to read."""
+    groups = {"stage": bill.by_stage, "phase": bill.by_phase, "market": bill.by_market}
+    tags = {
+        f"usd_by_{name}": ", ".join(f"{key} {part.usd:.4f}" for key, part in sorted(parts.items()))
+        for name, parts in groups.items()
+    }
+    tags |= {"usd": f"{bill.total.usd:.4f}", "billed_hours": f"{bill.total.hours:.4f}"}
+    tags["unpriced_hours"] = f"{bill.total.unpriced_hours:.4f}"
+    tags["usd_lost_to_interruptions"] = f"{bill.interruptions.usd:.4f}"
+    if bill.savings_usd is not None:
+        tags["usd_saved_against_on_demand"] = f"{bill.savings_usd:.4f}"
+    return tags
+
+
+def account_table(bill: Account) -> dict[str, list[Any]]:
+    """An account as columns of a table, a row an attempt."""
+    phases = sorted(bill.by_phase)
+    columns: dict[str, list[Any]] = {}
+    for a in bill.attempts:
+        row = {"stage": a.stage, "attempt": a.number, "state": a.state, "host": a.host}
+        row |= {"market": market_of(a.machine), "nodes": a.nodes, "price_per_hour": a.price_per_hour}
+        row |= {"price_source": a.price_source, "started": a.started, "hours": a.bill.hours}
+        row |= {"usd": None if a.price_per_hour is None else a.bill.usd}
+        row |= {"steps_done": a.steps_done, "steps_kept": a.steps_kept, "steps_redone": a.steps_redone}
+        row |= {f"{phase}_seconds": round(a.phases.get(phase, 0.0), 3) for phase in phases}
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return columns
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ class Meter:
         began = min(now, max(since, process_began()))
         phases = {phase: began - since}
         if phase == "lost":  # it may have worked until just before its next heartbeat; then nobody did
-            phases = {"lost": min(began - since, HEARTBEAT_SECONDS), "idle": max(0.0, began - since - HEARTBEAT_SECONDS)}
+            lost = min(began - since, HEARTBEAT_SECONDS)
+            phases = {"lost": lost, "idle": began - since - lost}
         waited = min(idle, now - began)
         phases["idle"] = phases.get("idle", 0.0) + waited
         phases["setup"] = phases.get("setup", 0.0) + now - began - waited

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gzip
 import hashlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import seconds_from_environment
+from trainer.store import Store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -74,7 +77,7 @@ class Tracker:
         default_uri: str,
     ) -> None:
         self.run, self.experiment = run, experiment
-        self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri
+        self.uri = tracking_uri(uri, default_uri)
         self.log = work_dir / "mlflow.jsonl"
         self.shipper_log = work_dir / "mlflow.log"
         self.flush_seconds = seconds_from_environment("SKYTRAIN_MLFLOW_FLUSH_SECONDS", 30.0)
@@ -105,10 +108,15 @@ class Tracker:
         self._append("stage_started", stage=stage, params=_strings(params), tags=_strings(tags))
         self._keep_shipping()
 
-    def metrics(self, stage: str | None, step: int, time: float, values: Mapping[str, float]) -> None:
-        """Log `values` at `step`; `time` is in unix seconds. NaN and infinities are kept."""
+    def metrics(
+        self, stage: str | None, step: int, time: float, values: Mapping[str, float], again: bool = False
+    ) -> None:
+        """Log `values` at `step`; `time` is in unix seconds. NaN and infinities are kept.
+
+        `again`: even if MLflow knows a point of a training series at that step.
+        """
         floats = {key: float(value) for key, value in values.items()}
-        self._append("metrics", stage=stage, step=int(step), time=time, values=floats)
+        self._append("metrics", stage=stage, step=int(step), time=time, values=floats, again=again)
 
     def dataset(self, stage: str, name: str, digest: str, source: str) -> None:
         """Log the stage's input: `source` is a URI, `digest` may be longer than the 36 that MLflow keeps."""
@@ -117,6 +125,10 @@ class Tracker:
     def tags(self, stage: str | None, tags: Mapping[str, Any]) -> None:
         """Set tags on the stage's MLflow run; the last value of a tag wins."""
         self._append("tags", stage=stage, tags=_strings(tags))
+
+    def table(self, stage: str | None, name: str, columns: Mapping[str, list[Any]]) -> None:
+        """Keep a table with the stage's MLflow run, as the artifact `name` (….json)."""
+        self._append("table", stage=stage, name=name, columns=columns)
 
     def stage_ended(self, stage: str | None, status: str) -> None:
         """Close the stage's MLflow run; `status` is FINISHED, FAILED or KILLED."""
@@ -138,6 +150,11 @@ class Tracker:
     def unshipped(self) -> int:
         """How many records an earlier invocation of this run has left behind."""
         return self._kept(self.log.stat().st_size) if self.log.exists() and not self.off else 0
+
+    def keep_journal(self, store: Store) -> None:
+        """Put what was told and is not in the store yet there: with it a lost server can be rebuilt."""
+        if not self.off and self.log.exists():
+            keep_journal(store, self.run, self.log)
 
     def close(self) -> str | None:
         """Wait at most `flush_seconds` for the log to be shipped; one line for the user if it was not."""
@@ -296,6 +313,8 @@ class Shipper:
                 client.log_inputs(run_id, datasets=[_dataset_input(first)])
             elif first["kind"] == "tags":
                 _set_tags(client, run_id, first["tags"])
+            elif first["kind"] == "table":
+                _log_table(client, run_id, first)
             elif first["kind"] == "stage_ended":
                 client.set_terminated(run_id, first["status"], end_time=_milliseconds(first))
         except MlflowException as error:
@@ -307,7 +326,7 @@ class Shipper:
         """The group's metrics without points of the training series that MLflow had when shipping began:
         another machine told them before the run came here."""
         metrics = [metric for record in group for metric in _metrics(record)]
-        if group[0]["stage"] != "train":
+        if group[0]["stage"] != "train" or group[0].get("again"):
             return metrics
         for key in {m.key for m in metrics if m.key.startswith(SERIES)} - self._told.keys():
             self._told[key] = {m.step for m in client.get_metric_history(run_id, key)}
@@ -355,7 +374,7 @@ def groups(records: Iterable[tuple[dict[str, Any], int]]) -> Iterator[tuple[list
     size = end = 0
     for record, record_end in records:
         length = len(record.get("values", ()))
-        alike = group and all(record.get(field) == group[0].get(field) for field in ("kind", "stage"))
+        alike = group and all(record.get(field) == group[0].get(field) for field in ("kind", "stage", "again"))
         if group and not (alike and record["kind"] == "metrics" and size + length <= METRICS_AT_ONCE):
             yield group, end
             group, size = [], 0
@@ -396,6 +415,20 @@ def _metrics(record: dict[str, Any]) -> list[Any]:
     from mlflow.entities import Metric
 
     return [Metric(k, v, _milliseconds(record), record["step"]) for k, v in record["values"].items()]
+
+
+def _log_table(client: MlflowClient, run_id: str, record: dict[str, Any]) -> None:
+    """A table as MLflow's own `log_table` writes it, without the pandas that it needs.
+
+    Artifacts take another way than metrics, and one that may be closed to this machine: tried once.
+    """
+    columns = record["columns"]
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    try:
+        client.log_text(run_id, json.dumps({"columns": list(columns), "data": rows}), record["name"])
+    except Exception as error:
+        return say(f"the table {record['name']} is not in MLflow: {type(error).__name__}: {error}")
+    _set_tags(client, run_id, {"mlflow.loggedArtifacts": json.dumps([{"path": record["name"], "type": "table"}])})
 
 
 def _dataset_input(record: dict[str, Any]) -> Any:
@@ -488,6 +521,57 @@ def _sample_seconds() -> float:
     from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
 
     return MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.get() or SAMPLE_SECONDS
+
+
+def tracking_uri(asked: str | None, default: str) -> str:
+    return asked or os.environ.get("MLFLOW_TRACKING_URI") or default
+
+
+def keep_journal(store: Store, run: str, log: Path) -> None:
+    """Copy what is new in a run's log to `tracking/<run>/<log>/<from>-<to>.jsonl.gz` of the store.
+
+    Cut off in between, it copies the same lines again, which does no harm: shipping repeats itself anyway.
+    """
+    position = log.with_suffix(".journal.position")
+    start = read_position(position)
+    with open(log, "rb") as lines:
+        first = next((line for line in lines if line.strip()), b"")
+        name = hashlib.sha256(first).hexdigest()[:12]  # it has a time: no two logs share it
+        lines.seek(start)
+        body = lines.read()
+    body = body[: body.rfind(b"\n") + 1]  # the rest is still being written
+    if body:
+        end = start + len(body)
+        store.put(f"tracking/{run}/{name}/{start:012d}-{end:012d}.jsonl.gz", gzip.compress(body))
+        write_position(position, end)
+
+
+def journal(store: Store, run: str) -> list[list[bytes]]:
+    """All that a run told MLflow on whatever machine, as lines, one list a session, oldest first."""
+    sessions: list[tuple[float, list[bytes]]] = []
+    for entry in store.entries(f"tracking/{run}/"):  # the pieces of one log follow each other
+        for line in gzip.decompress(store.get(entry.key) or b"").splitlines(keepends=True):
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if record["kind"] == "session":
+                    sessions.append((record["time"], []))
+                sessions[-1][1].append(line)
+    return [lines for _, lines in sorted(sessions, key=lambda session: session[0])]
+
+
+def rebuild(store: Store, run: str, uri: str) -> int:
+    """Tell the MLflow at `uri` all that the run ever told one; how many sessions. In place of the run's shipper.
+
+    Each session is shipped on its own: as then, it leaves out what MLflow knew when it began.
+    """
+    os.environ.update(QUICK_MLFLOW | os.environ)
+    sessions = journal(store, run)
+    for lines in sessions:
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "mlflow.jsonl")
+            log.write_bytes(b"".join(lines))
+            Shipper(log, uri).ship(until_end=True)
+    return len(sessions)
 
 
 def position_file(log: Path, uri: str) -> Path:

@@ -7,12 +7,13 @@ attempts and manifests it points to, so a report needs no tracking server.
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipelines.artifacts.manifest import Manifest, Plan, read_manifest
+from pipelines.artifacts.manifest import DamagedArtifact, Manifest, Plan, read_manifest
 from pipelines.recipe import Recipe
-from pipelines.tracking.ledger import SILENT_SECONDS, Account, Heartbeat, account, attempts, is_there
+from pipelines.tracking.account import Account, Interval, Seen, account
+from pipelines.tracking.ledger import SILENT_SECONDS, Heartbeat, is_alive, is_there
 from trainer.config import UserError
 from trainer.store import Store
 
@@ -34,6 +35,12 @@ class RunRecord:
     until: str  # the last stage that was ever asked for
     prefixes: dict[str, str]  # by stage, up to `until`
     updated: float
+    # What it worked on before its evaluation or export was asked for in another way: still on its bill.
+    earlier: dict[str, list[str]] = field(default_factory=dict)
+
+    def all_prefixes(self, stage: str) -> list[str]:
+        """Every artifact of a stage that the run ever worked on, the present one last."""
+        return [*self.earlier.get(stage, ()), self.prefixes[stage]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class Summary:
     """A run in a row of a table."""
 
     run: str
-    state: str  # done, running, interrupted, stopped (as was wished), failed, lost (it died without a word)
+    # done, running, interrupted, stopped (as was wished), failed, lost (it died without a word), damaged
+    state: str
     attempts: int  # starts and resumptions that it took: 1 if nothing ever interrupted it
     steps: int
     tokens: int
@@ -51,16 +59,24 @@ class Summary:
     billed_hours: float
     usd: float  # of the hours whose price is known
     unpriced_hours: float
-    phases: dict[str, float]  # seconds
+    phases: dict[str, float]  # seconds of machine time
+    goodput: float | None
+    usd_per_billion_tokens: float | None
     updated: float
+    faults: list[str]  # what could not be read
 
 
 def record(store: Store, run: str, recipe: Recipe, plans: dict[str, Plan], until: str) -> RunRecord:
     """Write down that a run is being started or resumed. Stages that it was asked for before stay in it."""
     prefixes = {s: plans[s].prefix for s in list(plans)[: list(plans).index(until) + 1]}
+    earlier: dict[str, list[str]] = {}
     if body := store.get(f"runs/{run}.json"):
-        prefixes = json.loads(body)["prefixes"] | prefixes
-    made = RunRecord(run, recipe.model_dump(), list(prefixes)[-1], prefixes, time.time())
+        before = _record(store, run, body)
+        for stage, now in prefixes.items():
+            known = before.all_prefixes(stage) if stage in before.prefixes else []
+            earlier[stage] = [prefix for prefix in known if prefix != now]
+        prefixes = before.prefixes | prefixes
+    made = RunRecord(run, recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier)
     store.put(f"runs/{run}.json", json.dumps(asdict(made), indent=1).encode())
     return made
 
@@ -69,8 +85,15 @@ def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:
     """The records of the runs that `names` mean (all of them by default), oldest first."""
     runs = [e.key.removeprefix("runs/").removesuffix(".json") for e in store.entries("runs/")]
     wanted = [one_run(runs, name, store.uri) for name in names] or runs
-    bodies = (store.get(f"runs/{run}.json") for run in wanted)
-    return sorted((RunRecord(**json.loads(b)) for b in bodies if b), key=lambda r: r.updated)
+    bodies = ((run, store.get(f"runs/{run}.json")) for run in wanted)
+    return sorted((_record(store, run, body) for run, body in bodies if body), key=lambda r: r.updated)
+
+
+def _record(store: Store, run: str, body: bytes) -> RunRecord:
+    try:
+        return RunRecord(**json.loads(body))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{store.uri}/runs/{run}.json: damaged ({error!r}); run its recipe to write it anew") from error
 
 
 def one_run(runs: list[str], name: str, where: str) -> str:
@@ -84,20 +107,66 @@ def one_run(runs: list[str], name: str, where: str) -> str:
 
 
 def manifests(store: Store, record: RunRecord) -> dict[str, Manifest | None]:
+    """A run's artifacts by stage, None for what is missing. DamagedArtifact if one can't be read."""
     return {stage: read_manifest(store, prefix) for stage, prefix in record.prefixes.items()}
 
 
+def sound_manifests(store: Store, record: RunRecord) -> tuple[dict[str, Manifest | None], list[str]]:
+    """A run's artifacts by stage, and what is wrong with those that are damaged, which count as missing."""
+    made: dict[str, Manifest | None] = {}
+    faults = []
+    for stage, prefix in record.prefixes.items():
+        made[stage] = None
+        try:
+            made[stage] = read_manifest(store, prefix)
+        except DamagedArtifact as error:
+            faults.append(str(error))
+    return made, faults
+
+
+def seen_attempts(store: Store, run: str, prefix: str) -> tuple[list[Seen], list[str]]:
+    """A run's attempts on an artifact as they lie in the store, and which of them can't be read.
+
+    What another run did for a shared artifact is on its own bill.
+    """
+    found: dict[str, Seen] = {}
+    faults = []
+    for entry in store.entries(f"{prefix}/attempts/"):  # claim.json sorts before heartbeat.json
+        try:
+            beat = Heartbeat(**json.loads(store.get(entry.key) or b""))
+            found[entry.key.split("/")[-2]] = Seen(prefix, beat, entry.modified, is_alive(beat))
+        except (ValueError, TypeError) as error:
+            faults.append(f"{store.uri}/{entry.key}: damaged ({error!r}), so this attempt may miss on the bill")
+    return [found[number] for number in sorted(found) if found[number].beat.run == run], faults
+
+
+def all_seen(store: Store, record: RunRecord, stages: Iterable[str] = ()) -> tuple[list[Seen], list[str]]:
+    """Every attempt of a run (of its `stages`), on whatever artifact, and what can't be read."""
+    seen, faults = [], []
+    for prefix in (prefix for stage in stages or record.prefixes for prefix in record.all_prefixes(stage)):
+        some, wrong = seen_attempts(store, record.run, prefix)
+        seen += some
+        faults += wrong
+    return seen, faults
+
+
 def attempts_of(store: Store, record: RunRecord) -> dict[str, list[Heartbeat]]:
-    """This run's attempts by stage; what another run did for a shared artifact is on its own bill."""
+    """This run's attempts by stage, on the artifacts that it is about now."""
     return {
-        stage: [beat for beat in attempts(store, prefix) if beat.run == record.run]
+        stage: [one.beat for one in seen_attempts(store, record.run, prefix)[0]]
         for stage, prefix in record.prefixes.items()
     }
 
 
+def account_of(store: Store, record: RunRecord) -> Account:
+    """Everything that a run has cost, on whatever artifacts, from the store alone."""
+    seen, faults = all_seen(store, record)
+    return account(record.run, seen, record.recipe["train"]["batch_tokens"], faults)
+
+
 def summarize(store: Store, record: RunRecord) -> Summary:
-    made, beats = manifests(store, record), attempts_of(store, record)
-    total: Account = account(beat for stage in beats.values() for beat in stage)
+    made, faults = sound_manifests(store, record)
+    beats, bill = attempts_of(store, record), account_of(store, record)
     progress: dict[str, Any] = {}
     for beat in beats.get("train", []):
         progress |= beat.progress
@@ -106,18 +175,21 @@ def summarize(store: Store, record: RunRecord) -> Summary:
     steps = train.facts["steps"] if train else int(progress.get("step", 0))
     return Summary(
         run=record.run,
-        state=state_of(made, beats),
-        attempts=1 + sum(max(0, len(stage) - 1) for stage in beats.values()),
+        state="damaged" if faults else state_of(made, beats),
+        attempts=1 + len(bill.attempts) - len({attempt.prefix for attempt in bill.attempts}),
         steps=steps,
         tokens=steps * record.recipe["train"]["batch_tokens"],
         train_loss=facts.get("train/loss"),
         val_loss=facts.get("val/loss"),
         hellaswag_acc_norm=facts.get("eval/hellaswag_acc_norm"),
-        billed_hours=total.billed_hours,
-        usd=total.usd,
-        unpriced_hours=total.unpriced_hours,
-        phases=total.phases,
+        billed_hours=bill.total.hours,
+        usd=bill.total.usd,
+        unpriced_hours=bill.total.unpriced_hours,
+        phases={phase: 3600 * part.hours for phase, part in bill.by_phase.items()},
+        goodput=bill.goodput,
+        usd_per_billion_tokens=bill.usd_per_billion_tokens,
         updated=record.updated,
+        faults=[*faults, *bill.faults],
     )
 
 
@@ -141,6 +213,18 @@ def run_series(store: Store, record: RunRecord) -> list[dict[str, Any]]:
     from trainer.checkpoint import series
 
     return series(store, record.prefixes["train"]) if "train" in record.prefixes else []
+
+
+def intervals_of(store: Store, run: str) -> list[Interval]:
+    """When the clusters that a run was launched on were up, as SkyPilot was last heard to say."""
+    body = store.get(f"clusters/{run}.json")
+    return [Interval(**one) for one in json.loads(body)] if body else []
+
+
+def record_intervals(store: Store, run: str, intervals: Iterable[Interval]) -> None:
+    """Keep what SkyPilot says of a run's clusters: it forgets, and a report asks the store alone."""
+    body = json.dumps([asdict(one) for one in intervals], indent=1)
+    store.put(f"clusters/{run}.json", body.encode())
 
 
 @dataclass(frozen=True)
