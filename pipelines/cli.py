@@ -211,6 +211,8 @@ def report(
     from pipelines.tables import print_audit, print_runs, print_series
     from pipelines.tracking.report import account_of, audit, read_records, run_series, summarize
 
+    if overlay and not html:
+        raise UserError("--overlay: it is laid over the curves of a page; add --html FILE")
     opened = open_store(store_uri(store))
     records = read_records(opened, runs or [])
     if compare:

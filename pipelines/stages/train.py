@@ -296,13 +296,14 @@ def describe(row: dict[str, Any]) -> str:
 
 def note_event(work: Work, event: dict[str, Any]) -> None:
     if event["event"] == "start":
-        work.report(resumed_from=event["step"], lowest_step=event["step"], step=event["step"])
+        hardware = {k: event[k] for k in ("device", "precision", "world_size")}
+        work.report(resumed_from=event["step"], lowest_step=event["step"], step=event["step"], **hardware)
         resumed = f", resumed from step {event['step']:,}" if event["step"] else ""
         work.screen.note(
             f"  {event['parameters']:,} parameters, {event['world_size']} x {event['device']}, "
             f"{event['precision']}, {event['grad_accum_steps']} micro-batch(es) a step{resumed}"
         )
-        work.tracker.tags("train", {k: event[k] for k in ("device", "precision", "world_size")})
+        work.tracker.tags("train", hardware)
     elif event["event"] == "damaged":
         work.screen.warn(f"{event['checkpoint']} is damaged ({event['reason']}); using the one before it")
     elif event["event"] == "checkpoint_failed":

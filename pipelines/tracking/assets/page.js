@@ -66,13 +66,13 @@ const AXES = {
   },
   hours: {
     name: "hours",
-    title: "billed hours, of all stages and attempts so far",
+    title: "billed hours so far",
     of: (source, curve) => (curve.hours.length ? curve.hours : null),
     text: (x) => seconds(3600 * x),
   },
   usd: {
     name: "dollars",
-    title: "dollars billed so far, for all stages and attempts",
+    title: "dollars billed so far",
     of: (source, curve) => (curve.usd.length ? curve.usd : null),
     text: dollars,
   },
@@ -100,9 +100,10 @@ const spread = (from, to, start, end) => (value) => start + ((value - from) / (t
 
 let figures = 0;
 function figure({ height, caption, aria, draw, stops, speak, table }) {
-  const plot = el("div", { class: "plot" });
   const tip = el("div", { class: "tip", hidden: true });
-  const cursor = el("input", { type: "range", min: 0, max: 1000, value: 1000, "aria-label": aria() });
+  const cursor = el("input", { type: "range", min: 0, max: 1000, value: 1000 });
+  const canvas = el("div");
+  const plot = el("div", { class: "plot" }, canvas, cursor, tip);  // the cursor stays where it is, or it would lose focus
   const number = ++figures;
   let drawn = null;
   const rows = el("div", { class: "scroll" });
@@ -149,8 +150,8 @@ function figure({ height, caption, aria, draw, stops, speak, table }) {
     const width = plot.clientWidth;
     if (!width) return;
     legend.replaceChildren(...fill(document.createDocumentFragment(), {}, [el("b", {}, `Figure ${number}. `), caption()]).childNodes);
-    const root = svg("svg", { width, height: height(width), role: "img", "aria-label": aria() });
-    plot.replaceChildren(root, cursor, tip);
+    const root = svg("svg", { width, height: height(width), viewBox: `0 0 ${width} ${height(width)}`, role: "img", "aria-label": aria() });
+    canvas.replaceChildren(root);
     tip.hidden = true;
     drawn = draw(root, width, height(width));
     drawn.hair = root.appendChild(svg("g", { class: "hair-layer" }));
@@ -163,13 +164,13 @@ function figure({ height, caption, aria, draw, stops, speak, table }) {
 // --- line figures
 
 const LINES = {
-  "train/loss": { unit: "loss, nats per token", text: (y) => y.toFixed(4) },
-  "val/loss": { unit: "loss, nats per token", text: (y) => y.toFixed(4) },
-  "eval/hellaswag_acc_norm": { unit: "HellaSwag accuracy", text: (y) => y.toFixed(4) },
-  "perf/tokens_per_second": { unit: "tokens per second", text: (y) => full(y), zero: true },
-  "perf/mfu": { unit: "MFU", text: (y) => percent(y), zero: true, tick: (y) => percent(y).replace(".0%", "%") },
-  "train/lr": { unit: "learning rate", text: (y) => y.toExponential(2), zero: true, tick: (y) => (y ? y.toExponential(0) : "0") },
-  "train/grad_norm": { unit: "gradient norm, before clipping", text: (y) => y.toFixed(3), zero: true },
+  "train/loss": { text: (y) => y.toFixed(4) },
+  "val/loss": { text: (y) => y.toFixed(4) },
+  "eval/hellaswag_acc_norm": { text: (y) => y.toFixed(4) },
+  "perf/tokens_per_second": { text: full, zero: true, end: short },
+  "perf/mfu": { text: (y) => percent(y), zero: true, tick: (y) => percent(y).replace(".0%", "%") },
+  "train/lr": { text: (y) => y.toExponential(2), zero: true, tick: (y) => (y ? y.toExponential(0) : "0") },
+  "train/grad_norm": { text: (y) => y.toFixed(3), zero: true },
 };
 
 // A curve on the axis that is chosen; a logarithmic one has no place for what came before the first step.
@@ -340,7 +341,7 @@ function resumptions(source, X, box) {
 function ends(curves, X, Y, kind, box) {
   const labels = curves.map((c) => ({ x: X(c.x.at(-1)), y: Y(c.y.at(-1)), c })).filter((e) => e.y > box.top - 6).sort((a, b) => a.y - b.y);
   labels.forEach((e, i) => { if (i && e.y < labels[i - 1].y + 14) e.y = labels[i - 1].y + 14; });
-  return labels.map((e) => label(Math.min(e.x + 9, box.right + 9), e.y + 4, kind.text(e.c.y.at(-1)), { class: "end halo", color: e.c.source.key }));
+  return labels.map((e) => label(Math.min(e.x + 9, box.right + 9), e.y + 4, (kind.end ?? kind.text)(e.c.y.at(-1)), { class: "end halo", color: e.c.source.key }));
 }
 
 // --- attempts on the clock
@@ -389,6 +390,7 @@ const PHASES = {
   download: ["prepare", "tokens, weights and commits are fetched"],
   compile: ["prepare", "first step of each attempt, with the compiler"],
   idle: ["idle", "billed, and nothing to do"],
+  export: ["save", "the Hugging Face checkpoint is written"],
   redone: ["redone", "steps done again after a loss"],
   lost: ["waste", "after the last sign of life, or accounted to nothing"],
 };
@@ -462,9 +464,9 @@ function timeline(run) {
     ". The strip below it shows what its seconds went to (colours as in the bill; sorted by kind, not in the order of time).",
   ];
   const table = () => el("table", {},
-    el("thead", {}, el("tr", {}, ["stage", "attempt", "ended", "started", "billed", "steps", "machine", "dollars"].map((t) => el("th", { scope: "col" }, t)))),
-    el("tbody", {}, attempts.map((a) => el("tr", {}, [a.stage, a.number, said(a) + (a.notice ? ` (${a.notice})` : ""), moment(a.started),
-      seconds(a.ended - a.started), has(a.from) ? `${full(a.from)} → ${full(a.to ?? a.from)}` : "", a.machine, paid(a.bill)].map((t) => el("td", {}, String(t)))))));
+    el("thead", {}, el("tr", {}, ["attempt", "ended", "started", "billed", "steps", "machine", "dollars"].map((t, i) => el("th", { scope: "col", class: i === 1 ? "left" : null }, t)))),
+    el("tbody", {}, attempts.map((a) => el("tr", {}, [`${a.stage} ${a.number}`, said(a) + (a.notice ? ` (${a.notice})` : ""), moment(a.started),
+      seconds(a.ended - a.started), has(a.from) ? `${full(a.from)} → ${full(a.to ?? a.from)}` : "", a.machine, paid(a.bill)].map((t, i) => el("td", { class: i === 1 ? "wrap left" : null }, t))))));
   return figure({ height: () => 14 + stages.length * lane + 30, caption, aria, draw, stops, speak, table });
 }
 const ago = (t) => (t < 60 ? `${t} s` : t < 3600 ? `${+(t / 60).toFixed(1)} min` : t < 172800 ? `${+(t / 3600).toFixed(1)} h` : `${+(t / 86400).toFixed(1)} d`);
@@ -488,8 +490,8 @@ function bill(run, most) {
     return piece;
   }));
   bar.style.width = `${(100 * all) / most}%`;
-  const row = (name, b, what, share) => el("tr", {}, el("td", {}, name), el("td", {}, seconds(3600 * b.hours)),
-    costs(run) && el("td", {}, paid(b)), el("td", {}, share), el("td", { class: "wrap" }, what));
+  const row = (name, b, share) => el("tr", {}, el("td", { class: "wrap" }, name), el("td", {}, seconds(3600 * b.hours)),
+    costs(run) && el("td", {}, paid(b)), el("td", {}, share));
   const notes = [
     Object.keys(by_market).length > 1 && `By market: ${Object.entries(by_market).map(([m, b]) => `${m} ${paid(b)} in ${seconds(3600 * b.hours)}`).join(", ")}.`,
     interruptions.hours > 0 && `Being interrupted cost ${costs(run) ? `${paid(interruptions)} and ` : ""}${seconds(3600 * interruptions.hours)}: work done again, time lost, and the way back.`,
@@ -501,9 +503,9 @@ function bill(run, most) {
     named(run),
     bar,
     el("div", { class: "scroll" }, el("table", {},
-      el("thead", {}, el("tr", {}, ["phase", "time", ...(costs(run) ? ["dollars"] : []), "share"].map((t) => el("th", { scope: "col" }, t)), el("th", { class: "left", scope: "col" }, "what it is"))),
-      el("tbody", {}, phases.map((p) => row([el("span", { class: "swatch box", color: phaseColor(p) }), p], by_phase[p], PHASES[p]?.[1] ?? "", percent(value(by_phase[p]) / all))),
-        row(el("b", {}, "all"), total, "", "100%")))),
+      el("thead", {}, el("tr", {}, ["phase", "time", ...(costs(run) ? ["dollars"] : []), "share"].map((t) => el("th", { scope: "col" }, t)))),
+      el("tbody", {}, phases.map((p) => row([el("span", { class: "swatch box", color: phaseColor(p) }), p, " ", el("span", { class: "soft" }, PHASES[p]?.[1] ?? "")], by_phase[p], percent(value(by_phase[p]) / all))),
+        row(el("b", {}, "all"), total, "100%")))),
     notes.map((note) => el("p", { class: "soft" }, note)),
   ];
 }
@@ -600,7 +602,7 @@ function trainingSection() {
   const any = (metric) => sources.some((s) => s.series[metric] || has(s.final?.[metric]));
   if (!sources.some((s) => Object.keys(s.series).length)) return [el("h2", {}, "Training"), el("p", { class: "soft" }, "No step was committed yet.")];
   const resumed = page.runs.some((r) => r.attempts.some((a) => a.stage === "train" && a.from));
-  const ticksSaid = resumed ? " Ticks on the axis: a new attempt went on from its last commit." : "";
+  const ticksSaid = resumed && " Ticks on the axis: a new attempt went on from the last commit.";
   return [
     el("h2", {}, "Training"),
     controls(),
@@ -610,6 +612,7 @@ function trainingSection() {
         "Training loss (lines; a running mean over 1.3% of the steps, with every step's in pale behind it) and validation loss (rings" +
         (page.runs.some((r) => has(r.final["val/loss"])) ? "; a diamond is the final evaluation" : "") + ").",
         ticksSaid,
+        ["hours", "usd"].includes(view.axis) && " The bill is that of all stages and attempts up to each point.",
         usesReferences() && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on other text they are a guide, no comparison.",
         caveats()],
     }),
@@ -678,6 +681,11 @@ function build() {
       "This page is one file: it loads nothing and sends nothing.")),
   ]);
   redraw();
-  new ResizeObserver(() => requestAnimationFrame(redraw)).observe(document.getElementById("page"));
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (width === innerWidth) return;
+    width = innerWidth;
+    requestAnimationFrame(redraw);
+  });
 }
 build();
