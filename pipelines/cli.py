@@ -63,10 +63,17 @@ def run(
         Optional[float],  # noqa: UP045
         typer.Option(min=0.0, metavar="USD", help="What one node of this machine costs an hour."),
     ] = None,
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            min=0.001, metavar="USD", help="Stop on a commit before all of the run has cost more; exit code 76."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
     from pipelines.artifacts.store import open_store
+    from pipelines.cloud.budget import Budget
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes import Head, place_of_this_node
     from pipelines.notice import watching
@@ -102,8 +109,12 @@ def run(
         plans,
         head=Head(place, name, stop, exit_code) if place.count > 1 else None,
     )
+    limit = Budget(budget, pipeline.billing, opened, name, loaded.train.batch_tokens, stop) if budget else None
     try:
         with watching(stop, pipeline.screen), pipeline.head or nullcontext():
+            if limit and pipeline.missing(until=stage):
+                limit.begin()
+                pipeline.watches.append(limit.watch)
             pipeline.execute(until=stage)
     finally:
         # A store that is away has nothing to tell, and asking it would only wait as long again.
@@ -461,7 +472,7 @@ def explained(error: BaseException) -> int | None:
     elif isinstance(error, StoreUnavailable):
         print(f"error: {error}; the same command goes on where this one stopped", file=sys.stderr)
     elif isinstance(error, Stopped):
-        print(f"stopped ({error}): nothing starts it again by itself; the same command goes on", file=sys.stderr)
+        print(f"stopped ({error}): nothing starts it again by itself", file=sys.stderr)
     elif isinstance(error, OSError) and is_full(error):
         print(f"error: {error.filename or home()}: {FULL}", file=sys.stderr)
     elif isinstance(error, Interrupted | KeyboardInterrupt):

@@ -190,8 +190,7 @@ class Pipeline:
     def execute(self, until: str) -> None:
         """Make every stage's artifact up to `until`, skipping what exists, and account for it."""
         record(self.store, self.run, self.recipe, self.plans, until)
-        everything = STAGES[: STAGES.index(until) + 1]
-        if all(find(self.store, self.plans[stage]) for stage in everything) and not self.tracker.unshipped():
+        if not self.missing(until) and not self.tracker.unshipped():
             return self._make_all(until)  # there is nothing to do, and nothing to tell MLflow
         self.tracker.start()
         self.tracker.stage_started(None, {"recipe": self.recipe.name}, {"skytrain.store": self.store.uri})
@@ -210,6 +209,10 @@ class Pipeline:
                 self.screen.warn(notice)
             with suppress(OSError, UserError):
                 self.tracker.keep_journal(self.store)
+
+    def missing(self, until: str) -> list[str]:
+        """The stages up to `until` whose artifacts are not there."""
+        return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(self.store, self.plans[stage])]
 
     def _track_totals(self) -> None:
         """The final account: metrics, tags to search by, and a table of attempts."""

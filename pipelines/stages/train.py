@@ -306,6 +306,8 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         work.tracker.tags("train", hardware)
     elif event["event"] == "damaged":
         work.screen.warn(f"{event['checkpoint']} is damaged ({event['reason']}); using the one before it")
+    elif event["event"] == "checkpoint":
+        work.report(save_seconds=event["seconds"])
     elif event["event"] == "checkpoint_failed":
         work.screen.warn(f"checkpoint of step {event['step']:,} failed ({event['reason']}); training goes on")
         work.report(checkpoint_failed=event["step"])

@@ -1,0 +1,110 @@
+"""A promise: the run has stopped on a commit before its bill is higher than `--budget`.
+
+Kept inside the job, from the ledger and a clock, so that it holds with the laptop closed and with the store
+away. With every heartbeat the moment is worked out at which to ask for the stop: the bill so far (all attempts
+of all stages, as the store has them, and this one by the clock) plus what stopping costs makes the budget. A
+timer asks then; the command ends with exit code 76, which no launcher starts again by itself.
+"""
+
+import math
+import threading
+import time
+from typing import Any
+
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat, account
+from pipelines.tracking.report import attempts_of, read_records
+from trainer.config import UserError
+from trainer.process import Stopped, StopSignal
+from trainer.store import Store
+
+LEAVE_SECONDS = 10.0  # from the last commit to the last heartbeat: torchrun and its ranks end, files go up
+TEARDOWN_SECONDS = 60.0  # assumed: a rented cluster is billed until SkyPilot has taken it down
+
+
+def seconds_until_ask(budget: float, spent: float, usd_per_hour: float, stopping_seconds: float) -> float:
+    """How long a machine may still work if, once asked to, it takes that long to stop. Below 0: too late."""
+    if usd_per_hour == 0:
+        return math.inf if spent <= budget else -math.inf
+    return 3600 * (budget - spent) / usd_per_hour - stopping_seconds
+
+
+def stopping_seconds(progress: dict[str, Any], batch_tokens: int, grace_seconds: float, rented: bool) -> float:
+    """What a stop takes at most: a step and a save as they were measured; the ranks are cut off after the grace."""
+    saving = grace_seconds
+    if "save_seconds" in progress and progress.get("perf/tokens_per_second"):
+        step = batch_tokens / progress["perf/tokens_per_second"]
+        saving = min(grace_seconds, 2 * (step + progress["save_seconds"]))  # twice, as no two are alike
+    return saving + LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0.0)
+
+
+class Budget:
+    """Watches a run's bill: `begin` before its first attempt here, then `watch` with every heartbeat."""
+
+    def __init__(
+        self, usd: float, billing: Billing, store: Store, run: str, batch_tokens: int, stop: StopSignal
+    ) -> None:
+        if billing.price_per_hour is None:
+            raise UserError(
+                f"--budget: this machine's price is {billing.price_source}; give it as --price-per-hour, or leave "
+                "--budget out: what costs nobody knows how much can't be kept below anything"
+            )
+        self.usd, self.billing, self.store, self.run = usd, billing, store, run
+        self.batch_tokens, self.stop = batch_tokens, stop
+        self.usd_per_hour = billing.price_per_hour * billing.nodes
+        self._before = 0.0  # dollars of all attempts but the one that is beating
+        self._attempt: tuple[str, int] | None = None
+        self._timer: threading.Timer | None = None
+
+    def begin(self) -> None:
+        """Raise Stopped if too little is left to begin an attempt; UserError if it always was too little."""
+        self._before = self.spent_by_others(None)
+        started = time.time() if self.billing.since is None else self.billing.since
+        left = self._arm(started, {})
+        if left > 0:
+            return
+        if self.begun():
+            raise Stopped(f"{self._words(self.spent(started))}, and what is left would not do to stop in order")
+        least = self.usd - left * self.usd_per_hour / 3600
+        raise UserError(f"--budget {self.usd:g}: too little to begin: to stop in order may take ${least:.4g} here")
+
+    def watch(self, beat: Heartbeat) -> str | None:
+        """A reason to stop, once it is time. Before that a timer is set, for the store may delay a heartbeat."""
+        if self._attempt != (beat.stage, beat.attempt):
+            self._before = self.spent_by_others(beat)
+            self._attempt = (beat.stage, beat.attempt)
+        return self._words(self.spent(beat.started)) if self._arm(beat.started, beat.progress) <= 0 else None
+
+    def spent(self, started: float) -> float:
+        return self._before + self.usd_per_hour * max(0.0, time.time() - started) / 3600
+
+    def begun(self) -> bool:
+        return self.store.get(f"runs/{self.run}.json") is not None
+
+    def spent_by_others(self, mine: Heartbeat | None) -> float:
+        """The run's bill in the store without attempt `mine`. Hours of unknown price count as this machine's."""
+        if not self.begun():
+            return 0.0
+        (record,) = read_records(self.store, [self.run])
+        me = (mine.stage, mine.attempt) if mine else None
+        beats = [b for found in attempts_of(self.store, record).values() for b in found]
+        total = account(b for b in beats if (b.stage, b.attempt) != me)
+        return total.usd + total.unpriced_hours * (self.billing.price_per_hour or 0.0)
+
+    def _arm(self, started: float, progress: dict[str, Any]) -> float:
+        """Set the timer anew; seconds until it asks."""
+        rented = "cluster" in self.billing.machine
+        stopping = stopping_seconds(progress, self.batch_tokens, self.stop.grace_seconds, rented)
+        left = seconds_until_ask(self.usd, self.spent(started), self.usd_per_hour, stopping)
+        if self._timer:
+            self._timer.cancel()
+        if left < threading.TIMEOUT_MAX:
+            self._timer = threading.Timer(max(0.0, left), self._ask, [started])
+            self._timer.daemon = True
+            self._timer.start()
+        return left
+
+    def _ask(self, started: float) -> None:
+        self.stop.ask(self._words(self.spent(started)), for_good=True)
+
+    def _words(self, spent: float) -> str:
+        return f"budget: ${spent:.4g} of ${self.usd:.4g} are spent; a higher --budget goes on"
