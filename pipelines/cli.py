@@ -254,7 +254,8 @@ def gc(
 
     opened = open_store(store_uri(store))
     count = size = 0
-    for leftover in leftovers(opened, home(), older_than_days):  # looked at one artifact at a time, just before it goes
+    found = leftovers(opened, home(), older_than_days, note=lambda line: print(line, file=sys.stderr))
+    for leftover in found:  # looked at one artifact at a time, just before it goes
         print(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
         if not dry_run:
             remove(opened, leftover)

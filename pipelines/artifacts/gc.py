@@ -7,12 +7,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest, scratch
+from pipelines.artifacts.manifest import FOLDERS, DamagedArtifact, Manifest, read_manifest, scratch
 from pipelines.tracking.ledger import attempts, is_alive
 from trainer.store import PARTIAL, Entry, LocalStore, Store
 
@@ -30,15 +30,23 @@ class Leftover:
     path: Path | None = None  # where it lies if it is no object
 
 
-def leftovers(store: Store, home: Path, older_than_days: float) -> Iterator[Leftover]:
+def leftovers(
+    store: Store, home: Path, older_than_days: float, note: Callable[[str], None] = lambda line: None
+) -> Iterator[Leftover]:
     """Leftovers in deletion order: a checkpoint's COMMIT.json before its files.
 
     In a finished artifact: whatever its manifest doesn't name. In an unfinished one that nobody works
     on: checkpoints without a commit, and everything once it is older than `older_than_days`. On this
-    machine: half-written files, and the scratch under `home` of attempts that are over.
+    machine: half-written files, and the scratch under `home` of attempts that are over. An artifact whose
+    manifest is damaged is passed over, and `note` is told.
     """
     for prefix in artifacts(store):
-        yield from _ordered(_of_artifact(store, prefix, older_than_days))
+        try:
+            found = _ordered(_of_artifact(store, prefix, older_than_days))
+        except DamagedArtifact as error:
+            note(f"passed over: {error}")
+            continue
+        yield from found
     folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
     for folder in folders:
         yield from _half_written(folder)
