@@ -32,8 +32,20 @@ from pipelines.tables import (
 )
 from pipelines.tracking.ledger import Billing, Heartbeat, claim, this_process
 from pipelines.tracking.mlflow import Tracker
-from pipelines.tracking.report import RunRecord, Summary, one_run, read_records, record, run_series, summarize
+from pipelines.tracking.report import (
+    Audit,
+    RunRecord,
+    Summary,
+    audit,
+    one_run,
+    read_records,
+    record,
+    run_series,
+    summarize,
+)
+from trainer.checkpoint import TrainState, sealed
 from trainer.config import UserError
+from trainer.data import Order, Shard, sequence_digest, sequences_of
 from trainer.process import StopSignal
 from trainer.store import PARTIAL, LocalStore, Store
 
@@ -393,6 +405,39 @@ def test_a_printed_plan_cuts_and_swallows_nothing(capsys: pytest.CaptureFixture[
     assert f"{plan['artifact']}  to do: {plan['why']}\n" in out and "✓ exists" in out
 
 
+# --- audits
+
+
+def committed(store: Store, step: int, attempt: int, rollbacks: tuple[tuple[int, int], ...] = ()) -> None:
+    commit = sealed({"step": step, "state": asdict(TrainState(step=step, rollbacks=rollbacks))})
+    store.put(f"{TRAIN}/checkpoints/step-{step:08d}-a{attempt:04d}/COMMIT.json", commit)
+
+
+def read_at(step: int, shards: dict[str, int], place: int | None = None) -> dict[str, Any]:
+    """The row of a step that read the place of the data order that is its own, or another."""
+    order = Order([Shard(name, n) for name, n in shards.items()], RECIPE.model.block_size, RECIPE.train.seed)
+    per_step = RECIPE.train.batch_tokens // RECIPE.model.block_size
+    mine = sequences_of(step - 1 if place is None else place, per_step, 0, 1)
+    return row(step, 1.0) | {"data/digest": sequence_digest(order, mine)}
+
+
+def test_an_audit_ends_where_the_newest_commit_does(store: LocalStore) -> None:
+    shards = {"train_000000.bin": 300_000, "train_000001.bin": 200_000}
+    finished(store, "tokenize", shards=shards)
+    seen = recorded(store)
+    rows = [read_at(step, shards) for step in range(1, 7)]
+    segment(store, 4, 1, rows[:4])
+    segment(store, 6, 1, rows[4:])  # its commit was never made
+    committed(store, 4, 1)
+    assert audit(store, seen) == Audit(RUN, 4, 4 * 8192 // RECIPE.model.block_size, (), ())
+    committed(store, 6, 1)
+    assert audit(store, seen).steps == 6
+    committed(store, 8, 2)  # and its rows are nowhere
+    assert audit(store, seen).missing_steps == (7, 8)
+    segment(store, 8, 2, [read_at(7, shards), read_at(8, shards, place=3)])
+    assert audit(store, seen).wrong_steps == (8,)
+
+
 # --- leftovers
 
 
@@ -473,6 +518,26 @@ def test_of_an_attempt_that_died_without_a_word_goes_what_was_never_committed(
     put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/COMMIT.json")
     attempted(store, "train", state="running", process=GONE)
     assert found(store, tmp_path) == [torn]
+
+
+def test_an_artifact_whose_manifest_is_damaged_is_passed_over_and_named(store: LocalStore, tmp_path: Path) -> None:
+    tokens = PLANS["tokenize"].prefix
+    for prefix in (tokens, TRAIN):
+        put(store, f"{prefix}/a0001/superfluous")
+    for stage in ("tokenize", "train"):
+        attempted(store, stage)
+        finished(store, stage)
+    store.put(f"{tokens}/MANIFEST.json", b"{")
+    notes: list[str] = []
+    assert [e.key for e in leftovers(store, tmp_path, 0.0, notes.append)] == [f"{TRAIN}/a0001/superfluous"]
+    assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}/MANIFEST.json: damaged")
+
+
+def test_what_a_stale_attempt_commits_behind_a_finished_artifact_goes(store: LocalStore, tmp_path: Path) -> None:
+    attempted(store, "train", 2)
+    finished(store, "train")
+    late = [put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/{name}") for name in ("COMMIT.json", "a.st")]
+    assert found(store, tmp_path) == late
 
 
 def test_an_artifact_that_is_finished_while_we_look_loses_nothing(tmp_path: Path) -> None:

@@ -334,10 +334,17 @@ def targets(
 ) -> list[dict[str, Any]]:
     """What the run was meant to reach, and whether it did: its steps, and what OpenAI's weights of its size reach."""
     rows: list[dict[str, Any]] = [
-        {"what": "steps", "target": recipe.train.max_steps, "got": steps, "met": steps >= recipe.train.max_steps or None}
+        {
+            "what": "steps",
+            "target": recipe.train.max_steps,
+            "got": steps,
+            "met": steps >= recipe.train.max_steps or None,
+        }
     ]
     if size and recipe.tokens.tokenizer == "gpt2":
-        gpt2 = {metric: next(v for name, _, v in known if name == f"GPT-2 {size}") for metric, known in REFERENCES.items()}
+        gpt2 = {
+            metric: next(v for name, _, v in known if name == f"GPT-2 {size}") for metric, known in REFERENCES.items()
+        }
         loss, score = gpt2["val/loss"], gpt2["eval/hellaswag_acc_norm"]
         met = None if val_loss is None else val_loss <= loss
         rows.append({"what": f"val loss at most GPT-2 {size}'s", "target": loss, "got": val_loss, "met": met})
@@ -369,7 +376,9 @@ def receipt(
         "recipe": f"{recipe.name}, fingerprint {train.fingerprint}" if train else recipe.name,
         "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
         "seed": str(recipe.train.seed),
-        "commit": f"{commit}{' with changes that no commit holds' if origin.get('git_dirty') else ''}" if commit else "",
+        "commit": f"{commit}{' with changes that no commit holds' if origin.get('git_dirty') else ''}"
+        if commit
+        else "",
         "image": origin.get("image") or ("none: it ran outside a container" if origin else ""),
         "hardware": "; ".join([*devices, *machines]),
         "versions": ", ".join(filter(None, (f"Python {origin.get('python')}" if origin else "", versions))),
