@@ -219,7 +219,7 @@ def report(
 ) -> None:
     """What runs did and cost: state, attempts, tokens, val loss, hours, dollars."""
     from pipelines.artifacts.store import open_store
-    from pipelines.tables import print_audit, print_runs, print_series
+    from pipelines.tables import print_audit, print_runs, print_series, sky_differences
     from pipelines.tracking.report import account_of, audit, read_records, run_series, summarize
 
     if overlay and not html:
@@ -246,9 +246,9 @@ def report(
         print(html)
         return
     summaries = [summarize(opened, record) for record in records]
-    if not as_json:
-        return print_runs(opened, records, summaries)
     accounts = [account_of(opened, record) for record in records]
+    if not as_json:
+        return print_runs(summaries, opened.uri, [line for a in accounts for line in sky_differences(opened, a)])
     print(json.dumps([asdict(s) | {"account": asdict(a)} for s, a in zip(summaries, accounts, strict=True)]))
 
 

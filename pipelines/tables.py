@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,10 @@ from rich.text import Text
 from pipelines.artifacts.manifest import Manifest, Plan, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.account import Bill, reconcile
+from pipelines.tracking.account import Account, Bill, reconcile
 from pipelines.tracking.compare import Comparison
 from pipelines.tracking.ledger import attempts
-from pipelines.tracking.report import SERIES, Audit, RunRecord, Summary, account_of, intervals_of, read_records
+from pipelines.tracking.report import SERIES, Audit, Summary, account_of, intervals_of, read_records
 from trainer.store import LocalStore, Store
 
 if TYPE_CHECKING:
@@ -189,9 +190,9 @@ def print_plan(shown: dict[str, Any]) -> None:
         out.print(f"{stage:8}  {plan['artifact']:{longest}}  {state}")
 
 
-def print_runs(store: Store, records: list[RunRecord], summaries: list[Summary]) -> None:
+def print_runs(summaries: list[Summary], where: str, notes: Iterable[str] = ()) -> None:
     if not summaries:
-        console().print(f"no runs in {escape(store.uri)} yet; `skytrain run smoke` makes one")
+        console().print(f"no runs in {escape(where)} yet; `skytrain run smoke` makes one")
         return
     columns = ("run", "state", "attempts", "tokens", "val loss", "HellaSwag", "hours", "dollars", "goodput")
     table = Table(*columns, box=None)
@@ -208,23 +209,19 @@ def print_runs(store: Store, records: list[RunRecord], summaries: list[Summary])
             "" if s.goodput is None else f"{s.goodput:.0%}",
         )
     console().print(table)
-    for line in [fault for s in summaries for fault in s.faults] + sky_differences(store, records):
+    for line in [*(fault for s in summaries for fault in s.faults), *notes]:
         console().print(escape(line))
 
 
-def sky_differences(store: Store, records: list[RunRecord]) -> list[str]:
-    """Where SkyPilot's own book, as it was last heard, says other hours than the ledger: a line a cluster."""
-    lines = []
-    for record in records:
-        intervals = intervals_of(store, record.run)
-        found = reconcile(account_of(store, record), intervals, time.time()) if intervals else []
-        for one in found:
-            usd = "unknown dollars" if one.usd is None else f"{one.usd:+.2f} dollars"
-            lines.append(
-                f"{record.run}: cluster {one.cluster}: {one.sky_hours:.3f} h by SkyPilot, {one.ledger_hours:.3f} h "
-                f"in the ledger ({usd})"
-            )
-    return lines
+def sky_differences(store: Store, account: Account) -> Iterator[str]:
+    """What SkyPilot's own book says, as it was last heard, beside the ledger: a line a cluster."""
+    intervals = intervals_of(store, account.run)
+    for one in reconcile(account, intervals, time.time()) if intervals else []:
+        usd = "unknown dollars" if one.usd is None else f"{one.usd:+.2f} dollars"
+        yield (
+            f"{account.run}: cluster {one.cluster}: {one.sky_hours:.3f} h by SkyPilot, {one.ledger_hours:.3f} h "
+            f"in the ledger ({usd})"
+        )
 
 
 def print_comparison(compared: Comparison) -> None:

@@ -212,9 +212,20 @@ def test_the_table_of_runs_shows_every_column_whole(store: LocalStore, capsys: p
     summary = summarize(store, done_run(store))
     print_runs([summary, replace(summary, run=long, val_loss=None, hellaswag_acc_norm=None)], store.uri)
     header, first, second = capsys.readouterr().out.splitlines()
-    assert header.split() == ["run", "state", "attempts", "tokens", "val", "loss", "HellaSwag", "hours", "dollars"]
-    assert first.split() == [RUN, "done", "1", "1,638,400", "2.4568", "0.2945", "2.000", "20.00"]
-    assert second.split() == [long, "done", "1", "1,638,400", "2.000", "20.00"]
+    assert header.split() == [
+        "run",
+        "state",
+        "attempts",
+        "tokens",
+        "val",
+        "loss",
+        "HellaSwag",
+        "hours",
+        "dollars",
+        "goodput",
+    ]
+    assert first.split() == [RUN, "done", "1", "1,638,400", "2.4568", "0.2945", "2.000", "20.00", "24%"]
+    assert second.split() == [long, "done", "1", "1,638,400", "2.000", "20.00", "24%"]
 
 
 def test_no_runs_are_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +356,10 @@ def test_report_prints_json_and_csv_for_programs(
     segment(store, 1, 1, [row(1, 2.0)])
     cli.report([RUN[:7]], store=store.uri, as_json=True)
     (printed,) = json.loads(capsys.readouterr().out)
+    account = printed.pop("account")
     assert Summary(**printed) == summarize(store, *read_records(store))
+    assert (len(account["attempts"]), account["total"]["usd"]) == (4, pytest.approx(20.0))
+    assert account["by_phase"]["setup"]["usd"] == pytest.approx(4 * 60 / 3600 * 10)
     cli.report(None, store=store.uri, series=True)
     assert capsys.readouterr().out.splitlines()[1:] == ["1,2.0,0.001,0.5,10.0"]
 
