@@ -221,6 +221,7 @@ def report(
     from pipelines.artifacts.store import open_store
     from pipelines.tables import print_audit, print_runs, print_series, sky_differences
     from pipelines.tracking.report import account_of, audit, read_records, run_series, summarize
+    from trainer.config import UserError
 
     if overlay and not html:
         raise UserError("--overlay: it is laid over the curves of a page; add --html FILE")

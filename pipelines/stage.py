@@ -263,12 +263,14 @@ class Pipeline:
             if manifest := self._existing(stage):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            attempt = claim(self.store, plan.prefix, self.run, stage, number, self.billing, self._watch, waited)
+            (mine,) = read_records(self.store, [self.run])
+            self._before, _ = all_seen(self.store, mine)
+            earlier = (seen.beat for seen in self._before)
+            attempt = claim(
+                self.store, plan.prefix, self.run, stage, number, self.billing, self._watch, waited, earlier
+            )
             if attempt is None:
                 continue
-            (mine,) = read_records(self.store, [self.run])
-            here = (plan.prefix, number)
-            self._before = [s for s in all_seen(self.store, mine)[0] if (s.prefix, s.beat.attempt) != here]
             try:
                 with attempt:
                     manifest = self._build(stage, attempt)

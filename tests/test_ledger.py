@@ -315,7 +315,11 @@ def test_an_attempt_that_has_ended_is_not_alive_although_its_process_is() -> Non
 def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_on_the_bill(tmp_path: Path) -> None:
     store, machine = LocalStore(tmp_path), {"cloud": "aws", "spot": True, "on_demand_per_hour": 98.3}
     since = time.time() - 90
-    assert claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(None, "unknown: no table", 2, machine, since))
+    billing = Billing(None, "unknown: no table", 2, machine, since)
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, billing)
+    assert attempt and attempts(store, PREFIX)[0].started > since  # a claim alone bills nothing
+    with attempt:
+        pass
     (seen,) = attempts(store, PREFIX)
     assert (seen.price_per_hour, seen.price_source, seen.nodes) == (None, "unknown: no table", 2)
     assert (seen.machine, seen.started) == (machine, since) and seen.billed_hours >= 90 / 3600
@@ -370,6 +374,16 @@ def test_what_a_killed_attempt_may_still_have_done_is_lost_and_what_follows_idle
     assert second.latest.phases["lost"] == ledger.HEARTBEAT_SECONDS
     assert second.latest.phases["idle"] == pytest.approx(60 - ledger.HEARTBEAT_SECONDS, abs=0.1)
     assert second.latest.time - second.latest.started == pytest.approx(sum(second.latest.phases.values()))
+
+
+def test_a_kill_between_a_heartbeat_and_the_meter_bills_nothing_twice(tmp_path: Path, meter: Path) -> None:
+    store, up = LocalStore(tmp_path / "store"), time.time() - 500
+    meter.write_text(f"{up}")
+    with claimed(store, 1) as first:
+        pass
+    meter.write_text(f"{up}")  # as if it had not come to that
+    second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(), earlier=[first.latest])
+    assert second is not None and second.latest.started == pytest.approx(first.latest.time)
 
 
 def test_waiting_for_a_rival_is_idle_time(tmp_path: Path, meter: Path) -> None:

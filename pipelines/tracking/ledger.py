@@ -102,12 +102,15 @@ class Meter:
             fresh.write_text(f"{time} {phase}\n")
             fresh.replace(self.path)
 
-    def before(self, now: float, idle: float = 0.0) -> dict[str, float]:
-        """Seconds by phase that are on no bill yet; of those of this process, `idle` were spent waiting."""
+    def before(self, now: float, idle: float = 0.0, billed: float = 0.0) -> dict[str, float]:
+        """Seconds by phase that are on no bill yet; of those of this process, `idle` were spent waiting.
+
+        Up to `billed` they are on one, whatever the file says: a kill may come between a heartbeat and it.
+        """
         told = self.read()
-        if told is None or told[0] >= now:
+        if told is None or max(told[0], billed) >= now:
             return {}
-        since, phase = told
+        since, phase = told if told[0] >= billed else (billed, "lost")
         began = min(now, max(since, process_began()))
         phases = {phase: began - since}
         if phase == "lost":  # it may have worked until just before its next heartbeat; then nobody did
@@ -212,14 +215,18 @@ def claim(
     billing: Billing,
     watch: Callable[[Heartbeat], None] = lambda beat: None,
     idle: float = 0.0,
+    earlier: Iterable[Heartbeat] = (),
 ) -> Attempt | None:
     """Take attempt `number` of an artifact; None if another process was faster.
 
     Its bill begins where the machine's meter stands, if it has one, else at `billing.since` or now. Of the
-    seconds before now this process spent `idle` waiting.
+    seconds before now this process spent `idle` waiting. What `earlier` attempts on this machine have billed is
+    not billed again.
     """
     now, meter = time.time(), Meter.here()
-    before = meter.before(now, idle)
+    here = this_process()
+    billed = max((b.time for b in earlier if b.process.get("machine") == here["machine"]), default=0.0)
+    before = meter.before(now, idle, billed)
     heartbeat = Heartbeat(
         run,
         stage,
@@ -228,14 +235,15 @@ def claim(
         started=now - math.fsum(before.values()) if before else billing.since or now,
         time=now,
         price_per_hour=billing.price_per_hour,
-        process=this_process(),
+        process=here,
         phases=before,
         price_source=billing.price_source,
         nodes=billing.nodes,
         machine=billing.machine,
     )
     key = f"{prefix}/attempts/{number:04d}/claim.json"
-    if not store.create(key, json.dumps(asdict(heartbeat), indent=1).encode()):
+    # The claim bills nothing: killed before the first heartbeat, it leaves all that to the next attempt.
+    if not store.create(key, json.dumps(asdict(replace(heartbeat, started=now, phases={})), indent=1).encode()):
         return None
     return Attempt(store, prefix, heartbeat, watch, meter)
 
