@@ -148,7 +148,7 @@ def test_what_the_same_command_can_resume_ends_with_75(folder: Path, error: str,
 
 def test_a_run_that_somebody_stopped_ends_with_76_which_nothing_recovers(folder: Path) -> None:
     done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, "trainer.process.Stopped('budget')"))
-    line = "stopped (budget): nothing starts it again by itself; the same command goes on\n"
+    line = "stopped (budget): nothing starts it again by itself\n"
     assert (done.returncode, done.stdout, done.stderr) == (76, "", line)
 
 
