@@ -210,6 +210,7 @@ def report(
     from pipelines.artifacts.store import open_store
     from pipelines.tables import print_audit, print_runs, print_series
     from pipelines.tracking.report import account_of, audit, read_records, run_series, summarize
+    from trainer.config import UserError
 
     if overlay and not html:
         raise UserError("--overlay: it is laid over the curves of a page; add --html FILE")
@@ -228,12 +229,9 @@ def report(
         print(json.dumps([asdict(a) for a in audits])) if as_json else print_audit(audits)
         sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
     if html:
-        from pipelines.tracking.overlay import read_overlay
-        from pipelines.tracking.page import render
+        from pipelines.tracking.page import write_page
 
-        html.write_text(render(opened, records, [read_overlay(log) for log in overlay or []]), encoding="utf8")
-        print(html)
-        return
+        return write_page(html, opened, records, overlay or [])
     summaries = [summarize(opened, record) for record in records]
     if not as_json:
         return print_runs(opened, records, summaries)
