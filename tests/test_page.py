@@ -121,6 +121,7 @@ def test_a_page_says_what_the_store_says(store: LocalStore) -> None:
     assert shown["account"]["total"] == asdict(account.total)
     assert account.total.usd == pytest.approx(36.0 * (250 + 210) / 3600)
     assert [(a["state"], a["from"], a["to"]) for a in shown["attempts"]] == [("lost", 0, 250), ("done", 200, 400)]
+    assert shown["attempts"][1]["billed_before"]["usd"] == pytest.approx(2.5)
     assert shown["series"]["train/loss"]["raw"]["step"] == list(range(1, 401))
     boxes = {box["stage"]: box for box in shown["lineage"]}
     assert list(boxes) == ["text", "tokenize", "train", "evaluate", "export"]
@@ -416,9 +417,10 @@ def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_n
     # The keyboard reads values: Tab leads to the figure, arrows walk along it.
     browser.js("document.querySelector('.check input').focus()")
     browser.press("Tab")
+    at_the_end = browser.js("document.activeElement.getAttribute('aria-valuetext')")
     browser.press("ArrowLeft")
     spoken = browser.js("document.activeElement.getAttribute('aria-valuetext')")
-    assert spoken.startswith("$") and "quick-" in spoken
+    assert spoken.startswith("$") and "quick-" in spoken and spoken != at_the_end
     assert browser.js("!document.querySelector('.tip').hidden")
 
     # Night, by the system's wish and by the page's own switch; and a phone.
@@ -429,6 +431,9 @@ def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_n
     browser.js("document.querySelector('input[name=theme][value=light]').click()")
     assert day == "rgb(255, 255, 255)" and night != day and browser.js(ground) == day
     browser.screen(375)
+    wide = "document.documentElement.scrollWidth > 375"
+    frames = f"(async () => {{ for (let i = 0; i < 300 && {wide}; i++) await new Promise(requestAnimationFrame); }})()"
+    browser.js(frames)  # a page that was made narrower is drawn anew with a later frame
     assert browser.js("document.documentElement.scrollWidth") == 375
 
     asked = {request["request"]["url"] for request in browser.heard("Network.requestWillBeSent")}
