@@ -240,12 +240,9 @@ def report(
         print(json.dumps([asdict(a) for a in audits])) if as_json else print_audit(audits)
         sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
     if html:
-        from pipelines.tracking.overlay import read_overlay
-        from pipelines.tracking.page import render
+        from pipelines.tracking.page import write_page
 
-        html.write_text(render(opened, records, [read_overlay(log) for log in overlay or []]), encoding="utf8")
-        print(html)
-        return
+        return write_page(html, opened, records, overlay or [])
     summaries = [summarize(opened, record) for record in records]
     accounts = [account_of(opened, record) for record in records]
     if not as_json:

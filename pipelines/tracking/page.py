@@ -9,21 +9,23 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import resources
 from itertools import accumulate, pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
 
-from pipelines.artifacts.manifest import SHORT, Manifest
+from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import Account, AttemptAccount, Bill
+from pipelines.tracking.account import Account, AttemptAccount, Bill, market_of, until
 from pipelines.tracking.ledger import Heartbeat
-from pipelines.tracking.overlay import Overlay
-from pipelines.tracking.report import RunRecord, account_of, attempts_of, manifests, run_series, summarize
+from pipelines.tracking.overlay import Overlay, read_overlay
+from pipelines.tracking.report import RunRecord, account_of, attempts_of, run_series, sound_manifests, summarize
+from trainer.config import UserError
 from trainer.metrics import MFU_FORMULA
 from trainer.store import Store
 
@@ -62,7 +64,17 @@ REFERENCES = {  # metric -> name, size, value
     ],
 }
 
-Billed = Callable[[float], tuple[float, float | None]]
+
+def write_page(path: Path, store: Store, records: Sequence[RunRecord], overlays: Iterable[str]) -> None:
+    """What `report --html` does. UserError if there is nothing to show, or no place for it."""
+    if not records:
+        raise UserError(f"--html: no runs in {store.uri} yet; `skytrain run smoke` makes one")
+    page = render(store, records, [read_overlay(log) for log in overlays])
+    try:
+        path.write_text(page, encoding="utf8")
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written ({error.strerror}); name a file that can be") from error
+    print(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; one file, made to be opened in a browser)")
 
 
 def render(store: Store, records: Iterable[RunRecord], overlays: Iterable[Overlay] = ()) -> str:
@@ -108,10 +120,8 @@ def hash_source(text: str) -> str:
 
 def run_shown(store: Store, record: RunRecord) -> dict[str, Any]:
     recipe = Recipe.model_validate(record.recipe)
-    made, beats = manifests(store, record), attempts_of(store, record)
-    summary, rows = summarize(store, record), run_series(store, record)
-    account = account_of(store, record)
-    billed = billed_by(account.attempts)
+    (made, _), beats = sound_manifests(store, record), attempts_of(store, record)
+    summary, rows, account = summarize(store, record), run_series(store, record), account_of(store, record)
     size = next((size for size, shape in SHAPES.items() if shape == shape_of(recipe)), None)
     evaluated = made.get("evaluate")
     speeds, shares = ([row[k] for row in rows if k in row] for k in ("perf/tokens_per_second", "perf/mfu"))
@@ -134,8 +144,9 @@ def run_shown(store: Store, record: RunRecord) -> dict[str, Any]:
         "mfu": median(shares) if shares else None,
         "starts": summary.attempts,
         "account": account_shown(account),
-        "attempts": [attempt_shown(one, billed) for one in account.attempts],
-        "series": series_shown(rows, billed),
+        "faults": summary.faults,
+        "attempts": [attempt_shown(one, account) for one in account.attempts],
+        "series": series_shown(rows, account),
         "lineage": lineage(record, recipe, made, account),
         "targets": targets(recipe, size, summary.steps, summary.val_loss, summary.hellaswag_acc_norm),
         "receipt": receipt(recipe, made, account, beats.get("train", [])),
@@ -155,19 +166,19 @@ def overlay_shown(overlay: Overlay) -> dict[str, Any]:
         "val_loss": last.get("val/loss"),
         "train_loss": last.get("train/loss"),
         "hellaswag": last.get("eval/hellaswag_acc_norm"),
-        "series": {metric: curve(metric, *zip(*points, strict=True)) for metric, points in found.items()},
+        "series": {m: curve(m, [step for step, _ in points], [y for _, y in points]) for m, points in found.items()},
     }
 
 
 # --- curves
 
 
-def series_shown(rows: list[dict[str, Any]], billed: Billed) -> dict[str, Any]:
+def series_shown(rows: list[dict[str, Any]], account: Account) -> dict[str, Any]:
     shown = {}
     for metric in METRICS:
         if mine := [row for row in rows if metric in row]:
             steps, values, times = ([row[key] for row in mine] for key in ("step", metric, "time"))
-            shown[metric] = curve(metric, steps, values, times, billed)
+            shown[metric] = curve(metric, steps, values, times, account)
     return shown
 
 
@@ -176,19 +187,19 @@ def curve(
     steps: Sequence[int],
     values: Sequence[float],
     times: Sequence[float] = (),
-    billed: Billed | None = None,
+    account: Account | None = None,
 ) -> dict[str, Any]:
     """A metric as the page draws it: a line, and for a noisy one what was measured, to stand behind its mean."""
 
     def columns(drawn: Sequence[float], limit: int) -> dict[str, Any]:
         kept = thin(drawn, limit)
-        bills = [billed(times[i]) for i in kept] if billed else []
-        dollars = [usd for _, usd in bills if usd is not None]
+        bills = [until(account, times[i]) for i in kept] if account else []
+        priced = account and account.total.usd and not account.total.unpriced_hours
         return {
             "step": [steps[i] for i in kept],
             "y": [float(f"{drawn[i]:.6g}") for i in kept],
-            "hours": [round(hours, 6) for hours, _ in bills],
-            "usd": [round(usd, 6) for usd in dollars] if len(dollars) == len(bills) and any(dollars) else [],
+            "hours": [round(bill.hours, 6) for bill in bills],
+            "usd": [round(bill.usd, 6) for bill in bills] if priced else [],
         }
 
     reach = len(values) // 150 if metric in SMOOTHED else 0
@@ -215,7 +226,7 @@ def thin(values: Sequence[float], limit: int) -> list[int]:
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
-    """The mean over `reach` values on either side: over fewer where the curve has just begun and still falls steeply."""
+    """The mean over `reach` values on either side: over fewer where a curve has just begun and falls steeply."""
     sums = [0.0, *accumulate(values)]
     means = []
     for i in range(len(values)):
@@ -223,20 +234,6 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
         low, high = i - near, min(len(values), i + near + 1)
         means.append((sums[high] - sums[low]) / (high - low))
     return means
-
-
-def billed_by(attempts: Sequence[AttemptAccount]) -> Billed:
-    """Machine hours and dollars that some attempts had been billed at a moment; None: a price is unknown."""
-
-    def at(moment: float) -> tuple[float, float | None]:
-        hours, usd = 0.0, 0.0
-        for one in attempts:
-            if moment > one.started < one.ended:
-                share = min(1.0, (moment - one.started) / (one.ended - one.started))
-                hours, usd = hours + share * one.bill.hours, usd + share * one.bill.usd
-        return hours, None if any(one.bill.unpriced_hours for one in attempts) else usd
-
-    return at
 
 
 # --- the account, lineage, receipt
@@ -253,12 +250,10 @@ def account_shown(account: Account) -> dict[str, Any]:
         "savings_usd": account.savings_usd,
         "deaths": account.deaths,
         "unseen_seconds": account.unseen_seconds,
-        "faults": account.faults,
     }
 
 
-def attempt_shown(one: AttemptAccount, billed: Billed) -> dict[str, Any]:
-    hours, usd = billed(one.started)
+def attempt_shown(one: AttemptAccount, account: Account) -> dict[str, Any]:
     return {
         "stage": one.stage,
         "number": one.number,
@@ -270,7 +265,7 @@ def attempt_shown(one: AttemptAccount, billed: Billed) -> dict[str, Any]:
         "price_per_hour": one.price_per_hour,
         "price_source": one.price_source,
         "bill": asdict(one.bill),
-        "billed_before": {"hours": hours, "usd": usd},
+        "billed_before": asdict(until(account, one.started)),
         "phases": one.phases,
         "from": one.resumed_from,
         "to": one.step,
@@ -282,9 +277,8 @@ def attempt_shown(one: AttemptAccount, billed: Billed) -> dict[str, Any]:
 def machine_name(one: AttemptAccount) -> str:
     """What it ran on, as one orders it; at home, the host's name."""
     told = one.machine
-    market = {True: "spot", False: "on demand"}.get(told.get("spot"))
-    parts = [told.get("instance") or told.get("accelerators"), market, told.get("zone") or told.get("region")]
-    return " ".join(str(part) for part in parts if part) or one.host
+    parts = [told.get("instance") or told.get("accelerators"), told.get("zone") or told.get("region")]
+    return ", ".join([market_of(told), *(str(part) for part in parts if part)]) if told.get("cloud") else one.host
 
 
 def lineage(
@@ -333,19 +327,15 @@ def targets(
     recipe: Recipe, size: str | None, steps: int, val_loss: float | None, hellaswag: float | None
 ) -> list[dict[str, Any]]:
     """What the run was meant to reach, and whether it did: its steps, and what OpenAI's weights of its size reach."""
+    max_steps = recipe.train.max_steps
     rows: list[dict[str, Any]] = [
-        {
-            "what": "steps",
-            "target": recipe.train.max_steps,
-            "got": steps,
-            "met": steps >= recipe.train.max_steps or None,
-        }
+        {"what": "steps", "target": max_steps, "got": steps, "met": steps >= max_steps or None}
     ]
     if size and recipe.tokens.tokenizer == "gpt2":
         gpt2 = {
-            metric: next(v for name, _, v in known if name == f"GPT-2 {size}") for metric, known in REFERENCES.items()
+            metric: {s: value for name, s, value in known if "GPT-2" in name} for metric, known in REFERENCES.items()
         }
-        loss, score = gpt2["val/loss"], gpt2["eval/hellaswag_acc_norm"]
+        loss, score = gpt2["val/loss"][size], gpt2["eval/hellaswag_acc_norm"][size]
         met = None if val_loss is None else val_loss <= loss
         rows.append({"what": f"val loss at most GPT-2 {size}'s", "target": loss, "got": val_loss, "met": met})
         met = None if hellaswag is None else hellaswag >= score
@@ -361,7 +351,7 @@ def receipt(
     origins = [manifest.provenance for manifest in made.values() if manifest]
     origin = train.provenance if train else origins[-1] if origins else {}
     versions = ", ".join(f"{name} {number}" for name, number in origin.get("versions", {}).items() if number)
-    commit = origin.get("git_commit")
+    commit = origin.get("git_commit") or ""
     machines = dict.fromkeys(
         (f"{one.nodes} x " if one.nodes > 1 else "") + machine_name(one)
         for one in account.attempts
@@ -376,9 +366,7 @@ def receipt(
         "recipe": f"{recipe.name}, fingerprint {train.fingerprint}" if train else recipe.name,
         "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
         "seed": str(recipe.train.seed),
-        "commit": f"{commit}{' with changes that no commit holds' if origin.get('git_dirty') else ''}"
-        if commit
-        else "",
+        "commit": commit + (" with changes that no commit holds" if commit and origin.get("git_dirty") else ""),
         "image": origin.get("image") or ("none: it ran outside a container" if origin else ""),
         "hardware": "; ".join([*devices, *machines]),
         "versions": ", ".join(filter(None, (f"Python {origin.get('python')}" if origin else "", versions))),

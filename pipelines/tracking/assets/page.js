@@ -495,9 +495,9 @@ function bill(run, most) {
   const notes = [
     Object.keys(by_market).length > 1 && `By market: ${Object.entries(by_market).map(([m, b]) => `${m} ${paid(b)} in ${seconds(3600 * b.hours)}`).join(", ")}.`,
     interruptions.hours > 0 && `Being interrupted cost ${costs(run) ? `${paid(interruptions)} and ` : ""}${seconds(3600 * interruptions.hours)}: work done again, time lost, and the way back.`,
-    has(savings_usd) && money && `The same hours on demand would have cost ${dollars(total.usd + savings_usd)}.`,
+    has(savings_usd) && `Against the on-demand price of the same machines, ${dollars(savings_usd)} were saved.`,
     deaths > 0 && `${plural(deaths, "attempt")} died without a word; at most ${seconds(unseen_seconds)} after their last sign of life are missing from this bill.`,
-    ...run.account.faults,
+    ...run.faults,
   ].filter(Boolean);
   return [
     named(run),
