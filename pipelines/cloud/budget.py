@@ -11,8 +11,8 @@ import threading
 import time
 from typing import Any
 
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat, account
-from pipelines.tracking.report import attempts_of, read_records
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat, Meter
+from pipelines.tracking.report import account_of, read_records
 from trainer.config import UserError
 from trainer.process import Stopped, StopSignal
 from trainer.store import Store
@@ -48,8 +48,8 @@ class Budget:
                 f"--budget: this machine's price is {billing.price_source}; give it as --price-per-hour, or leave "
                 "--budget out: what costs nobody knows how much can't be kept below anything"
             )
-        self.usd, self.billing, self.store, self.run = usd, billing, store, run
-        self.batch_tokens, self.stop = batch_tokens, stop
+        self.usd, self.store, self.run, self.batch_tokens, self.stop = usd, store, run, batch_tokens, stop
+        self.price_per_hour, self.rented = billing.price_per_hour, "cluster" in billing.machine
         self.usd_per_hour = billing.price_per_hour * billing.nodes
         self._before = 0.0  # dollars of all attempts but the one that is beating
         self._attempt: tuple[str, int] | None = None
@@ -58,7 +58,8 @@ class Budget:
     def begin(self) -> None:
         """Raise Stopped if too little is left to begin an attempt; UserError if it always was too little."""
         self._before = self.spent_by_others(None)
-        started = time.time() if self.billing.since is None else self.billing.since
+        told = Meter.here().read()
+        started = told[0] if told else time.time()
         left = self._arm(started, {})
         if left > 0:
             return
@@ -86,14 +87,12 @@ class Budget:
             return 0.0
         (record,) = read_records(self.store, [self.run])
         me = (mine.stage, mine.attempt) if mine else None
-        beats = [b for found in attempts_of(self.store, record).values() for b in found]
-        total = account(b for b in beats if (b.stage, b.attempt) != me)
-        return total.usd + total.unpriced_hours * (self.billing.price_per_hour or 0.0)
+        others = [a.bill for a in account_of(self.store, record).attempts if (a.stage, a.number) != me]
+        return sum(b.usd + b.unpriced_hours * self.price_per_hour for b in others)
 
     def _arm(self, started: float, progress: dict[str, Any]) -> float:
         """Set the timer anew; seconds until it asks."""
-        rented = "cluster" in self.billing.machine
-        stopping = stopping_seconds(progress, self.batch_tokens, self.stop.grace_seconds, rented)
+        stopping = stopping_seconds(progress, self.batch_tokens, self.stop.grace_seconds, self.rented)
         left = seconds_until_ask(self.usd, self.spent(started), self.usd_per_hour, stopping)
         if self._timer:
             self._timer.cancel()
