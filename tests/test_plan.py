@@ -268,7 +268,7 @@ def test_a_node_of_the_prior_lasts_as_long_as_in_the_traces(shared_data: Path) -
 
 
 @pytest.mark.slow
-def test_plan_cloud_reads_skypilots_catalog_and_refuses_in_a_line(tmp_path: Path) -> None:
+def test_plan_cloud_compares_what_skypilots_catalog_offers_and_prints_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("sky", reason="needs skypilot (pip)")
     write_catalog(tmp_path)
     environment = os.environ | sky_environment(tmp_path) | {"HTTPS_PROXY": "http://127.0.0.1:1"}
@@ -286,11 +286,3 @@ def test_plan_cloud_reads_skypilots_catalog_and_refuses_in_a_line(tmp_path: Path
     assert {c["offer"]["cloud"] for c in others} == {"aws", "gcp", "lambda"}
     assert first["usd"] == min(c["usd"] for c in plan["candidates"])
     assert (plan["chosen"], plan["notes"][0].split(";")[0]) == (None, "nothing is done within 1 h")
-    done = subprocess.run(
-        [*command[:5], "--infra", "azure"], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "error: azure: there is no price list of it here and none can be fetched (ProxyError); "
-        "SkyPilot needs the network once"
-    ]
