@@ -203,7 +203,7 @@ def test_a_deadline_that_is_none_says_how_to_write_one(text: str) -> None:
 def stand_in(cloud: str, node: str) -> list[Offer]:
     if cloud == "dear":
         raise UserError("dear: there is no price list of it here")
-    name, _, count = node.partition(":")
+    name, _, count = node.partition(",")[0].partition(":")
     if name == "cpus":
         return [Offer(cloud, "r", None, f"c{count}", False, 0.1 * int(count), 0.1 * int(count), None, float(count))]
     if name in ("H100", "L4"):

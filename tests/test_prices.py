@@ -196,7 +196,9 @@ def test_a_table_that_is_none_is_the_users_mistake(text: str, monkeypatch: pytes
         billing_here(None)
 
 
-@pytest.mark.parametrize("node", ["H100", "H100:", "H100:x", "H100:0", ":8", "H 100:8", "cpus"])
+@pytest.mark.parametrize(
+    "node", ["H100", "H100:", "H100:x", "H100:0", ":8", "H 100:8", "cpus", "cpus:4,32", "cpus:4,memory:"]
+)
 def test_a_node_is_a_gpu_and_how_many(node: str) -> None:
     with pytest.raises(UserError, match="no node; write"):
         parsed_node(node)
@@ -224,6 +226,7 @@ def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path:
     pytest.importorskip("sky", reason="needs skypilot (pip)")
     write_catalog(tmp_path)
     nodes = [("aws", "h100:8"), ("gcp", "H100:8"), ("lambda", "H100:8"), ("aws", "cpus:16"), ("gcp", "H200:8")]
+    nodes += [("aws", "cpus:16,memory:32")]
     nodes += [("azure", "H100:8"), ("nocloud", "H100:8")]
     # A proxy that refuses: whatever SkyPilot would download can't be had, also on a machine with a network.
     environment = os.environ | sky_environment(tmp_path) | {"HTTPS_PROXY": "http://127.0.0.1:1"}
@@ -252,6 +255,7 @@ def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path:
     assert {(o["instance"], o["vcpus"], o["accelerators"]) for o in found["aws cpus:16"]} == {
         ("m6i.4xlarge", 16.0, None)
     }
+    assert found["aws cpus:16,memory:32"][0]["instance"] == "c6i.4xlarge"
     assert found["gcp H200:8"] == []
     assert found["azure H100:8"].startswith("azure: there is no price list of it here and none can be fetched")
     assert found["nocloud H100:8"].startswith("nocloud: no cloud that SkyPilot knows")
