@@ -78,7 +78,7 @@ def run(
     from pipelines.nodes import Head, place_of_this_node
     from pipelines.notice import watching
     from pipelines.progress import Screen
-    from pipelines.stage import STAGES, Pipeline, planned, run_name
+    from pipelines.stage import STAGES, Pipeline, missing, planned, run_name
     from pipelines.tracking.mlflow import Tracker
     from trainer.config import UserError
     from trainer.process import StopSignal
@@ -112,7 +112,7 @@ def run(
     limit = Budget(budget, pipeline.billing, opened, name, loaded.train.batch_tokens, stop) if budget else None
     try:
         with watching(stop, pipeline.screen), pipeline.head or nullcontext():
-            if limit and pipeline.missing(until=stage):
+            if limit and missing(opened, plans, until=stage):
                 limit.begin()
                 pipeline.watches.append(limit.watch)
             pipeline.execute(until=stage)

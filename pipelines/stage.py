@@ -158,6 +158,11 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     return loaded, plans
 
 
+def missing(store: Store, plans: Mapping[str, Plan], until: str) -> list[str]:
+    """The stages up to `until` whose artifacts are not there."""
+    return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]
+
+
 def run_name(plans: dict[str, Plan]) -> str:
     """A run is its recipe's name and the fingerprint of what it trains: the same on every machine."""
     return plans["train"].name
@@ -190,7 +195,7 @@ class Pipeline:
     def execute(self, until: str) -> None:
         """Make every stage's artifact up to `until`, skipping what exists, and account for it."""
         record(self.store, self.run, self.recipe, self.plans, until)
-        if not self.missing(until) and not self.tracker.unshipped():
+        if not missing(self.store, self.plans, until) and not self.tracker.unshipped():
             return self._make_all(until)  # there is nothing to do, and nothing to tell MLflow
         self.tracker.start()
         self.tracker.stage_started(None, {"recipe": self.recipe.name}, {"skytrain.store": self.store.uri})
@@ -209,10 +214,6 @@ class Pipeline:
                 self.screen.warn(notice)
             with suppress(OSError, UserError):
                 self.tracker.keep_journal(self.store)
-
-    def missing(self, until: str) -> list[str]:
-        """The stages up to `until` whose artifacts are not there."""
-        return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(self.store, self.plans[stage])]
 
     def _track_totals(self) -> None:
         """The final account: metrics, tags to search by, and a table of attempts."""

@@ -33,6 +33,7 @@ ROWS = (
     Row("aws", "p4de.24xlarge", "us-east-1", "us-east-1a", 28.0, 12.0, "A100-80GB:8", 96, 1152),
     Row("aws", "m6i.4xlarge", "us-east-1", "us-east-1a", 0.8, 0.3),
     Row("aws", "m6i.4xlarge", "us-west-2", "us-west-2a", 0.9, 0.4),
+    Row("aws", "c6i.4xlarge", "us-east-1", "us-east-1a", 0.7, 0.25, "", 16, 32),
     Row("aws", "g6.xlarge", "us-east-1", "us-east-1a", 0.8, 0.4, "L4:1", 4, 16),
     Row("aws", "m6i.xlarge", "us-east-1", "us-east-1a", 0.2, 0.08, "", 4, 16),
     Row("gcp", "a3-highgpu-8g", "us-central1", "us-central1-a", 72.0, 26.0, "H100:8", 208, 1872),

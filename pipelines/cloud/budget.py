@@ -96,7 +96,7 @@ class Budget:
         left = seconds_until_ask(self.usd, self.spent(started), self.usd_per_hour, stopping)
         if self._timer:
             self._timer.cancel()
-        if left < threading.TIMEOUT_MAX:
+        if 0 < left < threading.TIMEOUT_MAX:
             self._timer = threading.Timer(max(0.0, left), self._ask, [started])
             self._timer.daemon = True
             self._timer.start()

@@ -26,7 +26,8 @@ from trainer.config import UserError, grad_accum_steps
 from trainer.store import Store
 
 TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # what is looked at without --gpus
-SMALL_NODES = {"tokenize": ("cpus:16",), "evaluate": ("L4:1", "A10:1"), "export": ("cpus:4",)}
+# As in sky/*.yaml.
+SMALL_NODES = {"tokenize": ("cpus:16,memory:32",), "evaluate": ("L4:1", "A10:1"), "export": ("cpus:4,memory:16",)}
 
 # The seven traces of AWS spot V100 in "Can't Be Late" (NSDI'24), pooled: 2,833 hours of capacity in 1,328 stretches,
 # so one ended after 2.1 hours. By trace 0.7 to 6.1; today's markets and GPUs may be kinder, none is public.

@@ -51,7 +51,7 @@ class Offer:
 
 
 def offers(cloud: str, node: str) -> list[Offer]:
-    """What `cloud` offers for a node such as "H100:8", or "cpus:16" for 16 or more: cheapest first.
+    """What `cloud` offers for a node such as "H100:8", or "cpus:16,memory:32" for so many or more: cheapest first.
 
     UserError if there is no SkyPilot, no such cloud, or no catalog to be had.
     """
@@ -94,7 +94,9 @@ def found_in(catalog: Any, cloud: str, node: str) -> list[Offer]:
     """All offers of `sky.catalog` for a node, on demand and spot."""
     name, count = parsed_node(node)
     if name == "cpus":
-        instance = catalog.get_default_instance_type(cpus=f"{count}+", clouds=cloud)
+        memory = node.partition(",memory:")[2]
+        gib = f"{memory}+" if memory else None  # without it SkyPilot looks for 4 GiB a CPU
+        instance = catalog.get_default_instance_type(cpus=f"{count}+", memory=gib, clouds=cloud)
         on_demand = list(cpu_instances(catalog, cloud, instance)) if instance else []
     else:
         on_demand = list(gpu_instances(catalog, cloud, name, count))
@@ -103,10 +105,10 @@ def found_in(catalog: Any, cloud: str, node: str) -> list[Offer]:
 
 def parsed_node(node: str) -> tuple[str, int]:
     """ "H100:8" -> ("H100", 8)."""
-    name, colon, count = node.partition(":")
-    if not (re.fullmatch(r"[A-Za-z0-9-]+", name) and count.isdecimal() and int(count) > 0):
-        raise UserError(f"{node}: no node; write the GPU and how many, as in H100:8, or cpus:16")
-    return name, int(count)
+    found = re.fullmatch(r"([A-Za-z0-9-]+):([1-9][0-9]*)(?:,memory:[1-9][0-9]*)?", node)
+    if not found:
+        raise UserError(f"{node}: no node; write the GPU and how many, as in H100:8, or cpus:16,memory:32")
+    return found[1], int(found[2])
 
 
 def gpu_instances(catalog: Any, cloud: str, gpu: str, count: int) -> Iterator[Offer]:
