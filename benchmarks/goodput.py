@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import spot_traces
 
 from pipelines.tracking.ledger import Heartbeat, seconds_between_failures
-from trainer.checkpoint import PRIOR_SECONDS_BETWEEN_FAILURES
-from trainer.config import RuntimeConfig
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
 from trainer.loop import SaveClock
 
 RULES: tuple[float | str, ...] = ("auto", 1.0, 5.0, 10.0, 30.0, 60.0)  # runtime.checkpoint_minutes

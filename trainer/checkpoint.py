@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from trainer.config import UserError
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError
 from trainer.health import Health, data_step, is_landmark
 from trainer.metrics import EventLog, merge_rows
 from trainer.parallel import World
@@ -38,9 +38,6 @@ from trainer.store import Store, sha256_of
 # A rank whose receipt is not there so long after rank 0's own upload has died or lost the store: no commit.
 RECEIPT_SECONDS = 300.0
 RECEIPT_POLL_SECONDS = 0.2
-# What is assumed of a spot node until the run's own attempts tell more. The seven recorded markets that
-# benchmarks/goodput.py replays had a machine for 2,833 hours in 1,328 stretches, so for 2.1 hours at a time.
-PRIOR_SECONDS_BETWEEN_FAILURES = 2 * 3600.0
 
 
 @dataclass

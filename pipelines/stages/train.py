@@ -25,7 +25,7 @@ from pipelines.nodes import Part, Place, interface_to, rendezvous
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.tracking.ledger import attempts, latest_number, process_started, seconds_between_failures
-from trainer.config import UserError, grad_accum_steps
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError, grad_accum_steps
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
@@ -81,8 +81,6 @@ def build(work: Work) -> Built:
 
 def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
     """Start torchrun here, and let the other nodes start theirs."""
-    from trainer.checkpoint import PRIOR_SECONDS_BETWEEN_FAILURES
-
     earlier = [beat for beat in attempts(work.store, work.plan.prefix) if beat.attempt < work.attempt.number]
     reached = max((beat.progress.get("highest_step", 0) for beat in earlier), default=0)
     work.report(highest_step=reached)

@@ -1,0 +1,143 @@
+"""How long a run will still take and what that will cost, with an interval: from its own attempts so far.
+
+What is left is drawn a few hundred times, step by step as it will come: the run trains at its own speed until
+the machine is taken away, does a little again, waits for the next machine as long as it had to wait before,
+starts up, and goes on. How often machines are taken away is as the ledger estimates it, a Poisson process
+whose rate has a Gamma posterior from the attempts so far and a prior that counts as one loss; waits are drawn
+from the waits so far and a prior that counts as one wait (a Bayesian bootstrap: each draw weighs them anew).
+The middle is the median; eight of ten runs should end between low and high. How often they do, and how far
+off the middle is, benchmarks/forecast.py measures on recorded spot markets.
+"""
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipelines.tracking.account import AttemptAccount
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
+
+DRAWS = 400
+LOW, HIGH = 0.1, 0.9
+# On the recorded markets (one zone each) a machine was away for 1.6 hours at a time; a launch that may take
+# any of several zones waits less, and says so with its first wait.
+PRIOR_WAIT_SECONDS = 1.6 * 3600
+# Own and on-demand machines: Llama 3's 16,384 GPUs had 419 unplanned interruptions in 54 days (Dubey et al. 2024),
+# so eight of them one in about 260 days. Nobody's first rented machine is so sure.
+STEADY_SECONDS_BETWEEN_FAILURES = 30 * 86_400.0
+PRIOR_LOST_SECONDS = 60.0  # of training, with a machine: half an interval between commits, and the save behind it
+TRAINING_PHASES = ("train", "redone", "checkpoint", "evaluate")  # in which steps are made, or have to be waited for
+TAKEN_AWAY = ("lost", "interrupted", "stale")
+ENDLESS = 10_000  # losses in one draw: it gets nowhere
+
+
+@dataclass(frozen=True)
+class Range:
+    """Eight of ten between low and high. Infinite where the run gets nowhere."""
+
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is left of a stage, from now."""
+
+    hours: Range  # by the calendar
+    machine_hours: Range  # on the bill, of all nodes together
+    usd: Range | None  # None: the price is unknown
+    interruptions: Range
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the attempts so far tell of those to come. Seconds."""
+
+    seconds_per_step: float
+    start_up: float  # of a machine, until it trains
+    lost: float  # training that has to be done again for each machine that is taken away
+    losses: int
+    exposed: float  # on machines, altogether
+    prior: float  # between losses
+    waits: tuple[float, ...]
+    waiting: bool  # for a machine, now
+
+
+def forecast(attempts: Iterable[AttemptAccount], steps_left: int, now: float) -> Forecast | None:
+    """The rest of a training run; None while no step was made. Of an account, the attempts of one artifact."""
+    mine = sorted(attempts, key=lambda a: a.number)
+    past = past_of(mine, now)
+    if past is None:
+        return None
+    draw = random.Random(len(mine) + steps_left)  # the same question has the same answer
+    drawn = [course(past, steps_left * past.seconds_per_step, draw) for _ in range(DRAWS)]
+    calendar, billed, interruptions = (quantiles(values) for values in zip(*drawn, strict=True))
+    last = mine[-1]
+    price = None if last.price_per_hour is None else last.nodes * last.price_per_hour
+    return Forecast(
+        hours=scaled(calendar, 1 / 3600),
+        machine_hours=scaled(billed, last.nodes / 3600),
+        usd=None if price is None else scaled(billed, price / 3600),
+        interruptions=interruptions,
+    )
+
+
+def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
+    steps = sum(a.steps_done for a in attempts)
+    training = [sum(a.phases.get(phase, 0.0) for phase in TRAINING_PHASES) for a in attempts]
+    if not steps:
+        return None
+    lives = [a.ended - a.started for a in attempts]
+    started_up = [life - busy for a, life, busy in zip(attempts, lives, training, strict=True) if a.steps_done]
+    lost = [a for a in attempts if a.state in TAKEN_AWAY]
+    again = math.fsum(a.phases.get("redone", 0.0) + a.phases.get("lost", 0.0) for a in attempts)
+    waits = [max(0.0, b.started - a.ended) for a, b in zip(attempts, attempts[1:], strict=False) if a in lost]
+    last = attempts[-1]
+    if waiting := last.state != "running":
+        waits.append(max(0.0, now - last.ended))
+    steady = not last.machine.get("cloud") or last.machine.get("spot") is False
+    return Past(
+        seconds_per_step=math.fsum(training) / steps,
+        start_up=math.fsum(started_up) / len(started_up),
+        lost=(PRIOR_LOST_SECONDS + again) / (1 + len(lost)),
+        losses=len(lost),
+        exposed=math.fsum(lives),
+        prior=STEADY_SECONDS_BETWEEN_FAILURES if steady else PRIOR_SECONDS_BETWEEN_FAILURES,
+        waits=tuple(waits),
+        waiting=waiting,
+    )
+
+
+def course(past: Past, training: float, draw: random.Random) -> tuple[float, float, float]:
+    """One way it may go: seconds by the calendar, seconds billed, machines lost."""
+    rate = draw.gammavariate(1 + past.losses, 1 / (past.prior + past.exposed))
+    weights = [draw.expovariate(1.0) for _ in range(len(past.waits) + 1)]
+
+    def wait() -> float:
+        prior = draw.expovariate(1 / PRIOR_WAIT_SECONDS)
+        return draw.choices((*past.waits, prior), weights)[0]
+
+    waited, billed, start_up = 0.0, 0.0, 0.0
+    if past.waiting:
+        waited, start_up = wait(), past.start_up
+    for losses in range(ENDLESS):
+        life = draw.expovariate(rate)
+        if life >= start_up + training:
+            billed += start_up + training
+            return waited + billed, billed, losses
+        billed += life
+        training = min(training, training - (life - start_up) + past.lost)
+        waited += wait()
+        start_up = past.start_up
+    return math.inf, math.inf, math.inf
+
+
+def quantiles(values: Iterable[float]) -> Range:
+    ordered = sorted(values)
+    low, middle, high = (ordered[round(share * (len(ordered) - 1))] for share in (LOW, 0.5, HIGH))
+    return Range(low, middle, high)
+
+
+def scaled(several: Range, factor: float) -> Range:
+    return Range(several.low * factor, several.middle * factor, several.high * factor)
