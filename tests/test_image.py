@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Daemon, MlflowServer, S3Account, free_ports, http_answers, wait_until
+from servers import Daemon, MlflowServer, S3Account, wait_until
 
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.store import S3Store, open_store
@@ -446,25 +446,6 @@ def mlflow_uri(tmp_path: Path) -> Iterator[str]:
         yield server.uri
     finally:
         server.stop()
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[str]:
-    """A real registry on loopback, where an engine asks for no certificate."""
-    if not shutil.which("docker-registry"):
-        pytest.skip("needs docker-registry (apt)")
-    (port,) = free_ports(1)
-    (tmp_path / "registry.yml").write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {tmp_path}/registry}}}}\n"
-        f"http: {{addr: '127.0.0.1:{port}'}}\n"
-    )
-    daemon = Daemon(["docker-registry", "serve", tmp_path / "registry.yml"], tmp_path / "registry.log")
-    try:
-        daemon.wait_until(lambda: http_answers(f"http://127.0.0.1:{port}/v2/"))
-        yield f"127.0.0.1:{port}"
-    finally:
-        daemon.stop()
-        shutil.rmtree(tmp_path / "registry", ignore_errors=True)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from servers import MlflowServer
 
+from pipelines.cloud.checks import mlflow_answers
 from pipelines.tracking import mlflow as tracking
 from pipelines.tracking.mlflow import Refused, Shipper, Tracker, groups, position_file, read_position
 from trainer.config import UserError
@@ -398,6 +399,11 @@ def test_the_runs_own_process_never_imports_mlflow(tmp_path: Path) -> None:
 
 
 # --- two processes and a real server
+
+
+@pytest.mark.slow
+def test_a_launch_sees_a_server_that_answers(server: str) -> None:
+    assert mlflow_answers(server, {}).state == "ok"
 
 
 @pytest.mark.slow

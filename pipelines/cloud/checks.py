@@ -180,9 +180,10 @@ def image_parts(name: str) -> tuple[str, str, str]:
 
 def registry_token(refusal: Answer, repository: str, user: str, password: str) -> str | None:
     """A token to pull with, from where the registry's refusal points to."""
-    challenge = dict(re.findall(r'(\w+)="([^"]*)"', refusal.headers.get("WWW-Authenticate", "")))
-    if "realm" not in challenge:
-        return None
+    scheme, _, words = refusal.headers.get("WWW-Authenticate", "").partition(" ")
+    challenge = dict(re.findall(r'(\w+)="([^"]*)"', words))
+    if scheme.lower() != "bearer" or "realm" not in challenge:
+        return None  # a registry with accounts of its own: it has seen ours
     query = {"service": challenge.get("service", ""), "scope": f"repository:{repository}:pull"}
     headers = {"Authorization": basic(user, password)} if user else {}
     answer = ask(f"{challenge['realm']}?{urllib.parse.urlencode(query)}", headers=headers)

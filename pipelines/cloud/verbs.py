@@ -63,17 +63,31 @@ def launch(
     from pipelines.cloud.plan import hours_of
     from pipelines.cloud.tasks import Wish
     from pipelines.stage import STAGES, planned, run_name
+    from trainer.config import UserError
+    from trainer.store import StoreUnavailable
 
     one_of(stage, STAGES, "--stage")
     opened = open_store(store_uri(store))
-    loaded, plans = planned(recipe, set_ or [], opened)
-    variables = launching.variables_here(env or [])
-    secrets = launching.secrets_here(secret or [])
     hours = hours_of(deadline) if deadline else None
-    wish = Wish(
-        run_name(plans), opened.uri, stage, infra, spot, nodes, gpus, image or pushed_image(), budget, hours, variables
-    )
-    launched = launching.launch(wish, loaded, plans, opened, secrets, lambda q: yes or typer.confirm(q), dry_run)
+    variables, secrets = launching.variables_here(env or []), launching.secrets_here(secret or [])
+    try:
+        loaded, plans = planned(recipe, set_ or [], opened)
+        wish = Wish(
+            run_name(plans),
+            opened.uri,
+            stage,
+            infra,
+            spot,
+            nodes,
+            gpus,
+            image or pushed_image(),
+            budget,
+            hours,
+            variables,
+        )
+        launched = launching.launch(wish, loaded, plans, opened, secrets, lambda q: yes or typer.confirm(q), dry_run)
+    except StoreUnavailable as error:  # for a run time may cure it; nobody waits for that with a launch
+        raise UserError(f"launch: {error}") from error
     if launched:
         print_next(launched.wish.run, launched.jobs)
 
