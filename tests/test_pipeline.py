@@ -568,11 +568,11 @@ def tracked(project: Project, server: MlflowServer) -> Project:
     return project
 
 
-def told(server: MlflowServer, run: str) -> tuple[Any, dict[str, Any]]:
+def told(uri: str, run: str) -> tuple[Any, dict[str, Any]]:
     """MLflow's client, and its runs by name: the run's own and one for each stage."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(server.uri)
+    client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("skytrain")
     found = client.search_runs([experiment.experiment_id])
     runs = {one.info.run_name: one for one in found}
@@ -601,7 +601,7 @@ def test_mlflow_has_one_run_with_one_nested_run_a_stage_after_a_kill_and_a_rerun
     made = project.result("--price-per-hour", str(PRICE))
     assert made["attempts"] == 2
 
-    client, runs = told(mlflow_server, made["run"])
+    client, runs = told(mlflow_server.uri, made["run"])
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     train, evaluate = runs[f"{made['run']}/train"], runs[f"{made['run']}/evaluate"]
     assert_one_point_a_step(client, train, project)
@@ -612,9 +612,40 @@ def test_mlflow_has_one_run_with_one_nested_run_a_stage_after_a_kill_and_a_rerun
     assert made["artifacts"]["tokenize"]["fingerprint"].startswith(dataset.dataset.digest)
     assert evaluate.data.metrics["val/loss"] == made["val_loss"]
     costs = [runs[f"{made['run']}/{stage}"].data.metrics["cost/usd"] for stage in STAGES]
-    assert runs[made["run"]].data.metrics["cost/usd"] == pytest.approx(made["usd"])
-    assert sum(costs) == pytest.approx(made["usd"], rel=0.1)  # each was told before its last heartbeat
-    assert min(costs) > 0
+    whole = runs[made["run"]]
+    assert whole.data.metrics["cost/usd"] == pytest.approx(made["usd"])
+    assert sum(costs) == pytest.approx(made["usd"]) and min(costs) > 0
+    assert {"time/billed_hours", "time/goodput", "cost/usd_per_billion_tokens"} <= train.data.metrics.keys()
+    account = project.report()["account"]
+    assert whole.data.metrics["time/goodput"] == pytest.approx(account["goodput"])
+    assert float(whole.data.tags["skytrain.usd"]) == pytest.approx(account["total"]["usd"], abs=1e-4)
+    table = json.loads(Path(client.download_artifacts(whole.info.run_id, "account.json")).read_text())
+    assert len(table["data"]) == len(account["attempts"]) == 5
+    by_dollars = client.search_runs([whole.info.experiment_id], order_by=["metrics.`cost/usd` DESC"])
+    assert by_dollars[0].info.run_id == whole.info.run_id
+
+    lost = everything(client, runs)
+    fresh = f"sqlite:///{project.folder}/rebuilt.db"
+    assert "2 session(s) told again" in project.run("report", "--rebuild-mlflow", "--to", fresh).stdout
+    assert everything(*told(fresh, made["run"])) == lost
+    project.run("report", "--rebuild-mlflow", "--to", fresh)
+    assert everything(*told(fresh, made["run"])) == lost, "told twice, it is still there once"
+
+
+def everything(client: Any, runs: dict[str, Any]) -> dict[str, Any]:
+    """All that an MLflow knows of some runs but its own ids: every point, param, tag, dataset, state and time."""
+    known: dict[str, Any] = {}
+    for name, run in runs.items():
+        run_id, data, info = run.info.run_id, run.data, run.info
+        points = [point for key in data.metrics for point in client.get_metric_history(run_id, key)]
+        known[name] = {
+            "points": sorted((p.key, p.step, p.timestamp, p.value) for p in points),
+            "params": data.params,
+            "tags": {key: value for key, value in data.tags.items() if key != "mlflow.parentRunId"},
+            "datasets": [one.dataset.digest for one in run.inputs.dataset_inputs],
+            "times": (info.status, info.start_time, info.end_time),
+        }
+    return known
 
 
 def test_an_mlflow_server_that_dies_in_mid_run_stops_nothing_and_misses_nothing(
@@ -634,6 +665,6 @@ def test_an_mlflow_server_that_dies_in_mid_run_stops_nothing_and_misses_nothing(
     again = project.run("run", "tiny.yaml")
     assert "MLflow" not in again.stderr
     run = project.report()["run"]
-    client, runs = told(mlflow_server, run)
+    client, runs = told(mlflow_server.uri, run)
     assert {one.info.status for one in runs.values()} == {"FINISHED"}
     assert_one_point_a_step(client, runs[f"{run}/train"], project)
