@@ -114,6 +114,7 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
     commands = [
         f"{skytrain} report{option}",
         f"{skytrain} report {pipeline.run} --series{option}",
+        f"{skytrain} report {pipeline.run} --html report.html{option}",
         f'{skytrain} sample {pipeline.run} --prompt "def "{option}',
     ]
     if not pipeline.tracker.off and pipeline.tracker.uri.startswith("sqlite:"):  # a server's URI may hold a password

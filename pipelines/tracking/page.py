@@ -104,7 +104,8 @@ def bind(data: dict[str, Any]) -> str:
         "{{data}}": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
     for place, text in parts.items():  # the data last, so that nothing is looked for in what it says
-        before, _, after = page.partition(place)
+        before, found, after = page.partition(place)
+        assert found, place
         page = before + text + after
     return page
 

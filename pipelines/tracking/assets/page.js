@@ -389,10 +389,10 @@ const PHASES = {
   setup: ["prepare", "processes start, imports, the store is read"],
   download: ["prepare", "tokens, weights and commits are fetched"],
   compile: ["prepare", "first step of each attempt, with the compiler"],
-  idle: ["idle", "billed, and nothing to do"],
+  idle: ["idle", "billed, and spent on nothing else"],
   export: ["save", "the Hugging Face checkpoint is written"],
   redone: ["redone", "steps done again after a loss"],
-  lost: ["waste", "after the last sign of life, or accounted to nothing"],
+  lost: ["waste", "after the last sign of life"],
 };
 const phaseColor = (phase) => PHASES[phase]?.[0] ?? "prepare";
 const inOrder = (phases) => Object.keys(PHASES).filter((p) => p in phases).concat(Object.keys(phases).filter((p) => !(p in PHASES)));
@@ -518,6 +518,7 @@ function lead(run) {
   const model = run.size ? `GPT-2 ${run.size}` : `A GPT-2 of ${short(run.parameters)} parameters`;
   const reached = run.steps >= run.max_steps ? `in ${plural(run.steps, "step")}` : `in ${full(run.steps)} of ${plural(run.max_steps, "step")} so far`;
   const { total } = run.account;
+  if (!run.steps) return `${model}, to be trained on ${run.text}. It has not made a step yet.`;
   const cost = costs(run) ? ` and ${paid(total)}` : "";
   const starts = run.starts > 1 ? `, was interrupted ${run.starts - 1 === 1 ? "once" : `${full(run.starts - 1)} times`} and went on` : "";
   const scores = has(run.val_loss) ? ` Its validation loss is ${score(run.val_loss)}` + (has(run.hellaswag) ? ` and its HellaSwag accuracy ${score(run.hellaswag)}.` : ".") : "";
@@ -539,7 +540,8 @@ function tiles(run) {
     ["tokens", short(run.tokens), plural(run.steps, "step")],
     has(run.tokens_per_second) && ["tokens/s", short(run.tokens_per_second), has(run.mfu) ? `MFU ${percent(run.mfu)}` : "median of steps"],
     ["billed", seconds(3600 * total.hours), plural(run.starts, "start")],
-    costs(run) && ["dollars", paid(total), has(usd_per_billion_tokens) ? `${dollars(usd_per_billion_tokens)} per billion tokens` : ""],
+    costs(run) && ["dollars", dollars(total.usd), total.unpriced_hours ? `and ${seconds(3600 * total.unpriced_hours)} unpriced`
+      : has(usd_per_billion_tokens) ? `${dollars(usd_per_billion_tokens)} per billion tokens` : ""],
     has(goodput) && ["goodput", percent(goodput), "of billed time trained"],
   ];
   return el("dl", { class: "tiles" }, rows.filter(Boolean).map(([name, value, more]) =>
