@@ -153,9 +153,10 @@ def test_a_budget_that_always_was_too_small_is_the_users_mistake(bench: Bench) -
         bench.budget(40).begin()
 
 
-def test_no_budget_can_be_kept_where_the_price_is_unknown(bench: Bench) -> None:
-    with pytest.raises(UserError, match="--budget: this machine's price is test; give it as --price-per-hour"):
-        bench.budget(100, price=None)
+@pytest.mark.parametrize("billing", [Billing(None, "unknown: why ever"), Billing()])
+def test_no_budget_can_be_kept_where_nobody_has_told_the_price(bench: Bench, billing: Billing) -> None:
+    with pytest.raises(UserError, match=r"--budget: what this machine costs nobody has told \((unknown|own)"):
+        Budget(100, billing, bench.store, bench.run, 2048, bench.stop)
 
 
 # --- the command

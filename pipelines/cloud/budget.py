@@ -48,10 +48,10 @@ class Budget:
     def __init__(
         self, usd: float, billing: Billing, store: Store, run: str, batch_tokens: int, stop: StopSignal
     ) -> None:
-        if billing.price_per_hour is None:
+        if billing.price_per_hour is None or billing.price_source == Billing().price_source:
             raise UserError(
-                f"--budget: this machine's price is {billing.price_source}; give it as --price-per-hour, or leave "
-                "--budget out: what costs nobody knows how much can't be kept below anything"
+                f"--budget: what this machine costs nobody has told ({billing.price_source}); "
+                "give it as --price-per-hour"
             )
         self.usd, self.store, self.run, self.batch_tokens, self.stop = usd, store, run, batch_tokens, stop
         self.price_per_hour, self.rented = billing.price_per_hour, "cluster" in billing.machine
