@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from pipelines.cloud.plan import SPOT_HOURS, Candidate, Job, Leg, Limits, course
 from pipelines.cloud.prices import Offer
 from pipelines.cloud.throughput import MEASURED, Measurement, Speed, speed_on
 from pipelines.recipe import load_recipe
+from pipelines.stage import plans_of, run_name
+from pipelines.tracking.ledger import Billing, claim
+from trainer.checkpoint import TrainState, sealed
 from trainer.config import RuntimeConfig, UserError
 from trainer.metrics import mfu
 from trainer.store import LocalStore
@@ -237,6 +241,28 @@ def test_with_a_catalog_stood_in_a_machine_is_shown_once_a_market_at_its_cheapes
         assert one.usd == pytest.approx(sum(leg.usd for leg in one.legs.values()))
     with pytest.raises(UserError, match="dear: there is no price list"):
         planned(tmp_path, clouds=("dear",))
+
+
+def test_with_a_catalog_stood_in_the_rest_of_a_run_is_planned_at_its_own_speed(market, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"clouds": ("a",), "train_nodes": ("H100:8", "H100:4")}
+    whole = planned(tmp_path, **options).candidates
+    store, plans = LocalStore(tmp_path), plans_of(SMALL)
+    train = plans["train"].prefix
+    claim(store, train, run_name(plans), "train", 1, Billing(1.0, machine={"accelerators": "H100:8"}))
+    rows = [{"step": i, "perf/tokens_per_second": 1e5 if i < 3 else 2e6 + i} for i in range(1, 8)]  # two compile
+    store.put(f"{train}/metrics/step-00000007-a0001.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    halfway = asdict(TrainState(step=SMALL.train.max_steps // 2))
+    store.put(f"{train}/checkpoints/step-00009432-a0001/COMMIT.json", sealed({"state": halfway}))
+    rest = planned(tmp_path, **options).candidates
+    for before, now in zip(sorted(whole, key=by_machine), sorted(rest, key=by_machine), strict=True):
+        assert now.speed.kind == ("measured" if now.offer.accelerators == "H100:8" else "estimated")
+        slower = 2_000_005 / speed_on(SMALL.model, SMALL.runtime, "H100:8").tokens_per_second
+        assert now.speed.tokens_per_second == pytest.approx(slower * before.speed.tokens_per_second)
+        assert now.legs["train"].hours == pytest.approx(before.legs["train"].hours / 2 / slower, rel=0.15)
+
+
+def by_machine(candidate: Candidate) -> tuple[str, bool]:
+    return candidate.offer.instance, candidate.offer.spot
 
 
 def test_with_a_catalog_stood_in_two_nodes_train_faster_and_both_are_paid(market, tmp_path: Path) -> None:

@@ -29,12 +29,17 @@ def seconds_until_ask(budget: float, spent: float, usd_per_hour: float, stopping
 
 
 def stopping_seconds(progress: dict[str, Any], batch_tokens: int, grace_seconds: float, rented: bool) -> float:
-    """What a stop takes at most: a step and a save as they were measured; the ranks are cut off after the grace."""
-    saving = grace_seconds
+    """What a stop takes at most, by the steps and saves that were measured.
+
+    Ranks that are saving are cut off after the grace; nobody cuts off a process that has begun to upload the final
+    weights. They are a third of a commit, and one process uploads what all ranks did.
+    """
+    busy = grace_seconds
     if "save_seconds" in progress and progress.get("perf/tokens_per_second"):
-        step = batch_tokens / progress["perf/tokens_per_second"]
-        saving = min(grace_seconds, 2 * (step + progress["save_seconds"]))  # twice, as no two are alike
-    return saving + LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0.0)
+        save, step = progress["save_seconds"], batch_tokens / progress["perf/tokens_per_second"]
+        saving = min(grace_seconds, 2 * (step + save))  # twice, as no two are alike
+        busy = max(saving, progress.get("world_size", 1) * save / 3)
+    return busy + LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0.0)
 
 
 class Budget:
@@ -43,10 +48,10 @@ class Budget:
     def __init__(
         self, usd: float, billing: Billing, store: Store, run: str, batch_tokens: int, stop: StopSignal
     ) -> None:
-        if billing.price_per_hour is None:
+        if billing.price_per_hour is None or billing.price_source == Billing().price_source:
             raise UserError(
-                f"--budget: this machine's price is {billing.price_source}; give it as --price-per-hour, or leave "
-                "--budget out: what costs nobody knows how much can't be kept below anything"
+                f"--budget: what this machine costs nobody has told ({billing.price_source}); "
+                "give it as --price-per-hour"
             )
         self.usd, self.store, self.run, self.batch_tokens, self.stop = usd, store, run, batch_tokens, stop
         self.price_per_hour, self.rented = billing.price_per_hour, "cluster" in billing.machine

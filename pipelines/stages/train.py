@@ -304,13 +304,11 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         work.tracker.tags("train", hardware)
     elif event["event"] == "damaged":
         work.screen.warn(f"{event['checkpoint']} is damaged ({event['reason']}); using the one before it")
-    elif event["event"] == "checkpoint":
-        work.report(save_seconds=event["seconds"])
     elif event["event"] == "checkpoint_failed":
         work.screen.warn(f"checkpoint of step {event['step']:,} failed ({event['reason']}); training goes on")
         work.report(checkpoint_failed=event["step"])
     elif event["event"] == "checkpoint":
-        work.report(committed_step=event["step"])
+        work.report(committed_step=event["step"], save_seconds=event["seconds"])
     elif event["event"] == "skipped":
         work.screen.warn(f"update {event['step']:,} skipped: {event['reason']}")
     elif event["event"] == "rollback":
