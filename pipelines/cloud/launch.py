@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import Plan, find
+from pipelines.artifacts.manifest import Plan
 from pipelines.cloud.checks import Finding, clouds_allow, enabled_clouds
 from pipelines.cloud.preflight import preflight
 from pipelines.cloud.prices import offers, prices_table
 from pipelines.cloud.tasks import CLUSTERS, PLAIN, SECRET, Wish, cloud_of, clouds_of, dag_of, documents, shown
 from pipelines.recipe import Recipe
-from pipelines.stage import STAGES
+from pipelines.stage import missing
 from pipelines.tracking.report import record
 from trainer.config import UserError
 from trainer.store import Store
@@ -61,11 +61,6 @@ def secrets_here(extra: Iterable[str] = ()) -> dict[str, str]:
     if absent := [name for name in extra if not os.environ.get(name)]:
         raise UserError(f"--secret {absent[0]}: it is not set here; export it first, without writing it down")
     return {name: os.environ[name] for name in (*SECRET, *extra) if os.environ.get(name)}
-
-
-def missing(store: Store, plans: Mapping[str, Plan], until: str) -> list[str]:
-    """The stages up to `until` whose artifact is not in the store."""
-    return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]
 
 
 def launch(
@@ -211,7 +206,7 @@ def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
 def prices_of(machine: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of SKYTRAIN_PRICES for one of a task's machines. UserError if its price can't be known."""
     cloud, _, region = machine["infra"].partition("/")
-    node = machine.get("accelerators") or f"cpus:{machine['cpus'].rstrip('+')}"
+    node = machine.get("accelerators") or f"cpus:{machine['cpus']},memory:{machine['memory']}".replace("+", "")
     if cloud.lower() in CLUSTERS:
         return [cluster_price(machine, cloud.lower(), region)]
     found = [o for o in offers(cloud.lower(), node) if o.spot == machine["use_spot"] and region in ("", o.region)]
