@@ -155,25 +155,24 @@ def plan(
 ) -> None:
     """Show what `run` would make, what is there already, and why the rest is not; --cloud: what it would cost where."""
     from pipelines.artifacts.store import open_store
-    from pipelines.recipe import load_recipe
+    from pipelines.stage import planned
     from pipelines.tables import plan_of, print_plan
     from trainer.config import UserError
 
-    loaded, opened = load_recipe(recipe, set_ or []), open_store(store_uri(store))
+    opened = open_store(store_uri(store))
+    loaded, plans = planned(recipe, set_ or [], opened)
+    shown = plan_of(loaded, opened, plans)
     if not cloud:
         if deadline or budget or gpus or infra or nodes > 1:
             raise UserError("plan: --deadline, --budget, --gpus, --nodes and --infra belong to --cloud; add it")
-        shown = plan_of(loaded, opened)
         print(json.dumps(shown)) if as_json else print_plan(shown)
         return
     from pipelines.cloud import plan as cloud_plans
 
     limits = cloud_plans.Limits(cloud_plans.hours_of(deadline) if deadline else None, budget)
-    asked = {"train_nodes": gpus, "clouds": infra}
-    found = cloud_plans.cloud_plan(
-        loaded, opened, limits, nodes=nodes, **{k: tuple(v.split(",")) for k, v in asked.items() if v}
-    )
-    shown = plan_of(loaded, opened)
+    train_nodes = gpus.split(",") if gpus else cloud_plans.TRAIN_NODES
+    clouds = infra.split(",") if infra else cloud_plans.CLOUDS
+    found = cloud_plans.cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans)
     if as_json:
         print(json.dumps(shown | {"cloud": asdict(found)}))
     else:

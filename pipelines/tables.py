@@ -133,9 +133,9 @@ def program(name: str) -> str:
     return name if found and Path(found) == beside else shlex.quote(os.path.relpath(beside))
 
 
-def plan_of(recipe: Recipe, store: Store) -> dict[str, Any]:
+def plan_of(recipe: Recipe, store: Store, plans: dict[str, Plan] | None = None) -> dict[str, Any]:
     """What `run` would make: per stage the artifact, whether it is there, and why not."""
-    plans = plans_of(recipe)
+    plans = plans or plans_of(recipe)
     return {
         "run": run_name(plans),
         "store": store.uri,

@@ -23,14 +23,14 @@ from trainer.config import UserError
 ROOT = Path(__file__).resolve().parents[1]
 SKY = ROOT / "sky"
 IMAGE = "registry.example.org/skytrain@sha256:" + "0" * 64
-SMALL = (  # what the other stages run on
-    Row("aws", "g6.xlarge", "us-east-1", "us-east-1a", 0.8, 0.4, "L4:1", 4, 16),
-    Row("lambda", "gpu_1x_a10", "us-east-1", "", 0.75, None, "A10:1", 30, 200),
-    Row("aws", "m6i.xlarge", "us-east-1", "us-east-1a", 0.2, 0.08, "", 4, 16),
-    Row("lambda", "cpu_4x_general", "us-east-1", "", 0.2, None, "", 4, 16),
-)
+MORE = (Row("aws", "one-a100", "us-east-1", "us-east-1a", 4.0, 2.0, "A100-80GB:1", 8, 100),)
 ASKING = """
-import json, sys
+import contextlib, io, json, sys
+from pipelines.cloud import launch
+from pipelines.cloud.tasks import Wish
+from pipelines.recipe import load_recipe
+from pipelines.stage import plans_of
+from trainer.store import LocalStore
 from sky import check, execution, optimizer
 from sky.catalog import aws_catalog
 from sky.utils import dag_utils, registry
@@ -58,10 +58,21 @@ def told(task):
         "secrets": sorted(task.secrets), "yaml": json.dumps(task.to_yaml_config(use_user_specified_yaml=True)),
     }
 
+def priced(wish, stages):
+    job = launch.documents(Wish(**wish), stages)
+    recipe, store = load_recipe("gpt2-124m", ["evaluate.hellaswag=null"]), LocalStore("store")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        job = launch.within_limits(job, Wish(**wish), recipe, plans_of(recipe), store)
+        job = launch.with_prices(job, Wish(**wish))
+    tasks = {
+        task["name"]: [task["resources"]["any_of"], json.loads(task["envs"]["SKYTRAIN_PRICES"])] for task in job[1:]
+    }
+    return tasks | {"said": said.getvalue()}
+
 answers = {}
 for name, question in json.load(sys.stdin).items():
     try:
-        answers[name] = answer(question)
+        answers[name] = priced(**question) if "wish" in question else answer(question)
     except Exception as error:
         answers[name] = {"error": f"{type(error).__name__}: {error}"}
 print("ANSWERS" + json.dumps(answers))
@@ -103,19 +114,36 @@ QUESTIONS = {
 }
 
 
+def to_price(stages: tuple[str, ...] = ("train",), **wish: Any) -> dict[str, Any]:
+    return {"wish": {"run": "tiny-12345678", "store": "s3://bucket/prefix"} | wish, "stages": stages}
+
+
+QUESTIONS |= {
+    "prices": to_price(STAGES),
+    "prices in one region": to_price(infra="aws/us-west-2"),
+    "prices on slurm": to_price(("tokenize", "train"), infra="slurm/local"),
+    "prices of an unpriced cluster": to_price(infra="kubernetes/mine"),
+    "a budget on an unpriced cluster": to_price(infra="kubernetes/mine", budget=5.0),
+    "a budget that spot keeps": to_price(budget=16.0),
+    "a budget that nothing keeps": to_price(budget=1.0),
+    "a deadline that all keep": to_price(deadline_hours=48.0),
+    "a deadline that none keeps": to_price(deadline_hours=0.1),
+}
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What SkyPilot says to every question."""
     pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
     home = tmp_path_factory.mktemp("sky-home")
-    gpus = Row("aws", "p4de.24xlarge", "us-east-1", "us-east-1a", 28.0, 12.0, "A100-80GB:8", 96, 1152)
-    one = Row("aws", "one-a100", "us-east-1", "us-east-1a", 4.0, 2.0, "A100-80GB:1", 8, 100)
-    write_catalog(home, (*(row for row in ROWS if row != gpus), gpus, one, *SMALL))
+    write_catalog(home, ROWS + MORE)
+    pricing = {"slurm": {"cluster_configs": {"local": {"pricing": {"cpu": 0.01, "accelerators": {"H100": 3.5}}}}}}
+    (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(pricing))
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_"))}
     done = subprocess.run(
         [sys.executable, "-c", ASKING],
         input=json.dumps(QUESTIONS),
-        env=inherited | sky_environment(home),
+        env=inherited | sky_environment(home) | {"PYTHONPATH": str(ROOT)},
         cwd=home,
         capture_output=True,
         text=True,
@@ -244,6 +272,58 @@ def test_secrets_reach_skypilot_and_no_text_of_a_task(answers: dict[str, Any]) -
         for task in answers[name]["tasks"]:
             assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(task["secrets"])
             assert KEYS["AWS_SECRET_ACCESS_KEY"] not in task["yaml"]
+
+
+# What they cost
+
+
+def rows(answer: dict[str, Any], stage: str = "train") -> list[dict[str, Any]]:
+    assert "error" not in answer, answer["error"]
+    return answer[stage][1]
+
+
+@pytest.mark.slow
+def test_a_job_knows_the_price_of_every_machine_it_may_end_up_on(answers: dict[str, Any]) -> None:
+    known = {(r["cloud"], r["zone"] or r["region"], r["spot"], r["usd_per_hour"]) for r in rows(answers["prices"])}
+    assert known == {
+        ("aws", "us-east-1a", True, 24.0),
+        ("aws", "us-east-1b", True, 20.0),
+        ("aws", "us-west-2a", True, 22.0),
+        ("gcp", "us-central1-a", True, 26.0),
+        ("lambda", "us-east-1", False, 31.92),
+    }
+    assert {r["accelerators"] for r in rows(answers["prices"])} == {"H100:8"}
+    assert {r["instance"] for r in rows(answers["prices"], "export")} == {
+        "m6i.xlarge",
+        "n2-standard-16",
+        "cpu_16x_general",
+    }
+    assert [r["usd_per_hour"] for r in rows(answers["prices in one region"])] == [22.0]
+
+
+@pytest.mark.slow
+def test_a_cluster_of_ones_own_costs_what_skypilot_was_told(answers: dict[str, Any]) -> None:
+    (train,) = rows(answers["prices on slurm"])
+    assert (train["cloud"], train["region"], train["usd_per_hour"]) == ("slurm", "local", 28.0)
+    (tokenize,) = rows(answers["prices on slurm"], "tokenize")
+    assert (tokenize["usd_per_hour"], tokenize["accelerators"]) == (0.16, None)
+
+
+@pytest.mark.slow
+def test_an_unknown_price_is_said_and_with_a_budget_refused(answers: dict[str, Any]) -> None:
+    assert rows(answers["prices of an unpriced cluster"]) == []
+    assert "SkyPilot was told no kubernetes.pricing" in answers["prices of an unpriced cluster"]["said"]
+    refused = answers["a budget on an unpriced cluster"]["error"]
+    assert "--budget: can't be promised where a price is unknown" in refused
+
+
+@pytest.mark.slow
+def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: dict[str, Any]) -> None:
+    assert len(answers["a deadline that all keep"]["train"][0]) == 3
+    kept = answers["a budget that spot keeps"]
+    assert kept.get("train") and {m["use_spot"] for m in kept["train"][0]} == {True}
+    for nothing in ("a budget that nothing keeps", "a deadline that none keeps"):
+        assert answers[nothing]["error"].startswith("UserError: launch: nothing is done within")
 
 
 # What a launch makes of them, before SkyPilot

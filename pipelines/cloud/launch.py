@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import Plan, find
+from pipelines.artifacts.manifest import Plan
 from pipelines.cloud.checks import Finding, clouds_allow, enabled_clouds
 from pipelines.cloud.preflight import preflight
 from pipelines.cloud.prices import offers, prices_table
-from pipelines.cloud.tasks import CLUSTERS, PLAIN, SECRET, Wish, cloud_of, dag_of, documents, shown
+from pipelines.cloud.tasks import CLUSTERS, PLAIN, SECRET, Wish, cloud_of, clouds_of, dag_of, documents, shown
 from pipelines.recipe import Recipe
-from pipelines.stage import STAGES
+from pipelines.stage import missing
 from pipelines.tracking.report import record
 from trainer.config import UserError
 from trainer.store import Store
@@ -63,11 +63,6 @@ def secrets_here(extra: Iterable[str] = ()) -> dict[str, str]:
     return {name: os.environ[name] for name in (*SECRET, *extra) if os.environ.get(name)}
 
 
-def missing(store: Store, plans: Mapping[str, Plan], until: str) -> list[str]:
-    """The stages up to `until` whose artifact is not in the store."""
-    return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]
-
-
 def launch(
     wish: Wish,
     recipe: Recipe,
@@ -97,10 +92,9 @@ def launch(
         raise UserError(
             f"launch: {wish.run} has job {running[0]}, which is not over; `skytrain status {wish.run}` shows it"
         )
-    job = affordable(job, wish, recipe, store)
-    job = with_prices(job, wish)
+    job = with_prices(within_limits(job, wish, recipe, plans, store), wish)
     dag = dag_of(job, secrets)
-    candidates(dag)
+    ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in clouds_of(job)))  # their plan was shown
     if not agreed(f"Launch {wish.run}: {', '.join(stages)}?"):
         return None
     return submit(dag, wish, stages, secrets, recipe, plans, store)
@@ -132,13 +126,14 @@ def cloud_access(job: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
     return kept, findings
 
 
-def candidates(dag: "Dag") -> None:
-    """Let SkyPilot's optimizer print what it would rent. UserError if there is no such machine."""
+def ask_optimizer(dag: "Dag", quiet: bool) -> None:
+    """Let SkyPilot say what it would rent. UserError if there is no such machine."""
     from sky import exceptions
     from sky.client import sdk
 
     try:
-        sdk.stream_and_get(sdk.optimize(dag))
+        request = sdk.optimize(dag)
+        sdk.get(request) if quiet else sdk.stream_and_get(request)
     except (exceptions.ResourcesUnavailableError, exceptions.NoCloudAccessError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"launch: no machine fits: {reason}; other --infra or --gpus may, or without --spot") from error
@@ -161,7 +156,9 @@ def running_jobs(run: str) -> list[int]:
 # Money
 
 
-def affordable(job: list[dict[str, Any]], wish: Wish, recipe: Recipe, store: Store) -> list[dict[str, Any]]:
+def within_limits(
+    job: list[dict[str, Any]], wish: Wish, recipe: Recipe, plans: dict[str, Plan], store: Store
+) -> list[dict[str, Any]]:
     """Print the plan for the clouds that have price lists; with a deadline or budget keep the training machines that
     are expected to meet it. UserError if none is."""
     from pipelines.cloud import plan
@@ -175,7 +172,7 @@ def affordable(job: list[dict[str, Any]], wish: Wish, recipe: Recipe, store: Sto
         return job  # one's own machines: SkyPilot's prices, if it was told any, stand in its own table
     limits = plan.Limits(wish.deadline_hours, wish.budget)
     nodes = dict.fromkeys(m["accelerators"] for m in machines)
-    found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds)
+    found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds, plans)
     plan.print_cloud_plan(found)
     if not str(limits):
         return job
@@ -209,7 +206,7 @@ def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
 def prices_of(machine: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of SKYTRAIN_PRICES for one of a task's machines. UserError if its price can't be known."""
     cloud, _, region = machine["infra"].partition("/")
-    node = machine.get("accelerators") or f"cpus:{machine['cpus'].rstrip('+')}"
+    node = machine.get("accelerators") or f"cpus:{machine['cpus']},memory:{machine['memory']}".replace("+", "")
     if cloud.lower() in CLUSTERS:
         return [cluster_price(machine, cloud.lower(), region)]
     found = [o for o in offers(cloud.lower(), node) if o.spot == machine["use_spot"] and region in ("", o.region)]

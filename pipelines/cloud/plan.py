@@ -16,7 +16,7 @@ from statistics import median
 from rich.markup import escape
 from rich.table import Table
 
-from pipelines.artifacts.manifest import find
+from pipelines.artifacts.manifest import Plan, find
 from pipelines.cloud.prices import CLOUDS, Offer, offers
 from pipelines.cloud.throughput import SECONDS_PER_LAYER, Measurement, Speed, gpus_of, mfu_of, peak_of, speed_on
 from pipelines.recipe import Recipe
@@ -133,10 +133,11 @@ def cloud_plan(
     train_nodes: Iterable[str] = TRAIN_NODES,
     nodes: int = 1,
     clouds: Iterable[str] = CLOUDS,
+    plans: dict[str, Plan] | None = None,
 ) -> CloudPlan:
     """Candidates for what is left of a run. UserError if there are no prices, or nothing that could train it."""
     market, notes = offers_of([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
-    work = workload(recipe, store)
+    work = workload(recipe, store, plans or plans_of(recipe))
     small = {
         stage: min((o for node in kinds for o in market[node]), key=lambda o: o.usd_per_hour, default=None)
         for stage, kinds in SMALL_NODES.items()
@@ -179,8 +180,7 @@ def best_places(found: Iterable[Offer]) -> list[Offer]:
     return list(best.values())
 
 
-def workload(recipe: Recipe, store: Store) -> Workload:
-    plans = plans_of(recipe)
+def workload(recipe: Recipe, store: Store, plans: dict[str, Plan]) -> Workload:
     todo = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
     left = recipe.train.max_steps
     prefix = plans["train"].prefix

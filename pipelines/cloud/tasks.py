@@ -120,10 +120,7 @@ def at(place: str, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the file names on this place's cloud, moved to the place; else its first machine's size, on demand."""
     cloud = cloud_of(place)
     same = [machine | {"infra": place} for machine in known if cloud_of(machine["infra"]) == cloud]
-    other = known[0] | {"infra": place, "use_spot": False}
-    if cloud in CLUSTERS and "cpus" in other:
-        other["memory"] = "32+"  # which clouds' machines of 16 CPUs have anyway, and Slurm would make 16
-    return same or [other]
+    return same or [known[0] | {"infra": place, "use_spot": False}]
 
 
 def cloud_of(infra: str) -> str:
