@@ -56,16 +56,18 @@ def main(size: str = "124M", repeats: int = 5, folder: Path | None = None) -> No
         log = EventLog(None, PhaseClock())
         checkpointer = Checkpointer(LocalStore(Path(place)), "run", world, Path(place) / "work", keep_last=1)
         first = seconds(lambda: HostCopy(tensors, 0, 1).take())
-        stall, behind, blocking = [], [], []
+        wait, stall, behind, blocking = [], [], [], []
         for step in range(repeats + 1):
-            stall.append(seconds(lambda step=step: checkpointer.save(TrainState(step=step), tensors, log)))  # type: ignore[misc]
+            wait.append(seconds(lambda step=step: checkpointer.save(TrainState(step=step), tensors, log)))  # type: ignore[misc]
+            stall.append(wait[-1] + seconds(torch.cuda.synchronize if world.device.type == "cuda" else lambda: None))
             behind.append(seconds(lambda: checkpointer.finish(log)))
             blocking.append(seconds(lambda: blocking_save(tensors, Path(place) / "blocking.pt")))
     size_gb = sum(t.nbytes for t in tensors.values()) / 1e9
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else world.device.type
     print(f"{size} on {name}, torch {torch.__version__}: {size_gb:.2f} GB of weights and moments, {repeats} times")
     print(f"  copy to the host, memory allocated anew  {first:8.3f}")
-    print(f"  copy to the host (all that a step waits) {shown(stall[1:])}")
+    print(f"  call of save, on a GPU with copies to do {shown(wait[1:])}")
+    print(f"  until the copy is taken: at worst a step's wait {shown(stall[1:])}")
     print(f"  behind it: hash, write, commit           {shown(behind[1:])}")
     print(f"  blocking torch.save with fsync           {shown(blocking[1:])}")
     print(f"  torch.save / copy = {statistics.median(blocking[1:]) / statistics.median(stall[1:]):.0f}")

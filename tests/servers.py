@@ -347,7 +347,7 @@ class Fault:
 
     With neither, the connection is closed without an answer: before or (`forward`) after the server did the
     work. `body_bytes` passes the answer on but cuts its body there; `reset_at` reads so much of the request's
-    body and resets the connection. `silence_s` waits before doing anything.
+    body and resets the connection; `damage` flips a bit of that body. `silence_s` waits before doing anything.
     """
 
     status: int | None = None
@@ -355,6 +355,7 @@ class Fault:
     forward: bool = False
     body_bytes: int | None = None
     reset_at: int | None = None
+    damage: bool = False
     silence_s: float = 0
 
 
@@ -423,6 +424,8 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
         if fault.status is not None:
             text = f"<Error><Code>{fault.code}</Code><Message>as told</Message></Error>".encode()
             self._answer(fault.status, [("Content-Type", "application/xml")], text)
+        elif fault.damage:
+            self._answer(*self._ask(bytes([body[0] ^ 1]) + body[1:]))
         elif fault.body_bytes is not None:
             self._answer(*self._ask(body), cut=fault.body_bytes)
             self.close_connection = True

@@ -235,3 +235,18 @@ def test_a_store_that_refuses_is_not_taken_for_damage(tmp_path: Path, trouble: E
         loaded(checkpointer(Interfering(tmp_path, download=refuse), attempt=2))
     shutil.rmtree(tmp_path / "work-0", ignore_errors=True)
     assert loaded(checkpointer(store, attempt=2)) == (5, 5.0)
+
+
+# --- the copy
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_next_update_waits_for_the_copy(tmp_path: Path) -> None:
+    big = {"model.a": torch.ones(1 << 26, device="cuda")}  # 256 MB: some 5 ms on the bus
+    one = checkpointer(LocalStore(tmp_path))
+    one.prepare(big)
+    one.save(TrainState(step=1), big, log := quiet_log())
+    one.before_update()
+    big["model.a"].add_(1)
+    one.finish(log)
+    assert one.load_latest(big, log) and bool((big["model.a"] == 1).all())

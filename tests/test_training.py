@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from servers import Fault, FaultyProxy, S3Account
 
 from pipelines.artifacts.store import S3Store
 from trainer.__main__ import TrainerConfig, claim
-from trainer.checkpoint import Checkpointer, TrainState, checkpoint_seconds, sealed, series, unsealed
+from trainer.checkpoint import Checkpointer, HostCopy, TrainState, checkpoint_seconds, sealed, series, unsealed
 from trainer.config import ModelConfig, RuntimeConfig, UserError
 from trainer.data import TokenData, local_shards, write_shard
 from trainer.evaluate import validation_loss
@@ -527,6 +528,42 @@ def test_an_attempt_number_used_twice_is_noticed(runner: Callable[..., Runner]) 
     run.attempts = 0
     with pytest.raises(StaleAttempt, match="step 3"):
         run.attempt()
+
+
+class LateCopy(HostCopy):
+    """Copies as late as a GPU may: when the next update is about to be made, or else 30 ms after it was told to."""
+
+    pending = False
+    copying = threading.Lock()
+
+    def take(self) -> None:
+        self.pending = True
+
+    def before_update(self) -> None:
+        with self.copying:
+            if self.pending:
+                super().take()
+                self.pending = False
+
+    def safetensors(self) -> list[memoryview]:
+        time.sleep(0.03)
+        self.before_update()
+        return super().safetensors()
+
+
+def test_a_copy_that_is_still_being_taken_while_the_next_step_runs_is_that_of_its_own_step(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("late", checkpoint_minutes=EVERY_STEP)
+    with monkeypatch.context() as late:
+        late.setattr("trainer.checkpoint.HostCopy", LateCopy)
+        run.attempt(stop_after=7)
+    shutil.rmtree(run.newest())  # the last one: after it there was no update
+    resumed, _ = run.attempt()
+    assert [e["step"] for e in run.events if e["event"] == "start"] == [0, 6]
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
 
 
 def test_a_checkpoint_holds_no_pickle(runner: Callable[..., Runner]) -> None:

@@ -67,6 +67,7 @@ def train(
     with Watchdog(runtime, log.clock, world.rank) as watchdog:
         run = prepare(model_config, config, runtime, world.device)
         state = resume(run, checkpointer, log) or TrainState()
+        checkpointer.prepare(training_tensors(run.model, run.optimizer))
         announce(run, state, accumulate, world, log)
         due = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
@@ -105,6 +106,7 @@ def train(
             state.health, illness = state.health.after(
                 state.step + 1, flags.loss, flags.grad_norm, config, overflow_allowed=scale_can_fall(run)
             )
+            checkpointer.before_update()
             applied = step(run, skip=illness is not None)
             state.advance(config.batch_tokens, applied)
             seconds = time.time() - started
@@ -176,6 +178,7 @@ def roll_back(
     checkpointer.settle(log, wait=True)
     if config.rollback_above_nats is None or len(ill.rollbacks) >= config.max_rollbacks:
         raise Diverged(diagnosis(ill.step, seen, ill.rollbacks, config))
+    checkpointer.before_update()
     with log.clock.phase("download"):
         state = resume(run, checkpointer, log, before=ill.health.calm_step or 0)
         if state is None:
