@@ -69,6 +69,10 @@ def run(
             min=0.001, metavar="USD", help="Stop on a commit before all of the run has cost more; exit code 76."
         ),
     ] = None,
+    unless_stopped: Annotated[
+        bool,
+        typer.Option("--unless-stopped", help="End with 76 if `skytrain stop` was given; else that is forgotten."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
@@ -80,8 +84,9 @@ def run(
     from pipelines.progress import Screen
     from pipelines.stage import STAGES, Pipeline, missing, planned, run_name
     from pipelines.tracking.mlflow import Tracker
+    from pipelines.tracking.wish import drop_wish, watch_for_wish, wish_of
     from trainer.config import UserError
-    from trainer.process import StopSignal
+    from trainer.process import Stopped, StopSignal
     from trainer.store import StoreUnavailable
 
     one_of(stage, STAGES, "--stage")
@@ -91,6 +96,10 @@ def run(
     loaded, plans = planned(recipe, set_ or [], opened)
     name = run_name(plans)
     folder = home()
+    if not unless_stopped:
+        drop_wish(opened, name)
+    elif wish := wish_of(opened, name):
+        raise Stopped(str(wish))
     if place.rank:
         from pipelines.lend import lend
 
@@ -107,6 +116,7 @@ def run(
         Screen(quiet=as_json),
         stop,
         plans,
+        watches=[watch_for_wish(opened, name)],
         head=Head(place, name, stop, exit_code) if place.count > 1 else None,
     )
     limit = Budget(budget, pipeline.billing, opened, name, loaded.train.batch_tokens, stop) if budget else None

@@ -16,11 +16,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import yaml
-from servers import LOOPBACK, Daemon, free_ports, http_answers
+from servers import LOOPBACK, Daemon, free_ports
 from sky_catalog import sky_environment, write_catalog
 
 USER = "skytrain-cloud"
@@ -179,8 +180,17 @@ class LocalCloud:
         except KeyError:
             run("useradd", "--create-home", "--home-dir", self.home, "--shell", "/bin/bash", "--password", "*", USER)
             self._stack.callback(run, "userdel", USER)
+            self._stack.callback(self._end_processes)
         else:
             raise RuntimeError(f"there is a user {USER} already; another local cloud is up, or was killed: userdel it")
+
+    def _end_processes(self) -> None:
+        """What SkyPilot leaves running: on the nodes, all of a user who is ours; here, what lives in our folder."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.username() == USER or process.environ().get("HOME") == str(self.client):
+                    process.kill()
+                    process.wait(10)
 
     def _change_machine(self) -> None:
         before = HOSTS.read_text()
@@ -212,7 +222,9 @@ class LocalCloud:
         munge.wait_until((folder / "munge" / "socket").exists)
         for i in range(8):
             os.mknod(folder / "gpus" / f"gpu{i}", 0o20666, os.makedev(1, 3))
-        (folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu Type=h100 File={folder}/gpus/gpu[0-7]\n")
+        (folder / "gres.conf").write_text(
+            f"NodeName={','.join(NODES)} Name=gpu Type=h100 File={folder}/gpus/gpu[0-7]\n"
+        )
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         nodes = [NODE.format(name=n, host=host, port=p) for n, p in zip(NODES, self.node_ports, strict=True)]
         (folder / "slurm.conf").write_text(
@@ -249,6 +261,7 @@ class LocalCloud:
             "PasswordAuthentication": "no",
             "MaxStartups": "100",
             "MaxSessions": "100",
+            "SetEnv": f"SLURM_CONF={self.folder}/slurm.conf",  # rsync is started in no login shell
         }
         daemon = self._daemon([*sshd, *(f"-o{name}={value}" for name, value in options.items())], "sshd")
         daemon.wait_until(lambda: listens(self.ssh_port))

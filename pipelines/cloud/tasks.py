@@ -72,7 +72,7 @@ def fill(task: dict[str, Any], wish: Wish, folder: Path) -> None:
     stage = task["name"]
     resources = task["resources"]
     task["num_nodes"] = wish.nodes if stage == "train" else 1
-    resources["labels"]["run"] = re.sub(r"[^a-z0-9_-]", "-", wish.run)[:63]  # GCP's alphabet, the strictest
+    resources["labels"]["run"] = label_of(wish.run)
     resources["any_of"] = machines(resources["any_of"], wish, stage)
     if all(cloud_of(machine["infra"]) in CLUSTERS for machine in resources["any_of"]):
         for name in ("max_hourly_cost", "disk_size", "autostop"):  # no prices, no disks and no machines to remove
@@ -91,6 +91,11 @@ def fill(task: dict[str, Any], wish: Wish, folder: Path) -> None:
     }
     task["envs"] |= wish.variables
     del task["secrets"]
+
+
+def label_of(run: str) -> str:
+    """A run's name as a label of its machines, in GCP's alphabet, the strictest."""
+    return re.sub(r"[^a-z0-9_-]", "-", run)[:63]
 
 
 def machines(known: list[dict[str, Any]], wish: Wish, stage: str) -> list[dict[str, Any]]:

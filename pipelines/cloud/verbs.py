@@ -3,12 +3,17 @@
 import json
 import os
 import sys
-from dataclasses import asdict
-from typing import Annotated, Optional
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from pipelines.options import Changes, Json, RecipeName, StoreUri, home, one_of, store_uri
+
+if TYPE_CHECKING:
+    from pipelines.tracking.report import RunRecord
+    from trainer.store import Store
 
 cloud_app = typer.Typer()
 
@@ -104,6 +109,158 @@ def doctor(store: StoreUri = None, as_json: Json = False) -> None:
     else:
         print(*findings, sep="\n")
     sys.exit(2 if any(finding.state == "broken" for finding in findings) else 0)
+
+
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run, or the beginning of its name.")]
+
+
+@cloud_app.command()
+def status(
+    runs: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[RUN]...", help="Runs, or the beginnings of their names; all by default."),
+    ] = None,
+    store: StoreUri = None,
+    as_json: Json = False,
+) -> None:
+    """How runs stand: step, speed, loss, attempts, recoveries, dollars so far and to come, and SkyPilot's word."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.cloud import control
+    from pipelines.cloud.launch import last_launch
+    from pipelines.tables import print_status
+    from pipelines.tracking.report import read_records
+
+    opened = open_store(store_uri(store))
+    found, silent = [], None
+    for record in read_records(opened, runs or []):
+        tasks: list[control.Task] = []
+        if (launched := last_launch(opened, record.run)) and silent is None:
+            tasks, silent = control.told_by_sky(opened, record, launched)
+        found.append(control.status_of(opened, record, tasks, time.time()))
+    if as_json:
+        print(json.dumps([asdict(one) for one in found]))
+    else:
+        print_status(found, [f"SkyPilot does not answer: {silent}"] if silent else [])
+
+
+@cloud_app.command()
+def logs(
+    run: RunName,
+    store: StoreUri = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
+) -> None:
+    """What a launched run's job prints."""
+    from sky import jobs
+
+    record, _ = named(run, store)
+    sys.exit(jobs.tail_logs(job_id=launched_job(record, store), follow=follow) or 0)
+
+
+@cloud_app.command()
+def stop(
+    run: RunName,
+    store: StoreUri = None,
+    reason: Annotated[str, typer.Option(help="For whoever wonders later.")] = "skytrain stop",
+    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long to watch it stop.")] = 300.0,
+) -> None:
+    """Let a run commit and leave, wherever it is: exit 0 once it has, 1 if it has not yet."""
+    from pipelines.cloud import control
+    from pipelines.tables import print_stopped
+
+    record, opened = named(run, store)
+    before = control.working(opened, record)
+    after = control.stop(opened, record, reason, wait, lambda text: print(text, flush=True))
+    print_stopped(record.run, before, after)
+    sys.exit(bool(after and after.state == "running"))
+
+
+@cloud_app.command()
+def resume(
+    run: RunName,
+    store: StoreUri = None,
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0.0, metavar="USD", help="Another limit than before, for all of the run."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Launch a run that was stopped, or ended, as it was launched before; it goes on from its last commit."""
+    from pipelines.cloud import launch as launching
+    from pipelines.cloud.tasks import SECRET
+    from pipelines.stage import planned
+    from pipelines.tracking.wish import drop_wish, wish_of
+    from trainer.config import UserError
+
+    record, opened = named(run, store)
+    before = launching.last_launch(opened, record.run)
+    if before is None:
+        raise UserError(
+            f"resume: {record.run} was never launched; skytrain run run:{record.run} goes on on this machine"
+        )
+    wish = replace(before.wish, budget=budget) if budget is not None else before.wish
+    loaded, plans = planned(f"run:{record.run}", [], opened)
+    secrets = launching.secrets_here(set(before.secrets) - set(SECRET))
+    stopped = wish_of(opened, record.run)
+
+    def agreed(question: str) -> bool:
+        if not (yes or typer.confirm(question)):
+            return False
+        drop_wish(opened, record.run)  # before the job is there, which would end at once
+        return True
+
+    if stopped:
+        print(f"{record.run} was stopped by {stopped}")
+    if launched := launching.launch(wish, loaded, plans, opened, secrets, agreed):
+        print_next(launched.wish.run, launched.jobs)
+
+
+@cloud_app.command()
+def down(run: RunName, store: StoreUri = None) -> None:
+    """Cancel a run's job at once and remove its machines; what is committed stays."""
+    from pipelines.cloud import control
+
+    record, opened = named(run, store)
+    control.down(record.run, lambda text: print(text, flush=True))
+    control.keep_intervals(opened, record)
+    print(f"{record.run}: no job and no cluster of it is left")
+
+
+@cloud_app.command()
+def orphans(store: StoreUri = None, as_json: Json = False) -> None:
+    """Machines that still cost money and belong to no live run: exit 0 if there are none, 1 if there are."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.cloud import control
+
+    found = list(control.orphans(open_store(store_uri(store)), time.time()))
+    if as_json:
+        print(json.dumps([asdict(orphan) for orphan in found]))
+    for orphan in () if as_json else found:
+        print(f"{orphan.what}: {orphan.why}; {orphan.remedy} removes it")
+    sys.exit(bool(found))
+
+
+def named(run: str, store: str | None) -> "tuple[RunRecord, Store]":
+    """The run that was meant, and the store it is in."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.tracking.report import read_records
+
+    opened = open_store(store_uri(store))
+    (record,) = read_records(opened, [run])
+    return record, opened
+
+
+def launched_job(record: "RunRecord", store: str | None) -> int:
+    """The last managed job of a run."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.cloud.launch import last_launch
+    from trainer.config import UserError
+
+    launched = last_launch(open_store(store_uri(store)), record.run)
+    if not (launched and launched.jobs):
+        raise UserError(
+            f"logs: {record.run} was not launched; what its ranks print is in SKYTRAIN_HOME/work/**/train.log"
+        )
+    return launched.jobs[-1]
 
 
 def pushed_image() -> str:

@@ -1,0 +1,293 @@
+"""A run that is launched, from afar: how it stands, its logs, its stop, its end, and what is left of others.
+
+What a run did and cost is in the store; what SkyPilot makes of its job is asked besides, and only for runs that
+were launched. SkyPilot unreachable is no reason not to tell the rest.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipelines.cloud.launch import Launched
+from pipelines.cloud.tasks import label_of
+from pipelines.recipe import Recipe
+from pipelines.tracking.account import Account, Interval
+from pipelines.tracking.forecast import Forecast, forecast
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Heartbeat, is_alive
+from pipelines.tracking.report import (
+    RunRecord,
+    Summary,
+    account_of,
+    attempts_of,
+    read_records,
+    record_intervals,
+    summarize,
+)
+from pipelines.tracking.wish import StopWish, wish_of, wish_stop
+from trainer.config import UserError
+from trainer.store import Store
+
+if TYPE_CHECKING:
+    from sky.schemas.api.responses import ManagedJobRecord
+
+JOB_FIELDS = (
+    *("job_id", "task_id", "job_name", "task_name", "status", "recovery_count", "submitted_at", "end_at"),
+    *("current_cluster_name", "failure_reason", "details"),
+)
+# A cluster has this long to be set up before its attempt first beats: a container is pulled, an environment made.
+SET_UP_SECONDS = 1800.0
+DOWN_SECONDS = 300.0  # to cancel a job and take its machines down
+
+
+@dataclass(frozen=True)
+class Task:
+    """What SkyPilot says of one stage of a launched run."""
+
+    job: int
+    stage: str
+    status: str  # PENDING, STARTING, RUNNING, RECOVERING, SUCCEEDED, FAILED, CANCELLED, …
+    recoveries: int
+    cluster: str | None
+    why: str | None  # it failed, or waits
+    over: bool
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run stands."""
+
+    run: str
+    state: str  # as in a report
+    stage: str | None  # that is, or was last, worked on
+    step: int
+    max_steps: int
+    tokens_per_second: float | None
+    train_loss: float | None
+    val_loss: float | None
+    attempts: int
+    recoveries: int  # by SkyPilot, of the last launch
+    usd: float
+    unpriced_hours: float
+    to_come: Forecast | None  # of training
+    wish: StopWish | None
+    notice: str | None  # what last asked an attempt to leave
+    tasks: list[Task]
+    silent_seconds: float | None  # since the last heartbeat, while one should come
+
+
+def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) -> Status:
+    summary, bill = summarize(store, record), account_of(store, record)
+    beats = [beat for stage in attempts_of(store, record).values() for beat in stage]
+    newest = max(beats, key=lambda beat: beat.started, default=None)
+    recipe = Recipe.model_validate(record.recipe)
+    progress = newest.progress if newest else {}
+    return Status(
+        run=record.run,
+        state=summary.state,
+        stage=newest.stage if newest else None,
+        step=summary.steps,
+        max_steps=recipe.train.max_steps,
+        tokens_per_second=progress.get("perf/tokens_per_second"),
+        train_loss=summary.train_loss,
+        val_loss=summary.val_loss,
+        attempts=summary.attempts,
+        recoveries=sum(task.recoveries for task in tasks),
+        usd=bill.total.usd,
+        unpriced_hours=bill.total.unpriced_hours,
+        to_come=training_to_come(record, summary, bill, recipe.train.max_steps, now),
+        wish=wish_of(store, record.run),
+        notice=progress.get("notice"),
+        tasks=tasks,
+        silent_seconds=now - newest.time if newest and newest.state == "running" else None,
+    )
+
+
+def training_to_come(record: RunRecord, summary: Summary, bill: Account, max_steps: int, now: float) -> Forecast | None:
+    if summary.steps >= max_steps or "train" not in record.prefixes:
+        return None
+    mine = [attempt for attempt in bill.attempts if attempt.prefix == record.prefixes["train"]]
+    return forecast(mine, max_steps - summary.steps, now)
+
+
+# What SkyPilot says
+
+
+def tasks_of(run: str, launched: Launched) -> list[Task]:
+    """The stages of a run's last job, in their order."""
+    jobs = [job for job in managed_jobs(run) if not launched.jobs or job.job_id in launched.jobs]
+    last = max((job.job_id or 0 for job in jobs), default=0)
+    return [task_from(job) for job in sorted(jobs, key=lambda job: job.task_id or 0) if job.job_id == last]
+
+
+def told_by_sky(store: Store, record: RunRecord, launched: Launched) -> tuple[list[Task], str | None]:
+    """The stages of a run's last job, its clusters' hours noted in passing; and why SkyPilot can't say, if it can't."""
+    try:
+        tasks = tasks_of(record.run, launched)
+        keep_intervals(store, record)
+        return tasks, None
+    except Exception as error:  # of SkyPilot, its server, or the way there: what the store says is told all the same
+        return [], " ".join(str(error).split()) or type(error).__name__
+
+
+def managed_jobs(run: str | None = None) -> "list[ManagedJobRecord]":
+    """Managed jobs, a record a task; of one run, or all."""
+    from sky import exceptions, jobs
+    from sky.client import sdk
+
+    try:
+        found, *_ = sdk.get(jobs.queue_v2(refresh=False, name_match=run, fields=JOB_FIELDS))
+    except exceptions.ClusterNotUpError:
+        return []  # there never was one
+    return [job for job in found if run in (None, job.job_name)]
+
+
+def task_from(job: "ManagedJobRecord") -> Task:
+    assert job.job_id is not None and job.status is not None, job
+    return Task(
+        job=job.job_id,
+        stage=job.task_name or "",
+        status=job.status.value,
+        recoveries=job.recovery_count or 0,
+        cluster=job.current_cluster_name,
+        why=job.failure_reason or job.details,
+        over=job.status.is_terminal(),
+    )
+
+
+def keep_intervals(store: Store, record: RunRecord) -> list[Interval]:
+    """Note in the store when SkyPilot had the run's clusters, for `report` to compare its bill with.
+
+    SkyPilot counts a cluster from the beginning of its provisioning to the end of its removal.
+    """
+    from sky.client import sdk
+
+    beats = [beat for stage in attempts_of(store, record).values() for beat in stage]
+    mine = {beat.machine["cluster"] for beat in beats if beat.machine.get("cluster")}
+    if not mine:
+        return []
+    found = [
+        Interval(one["name"], one["num_nodes"], float(started), None if ended is None else float(ended))
+        for one in sdk.get(sdk.cost_report())
+        for started, ended in one["usage_intervals"] or ()
+        if one["name"] in mine
+    ]
+    record_intervals(store, record.run, found)
+    return found
+
+
+# Stopping and removing
+
+
+def stop(
+    store: Store, record: RunRecord, reason: str, wait_seconds: float, tell: Callable[[str], None]
+) -> Heartbeat | None:
+    """Wish that a run stops, and watch until it has; the attempt that was at work, None if none is.
+
+    The attempt's state says how it ended: 'running' if it had not after `wait_seconds`.
+    """
+    wish_stop(store, record.run, reason)
+    beat = working(store, record)
+    if beat is None:
+        return None
+    tell(f"{beat.stage}: attempt {beat.attempt} is asked to commit and leave")
+    deadline = time.monotonic() + wait_seconds
+    heard_at, heard = time.monotonic(), beat
+    while time.monotonic() < deadline:
+        beat = next(b for b in attempts_of(store, record)[beat.stage] if b.attempt == beat.attempt)
+        if beat.state != "running":
+            return beat
+        if beat.time != heard.time:
+            heard_at, heard = time.monotonic(), beat
+        if time.monotonic() - heard_at > SILENT_SECONDS:
+            return None  # it died in the meantime
+        time.sleep(1)
+    return beat
+
+
+def working(store: Store, record: RunRecord) -> Heartbeat | None:
+    """The attempt that is at work, as far as its heartbeats tell."""
+    running = [b for stage in attempts_of(store, record).values() for b in stage if b.state == "running"]
+    for beat in reversed(running):
+        if is_alive(beat) or time.time() - beat.time < SILENT_SECONDS + HEARTBEAT_SECONDS:
+            return beat
+    return None
+
+
+def down(run: str, tell: Callable[[str], None]) -> None:
+    """Cancel a run's jobs, wait until they are over, and take down clusters that bear its label."""
+    from sky import jobs
+    from sky.client import sdk
+
+    deadline = time.monotonic() + DOWN_SECONDS
+    if ids := unfinished(run):
+        tell(f"cancelling job {', '.join(map(str, ids))}")
+        sdk.get(jobs.cancel(job_ids=ids))
+    while left := unfinished(run):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"down: job {left[0]} is not over yet; look at it with: sky jobs logs --controller {left[0]}"
+            )
+        time.sleep(2)
+    for cluster in clusters():
+        if (cluster["labels"] or {}).get("run") == label_of(run) and not cluster["is_managed"]:
+            tell(f"taking down {cluster['name']}")
+            sdk.get(sdk.down(cluster["name"]))
+
+
+def unfinished(run: str) -> list[int]:
+    return sorted({task.job for task in map(task_from, managed_jobs(run)) if not task.over})
+
+
+def clusters() -> list[dict[str, Any]]:
+    """Every cluster that SkyPilot knows, those of managed jobs included."""
+    from sky.client import sdk
+
+    return [dict(one) for one in sdk.get(sdk.status(all_users=True))]
+
+
+# Orphans
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """Something that still costs money and belongs to no live run."""
+
+    what: str
+    why: str
+    remedy: str
+
+
+def orphans(store: Store, now: float) -> Iterator[Orphan]:
+    """Jobs on machines whose run is over or silent, and clusters of ours that no job is on."""
+    records = {record.run: record for record in read_records(store)} if list(store.entries("runs/")) else {}
+    tasks = [(job.job_name or "", job.submitted_at or 0.0, task_from(job)) for job in managed_jobs()]
+    for run, submitted, task in tasks:
+        if task.over or task.status in ("PENDING", "STARTING") or run not in records:
+            continue
+        if why := needless(store, records[run], submitted, now):
+            yield Orphan(f"job {task.job} ({run}, {task.stage})", why, f"skytrain down {run}")
+    busy = {task.cluster for _, _, task in tasks if not task.over}
+    labels = {label_of(run): record for run, record in records.items()}
+    for cluster in clusters():
+        label = (cluster["labels"] or {}).get("run")
+        if (cluster["labels"] or {}).get("project") != "skytrain" or cluster["name"] in busy:
+            continue
+        if str(cluster["status"]).endswith("STOPPED"):
+            continue
+        known = labels.get(label or "")
+        why = needless(store, known, cluster["launched_at"], now) if known else f"no run {label} is in {store.uri}"
+        if why:
+            yield Orphan(f"cluster {cluster['name']}", why, f"sky down {cluster['name']}")
+
+
+def needless(store: Store, record: RunRecord, since: float, now: float) -> str | None:
+    """Why a machine that a run has had since then does nothing for it; None if it may."""
+    if working(store, record):
+        return None
+    if summarize(store, record).state == "done":
+        return "the run is done"
+    last = max((b.time for stage in attempts_of(store, record).values() for b in stage), default=0.0)
+    if now - max(last, since) > SET_UP_SECONDS:
+        return f"no attempt of it has been heard for {(now - max(last, since)) / 60:.0f} min"
+    return None
