@@ -1,6 +1,6 @@
 """`skytrain report --html`: runs on one page that explains itself, in one file that asks the network for nothing.
 
-Python gathers, from the store alone, what page.js draws: series (thinned, with the hours and dollars that were
+Python gathers, from the store alone, what the scripts in assets/ draw: series (thinned, with the hours and dollars that were
 billed when each point was logged), attempts, the bill, lineage, receipt and samples. It travels as JSON inside the
 page; the script puts it there as text only, never as markup, and the page's own policy forbids everything else.
 """
@@ -29,6 +29,7 @@ from trainer.config import UserError
 from trainer.metrics import MFU_FORMULA
 from trainer.store import Store
 
+SCRIPTS = ("elements.js", "figures.js", "bill.js", "page.js")  # one after the other
 POINTS = 2000  # of a curve at most: more than a screen has columns, and 50 KB
 METRICS = (
     "train/loss",
@@ -92,7 +93,7 @@ def render(store: Store, records: Iterable[RunRecord], overlays: Iterable[Overla
 
 def bind(data: dict[str, Any]) -> str:
     """One HTML file of the template, its style, its script and the data, under a policy that admits only these."""
-    page, style, script = (asset(f"page.{kind}") for kind in ("html", "css", "js"))
+    page, style, script = asset("page.html"), asset("page.css"), "\n".join(asset(name) for name in SCRIPTS)
     parts = {
         "{{policy}}": (
             f"default-src 'none'; style-src '{hash_source(style)}'; script-src '{hash_source(script)}'; "

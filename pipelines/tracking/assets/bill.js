@@ -1,0 +1,191 @@
+// --- attempts on the clock
+
+const STATES = {
+  done: ["✓", "finished"],
+  running: ["●", "running"],
+  interrupted: ["▼", "interrupted, after saving"],
+  stopped: ["■", "stopped as asked"],
+  lost: ["✕", "died without a word"],
+  failed: ["!", "failed"],
+  stale: ["⤳", "superseded by a later attempt"],
+};
+const PHASES = {  // in this order: its colour, and what it is
+  train: ["train", "steps that count"],
+  evaluate: ["evaluate", "val loss and HellaSwag"],
+  tokenize: ["evaluate", "text to tokens"],
+  export: ["evaluate", "the Hugging Face checkpoint is written"],
+  checkpoint: ["save", "training waits for a save"],
+  upload: ["save", "results to the store"],
+  provision: ["prepare", "the machine comes up"],
+  setup: ["prepare", "processes start, imports, the store is read"],
+  download: ["prepare", "tokens, weights and commits are fetched"],
+  compile: ["prepare", "first step of each attempt, with the compiler"],
+  idle: ["idle", "billed, and spent on nothing else"],
+  redone: ["redone", "steps done again after a loss"],
+  lost: ["waste", "after the last sign of life"],
+};
+const phaseColor = (phase) => PHASES[phase]?.[0] ?? "prepare";
+const inOrder = (phases) => [...new Set([...Object.keys(PHASES), ...Object.keys(phases)])].filter((p) => p in phases);
+const TICK_SECONDS = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 2419200,
+];
+const LANE = 46;  // pixels of a stage: marks, bars, and what the seconds went to
+
+// Wall-clock time to pixels. A pause that is long beside the work is cut short, and says so.
+function clock(attempts, left, right) {
+  const spans = [];
+  for (const { started, ended } of attempts)
+    if (spans.length && started <= spans.at(-1).ended) spans.at(-1).ended = Math.max(spans.at(-1).ended, ended);
+    else spans.push({ started, ended });
+  const busy = spans.reduce((sum, span) => sum + span.ended - span.started, 0) || 1;
+  const pauses = spans.slice(1).map((span, i) => ({ from: spans[i].ended, to: span.started }));
+  const cut = pauses.filter(({ from, to }) => to - from > 0.2 * busy);
+  const length = (pause) => (cut.includes(pause) ? 0.06 * busy : pause.to - pause.from);
+  const scale = (right - left) / (busy + pauses.reduce((sum, pause) => sum + length(pause), 0));
+  function at(t) {
+    let x = left;
+    spans.forEach(({ started, ended }, i) => {
+      if (t > started) x += scale * (Math.min(t, ended) - started);
+      const pause = pauses[i];
+      if (pause && t > ended) x += scale * length(pause) * Math.min(1, (t - ended) / (pause.to - ended));
+    });
+    return x;
+  }
+  return { at, cut, busy };
+}
+
+function drawClock(root, attempts, { at, cut, busy }, box, count) {
+  const zero = attempts[0].started, end = Math.max(...attempts.map((a) => a.ended));
+  const unit = TICK_SECONDS.find((s) => busy / s <= count) ?? busy;
+  let free = -Infinity;
+  for (let t = 0; zero + t <= end; t += unit) {
+    const x = at(zero + t);
+    if (x < free || cut.some(({ from, to }) => zero + t > from && zero + t < to)) continue;
+    free = x + 54;
+    root.append(line("axis", x, box.bottom, x, box.bottom + 4),
+      label(x, box.bottom + 18, t ? ago(t) : "start", { class: t ? "middle" : null }));
+  }
+  root.append(line("axis", box.left, box.bottom, box.right, box.bottom));
+  for (const { from, to } of cut) {
+    const x = (at(from) + at(to)) / 2;
+    root.append(line("reference", x, box.top, x, box.bottom),
+      label(x, box.top - 3, `${seconds(to - from)} later`, { class: "middle halo" }));
+  }
+}
+
+function drawAttempt({ a, x, y, width }) {
+  const open = a.state === "running";
+  const group = svg("g", { class: `s-${a.state}` },
+    svg("rect", { class: open ? "bar open" : "bar", x, y: y + 11, width, height: 14, rx: Math.min(3, width / 2) }),
+    width > 26 && label(x + 5, y + 22, `#${a.number}`, { class: open ? null : "inbar" }),
+    label(x + width, y + 8, STATES[a.state]?.[0] ?? "", { class: width < 12 ? "mark middle" : "mark right" }));
+  const all = Object.values(a.phases).reduce((sum, s) => sum + s, 0) || 1;
+  let from = x;
+  for (const phase of inOrder(a.phases)) {
+    const part = (width * a.phases[phase]) / all;
+    group.append(svg("rect", { class: "bar", color: phaseColor(phase), x: from, y: y + 27, width: part, height: 5 }));
+    from += part;
+  }
+  return group;
+}
+
+const ending = (a) => `${STATES[a.state]?.[1] ?? a.state}${a.notice ? `: ${a.notice}` : ""}`;
+const steps = (a, to) => (has(a.from) ? `${full(a.from)} ${to} ${full(a.to ?? a.from)}` : "");
+function machine(a) {
+  const price = has(a.price_per_hour) ? `${paid(a.bill)} at ${dollars(a.price_per_hour)} an hour` : "price unknown";
+  return `${a.nodes > 1 ? `${a.nodes} x ` : ""}${a.machine}: ${price} (${a.price_source})`;
+}
+
+function timeline(run) {
+  const { attempts } = run;
+  const stages = [...new Set(attempts.map((a) => a.stage))];
+  const states = [...new Set(attempts.map((a) => a.state))];
+  const aria = () => `Attempts of ${run.name} on the clock: ` +
+    `${attempts.map((a) => `${a.stage} ${a.number} ${ending(a)}, ${seconds(a.ended - a.started)}`).join("; ")}.`;
+  function draw(root, width, height) {
+    const box = { left: width < 560 ? 62 : 76, right: width - 8, top: 14, bottom: height - 26 };
+    const time = clock(attempts, box.left, box.right);
+    const top = (stage) => box.top + LANE * stages.indexOf(stage);
+    for (const stage of stages)
+      root.append(label(0, top(stage) + 23, stage),
+        line("grid", box.left, top(stage) + 36, box.right, top(stage) + 36));
+    drawClock(root, attempts, time, box, width < 560 ? 4 : 9);
+    const bars = attempts.map((a) => {
+      const x = time.at(a.started);
+      return { a, x, y: top(a.stage), width: Math.max(2.5, time.at(a.ended) - x - 1) };
+    });
+    root.append(...bars.map(drawAttempt));
+    const mark = ({ bar: { x, y, width: w } }) =>
+      [svg("rect", { class: "hair", fill: "none", x: x - 2, y: y + 9, width: w + 4, height: 25, rx: 4 })];
+    return { ...box, bars, mark };
+  }
+  function stops({ bars }, px) {
+    const distance = ({ x, width }) => Math.max(0, x - px, px - x - width);
+    const bar = bars.reduce((best, each) => (distance(each) < distance(best) ? each : best));
+    return { bar, x: Math.min(bar.x + bar.width, Math.max(bar.x, px)) };
+  }
+  const speak = ({ bar: { a } }) => [
+    [el("b", {}, `${a.stage}, attempt ${a.number}`)],
+    [`${STATES[a.state]?.[0] ?? ""} ${ending(a)}`],
+    [`${moment(a.started)}, for ${seconds(a.ended - a.started)}`],
+    ...(has(a.from) ? [[`steps ${steps(a, "to")}`]] : []),
+    [machine(a)],
+    ...inOrder(a.phases).filter((phase) => a.phases[phase] >= 0.05).map((phase) =>
+      [swatch(phaseColor(phase)), phase, el("span", { class: "value" }, seconds(a.phases[phase]))]),
+  ];
+  const caption = () => [
+    `When ${run.name} was worked on. A bar is an attempt: `,
+    states.map((state, i) => [
+      i ? ", " : "", el("span", { class: `chip s-${state}` }, (STATES[state] ?? [state]).join(" ")),
+    ]),
+    ". The strip below it shows what its seconds went to, in the colours of the bill, sorted by kind and not by time.",
+  ];
+  const heads = ["attempt", "ended", "started", "billed", "steps", "machine", "dollars"];
+  const row = (a) => [
+    `${a.stage} ${a.number}`, ending(a), moment(a.started), seconds(a.ended - a.started), steps(a, "→"), a.machine,
+    paid(a.bill),
+  ];
+  const numbers = () => table(heads, attempts.map(row), { wrapped: [1] });
+  return figure({ height: () => LANE * stages.length + 44, caption, aria, draw, stops, speak, numbers });
+}
+
+// --- the bill
+
+const worth = (run) => (hasPrice(run) ? (bill) => bill.usd : (bill) => 3600 * bill.hours);
+const billed = (run) => Object.values(run.account.by_phase).reduce((sum, bill) => sum + worth(run)(bill), 0);
+
+// Bars of several runs share a scale, dollars with dollars.
+function bill(run) {
+  const { by_phase, total } = run.account, value = worth(run), all = billed(run);
+  if (!all) return soft("Nothing was billed yet.");
+  const phases = inOrder(by_phase).filter((phase) => value(by_phase[phase]) > 0);
+  const most = Math.max(...page.runs.filter((other) => hasPrice(other) === hasPrice(run)).map(billed));
+  const bar = el("div", { class: "bill", "aria-hidden": "true" }, phases.map((phase) => {
+    const piece = el("span", { color: phaseColor(phase), title: `${phase}: ${paid(by_phase[phase])}` });
+    piece.style.flexGrow = value(by_phase[phase]);
+    return piece;
+  }));
+  bar.style.width = `${(100 * all) / most}%`;
+  const money = (b) => (costs(run) ? [paid(b)] : []);
+  const row = (name, b) => [name, seconds(3600 * b.hours), ...money(b), percent(value(b) / all)];
+  const name = (phase) =>
+    [swatch(phaseColor(phase), "box"), phase, " ", el("span", { class: "soft" }, PHASES[phase]?.[1] ?? "")];
+  const rows = [...phases.map((phase) => row(name(phase), by_phase[phase])), row(el("b", {}, "all"), total)];
+  const heads = ["phase", "time", ...(costs(run) ? ["dollars"] : []), "share"];
+  return [bar, table(heads, rows, { wrapped: [0] }), notes(run)];
+}
+
+function notes(run) {
+  const { by_market, interruptions, savings_usd, deaths, unseen_seconds } = run.account;
+  const both = (b) => `${costs(run) ? `${paid(b)} in ` : ""}${seconds(3600 * b.hours)}`;
+  const markets = Object.entries(by_market).map(([market, b]) => `${market} ${both(b)}`);
+  return [
+    markets.length > 1 && `By market: ${markets.join(", ")}.`,
+    interruptions.hours > 0 &&
+      `Being interrupted cost ${both(interruptions)}: work done again, time lost, and the way back.`,
+    has(savings_usd) && `Against the on-demand price of the same machines, ${dollars(savings_usd)} were saved.`,
+    deaths > 0 && `${plural(deaths, "attempt")} died without a word: up to ${seconds(unseen_seconds)} after their ` +
+      "last signs of life may be missing here.",
+    ...run.faults,
+  ].filter(Boolean).map((note) => soft(note));
+}
