@@ -25,6 +25,7 @@ from pipelines.cloud.checks import mlflow_answers
 from pipelines.tracking import mlflow as tracking
 from pipelines.tracking.mlflow import Refused, Shipper, Tracker, groups, position_file, read_position
 from trainer.config import UserError
+from trainer.store import LocalStore
 
 RUN = "smoke-1a2b"
 
@@ -223,6 +224,63 @@ def test_steps_redone_on_another_machine_are_told_once(tmp_path: Path) -> None:
     seen = Seen(uri)
     assert seen.points(f"{RUN}/train", "train/loss") == [(step, 10.0 - step) for step in range(1, 9)]
     assert len(seen.points(f"{RUN}/train", "cost/usd")) == 2  # what is no series may be told anew
+
+
+def test_after_a_rollback_both_points_stay_and_the_later_counts(tmp_path: Path) -> None:
+    uri = sqlite_uri(tmp_path)
+    for machine, again in (("a", False), ("b", True)):
+        tracker = written(tmp_path / machine)
+        for step in (4, 5):
+            tracker.metrics("train", step, 1.9e9 + step + 10 * again, {"train/loss": 3.0 - again}, again)
+        ship(tmp_path / machine, uri)
+    seen = Seen(uri)
+    assert seen.points(f"{RUN}/train", "train/loss") == [(4, 2.0), (4, 3.0), (5, 2.0), (5, 3.0)]
+    assert seen.runs[f"{RUN}/train"].data.metrics["train/loss"] == 2.0
+
+
+def test_a_table_is_an_artifact_of_its_run_and_one_that_has_nowhere_to_go_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    tracker = written(tmp_path)
+    tracker.table(None, "account.json", {"stage": ["tokenize", "train"], "usd": [1.0, None]})
+    ship(tmp_path)
+    run_id = Seen(sqlite_uri(tmp_path)).runs[RUN].info.run_id
+    table = Path(MlflowClient(sqlite_uri(tmp_path)).download_artifacts(run_id, "account.json")).read_text()
+    assert json.loads(table) == {"columns": ["stage", "usd"], "data": [["tokenize", 1.0], ["train", None]]}
+
+    monkeypatch.setattr(MlflowClient, "log_text", lambda *_: (_ for _ in ()).throw(OSError("no bucket")))
+    tracker.table(None, "account.json", {"stage": []})
+    tracker.metrics(None, 0, 1.9e9, {"cost/usd": 2.0})
+    ship(tmp_path)
+    assert Seen(sqlite_uri(tmp_path)).points(RUN, "cost/usd") == [(0, 2.0)]
+
+
+def test_a_journal_holds_what_every_machine_told_in_the_order_of_their_sessions(tmp_path: Path) -> None:
+    store, uri, fresh = LocalStore(tmp_path / "store"), sqlite_uri(tmp_path), f"sqlite:///{tmp_path}/fresh.db"
+    for machine, steps in (("z", range(1, 6)), ("a", range(4, 9))):  # by name they would come the other way round
+        tracker = written(tmp_path / machine)
+        tracker.stage_started("train", {"seed": 1}, {"machine": machine})
+        for step in steps:
+            tracker.metrics("train", step, 1.9e9 + step + (machine == "a"), {"train/loss": 10.0 - step})
+            tracker.keep_journal(store)
+        with tracker.log.open("ab") as log:
+            log.write(b'{"kind": "met')  # the end of a line is still to come
+        tracker.keep_journal(store)
+        ship(tmp_path / machine, uri)
+    pieces = store.entries(f"tracking/{RUN}/")
+    assert len(pieces) == 10
+    assert tracking.rebuild(store, RUN, fresh) == 2
+    for known in (Seen(uri), Seen(fresh)):
+        train = known.runs[f"{RUN}/train"]
+        assert known.points(f"{RUN}/train", "train/loss") == [(step, 10.0 - step) for step in range(1, 9)]
+        assert (train.data.params, train.data.tags["machine"]) == ({"seed": "1"}, "a")
+    times = [
+        [m.timestamp for m in seen.client.get_metric_history(seen.runs[f"{RUN}/train"].info.run_id, "train/loss")]
+        for seen in (Seen(uri), Seen(fresh))
+    ]
+    assert sorted(times[0]) == sorted(times[1])
 
 
 def test_of_two_parents_made_at_once_the_older_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,16 +30,20 @@ from pipelines.tables import (
     printable,
     program,
 )
+from pipelines.tracking.account import Interval
+from pipelines.tracking.compare import compare
 from pipelines.tracking.ledger import Billing, Heartbeat, claim, this_process
 from pipelines.tracking.mlflow import Tracker
 from pipelines.tracking.report import (
     Audit,
     RunRecord,
     Summary,
+    account_of,
     audit,
     one_run,
     read_records,
     record,
+    record_intervals,
     run_series,
     summarize,
 )
@@ -78,7 +82,7 @@ def finished(store: Store, stage: str, files: tuple[File, ...] = (), **facts: An
 
 def attempted(store: Store, stage: str, number: int = 1, hours: float = 1.0, **changes: Any) -> Heartbeat:
     """An attempt as it last reported, by default one that is done."""
-    assert claim(store, PLANS[stage].prefix, RUN, stage, number, Billing())
+    claim(store, PLANS[stage].prefix, RUN, stage, number, Billing())
     now = time.time()
     beat = Heartbeat(RUN, stage, number, "done", now - hours * 3600, now, 0.0, GONE)
     beat = replace(beat, **changes)
@@ -302,6 +306,115 @@ def test_durations_read_as_people_say_them(seconds: float, text: str) -> None:
 
 def test_generated_text_cannot_command_a_terminal() -> None:
     assert printable("a\tb\n\x1b[31m\x00é\u202e") == "a\tb\n·[31m·é·"
+
+
+# --- what the whole bill holds, and what can't be read
+
+
+def test_an_evaluation_that_was_asked_for_in_another_way_stays_on_the_bill(store: LocalStore) -> None:
+    before = done_run(store)
+    other = load_recipe("smoke", ["tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}", *SMALLER,
+                                  "evaluate.val_tokens=4096"])  # fmt: skip
+    plans = plans_of(other)
+    assert plans["evaluate"].prefix != PLANS["evaluate"].prefix
+    for _ in range(2):
+        now = record(store, RUN, other, plans, "export")
+    assert now.earlier["evaluate"] == [before.prefixes["evaluate"]] and now.earlier["train"] == []
+    bill = account_of(store, now)
+    assert bill.total.usd == pytest.approx(20.0) and bill.by_stage["evaluate"].usd == pytest.approx(5.0)
+    assert summarize(store, now).attempts == 1
+    again = record(store, RUN, RECIPE, PLANS, "export")  # and back
+    assert again.earlier["evaluate"] == [plans["evaluate"].prefix]
+    assert account_of(store, again).total.usd == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_report_goes_on_past_a_damaged_manifest_and_names_it(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    done_run(store)
+    key = f"{PLANS[stage].prefix}/MANIFEST.json"
+    store.put(key, b"{")
+    cli.report(None, store=store.uri)
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[:2] == [RUN, "damaged"] and f"{store.uri}/{key}: damaged" in out
+    assert "20.00" in out
+
+
+def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: LocalStore) -> None:
+    made = done_run(store)
+    key = f"{TRAIN}/attempts/0001/heartbeat.json"
+    store.put(key, b"")
+    bill = account_of(store, made)
+    assert bill.total.usd == pytest.approx(15.0)  # its claim says when it began, and no more
+    assert [fault.split(": damaged")[0] for fault in bill.faults] == [f"{store.uri}/{key}"]
+
+
+def test_a_damaged_record_of_a_run_is_a_mistake_that_is_named(store: LocalStore) -> None:
+    store.put(f"runs/{RUN}.json", b"{}")
+    with pytest.raises(UserError, match=f"runs/{RUN}.json: damaged"):
+        read_records(store)
+
+
+def test_what_skypilot_says_of_a_runs_clusters_stands_below_the_table(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done_run(store)
+    attempted(store, "train", hours=0.5, price_per_hour=10.0, machine={"cloud": "aws", "cluster": "spot-7"})
+    record_intervals(store, RUN, [Interval("spot-7", 1, 0.0, 1800.0), Interval("spot-7", 1, 3600.0, 3960.0)])
+    cli.report(None, store=store.uri)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"{RUN}: cluster spot-7: 0.600 h by SkyPilot, 0.500 h in the ledger (+1.00 dollars)"
+    )
+
+
+# --- two runs compared
+
+
+def priced(store: Store, run: str, recipe: Recipe, losses: dict[int, float], price: float) -> None:
+    """A run whose steps took a minute each, from its beginning on, and its cost."""
+    plans = plans_of(recipe)
+    record(store, run, recipe, plans, "train")
+    prefix, minutes = plans["train"].prefix, max(losses)
+    assert claim(store, prefix, run, "train", 1, Billing(price))
+    beat = Heartbeat(run, "train", 1, "done", 0.0, 60.0 * minutes, price, GONE)
+    store.put(f"{prefix}/attempts/0001/heartbeat.json", json.dumps(asdict(beat)).encode())
+    rows = [{"step": step, "time": 60.0 * step, "val/loss": loss} for step, loss in losses.items()]
+    body = "".join(json.dumps(one) + "\n" for one in rows)
+    store.put(f"{prefix}/metrics/step-{minutes:08d}-a0001.jsonl", body.encode())
+
+
+def test_two_runs_are_compared_at_equal_tokens_and_at_equal_dollars(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = load_recipe("smoke", ["tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}", *SMALLER,
+                                  "train.learning_rate=0.01"])  # fmt: skip
+    priced(store, RUN, RECIPE, {0: 9.0, 50: 5.0, 100: 4.0}, price=6.0)  # 10 dollars
+    priced(store, run_name(plans_of(quick)), quick, {0: 9.0, 50: 4.5, 100: 3.5, 200: 3.0}, price=12.0)  # 40 dollars
+    cli.report([RUN, run_name(plans_of(quick))], store=store.uri, as_json=True, compare=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["runs"] == [RUN, run_name(plans_of(quick))]
+    assert told["differs"]["recipe.train.learning_rate"] == [RECIPE.train.learning_rate, 0.01]
+    assert "recipe.train.seed" not in told["differs"]
+    assert told["differs"]["machines.price_per_hour"] == ["6.0", "12.0"]
+    tokens = {level["at"]: level["values"] for level in told["at_equal_tokens"]}
+    assert tokens[100 * 8192] == [4.0, 3.5] and tokens[50 * 8192] == [5.0, 4.5]
+    dollars = {round(level["at"], 6): level["values"] for level in told["at_equal_dollars"]}
+    assert dollars[10.0] == [4.0, 4.5]  # for the same money the dearer machine did half the steps
+    cli.report([run_name(plans_of(quick)), RUN], store=store.uri, compare=True)
+    shown = capsys.readouterr().out
+    assert "recipe.train.learning_rate" in shown and "at equal dollars" in shown
+    with pytest.raises(UserError, match="takes two runs, got 1"):
+        cli.report([RUN], store=store.uri, compare=True)
+
+
+def test_runs_of_unknown_price_are_not_compared_by_dollars(store: LocalStore) -> None:
+    priced(store, RUN, RECIPE, {0: 9.0, 50: 5.0}, price=6.0)
+    beat = json.loads(store.get(f"{TRAIN}/attempts/0001/heartbeat.json") or b"")
+    store.put(f"{TRAIN}/attempts/0001/heartbeat.json", json.dumps(beat | {"price_per_hour": None}).encode())
+    (made,) = read_records(store)
+    compared = compare(store, made, made)
+    assert compared.at_equal_dollars == [] and compared.differs == {} and len(compared.at_equal_tokens) > 0
 
 
 # --- series

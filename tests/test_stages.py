@@ -44,9 +44,16 @@ class Heard:
     def __init__(self) -> None:
         self.points: list[tuple[int, dict[str, float]]] = []
         self.warnings: list[str] = []
+        self.again: list[int] = []
+        self.tagged: dict[str, Any] = {}
 
-    def metrics(self, stage: str, step: int, time: float, values: dict[str, float]) -> None:
+    def metrics(self, stage: str, step: int, time: float, values: dict[str, float], again: bool = False) -> None:
         self.points.append((step, values))
+        if again:
+            self.again.append(step)
+
+    def tags(self, stage: str, tags: dict[str, Any]) -> None:
+        self.tagged |= tags
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
@@ -89,7 +96,7 @@ def no_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- train
 
 
-def sleeping(work: Work, processes: int) -> subprocess.Popen[bytes]:
+def sleeping(*_: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 
 
@@ -135,6 +142,34 @@ def test_a_step_that_is_done_again_in_one_attempt_is_told_once(work: Callable[[s
     for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0)):  # it turned back at 3
         train.track_row(mine, {"step": step, "time": 1.0, "train/loss": loss, "data/digest": 7}, tracked)
     assert heard.points == [(step, {"train/loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (4, 3.0))]
+
+
+def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = work("train")
+    mine.tracker = cast(Tracker, heard := Heard())
+    clock = {"phases": {"setup": 2.0, "train": 1.0}, "phase": "train"}
+    losses = ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0))
+    said: list[dict[str, Any]] = [
+        {"event": "row", "step": step, "time": 1.0, "train/loss": loss, "perf/tokens_per_second": 9.0, **clock}
+        for step, loss in losses
+    ]
+    said.insert(3, {"event": "rollback", "step": 3, "to": 1, "reason": "it rose"})
+    said.append({"event": "checkpoint", "step": 4, "seconds": 0.1, "bytes": 7})
+    start = {"event": "start", "step": 0, "parameters": 7, "world_size": 1, "device": "cpu", "precision": "fp32"}
+    monkeypatch.setattr(train, "events", lambda *_: iter([start | {"grad_accum_steps": 1}, *said]))
+    monkeypatch.setattr(train, "track_committed", lambda _: {})
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    train.follow(mine, done)
+    assert [(step, values["train/loss"]) for step, values in heard.points] == list(losses)
+    assert heard.again == [2, 3]
+    assert "from step 3 to 1; of two points at a step the later one counts" in heard.tagged.values()
+    told = mine.attempt.latest.progress
+    assert (told["steps_done"], told["steps_redone"], told["lowest_step"], told["highest_step"]) == (6, 2, 0, 4)
+    assert (told["resumed_from"], told["step"], told["committed_step"]) == (0, 4, 4)
+    assert mine.ranks == (clock["phases"], "train")
 
 
 # --- evaluate, export
