@@ -228,7 +228,7 @@ def report(
 ) -> None:
     """What runs did and cost: state, attempts, tokens, val loss, hours, dollars."""
     from pipelines.artifacts.store import open_store
-    from pipelines.tables import print_audit, print_runs, print_series, sky_differences
+    from pipelines.tables import print_audit, print_bill, print_runs, print_series, sky_differences
     from pipelines.tracking.report import account_of, audit, read_records, run_series, summarize
     from trainer.config import UserError
 
@@ -255,7 +255,11 @@ def report(
     summaries = [summarize(opened, record) for record in records]
     accounts = [account_of(opened, record) for record in records]
     if not as_json:
-        return print_runs(summaries, opened.uri, [line for a in accounts for line in sky_differences(opened, a)])
+        print_runs(summaries, opened.uri, [line for a in accounts for line in sky_differences(opened, a)])
+        if runs and len(accounts) == 1:
+            print()
+            print_bill(accounts[0])
+        return
     print(json.dumps([asdict(s) | {"account": asdict(a)} for s, a in zip(summaries, accounts, strict=True)]))
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from pipelines.artifacts.manifest import Manifest, Plan, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.account import Account, Bill, reconcile
+from pipelines.tracking.account import Account, Bill, market_of, reconcile
 from pipelines.tracking.compare import Comparison
 from pipelines.tracking.ledger import SILENT_SECONDS, Heartbeat, attempts
 from pipelines.tracking.report import SERIES, Audit, Summary, account_of, intervals_of, read_records
@@ -213,6 +213,49 @@ def print_runs(summaries: list[Summary], where: str, notes: Iterable[str] = ()) 
     console().print(table)
     for line in [*(fault for s in summaries for fault in s.faults), *notes]:
         console().print(escape(line))
+
+
+def print_bill(bill: Account) -> None:
+    """One run's bill: for what, at what price, and what of it was lost."""
+    out = console()
+    for title, parts in (("stage", bill.by_stage), ("phase", bill.by_phase), ("market", bill.by_market)):
+        table = Table(title, "time", "dollars", box=None, pad_edge=False)
+        for name, part in sorted(parts.items(), key=lambda item: -item[1].hours):
+            table.add_row(name, duration(3600 * part.hours), money(part.usd, part.unpriced_hours))
+        out.print(table)
+        out.print()
+    heads = ("attempt", "state", "on", "began (UTC)", "time", "price an hour", "dollars", "steps", "kept", "redone")
+    table = Table(*heads, box=None, pad_edge=False)
+    for a in bill.attempts:
+        price = "unknown" if a.price_per_hour is None else f"{a.price_per_hour:.2f}"
+        table.add_row(
+            f"{a.stage} {a.number}",
+            a.state + (f" ({a.notice})" if a.notice else ""),
+            (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.get('instance') or a.host}, {market_of(a.machine)}",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(a.started)),
+            duration(a.ended - a.started),
+            f"{price} ({a.price_source})",
+            money(a.bill.usd, a.bill.unpriced_hours),
+            *(str(steps) if a.steps_done else "" for steps in (a.steps_done, a.steps_kept, a.steps_redone)),
+        )
+    out.print(table)
+    out.print()
+    lines = []
+    if bill.goodput is not None:
+        lines.append(f"goodput {bill.goodput:.1%}: training, each step counted once, of all billed time")
+    if bill.usd_per_billion_tokens:
+        lines.append(f"{bill.usd_per_billion_tokens:,.2f} dollars per billion tokens")
+    if bill.interruptions.hours:
+        lost = money(bill.interruptions.usd, bill.interruptions.unpriced_hours)
+        lines.append(f"{lost} dollars lost to interruptions: work done again, and the way back to it")
+    if bill.savings_usd is not None:
+        lines.append(f"{bill.savings_usd:.2f} dollars saved against on-demand prices")
+    if bill.deaths:
+        lines.append(
+            f"{bill.deaths} attempt(s) died without a word: up to {bill.unseen_seconds:.0f} s may be on no bill"
+        )
+    for line in lines:
+        out.print(line)
 
 
 def sky_differences(store: Store, account: Account) -> Iterator[str]:

@@ -96,17 +96,19 @@ def test_steps_behind_which_a_later_attempt_went_back_are_not_kept() -> None:
         beat(attempt=1, state="running", progress=steps(0, 57)),
         beat(attempt=2, state="interrupted", progress=steps(50, 80, steps_done=30, steps_redone=7)),
         beat(attempt=3, state="failed"),  # never came to train
-        beat(attempt=4, progress=steps(80, 100)),
+        beat(attempt=4, state="running", progress=steps(80, 88)),  # died 2 steps after its last word
+        beat(attempt=5, progress=steps(90, 100)),
         tokens_per_step=10_000_000,
     )
     assert [(a.steps_done, a.steps_kept, a.steps_redone) for a in bill.attempts] == [
         (57, 50, 0),
         (30, 30, 7),
         (0, 0, 0),
-        (20, 20, 0),
+        (10, 10, 0),
+        (10, 10, 0),
     ]
     assert bill.tokens == 100 * 10_000_000
-    assert bill.usd_per_billion_tokens == pytest.approx(4.0)
+    assert bill.usd_per_billion_tokens == pytest.approx(5.0)
 
 
 def test_a_rollback_behind_the_attempts_own_start_takes_steps_from_the_one_before() -> None:

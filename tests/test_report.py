@@ -368,6 +368,32 @@ def test_what_skypilot_says_of_a_runs_clusters_stands_below_the_table(
     )
 
 
+def test_the_report_of_one_run_says_for_what_and_at_what_price(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done_run(store)
+    spot = {"cloud": "aws", "spot": True, "instance": "p5.48xlarge", "on_demand_per_hour": 12.0}
+    steps = {"resumed_from": 0, "step": 70, "notice": "SIGTERM"}
+    half = {"hours": 0.5, "price_per_hour": 10.0, "machine": spot, "price_source": "catalog aws"}
+    attempted(store, "train", 1, state="interrupted", progress=steps, **half)
+    attempted(store, "train", 2, price_per_hour=None, phases={"setup": 900.0, "train": 2700.0}, nodes=2)
+    cli.report([RUN], store=store.uri)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "aws spot 30 min 00 s 5.00" in lines
+    assert "train 2 h 30 min 5.00 + 2 h of unknown price" in lines
+    assert any(
+        line.startswith("train 1 interrupted (SIGTERM) p5.48xlarge, aws spot ")
+        and line.endswith(" 30 min 00 s 10.00 (catalog aws) 5.00 70 70 0")
+        for line in lines
+    ), lines
+    assert (
+        "0.00 + 0.5 h of unknown price dollars lost to interruptions: work done again, and the way back to it" in lines
+    )
+    assert "1.00 dollars saved against on-demand prices" in lines
+    cli.report(None, store=store.uri)
+    assert "aws spot" not in capsys.readouterr().out  # that is for one run
+
+
 # --- two runs compared
 
 

@@ -157,19 +157,21 @@ def settled_phases(beat: Heartbeat) -> dict[str, float]:
 def steps_of(beats: list[Heartbeat]) -> list[tuple[int, int, int]]:
     """Of the attempts on one artifact, in order: steps done, kept and redone of each.
 
-    Kept are those behind which no later attempt has gone back. An attempt that rolls back does so too.
+    Kept are those behind which no later attempt has gone back. An attempt that rolls back does so too. Where the
+    next one went on, this one must have come, even if its last heartbeat says less.
     """
     rows: list[tuple[int, int, int]] = []
-    later = math.inf
+    later: int | None = None
     for beat in reversed(beats):
         told = beat.progress
         if "resumed_from" not in told or "step" not in told:
             rows.append((0, 0, 0))
             continue
         low = told.get("lowest_step", told["resumed_from"])
-        kept = max(0, int(min(told["step"], later)) - low)
-        rows.append((told.get("steps_done", told["step"] - low), kept, told.get("steps_redone", 0)))
-        later = min(later, low)
+        kept = max(0, (told["step"] if later is None else later) - low)
+        done = max(kept, told.get("steps_done", told["step"] - low))
+        rows.append((done, kept, told.get("steps_redone", 0)))
+        later = low if later is None else min(later, low)
     return rows[::-1]
 
 
