@@ -1,8 +1,8 @@
 """`skytrain report --html`: runs on one page that explains itself, in one file that asks the network for nothing.
 
-Python gathers, from the store alone, what the scripts in assets/ draw: series (thinned, with the hours and dollars that were
-billed when each point was logged), attempts, the bill, lineage, receipt and samples. It travels as JSON inside the
-page; the script puts it there as text only, never as markup, and the page's own policy forbids everything else.
+Python gathers, from the store alone, what the scripts in assets/ draw: series (thinned, with the hours and dollars
+that were billed when each point was logged), attempts, the bill, lineage, receipt and samples. It travels as JSON
+inside the page; the scripts put it there as text only, never as markup, and the page's own policy forbids all else.
 """
 
 import base64
