@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,26 +31,25 @@ class Trace:
         """Of all time, how much a machine could be had."""
         return sum(self.available) / len(self.available)
 
-    def spells(self, start: float = 0.0) -> list[tuple[float, float]]:
-        """From when to when a machine could be had, in seconds after `start`.
+    @cached_property
+    def stretches(self) -> list[tuple[float, float]]:
+        """From when to when a machine could be had, in seconds.
 
         A probe tells that it changed since the one before, not when: the moment is drawn in between. Or all
-        spells would be whole ticks long, and an interval that divides a tick would look better than it is.
+        stretches would be whole ticks long, and an interval that divides a tick would look better than it is.
         """
-        draw, ends = random.Random(self.name), [0.0]
+        draw = random.Random(self.name)  # the same in every process
         changes = [tick for tick in range(1, len(self.available)) if self.available[tick] != self.available[tick - 1]]
-        ends += [(tick - draw.random()) * self.gap_seconds for tick in changes]
-        spells = pairwise([*ends, self.seconds])
-        there = self.available[0]
-        return [
-            (max(0.0, begin - start), end - start)
-            for number, (begin, end) in enumerate(spells)
-            if there == (number % 2 == 0) and end > start
-        ]
+        ends = [0.0, *((tick - draw.random()) * self.gap_seconds for tick in changes), self.seconds]
+        return list(pairwise(ends))[0 if self.available[0] else 1 :: 2]
+
+    def spells(self, start: float = 0.0) -> list[tuple[float, float]]:
+        """The stretches, in seconds after `start`."""
+        return [(max(0.0, begin - start), end - start) for begin, end in self.stretches if end > start]
 
     def starts(self, count: int, room: float) -> list[float]:
         """Moments to begin at, of any phase of the trace, that leave `room` seconds of it."""
-        draw = random.Random(self.name)  # the same in every process
+        draw = random.Random(self.name)
         return sorted(draw.uniform(0, self.seconds - room) for _ in range(count))
 
 

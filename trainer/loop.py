@@ -301,6 +301,6 @@ class SaveClock:
         self.last = -math.inf
 
     def saved(self, seconds: float) -> None:
-        # The first save allocates and pins the memory of all: 30 times a stall, and no measure of the next.
+        # The first save may have to wait until its memory is pinned (10 s for 19 GB): no measure of the next.
         cost = min(self.save_seconds, seconds) if self.first else seconds
         self.last, self.save_seconds, self.first = time.monotonic(), max(0.1, cost), False
