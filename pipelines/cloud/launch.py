@@ -6,6 +6,7 @@ The job is told nothing but the run's name and store (`skytrain run run:NAME --s
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -135,8 +136,9 @@ def ask_optimizer(dag: "Dag", quiet: bool) -> None:
         request = sdk.optimize(dag)
         sdk.get(request) if quiet else sdk.stream_and_get(request)
     except (exceptions.ResourcesUnavailableError, exceptions.NoCloudAccessError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"launch: no machine fits: {reason}; other --infra or --gpus may, or without --spot") from error
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("To fix:")[0]  # its own hints are about its own CLI
+        reason = " ".join(plain.split()).rstrip(".")
+        raise UserError(f"launch: no machine fits: {reason}; try another --infra or --gpus, or without --spot") from error
 
 
 def running_jobs(run: str) -> list[int]:
