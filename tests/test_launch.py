@@ -269,6 +269,13 @@ def test_a_secret_is_not_taken_in_the_open(text: str) -> None:
     assert "=x" not in str(refused.value)
 
 
+def test_a_password_in_an_address_is_not_taken_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://somebody:hunter2@mlflow.example.org")
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI: holds a secret") as refused:
+        variables_here()
+    assert "hunter2" not in str(refused.value)
+
+
 def test_a_secret_that_is_not_set_is_named() -> None:
     with pytest.raises(UserError, match="--secret HF_TOKEN: it is not set here"):
         secrets_here(["HF_TOKEN"])
@@ -301,6 +308,9 @@ def test_an_address_of_this_machine_means_another_one_there(tmp_path: Path) -> N
     store = LocalStore(tmp_path)
     assert "AWS_ENDPOINT_URL" in looked(store, KEYS, infra="aws", variables=variables)["network"].seen
     assert "network" not in looked(store, KEYS, infra="slurm/here", variables=variables)
+    for local in ("sqlite:///mlflow.db", "file:///somewhere"):
+        found = looked(store, KEYS, infra="slurm/here", variables={"MLFLOW_TRACKING_URI": local})
+        assert found["network"].state == "broken"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The job is told nothing but the run's name and store (`skytrain run run:NAME --s
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +19,8 @@ from pipelines.cloud.prices import offers, prices_table
 from pipelines.cloud.tasks import CLUSTERS, PLAIN, SECRET, Wish, cloud_of, clouds_of, dag_of, documents, shown
 from pipelines.recipe import Recipe
 from pipelines.stage import missing
-from pipelines.tracking.report import record
+from pipelines.tracking.report import account_of, read_records, record
+from pipelines.tracking.wish import drop_wish
 from trainer.config import UserError
 from trainer.store import Store
 
@@ -40,16 +42,21 @@ class Launched:
 
 def variables_here(extra: Iterable[str] = ()) -> dict[str, str]:
     """What a job takes over from this shell, and `NAME=VALUE` besides. UserError for a secret in the open."""
-    from pipelines.image import SECRET_SETTING
+    from pipelines.image import SECRET_SETTING, SECRET_TEXT
 
-    taken = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
-    for text in extra:
+    given = [f"{name}={os.environ[name]}" for name in PLAIN if os.environ.get(name)]
+    taken = {}
+    for text in (*given, *extra):
         name, equals, value = text.partition("=")
         if not (equals and name.isidentifier()):
             raise UserError(f"--env {name}: not of the form NAME=VALUE")
         if name in SECRET or SECRET_SETTING.search(name):
             raise UserError(
                 f"--env {name}: looks like a secret, which would be shown; export it and say --secret {name}"
+            )
+        if SECRET_TEXT.search(value):
+            raise UserError(
+                f"{name}: holds a secret, which would be shown; give MLflow's as MLFLOW_TRACKING_USERNAME/PASSWORD"
             )
         taken[name] = value
     return taken
@@ -135,8 +142,11 @@ def ask_optimizer(dag: "Dag", quiet: bool) -> None:
         request = sdk.optimize(dag)
         sdk.get(request) if quiet else sdk.stream_and_get(request)
     except (exceptions.ResourcesUnavailableError, exceptions.NoCloudAccessError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"launch: no machine fits: {reason}; other --infra or --gpus may, or without --spot") from error
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("To fix:")[0]  # its own hints are about its own CLI
+        reason = " ".join(plain.split()).rstrip(".")
+        raise UserError(
+            f"launch: no machine fits: {reason}; try another --infra or --gpus, or without --spot"
+        ) from error
 
 
 def running_jobs(run: str) -> list[int]:
@@ -170,7 +180,10 @@ def within_limits(
     clouds = dict.fromkeys(cloud for m in machines if (cloud := cloud_of(m["infra"])) not in CLUSTERS)
     if not clouds:
         return job  # one's own machines: SkyPilot's prices, if it was told any, stand in its own table
-    limits = plan.Limits(wish.deadline_hours, wish.budget)
+    already = 0.0 if wish.budget is None else spent(store, wish.run)
+    if wish.budget is not None and wish.budget <= already:
+        raise UserError(f"--budget {wish.budget:g}: ${already:,.2f} are spent already; a higher one goes on")
+    limits = plan.Limits(wish.deadline_hours, None if wish.budget is None else wish.budget - already)
     nodes = dict.fromkeys(m["accelerators"] for m in machines)
     found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds, plans)
     plan.print_cloud_plan(found)
@@ -182,6 +195,14 @@ def within_limits(
         raise UserError(f"launch: {found.notes[-1] if found.notes else f'nothing is done within {limits}'}")
     train = tasks["train"] | {"resources": tasks["train"]["resources"] | {"any_of": kept}}
     return [job[0], *(train if task["name"] == "train" else task for task in job[1:])]
+
+
+def spent(store: Store, run: str) -> float:
+    """The dollars that a run has cost so far."""
+    if store.get(f"runs/{run}.json") is None:
+        return 0.0
+    (known,) = read_records(store, [run])
+    return account_of(store, known).total.usd
 
 
 def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
@@ -248,6 +269,7 @@ def submit(
     from sky.client import sdk
 
     record(store, wish.run, recipe, plans, wish.until)
+    drop_wish(store, wish.run)  # or the job would end at once
     before = last_launch(store, wish.run)
     earlier = [*before.earlier, {k: getattr(before, k) for k in ("time", "stages", "jobs")}] if before else []
     launched = Launched(wish, stages, [], sorted(secrets), time.time(), earlier)

@@ -111,6 +111,8 @@ def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str])
 def endpoints(wish: Wish, afar: bool) -> Iterator[Finding]:
     """Addresses that mean another machine there than here."""
     for name, value in wish.variables.items():
+        if name == "MLFLOW_TRACKING_URI" and value.startswith(("sqlite:", "file:", "/")):
+            yield broken("network", f"{name}={value} lies on this machine", "name a server, or unset it")
         if afar and "://" in value and is_loopback(value):
             yield broken("network", f"{name}={value} is this machine", "name an address that the nodes can reach")
 

@@ -150,8 +150,10 @@ def shown(job: list[dict[str, Any]], secrets: Mapping[str, str]) -> str:
 
 def dag_of(job: list[dict[str, Any]], secrets: Mapping[str, str]) -> "Dag":
     """The job as SkyPilot's chain of tasks, checked against its schema. UserError says what it objects to."""
-    from sky.utils import dag_utils
-
+    try:
+        from sky.utils import dag_utils
+    except ImportError as error:
+        raise UserError("launch: SkyPilot is not installed: pip install '.[cloud]'") from error
     try:
         return dag_utils.load_chain_dag_from_yaml_str(as_yaml(job), secrets_overrides=list(secrets.items()))
     except ValueError as error:
