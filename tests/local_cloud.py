@@ -1,7 +1,7 @@
 """SkyPilot for real and no cloud: two Slurm nodes with pretended GPUs on this machine, and the API server.
 
-Everything listens on loopback and lies in one folder, which is no test's own: Slurm's jobs run as a user of their
-own, and pytest's folders are shut to others. Outside it there are, while the cloud is up, that user, two names in
+Everything listens on loopback and lies in one folder. Outside it there are, while the cloud is up, a login in
+/etc/passwd (root by another name and with another home: tests run where no other user can read), two names in
 /etc/hosts and a file in /etc/profile.d; `stop` removes them all. Needs root.
 
 Not as on a real cloud: GPUs are /dev/null by another name, there are no containers and no spot market; `scancel` is
@@ -10,12 +10,10 @@ API server here asks one of ours.
 """
 
 import os
-import pwd
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -24,7 +22,7 @@ import yaml
 from servers import LOOPBACK, Daemon, free_ports
 from sky_catalog import sky_environment, write_catalog
 
-USER = "skytrain-cloud"
+LOGIN = "skytrain-cloud"
 NODES = ("st-n1", "st-n2")
 PROGRAMS = {
     "slurmctld": "slurm-wlm",
@@ -35,7 +33,7 @@ PROGRAMS = {
     "curl": "curl",
 }
 PROFILE = Path("/etc/profile.d/skytrain-local-cloud.sh")
-HOSTS = Path("/etc/hosts")
+HOSTS, PASSWORDS = Path("/etc/hosts"), Path("/etc/passwd")
 HOST_LINES = "".join(f"127.0.1.{i} {node}\n" for i, node in enumerate(NODES, start=1))
 PRICE = 3.6  # dollars an hour and GPU: 8 of them cost 0.8 cents a second
 
@@ -47,6 +45,7 @@ done
 exec /usr/bin/curl "$@"
 """,
     "uv": """words=(); for word in "$@"; do [ "$word" != 3.10 ] || word={python}; words+=("$word"); done
+export SSL_CERT_FILE=${{SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}}  # the machine's, not uv's own
 exec {uv} "${{words[@]}}"
 """,
     "sudo": """while [[ $1 == -* ]]; do shift; done
@@ -101,7 +100,7 @@ sys.meta_path.insert(0, Probe())
 def what_is_missing() -> str | None:
     """Why there can be no local cloud on this machine."""
     if os.geteuid() != 0:
-        return "root (Slurm's jobs run as another user)"
+        return "root"
     if packages := sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)}):
         return f"{' '.join(packages)} (apt)"
     if not (Path(sys.executable).parent / "uv").exists() and not shutil.which("uv"):
@@ -112,11 +111,10 @@ def what_is_missing() -> str | None:
 class LocalCloud:
     """Up between `start` and `stop`. `environment` leads SkyPilot, and `skytrain launch`, to it."""
 
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="skytrain-cloud-"))
-        self.folder.chmod(0o755)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.client = self.folder / "client"  # home of SkyPilot's client and API server
-        self.home = self.folder / "home"  # of the jobs' user, on all nodes
+        self.home = self.folder / "home"  # of the jobs, on all nodes
         self.probe_port, self.ssh_port, self.api_port, self.slurm_port, *self.node_ports = free_ports(6)
         self.environment = {
             **sky_environment(self.client),
@@ -138,7 +136,6 @@ class LocalCloud:
 
     def stop(self) -> None:
         self._stack.close()
-        shutil.rmtree(self.folder)
 
     def slurm(self, *command: str) -> str:
         """The output of one of Slurm's commands."""
@@ -159,7 +156,6 @@ class LocalCloud:
         return done.stdout
 
     def _start(self) -> None:
-        self._make_user()
         self._change_machine()
         self._start_slurm()
         self._start_sshd()
@@ -174,28 +170,21 @@ class LocalCloud:
         self._stack.callback(daemon.stop)
         return daemon
 
-    def _make_user(self) -> None:
-        try:
-            pwd.getpwnam(USER)
-        except KeyError:
-            run("useradd", "--create-home", "--home-dir", self.home, "--shell", "/bin/bash", "--password", "*", USER)
-            self._stack.callback(run, "userdel", USER)
-            self._stack.callback(self._end_processes)
-        else:
-            raise RuntimeError(f"there is a user {USER} already; another local cloud is up, or was killed: userdel it")
-
     def _end_processes(self) -> None:
-        """What SkyPilot leaves running: on the nodes, all of a user who is ours; here, what lives in our folder."""
+        """What SkyPilot leaves running, on the nodes and here: whatever is at home in our folder."""
+        ours = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.username() == USER or process.environ().get("HOME") == str(self.client):
+                if Path(process.environ().get("HOME", "/")).is_relative_to(self.folder):
                     process.kill()
-                    process.wait(10)
+                    ours.append(process)
+        psutil.wait_procs(ours, 10)
 
     def _change_machine(self) -> None:
-        before = HOSTS.read_text()
-        self._stack.callback(lambda: HOSTS.write_text(HOSTS.read_text().replace(HOST_LINES, "")))
-        HOSTS.write_text(f"{before.rstrip()}\n{HOST_LINES}")
+        self._stack.callback(self._end_processes)
+        self.home.mkdir()
+        self._add_lines(HOSTS, HOST_LINES)
+        self._add_lines(PASSWORDS, f"{LOGIN}:*:0:0::{self.home}:/bin/bash\n")
         shims = self.folder / "shims"
         shims.mkdir()
         uv = Path(sys.executable).parent / "uv"
@@ -205,20 +194,29 @@ class LocalCloud:
             path.write_text("#!/bin/bash\n" + text.format(shims=shims, uv=uv if uv.exists() else "uv", python=python))
             path.chmod(0o755)
         self._stack.callback(PROFILE.unlink, missing_ok=True)
-        PROFILE.write_text(
-            f'if [ "$(id -un)" = {USER} ]; then\n  export PATH={shims}:$PATH SLURM_CONF={self.folder}/slurm.conf\nfi\n'
-        )
+        PROFILE.write_text(f"case $HOME/ in {self.home}/*) export PATH={shims}:$PATH ;; esac\n")
+
+    def _add_lines(self, file: Path, lines: str) -> None:
+        before = file.read_text()
+        assert NODES[0] not in before and LOGIN not in before, f"{file}: another local cloud is up, or was killed"
+        self._stack.callback(lambda: file.write_text(file.read_text().replace(lines, "")))
+        file.write_text(f"{before.rstrip()}\n{lines}")
 
     def _start_slurm(self) -> None:
         folder, host = self.folder, socket.gethostname().partition(".")[0]
         for name in ("state", "spool", "munge", "gpus"):
             (folder / name).mkdir()
         (folder / "munge" / "key").write_bytes(os.urandom(1024))
-        run("chown", "-R", "munge:munge", folder / "munge")
         (folder / "munge" / "key").chmod(0o600)
-        munged = ["munged", "--foreground", f"--key-file={folder}/munge/key", f"--socket={folder}/munge/socket"]
+        munged = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={folder}/munge/key",
+            f"--socket={folder}/munge/socket",
+        ]
         munged += [f"--{name}-file={folder}/munge/{name}" for name in ("pid", "log", "seed")]
-        munge = self._daemon(["runuser", "-u", "munge", "--", *munged], "munge")
+        munge = self._daemon(munged, "munge")
         munge.wait_until((folder / "munge" / "socket").exists)
         for i in range(8):
             os.mknod(folder / "gpus" / f"gpu{i}", 0o20666, os.makedev(1, 3))
@@ -250,7 +248,6 @@ class LocalCloud:
         authorized = self.home / ".ssh" / "authorized_keys"
         authorized.parent.mkdir(mode=0o700)
         shutil.copy(self.folder / "client-key.pub", authorized)
-        run("chown", "-R", f"{USER}:", authorized.parent)
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, which a package's service would make
         sshd = [str(shutil.which("sshd")), "-D", "-e", "-f", os.devnull, "-p", str(self.ssh_port)]
         options = {
@@ -272,7 +269,7 @@ class LocalCloud:
         write_catalog(self.client)
         (self.client / "none").touch()  # what sky_environment names as AWS's files: on Slurm SkyPilot opens it
         (self.client / ".slurm" / "config").write_text(
-            f"Host local\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {USER}\n"
+            f"Host local\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {LOGIN}\n"
             f"  IdentityFile {self.folder}/client-key\n  IdentitiesOnly yes\n"
         )
         config = {

@@ -194,9 +194,7 @@ def resume(
     record, opened = named(run, store)
     before = launching.last_launch(opened, record.run)
     if before is None:
-        raise UserError(
-            f"resume: {record.run} was never launched; skytrain run run:{record.run} goes on on this machine"
-        )
+        raise UserError(f"resume: {record.run} was never launched; skytrain run run:{record.run} goes on here")
     wish = replace(before.wish, budget=budget) if budget is not None else before.wish
     loaded, plans = planned(f"run:{record.run}", [], opened)
     secrets = launching.secrets_here(set(before.secrets) - set(SECRET))
