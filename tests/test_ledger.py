@@ -192,6 +192,23 @@ def test_what_watches_an_attempt_sees_every_heartbeat_also_while_the_store_is_aw
         store.fault = None
 
 
+def test_a_fault_in_what_watches_an_attempt_stops_no_heartbeat_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+
+    def watch(beat: Heartbeat) -> None:
+        raise KeyError("step")
+
+    store = LocalStore(tmp_path)
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(), watch)
+    assert attempt is not None
+    with attempt:
+        until(lambda: "watch_failed" in attempts(store, PREFIX)[0].progress, "the fault is told")
+        first = attempts(store, PREFIX)[0].time
+        until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
+
+
 class Away(LocalStore):
     """A store that raises `fault` while it is set."""
 

@@ -13,7 +13,6 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -188,8 +187,12 @@ class Attempt:
                 # A store that is away, or for a while refuses (credentials that are being renewed), stops no
                 # work: the next beat tries again.
                 pass
-            with suppress(OSError, UserError):
+            try:
                 self.watch(self.latest)
+            except (OSError, UserError):
+                pass
+            except Exception as error:  # a fault of ours there must not make a living attempt look dead
+                self.update(progress={"watch_failed": repr(error)})
 
     def _report(self) -> None:
         key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
