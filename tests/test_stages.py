@@ -144,6 +144,21 @@ def test_a_step_that_is_done_again_in_one_attempt_is_told_once(work: Callable[[s
     assert heard.points == [(step, {"train/loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (4, 3.0))]
 
 
+def test_of_what_an_earlier_attempt_has_told_nothing_is_told_again_not_even_step_0(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = work("train")
+    mine.tracker = cast(Tracker, heard := Heard())
+    clock = {"phases": {}, "phase": "evaluate"}
+    rows = [{"event": "row", "step": step, "time": 1.0, "val/loss": 5.0, **clock} for step in (0, 15, 30)]
+    monkeypatch.setattr(train, "events", lambda *_: iter(rows))
+    monkeypatch.setattr(train, "track_committed", lambda _: {"val/loss": 15})
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    train.follow(mine, done)
+    assert heard.points == [(30, {"val/loss": 5.0})] and heard.again == []
+
+
 def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:

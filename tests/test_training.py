@@ -673,6 +673,16 @@ def test_a_step_that_was_redone_counts_as_the_later_attempt_did_it(tmp_path: Pat
     ]
 
 
+@pytest.mark.parametrize("damaged", [b'{"step": 2, "a": 2\xff}', b"\0\0\0", b"2", b'{"stfp": 2}', b"[1"])
+def test_a_damaged_row_is_missing_loudly_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put("run/metrics/step-00000003-a0001.jsonl", b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n')
+    assert [row["step"] for row in series(store, "run")] == [1, 3]
+    assert "step-00000003-a0001.jsonl: line 2 is DAMAGED; the series lacks its step" in caplog.text
+
+
 def test_the_clock_gives_every_second_to_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "time", lambda: now)

@@ -11,6 +11,7 @@ back to the one before it, loudly.
 """
 
 import json
+import logging
 import shutil
 import struct
 import threading
@@ -479,7 +480,19 @@ def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
     """The committed rows as they were logged, one list a commit, oldest attempt first."""
     keys = [entry.key for entry in store.entries(f"{prefix}/metrics/")]
     for key in sorted(keys, key=lambda k: (k.split("-a")[-1], k)):
-        yield [json.loads(line) for line in (store.get(key) or b"").decode().splitlines()]
+        yield list(_rows(f"{store.uri}/{key}", store.get(key) or b""))
+
+
+def _rows(where: str, body: bytes) -> Iterator[dict[str, Any]]:
+    """The rows of a segment. One that is damaged is left out, loudly: weights do not depend on it."""
+    for number, line in enumerate(body.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row["step"]
+        except (ValueError, TypeError, KeyError):
+            logging.getLogger(__name__).warning("%s: line %d is DAMAGED; the series lacks its step", where, number)
+        else:
+            yield row
 
 
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

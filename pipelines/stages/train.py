@@ -139,7 +139,7 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
     max_steps = work.recipe.train.max_steps
     tracked = track_committed(work)
     last: dict[str, Any] = {}
-    asked, abandoned = False, 0
+    asked, abandoned = False, -1
     with work.screen.bar("train", max_steps) as bar:
         for event in events(work.folder / "events.jsonl", torchrun):
             if event.get("event") == "row":
