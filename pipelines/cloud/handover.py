@@ -61,6 +61,5 @@ class Handover:
         )
         if left > CHANGEOVER_SECONDS and leave_for(race, now, left, 0.0, "spot", beat.started) == "on-demand":
             slack = race.slack(now, left)
-            self.stop.ask(
-                f"deadline: {slack / 60:.0f} min of slack are left, too few to lose another spot machine", HandedOver
-            )
+            words = f"deadline: {slack / 60:.0f} min of slack are left, too few to lose another spot machine"
+            self.stop.ask(words, HandedOver)
