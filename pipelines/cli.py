@@ -78,6 +78,7 @@ def run(
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.budget import Budget
+    from pipelines.cloud.handover import handover_here
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes import Head, place_of_this_node
     from pipelines.notice import watching
@@ -119,6 +120,8 @@ def run(
         watches=[watch_for_wish(opened, name)],
         head=Head(place, name, stop, exit_code) if place.count > 1 else None,
     )
+    if handover := handover_here(pipeline.billing, loaded, stop):
+        pipeline.watches.append(handover.watch)
     limit = Budget(budget, pipeline.billing, opened, name, loaded.train.batch_tokens, stop) if budget else None
     try:
         with watching(stop, pipeline.screen), pipeline.head or nullcontext():
@@ -473,7 +476,7 @@ def explained(error: BaseException) -> int | None:
     """Say what ended the command in a line and return its exit code; None for a fault of ours."""
     from trainer.config import UserError
     from trainer.health import Diverged
-    from trainer.process import Interrupted, Stopped
+    from trainer.process import HandedOver, Interrupted, Stopped
     from trainer.store import FULL, StoreUnavailable, is_full
 
     if isinstance(error, Diverged):
@@ -484,6 +487,8 @@ def explained(error: BaseException) -> int | None:
         print(f"error: {error}; the same command goes on where this one stopped", file=sys.stderr)
     elif isinstance(error, Stopped):
         print(f"stopped ({error}): nothing starts it again by itself", file=sys.stderr)
+    elif isinstance(error, HandedOver):
+        print(f"handed over ({error}): the launch's next task goes on from here", file=sys.stderr)
     elif isinstance(error, OSError) and is_full(error):
         print(f"error: {error.filename or home()}: {FULL}", file=sys.stderr)
     elif isinstance(error, Interrupted | KeyboardInterrupt):
@@ -496,13 +501,15 @@ def explained(error: BaseException) -> int | None:
 
 def exit_code(error: BaseException) -> int:
     from trainer.config import UserError
-    from trainer.process import Interrupted, Stopped
+    from trainer.process import HandedOver, Interrupted, Stopped
     from trainer.store import StoreUnavailable, is_full
 
     if isinstance(error, UserError) or (isinstance(error, OSError) and is_full(error)):
         return EXIT_MISTAKE
     if isinstance(error, Stopped):
         return EXIT_STOPPED
+    if isinstance(error, HandedOver):
+        return 0
     if isinstance(error, StoreUnavailable | Interrupted | KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return EXIT_FAILED

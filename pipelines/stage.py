@@ -284,7 +284,7 @@ class Pipeline:
     def _watch(self, beat: Heartbeat) -> None:
         for watch in self.watches:
             if reason := watch(beat):
-                self.stop.ask(reason, for_good=True)
+                self.stop.ask(reason, Stopped)
         if beat.time - self._told >= LIVE_SECONDS:
             self._told = beat.time
             seen = [*self._before, Seen(self.plans[beat.stage].prefix, beat)]

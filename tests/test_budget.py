@@ -18,7 +18,7 @@ from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, claim
 from pipelines.tracking.report import record
 from trainer.config import UserError
-from trainer.process import DRILL, Stopped, StopSignal
+from trainer.process import DRILL, Interrupted, Stopped, StopSignal
 from trainer.store import LocalStore
 
 # --- the rule
@@ -63,8 +63,8 @@ class Signal(StopSignal):
     def __init__(self) -> None:
         self.heard = threading.Event()
 
-    def ask(self, reason: str, for_good: bool = False) -> None:
-        super().ask(reason, for_good)
+    def ask(self, reason: str, ending: type[Interrupted] = Interrupted) -> None:
+        super().ask(reason, ending)
         self.heard.set()
 
 
@@ -118,7 +118,7 @@ def test_the_timer_asks_on_time_even_if_no_heartbeat_comes_any_more(bench: Bench
     budget = bench.budget(100 + stopping + 0.5)  # half a second after the claim it is time
     assert budget.watch(mine.latest) is None
     assert bench.stop.heard.wait(20)
-    assert bench.stop.for_good
+    assert bench.stop.ending is Stopped
     assert (bench.stop.reason or "").startswith("budget: $100.")
     reason = budget.watch(mine.latest)
     assert reason is not None and reason.endswith("are spent; a higher --budget goes on")

@@ -125,7 +125,7 @@ def test_a_node_that_is_gone_makes_the_head_leave(head: Head, stop: StopSignal) 
     assert head.parts() == [Part(2, "fault", "Connection closed by peer")]  # of all that are left
     assert head.lost() == [1]
     wait_for(lambda: stop.asked)
-    assert (stop.reason, stop.for_good) == ("node 1 is gone", False)
+    assert (stop.reason, stop.ending) == ("node 1 is gone", Interrupted)
     two.close()
 
 

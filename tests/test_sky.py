@@ -126,8 +126,8 @@ QUESTIONS |= {
     "a budget on an unpriced cluster": to_price(infra="kubernetes/mine", budget=5.0),
     "a budget that spot keeps": to_price(budget=16.0),
     "a budget that nothing keeps": to_price(budget=1.0),
-    "a deadline that all keep": to_price(deadline_hours=48.0),
-    "a deadline that none keeps": to_price(deadline_hours=0.1),
+    "a deadline that all keep": to_price(deadline=time.time() + 48 * 3600),
+    "a deadline that none keeps": to_price(deadline=time.time() + 360),
 }
 
 

@@ -293,7 +293,7 @@ def test_a_watch_that_gives_a_reason_stops_the_run_for_good(
 def test_a_machine_that_goes_away_before_the_wish_to_stop_leaves_the_run_to_be_recovered() -> None:
     stop = NeverAsked()
     stop.ask("SIGTERM")
-    stop.ask("budget", for_good=True)
+    stop.ask("budget", Stopped)
     with pytest.raises(Interrupted) as raised:
         stop.check()
     assert not isinstance(raised.value, Stopped) and stop.reason == "SIGTERM"

@@ -20,6 +20,10 @@ class Stopped(Interrupted):
     """Somebody wants the run to stop, not only this machine: nothing may start it again by itself."""
 
 
+class HandedOver(Interrupted):
+    """This machine's part ends here: the next task of the same launch goes on, on another machine."""
+
+
 class StaleAttempt(Exception):
     """A newer attempt has taken over: this one may neither commit nor delete."""
 
@@ -29,7 +33,7 @@ class StopSignal:
 
     asked = False
     reason: str | None = None  # of who asked first
-    for_good = False  # who asked first wants the run to stop, not only this machine
+    ending: type[Interrupted] = Interrupted  # what who asked first wants to come of it
     grace_seconds = 30  # to save, before whoever asked cuts it off: what torchrun and Kubernetes give
 
     def __init__(self) -> None:
@@ -37,18 +41,18 @@ class StopSignal:
             signal.signal(number, self._ask)
 
     def check(self) -> None:
-        """Raise Interrupted (or Stopped) if asked to stop."""
+        """Raise Interrupted (or what it is to end as) if asked to stop."""
         if self.asked:
             raise self.interruption()
 
     def interruption(self) -> Interrupted:
         """What to raise once asked to stop, or cut off without having been asked."""
-        return Stopped(self.reason) if self.for_good else Interrupted()
+        return Interrupted() if self.ending is Interrupted else self.ending(self.reason)
 
-    def ask(self, reason: str, for_good: bool = False) -> None:
+    def ask(self, reason: str, ending: type[Interrupted] = Interrupted) -> None:
         """Do what a signal does. From any thread."""
         if self.reason is None:
-            self.reason, self.for_good = reason, for_good
+            self.reason, self.ending = reason, ending
         self.asked = True
 
     def _ask(self, number: int, _frame: Any) -> None:

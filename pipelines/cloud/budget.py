@@ -108,7 +108,7 @@ class Budget:
         return left
 
     def _ask(self, started: float) -> None:
-        self.stop.ask(self._words(self.spent(started)), for_good=True)
+        self.stop.ask(self._words(self.spent(started)), Stopped)
 
     def _words(self, spent: float) -> str:
         return f"budget: ${spent:.4g} of ${self.usd:.4g} are spent; a higher --budget goes on"

@@ -183,7 +183,10 @@ def within_limits(
     already = 0.0 if wish.budget is None else spent(store, wish.run)
     if wish.budget is not None and wish.budget <= already:
         raise UserError(f"--budget {wish.budget:g}: ${already:,.2f} are spent already; a higher one goes on")
-    limits = plan.Limits(wish.deadline_hours, None if wish.budget is None else wish.budget - already)
+    hours = None if wish.deadline is None else (wish.deadline - time.time()) / 3600
+    if hours is not None and hours <= 0:
+        raise UserError(f"launch: the deadline of {wish.run} is over; launch it anew with another --deadline")
+    limits = plan.Limits(hours, None if wish.budget is None else wish.budget - already)
     nodes = dict.fromkeys(m["accelerators"] for m in machines)
     found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds, plans)
     plan.print_cloud_plan(found)

@@ -43,7 +43,7 @@ class Wish:
     gpus: str | None = None  # "A100:8" instead of the files' GPUs
     image: str = WORK_TREE  # REGISTRY/NAME@sha256:…, or WORK_TREE
     budget: float | None = None  # dollars of the whole run
-    deadline_hours: float | None = None
+    deadline: float | None = None  # unix seconds
     variables: dict[str, str] = field(default_factory=dict)  # none of them secret
 
 
@@ -64,6 +64,8 @@ def documents(wish: Wish, stages: Iterable[str]) -> list[dict[str, Any]]:
     tasks = [yaml.safe_load((folder / "sky" / f"{stage}.yaml").read_text(encoding="utf8")) for stage in stages]
     for task in tasks:
         fill(task, wish, folder)
+    if wish.deadline and wish.spot is None:
+        let_hand_over({task["name"]: task for task in tasks}, wish.deadline)
     return [{"name": wish.run}, *tasks]
 
 
@@ -93,6 +95,21 @@ def fill(task: dict[str, Any], wish: Wish, folder: Path) -> None:
     del task["secrets"]
 
 
+def let_hand_over(tasks: dict[str, dict[str, Any]], deadline: float) -> None:
+    """Let train begin on spot, and evaluate, as large and on demand, finish it if need be: see handover.py."""
+    if not {"train", "evaluate"} <= set(tasks):
+        return
+    train, evaluate = tasks["train"], tasks["evaluate"]
+    found = train["resources"]["any_of"]
+    if not any(machine["use_spot"] for machine in found):
+        return
+    steady = distinct(machine | {"use_spot": False} for machine in found)
+    train["envs"]["SKYTRAIN_DEADLINE"] = f"{deadline:.0f}"
+    evaluate["num_nodes"] = train["num_nodes"]
+    for task, machines in ((train, distinct([*found, *steady])), (evaluate, steady)):
+        task["resources"] = train["resources"] | {"any_of": machines}
+
+
 def label_of(run: str) -> str:
     """A run's name as a label of its machines, in GCP's alphabet, the strictest."""
     return re.sub(r"[^a-z0-9_-]", "-", run)[:63]
@@ -112,7 +129,12 @@ def machines(known: list[dict[str, Any]], wish: Wish, stage: str) -> list[dict[s
         raise UserError(
             f"--spot: {where} sells no spot machines for {stage}; leave it out, or name aws or gcp in --infra"
         )
-    return [machine for i, machine in enumerate(found) if machine not in found[:i]]
+    return distinct(found)
+
+
+def distinct(machines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    several = list(machines)
+    return [machine for i, machine in enumerate(several) if machine not in several[:i]]
 
 
 def gpus_of(machine: dict[str, Any], wish: Wish, stage: str) -> str:

@@ -43,7 +43,7 @@ def launch(
     ] = None,
     deadline: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="TIME", help="Only machines that are expected to be done in 36h, 2d or 90m."),
+        typer.Option(metavar="TIME", help="Be done in 36h, 2d or 90m: on spot while there is slack, then on demand."),
     ] = None,
     image: Annotated[
         Optional[str],  # noqa: UP045
@@ -73,7 +73,7 @@ def launch(
 
     one_of(stage, STAGES, "--stage")
     opened = open_store(store_uri(store))
-    hours = hours_of(deadline) if deadline else None
+    done_by = time.time() + 3600 * hours_of(deadline) if deadline else None
     variables, secrets = launching.variables_here(env or []), launching.secrets_here(secret or [])
     try:
         loaded, plans = planned(recipe, set_ or [], opened)
@@ -87,7 +87,7 @@ def launch(
             gpus,
             image or pushed_image(),
             budget,
-            hours,
+            done_by,
             variables,
         )
         launched = launching.launch(wish, loaded, plans, opened, secrets, lambda q: yes or typer.confirm(q), dry_run)

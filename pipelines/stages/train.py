@@ -174,7 +174,7 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
     for kind, error in RAISED_AGAIN.items():
         for part in (part for part in parts if part.kind == kind):
             raise error(part.words)
-    if torchrun.returncode and work.head and (lost := work.head.lost()) and not work.stop.for_good:
+    if torchrun.returncode and work.head and (lost := work.head.lost()) and work.stop.ending is Interrupted:
         raise Interrupted(f"node {lost[0]} is gone")
     if torchrun.returncode and not work.stop.asked:
         for part in (part for part in parts if part.kind == "stuck"):

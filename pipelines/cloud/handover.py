@@ -1,0 +1,65 @@
+"""A run with a deadline leaves spot while it can still be finished on demand.
+
+A managed job can't change its market, but it is a chain of tasks, and `skytrain run` makes whatever is missing. So
+`launch --deadline` gives the task train spot machines (and on-demand ones, so that it never waits) and the task
+evaluate on-demand ones, and tells the first the deadline (SKYTRAIN_DEADLINE, unix seconds). Once another lost spot
+machine could make the run late, train commits and ends with exit code 0; evaluate finishes the training first.
+The rule is `leave_for` in deadline.py.
+"""
+
+import os
+import time
+
+from pipelines.cloud.deadline import Race, leave_for
+from pipelines.cloud.plan import START_SECONDS, WAIT_SECONDS
+from pipelines.recipe import Recipe
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat
+from trainer.config import UserError
+from trainer.process import HandedOver, StopSignal
+
+DEADLINE = "SKYTRAIN_DEADLINE"
+# Wait, start up, and do at most an interval between commits again.
+CHANGEOVER_SECONDS = WAIT_SECONDS + START_SECONDS + 300.0
+AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is there already
+
+
+def handover_here(billing: Billing, recipe: Recipe, stop: StopSignal) -> "Handover | None":
+    """What watches the deadline here; None without one, or on a machine that is not taken away."""
+    text = os.environ.get(DEADLINE)
+    if not text:
+        return None
+    try:
+        deadline = float(text)
+    except ValueError:
+        raise UserError(
+            f"{DEADLINE}={text}: not a time in unix seconds; `skytrain launch --deadline` sets it"
+        ) from None
+    return Handover(deadline, recipe, stop) if billing.machine.get("spot") else None
+
+
+class Handover:
+    """Watches a spot machine's training against the deadline: call `watch` with every heartbeat."""
+
+    def __init__(self, deadline: float, recipe: Recipe, stop: StopSignal) -> None:
+        self.deadline, self.recipe, self.stop = deadline, recipe, stop
+
+    def watch(self, beat: Heartbeat) -> None:
+        """Ask to leave once there is too little slack for another lost machine."""
+        train, speed = self.recipe.train, beat.progress.get("perf/tokens_per_second")
+        if beat.stage != "train" or not speed:  # not before it trains: how fast it is decides
+            return
+        per_step, now = train.batch_tokens / speed, time.time()
+        left = (train.max_steps - beat.progress["step"]) * per_step
+        race = Race(
+            started=beat.started,
+            deadline=self.deadline - AFTER_TRAINING_SECONDS,
+            work=train.max_steps * per_step,
+            changeover=CHANGEOVER_SECONDS,
+            spot_per_hour=beat.price_per_hour or 0.0,
+            on_demand_per_hour=beat.machine.get("on_demand_per_hour") or 0.0,
+            tick=HEARTBEAT_SECONDS,
+        )
+        if left > CHANGEOVER_SECONDS and leave_for(race, now, left, 0.0, "spot", beat.started) == "on-demand":
+            slack = race.slack(now, left)
+            words = f"deadline: {slack / 60:.0f} min of slack are left, too few to lose another spot machine"
+            self.stop.ask(words, HandedOver)

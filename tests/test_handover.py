@@ -1,0 +1,94 @@
+"""`launch --deadline`: on spot while another lost machine would not make the run late, and then on demand."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_runs import FOLDER_NAME, Project
+
+from pipelines.cloud.handover import AFTER_TRAINING_SECONDS, CHANGEOVER_SECONDS, DEADLINE, Handover, handover_here
+from pipelines.cloud.tasks import Wish, documents
+from pipelines.recipe import load_recipe
+from pipelines.stage import STAGES
+from pipelines.tracking.ledger import Billing, Heartbeat
+from trainer.config import UserError
+from trainer.process import HandedOver, StopSignal
+
+RECIPE = load_recipe("gpt2-124m")
+SPEED = 1e6  # tokens a second
+SECONDS = RECIPE.train_tokens / SPEED
+SPOT, STEADY = Billing(1.0, machine={"spot": True}), Billing(3.0, machine={"spot": False})
+
+
+class Signal(StopSignal):
+    """pytest keeps its signals."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def asked(done: float, spare_seconds: float, stage: str = "train", **progress: Any) -> StopSignal:
+    """What becomes of a run of which a part is done, whose deadline leaves so much to spare."""
+    stop, now = Signal(), time.time()
+    steps = round(done * RECIPE.train.max_steps)
+    left = SECONDS * (1 - steps / RECIPE.train.max_steps)
+    told = {"step": steps, "perf/tokens_per_second": SPEED} | progress
+    beat = Heartbeat("run", stage, 1, "running", now - 100, now, 1.0, progress=told, machine=SPOT.machine)
+    Handover(now + left + AFTER_TRAINING_SECONDS + spare_seconds, RECIPE, stop).watch(beat)
+    return stop
+
+
+def test_spot_is_left_while_a_lost_machine_and_the_next_one_would_still_be_in_time() -> None:
+    assert not asked(0.5, 2 * CHANGEOVER_SECONDS + 60).asked
+    left = asked(0.5, 2 * CHANGEOVER_SECONDS - 60)
+    assert left.asked and left.ending is HandedOver and left.reason and "19 min of slack" in left.reason
+
+
+def test_nobody_leaves_shortly_before_the_end_or_before_it_is_known_how_fast_it_goes() -> None:
+    assert not asked(1 - 0.5 * CHANGEOVER_SECONDS / SECONDS, 0.0).asked  # to change over would take longer
+    assert not asked(0.5, 0.0, **{"perf/tokens_per_second": None}).asked
+    assert not asked(0.5, 0.0, stage="evaluate").asked
+
+
+def test_only_a_spot_machine_with_a_deadline_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert handover_here(SPOT, RECIPE, Signal()) is None
+    monkeypatch.setenv(DEADLINE, str(time.time()))
+    assert handover_here(SPOT, RECIPE, Signal()) is not None
+    assert handover_here(STEADY, RECIPE, Signal()) is None and handover_here(Billing(), RECIPE, Signal()) is None
+    monkeypatch.setenv(DEADLINE, "tomorrow")
+    with pytest.raises(UserError, match="SKYTRAIN_DEADLINE=tomorrow: not a time in unix seconds"):
+        handover_here(SPOT, RECIPE, Signal())
+
+
+def machines(**wish: Any) -> dict[str, dict[str, Any]]:
+    job = documents(Wish("gpt2-124m-12345678", "s3://bucket/prefix", image="a/b@sha256:c", **wish), STAGES)
+    return {task["name"]: task for task in job[1:]}
+
+
+def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behind() -> None:
+    plain, kept = machines(nodes=2), machines(nodes=2, deadline=1.8e9)
+    train, evaluate = kept["train"]["resources"], kept["evaluate"]["resources"]
+    spot = [machine for machine in train["any_of"] if machine["use_spot"]]
+    steady = [machine for machine in train["any_of"] if not machine["use_spot"]]
+    assert spot and {machine["infra"] for machine in spot} <= {machine["infra"] for machine in steady}
+    assert sorted(map(str, evaluate["any_of"])) == sorted(map(str, steady))
+    assert evaluate["max_hourly_cost"] == train["max_hourly_cost"]
+    assert kept["evaluate"]["num_nodes"] == 2 and kept["train"]["envs"][DEADLINE] == "1800000000"
+    assert DEADLINE not in kept["evaluate"]["envs"]
+    for same in (machines(nodes=2, deadline=1.8e9, spot=True), machines(nodes=2, spot=True)):
+        assert all(machine["use_spot"] for machine in same["train"]["resources"]["any_of"])
+    assert DEADLINE not in plain["train"]["envs"] and plain["evaluate"]["num_nodes"] == 1
+
+
+@pytest.mark.slow
+def test_a_run_on_spot_without_slack_commits_its_last_step_and_hands_over(tmp_path: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME)
+    price = {"cloud": "aws", "spot": True, "usd_per_hour": 1.0, "on_demand_usd_per_hour": 3.0}
+    project.environment |= {"SKYTRAIN_PRICES": json.dumps([price]), DEADLINE: f"{time.time() + 60:.0f}"}
+    done = project.run("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000")
+    assert "handed over (deadline: " in done.stderr and "the launch's next task goes on from here" in done.stderr
+    newest = project.found("train/*/checkpoints/*/COMMIT.json")[-1]
+    assert json.loads(newest.read_text())["step"] == project.rows_committed() > 0
+    assert project.report()["state"] == "interrupted" and not project.alive()
