@@ -122,8 +122,10 @@ def machines(known: list[dict[str, Any]], wish: Wish, stage: str) -> list[dict[s
         found = [machine for place in wish.infra.split(",") for machine in at(place.strip(), known)]
     if stage in ("train", "evaluate"):
         found = [machine | {"accelerators": gpus_of(machine, wish, stage)} for machine in found]
-    if wish.spot is not None:
-        found = [m for m in found if m["use_spot"]] if wish.spot else [m | {"use_spot": False} for m in found]
+    if wish.spot is False:
+        found = [machine | {"use_spot": False} for machine in found]
+    elif wish.spot and any(machine["use_spot"] for machine in known):  # some tasks cost cents, and are not worth it
+        found = [machine for machine in found if machine["use_spot"]]
     if not found:
         where = wish.infra or "these clouds"
         raise UserError(
