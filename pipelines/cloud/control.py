@@ -58,7 +58,7 @@ class Status:
     """How a run stands."""
 
     run: str
-    state: str  # as in a report
+    state: str  # as in a report; waiting (for a machine), which no store can tell
     stage: str | None  # that is, or was last, worked on
     step: int
     max_steps: int
@@ -82,9 +82,10 @@ def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) ->
     newest = max(beats, key=lambda beat: beat.started, default=None)
     recipe = Recipe.model_validate(record.recipe)
     progress = newest.progress if newest else {}
+    waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
     return Status(
         run=record.run,
-        state=summary.state,
+        state="waiting" if waiting else summary.state,
         stage=newest.stage if newest else None,
         step=summary.steps,
         max_steps=recipe.train.max_steps,
