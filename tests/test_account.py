@@ -59,6 +59,7 @@ def test_every_node_is_billed_and_hours_of_unknown_price_are_kept_apart_in_every
     assert bill.total == bill.by_stage["train"] == bill.by_phase["train"] == Bill(6.0, 8.0, 2.0)
     assert costs(bill)["time/unpriced_hours"] == 2.0
     assert bill.usd_per_billion_tokens is None and "cost/usd_per_billion_tokens" not in costs(bill)
+    assert "time/goodput" in costs(bill) and "time/goodput" not in costs(of(beat(stage="tokenize")))
 
 
 def test_dollars_are_told_by_stage_by_phase_and_by_market() -> None:

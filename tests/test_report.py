@@ -146,6 +146,12 @@ def test_a_stale_attempt_says_nothing_about_its_run(store: LocalStore) -> None:
     assert summarize(store, recorded(store)).state == "failed"
 
 
+def test_a_run_whose_new_machine_was_up_before_the_old_one_died_is_running(store: LocalStore) -> None:
+    attempted(store, "train", 1, hours=1.0, state="running", process=GONE)
+    attempted(store, "train", 2, hours=3.0, state="running", process=this_process())  # on the bill since it booted
+    assert summarize(store, recorded(store)).state == "running"
+
+
 def test_a_run_that_never_started_working_is_interrupted(store: LocalStore) -> None:
     summary = summarize(store, recorded(store))
     assert (summary.state, summary.attempts, summary.usd, summary.val_loss) == ("interrupted", 1, 0.0, None)

@@ -697,6 +697,19 @@ def test_the_clock_gives_every_second_to_one_phase(monkeypatch: pytest.MonkeyPat
     assert clock.so_far() == {"setup": 10.0, "train": 9.0, "evaluate": 4.0}
 
 
+def test_a_log_tells_each_change_of_phase_and_steps_done_before_have_their_own(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", PhaseClock(), reached=2)
+    for step in range(4):
+        log.clock.enter(log.training_phase(step))  # of the step that makes step + 1
+        log.row(step + 1)
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(t["event"], t["phase"]) for t in told] == [
+        *(("phase", "redone"), ("row", "redone"), ("row", "redone")),
+        *(("phase", "train"), ("row", "train"), ("row", "train")),
+    ]
+    assert set(told[-1]["phases"]) == {"setup", "redone", "train"}
+
+
 def test_the_interval_between_checkpoints_loses_least() -> None:
     # Lost per hour at an interval: the saves themselves, and half an interval with every failure.
     def lost(interval: float, save: float, between: float) -> float:

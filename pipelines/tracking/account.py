@@ -256,7 +256,7 @@ def costs(bill: Account) -> dict[str, float]:
     values = {
         "cost/usd": bill.total.usd,
         "time/billed_hours": bill.total.hours,
-        "time/goodput": bill.goodput,
+        "time/goodput": bill.goodput if "train" in bill.by_stage else None,
         "cost/usd_per_billion_tokens": bill.usd_per_billion_tokens,
     }
     if bill.total.unpriced_hours:

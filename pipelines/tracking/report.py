@@ -196,9 +196,10 @@ def summarize(store: Store, record: RunRecord) -> Summary:
 def state_of(made: dict[str, Manifest | None], beats: dict[str, list[Heartbeat]]) -> str:
     if all(made.values()):
         return "done"
-    # A stale attempt says nothing about the run: the one that took over does.
-    said = (b for stage in beats.values() for b in stage if b.state != "stale")
-    newest = max(said, key=lambda b: b.started, default=None)
+    # A stale attempt says nothing about the run: the one that took over does. When an attempt began says nothing
+    # either: its bill may go back to the boot of a machine that long waited for its turn.
+    said = ([beat for beat in stage if beat.state != "stale"] for stage in beats.values())
+    newest = max((stage[-1] for stage in said if stage), key=lambda beat: beat.time, default=None)
     if newest is None:
         return "interrupted"
     working = newest.state in ("running", "done")  # done with one stage, and about to start the next
