@@ -126,6 +126,14 @@ def test_blows_fall_in_the_order_in_which_a_run_passes_them(seed: int) -> None:
     assert last == sorted(last)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_planned_where_an_outage_has_let_the_run_pass(seed: int) -> None:
+    blows = schedule(40, seed, list(KINDS), 100)
+    for number, blow in enumerate(blows):
+        if blow.kind in ("cut", "mlflow") and (blow.stage != "train" or blow.place == "manifest-train"):
+            assert blow.place not in {later.place for later in blows[number + 1 :]}
+
+
 def test_no_blow_at_all_is_a_schedule_too() -> None:
     assert schedule(0, 1, ["kill"], 10) == []
 

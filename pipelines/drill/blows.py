@@ -22,6 +22,7 @@ PLACES = {
     "manifest-export": "export",
 }
 AT_THE_START = ("first-step", "download")  # of an attempt: a run that is under way does not pass them any more
+OUTAGES = ("cut", "mlflow")  # the run goes on by itself, and past the place
 LATEST_STEP = 0.8  # of all steps, so that those behind it are enough to reach any place
 
 # Kinds, and the stages in which they mean something. An export that was asked to stop may just finish.
@@ -68,9 +69,22 @@ def schedule(kills: int, seed: int, kinds: Sequence[str], max_steps: int) -> lis
             places += shuffled(list(PLACES))
         place = next(place for place in places if PLACES[place] in KINDS[kind])
         places.remove(place)
+        if kind in OUTAGES and passed_once(place) and any(b.place == place and b.kind in OUTAGES for b in blows):
+            kind = "kill"  # a second outage would find nobody there
         steps = rng.randrange(max(1, int(LATEST_STEP * max_steps))) if PLACES[place] == "train" else 0
         blows.append(Blow(kind, place, PLACES[place], steps))
-    return sorted(blows, key=lambda b: (STAGES.index(b.stage), b.place.startswith("manifest-"), b.step))
+    return sorted(blows, key=falls)
+
+
+def falls(blow: Blow) -> tuple[int, bool, bool, int]:
+    """The order in which blows can fall: where an attempt comes by once, those behind an outage would miss it."""
+    at_its_end = blow.place.startswith("manifest-")
+    return STAGES.index(blow.stage), at_its_end, passed_once(blow.place) and blow.kind in OUTAGES, blow.step
+
+
+def passed_once(place: str) -> bool:
+    """Whether an attempt comes by a place a single time; it comes by most of training's with every step or save."""
+    return PLACES[place] != "train" or place.startswith("manifest-")
 
 
 def chosen(kinds: Sequence[str] | None, left_out: dict[str, str]) -> list[str]:
