@@ -3,13 +3,14 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pipeline_runs import FOLDER_NAME, Project
 
 from pipelines.cloud import control
-from pipelines.cloud.control import Task, status_of
+from pipelines.cloud.control import Cluster, Task, status_of
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import Billing, Heartbeat, claim
 from pipelines.tracking.report import RunRecord, read_records
@@ -106,6 +107,55 @@ def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(store:
     assert status.silent_seconds == pytest.approx(100)
     assert status.wish == wish
     assert status.to_come and status.to_come.hours.middle >= 50 * 60 / 3600  # at the speed so far
+
+
+def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_up(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    recorded(store)
+    long_ago, up = now - 7200, [(now - 7200, None)]
+    jobs = [
+        job_record(1, RUN, "RUNNING", long_ago, "train-1"),
+        job_record(2, RUN, "SUCCEEDED", long_ago, "train-2"),
+        job_record(3, RUN, "PENDING", long_ago, None),
+        job_record(4, "somebody-elses", "RUNNING", long_ago, "theirs-4"),
+    ]
+    clusters = [
+        Cluster("train-1", RUN, 2, up),  # the job's, which is told of already
+        Cluster("train-2", RUN, 2, up),
+        Cluster("gone", RUN, 2, [(now - 7200, now - 3600)]),
+        Cluster("new", RUN, 2, [(now - 60, None)]),  # it is being set up
+        Cluster("by-hand", None, 1, up),
+        Cluster("strange", "other-run", 1, up),
+    ]
+    monkeypatch.setattr(control, "managed_jobs", lambda run=None: jobs)
+    monkeypatch.setattr(control, "clusters", lambda: clusters)
+
+    def found() -> list[str]:
+        return [orphan.what for orphan in control.orphans(store, now)]
+
+    left_over = ["cluster train-2", "cluster by-hand", "cluster strange"]
+    assert found() == [f"job 1 ({RUN}, train)", *left_over]
+    beat = Heartbeat(
+        RUN,
+        "train",
+        1,
+        "running",
+        now - 600,
+        now,
+        0.0,
+        {"machine": "far/away", "pid": 1},
+        machine={"cluster": "by-hand"},
+    )
+    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
+    assert found() == ["cluster strange"]  # the run is alive, and who knows what else it needs
+
+
+def job_record(number: int, run: str, status: str, submitted: float, cluster: str | None) -> Any:
+    names = {"job_id": number, "job_name": run, "task_name": "train", "recovery_count": 0, "submitted_at": submitted}
+    state = SimpleNamespace(value=status, is_terminal=lambda: status == "SUCCEEDED")
+    return SimpleNamespace(**names, status=state, current_cluster_name=cluster, failure_reason=None, details=None)
 
 
 def test_verbs_for_runs_that_were_not_launched_say_what_to_do(tmp_path: Path) -> None:

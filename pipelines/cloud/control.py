@@ -7,7 +7,7 @@ were launched. SkyPilot unreachable is no reason not to tell the rest.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelines.cloud.launch import Launched
 from pipelines.cloud.tasks import label_of
@@ -38,6 +38,7 @@ JOB_FIELDS = (
 # A cluster has this long to be set up before its attempt first beats: a container is pulled, an environment made.
 SET_UP_SECONDS = 1800.0
 DOWN_SECONDS = 300.0  # to cancel a job and take its machines down
+JOB_CLUSTER_SECONDS = 60.0  # for a job that is over to take down its own
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def told_by_sky(store: Store, record: RunRecord, launched: Launched) -> tuple[li
     """The stages of a run's last job, its clusters' hours noted in passing; and why SkyPilot can't say, if it can't."""
     try:
         tasks = tasks_of(record.run, launched)
-        keep_intervals(store, record)
+        keep_intervals(store, record.run)
         return tasks, None
     except Exception as error:  # of SkyPilot, its server, or the way there: what the store says is told all the same
         return [], " ".join(str(error).split()) or type(error).__name__
@@ -156,24 +157,42 @@ def task_from(job: "ManagedJobRecord") -> Task:
     )
 
 
-def keep_intervals(store: Store, record: RunRecord) -> list[Interval]:
-    """Note in the store when SkyPilot had the run's clusters, for `report` to compare its bill with.
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that skytrain had made, as SkyPilot keeps it on record also when it is gone."""
 
-    SkyPilot counts a cluster from the beginning of its provisioning to the end of its removal.
-    """
+    name: str
+    run: str | None  # its label
+    nodes: int
+    intervals: list[tuple[float, float | None]]  # unix seconds, from its provisioning to its removal
+
+    @property
+    def up(self) -> bool:
+        """Whether it costs money, as far as SkyPilot knows."""
+        return bool(self.intervals) and self.intervals[-1][1] is None
+
+
+def clusters() -> list[Cluster]:
+    """Every cluster with our label, of managed jobs and other ones, of the last 30 days."""
     from sky.client import sdk
 
-    beats = [beat for stage in attempts_of(store, record).values() for beat in stage]
-    mine = {beat.machine["cluster"] for beat in beats if beat.machine.get("cluster")}
-    if not mine:
-        return []
-    found = [
-        Interval(one["name"], one["num_nodes"], float(started), None if ended is None else float(ended))
+    return [
+        Cluster(one["name"], labels.get("run"), one["num_nodes"], [(a, b) for a, b in one["usage_intervals"] or ()])
         for one in sdk.get(sdk.cost_report())
-        for started, ended in one["usage_intervals"] or ()
-        if one["name"] in mine
+        if (labels := one["resources"].labels or {}).get("project") == "skytrain"
     ]
-    record_intervals(store, record.run, found)
+
+
+def keep_intervals(store: Store, run: str) -> list[Interval]:
+    """Note in the store when SkyPilot had the run's clusters, for `report` to compare its bill with."""
+    mine = [cluster for cluster in clusters() if cluster.run == label_of(run)]
+    found = [
+        Interval(cluster.name, cluster.nodes, started, ended)
+        for cluster in mine
+        for started, ended in cluster.intervals
+    ]
+    if found:
+        record_intervals(store, run, found)
     return found
 
 
@@ -216,35 +235,28 @@ def working(store: Store, record: RunRecord) -> Heartbeat | None:
 
 
 def down(run: str, tell: Callable[[str], None]) -> None:
-    """Cancel a run's jobs, wait until they are over, and take down clusters that bear its label."""
+    """Cancel a run's jobs, wait until they and their clusters are gone, and take down what else bears its label."""
     from sky import jobs
     from sky.client import sdk
 
     deadline = time.monotonic() + DOWN_SECONDS
-    if ids := unfinished(run):
-        tell(f"cancelling job {', '.join(map(str, ids))}")
-        sdk.get(jobs.cancel(job_ids=ids))
+    if ids := [task.job for task in unfinished(run)]:
+        tell(f"cancelling job {', '.join(map(str, sorted(set(ids))))}")
+        sdk.get(jobs.cancel(job_ids=sorted(set(ids))))
     while left := unfinished(run):
         if time.monotonic() > deadline:
-            raise UserError(
-                f"down: job {left[0]} is not over yet; look at it with: sky jobs logs --controller {left[0]}"
-            )
+            raise UserError(f"down: job {left[0].job} is not over; sky jobs logs --controller {left[0].job} tells why")
         time.sleep(2)
-    for cluster in clusters():
-        if (cluster["labels"] or {}).get("run") == label_of(run) and not cluster["is_managed"]:
-            tell(f"taking down {cluster['name']}")
-            sdk.get(sdk.down(cluster["name"]))
+    patience = time.monotonic() + JOB_CLUSTER_SECONDS
+    while up := [cluster for cluster in clusters() if cluster.up and cluster.run == label_of(run)]:
+        for cluster in up if time.monotonic() > patience else []:
+            tell(f"taking down {cluster.name}")
+            sdk.get(sdk.down(cluster.name))
+        time.sleep(2)
 
 
-def unfinished(run: str) -> list[int]:
-    return sorted({task.job for task in map(task_from, managed_jobs(run)) if not task.over})
-
-
-def clusters() -> list[dict[str, Any]]:
-    """Every cluster that SkyPilot knows, those of managed jobs included."""
-    from sky.client import sdk
-
-    return [dict(one) for one in sdk.get(sdk.status(all_users=True))]
+def unfinished(run: str) -> list[Task]:
+    return [task for task in map(task_from, managed_jobs(run)) if not task.over]
 
 
 # Orphans
@@ -261,25 +273,23 @@ class Orphan:
 
 def orphans(store: Store, now: float) -> Iterator[Orphan]:
     """Jobs on machines whose run is over or silent, and clusters of ours that no job is on."""
-    records = {record.run: record for record in read_records(store)} if list(store.entries("runs/")) else {}
+    records = {record.run: record for record in read_records(store)}
+    at_work = [beat for record in records.values() if (beat := working(store, record))]
     tasks = [(job.job_name or "", job.submitted_at or 0.0, task_from(job)) for job in managed_jobs()]
     for run, submitted, task in tasks:
         if task.over or task.status in ("PENDING", "STARTING") or run not in records:
             continue
         if why := needless(store, records[run], submitted, now):
             yield Orphan(f"job {task.job} ({run}, {task.stage})", why, f"skytrain down {run}")
-    busy = {task.cluster for _, _, task in tasks if not task.over}
+    busy = {task.cluster for _, _, task in tasks if not task.over} | {b.machine.get("cluster") for b in at_work}
     labels = {label_of(run): record for run, record in records.items()}
     for cluster in clusters():
-        label = (cluster["labels"] or {}).get("run")
-        if (cluster["labels"] or {}).get("project") != "skytrain" or cluster["name"] in busy:
+        if not cluster.up or cluster.name in busy:
             continue
-        if str(cluster["status"]).endswith("STOPPED"):
-            continue
-        known = labels.get(label or "")
-        why = needless(store, known, cluster["launched_at"], now) if known else f"no run {label} is in {store.uri}"
+        known, since = labels.get(cluster.run or ""), cluster.intervals[-1][0]
+        why = needless(store, known, since, now) if known else f"no run in {store.uri} works on it"
         if why:
-            yield Orphan(f"cluster {cluster['name']}", why, f"sky down {cluster['name']}")
+            yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
 
 
 def needless(store: Store, record: RunRecord, since: float, now: float) -> str | None:

@@ -219,7 +219,7 @@ def down(run: RunName, store: StoreUri = None) -> None:
 
     record, opened = named(run, store)
     control.down(record.run, lambda text: print(text, flush=True))
-    control.keep_intervals(opened, record)
+    control.keep_intervals(opened, record.run)
     print(f"{record.run}: no job and no cluster of it is left")
 
 
