@@ -194,6 +194,9 @@ def test_the_meter_starts_once_and_not_before_a_machine_was_ours(tmp_path: Path)
     os.utime(tmp_path / ".hushlogin", (handed_over, handed_over))
     assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == handed_over  # Slurm
     assert meter(SKY_RUNTIME_DIR="") == handed_over  # a second job on the same machine
+    recovered = int(time.time()) + 5
+    os.utime(tmp_path / ".hushlogin", (recovered, recovered))
+    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == recovered  # another cluster in the same home
     (tmp_path / ".skytrain-meter").unlink()
     uptime, now = float(Path("/proc/uptime").read_text().split()[0]), time.time()
     booted = now - uptime if uptime < 1800 else now
