@@ -218,7 +218,7 @@ class Pipeline:
     def _track_totals(self) -> None:
         """The final account: metrics, tags to search by, and a table of attempts."""
         (mine,) = read_records(self.store, [self.run])
-        seen, faults = all_seen(self.store, mine)
+        seen, _ = all_seen(self.store, mine)
         self._track_costs(None, seen, time.time())
         bill = self._account(seen)
         self.tracker.tags(None, {f"skytrain.{name}": value for name, value in account_tags(bill).items()})

@@ -434,6 +434,15 @@ def test_a_meter_that_holds_no_time_is_a_mistake_that_is_named(tmp_path: Path, m
         claimed(LocalStore(tmp_path / "store"), 1)
 
 
+def test_a_meter_in_a_folder_that_is_not_there_is_a_mistake_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_METER", str(tmp_path / "nowhere" / "meter"))
+    with pytest.raises(UserError, match="nowhere/meter: there is no such folder"):
+        claimed(LocalStore(tmp_path / "store"), 1)
+    assert attempts(LocalStore(tmp_path / "store"), PREFIX) == []
+
+
 def test_a_meter_of_a_clock_that_was_set_back_bills_nothing_twice(tmp_path: Path, meter: Path) -> None:
     meter.write_text(f"{time.time() + 3600}")
     with claimed(LocalStore(tmp_path / "store"), 1) as attempt:

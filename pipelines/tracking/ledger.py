@@ -81,7 +81,10 @@ class Meter:
 
     @classmethod
     def here(cls) -> "Meter":
+        """This machine's. UserError if it could not be kept where SKYTRAIN_METER says."""
         named = os.environ.get("SKYTRAIN_METER")
+        if named and not Path(named).parent.is_dir():
+            raise UserError(f"SKYTRAIN_METER: {named}: there is no such folder; make it, or name another file")
         return cls(Path(named) if named else None)
 
     def read(self) -> tuple[float, str] | None:

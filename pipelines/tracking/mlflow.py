@@ -10,6 +10,10 @@ MLflow stores one row per (key, value, timestamp, step). So the position of the 
 fact, and a kill between the two is harmless. There is one position per tracking URI: a new server gets the
 whole history of the run.
 
+The log is also copied to the store, piece by piece: the run's journal, from which `rebuild` tells a new server
+all that a lost one knew. A machine that is lost takes with it what it told since the last piece (30 s at most,
+while the store answers); the steps among that are told again by whoever redoes them.
+
 `python -m pipelines.tracking.mlflow LOG` ships by hand what is left in LOG to MLFLOW_TRACKING_URI.
 """
 
