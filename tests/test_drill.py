@@ -408,7 +408,7 @@ def test_a_run_on_s3_survives_an_s3_and_an_mlflow_that_go_away_and_tells_mlflow_
 ) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     del project.environment["SKYTRAIN_TRACKING"]
-    report = drilled(project, "--kills", "3", "--seed", "1008", "--kinds", "cut,mlflow,term", "--store", s3_store.uri)
+    report = drilled(project, "--kills", "4", "--seed", "16", "--kinds", "cut,mlflow,term", "--store", s3_store.uri)
     assert {"cut", "mlflow", "term"} == {blow["kind"] for blow in report["blows"]}
     assert {verdict["equal"] for verdict in report["verdicts"]} == {True}
     assert s3_store.entries("") == []
