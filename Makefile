@@ -33,11 +33,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	.venv/bin/skytrain run smoke
 
+# Two modules at a time, in the order of their names: the tests of one share servers and clouds, and wait for much.
+PYTEST := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+
 test: install
-	$(PY) -m pytest
+	$(PYTEST)
 
 fast: install
-	$(PY) -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: install
 	$(PY) -m ruff check .

@@ -61,7 +61,8 @@ def schedule(kills: int, seed: int, kinds: Sequence[str], max_steps: int) -> lis
     def shuffled(items: Sequence[str]) -> list[str]:
         return rng.sample(list(items), len(items))
 
-    blows, places, deck = [], shuffled(list(PLACES)), shuffled(kinds)
+    blows: list[Blow] = []
+    places, deck = shuffled(list(PLACES)), shuffled(kinds)
     for _ in range(kills):
         kind = deck.pop()
         deck = deck or shuffled(kinds)
