@@ -246,7 +246,10 @@ def test_a_table_is_an_artifact_of_its_run_and_one_that_has_nowhere_to_go_holds_
     tracker = written(tmp_path)
     tracker.table(None, "account.json", {"stage": ["tokenize", "train"], "usd": [1.0, None]})
     ship(tmp_path)
-    run_id = Seen(sqlite_uri(tmp_path)).runs[RUN].info.run_id
+    info = Seen(sqlite_uri(tmp_path)).runs[RUN].info
+    run_id = info.run_id
+    (kept,) = (tmp_path / "mlartifacts").rglob("account.json")  # and not in whatever folder this was started in
+    assert run_id in kept.parts
     table = Path(MlflowClient(sqlite_uri(tmp_path)).download_artifacts(run_id, "account.json")).read_text()
     assert json.loads(table) == {"columns": ["stage", "usd"], "data": [["tokenize", 1.0], ["train", None]]}
 

@@ -342,7 +342,7 @@ class Shipper:
             from mlflow import MlflowClient
 
             client = MlflowClient(self.uri)
-            self._experiment_id = _experiment_id(client, self.session["experiment"])
+            self._experiment_id = _experiment_id(client, self.session["experiment"], self.uri)
             self._run_ids = self._find(client)
             self._client = client
         if stage not in self._run_ids:
@@ -388,10 +388,13 @@ def groups(records: Iterable[tuple[dict[str, Any], int]]) -> Iterator[tuple[list
         yield group, end
 
 
-def _experiment_id(client: MlflowClient, name: str) -> str:
+def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        return client.create_experiment(name)
+        # A server knows where its artifacts go. Without one they would go where the command happened to be given.
+        database = Path(uri.removeprefix("sqlite:///")).absolute()
+        beside = (database.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
+        return client.create_experiment(name, beside)
     if experiment.lifecycle_stage == "deleted":
         client.restore_experiment(experiment.experiment_id)
     return experiment.experiment_id
