@@ -124,6 +124,8 @@ class LocalCloud:
             "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.api_port),
             "SKYPILOT_POD_MEMORY_GB_LIMIT": "6",  # or the API server has as many workers as this machine's memory holds
         }
+        # Its user by SkyPilot's lights: nodes keep things in /tmp, under names that end so.
+        self.user_hash = os.urandom(4).hex()
         self._stack = ExitStack()
 
     def start(self) -> "LocalCloud":
@@ -179,6 +181,8 @@ class LocalCloud:
                     process.kill()
                     ours.append(process)
         psutil.wait_procs(ours, 10)
+        for folder in Path("/tmp").glob(f"*-{self.user_hash}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _change_machine(self) -> None:
         self._stack.callback(self._end_processes)
@@ -267,6 +271,7 @@ class LocalCloud:
         for name in (".slurm", ".sky", "site"):
             (self.client / name).mkdir(parents=True)
         write_catalog(self.client)
+        (self.client / ".sky" / "user_hash").write_text(self.user_hash)
         (self.client / "none").touch()  # what sky_environment names as AWS's files: on Slurm SkyPilot opens it
         (self.client / ".slurm" / "config").write_text(
             f"Host local\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {LOGIN}\n"

@@ -31,8 +31,8 @@ from pipelines.tracking.report import (
 
 pytestmark = pytest.mark.slow
 
-# Long enough for two preemptions in its midst, wherever they fall; a commit every three seconds.
-STEPS = 3000
+# Half a minute on an idle machine: long enough to be preempted in its midst. A commit every three seconds.
+STEPS = 1200
 LIMIT_S = 900.0  # of any one wait: an idle machine takes a minute for the longest
 
 
@@ -62,7 +62,7 @@ class User:
         self.recipe = folder / "e2e.yaml"
         write_texts(folder / "texts")
         source = {"source": str(folder / "texts" / "*.txt")}
-        train = {"max_steps": STEPS, "val_every": 1000}
+        train = {"max_steps": STEPS, "val_every": 400}
         recipe: dict[str, Any] = TINY | {
             "name": "e2e",
             "tokens": TINY["tokens"] | source,

@@ -33,6 +33,7 @@ from trainer.store import FULL, StoreUnavailable
 
 FULL_BYTES = 1 << 16  # less than any file that matters, more than a line of last words
 DOOMED_SECONDS = 10.0  # for ranks to fail by themselves, and say with what, once another node's have
+SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one, and torchrun's turn may come before ours
 LOG_LINES = 30  # of a failed run, shown to the user if no rank has left word
 # A rank that fails leaves its last words in a file of its attempt's folder, because torchrun hands on none:
 # <kind>-<rank>.txt. These kinds are raised again as what they were; the first one found is the cause.
@@ -165,6 +166,8 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
                 asked = True
             if work.head and work.head.failed():
                 wait_or_kill(torchrun)
+    if torchrun.returncode and not work.stop.asked:
+        time.sleep(SIGNALS_SECONDS)
     work.attempt.check()
     if torchrun.returncode and shutil.disk_usage(work.folder).free < FULL_BYTES:  # ranks can't leave words there
         raise UserError(f"{work.folder}: {FULL}")
