@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import yaml
-from servers import LOOPBACK, Daemon, free_ports
+from servers import LOOPBACK, Daemon, free_ports, wait_until
 from sky_catalog import sky_environment, write_catalog
 
 LOGIN = "skytrain-cloud"
@@ -172,12 +172,20 @@ class LocalCloud:
         self._stack.callback(daemon.stop)
         return daemon
 
+    def _end_jobs(self) -> None:
+        """Slurm's own processes of a job outlive its daemons, and nothing tells whose they are."""
+        with suppress(AssertionError, TimeoutError, subprocess.TimeoutExpired):
+            self.slurm("scancel", "--partition=gpu")
+            wait_until(lambda: not self.slurm("squeue", "-h"), "the end of Slurm's jobs", 30)
+
     def _end_processes(self) -> None:
-        """What SkyPilot leaves running, on the nodes and here: whatever is at home in our folder."""
+        """What SkyPilot leaves running, on the nodes and here: whatever is at home, or has Slurm, in our folder."""
         ours = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if Path(process.environ().get("HOME", "/")).is_relative_to(self.folder):
+                environment = process.environ()
+                at_home = [Path(environment.get(name, "/")) for name in ("HOME", "SLURM_CONF")]
+                if any(path.is_relative_to(self.folder) for path in at_home):
                     process.kill()
                     ours.append(process)
         psutil.wait_procs(ours, 10)
@@ -239,6 +247,7 @@ class LocalCloud:
         for node in NODES:
             daemon = self._daemon(["slurmd", "-D", "-N", node], node, environment)
         daemon.wait_until(lambda: self._sinfo().count("idle") == len(NODES))
+        self._stack.callback(self._end_jobs)
 
     def _sinfo(self) -> str:
         done = subprocess.run(
