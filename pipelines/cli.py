@@ -94,7 +94,12 @@ def run(
     place = place_of_this_node()
     stop = StopSignal()
     opened = open_store(store_uri(store))  # its mistakes show before gigabytes of text are hashed
-    loaded, plans = planned(recipe, set_ or [], opened)
+    try:
+        loaded, plans = planned(recipe, set_ or [], opened)
+    except StoreUnavailable as error:
+        if unless_stopped:  # a machine that can't reach the store at all would be rented again and again
+            raise UserError(f"{error}; this machine has never reached it") from error
+        raise
     name = run_name(plans)
     folder = home()
     if not unless_stopped:

@@ -40,7 +40,7 @@ def lend(
     stop: StopSignal,
     screen: Screen,
 ) -> int:
-    """Take part in the training of `plan` until it is done; the exit code that the head has, or will have.
+    """Take part in the training of `plan` until it is done; the exit code of this node.
 
     Raises Interrupted if the head does not come, or goes without a word.
     """
@@ -70,7 +70,7 @@ def lend(
                 return 0
             elif "end" in message:
                 screen.warn(f"node {place.rank}: the head leaves ({message['why']})")
-                return int(message["end"])
+                return 0  # the head's exit code speaks for all; another one of ours first, and srun would kill it
             if ranks and ranks.torchrun.poll() is not None:
                 part = part_of(place.rank, ranks.folder, ranks.torchrun.returncode)
                 line.tell(ended=ranks.number, **asdict(part))

@@ -27,7 +27,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from trainer.config import UserError
-from trainer.process import Interrupted, StopSignal
+from trainer.process import StopSignal
 
 PORT = 29400
 BEAT_SECONDS = 2.0
@@ -161,7 +161,10 @@ class Head:
         while missing := self._missing():
             self.stop.check()
             if time.monotonic() > deadline:
-                raise Interrupted(f"node {missing[0]} of {self.place.count} did not come in {COME_SECONDS:.0f} s")
+                raise UserError(  # not resumable: where it is no accident, rented nodes would try for ever
+                    f"node {missing[0]} of {self.place.count} did not come in {COME_SECONDS:.0f} s; do all nodes give "
+                    f"this command, and may they reach {self.place.head}:{self.place.port}?"
+                )
             time.sleep(0.1)
         return here + sum(self._processes.values())
 

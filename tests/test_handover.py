@@ -17,8 +17,8 @@ from trainer.config import UserError
 from trainer.process import HandedOver, StopSignal
 
 RECIPE = load_recipe("gpt2-124m")
-SPEED = 1e6  # tokens a second
-SECONDS = RECIPE.train_tokens / SPEED
+SECONDS_PER_STEP = 0.5
+SECONDS = SECONDS_PER_STEP * RECIPE.train.max_steps
 SPOT, STEADY = Billing(1.0, machine={"spot": True}), Billing(3.0, machine={"spot": False})
 
 
@@ -30,12 +30,13 @@ class Signal(StopSignal):
 
 
 def asked(done: float, spare_seconds: float, stage: str = "train", **progress: Any) -> StopSignal:
-    """What becomes of a run of which a part is done, whose deadline leaves so much to spare."""
+    """What becomes of a run of which a part is done, 100 steps of it here, whose deadline leaves so much to spare."""
     stop, now = Signal(), time.time()
     steps = round(done * RECIPE.train.max_steps)
     left = SECONDS * (1 - steps / RECIPE.train.max_steps)
-    told = {"step": steps, "perf/tokens_per_second": SPEED} | progress
-    beat = Heartbeat("run", stage, 1, "running", now - 100, now, 1.0, progress=told, machine=SPOT.machine)
+    told = {"step": steps, "steps_done": 100, "perf/tokens_per_second": 1.0} | progress  # the last step was slow
+    phases = {"compile": 60.0, "train": 80 * SECONDS_PER_STEP, "evaluate": 20 * SECONDS_PER_STEP}
+    beat = Heartbeat("run", stage, 1, "running", now - 200, now, 1.0, {}, phases, told, machine=SPOT.machine)
     Handover(now + left + AFTER_TRAINING_SECONDS + spare_seconds, RECIPE, stop).watch(beat)
     return stop
 
@@ -48,7 +49,7 @@ def test_spot_is_left_while_a_lost_machine_and_the_next_one_would_still_be_in_ti
 
 def test_nobody_leaves_shortly_before_the_end_or_before_it_is_known_how_fast_it_goes() -> None:
     assert not asked(1 - 0.5 * CHANGEOVER_SECONDS / SECONDS, 0.0).asked  # to change over would take longer
-    assert not asked(0.5, 0.0, **{"perf/tokens_per_second": None}).asked
+    assert not asked(0.5, 0.0, steps_done=9).asked
     assert not asked(0.5, 0.0, stage="evaluate").asked
 
 
@@ -77,8 +78,11 @@ def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behi
     assert evaluate["max_hourly_cost"] == train["max_hourly_cost"]
     assert kept["evaluate"]["num_nodes"] == 2 and kept["train"]["envs"][DEADLINE] == "1800000000"
     assert DEADLINE not in kept["evaluate"]["envs"]
-    for same in (machines(nodes=2, deadline=1.8e9, spot=True), machines(nodes=2, spot=True)):
-        assert all(machine["use_spot"] for machine in same["train"]["resources"]["any_of"])
+    with pytest.raises(UserError, match="--deadline: can't be kept with --spot"):
+        machines(deadline=1.8e9, spot=True)
+    with pytest.raises(UserError, match="--deadline: can't be kept with --stage train"):
+        machines(deadline=1.8e9, until="train")
+    assert all(machine["use_spot"] for machine in machines(spot=True)["train"]["resources"]["any_of"])
     assert DEADLINE not in plain["train"]["envs"] and plain["evaluate"]["num_nodes"] == 1
 
 

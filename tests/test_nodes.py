@@ -224,7 +224,7 @@ def two_nodes(folder: Path) -> tuple[Project, Project]:
 
 def test_nobody_waits_forever(place: Place, stop: StopSignal, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "COME_SECONDS", 0.3)
-    with pytest.raises(Interrupted, match=r"node 1 of 3 did not come in 0 s"):
+    with pytest.raises(UserError, match=r"node 1 of 3 did not come in 0 s; .*may they reach"):
         head.gathered(1)
     assert nodes.call_head(Place(1, 2, LOOPBACK, free_ports(1)[0]), stop) is None
 
@@ -259,7 +259,7 @@ def test_a_node_that_is_told_to_stop_leaves_it_to_the_head(
     assert next_told(head) == {"stop": "GCE: preempted"}
     assert not result.done()
     head.send_bytes(b'{"end": 75, "why": "node 1: GCE: preempted"}')
-    assert result.result(10) == 75
+    assert result.result(10) == 0  # whose exit code speaks for all
 
 
 def test_a_node_is_free_once_the_run_is_trained(lending: tuple["Connection[Any, Any]", "Future[int]"]) -> None:

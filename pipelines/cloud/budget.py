@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from pipelines.tracking.account import AttemptAccount
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat, Meter
 from pipelines.tracking.report import account_of, read_records
 from trainer.config import UserError
@@ -40,6 +41,13 @@ def stopping_seconds(progress: dict[str, Any], batch_tokens: int, grace_seconds:
         saving = min(grace_seconds, 2 * (step + save))  # twice, as no two are alike
         busy = max(saving, progress.get("world_size", 1) * save / 3)
     return busy + LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0.0)
+
+
+def teardown_usd(attempt: AttemptAccount) -> float:
+    """What taking down an attempt's rented machines may have cost after its last heartbeat."""
+    if "cluster" not in attempt.machine:
+        return 0.0
+    return TEARDOWN_SECONDS / 3600 * attempt.nodes * (attempt.price_per_hour or 0.0)
 
 
 class Budget:
@@ -92,8 +100,10 @@ class Budget:
             return 0.0
         (record,) = read_records(self.store, [self.run])
         me = (mine.stage, mine.attempt) if mine else None
-        others = [a.bill for a in account_of(self.store, record).attempts if (a.stage, a.number) != me]
-        return sum(b.usd + b.unpriced_hours * self.price_per_hour for b in others)
+        others = [a for a in account_of(self.store, record).attempts if (a.stage, a.number) != me]
+        spent = sum(a.bill.usd + a.bill.unpriced_hours * self.price_per_hour for a in others)
+        # Nobody beats while a cluster is taken down. One that was taken away, or went on to the next attempt, was not.
+        return spent + sum(teardown_usd(a) for a in others if a.state not in ("lost", "running"))
 
     def _arm(self, started: float, progress: dict[str, Any]) -> float:
         """Set the timer anew; seconds until it asks."""

@@ -183,6 +183,18 @@ def clusters() -> list[Cluster]:
     ]
 
 
+def controllers() -> list[str]:
+    """SkyPilot's machines for managed jobs, where its API server does not run them itself (consolidation mode).
+
+    The machines of their jobs are in their own book: `clusters` does not see those.
+    """
+    from sky.client import sdk
+    from sky.utils import common
+
+    found = (one for one in sdk.get(sdk.cost_report()) if one["name"].startswith(common.JOB_CONTROLLER_PREFIX))
+    return [one["name"] for one in found if any(ended is None for _, ended in one["usage_intervals"] or ())]
+
+
 def keep_intervals(store: Store, run: str) -> list[Interval]:
     """Note in the store when SkyPilot had the run's clusters, for `report` to compare its bill with."""
     mine = [cluster for cluster in clusters() if cluster.run == label_of(run)]
@@ -277,11 +289,17 @@ def orphans(store: Store, now: float) -> Iterator[Orphan]:
     at_work = [beat for record in records.values() if (beat := working(store, record))]
     tasks = [(job.job_name or "", job.submitted_at or 0.0, task_from(job)) for job in managed_jobs()]
     for run, submitted, task in tasks:
-        if task.over or task.status in ("PENDING", "STARTING") or run not in records:
+        # Who waits for a machine has none.
+        if task.over or task.status in ("PENDING", "STARTING", "RECOVERING") or run not in records:
             continue
         if why := needless(store, records[run], submitted, now):
             yield Orphan(f"job {task.job} ({run}, {task.stage})", why, f"skytrain down {run}")
     busy = {task.cluster for _, _, task in tasks if not task.over} | {b.machine.get("cluster") for b in at_work}
+    if all(task.over for _, _, task in tasks):
+        for name in controllers():
+            yield Orphan(
+                f"cluster {name}", "SkyPilot's controller of managed jobs has none to look after", f"sky down {name}"
+            )
     labels = {label_of(run): record for run, record in records.items()}
     for cluster in clusters():
         if not cluster.up or cluster.name in busy:

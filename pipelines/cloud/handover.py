@@ -13,6 +13,7 @@ import time
 from pipelines.cloud.deadline import Race, leave_for
 from pipelines.cloud.plan import START_SECONDS, WAIT_SECONDS
 from pipelines.recipe import Recipe
+from pipelines.tracking.forecast import TRAINING_PHASES
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat
 from trainer.config import UserError
 from trainer.process import HandedOver, StopSignal
@@ -20,6 +21,7 @@ from trainer.process import HandedOver, StopSignal
 DEADLINE = "SKYTRAIN_DEADLINE"
 # Wait, start up, and do at most an interval between commits again.
 CHANGEOVER_SECONDS = WAIT_SECONDS + START_SECONDS + 300.0
+SURE_STEPS = 10  # the first one compiles
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is there already
 
 
@@ -45,11 +47,12 @@ class Handover:
 
     def watch(self, beat: Heartbeat) -> None:
         """Ask to leave once there is too little slack for another lost machine."""
-        train, speed = self.recipe.train, beat.progress.get("perf/tokens_per_second")
-        if beat.stage != "train" or not speed:  # not before it trains: how fast it is decides
+        train, done = self.recipe.train, beat.progress.get("steps_done", 0)
+        if beat.stage != "train" or done < SURE_STEPS:  # how fast it is decides
             return
-        per_step, now = train.batch_tokens / speed, time.time()
-        left = (train.max_steps - beat.progress["step"]) * per_step
+        # Over all steps, with what lies between them (validation, checkpoints): one step may be slow for once.
+        per_step = sum(beat.phases.get(phase, 0.0) for phase in TRAINING_PHASES) / done
+        now, left = time.time(), (train.max_steps - beat.progress["step"]) * per_step
         race = Race(
             started=beat.started,
             deadline=self.deadline - AFTER_TRAINING_SECONDS,

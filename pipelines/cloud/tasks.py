@@ -64,6 +64,11 @@ def documents(wish: Wish, stages: Iterable[str]) -> list[dict[str, Any]]:
     tasks = [yaml.safe_load((folder / "sky" / f"{stage}.yaml").read_text(encoding="utf8")) for stage in stages]
     for task in tasks:
         fill(task, wish, folder)
+    if wish.deadline and (wish.spot or wish.until in ("tokenize", "train")):
+        option = "--spot" if wish.spot else f"--stage {wish.until}"
+        raise UserError(
+            f"--deadline: can't be kept with {option}: the task evaluate, on demand, is what finishes in time"
+        )
     if wish.deadline and wish.spot is None:
         let_hand_over({task["name"]: task for task in tasks}, wish.deadline)
     return [{"name": wish.run}, *tasks]

@@ -254,7 +254,7 @@ def until(bill: Account, moment: float) -> Bill:
 def costs(bill: Account) -> dict[str, float]:
     """An account as MLflow's metrics. What isn't known is no point."""
     values = {
-        "cost/usd": bill.total.usd,
+        "cost/usd": None if nothing_priced(bill) else bill.total.usd,
         "time/billed_hours": bill.total.hours,
         "time/goodput": bill.goodput if "train" in bill.by_stage else None,
         "cost/usd_per_billion_tokens": bill.usd_per_billion_tokens,
@@ -264,6 +264,11 @@ def costs(bill: Account) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def nothing_priced(bill: Account) -> bool:
+    """Whether the price of all hours is unknown, so that 0 dollars would be a lie."""
+    return 0 < bill.total.hours == bill.total.unpriced_hours
+
+
 def account_tags(bill: Account) -> dict[str, str]:
     """An account as tags of a run: sums by stage, phase and market, to search by and to read."""
     groups = {"stage": bill.by_stage, "phase": bill.by_phase, "market": bill.by_market}
@@ -271,7 +276,8 @@ def account_tags(bill: Account) -> dict[str, str]:
         f"usd_by_{name}": ", ".join(f"{key} {part.usd:.4f}" for key, part in sorted(parts.items()))
         for name, parts in groups.items()
     }
-    tags |= {"usd": f"{bill.total.usd:.4f}", "billed_hours": f"{bill.total.hours:.4f}"}
+    usd = "unknown" if nothing_priced(bill) else f"{bill.total.usd:.4f}"
+    tags |= {"usd": usd, "billed_hours": f"{bill.total.hours:.4f}"}
     tags["unpriced_hours"] = f"{bill.total.unpriced_hours:.4f}"
     tags["usd_lost_to_interruptions"] = f"{bill.interruptions.usd:.4f}"
     if bill.savings_usd is not None:
