@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipelines.tracking.report import RunRecord
     from trainer.store import Store
 
+TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED, EXIT_STOPPED = 1, 2, 75, 76
 
 
@@ -440,8 +441,11 @@ def rebuild_tracking(store: "Store", records: "list[RunRecord]", to: str | None)
 
     if not find_spec("mlflow"):
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
+    uri = tracking_uri(to, default_tracking_uri())
+    if uri.partition(":")[0].partition("+")[0] not in TRACKING_SCHEMES:
+        raise UserError(f"--to {uri}: no MLflow; give http(s)://server, or a database such as sqlite:///mlflow.db")
     for record in records:
-        sessions = rebuild(store, record.run, tracking_uri(to, default_tracking_uri()))
+        sessions = rebuild(store, record.run, uri)
         print(f"{record.run}: {sessions} session(s) told again" if sessions else f"{record.run}: told MLflow nothing")
 
 
@@ -494,6 +498,8 @@ def explained(error: BaseException) -> int | None:
         print(f"stopped ({error}): nothing starts it again by itself", file=sys.stderr)
     elif isinstance(error, HandedOver):
         print(f"handed over ({error}): the launch's next task goes on from here", file=sys.stderr)
+    elif is_silent_server(error):
+        print("error: SkyPilot's API server does not answer; sky api start, or see sky api info", file=sys.stderr)
     elif isinstance(error, OSError) and is_full(error):
         print(f"error: {error.filename or home()}: {FULL}", file=sys.stderr)
     elif isinstance(error, Interrupted | KeyboardInterrupt):
@@ -504,12 +510,18 @@ def explained(error: BaseException) -> int | None:
     return exit_code(error)
 
 
+def is_silent_server(error: BaseException) -> bool:
+    """Whether SkyPilot's client found no server. Without an import of it, which takes seconds."""
+    sky = sys.modules.get("sky.exceptions")
+    return sky is not None and isinstance(error, sky.ApiServerConnectionError)
+
+
 def exit_code(error: BaseException) -> int:
     from trainer.config import UserError
     from trainer.process import HandedOver, Interrupted, Stopped
     from trainer.store import StoreUnavailable, is_full
 
-    if isinstance(error, UserError) or (isinstance(error, OSError) and is_full(error)):
+    if isinstance(error, UserError) or is_silent_server(error) or (isinstance(error, OSError) and is_full(error)):
         return EXIT_MISTAKE
     if isinstance(error, Stopped):
         return EXIT_STOPPED

@@ -297,16 +297,18 @@ def print_status(runs: "list[Status]", notes: Iterable[str] = ()) -> None:
         out.print(f"[yellow]{escape(printable(note))}[/]")
 
 
-def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None) -> None:
+def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, launched: bool) -> None:
     """How a run took the wish that it stop, from the attempt at work then and now."""
     if after is None:
         died = f"{before.stage}: attempt {before.attempt} has died; " if before else "nothing of it is at work; "
-        print(f"{run}: {died}the wish stands: what begins now ends at once (skytrain down {run} removes its machines)")
+        left = f"; skytrain down {run} removes its machines" if launched else ""
+        print(f"{run}: {died}the wish stands for what a launch begins{left}")
     elif after.state == "running":
         print(f"{run}: {after.stage}: attempt {after.attempt} is still at it; the wish stands, it will leave")
     else:
         step = f" at step {after.progress['step']:,}" if "step" in after.progress else ""
-        print(f"{run}: {after.stage}: attempt {after.attempt} is {after.state}{step}; skytrain resume {run} goes on")
+        go_on = f"resume {run}" if launched else f"run run:{run}"
+        print(f"{run}: {after.stage}: attempt {after.attempt} is {after.state}{step}; skytrain {go_on} goes on")
 
 
 def _span(low: float, middle: float, high: float) -> str:

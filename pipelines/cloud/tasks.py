@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from pipelines.cloud.prices import parsed_node
 from trainer.config import UserError
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ def distinct(machines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def gpus_of(machine: dict[str, Any], wish: Wish, stage: str) -> str:
     """The GPUs asked for, of which evaluate takes one; else those the file names."""
+    if wish.gpus:
+        parsed_node(wish.gpus)
     gpus = wish.gpus or (CLUSTER_GPUS if cloud_of(machine["infra"]) in CLUSTERS else machine["accelerators"])
     return gpus if stage == "train" else f"{gpus.partition(':')[0]}:1"
 

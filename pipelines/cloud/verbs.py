@@ -39,7 +39,7 @@ def launch(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes to train on.")] = 1,
     budget: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0.0, metavar="USD", help="The run stops on a commit before it has cost more."),
+        typer.Option(min=0.001, metavar="USD", help="The run stops on a commit before it has cost more."),
     ] = None,
     deadline: Annotated[
         Optional[str],  # noqa: UP045
@@ -139,6 +139,8 @@ def status(
         found.append(control.status_of(opened, record, tasks, time.time()))
     if as_json:
         print(json.dumps([asdict(one) for one in found]))
+    elif not found:
+        print(f"no runs in {opened.uri} yet; `skytrain run smoke` makes one")
     else:
         print_status(found, [f"SkyPilot does not answer: {silent}"] if silent else [])
 
@@ -165,12 +167,13 @@ def stop(
 ) -> None:
     """Let a run commit and leave, wherever it is: exit 0 once it has, 1 if it has not yet."""
     from pipelines.cloud import control
+    from pipelines.cloud.launch import last_launch
     from pipelines.tables import print_stopped
 
     record, opened = named(run, store)
     before = control.working(opened, record)
     after = control.stop(opened, record, reason, wait, lambda text: print(text, flush=True))
-    print_stopped(record.run, before, after)
+    print_stopped(record.run, before, after, launched=last_launch(opened, record.run) is not None)
     sys.exit(bool(after and after.state == "running"))
 
 
@@ -180,7 +183,7 @@ def resume(
     store: StoreUri = None,
     budget: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0.0, metavar="USD", help="Another limit than before, for all of the run."),
+        typer.Option(min=0.001, metavar="USD", help="Another limit than before, for all of the run."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
@@ -216,8 +219,12 @@ def resume(
 def down(run: RunName, store: StoreUri = None) -> None:
     """Cancel a run's job at once and remove its machines; what is committed stays."""
     from pipelines.cloud import control
+    from pipelines.cloud.launch import last_launch
+    from trainer.config import UserError
 
     record, opened = named(run, store)
+    if last_launch(opened, record.run) is None:
+        raise UserError(f"down: {record.run} was never launched, so it has no machines to remove")
     control.down(record.run, lambda text: print(text, flush=True))
     control.keep_intervals(opened, record.run)
     print(f"{record.run}: no job and no cluster of it is left")

@@ -11,6 +11,7 @@ from trainer.store import Store
 
 PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of what both runs have come to
 STEPS_TOGETHER = 20  # whose mean is the training loss at a point: one step's says little
+FRESH = 0.9  # of a level: a val loss that was measured earlier than that says nothing of it
 
 Row = dict[str, Any]
 Axis = Callable[[Row], float]
@@ -94,6 +95,8 @@ def levels(series: tuple[list[Row], list[Row]], axes: tuple[Axis, Axis]) -> list
 
 
 def loss_at(curve: list[tuple[float, Row]], level: float, metric: str, together: int) -> float | None:
-    """The mean of the last values of a metric that had been reached at some level."""
-    values = [row[metric] for at, row in curve if at <= level * (1 + 1e-9) and metric in row][-together:]
-    return sum(values) / len(values) if values else None
+    """The mean of the last values of a metric that had been reached at some level; None where they are old by then."""
+    known = [(at, row[metric]) for at, row in curve if at <= level * (1 + 1e-9) and metric in row][-together:]
+    if not known or known[-1][0] < FRESH * level:
+        return None
+    return sum(value for _, value in known) / len(known)
