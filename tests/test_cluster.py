@@ -29,7 +29,7 @@ from pipelines.tracking.report import (
     summarize,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cloud]
 
 # Half a minute on an idle machine: long enough to be preempted in its midst. A commit every three seconds.
 STEPS = 1200
