@@ -126,8 +126,6 @@ QUESTIONS |= {
     "a budget on an unpriced cluster": to_price(infra="kubernetes/mine", budget=5.0),
     "a budget that spot keeps": to_price(budget=16.0),
     "a budget that nothing keeps": to_price(budget=1.0),
-    "a deadline that all keep": to_price(deadline=time.time() + 48 * 3600),
-    "a deadline that none keeps": to_price(deadline=time.time() + 360),
 }
 
 
@@ -140,9 +138,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pricing = {"slurm": {"cluster_configs": {"local": {"pricing": {"cpu": 0.01, "accelerators": {"H100": 3.5}}}}}}
     (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(pricing))
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_"))}
+    deadlines = {
+        "a deadline that all keep": to_price(deadline=time.time() + 48 * 3600),
+        "a deadline that none keeps": to_price(deadline=time.time() + 360),
+    }
     done = subprocess.run(
         [sys.executable, "-c", ASKING],
-        input=json.dumps(QUESTIONS),
+        input=json.dumps(QUESTIONS | deadlines),
         env=inherited | sky_environment(home) | {"PYTHONPATH": str(ROOT)},
         cwd=home,
         capture_output=True,
