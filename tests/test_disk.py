@@ -96,6 +96,7 @@ def test_ranks_that_died_of_a_full_disk_left_no_words_and_need_none(tmp_path: Pa
         screen=Screen(quiet=True),
         tracker=nothing,
         attempt=nothing,
+        stop=SimpleNamespace(asked=False),
         store=LocalStore(tmp_path / "store"),
         plan=SimpleNamespace(prefix="train/x"),
     )
