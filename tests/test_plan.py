@@ -28,24 +28,24 @@ from trainer.metrics import mfu
 from trainer.store import LocalStore
 
 SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
-COMPILED = RuntimeConfig(micro_batch_size=64, compile=True)
+COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
 
 # --- speeds
 
 
-@pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.compiled}")
+@pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
 def test_a_run_that_was_measured_is_planned_as_measured(known: Measurement) -> None:
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
-    speed = speed_on(recipe.model, RuntimeConfig(compile=known.compiled), known.gpu)
+    speed = speed_on(recipe.model, RuntimeConfig(engine=known.engine), known.gpu)
     assert (speed.tokens_per_second, speed.kind) == (known.tokens_per_second, "measured")
     gpus = int(known.gpu.partition(":")[2])
     assert mfu(known.tokens_per_second, recipe.model, gpus, 989e12) == pytest.approx(known.mfu, abs=0.001)
 
 
-@pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.compiled}")
+@pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
 def test_the_estimate_alone_comes_within_a_hundredth_of_what_was_measured(known: Measurement) -> None:
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
-    runtime = RuntimeConfig(micro_batch_size=64, compile=known.compiled)
+    runtime = RuntimeConfig(micro_batch_size=64, engine=known.engine)
     there = known.gpu.replace("H200", "H100")  # of the same peak, and not in the table
     speed = speed_on(recipe.model, runtime, there)
     assert speed.kind == "estimated"
@@ -77,7 +77,7 @@ def test_what_slows_training_slows_the_plan() -> None:
         return speed_on(LARGE.model, COMPILED.model_copy(update=runtime), gpus, nodes).tokens_per_second
 
     assert speed(deterministic=True) < speed() > speed(recompute=True)
-    assert speed(compile=False) < speed()
+    assert speed(engine="eager") < speed()
     assert speed() < speed(nodes=2) < 2 * speed()
     assert 7 * speed("H100:1") < speed() < 8 * speed("H100:1")
     smoke = load_recipe("smoke")  # so small that launching its kernels is all the work

@@ -73,7 +73,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "runtime": {
         "micro_batch_size": 1,
         "processes": 2,
-        "compile": False,
+        "engine": "eager",
+        "data_parallel": "all_reduce",
+        "reduce_dtype": "bf16",
         "recompute": True,
         "checkpoint_minutes": 3.0,
         "keep_last": 5,
@@ -295,12 +297,12 @@ def test_a_file_that_cannot_be_read_is_the_users_mistake() -> None:
 
 
 def test_set_changes_one_field_with_the_types_of_yaml(tmp_path: Path) -> None:
-    changes = ["train.max_steps=50", "train.learning_rate=6e-4", "train.grad_clip=null", "runtime.compile=true"]
+    changes = ["train.max_steps=50", "train.learning_rate=6e-4", "train.grad_clip=null", "runtime.engine=compiled"]
     changes += ["name=other", "export.dtype=bfloat16", "evaluate={val_tokens: 300}", "train.max_steps=1_000"]
     before, recipe = load_recipe("smoke"), load_recipe("smoke", changes)
     assert recipe.train.max_steps == 1000  # the last one wins
     assert (recipe.train.learning_rate, recipe.train.grad_clip) == (6e-4, None)
-    assert (recipe.runtime.compile, recipe.name, recipe.export.dtype) == (True, "other", "bfloat16")
+    assert (recipe.runtime.engine, recipe.name, recipe.export.dtype) == ("compiled", "other", "bfloat16")
     assert recipe.evaluate == EvaluateConfig(val_tokens=300)
     assert recipe.tokens == before.tokens and recipe.model == before.model
     assert load_recipe("smoke") == before

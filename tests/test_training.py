@@ -928,7 +928,7 @@ def test_a_compiled_model_learns_the_same(runner: Callable[..., Runner]) -> None
         pytest.skip("needs a C++ compiler")
     if " " in torch.__file__:
         pytest.skip("needs a torch whose path has no space: inductor's call of the C++ compiler does not quote it")
-    eager, compiled = runner("eager", max_steps=4), runner("compiled", max_steps=4, compile=True)
+    eager, compiled = runner("eager", max_steps=4), runner("compiled", max_steps=4, engine="compiled")
     eager.attempt()
     compiled.attempt()
     for a, b in zip(eager.rows(), compiled.rows(), strict=True):

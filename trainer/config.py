@@ -103,7 +103,7 @@ class TrainConfig(Section):
     seed: int = Field(default=1337, ge=0, lt=2**63)
     val_every: int | None = Field(default=250, ge=1)
     val_tokens: int = Field(default=10_485_760, ge=1)  # 20 x 524,288, as llm.c; at most what the shards hold
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = "auto"  # fp8: Hopper, fused engine
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
@@ -118,10 +118,15 @@ class TrainConfig(Section):
 class RuntimeConfig(Section):
     """How the run is carried out. Nothing here changes what is learned."""
 
-    micro_batch_size: int = Field(default=8, ge=1)  # sequences a rank pushes through at once
+    # Sequences a rank pushes through at once; auto = the most that fit.
+    micro_batch_size: int | Literal["auto"] = 8
     processes: int | Literal["auto"] = "auto"  # ranks on this node; auto = GPUs, or 1 on a CPU
-    compile: bool = False
-    recompute: bool = False  # recompute activations in the backward pass: less memory, ~30% more FLOPs
+    # How a step is run. fused: our own forward and backward for CUDA; compiled: torch.compile; eager: plain PyTorch.
+    engine: Literal["auto", "fused", "compiled", "eager"] = "auto"
+    # Less memory: the backward pass computes again GELU and LayerNorm (fused), or whole blocks (~30% more FLOPs).
+    recompute: bool = False
+    data_parallel: Literal["zero1", "all_reduce"] = "zero1"  # of the fused engine; the others add up by all-reduce
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients on the wire, in the fused engine
     checkpoint_minutes: float | Literal["auto"] = "auto"
     keep_last: int = Field(default=2, ge=1)
     keep_every_steps: int | None = Field(default=None, ge=1)  # commits that stay for good
@@ -129,11 +134,11 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     watchdog_minutes: float | Literal["auto"] | None = "auto"  # without progress in a step; auto = 10, or 20 steps
 
-    @field_validator("processes")
+    @field_validator("processes", "micro_batch_size")
     @classmethod
-    def _some_processes(cls, value: int | str) -> int | str:
+    def _at_least_one(cls, value: int | str, info: Any) -> int | str:
         if isinstance(value, int) and value < 1:
-            raise ValueError(f"{value} processes can't train; use 1 or more, or 'auto'")
+            raise ValueError(f"{value} {info.field_name.replace('_', ' ')} can't train; use 1 or more, or 'auto'")
         return value
 
     @field_validator("checkpoint_minutes", "watchdog_minutes")
@@ -157,7 +162,8 @@ def sequences_per_step(model: ModelConfig, train: TrainConfig) -> int:
 
 def grad_accum_steps(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world_size: int) -> int:
     """Micro-batches each rank accumulates in one step: batch_tokens / (block_size · micro_batch_size · ranks)."""
-    sequences, at_once = sequences_per_step(model, train), runtime.micro_batch_size * world_size
+    micro_batch_size = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
+    sequences, at_once = sequences_per_step(model, train), micro_batch_size * world_size
     if sequences % at_once:
         raise UserError(
             f"train.batch_tokens: {train.batch_tokens} is {sequences} sequences of {model.block_size} tokens, "

@@ -64,6 +64,7 @@ def train(
     """
     accumulate = grad_accum_steps(model_config, config, runtime, world.world_size)
     per_step = sequences_per_step(model_config, config)
+    at_once = per_step // (accumulate * world.world_size)
     with Watchdog(runtime, log.clock, world.rank) as watchdog:
         run = prepare(model_config, config, runtime, world.device)
         state = resume(run, checkpointer, log) or TrainState()
@@ -80,7 +81,7 @@ def train(
             # Asked to stop, there is no time to evaluate, unless nobody would come back to do it.
             if val_is_due(state, config) and (last or not flags.stop):
                 with log.clock.phase("evaluate"):
-                    state.val_loss = validate(run, config, val_data, runtime, world, watchdog)
+                    state.val_loss = validate(run, config, val_data, at_once, world, watchdog)
                     state.val_step = state.step
                     log.row(state.step, **{"val/loss": state.val_loss})
             checkpointer.settle(log)
@@ -96,7 +97,7 @@ def train(
             lr = learning_rate_at(state.step, config)
             set_learning_rate(run.optimizer, lr)
             mine = sequences_of(state.data_step, per_step, world.rank, world.world_size)
-            batches = watchdog.over(data.micro_batches(mine, runtime.micro_batch_size, world.device))
+            batches = watchdog.over(data.micro_batches(mine, at_once, world.device))
             loss = backward(run, batches, accumulate)
             world.mean_(run.gradients.flat)
             grad_norm = clip(run, config.grad_clip)
@@ -140,7 +141,7 @@ def prepare(model_config: ModelConfig, config: TrainConfig, runtime: RuntimeConf
     allocate_moments(optimizer)
     return Run(
         model=model,
-        forward=torch.compile(model) if runtime.compile else model,  # type: ignore[arg-type]
+        forward=torch.compile(model) if runtime.engine == "compiled" else model,  # type: ignore[arg-type]
         optimizer=optimizer,
         gradients=FlatGradients.of(model),
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
@@ -249,11 +250,9 @@ def val_is_due(state: TrainState, config: TrainConfig) -> bool:
     return state.step % config.val_every == 0 or state.step == config.max_steps
 
 
-def validate(
-    run: Run, config: TrainConfig, data: TokenData, runtime: RuntimeConfig, world: World, watchdog: Watchdog
-) -> float:
+def validate(run: Run, config: TrainConfig, data: TokenData, at_once: int, world: World, watchdog: Watchdog) -> float:
     with autocast(run):
-        return validation_loss(run.model, data, config.val_tokens, runtime.micro_batch_size, world, watchdog.beat)
+        return validation_loss(run.model, data, config.val_tokens, at_once, world, watchdog.beat)
 
 
 def autocast(run: Run) -> torch.autocast:

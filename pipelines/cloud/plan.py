@@ -18,7 +18,16 @@ from rich.table import Table
 
 from pipelines.artifacts.manifest import Plan, find
 from pipelines.cloud.prices import CLOUDS, Offer, offers
-from pipelines.cloud.throughput import SECONDS_PER_LAYER, Measurement, Speed, gpus_of, mfu_of, peak_of, speed_on
+from pipelines.cloud.throughput import (
+    SECONDS_PER_LAYER,
+    Measurement,
+    Speed,
+    engine_of,
+    gpus_of,
+    mfu_of,
+    peak_of,
+    speed_on,
+)
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.ledger import attempts
@@ -203,9 +212,9 @@ def own_measurements(recipe: Recipe, store: Store, prefix: str) -> list[Measurem
     for beat in reversed(attempts(store, prefix)):
         machine, mine = beat.machine.get("accelerators"), speeds.get(beat.attempt, [])[2:]  # the first steps compile
         if machine and mine:
-            n, compiled = recipe.model.parameters, recipe.runtime.compile
+            n, engine = recipe.model.parameters, engine_of(recipe.runtime)
             where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine}"
-            found.append(Measurement(n, machine, beat.nodes, compiled, 0.0, median(mine), where))
+            found.append(Measurement(n, machine, beat.nodes, engine, 0.0, median(mine), where))
     return found
 
 
@@ -299,14 +308,14 @@ def train_job(recipe: Recipe, steps: int, offer: Offer, speed: Speed, nodes: int
     else:
         segment = runtime.checkpoint_minutes / 60
     hours = tokens / speed.tokens_per_second / 3600
-    start = START_SECONDS + (FIRST_STEP_SECONDS if runtime.compile else 0)
+    start = START_SECONDS + (FIRST_STEP_SECONDS if engine_of(runtime) == "compiled" else 0)
     return Job(hours, min(segment, hours), stall / 3600, start / 3600)
 
 
 def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
     """Val loss and HellaSwag on one GPU; on a CPU as if it had 1 TFLOP/s."""
     kind = f"{(offer.accelerators or '').partition(':')[0]}:1"
-    eager = recipe.runtime.model_copy(update={"compile": False})
+    eager = recipe.runtime.model_copy(update={"engine": "eager"})
     flops = (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager)
     forward = recipe.model.flops_per_token / 3
     seconds = recipe.evaluate.val_tokens * forward / flops

@@ -42,7 +42,7 @@ class Measurement:
     parameters: float
     gpu: str  # "H200:4", on each node
     nodes: int
-    compiled: bool
+    engine: str
     mfu: float
     tokens_per_second: float
     source: str
@@ -50,10 +50,10 @@ class Measurement:
 
 README = "README, Measured: torch 2.11, CUDA 13, bf16"
 MEASURED = (
-    Measurement(124.5e6, "H200:1", 1, False, 0.282, 326_171, README),
-    Measurement(124.5e6, "H200:1", 1, True, 0.464, 536_237, README),
-    Measurement(124.5e6, "H200:4", 1, True, 0.445, 2_057_878, README),
-    Measurement(1557.7e6, "H200:1", 1, True, 0.473, 45_495, README),
+    Measurement(124.5e6, "H200:1", 1, "eager", 0.282, 326_171, README),
+    Measurement(124.5e6, "H200:1", 1, "compiled", 0.464, 536_237, README),
+    Measurement(124.5e6, "H200:4", 1, "compiled", 0.445, 2_057_878, README),
+    Measurement(1557.7e6, "H200:1", 1, "compiled", 0.473, 45_495, README),
 )
 EAGER = 0.282 / 0.464  # of the compiled speed, at 124M; taken for all sizes
 PER_DOUBLING = (0.445 / 0.464) ** (1 / math.log2(4))  # of the GPUs, at 124M: what is left of the MFU, 0.979
@@ -70,6 +70,11 @@ def gpus_of(accelerators: str) -> int:
     return int(accelerators.partition(":")[2])
 
 
+def engine_of(runtime: RuntimeConfig) -> str:
+    """How a step runs on rented GPUs."""
+    return "compiled" if runtime.engine == "auto" else runtime.engine
+
+
 def speed_on(
     model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int = 1, own: Iterable[Measurement] = ()
 ) -> Speed:
@@ -84,7 +89,7 @@ def speed_on(
             return Speed(known.tokens_per_second, "measured", known.source)
     plain = not (runtime.deterministic or runtime.recompute)
     for known in MEASURED if plain else ():
-        same = abs(known.parameters / model.parameters - 1) < 0.01 and known.compiled == runtime.compile
+        same = abs(known.parameters / model.parameters - 1) < 0.01 and known.engine == engine_of(runtime)
         if same and (known.gpu, known.nodes) == (accelerators, nodes):
             return Speed(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes)
@@ -101,7 +106,8 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
         raise UserError(f"{accelerators}: no GPU that we know the speed of; known are {', '.join(PEAKS)}")
     gpus = nodes * gpus_of(accelerators)
     mfu = mfu_of(model.parameters, runtime) * PER_DOUBLING ** math.log2(gpus)
-    most = gpus * runtime.micro_batch_size * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
+    at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
+    most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
     what = f"{mfu:.0%} MFU" if tokens_per_second < most else f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer"
     return Speed(tokens_per_second, "estimated", f"{what}, from 1 and 4 x H200")
@@ -109,12 +115,14 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
 
 def mfu_of(parameters: float, runtime: RuntimeConfig) -> float:
     """MFU of one GPU, by the logarithm of the size between the measured ones."""
-    (small, low), (large, high) = ((m.parameters, m.mfu) for m in MEASURED if m.gpu == "H200:1" and m.compiled)
+    (small, low), (large, high) = (
+        (m.parameters, m.mfu) for m in MEASURED if m.gpu == "H200:1" and m.engine == "compiled"
+    )
     where = min(1.0, max(0.0, math.log(parameters / small) / math.log(large / small)))
     mfu = low + where * (high - low)
     return (
         mfu
-        * (1 if runtime.compile else EAGER)
+        * (EAGER if runtime.engine == "eager" else 1)
         * (DETERMINISTIC if runtime.deterministic else 1)
         * (RECOMPUTE if runtime.recompute else 1)
     )

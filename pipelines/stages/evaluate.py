@@ -54,9 +54,7 @@ def build(work: Work) -> Built:
     val = TokenData(shards, lambda name: work.fetch("tokenize", name), recipe.model.block_size, recipe.train.seed)
     work.clock.enter("evaluate")
     facts: dict[str, Any] = {
-        "val/loss": validation_loss(
-            model, val, recipe.evaluate.val_tokens, recipe.runtime.micro_batch_size, world, beat=work.check
-        )
+        "val/loss": validation_loss(model, val, recipe.evaluate.val_tokens, 8, world, beat=work.check)
     }
     work.report(**facts)
     moment("evaluate")
