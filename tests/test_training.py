@@ -31,6 +31,7 @@ from trainer.__main__ import TrainerConfig, claim
 from trainer.checkpoint import Checkpointer, HostCopy, TrainState, checkpoint_seconds, sealed, series, unsealed
 from trainer.config import ModelConfig, RuntimeConfig, UserError
 from trainer.data import TokenData, local_shards, write_shard
+from trainer.engine import PlainEngine
 from trainer.evaluate import validation_loss
 from trainer.loop import SaveClock, train
 from trainer.metrics import EventLog, PhaseClock, mfu, peak_flops
@@ -155,7 +156,9 @@ class Runner:
             c.runtime.keep_every_steps,
         )
         try:
-            return train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log)
+            engine, state = train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log)
+            assert isinstance(engine, PlainEngine)
+            return engine.model, state
         finally:
             self.events = [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
 

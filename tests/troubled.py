@@ -21,36 +21,41 @@ from torch import Tensor
 
 import trainer.loop
 from trainer.__main__ import main
+from trainer.engine import PlainEngine
 
 
 def afflict(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let the trouble strike wherever its places are read, however often that is."""
-    sequences_of, backward = trainer.loop.sequences_of, trainer.loop.backward
+    sequences_of, backward, update = trainer.loop.sequences_of, PlainEngine.backward, PlainEngine.update
     reading = {"place": -1, "last rank": True}
 
     def noted(step: int, per_step: int, rank: int, world_size: int) -> range:
         reading.update({"place": step, "last rank": rank == world_size - 1})
         return sequences_of(step, per_step, rank, world_size)
 
-    def struck(run: Any, *args: Any) -> Tensor:
-        loss = backward(run, *args)
-        strikes = {kind for kind, places in trouble.items() if reading["place"] in places}
+    def strikes_now() -> set[str]:
+        return {kind for kind, places in trouble.items() if reading["place"] in places}
+
+    def struck(engine: PlainEngine, *args: Any) -> Tensor:
+        loss = backward(engine, *args)
+        strikes = strikes_now()
         if "nan" in strikes and reading["last rank"]:
-            run.gradients.flat.fill_(math.nan)
+            engine.gradients.flat.fill_(math.nan)
             loss.fill_(math.nan)
         if "infinite" in strikes and reading["last rank"]:
-            run.gradients.flat[17] = math.inf
+            engine.gradients.flat[17] = math.inf
         if "huge" in strikes:
-            run.gradients.flat.mul_(1e4)
-        if "spike" in strikes:
-            for group in run.optimizer.param_groups:
-                group["lr"] *= 300
+            engine.gradients.flat.mul_(1e4)
         if "sleep" in strikes and os.environ.get("RANK", "0") == "0":
             doze()
         return loss
 
+    def spiked(engine: PlainEngine, learning_rate: float, *args: Any, **options: Any) -> bool:
+        return update(engine, learning_rate * (300 if "spike" in strikes_now() else 1), *args, **options)
+
     patch(trainer.loop, "sequences_of", noted)
-    patch(trainer.loop, "backward", struck)
+    patch(PlainEngine, "backward", struck)
+    patch(PlainEngine, "update", spiked)
 
 
 def doze() -> None:

@@ -90,14 +90,15 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
         superseded=lambda: store.get(attempt_key(attempt + 1)) is not None,
         keep_every=config.runtime.keep_every_steps,
     )
-    model, state = train(
+    engine, state = train(
         config.model, config.train, config.runtime, train_data, val_data, checkpointer, world, stop, log
     )
     done = state.step == config.train.max_steps
+    weights = engine.weights() if done else {}
     if world.rank == 0:
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in series(store, "run")))
         if done:
-            save_file(model.state_dict(), out / "model.safetensors")
+            save_file(weights, out / "model.safetensors")
         print(f"step {state.step} of {config.train.max_steps}, val loss {state.val_loss}: {out}")
     world.close()
     return 0 if done else EXIT_INTERRUPTED

@@ -25,7 +25,7 @@ from trainer.parallel import World
 
 @torch.no_grad()
 def validation_loss(
-    model: GPT,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
     data: TokenData,
     max_tokens: int,
     batch_size: int,
@@ -34,20 +34,17 @@ def validation_loss(
 ) -> float:
     """Mean cross-entropy in nats over the first `max_tokens` tokens of a split, in file order.
 
-    The ranks share the windows; the mean is over tokens, so it does not depend on how many there are.
-    `beat` is called before each batch: a long validation is no stuck one.
+    `loss_of` gives the mean loss of inputs and targets (B, T). The ranks share the windows; the mean is over tokens,
+    so it does not depend on how many there are. `beat` is called before each batch: a long validation is no stuck one.
     """
     windows = [(s, w) for s, shard in enumerate(data.shards) for w in range(shard.windows(data.block_size))]
     windows = windows[: max(1, max_tokens // data.block_size)][world.rank :: world.world_size]
-    was_training = model.training
-    model.eval()
     total = torch.zeros((), dtype=torch.float64 if world.device.type != "mps" else torch.float32, device=world.device)
     for start in range(0, len(windows), batch_size):
         beat()
         batch = [data.window(*place) for place in windows[start : start + batch_size]]
         tokens, targets = to_device(np.stack(batch), world.device)
-        total += model(tokens, targets) * targets.numel()
-    model.train(was_training)
+        total += loss_of(tokens, targets) * targets.numel()
     loss, count = world.sum(float(total), len(windows) * data.block_size)
     return loss / count
 

@@ -7,44 +7,20 @@ for bit.
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from trainer.checkpoint import (
-    Checkpointer,
-    TrainState,
-    allocate_moments,
-    checkpoint_seconds,
-    set_optimizer_steps,
-    training_tensors,
-)
+from trainer.checkpoint import Checkpointer, TrainState, checkpoint_seconds
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, grad_accum_steps, sequences_per_step
 from trainer.data import TokenData, sequences_of
+from trainer.engine import Batches, Engine, make_engine
 from trainer.evaluate import validation_loss
-from trainer.health import Diverged, Watchdog, diagnosis, is_landmark
+from trainer.health import Diverged, Health, Watchdog, diagnosis, is_landmark
 from trainer.metrics import EventLog, mfu, peak_flops
-from trainer.model import GPT
-from trainer.optim import learning_rate_at, make_optimizer, set_learning_rate
-from trainer.parallel import Flags, FlatGradients, World, precision_on
+from trainer.optim import learning_rate_at
+from trainer.parallel import Flags, World
 from trainer.process import StopSignal, moment
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass
-class Run:
-    """A training run in the making: what its steps work on."""
-
-    model: GPT
-    forward: torch.nn.Module  # the model, compiled or not
-    optimizer: torch.optim.AdamW
-    gradients: FlatGradients
-    scaler: torch.amp.GradScaler
-    precision: str
-    device: torch.device
 
 
 def train(
@@ -57,8 +33,8 @@ def train(
     world: World,
     stop: StopSignal,
     log: EventLog,
-) -> tuple[GPT, TrainState]:
-    """Train until `max_steps` or until asked to stop; the model and where it stands.
+) -> tuple[Engine, TrainState]:
+    """Train until `max_steps` or until asked to stop; the engine with the weights, and where it stands.
 
     Raises Diverged when the run is ill and nothing helped (the commits before that stay).
     """
@@ -66,10 +42,13 @@ def train(
     per_step = sequences_per_step(model_config, config)
     at_once = per_step // (accumulate * world.world_size)
     with Watchdog(runtime, log.clock, world.rank) as watchdog:
-        run = prepare(model_config, config, runtime, world.device)
-        state = resume(run, checkpointer, log) or TrainState()
-        checkpointer.prepare(training_tensors(run.model, run.optimizer))
-        announce(run, state, accumulate, world, log)
+        engine = make_engine(model_config, config, runtime, world)
+        state = resume(engine, checkpointer, log)
+        if state is None:
+            engine.initialize(config.seed)
+            state = TrainState()
+        checkpointer.prepare(engine.pieces())
+        announce(engine, model_config, state, accumulate, world, log)
         due = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
@@ -81,34 +60,29 @@ def train(
             # Asked to stop, there is no time to evaluate, unless nobody would come back to do it.
             if val_is_due(state, config) and (last or not flags.stop):
                 with log.clock.phase("evaluate"):
-                    state.val_loss = validate(run, config, val_data, at_once, world, watchdog)
+                    loss_of, beat = engine.loss, watchdog.beat
+                    state.val_loss = validation_loss(loss_of, val_data, config.val_tokens, at_once, world, beat)
                     state.val_step = state.step
                     log.row(state.step, **{"val/loss": state.val_loss})
             checkpointer.settle(log)
             if (flags.save or flags.stop or last) and state.step != saved_step:
                 with log.clock.phase("checkpoint"):
-                    due.saved(save(run, state, checkpointer, log))
+                    due.saved(save(engine, state, checkpointer, log))
                     saved_step = state.step
             if flags.stop or last:
                 with log.clock.phase("checkpoint"):
                     checkpointer.finish(log)
-                return run.model, state
+                return engine, state
             started = time.time()
-            lr = learning_rate_at(state.step, config)
-            set_learning_rate(run.optimizer, lr)
             mine = sequences_of(state.data_step, per_step, world.rank, world.world_size)
             batches = watchdog.over(data.micro_batches(mine, at_once, world.device))
-            loss = backward(run, batches, accumulate)
-            world.mean_(run.gradients.flat)
-            grad_norm = clip(run, config.grad_clip)
             # Rank 0 is the last to be done with a save: while it is busy, no other rank may call for the next.
             save_due = due.at(state.step + 1) or (world.rank == 0 and due.now() and not checkpointer.busy)
-            flags = world.agree(float(loss), grad_norm, stop.asked, save_due, data.digest(mine))
-            state.health, illness = state.health.after(
-                state.step + 1, flags.loss, flags.grad_norm, config, overflow_allowed=scale_can_fall(run)
+            lr = learning_rate_at(state.step, config)
+            wishes = Wishes(world, stop, save_due, data.digest(mine))
+            flags, state.health, illness, applied = step(
+                engine, batches, accumulate, lr, state, config, checkpointer, wishes
             )
-            checkpointer.before_update()
-            applied = step(run, skip=illness is not None)
             state.advance(config.batch_tokens, applied)
             seconds = time.time() - started
             log.clock.enter(log.training_phase(state.step))
@@ -124,51 +98,68 @@ def train(
                 **({"train/skipped_updates": state.health.skipped} if illness else {}),
             )
             if ruin := state.health.diverged(config):
-                state = roll_back(run, state, ruin, config, checkpointer, log)
+                state = roll_back(engine, state, ruin, config, checkpointer, log)
                 saved_step, flags = state.step, replace(flags, save=False)
                 due.overdue()  # so that the rollback is soon on record
             elif state.health.not_finite:  # what is committed now may be ruined already
                 flags = replace(flags, save=False)
 
 
-def prepare(model_config: ModelConfig, config: TrainConfig, runtime: RuntimeConfig, device: torch.device) -> Run:
-    """The model at its seed, its optimizer with zero moments, its flat gradients."""
-    model = GPT(model_config, recompute=runtime.recompute)
-    model.initialize(config.seed)
-    model.to(device)
-    precision = precision_on(device, config)
-    optimizer = make_optimizer(model, config)
-    allocate_moments(optimizer)
-    return Run(
-        model=model,
-        forward=torch.compile(model) if runtime.engine == "compiled" else model,  # type: ignore[arg-type]
-        optimizer=optimizer,
-        gradients=FlatGradients.of(model),
-        scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
-        precision=precision,
-        device=device,
+@dataclass(frozen=True)
+class Wishes:
+    """What this rank brings to the exchange of flags after a step, beside loss and norm."""
+
+    world: World
+    stop: StopSignal
+    save: bool
+    digest: int
+
+    def agree(self, loss: float, grad_norm: float) -> Flags:
+        return self.world.agree(loss, grad_norm, self.stop.asked, self.save, self.digest)
+
+
+def step(
+    engine: Engine,
+    batches: Batches,
+    accumulate: int,
+    learning_rate: float,
+    state: TrainState,
+    config: TrainConfig,
+    checkpointer: Checkpointer,
+    wishes: Wishes,
+) -> tuple[Flags, Health, str | None, bool]:
+    """One update: what the ranks agreed on, the health after it, why it was skipped, whether it was applied.
+
+    Reading the loss waits for the GPU. A guarded engine is asked for the update before that, so that the GPU has
+    work meanwhile, unless outliers are to be skipped, which the host has to find out first.
+    """
+    found = engine.accumulate(batches, accumulate)
+    checkpointer.before_update()
+    number = state.optimizer_steps + 1
+    ahead = engine.guarded and config.skip_loss_zscore is None and config.skip_grad_norm_zscore is None
+    if ahead:
+        engine.update(learning_rate, found, number)
+    loss, grad_norm = found.tolist()
+    flags = wishes.agree(loss, grad_norm)
+    health, illness = state.health.after(
+        state.step + 1, flags.loss, flags.grad_norm, config, overflow_allowed=engine.overflow_allowed
     )
+    if ahead:
+        return flags, health, illness, illness is None
+    return flags, health, illness, engine.update(learning_rate, found, number, apply=illness is None)
 
 
-def resume(run: Run, checkpointer: Checkpointer, log: EventLog, before: int | None = None) -> TrainState | None:
-    """Load the newest commit (of a step up to `before`) into the run, if there is one."""
+def resume(engine: Engine, checkpointer: Checkpointer, log: EventLog, before: int | None = None) -> TrainState | None:
+    """Load the newest commit (of a step up to `before`) into the engine, if there is one."""
     log.clock.enter("download")
-    state = checkpointer.load_latest(training_tensors(run.model, run.optimizer), log, before)
+    state = checkpointer.load_latest(engine.pieces(), log, before)
     if state is not None:
-        set_optimizer_steps(run.optimizer, state.optimizer_steps)
-        if state.loss_scale is not None:
-            run.scaler.load_state_dict(
-                {
-                    **run.scaler.state_dict(),
-                    "scale": state.loss_scale,
-                    "_growth_tracker": state.loss_scale_growth,
-                }
-            )
+        engine.loaded(state)
     return state
 
 
 def roll_back(
-    run: Run, ill: TrainState, seen: str, config: TrainConfig, checkpointer: Checkpointer, log: EventLog
+    engine: Engine, ill: TrainState, seen: str, config: TrainConfig, checkpointer: Checkpointer, log: EventLog
 ) -> TrainState:
     """Go back to a commit from before the rise, and leave out the data from there to here for good.
 
@@ -181,7 +172,7 @@ def roll_back(
         raise Diverged(diagnosis(ill.step, seen, ill.rollbacks, config))
     checkpointer.before_update()
     with log.clock.phase("download"):
-        state = resume(run, checkpointer, log, before=ill.health.calm_step or 0)
+        state = resume(engine, checkpointer, log, before=ill.health.calm_step or 0)
         if state is None:
             raise Diverged(diagnosis(ill.step, seen, ill.rollbacks, config))
         checkpointer.forget_after(state.step)
@@ -194,48 +185,12 @@ def roll_back(
     return state
 
 
-def save(run: Run, state: TrainState, checkpointer: Checkpointer, log: EventLog) -> float:
+def save(engine: Engine, state: TrainState, checkpointer: Checkpointer, log: EventLog) -> float:
     """Begin to commit the run as it stands; seconds that training waited for it."""
     started = time.monotonic()
-    if run.scaler.is_enabled():
-        scale = run.scaler.state_dict()
-        state.loss_scale, state.loss_scale_growth = scale["scale"], scale["_growth_tracker"]
-    checkpointer.save(state, training_tensors(run.model, run.optimizer), log)
+    engine.saving(state)
+    checkpointer.save(state, engine.pieces(), log)
     return time.monotonic() - started
-
-
-def backward(run: Run, micro_batches: Iterator[tuple[Tensor, Tensor]], accumulate: int) -> Tensor:
-    """Accumulate the gradient of the mean loss over this rank's micro-batches; that loss."""
-    run.model.train()
-    run.gradients.zero_()
-    total = torch.zeros((), device=run.device)
-    for tokens, targets in micro_batches:
-        with autocast(run):
-            loss = run.forward(tokens, targets) / accumulate
-        moment("mid-step")
-        run.scaler.scale(loss).backward()
-        total += loss.detach()
-    return total
-
-
-def clip(run: Run, grad_clip: float | None) -> float:
-    """Clip the averaged gradient; its norm before that."""
-    run.scaler.unscale_(run.optimizer)
-    return run.gradients.clip_(grad_clip)
-
-
-def step(run: Run, skip: bool) -> bool:
-    """Apply the gradient, unless it is to be skipped; whether it was applied (fp16 may overflow)."""
-    scale = run.scaler.get_scale()
-    if not skip:
-        run.scaler.step(run.optimizer)
-    run.scaler.update()
-    return not skip and run.scaler.get_scale() >= scale
-
-
-def scale_can_fall(run: Run) -> bool:
-    """Whether a gradient that is not finite may be fp16's overflow: the scaler skips it and scales less."""
-    return run.scaler.is_enabled() and run.scaler.get_scale() > 1
 
 
 def finite(values: dict[str, float]) -> dict[str, float]:
@@ -250,24 +205,17 @@ def val_is_due(state: TrainState, config: TrainConfig) -> bool:
     return state.step % config.val_every == 0 or state.step == config.max_steps
 
 
-def validate(run: Run, config: TrainConfig, data: TokenData, at_once: int, world: World, watchdog: Watchdog) -> float:
-    with autocast(run):
-        return validation_loss(run.model, data, config.val_tokens, at_once, world, watchdog.beat)
-
-
-def autocast(run: Run) -> torch.autocast:
-    """bf16 or fp16 matrix products over float32 weights; nothing in fp32."""
-    return torch.autocast(run.device.type, dtype=AUTOCAST[run.precision], enabled=run.precision != "fp32")
-
-
-def announce(run: Run, state: TrainState, accumulate: int, world: World, log: EventLog) -> None:
+def announce(
+    engine: Engine, model: ModelConfig, state: TrainState, accumulate: int, world: World, log: EventLog
+) -> None:
     log.event(
         "start",
         step=state.step,
         world_size=world.world_size,
         device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
-        precision=run.precision,
-        parameters=sum(p.numel() for p in run.model.parameters()),
+        engine=engine.why,
+        precision=engine.precision,
+        parameters=model.parameters,
         grad_accum_steps=accumulate,
     )
 

@@ -124,12 +124,13 @@ class FlatGradients:
     def zero_(self) -> None:
         self.flat.zero_()
 
-    def clip_(self, max_norm: float | None) -> float:
-        """Scale the gradients down to `max_norm` if they are longer; the norm before that."""
-        norm = torch.linalg.vector_norm(self.flat)
+    def norm(self) -> Tensor:
+        return torch.linalg.vector_norm(self.flat)
+
+    def clip_(self, norm: Tensor, max_norm: float | None) -> None:
+        """Scale the gradients, whose `norm` is known, down to `max_norm` if they are longer."""
         if max_norm is not None:
             self.flat.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return float(norm)
 
 
 def collective_timeout(runtime: RuntimeConfig) -> timedelta:

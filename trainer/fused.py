@@ -1,0 +1,240 @@
+"""A training step of GPT-2 with its backward pass written out: what `loss.backward()` would do, with less traffic.
+
+The arithmetic, a token: 2 FLOPs a weight forward and 4 backward, and attention (`trainer/attention.py`): 6N + 12·L·C·T
+in all. The matrix products reach 700 TFLOP/s and more on an H200; the rest of the step only moves bytes, and all of it
+draws on one power budget, so every pass over memory that is left out counts twice. Left out here:
+
+- float32 copies: weights and activations are bf16 (the float32 masters live in `trainer/flat.py`), statistics float32;
+- passes of their own for bias, residual sum, GELU and its derivative: they ride on the products (`trainer/gemm.py`);
+- zeroing gradients: the first micro-batch of a step overwrites, the others add, in float32 inside the product;
+- float32 logits, and gradients of logits beside them: loss and gradient are made in place, some rows at a time
+  (whole, the logits of 64 x 1024 tokens would be 6.6 GB in bf16);
+- autograd's graph: what a block saves is listed in `Block`, and freed as soon as its backward pass is done.
+
+A block saves 16·C bf16 numbers a token (x, norm, qkv 3, attention, x, norm, MLP 4 + 4); `recompute` leaves out the
+norms' and the GELU's outputs (6·C) and makes them again. llm.c's train_gpt2.cu (Karpathy et al. 2024) showed how
+far this goes; the parameters' names, their shapes and the mathematics are those of `trainer/model.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer import gemm, kernels
+from trainer.attention import Attention, Saved
+from trainer.config import ModelConfig
+from trainer.flat import FlatState
+
+LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products are at full speed from about 8,192 rows
+
+
+@dataclass
+class Norm:
+    """A LayerNorm's output and what its backward pass needs; `y` is made again where it was not kept."""
+
+    y: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+
+
+@dataclass
+class Block:
+    """What the forward pass of a block leaves for its backward pass."""
+
+    x: Tensor
+    norm1: Norm
+    qkv: Tensor
+    attention: Saved
+    attended: Tensor
+    x_mid: Tensor
+    norm2: Norm
+    pre: Tensor  # the MLP before its GELU
+    act: Tensor | None  # and after it
+
+
+class Sums:
+    """Partial column sums that the kernels add to over a step's micro-batches: gradients of norms and biases."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        C, L = config.n_embd, config.n_layer
+        P, Q = kernels.norm_partials(C, device), kernels.column_partials(device)
+        self.norms = torch.zeros(2 * L + 1, 3, P, C, device=device)  # of weight, bias, and the bias added before it
+        self.qkv = torch.zeros(L, Q, 3 * C, device=device)
+        self.fc = torch.zeros(L, Q, 4 * C, device=device)
+
+    def zero_(self) -> None:
+        for sums in (self.norms, self.qkv, self.fc):
+            sums.zero_()
+
+
+class FusedStep:
+    """Forward and backward of micro-batches over the weights and into the gradients of a FlatState."""
+
+    def __init__(self, config: ModelConfig, state: FlatState, recompute: bool, deterministic: bool) -> None:
+        self.config, self.state, self.recompute = config, state, recompute
+        self.device = state.device
+        self.attention = Attention(config.n_head, config.n_embd, self.device, deterministic)
+        self.sums = Sums(config, self.device)
+        self.one = torch.ones(1, device=self.device)
+        blocks = [f"h.{i}." for i in range(config.n_layer)]
+        self.weights = [{n.removeprefix(b): w for n, w in state.weights.items() if n.startswith(b)} for b in blocks]
+        self.gradients = [{n.removeprefix(b): g for n, g in state.gradients.items() if n.startswith(b)} for b in blocks]
+        self.last = len(blocks)  # the bucket of what is in no block
+
+    def backward(self, tokens: Tensor, targets: Tensor, scale: float, first: bool, last: bool) -> Tensor:
+        """Add the gradients of `scale` · (sum of the losses) of one micro-batch, (B, T) tokens; that number.
+
+        `first` of a step overwrites what is there, `last` hands each bucket on as soon as it is complete.
+        """
+        if first:
+            self.sums.zero_()
+            self.state.gradients["wpe.weight"].zero_()
+        B = tokens.size(0)
+        tokens, targets = tokens.flatten(), targets.flatten()
+        factor = torch.full((1,), scale, device=self.device)
+        x, norm = self._embed(tokens, B)
+        saved = []
+        for i in range(self.last):
+            x, norm, block = self._forward(i, x, norm, B)
+            saved.append(block)
+        losses, dy = self._head(norm.y, targets, factor, first)
+        dx = self._norm_backward(2 * self.last, dy, x, norm, None)
+        del dy, x, norm
+        for i in reversed(range(self.last)):
+            dx = self._backward(i, dx, saved.pop(), B, first)
+            if last:
+                self._complete(i)
+        self._embed_backward(tokens, dx, B)
+        if last:
+            self._complete_rest()
+        return losses.sum() * scale
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss in nats of (B, T) tokens; no gradients."""
+        B = tokens.size(0)
+        x, norm = self._embed(tokens.flatten(), B)
+        for i in range(self.last):
+            x, norm, _ = self._forward(i, x, norm, B)
+        losses, _ = self._head(norm.y, targets.flatten(), None, False)
+        return losses.mean()
+
+    # --- forward
+
+    def _embed(self, tokens: Tensor, B: int) -> tuple[Tensor, Norm]:
+        self.state.ready(self.last)
+        self.state.ready(0)
+        w = self.state.weights
+        positions = w["wpe.weight"][: len(tokens) // B]
+        x, y, mean, rstd = kernels.embed_norm(tokens, w["wte.weight"], positions, *self._norm_weights(0))
+        return x, Norm(y, mean, rstd)
+
+    def _forward(self, i: int, x: Tensor, norm1: Norm, B: int) -> tuple[Tensor, Norm, Block]:
+        """Block `i` from its input and that input's norm; the output, its norm, and what to save."""
+        w = self.weights[i]
+        assert norm1.y is not None
+        qkv = gemm.linear(norm1.y, w["attn.c_attn.weight"], w["attn.c_attn.bias"])
+        attended, attention = self.attention.forward(qkv, B)
+        x_mid = gemm.linear(attended, w["attn.c_proj.weight"], w["attn.c_proj.bias"], residual=x)
+        norm2 = self._norm(2 * i + 1, x_mid)
+        pre, act = gemm.linear_gelu(norm2.y, w["mlp.c_fc.weight"], w["mlp.c_fc.bias"])
+        out = gemm.linear(act, w["mlp.c_proj.weight"], w["mlp.c_proj.bias"], residual=x_mid)
+        if i + 1 < self.last:
+            self.state.ready(i + 1)
+        norm = self._norm(2 * i + 2, out)
+        block = Block(x, norm1, qkv, attention, attended, x_mid, norm2, pre, act)
+        if self.recompute:
+            norm1.y = norm2.y = block.act = None
+        return out, norm, block
+
+    def _head(self, y: Tensor | None, targets: Tensor, scale: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
+        """Losses (M,), and with a `scale` the gradient of `y`; that of the embedding is added up."""
+        assert y is not None
+        wte = self.state.weights["wte.weight"]
+        losses = torch.empty(len(y), device=self.device)
+        dy = torch.empty_like(y)
+        rows = max(1, LOGIT_BYTES // (2 * len(wte)))
+        for chunk in range(0, len(y), rows):
+            part = slice(chunk, chunk + rows)
+            logits = gemm.linear(y[part], wte)
+            backward = scale is not None
+            kernels.cross_entropy(
+                logits, targets[part], self.config.vocab_size, self.one if scale is None else scale, losses[part], backward
+            )
+            if backward:
+                gemm.input_grad(logits, wte, out=dy[part])
+                into = self.state.gradients["wte.weight"]
+                gemm.weight_grad(logits, y[part], into, accumulate=not first or chunk > 0)
+        return losses, dy
+
+    # --- backward
+
+    def _backward(self, i: int, dx: Tensor, s: Block, B: int, first: bool) -> Tensor:
+        """From the gradient of block `i`'s output to that of its input."""
+        w, g = self.weights[i], self.gradients[i]
+        add = not first
+        act = s.act if s.act is not None else kernels.gelu(s.pre)
+        gemm.weight_grad(dx, act, g["mlp.c_proj.weight"], add)
+        del act
+        dpre, dbias = gemm.input_grad_gelu(dx, w["mlp.c_proj.weight"], s.pre)
+        if dbias is None:
+            kernels.column_sums(dpre, self.sums.fc[i])
+        else:
+            self.sums.fc[i, 0] += dbias
+        gemm.weight_grad(dpre, self._normed(2 * i + 1, s.x_mid, s.norm2), g["mlp.c_fc.weight"], add)
+        dy = gemm.input_grad(dpre, w["mlp.c_fc.weight"])
+        del dpre
+        dx = self._norm_backward(2 * i + 1, dy, s.x_mid, s.norm2, dx)
+        gemm.weight_grad(dx, s.attended, g["attn.c_proj.weight"], add)
+        dy = gemm.input_grad(dx, w["attn.c_proj.weight"])
+        dqkv = kernels.pack_qkv(*self.attention.backward(dy, s.qkv, B, s.attention), self.sums.qkv[i])
+        gemm.weight_grad(dqkv, self._normed(2 * i, s.x, s.norm1), g["attn.c_attn.weight"], add)
+        dy = gemm.input_grad(dqkv, w["attn.c_attn.weight"])
+        return self._norm_backward(2 * i, dy, s.x, s.norm1, dx)
+
+    def _embed_backward(self, tokens: Tensor, dx: Tensor, B: int) -> None:
+        g = self.state.gradients
+        g["wte.weight"].index_add_(0, tokens, dx.float())
+        positions = dx.view(B, -1, self.config.n_embd).sum(0, dtype=torch.float32)
+        g["wpe.weight"][: len(positions)] += positions
+
+    def _complete(self, i: int) -> None:
+        """Block `i`'s gradients from the partial sums; then nobody here needs its bucket any more."""
+        g, norms = self.gradients[i], self.sums.norms
+        g["attn.c_attn.bias"].copy_(self.sums.qkv[i].sum(0))
+        g["mlp.c_fc.bias"].copy_(self.sums.fc[i].sum(0))
+        after = norms[2 * i + 1 : 2 * i + 3, 2].sum(
+            1
+        )  # what follows the two projections sums up their biases' gradients
+        g["attn.c_proj.bias"].copy_(after[0])
+        g["mlp.c_proj.bias"].copy_(after[1])
+        for k, name in ((2 * i, "ln_1"), (2 * i + 1, "ln_2")):
+            weight, bias = norms[k, :2].sum(1)
+            g[f"{name}.weight"].copy_(weight)
+            g[f"{name}.bias"].copy_(bias)
+        self.state.begin_reduce(i)
+
+    def _complete_rest(self) -> None:
+        g, (weight, bias) = self.state.gradients, self.sums.norms[2 * self.last, :2].sum(1)
+        g["ln_f.weight"].copy_(weight)
+        g["ln_f.bias"].copy_(bias)
+        self.state.begin_reduce(self.last)
+
+    # --- norms, numbered in the order of the forward pass: two a block, then ln_f
+
+    def _norm_weights(self, k: int) -> tuple[Tensor, Tensor]:
+        if k == 2 * self.last:
+            return self.state.weights["ln_f.weight"], self.state.weights["ln_f.bias"]
+        w, name = self.weights[k // 2], f"ln_{k % 2 + 1}"
+        return w[f"{name}.weight"], w[f"{name}.bias"]
+
+    def _norm(self, k: int, x: Tensor) -> Norm:
+        return Norm(*kernels.norm(x, *self._norm_weights(k)))
+
+    def _normed(self, k: int, x: Tensor, norm: Norm) -> Tensor:
+        """A norm's output, made again where it was not kept."""
+        return kernels.norm_again(x, norm.mean, norm.rstd, *self._norm_weights(k)) if norm.y is None else norm.y
+
+    def _norm_backward(self, k: int, dy: Tensor, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
+        weight, _ = self._norm_weights(k)
+        return kernels.norm_backward(dy, x, norm.mean, norm.rstd, weight, residual, self.sums.norms[k])
