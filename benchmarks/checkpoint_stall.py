@@ -51,14 +51,15 @@ def main(size: str = "124M", repeats: int = 5, folder: Path | None = None) -> No
     model = GPT(config).to(world.device)
     optimizer = make_optimizer(model, TrainConfig(batch_tokens=1024, max_steps=1, learning_rate=1e-4))
     allocate_moments(optimizer)
-    tensors = training_tensors(model, optimizer)
+    pieces = training_tensors(model, optimizer)
+    tensors = {name: piece.live for name, piece in pieces.items()}
     with tempfile.TemporaryDirectory(dir=folder) as place:
         log = EventLog(None, PhaseClock())
         checkpointer = Checkpointer(LocalStore(Path(place)), "run", world, Path(place) / "work", keep_last=1)
-        first = seconds(lambda: HostCopy(tensors, 0, 1).take())
+        first = seconds(lambda: HostCopy(pieces, 0, 1).take())
         wait, stall, behind, blocking = [], [], [], []
         for step in range(repeats + 1):
-            wait.append(seconds(lambda step=step: checkpointer.save(TrainState(step=step), tensors, log)))  # type: ignore[misc]
+            wait.append(seconds(lambda step=step: checkpointer.save(TrainState(step=step), pieces, log)))  # type: ignore[misc]
             stall.append(wait[-1] + seconds(torch.cuda.synchronize if world.device.type == "cuda" else lambda: None))
             behind.append(seconds(lambda: checkpointer.finish(log)))
             blocking.append(seconds(lambda: blocking_save(tensors, Path(place) / "blocking.pt")))

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import trainer.checkpoint
-from trainer.checkpoint import Checkpointer, TrainState, unsealed
+from trainer.checkpoint import Checkpointer, Piece, TrainState, unsealed
 from trainer.config import UserError
 from trainer.metrics import EventLog, PhaseClock
 from trainer.parallel import World
@@ -25,14 +27,13 @@ from trainer.store import LocalStore, StoreUnavailable
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def tensors(value: float) -> dict[str, Tensor]:
+def pieces(value: float) -> dict[str, Piece]:
     return {
-        "model.a": torch.full((300,), float(value)),
-        "model.b": torch.full((200,), float(value)),
-        "exp_avg.a": torch.ones(300),
+        "model.a": Piece.whole(torch.full((30, 10), float(value))),
+        "model.b": Piece.whole(torch.full((200,), float(value))),
+        "exp_avg.a": Piece.whole(torch.ones(30, 10)),
     }
 
 
@@ -50,7 +51,7 @@ def checkpointer(store: LocalStore, world: World = ALONE, attempt: int = 1, **op
 def committed(store: LocalStore, step: int, attempt: int = 1, value: float | None = None, **options: Any) -> None:
     """Commit a checkpoint as an attempt of its own would."""
     one = checkpointer(store, attempt=attempt, **options)
-    one.save(TrainState(step=step), tensors(step if value is None else value), log := quiet_log(step))
+    one.save(TrainState(step=step), pieces(step if value is None else value), log := quiet_log(step))
     one.finish(log)
 
 
@@ -82,7 +83,7 @@ class Interfering(LocalStore):
 
 @dataclass(frozen=True)
 class Rank(World):
-    """One of two ranks that are threads; what they gather goes through `table`."""
+    """One of some ranks that are threads, each on a node of its own; what they gather goes through `table`."""
 
     table: Any = None
 
@@ -95,12 +96,13 @@ class Rank(World):
         return found
 
 
-def two_ranks(stores: Sequence[LocalStore], **options: Any) -> list[Checkpointer]:
-    table = ([None, None], threading.Barrier(2))
-    return [checkpointer(store, Rank(r, r, 2, CPU, table), **options) for r, store in enumerate(stores)]
+def some_ranks(stores: Sequence[LocalStore], **options: Any) -> list[Checkpointer]:
+    n = len(stores)
+    table = ([None] * n, threading.Barrier(n))
+    return [checkpointer(store, Rank(r, 0, n, CPU, table), **options) for r, store in enumerate(stores)]
 
 
-def both(ranks: Sequence[Checkpointer], work: Callable[[Checkpointer], Any]) -> list[Any]:
+def each(ranks: Sequence[Checkpointer], work: Callable[[Checkpointer], Any]) -> list[Any]:
     """What each rank's `work` returns, or the exception that it raised."""
 
     def outcome(rank: Checkpointer) -> Any:
@@ -109,13 +111,13 @@ def both(ranks: Sequence[Checkpointer], work: Callable[[Checkpointer], Any]) -> 
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(outcome, ranks))
 
 
 def save(step: int, value: float) -> Callable[[Checkpointer], EventLog]:
     def saving(rank: Checkpointer) -> EventLog:
-        rank.save(TrainState(step=step), tensors(value), log := quiet_log(step))
+        rank.save(TrainState(step=step), pieces(value), log := quiet_log(step))
         rank.finish(log)
         return log
 
@@ -123,9 +125,9 @@ def save(step: int, value: float) -> Callable[[Checkpointer], EventLog]:
 
 
 def loaded(rank: Checkpointer) -> tuple[int, float]:
-    found = tensors(-1)
+    found = pieces(-1)
     state = rank.load_latest(found, quiet_log())
-    return (state.step, float(found["model.b"][0])) if state else (-1, -1)
+    return (state.step, float(found["model.b"].live[0])) if state else (-1, -1)
 
 
 def test_a_rank_that_cannot_upload_says_so_and_nobody_waits_or_commits(
@@ -137,13 +139,13 @@ def test_a_rank_that_cannot_upload_says_so_and_nobody_waits_or_commits(
         if "step-00000002" in key:
             raise OSError(28, "No space left on device")
 
-    ranks = two_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=full)])
-    assert [type(log) for log in both(ranks, save(1, 1.0))] == [EventLog, EventLog]
-    first, second = both(ranks, save(2, 2.0))
+    ranks = some_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=full)])
+    assert [type(log) for log in each(ranks, save(1, 1.0))] == [EventLog, EventLog]
+    first, second = each(ranks, save(2, 2.0))
     assert isinstance(first, OSError) and "rank 1: OSError" in str(first) and "No space left" in str(first)
     assert isinstance(second, OSError)
     assert ranks[0].committed_steps() == [1]
-    both(ranks, save(3, 3.0))  # the next one makes up for it
+    each(ranks, save(3, 3.0))  # the next one makes up for it
     assert ranks[0].committed_steps() == [3, 1]
     commit = unsealed(LocalStore(tmp_path).get("run/checkpoints/step-00000003-a0001/COMMIT.json") or b"")
     assert [file["name"] for file in commit["files"]] == [
@@ -154,12 +156,69 @@ def test_a_rank_that_cannot_upload_says_so_and_nobody_waits_or_commits(
 
 def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 0.3)
-    (first, _) = two_ranks([LocalStore(tmp_path)] * 2)  # the other is gone
+    (first, _) = some_ranks([LocalStore(tmp_path)] * 2)  # the other is gone
     log = quiet_log(1)
-    first.save(TrainState(step=1), tensors(1), log)
+    first.save(TrainState(step=1), pieces(1), log)
     with pytest.raises(TimeoutError, match=r"rank 1 handed in no receipt within 0 s"):
         first.finish(log)
     assert first.committed_steps() == [] and len(log.uncommitted) == 1
+
+
+# --- pieces
+
+WHOLE = {name: torch.randn(31, 7) for name in ("model.a", "exp_avg.a", "model.b")}
+
+
+def cut(rank: Checkpointer, tensors: dict[str, Tensor]) -> dict[str, Piece]:
+    """This rank's part of each: of all but model.b, which every rank has, an uneven one, maybe none."""
+    n, found = rank.world.world_size, {"model.b": Piece.whole(tensors["model.b"])}
+    for name in ("model.a", "exp_avg.a"):
+        edges = [0, *sorted((61 * k * len(name)) % 217 for k in range(1, n)), 217]
+        start, end = edges[rank.world.rank : rank.world.rank + 2]
+        if start < end:
+            found[name] = Piece(tensors[name].view(-1)[start:end], start, (31, 7), replicated=False)
+    return found
+
+
+def save_cut(rank: Checkpointer) -> None:
+    rank.save(TrainState(step=1), cut(rank, WHOLE), log := quiet_log(1))
+    rank.finish(log)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 3])
+def test_pieces_load_at_any_number_of_ranks_however_they_were_cut(tmp_path: Path, saved_by: int) -> None:
+    store = LocalStore(tmp_path)
+    assert each(some_ranks([store] * saved_by), save_cut) == [None] * saved_by
+    for loaded_by in (1, 2, 3):
+        ranks = some_ranks([store] * loaded_by)
+        found = [{name: torch.zeros(31, 7) for name in WHOLE} for _ in ranks]
+        outcome = each(ranks, lambda rank, f=found: rank.load_latest(cut(rank, f[rank.world.rank]), quiet_log()))  # type: ignore[misc]
+        assert [state.step for state in outcome] == [1] * loaded_by
+        assert all(torch.equal(f["model.b"], WHOLE["model.b"]) for f in found)
+        for name in ("model.a", "exp_avg.a"):  # what a rank did not ask for stayed 0
+            assert torch.equal(sum(f[name] for f in found), WHOLE[name])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_reader_loads_what_two_ranks_stored(tmp_path: Path) -> None:
+    each(some_ranks([LocalStore(tmp_path)] * 2), save_cut)
+    (folder,) = (tmp_path / "run/checkpoints").iterdir()
+    found = {name: torch.zeros(31 * 7) for name in WHOLE}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert all(torch.equal(found[name].view(31, 7), tensor) for name, tensor in WHOLE.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "complaint"),
+    [("model.b", (7, 31), r"model.b is \[31, 7\]; this model's is \(7, 31\)"), ("model.c", (5,), "model.c is not")],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, name: str, shape: tuple[int, ...], complaint: str
+) -> None:
+    store = LocalStore(tmp_path)
+    each(some_ranks([store]), save_cut)
+    with pytest.raises(UserError, match=complaint):
+        checkpointer(store).load_latest({name: Piece.whole(torch.zeros(shape))}, quiet_log())
 
 
 # --- turning back
@@ -180,9 +239,9 @@ def test_what_was_never_committed_of_a_way_not_taken_vouches_for_nothing(tmp_pat
 def test_a_stale_attempt_that_turns_back_forgets_nothing_and_says_so_on_every_rank(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     committed(store, 4)
-    ranks = two_ranks([store] * 2, superseded=lambda: True)
-    told = both(ranks, lambda rank: rank.forget_after(0))
-    assert [type(each) for each in told] == [StaleAttempt, StaleAttempt]
+    ranks = some_ranks([store] * 2, superseded=lambda: True)
+    told = each(ranks, lambda rank: rank.forget_after(0))
+    assert [type(answer) for answer in told] == [StaleAttempt, StaleAttempt]
     assert folders(store) == ["step-00000004-a0001"]
 
 
@@ -242,11 +301,12 @@ def test_a_store_that_refuses_is_not_taken_for_damage(tmp_path: Path, trouble: E
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_next_update_waits_for_the_copy(tmp_path: Path) -> None:
-    big = {"model.a": torch.ones(1 << 26, device="cuda")}  # 256 MB: some 5 ms on the bus
+    ones = torch.ones(1 << 26, device="cuda")  # 256 MB: some 5 ms on the bus
+    big = {"model.a": Piece.whole(ones)}
     one = checkpointer(LocalStore(tmp_path))
     one.prepare(big)
     one.save(TrainState(step=1), big, log := quiet_log())
     one.before_update()
-    big["model.a"].add_(1)
+    ones.add_(1)
     one.finish(log)
-    assert one.load_latest(big, log) and bool((big["model.a"] == 1).all())
+    assert one.load_latest(big, log) and bool((ones == 1).all())

@@ -18,7 +18,6 @@ from pipelines.stages import train
 from trainer.config import UserError
 from trainer.store import FULL, LocalStore
 
-pytestmark = training.pytestmark
 _one_thread, data = training._one_thread, training.data
 
 

@@ -36,7 +36,6 @@ from trainer.metrics import PhaseClock
 from trainer.optim import learning_rate_at, set_learning_rate
 from trainer.parallel import collective_timeout
 
-pytestmark = training.pytestmark
 _one_thread, data, runner = training._one_thread, training.data, training.runner
 TROUBLED = (str(Path(__file__).with_name("troubled.py")),)
 BASE: dict[str, Any] = {"batch_tokens": 256, "max_steps": 1000, "learning_rate": 0.01}

@@ -1,13 +1,15 @@
 """Checkpoints that cost a step nothing but a copy, and exist once their COMMIT.json does.
 
-A checkpoint is a folder `checkpoints/step-<step>-a<attempt>/` of safetensors files, one a rank: the ranks
-share out the tensors, so replicated state is stored once, and torch.distributed.checkpoint loads it at any
-world size; nothing is pickled. `save` has this rank's share copied to host memory (the only stall) and returns.
-Behind it a thread hashes and uploads that copy and puts a receipt (size, sha256) into the folder; rank 0
-waits for all receipts and *creates* COMMIT.json, which lists them. One save is in flight at a time, so the
-memory is one copy. Whatever fails on the way ends in no commit. Deletion removes COMMIT.json first. The
-newest commit is found by listing the store; loading verifies every file, and a damaged checkpoint falls
-back to the one before it, loudly.
+A checkpoint is a folder `checkpoints/step-<step>-a<attempt>/` of safetensors files, one a rank, of flattened
+tensors or contiguous pieces of them: a rank stores the pieces that it alone holds, and the ranks share out what
+all of them hold, so nothing is gathered and nothing stored twice. Where a piece begins stands in the header, as
+torch.distributed.checkpoint wants it, which loads such a folder, too. However a tensor was cut up when it was
+saved, a rank reads the ranges it needs: any world size goes on from any other's checkpoint. Nothing is pickled.
+`save` has this rank's pieces copied to host memory (the only stall) and returns. Behind it a thread hashes and
+uploads that copy and puts a receipt (size, sha256) into the folder; rank 0 waits for all receipts and *creates*
+COMMIT.json, which lists them. One save is in flight at a time, so the memory is one copy. Whatever fails on the
+way ends in no commit. Deletion removes COMMIT.json first. The newest commit is found by listing the store;
+loading verifies every file, and a damaged checkpoint falls back to the one before it, loudly.
 """
 
 import json
@@ -16,7 +18,6 @@ import shutil
 import struct
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError
 from trainer.health import Health, data_step, is_landmark
@@ -82,16 +82,35 @@ class Receipt:
     sha256: str
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous range of a flattened tensor, as this rank holds it."""
+
+    live: Tensor  # (n,), a view of what training changes
+    start: int  # its first element's place in the flattened tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    replicated: bool  # every rank holds the very same piece
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "Piece":
+        """A contiguous tensor that every rank has."""
+        return cls(tensor.detach().view(-1), 0, tuple(tensor.shape), replicated=True)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.live.numel()
+
+
 class HostCopy:
-    """This rank's share of the tensors, copied to host memory that is allocated once.
+    """The pieces that this rank stores, copied to host memory that is allocated once.
 
     Pinning that memory took 10 s for 19 GB, so a thread begins with it at once. On a GPU the copy has a stream
     of its own, beside the next step's forward and backward; only its update has to wait, see `before_update`.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], rank: int, world_size: int) -> None:
-        self.live = {name: tensors[name] for name in share_of(tensors, rank, world_size)}
-        on_gpu = any(tensor.device.type == "cuda" for tensor in self.live.values())
+    def __init__(self, pieces: dict[str, Piece], rank: int, world_size: int) -> None:
+        self.pieces = {name: pieces[name] for name in share_of(pieces, rank, world_size)}
+        on_gpu = any(piece.live.device.type == "cuda" for piece in self.pieces.values())
         self._stream = torch.cuda.Stream() if on_gpu else None
         self._taken: torch.cuda.Event | None = None
         pool = ThreadPoolExecutor(1, thread_name_prefix="pin")
@@ -102,12 +121,12 @@ class HostCopy:
         if self._stream:
             torch.cuda.set_device(self._stream.device)  # a thread begins on the first
         return {
-            name: torch.empty(t.shape, dtype=t.dtype, pin_memory=self._stream is not None)
-            for name, t in self.live.items()
+            name: torch.empty(piece.live.shape, dtype=piece.live.dtype, pin_memory=self._stream is not None)
+            for name, piece in self.pieces.items()
         }
 
     def take(self) -> None:
-        """Copy the live tensors as they are now, or on a GPU begin to."""
+        """Copy the live pieces as they are now, or on a GPU begin to."""
         if self._stream is None:
             self._copy(non_blocking=False)
             return
@@ -118,12 +137,12 @@ class HostCopy:
 
     def _copy(self, non_blocking: bool) -> None:
         host = self._host.result()
-        for name, tensor in self.live.items():
-            host[name].copy_(tensor, non_blocking=non_blocking)
+        for name, piece in self.pieces.items():
+            host[name].copy_(piece.live, non_blocking=non_blocking)
             moment("copy")
 
     def before_update(self) -> None:
-        """Let the GPU change the live tensors only once the copy of them is taken. Waits for nothing itself."""
+        """Let the GPU change the live pieces only once the copy of them is taken. Waits for nothing itself."""
         if self._taken:
             torch.cuda.current_stream().wait_event(self._taken)
 
@@ -131,28 +150,54 @@ class HostCopy:
         """The copy as the parts of a safetensors file (format: 8 bytes of length, JSON header, raw data)."""
         if self._taken:
             self._taken.synchronize()
-        host, header, end = self._host.result(), {}, 0
+        host, end = self._host.result(), 0
+        places = {n: {"saved_offsets": [p.start], "shape": list(p.shape)} for n, p in self.pieces.items()}
+        header: dict[str, Any] = {"__metadata__": {SHARDING: json.dumps(places)}}
         for name, t in host.items():
             start, end = end, end + t.nbytes
             header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        data = [t.view(-1).view(torch.uint8).numpy().data for t in host.values()]
+        data = [t.view(torch.uint8).numpy().data for t in host.values()]
         return [memoryview(struct.pack("<Q", len(text)) + text), *data]
 
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# Where torch.distributed.checkpoint.hf_storage looks for each tensor's "saved_offsets"; "shape" is for us.
+SHARDING = "DCP_SHARDING_INFO"
 
 
-def share_of(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[str]:
-    """The names that `rank` stores: every tensor has one rank, and the ranks about equally many bytes."""
+def share_of(pieces: dict[str, Piece], rank: int, world_size: int) -> list[str]:
+    """The names that `rank` stores: what only it holds, and of what all hold a share of about equally many bytes."""
     load = [0] * world_size
     shares: list[list[str]] = [[] for _ in range(world_size)]
-    for name in sorted(tensors, key=lambda n: (-tensors[n].nbytes, n)):
+    shared = {name: piece.live.nbytes for name, piece in pieces.items() if piece.replicated}
+    for name in sorted(shared, key=lambda n: (-shared[n], n)):
         least = load.index(min(load))
         shares[least].append(name)
-        load[least] += tensors[name].nbytes
-    return shares[rank]
+        load[least] += shared[name]
+    return shares[rank] + [name for name in pieces if name not in shared]
+
+
+def fill(pieces: dict[str, Piece], files: Iterable[Path]) -> None:
+    """Read what the pieces cover from all files of a checkpoint.
+
+    UserError if these are the files of another model, or not all of them.
+    """
+    missing = {name: piece.live.numel() for name, piece in pieces.items()}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            places = json.loads(file.metadata()[SHARDING])
+            for name in places.keys() & pieces.keys():
+                piece, stored, start = pieces[name], file.get_slice(name), places[name]["saved_offsets"][0]
+                if tuple(places[name]["shape"]) != piece.shape:
+                    raise UserError(f"{path.name}: {name} is {places[name]['shape']}; this model's is {piece.shape}")
+                first, last = max(piece.start, start), min(piece.end, start + stored.get_shape()[0])
+                if first < last:
+                    piece.live[first - piece.start : last - piece.start].copy_(stored[first - start : last - start])
+                    missing[name] -= last - first
+    if lacking := [name for name, count in missing.items() if count]:
+        raise UserError(f"checkpoint: {lacking[0]} is not, or not all there; it was made by another model")
 
 
 @dataclass
@@ -197,24 +242,24 @@ class Checkpointer:
         """Whether a save is still on its way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Make room for the copies, which are always of these tensors, in the background."""
-        self._copy = HostCopy(tensors, self.world.rank, self.world.world_size)
+    def prepare(self, pieces: dict[str, Piece]) -> None:
+        """Make room for the copies, which are always of these pieces, in the background."""
+        self._copy = HostCopy(pieces, self.world.rank, self.world.world_size)
 
     def before_update(self) -> None:
-        """To be called before the tensors change: see HostCopy."""
+        """To be called before the pieces change: see HostCopy."""
         if self._copy:
             self._copy.before_update()
 
-    def save(self, state: TrainState, tensors: dict[str, Tensor], log: EventLog) -> None:
-        """Copy `tensors`, and begin to upload and commit them with `state` and the uncommitted rows.
+    def save(self, state: TrainState, pieces: dict[str, Piece], log: EventLog) -> None:
+        """Copy `pieces`, and begin to upload and commit them with `state` and the uncommitted rows.
 
         Waits for the save before it, if that is still on its way; see `settle` for how it ended.
         """
         self.settle(log, wait=True)
         started = time.monotonic()
         if self._copy is None:
-            self.prepare(tensors)
+            self.prepare(pieces)
         assert self._copy
         self._copy.take()
         folder = f"{self.prefix}/checkpoints/step-{state.step:08d}-a{self.attempt:04d}"
@@ -294,8 +339,8 @@ class Checkpointer:
                 time.sleep(RECEIPT_POLL_SECONDS)
         return receipts
 
-    def load_latest(self, tensors: dict[str, Tensor], log: EventLog, before: int | None = None) -> TrainState | None:
-        """Fill `tensors` in place from the newest sound commit; None if there is none.
+    def load_latest(self, pieces: dict[str, Piece], log: EventLog, before: int | None = None) -> TrainState | None:
+        """Fill `pieces` in place from the newest sound commit; None if there is none.
 
         With `before`, from the newest landmark up to that step.
         """
@@ -303,7 +348,7 @@ class Checkpointer:
             fault = self._fetch(folders[0]) if self.world.local_rank == 0 else None
             faults = [f for f in self.world.gather(fault) if f]
             if not faults:
-                return self._load(tensors)
+                return self._load(pieces)
             self._damaged.append(folders[0])
             log.event("damaged", checkpoint=folders[0], reason=faults[0])
             if self.world.rank == 0:
@@ -406,15 +451,9 @@ class Checkpointer:
         (local / "COMMIT.json").write_bytes(body)
         return None
 
-    def _load(self, tensors: dict[str, Tensor]) -> TrainState:
+    def _load(self, pieces: dict[str, Piece]) -> TrainState:
         local = self.work / "loading"
-        with warnings.catch_warnings():  # that a single process is alone is what we mean
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                tensors,
-                storage_reader=HuggingFaceStorageReader(str(local / "files")),
-                no_dist=self.world.world_size == 1,
-            )
+        fill(pieces, sorted((local / "files").iterdir()))
         state = TrainState.of(unsealed((local / "COMMIT.json").read_bytes())["state"])
         self.world.gather(None)  # all have read
         if self.world.local_rank == 0:
@@ -495,13 +534,13 @@ def _rows(where: str, body: bytes) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
     """Weights and moments under stable names, sharing memory with the live ones."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    tensors = {f"model.{name}": p.detach() for p, name in names.items()}
+    pieces = {f"model.{name}": Piece.whole(p) for p, name in names.items()}
     for p, moments in optimizer.state.items():
-        tensors |= {f"{kind}.{names[p]}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
-    return tensors
+        pieces |= {f"{kind}.{names[p]}": Piece.whole(moments[kind]) for kind in ("exp_avg", "exp_avg_sq")}
+    return pieces
 
 
 def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
