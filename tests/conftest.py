@@ -1,5 +1,6 @@
 """What many tests share: sample data, and real S3 servers started once a session."""
 
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -9,6 +10,11 @@ import pytest
 from servers import FOREIGN_AWS_VARIABLES, Daemon, MotoServer, Radosgw, S3Account, free_ports, http_answers
 
 from pipelines.artifacts.store import S3Store
+
+# Without a GPU Triton's kernels run in its interpreter, which has to be asked for before triton is first imported;
+# processes that tests start inherit it. Looking for the device file spares most tests the import of torch.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -1,0 +1,176 @@
+"""Every kernel of the fused step against the same arithmetic in float64, on sizes that no block divides.
+
+On a CPU they run in Triton's interpreter; where there is a GPU, on that.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton (pip)")
+
+from trainer import kernels  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16 = torch.bfloat16
+SIZES = [(77, 40), (1, 72), (130, 200)]
+ROUNDED = 2.0**-8  # half the distance of two bf16 numbers, at most, in parts of the smaller
+
+
+@pytest.fixture(autouse=True)
+def _memory_that_nobody_wrote_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(8, device=DEVICE, dtype=BF16).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def fresh(*shape: int, scale: float = 1.0) -> Tensor:
+    torch.seed()
+    return (scale * torch.randn(shape)).to(DEVICE, BF16)
+
+
+def near(actual: Tensor, expected: Tensor, relative: float = ROUNDED, absolute: float = 1e-5) -> None:
+    """`absolute` in parts of the largest: float32 sums cancel, and the GPU's tanh is good to 2^-11."""
+    error = (actual.double() - expected).abs()
+    allowed = relative * expected.abs() + absolute * expected.abs().max()
+    assert (error <= allowed).all(), (error - allowed).max()
+
+
+@pytest.mark.parametrize(("M", "C"), SIZES)
+def test_norms_agree_with_float64(M: int, C: int) -> None:
+    x, delta, delta_bias, weight, bias = fresh(M, C, scale=3), fresh(M, C), fresh(C), fresh(C), fresh(C)
+    x_new, y, mean, rstd = kernels.add_norm(x, delta, delta_bias, weight, bias)
+    total = x.double() + delta.double() + delta_bias.double()
+    near(x_new, total, absolute=1e-7)
+    near(y, F.layer_norm(x_new.double(), (C,), weight.double(), bias.double()))
+    near(mean, x_new.double().mean(1), 1e-5)
+    near(rstd, (x_new.double().var(1, correction=0) + 1e-5).rsqrt(), 1e-5)
+
+    assert torch.equal(kernels.add_norm(x, delta, None, weight, bias)[0], (x.float() + delta.float()).to(BF16))
+    alone, *statistics = kernels.norm(x_new, weight, bias)
+    assert torch.equal(alone, y) and torch.equal(statistics[0], mean) and torch.equal(statistics[1], rstd)
+    assert torch.equal(kernels.norm_again(x_new, mean, rstd, weight, bias), y)
+
+
+def test_embeddings_wrap_at_the_length_of_a_sequence() -> None:
+    T, C, V = 11, 72, 50
+    wte, wpe, weight, bias = fresh(V, C), fresh(T, C), fresh(C), fresh(C)
+    tokens = torch.randint(V, (3 * T,), device=DEVICE)
+    x, y, _, _ = kernels.embed_norm(tokens, wte, wpe, weight, bias)
+    assert torch.equal(x, (wte[tokens].float() + wpe.repeat(3, 1).float()).to(BF16))
+    near(y, F.layer_norm(x.double(), (C,), weight.double(), bias.double()))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(("M", "C"), SIZES)
+def test_the_gradient_of_a_norm_agrees_with_float64(M: int, C: int, residual: bool) -> None:
+    x, dy, weight, bias, beside = fresh(M, C, scale=2), fresh(M, C), fresh(C), fresh(C), fresh(M, C)
+    _, mean, rstd = kernels.norm(x, weight, bias)
+    sums = torch.ones(3, kernels.norm_partials(C, DEVICE), C, device=DEVICE)
+    dx = kernels.norm_backward(dy, x, mean, rstd, weight, beside if residual else None, sums)
+
+    exact = [t.double().requires_grad_() for t in (x, weight, bias)]
+    F.layer_norm(exact[0], (C,), exact[1], exact[2]).backward(dy.double())
+    assert exact[0].grad is not None and exact[1].grad is not None and exact[2].grad is not None
+    near(dx, exact[0].grad + (beside.double() if residual else 0))
+    added = sums.double().sum(1) - sums.shape[1]  # they were 1 before
+    near(added[0], exact[1].grad, 0, 1e-4)
+    near(added[1], exact[2].grad, 0, 1e-4)
+    near(added[2], dx.double().sum(0), 0, 1e-4)
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_gelu_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
+    h, da = fresh(M, N, scale=2), fresh(M, N)
+    exact = h.double().requires_grad_()
+    activation = F.gelu(exact, approximate="tanh")
+    activation.backward(da.double())
+    assert exact.grad is not None
+    near(kernels.gelu(h), activation.detach(), absolute=2**-10)
+
+    sums = torch.ones(kernels.column_partials(DEVICE), N, device=DEVICE)
+    again = torch.empty_like(h)
+    dh = kernels.gelu_backward(da, h, sums, act=again)
+    near(dh, exact.grad, absolute=2**-10)
+    assert torch.equal(again, kernels.gelu(h))
+    near(sums.double().sum(0) - sums.shape[0], dh.double().sum(0), 0, 1e-4)
+    assert torch.equal(kernels.gelu_backward(da, h, sums, out=da), dh) and torch.equal(da, dh)
+
+
+@pytest.mark.parametrize(("M", "C"), SIZES)
+def test_packing_keeps_every_element_and_sums_its_columns(M: int, C: int) -> None:
+    wide = fresh(M, 3 * C)
+    sums = torch.ones(kernels.column_partials(DEVICE), 3 * C, device=DEVICE)
+    apart = [third.contiguous() for third in wide.split(C, 1)]
+    assert torch.equal(kernels.pack_qkv(apart[0], apart[1], apart[2], sums), wide)
+    near(sums.double().sum(0) - sums.shape[0], wide.double().sum(0), 0, 1e-4)
+    q, k, v = wide.split(C, 1)
+    assert torch.equal(kernels.pack_qkv(v, k, q, sums), torch.cat([v, k, q], 1))
+
+    plain = torch.ones_like(sums)
+    kernels.column_sums(wide, plain)
+    near(plain.double().sum(0) - plain.shape[0], wide.double().sum(0), 0, 1e-4)
+
+
+@pytest.mark.parametrize(("M", "vocab_size", "V"), [(77, 300, 320), (33, 1000, 1024), (5, 512, 512)])
+def test_cross_entropy_and_its_gradient_agree_with_float64(M: int, vocab_size: int, V: int) -> None:
+    around = fresh(M + 2, V, scale=8)
+    around[:, vocab_size:] = float("nan")  # padding may hold anything
+    logits = around[1:-1]
+    targets = torch.randint(vocab_size, (M,), device=DEVICE)
+    targets[0], targets[-1] = 0, vocab_size - 1
+    scale = torch.rand(1, device=DEVICE)
+    before = around.clone()
+
+    exact = logits[:, :vocab_size].double().requires_grad_()
+    loss = F.cross_entropy(exact, targets, reduction="none")
+    (loss.sum() * scale.double()).backward()
+    assert exact.grad is not None
+
+    losses = torch.empty(M, device=DEVICE)
+    kernels.cross_entropy(logits, targets, vocab_size, scale, losses, backward=False)
+    assert torch.equal(around.nan_to_num(7), before.nan_to_num(7))
+    near(losses, loss.detach(), 1e-5)
+    again = torch.empty(M, device=DEVICE)
+    kernels.cross_entropy(logits, targets, vocab_size, scale, again, backward=True)
+    assert torch.equal(again, losses)
+    # Where softmax is near 1 the gradient is a small difference, good to float32's rounding of 1.
+    near(logits[:, :vocab_size], exact.grad, absolute=1e-6)
+    assert (logits[:, vocab_size:] == 0).all()
+    assert torch.equal(around[:: M + 1].nan_to_num(7), before[:: M + 1].nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_adamw_is_torchs(dtype: torch.dtype) -> None:
+    n, around = 1003, 8
+    inside = slice(around, around + n)
+    buffers = [torch.full((n + 2 * around,), 9.0, device=DEVICE) for _ in range(3)]
+    master, exp_avg, exp_avg_sq = (buffer[inside] for buffer in buffers)
+    master.copy_(fresh(n))
+    exp_avg.zero_(), exp_avg_sq.zero_()
+    weights16 = torch.full((n + 2 * around,), 9.0, device=DEVICE, dtype=BF16)
+    parameter = master.double().requires_grad_()
+    optimizer = torch.optim.AdamW([parameter], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(1, 4):
+        grad = fresh(n).to(dtype)
+        numbers = torch.tensor([0.01, 1 / (1 - 0.9**step), 1 / (1 - 0.95**step), 0.5, 1.0], device=DEVICE)
+        kernels.adamw(weights16[inside], master, exp_avg, exp_avg_sq, grad, numbers, 0.1, 0.9, 0.95, 1e-8)
+        parameter.grad = grad.double() * 0.5
+        optimizer.step()
+    near(master, parameter.detach(), 1e-5)
+    assert torch.equal(weights16[inside], master.to(BF16))
+    assert all((t[:around] == 9).all() and (t[-around:] == 9).all() for t in (*buffers, weights16))
+
+
+@pytest.mark.parametrize(("grad_scale", "apply"), [(0.5, 0.0), (float("nan"), 1.0), (float("inf"), 1.0)])
+def test_adamw_changes_nothing_where_a_number_is_not_finite_or_it_is_told_so(grad_scale: float, apply: float) -> None:
+    state = [fresh(100).float() for _ in range(3)]
+    before = [t.clone() for t in state]
+    weights16 = torch.zeros(100, device=DEVICE, dtype=BF16)
+    numbers = torch.tensor([0.01, 1.0, 1.0, grad_scale, apply], device=DEVICE)
+    kernels.adamw(weights16, state[0], state[1], state[2], fresh(100), numbers, 0.1, 0.9, 0.95, 1e-8)
+    assert all(torch.equal(now, then) for now, then in zip(state, before, strict=True)) and not weights16.any()

@@ -1,0 +1,564 @@
+"""The memory-bound kernels of the fused step, in Triton: norms, GELU, cross-entropy, packing, AdamW.
+
+Next to the matrix products these do almost no arithmetic: what each costs is the bytes it moves, at about 4.2 TB/s on
+an H200 that sustains 400 to 600 TFLOP/s in the products. So each reads every operand once, writes every result once, 16
+bytes a thread at a time, and does while it is there whatever else needs the same numbers. Of one micro-batch of
+M tokens, bf16 activations of width C and V logits a token:
+
+    add_norm        8·M·C bytes   residual sum and LayerNorm: 2 reads, 2 writes
+    norm_backward   8·M·C         dy, x and the residual gradient in, dx out; dweight, dbias and the next bias's
+                                  gradient come along as column sums
+    gelu            16·M·C        of 4C columns
+    gelu_backward   24·M·C        and the bias gradient of the layer before it
+    pack_qkv        12·M·C
+    cross_entropy   4·M·V         the gradient takes the logits' place; the second read of a row is from the L2 cache
+    adamw           30 a parameter, once a step: master, both moments (read and written), gradient, bf16 weight
+
+At GPT-2's 124M and 65,536 tokens that is 0.1 ms a norm, 0.3 ms a GELU backward and 3.1 ms of cross-entropy.
+
+Column sums over M rows are made by P programs, each adding into its own row of `sums`; the caller adds the P rows once
+a step. There are no floating-point atomics but a maximum, so the same input gives the same bits again.
+
+Row counts may be anything. Widths may be any multiple of 8; multiples of 16 are the fast ones. On a CPU everything
+runs in Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported), which is for tests on small shapes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+EPSILON = tl.constexpr(1e-5)  # of every LayerNorm of GPT-2
+LOG2E = tl.constexpr(1.4426950408889634)
+# The tanh form of GELU: 0.5·x·(1 + tanh(x·(ROOT + CUBE·x²))), ROOT = sqrt(2/pi), CUBE = 0.044715·ROOT.
+ROOT = tl.constexpr(0.7978845608028654)
+CUBE = tl.constexpr(0.035677408136300125)
+# Smaller than any logit, and finite: a difference of two of them is 0 and not NaN.
+LOWEST = tl.constexpr(-1.0e30)
+
+# ── arithmetic that kernels share ────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _bf16(x):
+    """fp32 to bf16, to nearest, ties to even. The interpreter by itself cuts the low bits off."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, (bits & -65536).to(tl.float32, bitcast=True), x)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _tanh(x):
+    """One instruction on the GPU, its error at most 2^-11: below bf16's rounding."""
+    if INTERPRETED:
+        e = tl.exp(-2.0 * tl.abs(x))
+        t = (1.0 - e) / (1.0 + e)
+        return tl.where(x < 0, -t, t)
+    else:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _gelu_of(x):
+    half = 0.5 * x
+    return half * _tanh(x * (ROOT + CUBE * x * x)) + half
+
+
+@triton.jit
+def _gelu_and_slope(x):
+    square = x * x
+    half = 0.5 * x
+    t = _tanh(x * (ROOT + CUBE * square))
+    slope = 0.5 + 0.5 * t + half * (1.0 - t * t) * (ROOT + 3 * CUBE * square)
+    return half * t + half, slope
+
+
+@triton.jit
+def _add_into(sums_ptr, values, mask):
+    tl.store(sums_ptr, tl.load(sums_ptr, mask=mask, other=0.0) + values, mask=mask)
+
+
+# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, tokens_ptr, delta_ptr, delta_bias_ptr, weight_ptr, bias_ptr,
+    sum_ptr, y_ptr, mean_ptr, rstd_ptr,
+    M, T, C,
+    KNOWN: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """R whole rows a program. With tokens, x is the token table and delta the position table."""
+    rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    cols = tl.arange(0, BC)
+    inside = rows < M
+    used = cols < C
+    mask = inside[:, None] & used[None, :]
+    at = rows[:, None] * C + cols[None, :]
+    if tokens_ptr is not None:
+        tokens = tl.load(tokens_ptr + rows, mask=inside, other=0)
+        x = tl.load(x_ptr + tokens[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(delta_ptr + (rows % T)[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if delta_ptr is not None:
+            x += tl.load(delta_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if delta_bias_ptr is not None:
+            x += tl.load(delta_bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+    if sum_ptr is not None:
+        rounded = _bf16(x)
+        tl.store(sum_ptr + at, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    if KNOWN:
+        centred = x - tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)
+    else:
+        mean = tl.sum(x, 1) / C
+        centred = tl.where(mask, x - mean[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + EPSILON)
+        tl.store(mean_ptr + rows, mean, mask=inside)
+        tl.store(rstd_ptr + rows, rstd, mask=inside)
+    weight = tl.load(weight_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+    bias = tl.load(bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + at, _bf16(centred * rstd[:, None] * weight + bias), mask=mask)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, sums_ptr,
+    M, C,
+    R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program p takes every P-th group of R rows, so that its column sums stay in registers to the end."""
+    P = tl.num_programs(0)
+    cols = tl.arange(0, BC)
+    used = cols < C
+    weight = tl.load(weight_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+    dweight = tl.zeros([R, BC], tl.float32)
+    dbias = tl.zeros([R, BC], tl.float32)
+    dx_sum = tl.zeros([R, BC], tl.float32)
+    for first in tl.range(tl.program_id(0) * R, M, P * R, num_stages=STAGES):
+        rows = (first + tl.arange(0, R)).to(tl.int64)
+        inside = rows < M
+        mask = inside[:, None] & used[None, :]
+        at = rows[:, None] * C + cols[None, :]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
+        normal = (x - mean) * rstd
+        g = dy * weight
+        # Unused columns have g = 0, so they add nothing to either mean.
+        mean_g = tl.sum(g, 1)[:, None] / C
+        mean_gx = tl.sum(g * normal, 1)[:, None] / C
+        dx = rstd * (g - mean_g - normal * mean_gx)
+        if residual_ptr is not None:
+            dx += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        rounded = _bf16(dx)
+        tl.store(dx_ptr + at, rounded, mask=mask)
+        dweight += dy * normal
+        dbias += dy
+        dx_sum += rounded.to(tl.float32)
+    sums_ptr += tl.program_id(0) * C + cols
+    _add_into(sums_ptr, tl.sum(dweight, 0), used)
+    _add_into(sums_ptr + P * C, tl.sum(dbias, 0), used)
+    _add_into(sums_ptr + 2 * P * C, tl.sum(dx_sum, 0), used)
+
+
+# ── GELU ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _gelu_kernel(h_ptr, a_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    tl.store(a_ptr + at, _bf16(_gelu_of(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))), mask=mask)
+
+
+@triton.jit
+def _gelu_backward_kernel(
+    da_ptr, h_ptr, dh_ptr, act_ptr, sums_ptr, M, N, rows_each, BM: tl.constexpr, BN: tl.constexpr
+):
+    """BN columns of `rows_each` rows a program, BM rows at a time."""
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    used = cols < N
+    dh_sum = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, rows_each, BM):
+        rows = (tl.program_id(1) * rows_each + first + tl.arange(0, BM)).to(tl.int64)
+        mask = (rows < M)[:, None] & used[None, :]
+        at = rows[:, None] * N + cols[None, :]
+        h = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        da = tl.load(da_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        act, slope = _gelu_and_slope(h)
+        dh = _bf16(da * slope)
+        tl.store(dh_ptr + at, dh, mask=mask)
+        if act_ptr is not None:
+            tl.store(act_ptr + at, _bf16(act), mask=mask)
+        dh_sum += dh.to(tl.float32)
+    _add_into(sums_ptr + tl.program_id(1) * N + cols, tl.sum(dh_sum, 0), used)
+
+
+# ── packing and column sums ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _pack_kernel(
+    q_ptr, k_ptr, v_ptr, packed_ptr, sums_ptr, M, C, stride, rows_each, BM: tl.constexpr, BN: tl.constexpr
+):
+    """BN columns of `rows_each` rows of one of the three a program."""
+    part = tl.program_id(1)
+    source = q_ptr
+    if part == 1:
+        source = k_ptr
+    if part == 2:
+        source = v_ptr
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    used = cols < C
+    total = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, rows_each, BM):
+        rows = (tl.program_id(2) * rows_each + first + tl.arange(0, BM)).to(tl.int64)
+        mask = (rows < M)[:, None] & used[None, :]
+        values = tl.load(source + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+        tl.store(packed_ptr + rows[:, None] * (3 * C) + part * C + cols[None, :], values, mask=mask)
+        total += values.to(tl.float32)
+    _add_into(sums_ptr + (tl.program_id(2) * 3 + part) * C + cols, tl.sum(total, 0), used)
+
+
+@triton.jit
+def _column_sums_kernel(x_ptr, sums_ptr, M, N, rows_each, BM: tl.constexpr, BN: tl.constexpr):
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    used = cols < N
+    total = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, rows_each, BM):
+        rows = (tl.program_id(1) * rows_each + first + tl.arange(0, BM)).to(tl.int64)
+        mask = (rows < M)[:, None] & used[None, :]
+        total += tl.load(x_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    _add_into(sums_ptr + tl.program_id(1) * N + cols, tl.sum(total, 0), used)
+
+
+# ── cross-entropy ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr, targets_ptr, scale_ptr, losses_ptr,
+    M, V, width,
+    BACKWARD: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """R rows a program, in tiles of BLOCK columns, of which a thread holds G neighbours.
+
+    The first pass keeps a maximum and a sum of exponentials for every G columns of the tile, so that rescaling costs
+    one exponential in G: with one a column, all three a logit would take the special function units 2.8 ms of the
+    3.1 ms that the memory takes. The second pass goes backwards, since the end of the row is what caches still hold.
+    """
+    rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    inside = rows < M
+    target = tl.load(targets_ptr + rows, mask=inside, other=0)
+    # Loaded before any reduction: other warps may overwrite the row only after the barriers that those bring.
+    chosen = tl.load(logits_ptr + rows * width + target, mask=inside, other=0.0).to(tl.float32)
+    lanes = (tl.arange(0, BLOCK // G) * G)[None, :, None] + tl.arange(0, G)[None, None, :]
+    row_ptr = logits_ptr + rows[:, None, None] * width + lanes
+    mask = inside[:, None, None]
+    whole = V // BLOCK * BLOCK
+    top = tl.full([R, BLOCK // G], LOWEST, tl.float32)
+    total = tl.zeros([R, BLOCK // G], tl.float32)
+    for first in range(0, whole, BLOCK):
+        x = tl.load(row_ptr + first, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        peak = tl.maximum(top, tl.max(x, 2))
+        powers = tl.exp2(x * LOG2E - (peak * LOG2E)[:, :, None])
+        total = total * tl.exp2((top - peak) * LOG2E) + tl.sum(powers, 2)
+        top = peak
+    for first in range(whole, V, BLOCK):
+        # The load's mask goes by the width, a multiple of 8, and so keeps 16 bytes a thread; V chooses among them.
+        real = first + lanes < V
+        x = tl.load(row_ptr + first, mask=mask & (first + lanes < width), other=0.0).to(tl.float32)
+        peak = tl.maximum(top, tl.max(tl.where(real, x, LOWEST), 2))
+        powers = tl.where(real, tl.exp2(x * LOG2E - (peak * LOG2E)[:, :, None]), 0.0)
+        total = total * tl.exp2((top - peak) * LOG2E) + tl.sum(powers, 2)
+        top = peak
+    highest = tl.max(top, 1)
+    total_row = tl.sum(total * tl.exp2((top - highest[:, None]) * LOG2E), 1)
+    tl.store(losses_ptr + rows, highest + tl.log(total_row) - chosen, mask=inside)
+    if BACKWARD:
+        scale = tl.load(scale_ptr)
+        # scale·softmax is one power of two: 2^(x·log2(e) + shift).
+        shift = (tl.log2(scale / total_row) - highest * LOG2E)[:, None, None]
+        hot = target[:, None, None]
+        for first in range(whole, width, BLOCK):
+            columns = first + lanes
+            x = tl.load(row_ptr + first, mask=mask & (columns < width), other=0.0).to(tl.float32)
+            p = tl.where(columns < V, tl.exp2(x * LOG2E + shift), 0.0)
+            p = tl.where(columns == hot, p - scale, p)
+            tl.store(row_ptr + first, _bf16(p), mask=mask & (columns < width))
+        for done in range(0, whole, BLOCK):
+            first = whole - BLOCK - done
+            x = tl.load(row_ptr + first, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            p = tl.exp2(x * LOG2E + shift)
+            p = tl.where(first + lanes == hot, p - scale, p)
+            tl.store(row_ptr + first, _bf16(p), mask=mask)
+
+
+# ── AdamW ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _adamw_kernel(
+    weights16_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_ptr, numbers_ptr,
+    n, weight_decay, one_minus_beta1, one_minus_beta2, epsilon,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    lr = tl.load(numbers_ptr)
+    correction1 = tl.load(numbers_ptr + 1)
+    correction2 = tl.load(numbers_ptr + 2)
+    grad_scale = tl.load(numbers_ptr + 3)
+    # Not a number is below nothing.
+    if (tl.load(numbers_ptr + 4) != 0.0) & (tl.abs(grad_scale) < float("inf")):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < n
+        g = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32) * grad_scale
+        m = tl.load(exp_avg_ptr + at, mask=mask, other=0.0)
+        v = tl.load(exp_avg_sq_ptr + at, mask=mask, other=0.0)
+        w = tl.load(master_ptr + at, mask=mask, other=0.0)
+        m += (g - m) * one_minus_beta1
+        v += (g * g - v) * one_minus_beta2
+        w -= lr * weight_decay * w
+        w -= lr * (m * correction1) / (tl.sqrt(v * correction2) + epsilon)
+        tl.store(exp_avg_ptr + at, m, mask=mask)
+        tl.store(exp_avg_sq_ptr + at, v, mask=mask)
+        tl.store(master_ptr + at, w, mask=mask)
+        if weights16_ptr is not None:
+            tl.store(weights16_ptr + at, _bf16(w), mask=mask)
+
+
+# ── launchers ────────────────────────────────────────────────────────────────────────────────────────────────────
+# Each checks what a wrong call would turn into a wrong number, allocates its results, and never waits for the GPU.
+
+
+def norm_partials(C: int, device: torch.device) -> int:
+    """How many rows `sums` of norm_backward should have: (3, P, C)."""
+    return _norm_backward_shape(C, device)[1]
+
+
+def column_partials(device: torch.device) -> int:
+    """How many rows `sums` of gelu_backward, pack_qkv and column_sums should have: (P, N)."""
+    return 64 if device.type == "cuda" else 2
+
+
+def embed_norm(
+    tokens: Tensor, wte: Tensor, wpe: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x[i] = wte[tokens[i]] + wpe[i % T], and its LayerNorm y.
+
+    tokens (M,) int64, wte (V, C), wpe (T, C) with T the length of a sequence, weight and bias (C,), all bf16.
+    Returns x and y (M, C) bf16, mean and rstd (M,) fp32.
+    """
+    T, C = wpe.shape
+    return _norm(wte, weight, bias, tokens=tokens, delta=wpe, M=tokens.numel(), T=T, C=C)
+
+
+def add_norm(
+    x: Tensor, delta: Tensor, delta_bias: Tensor | None, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x + delta (+ delta_bias), rounded to bf16, and the LayerNorm y of that. x and delta (M, C), the rest (C,).
+
+    Returns x_new and y (M, C) bf16, mean and rstd (M,) fp32.
+    """
+    M, C = x.shape
+    assert delta.shape == x.shape
+    return _norm(x, weight, bias, delta=delta, delta_bias=delta_bias, M=M, C=C)
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm of x (M, C) bf16: y (M, C) bf16, mean and rstd (M,) fp32."""
+    M, C = x.shape
+    return _norm(x, weight, bias, M=M, C=C)[1:]
+
+
+def norm_again(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The y of a norm whose statistics were kept, bit for bit."""
+    M, C = x.shape
+    return _norm(x, weight, bias, statistics=(mean, rstd), M=M, C=C)[1]
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    M: int,
+    C: int,
+    T: int = 1,
+    tokens: Tensor | None = None,
+    delta: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    statistics: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(x, delta, delta_bias, weight, bias, tokens)
+    total = x.new_empty(M, C) if delta is not None else None
+    y = x.new_empty(M, C)
+    mean, rstd = statistics or (x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32))
+    R, warps = _norm_shape(C, x.device)
+    _norm_kernel[(triton.cdiv(M, R),)](
+        x, tokens, delta, delta_bias, weight, bias, total, y, mean, rstd, M, T, C,
+        KNOWN=statistics is not None, R=R, BC=triton.next_power_of_2(C), num_warps=warps,
+    )  # fmt: skip
+    return x if total is None else total, y, mean, rstd
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, sums: Tensor
+) -> Tensor:
+    """The gradient of x, (M, C) bf16, through its LayerNorm, plus `residual`: what arrives beside the norm.
+
+    Adds to sums (3, P, C) fp32: the gradient of weight, that of bias, and the column sums of the result, which are
+    the gradient of the bias of the projection before. P should be norm_partials(C, device).
+    """
+    M, C = dy.shape
+    assert x.shape == dy.shape and sums.shape[::2] == (3, C) and sums.dtype == torch.float32
+    _check(dy, x, mean, rstd, weight, residual, sums)
+    dx = torch.empty_like(dy)
+    R, _, warps, stages = _norm_backward_shape(C, dy.device)
+    _norm_backward_kernel[(sums.shape[1],)](
+        dy, x, mean, rstd, weight, residual, dx, sums, M, C,
+        R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return dx
+
+
+def gelu(h: Tensor) -> Tensor:
+    """The tanh form of GELU, bf16 in and out, any shape."""
+    _check(h)
+    a = torch.empty_like(h)
+    block, warps = (4096, 8) if h.is_cuda else (65536, 4)
+    _gelu_kernel[(triton.cdiv(h.numel(), block),)](h, a, h.numel(), BLOCK=block, num_warps=warps)
+    return a
+
+
+def gelu_backward(da: Tensor, h: Tensor, sums: Tensor, act: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """dh = da · gelu'(h), all (M, N) bf16; `out` may be `da`. Adds dh's column sums to sums (P, N) fp32.
+
+    With `act`, gelu(h) is written there too: cheaper than keeping it from the forward pass where memory is short.
+    """
+    M, N = da.shape
+    assert h.shape == da.shape
+    _check(da, h, sums, act, out)
+    dh = torch.empty_like(da) if out is None else out
+    grid, rows_each, block = _column_grid(M, N, sums)
+    _gelu_backward_kernel[grid](da, h, dh, act, sums, M, N, rows_each, **block)
+    return dh
+
+
+def pack_qkv(dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor) -> Tensor:
+    """Three (M, C) bf16 side by side: (M, 3C). Adds their column sums to sums (P, 3C) fp32.
+
+    The three may have one row stride in common that is larger than C, as slices of something wider have.
+    """
+    M, C = dq.shape
+    stride = dq.stride(0)
+    assert all(t.shape == (M, C) and t.stride() == (stride, 1) and t.dtype == torch.bfloat16 for t in (dq, dk, dv))
+    _check(sums)
+    packed = dq.new_empty(M, 3 * C)
+    (across, P), rows_each, block = _column_grid(M, C, sums, parts=3)
+    _pack_kernel[(across, 3, P)](dq, dk, dv, packed, sums, M, C, stride, rows_each, **block)
+    return packed
+
+
+def column_sums(x: Tensor, sums: Tensor) -> None:
+    """Adds the column sums of x (M, N) bf16 to sums (P, N) fp32."""
+    M, N = x.shape
+    _check(x, sums)
+    grid, rows_each, block = _column_grid(M, N, sums)
+    _column_sums_kernel[grid](x, sums, M, N, rows_each, **block)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, vocab_size: int, scale: Tensor, losses: Tensor, backward: bool
+) -> None:
+    """losses[i] = -log softmax(logits[i, :vocab_size])[targets[i]], (M,) fp32.
+
+    logits (M, V) bf16, targets (M,) int64, scale (1,) fp32 and positive. With `backward` the logits are overwritten by
+    their gradient, scale · (softmax - onehot), 0 in the V - vocab_size padding columns.
+    """
+    M, V = logits.shape
+    assert 0 < vocab_size <= V and targets.shape == losses.shape == (M,)
+    _check(logits, targets, scale, losses)
+    R, block, group, warps = _cross_entropy_shape(logits.device)
+    _cross_entropy_kernel[(triton.cdiv(M, R),)](
+        logits, targets, scale, losses, M, vocab_size, V,
+        BACKWARD=backward, R=R, BLOCK=block, G=group, num_warps=warps,
+    )  # fmt: skip
+
+
+def adamw(
+    weights16: Tensor | None,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    numbers: Tensor,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+) -> None:
+    """One step of torch.optim.AdamW over flat slices of n elements, in place.
+
+    master, exp_avg, exp_avg_sq (n,) fp32; grad (n,) fp32 or bf16; weights16 (n,) bf16 is given the new master, rounded.
+    numbers (5,) fp32, on the device so that nothing waits for it: learning rate, 1/(1 - beta1^t), 1/(1 - beta2^t),
+    what the gradient is multiplied by (clipping), and 1 or 0: whether to change anything. Nothing is changed either
+    where the multiplier is not finite.
+    """
+    n = master.numel()
+    assert numbers.shape == (5,) and numbers.dtype == master.dtype == exp_avg.dtype == exp_avg_sq.dtype == torch.float32
+    assert all(t is None or t.shape == (n,) for t in (weights16, master, exp_avg, exp_avg_sq, grad))
+    _check(weights16, master, exp_avg, exp_avg_sq, grad, numbers)
+    block, warps = (1024, 4) if master.is_cuda else (65536, 4)
+    _adamw_kernel[(triton.cdiv(n, block),)](
+        weights16, master, exp_avg, exp_avg_sq, grad, numbers,
+        n, weight_decay, 1 - beta1, 1 - beta2, epsilon, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def _check(*tensors: Tensor | None) -> None:
+    """The kernels trust what they get: rows without gaps, on one device."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    assert all(tensor.is_contiguous() and tensor.device == given[0].device for tensor in given)
+
+
+# ── launch shapes, as measured by benchmarks/kernels.py on an H200 ───────────────────────────────────────────────
+# On a CPU a program costs the interpreter milliseconds and its size next to nothing: few and large.
+
+
+def _norm_shape(C: int, device: torch.device) -> tuple[int, int]:
+    """Rows a program, warps."""
+    if device.type != "cuda":
+        return 64, 4
+    return (2, 4) if C <= 1024 else (1, 4)
+
+
+def _norm_backward_shape(C: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Rows a program at a time, programs, warps, stages of the load pipeline."""
+    if device.type != "cuda":
+        return 32, 2, 4, 1
+    return (2, 528, 4, 3) if C <= 1024 else (1, 528, 4, 3)
+
+
+def _column_grid(M: int, N: int, sums: Tensor, parts: int = 1) -> tuple[tuple[int, int], int, dict[str, int]]:
+    """(column blocks, P), rows a program, and its tile."""
+    assert sums.dtype == torch.float32 and sums.dim() == 2 and sums.shape[1] == parts * N
+    P = sums.shape[0]
+    if sums.is_cuda:
+        BN = next(width for width in (256, 128, 64, 256) if N % width == 0 or width == 64)
+        BM = 4096 // BN
+    else:
+        BM, BN = 64, 256
+    rows_each = triton.cdiv(triton.cdiv(M, P), BM) * BM
+    return (triton.cdiv(N, BN), P), rows_each, {"BM": BM, "BN": BN, "num_warps": 4}
+
+
+def _cross_entropy_shape(device: torch.device) -> tuple[int, int, int, int]:
+    """Rows a program, columns of a tile, columns a thread holds together, warps."""
+    return (1, 8192, 8, 16) if device.type == "cuda" else (32, 256, 8, 4)
