@@ -1,0 +1,336 @@
+"""The matrix products of a GPT-2 step: torch's, and ours by cuBLASLt with epilogues, checked and then timed.
+
+`PYTHONPATH=. python benchmarks/gemm.py` on a GPU, about a minute. Every product of a block and of the head of 124M
+(64 sequences of 1024 tokens) and of 1558M (16 of them) is compared with float64 on a part of its rows; then ways to do
+the same take turns, 21 rounds after 3 to warm up, on random operands. Printed are median ms and TFLOP/s, and what a
+model's products take in a micro-step. Exits with 1 if a result is wrong or a product is refused.
+"""
+
+import functools
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from trainer import gemm
+
+VOCAB, CHUNKS = 50_304, 4
+WARM_UP, ROUNDS = 3, 21
+BF16_ERROR, FP32_ERROR = 4e-3, 1e-4  # rounding to bf16 is 1.7e-3 in the mean; sums of 65,536 terms in fp32 are 1e-5
+Run = Callable[[], object]
+
+
+class Shape(NamedTuple):
+    name: str
+    layers: int
+    rows: int
+    width: int
+
+
+SHAPES = [Shape("124M", 12, 65_536, 768), Shape("1558M", 48, 16_384, 1600)]
+
+
+class Times:
+    """Milliseconds of a model's products by the way they are made: how often a step does each times its median."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.totals = name, dict.fromkeys(("torch", "first", "tuned"), 0.0)
+        print(f"\n{name}")
+
+    def race(self, case: str, flops: float, count: int, ways: dict[str, Run]) -> None:
+        """Let ways to make the same product take turns, and print what each took.
+
+        The quickest of those whose name begins with torch, first or tuned is counted; others do less or more.
+        """
+        medians = race(ways)
+        shown = (f"{way} {ms:.3f} ms {flops / ms / 1e9:.0f}" for way, ms in medians.items())
+        print(f"  {case:22} {' | '.join(shown)}", flush=True)
+        for whose in self.totals:
+            self.totals[whose] += count * min(ms for way, ms in medians.items() if way.split()[0] == whose)
+
+    def close(self) -> None:
+        shown = " | ".join(f"{whose} {ms:.1f} ms" for whose, ms in self.totals.items())
+        print(f"  {self.name} a micro-step, the quickest way of each: {shown}", flush=True)
+
+
+def race(ways: dict[str, Run]) -> dict[str, float]:
+    times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {way: [] for way in ways}
+    for _ in range(WARM_UP + ROUNDS):
+        for way, run in ways.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            times[way].append((start, end))
+    torch.cuda.synchronize()
+    return {way: statistics.median(a.elapsed_time(b) for a, b in each[WARM_UP:]) for way, each in times.items()}
+
+
+def both(run: Run, name: str = "{}") -> dict[str, Run]:
+    """Ours with the algorithm that the heuristic puts first, and with the one that was quickest here."""
+
+    def with_tuning(on: bool) -> object:
+        gemm.tune(on)
+        return run()
+
+    return {name.format(way): functools.partial(with_tuning, way == "tuned") for way in ("first", "tuned")}
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda", dtype=torch.bfloat16)).mul_(scale)
+
+
+def check(what: str, found: Tensor, exact: Tensor, limit: float = BF16_ERROR) -> None:
+    error = ((found.double() - exact).norm() / exact.norm()).item()
+    print(f"  {what:46} relative error {error:.1e}", flush=True)
+    assert error < limit, f"{what}: {error} is above {limit}"
+
+
+def dgelu(d: Tensor, pre: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(d, pre, approximate="tanh")
+
+
+# --- right
+
+
+def check_products(rows: int, width: int, vocab: int) -> None:
+    """Every function against float64, on the first 256 rows of what it gives."""
+    print(f"\nright? M={rows}, C={width}")
+    part = slice(0, 256)
+    x, w, bias = random(rows, width), random(4 * width, width, scale=0.02), random(4 * width)
+    residual, back = random(rows, width), random(width, 4 * width, scale=0.02)
+    exact = x[part].double() @ w.double().t()
+    check("linear", gemm.linear(x, w)[part], exact)
+    check("linear + bias", gemm.linear(x, w, bias)[part], exact + bias.double())
+    pre, act = gemm.linear_gelu(x, w, bias)
+    check("linear_gelu: pre", pre[part], exact + bias.double())
+    check("linear_gelu: act", act[part], gelu(exact + bias.double(), approximate="tanh"))
+    exact = act[part].double() @ back.double().t() + residual[part].double()
+    check("linear + residual", gemm.linear(act, back, residual=residual)[part], exact)
+    exact += bias[:width].double()
+    check("linear + bias + residual", gemm.linear(act, back, bias[:width], residual)[part], exact)
+
+    dy = random(rows, width)
+    check("input_grad", gemm.input_grad(act, w)[part], act[part].double() @ w.double())
+    exact = torch.ops.aten.gelu_backward(dy[part].double() @ back.double(), pre[part].double(), approximate="tanh")
+    dpre, dbias = gemm.input_grad_gelu(dy, back, pre)
+    check("input_grad_gelu: dpre", dpre[part], exact)
+    if dbias is None:
+        print("  input_grad_gelu: no dbias from the epilogue")
+    else:
+        whole = dgelu(torch.mm(dy, back, out_dtype=torch.float32), pre.float()).double().sum(0)
+        check("input_grad_gelu: dbias", dbias, whole)
+        check("  the same from dpre, as rounded", dpre.double().sum(0), whole)
+    check("input_grad_gelu, no dbias", gemm.input_grad_gelu(dy, back, pre, bias_grad=False)[0][part], exact)
+
+    into = torch.full((4 * width, width), float("nan"), device="cuda")
+    exact = pre[:, part].double().t() @ x.double()
+    gemm.weight_grad(pre, x, into, accumulate=False)
+    check("weight_grad, overwritten", into[part], exact, FP32_ERROR)
+    gemm.weight_grad(pre, x, into, accumulate=True)
+    check("weight_grad, added", into[part], 2 * exact, FP32_ERROR)
+    del residual, back, dy, pre, act, into, dpre
+
+    rows, wte = rows // CHUNKS, random(vocab, width, scale=0.02)
+    logits = gemm.linear(x[:rows], wte)
+    check("head", logits[part], x[part].double() @ wte.double().t())
+    check("head's input_grad", gemm.input_grad(logits, wte, out=x[-rows:])[part], logits[part].double() @ wte.double())
+    into = torch.zeros(vocab, width, device="cuda")
+    gemm.weight_grad(logits, x[:rows], into, accumulate=True)
+    check("head's weight_grad", into[part], logits[:, part].double().t() @ x[:rows].double(), FP32_ERROR)
+
+
+def check_tuning_adds_once() -> None:
+    dy, x, into = random(4096, 512), random(4096, 256), torch.zeros(512, 256, device="cuda")
+    gemm.tune(True)
+    gemm.weight_grad(dy, x, into, accumulate=True)
+    check("tuned weight_grad, first call", into, dy.double().t() @ x.double(), FP32_ERROR)
+
+
+def check_repeats(rows: int, width: int) -> None:
+    """The same bits twice, tuned or not."""
+    dy, w, pre = random(rows, width), random(width, 4 * width, scale=0.02), random(rows, 4 * width)
+    for tuned in (False, True):
+        gemm.tune(tuned)
+        runs = [gemm.input_grad_gelu(dy, w, pre) for _ in range(3)]
+        sums = [torch.empty(width, 4 * width, device="cuda") for _ in range(3)]
+        for into in sums:
+            gemm.weight_grad(dy, pre, into, accumulate=False)
+        assert all(torch.equal(runs[0][0], dpre) for dpre, _ in runs), "dpre differs from run to run"
+        same_bias = all(runs[0][1] is None or torch.equal(runs[0][1], dbias) for _, dbias in runs if dbias is not None)
+        same_weights = all(torch.equal(sums[0], into) for into in sums)
+        print(f"  {'tuned' if tuned else 'first'}: the same bits again: dbias {same_bias}, weight_grad {same_weights}")
+        assert same_bias and same_weights
+
+
+def check_graph() -> None:
+    """A product captured in a CUDA graph after its first call gives what it gives outside."""
+    x, w, bias = random(1024, 768), random(3072, 768), random(3072)
+    wanted = gemm.linear_gelu(x, w, bias)[1].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, act = gemm.linear_gelu(x, w, bias)
+    act.zero_()
+    graph.replay()
+    torch.testing.assert_close(act, wanted, rtol=0, atol=0)
+    print("  the same from a CUDA graph")
+
+
+def call_microseconds(run: Run) -> float:
+    """The Python of a call: the GPU's work is too small to fill the queue."""
+    run()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(300):
+        run()
+    taken = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return 1e6 * taken / 300
+
+
+def time_calls() -> None:
+    x, w, bias, into = random(128, 64), random(256, 64), random(256), torch.zeros(256, 64, device="cuda")
+    dy = random(128, 256)
+    gemm.tune(False)
+    runs: dict[str, Run] = {
+        "torch.addmm": lambda: torch.addmm(bias, x, w.t()),
+        "linear": lambda: gemm.linear(x, w, bias),
+        "linear_gelu": lambda: gemm.linear_gelu(x, w, bias),
+        "weight_grad": lambda: gemm.weight_grad(dy, x, into, True),
+    }
+    print("\nhost time of a call, us: " + ", ".join(f"{n} {call_microseconds(run):.1f}" for n, run in runs.items()))
+
+
+# --- quick
+
+
+def add_weight_grad(dy: Tensor, x: Tensor, into: Tensor) -> Tensor:
+    return torch.ops.aten.addmm.dtype_out(into, dy.t(), x, torch.float32, out=into)
+
+
+def bias_sums(dy: Tensor) -> Tensor:
+    return dy.sum(0, dtype=torch.float32)
+
+
+def time_block(shape: Shape, times: Times) -> None:
+    """The four products of a block, forward and both gradients."""
+    m, c = shape.rows, shape.width
+    x, wide = random(m, c), random(m, 4 * c)
+    residual = random(m, c)
+    for name, n in (("qkv", 3 * c), ("projection", c)):
+        w, bias = random(n, c, scale=0.02), random(n)
+        skip = residual if name == "projection" else None
+
+        def torchs(w: Tensor = w, bias: Tensor = bias, skip: Tensor | None = skip) -> object:
+            y = torch.addmm(bias, x, w.t())
+            return y if skip is None else y.add_(skip)
+
+        ways: dict[str, Run] = {"torch": torchs}
+        if skip is not None:
+            ways["addmm alone"] = functools.partial(torch.addmm, bias, x, w.t())
+        ours = both(functools.partial(gemm.linear, x, w, bias, skip))
+        times.race(f"{name} forward", 2 * m * c * n, shape.layers, ways | ours)
+        time_gradients(f"{name}", wide.view(-1)[: m * n].view(m, n), x, w, shape.layers, times)
+    up, up_bias = random(4 * c, c, scale=0.02), random(4 * c)
+    down, down_bias = random(c, 4 * c, scale=0.02), random(c)
+    pre, flops = random(m, 4 * c), 2 * m * c * 4 * c
+
+    def torch_gelu() -> object:
+        return gelu(torch.addmm(up_bias, x, up.t()), approximate="tanh")
+
+    def separate_gelu() -> object:
+        return gelu(gemm.linear(x, up, up_bias), approximate="tanh")
+
+    ours = both(lambda: gemm.linear_gelu(x, up, up_bias)) | both(separate_gelu, "{} + torch gelu")
+    ways = {"torch": torch_gelu, "addmm alone": lambda: torch.addmm(up_bias, x, up.t())}
+    times.race("fc, gelu forward", flops, shape.layers, ways | ours)
+    time_gradients("fc", wide, x, up, shape.layers, times)
+    ways = {
+        "torch": lambda: torch.addmm(down_bias, wide, down.t()).add_(residual),
+        "addmm alone": lambda: torch.addmm(down_bias, wide, down.t()),
+    }
+    ours = both(lambda: gemm.linear(wide, down, down_bias, residual)) | both(
+        lambda: gemm.linear(wide, down, residual=residual), "without bias, {}"
+    )
+    times.race("fc projection forward", flops, shape.layers, ways | ours)
+    ways = {
+        "torch": lambda: bias_sums(dgelu(torch.mm(x, down), pre)),
+        "mm and dgelu": lambda: dgelu(torch.mm(x, down), pre),
+        "mm alone": lambda: torch.mm(x, down),
+    }
+    ours = both(lambda: gemm.input_grad_gelu(x, down, pre)) | both(
+        lambda: gemm.input_grad_gelu(x, down, pre, bias_grad=False), "without sums, {}"
+    )
+    ours |= both(lambda: bias_sums(gemm.input_grad_gelu(x, down, pre, bias_grad=False)[0]), "{} + torch sum")
+    times.race("fc proj. input, dgelu", flops, shape.layers, ways | ours)
+    time_weight_grad("fc projection", x, wide, shape.layers, times)
+
+
+def time_gradients(name: str, dy: Tensor, x: Tensor, w: Tensor, count: int, times: Times) -> None:
+    ways: dict[str, Run] = {"torch": lambda: torch.mm(dy, w)} | both(lambda: gemm.input_grad(dy, w))
+    times.race(f"{name} input", 2 * dy.shape[0] * w.numel(), count, ways)
+    time_weight_grad(name, dy, x, count, times)
+
+
+def time_weight_grad(name: str, dy: Tensor, x: Tensor, count: int, times: Times) -> None:
+    into = torch.zeros(dy.shape[1], x.shape[1], device="cuda")
+    ways: dict[str, Run] = {"torch": lambda: add_weight_grad(dy, x, into), "mm bf16": lambda: torch.mm(dy.t(), x)}
+    ways |= both(lambda: gemm.weight_grad(dy, x, into, True)) | both(
+        lambda: gemm.weight_grad(dy, x, into, False), "overwritten, {}"
+    )
+    times.race(f"{name} weight", 2 * dy.shape[0] * into.numel(), count, ways)
+
+
+def time_head(shape: Shape, times: Times) -> None:
+    m, c = shape.rows // CHUNKS, shape.width
+    x, wte, flops = random(m, c), random(VOCAB, c, scale=0.02), 2 * m * c * VOCAB
+    ways: dict[str, Run] = {"torch": lambda: torch.mm(x, wte.t())} | both(lambda: gemm.linear(x, wte))
+    times.race("head forward", flops, CHUNKS, ways)
+    time_gradients("head", random(m, VOCAB), x, wte, CHUNKS, times)
+
+
+def time_all(shape: Shape) -> None:
+    times = Times(f"{shape.name}: M={shape.rows}, C={shape.width}; ms and TFLOP/s")
+    time_block(shape, times)
+    time_head(shape, times)
+    times.close()
+
+
+def attempt(doing: Run) -> bool:
+    """Whether it went well; what did not is shown, and the rest still runs: a GPU's time is dear."""
+    try:
+        doing()
+        torch.cuda.synchronize()
+        return True
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+        return False
+    finally:
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    if not gemm.serves():
+        sys.exit(f"benchmarks/gemm.py: cuBLASLt does not serve here: {gemm.why_not()}")
+    torch.manual_seed(1)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
+    works: list[Run] = []
+    for shape in SHAPES:
+        works.append(functools.partial(check_products, shape.rows, shape.width, VOCAB))
+    works.append(functools.partial(check_products, 4 * 1023, 1600, 512))
+    works += [check_tuning_adds_once, functools.partial(check_repeats, 16_384, 768), check_graph, time_calls]
+    works += [functools.partial(time_all, shape) for shape in SHAPES]
+    well = [attempt(work) for work in works]
+    for request in gemm.refused():
+        print("refused:", request)
+    return 0 if all(well) and not gemm.refused() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,422 @@
+"""Matrix products that do what follows them in the same kernel, by cuBLASLt; in plain torch where that cannot run.
+
+Two thirds to three quarters of a GPT-2 step are matrix products; most of the rest moves activations through memory.
+At M=65536, C=768 the MLP's first product is 2·M·C·4C = 309 GFLOP, 0.5 ms at 650 TFLOP/s, and its output 403 MB.
+A GELU kernel reads and writes 806 MB, its derivative 1208 MB (0.17 and 0.25 ms at 4.8 TB/s); done in the product's
+epilogue, while the tile is in registers, they cost 403 MB less and 806 MB less. A residual added there saves its
+output's way to memory and back, and a weight gradient added in fp32 needs no bf16 copy. torch reaches no epilogue with
+GELU's input kept or its derivative, so cuBLASLt itself is called, through ctypes, in the library that torch has loaded.
+
+cuBLASLt's matrices are column-major, so it sees every row-major tensor transposed: out = left @ right is asked for as
+outᵀ = rightᵀ @ leftᵀ, which needs no copy. The numbers below are those of cublasLt.h, the same in CUDA 12 and 13.
+"""
+
+import ctypes
+import functools
+import statistics
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# cudaDataType_t of library_types.h
+TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+COMPUTE_32F = 68
+NOT_SUPPORTED = 15
+# cublasLtEpilogue_t
+DEFAULT, BIAS, GELU_AUX_BIAS, DGELU, DGELU_BGRAD = 1, 4, 32 + 128 + 4, 64 + 128, 64 + 128 + 16
+# cublasLtMatmulDescAttributes_t
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_STRIDE = 3, 4, 7, 8, 11, 12
+A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUMULATION = 17, 18, 25
+# cublasLtMatmulPreferenceAttributes_t
+MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+
+ALIGNMENT_BYTES = 16  # of every pointer and row: what TMA and vector loads need, and what flat buffers of weights keep
+WORKSPACE_BYTES = 64 << 20  # partial sums of a split product: 1558M's largest weight gradient is 41 MB in fp32
+CANDIDATES, ROUNDS = 12, 5
+# CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: a product split along K adds its parts in fp32, not rounded to bf16 before.
+REDUCE_IN_FP32 = 2
+
+POINTER, INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+SIGNATURES = {
+    "cublasLtCreate": (POINTER,),
+    "cublasLtMatmulDescCreate": (POINTER, INT, INT),
+    "cublasLtMatmulDescSetAttribute": (POINTER, INT, POINTER, SIZE),
+    "cublasLtMatrixLayoutCreate": (POINTER, INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
+    "cublasLtMatmulPreferenceCreate": (POINTER,),
+    "cublasLtMatmulPreferenceSetAttribute": (POINTER, INT, POINTER, SIZE),
+    # handle, operation, layouts of A B C D, preference, how many, results, how many there are
+    "cublasLtMatmulAlgoGetHeuristic": (POINTER,) * 7 + (INT, POINTER, POINTER),
+    # handle, operation, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm, workspace,
+    # its bytes, stream
+    "cublasLtMatmul": (POINTER,) * 14 + (SIZE, POINTER),
+}
+Matrix = tuple[torch.dtype, torch.Size, tuple[int, ...]]  # dtype, shape, strides of a row-major tensor
+Scales = tuple[Tensor, Tensor]
+
+
+class Candidate(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t; it begins with the algorithm."""
+
+    _fields_ = [
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace_bytes", SIZE),
+        ("status", INT),
+        ("waves", ctypes.c_float),
+        ("reserved", INT * 4),
+    ]
+
+
+class Request(NamedTuple):
+    """What the choice of an algorithm depends on: out = epilogue(left @ right + source)."""
+
+    left: Matrix
+    right: Matrix
+    out: Matrix
+    transposes: tuple[bool, bool]  # of left and right, as they are stored
+    epilogue: int
+    adds_source: bool
+    fast: bool
+    tuned: bool
+
+
+class Plan(NamedTuple):
+    """A request made ready: descriptors and algorithm. Only the pointers differ from call to call."""
+
+    operation: int
+    layout_a: int
+    layout_b: int
+    layout_d: int
+    beta: int
+    algorithm: int
+    candidates: ctypes.Array[Candidate]  # keeps the algorithm's memory
+
+
+class Lt:
+    """cuBLASLt on one device: its handle, a workspace a stream, and the plans made so far (None: it refuses)."""
+
+    def __init__(self, library: ctypes.CDLL, device: int) -> None:
+        self.library, self.device = library, device
+        self.plans: dict[Request, Plan | None] = {}
+        self.workspaces: dict[int, tuple[int, Tensor]] = {}
+        self.one, self.zero, self.slot = ctypes.c_float(1), ctypes.c_float(0), ctypes.c_uint64(0)
+        self.slot_address = ctypes.addressof(self.slot)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # a handle belongs to the context, so there has to be one
+            self.handle = self.created("cublasLtCreate")
+
+    def check(self, status: int, doing: str) -> None:
+        if status:
+            name = self.library.cublasLtGetStatusName(status).decode()
+            raise RuntimeError(f"cuBLASLt {self.library.cublasLtGetVersion()}: {doing}: {name}")
+
+    def created(self, function: str, *arguments: int) -> int:
+        """The address of what a cublasLt…Create makes. It is kept: plans are few dozen and live as long as the run."""
+        made = ctypes.c_void_p()
+        self.check(getattr(self.library, function)(ctypes.byref(made), *arguments), function)
+        assert made.value
+        return made.value
+
+    def set(self, operation: int, attribute: int, value: ctypes._SimpleCData) -> None:
+        status = self.library.cublasLtMatmulDescSetAttribute(
+            operation, attribute, ctypes.byref(value), ctypes.sizeof(value)
+        )
+        self.check(status, f"attribute {attribute}")
+
+    def point(self, operation: int, attribute: int, address: int) -> None:
+        self.slot.value = address
+        status = self.library.cublasLtMatmulDescSetAttribute(operation, attribute, self.slot_address, 8)
+        if status:
+            self.check(status, f"attribute {attribute}")
+
+    def point_scales(self, operation: int, scales: Scales) -> None:
+        self.point(operation, A_SCALE_POINTER, scales[1].data_ptr())
+        self.point(operation, B_SCALE_POINTER, scales[0].data_ptr())
+
+    def workspace(self, stream: int) -> int:
+        if stream not in self.workspaces:
+            memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", self.device))
+            self.workspaces[stream] = memory.data_ptr(), memory
+        return self.workspaces[stream][0]
+
+    def layout(self, matrix: Matrix) -> int:
+        dtype, (rows, columns), (stride, _) = matrix
+        return self.created("cublasLtMatrixLayoutCreate", TYPES[dtype], columns, rows, stride)
+
+    def operation(self, request: Request, scales: Scales | None) -> int:
+        operation = self.created("cublasLtMatmulDescCreate", COMPUTE_32F, TYPES[torch.float32])
+        left_transposed, right_transposed = request.transposes
+        self.set(operation, TRANSPOSE_A, ctypes.c_int32(right_transposed))
+        self.set(operation, TRANSPOSE_B, ctypes.c_int32(left_transposed))
+        self.set(operation, EPILOGUE, ctypes.c_uint32(request.epilogue))
+        self.set(operation, FAST_ACCUMULATION, ctypes.c_int8(request.fast))
+        # The heuristic takes the alignment from these and does not follow them; one plan shall serve every layer.
+        if request.epilogue in (BIAS, GELU_AUX_BIAS, DGELU_BGRAD):
+            self.point(operation, BIAS_POINTER, ALIGNMENT_BYTES)
+        if request.epilogue in (GELU_AUX_BIAS, DGELU, DGELU_BGRAD):
+            self.set(operation, AUX_STRIDE, ctypes.c_int64(request.out[2][0]))
+            self.point(operation, AUX_POINTER, ALIGNMENT_BYTES)
+        if scales is not None:
+            self.point_scales(operation, scales)
+        return operation
+
+    @functools.cached_property
+    def preference(self) -> int:
+        preference = self.created("cublasLtMatmulPreferenceCreate")
+        settings: dict[int, ctypes._SimpleCData] = {
+            MAX_WORKSPACE_BYTES: ctypes.c_uint64(WORKSPACE_BYTES),
+            REDUCTION_SCHEMES: ctypes.c_uint32(REDUCE_IN_FP32),
+        } | {matrix: ctypes.c_uint32(ALIGNMENT_BYTES) for matrix in MIN_ALIGNMENTS}
+        for attribute, value in settings.items():
+            status = self.library.cublasLtMatmulPreferenceSetAttribute(
+                preference, attribute, ctypes.byref(value), ctypes.sizeof(value)
+            )
+            self.check(status, f"preference {attribute}")
+        return preference
+
+    def plan(self, request: Request, scales: Scales | None) -> Plan | None:
+        """The plan with the algorithm that cuBLASLt expects to be the quickest, or None where it has none."""
+        if not all(served_matrix(matrix) for matrix in (request.left, request.right, request.out)):
+            return None
+        operation = self.operation(request, scales)
+        a, b, d = (self.layout(matrix) for matrix in (request.right, request.left, request.out))
+        found, candidates = ctypes.c_int(), (Candidate * CANDIDATES)()
+        status = self.library.cublasLtMatmulAlgoGetHeuristic(
+            self.handle, operation, a, b, d, d, self.preference, CANDIDATES, candidates, ctypes.byref(found)
+        )
+        if status != NOT_SUPPORTED:
+            self.check(status, f"no algorithm for {request}")
+        good = [c for c in candidates[: found.value] if not c.status]
+        if status or not good:
+            return None
+        beta = ctypes.addressof(self.one if request.adds_source else self.zero)
+        kept = (Candidate * len(good))(*good)
+        return Plan(operation, a, b, d, beta, ctypes.addressof(kept), kept)
+
+    def launch(self, plan: Plan, left: int, right: int, source: int, out: int) -> int:
+        """Put the product on torch's stream; returns cuBLASLt's status."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        # fmt: off
+        return self.library.cublasLtMatmul(
+            self.handle, plan.operation, self.one_address, right, plan.layout_a, left, plan.layout_b, plan.beta,
+            source, plan.layout_d, out, plan.layout_d, plan.algorithm, self.workspace(stream), WORKSPACE_BYTES, stream,
+        )
+        # fmt: on
+
+    @functools.cached_property
+    def one_address(self) -> int:
+        return ctypes.addressof(self.one)
+
+    def quickest(self, plan: Plan, left: int, right: int, source: int, out: Tensor) -> Plan:
+        """The plan with the candidate that is quickest on these operands: the median of rounds, after one to warm up.
+
+        The candidates take turns, so that a clock that falls meanwhile is the same for all.
+        """
+        target = torch.zeros_like(out) if source == out.data_ptr() else out  # or the sum would be added many times
+        source = target.data_ptr() if target is not out else source
+        size = ctypes.sizeof(Candidate)
+        plans = [plan._replace(algorithm=plan.algorithm + i * size) for i in range(len(plan.candidates))]
+        times: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in plans]
+        for _ in range(1 + ROUNDS):
+            for candidate, its_times in zip(plans, times, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                failed = self.launch(candidate, left, right, source, target.data_ptr())
+                end.record()
+                if not failed:
+                    its_times.append((start, end))
+        torch.cuda.synchronize()
+
+        def median_ms(index: int) -> float:
+            return statistics.median([a.elapsed_time(b) for a, b in times[index][1:]] or [float("inf")])
+
+        return plans[min(range(len(plans)), key=median_ms)]
+
+
+def served_matrix(matrix: Matrix) -> bool:
+    """Whether cuBLASLt gets a matrix with packed rows that start where vector loads can."""
+    dtype, shape, stride = matrix
+    return (
+        dtype in TYPES
+        and len(shape) == 2
+        and stride[1] == 1
+        and stride[0] >= shape[1] > 0
+        and stride[0] * dtype.itemsize % ALIGNMENT_BYTES == 0
+    )
+
+
+def why_not() -> str:
+    """What is missing for cuBLASLt on the current device; empty if nothing is."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.version.cuda is None:
+        return "this torch is not built for CUDA"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} has no bf16 tensor cores: compute capability 8.0 or newer has"
+    return "" if _library() else f"libcublasLt.so.{torch.version.cuda.split('.')[0]} is not to be loaded"
+
+
+def serves() -> bool:
+    """Whether products on the current device go to cuBLASLt."""
+    return not why_not()
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The cuBLASLt that torch runs on: a library already in the process is found by its name, wherever it lies."""
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
+    except OSError:
+        return None
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    library.cublasLtGetStatusName.restype = ctypes.c_char_p
+    library.cublasLtGetVersion.restype = SIZE
+    return library
+
+
+@functools.cache
+def _lt(device: int) -> Lt | None:
+    """cuBLASLt for the device of this number (-1: a CPU's), None where it is not to be used."""
+    if device < 0:
+        return None
+    with torch.cuda.device(device):
+        library = _library() if serves() else None
+    return Lt(library, device) if library else None
+
+
+def refused() -> list[Request]:
+    """The products so far for which cuBLASLt has no algorithm on the current device, so that torch makes them."""
+    lt = _lt(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return [request for request, plan in lt.plans.items() if plan is None] if lt else []
+
+
+_tuned = False
+
+
+def tune(on: bool) -> None:
+    """Have the first call of every product from now on time cuBLASLt's candidates and keep the quickest (under 0.1 s
+    each). Off, as at the start: the one its heuristic puts first, so that two runs on one machine take the same."""
+    global _tuned
+    _tuned = on
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    transposes: tuple[bool, bool],
+    epilogue: int = DEFAULT,
+    source: Tensor | None = None,
+    bias: Tensor | None = None,
+    aux: Tensor | None = None,
+    scales: Scales | None = None,
+    fast: bool = False,
+) -> bool:
+    """Have cuBLASLt write out = epilogue(left @ right + source). False if it cannot: then nothing is written."""
+    lt = _lt(out.get_device())
+    if lt is None:
+        return False
+    request = Request(
+        (left.dtype, left.shape, left.stride()),
+        (right.dtype, right.shape, right.stride()),
+        (out.dtype, out.shape, out.stride()),
+        transposes,
+        epilogue,
+        source is not None,
+        fast,
+        _tuned,
+    )
+    a, b, d = left.data_ptr(), right.data_ptr(), out.data_ptr()
+    c = d if source is None else source.data_ptr()
+    bias_address = 0 if bias is None else bias.data_ptr()
+    aux_address = 0 if aux is None else aux.data_ptr()
+    if (a | b | c | d | bias_address | aux_address) % ALIGNMENT_BYTES:
+        return False
+    for like_out in (source, aux):
+        if like_out is not None and (like_out.dtype, like_out.shape, like_out.stride()) != request.out:
+            return False
+    new = request not in lt.plans
+    plan = lt.plan(request, scales) if new else lt.plans[request]
+    if plan is not None:
+        if bias is not None:
+            lt.point(plan.operation, BIAS_POINTER, bias_address)
+        if aux is not None:
+            lt.point(plan.operation, AUX_POINTER, aux_address)
+        if scales is not None:
+            lt.point_scales(plan.operation, scales)
+        if new and _tuned and not torch.cuda.is_current_stream_capturing():
+            plan = lt.quickest(plan, a, b, c, out)
+    if new:
+        lt.plans[request] = plan
+    if plan is None:
+        return False
+    status = lt.launch(plan, a, b, c, d)
+    if status:
+        lt.check(status, f"{request}")
+    return True
+
+
+def _plain(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right added up in fp32 and not rounded: what an epilogue gets."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """x (M, K) @ w (N, K)ᵀ + bias (N,) + residual (M, N) -> (M, N), rounded once."""
+    out = x.new_empty(x.shape[0], w.shape[0])
+    epilogue = DEFAULT if bias is None else BIAS
+    if not _product(x, w, out, (False, True), epilogue, source=residual, bias=bias):
+        out.copy_(sum((term.float() for term in (bias, residual) if term is not None), _plain(x, w.t())))
+    return out
+
+
+def linear_gelu(x: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """x (M, K) @ w (N, K)ᵀ + bias (N,) and its GELU in tanh form: pre, act (M, N), each rounded once."""
+    pre, act = (x.new_empty(x.shape[0], w.shape[0]) for _ in range(2))
+    if not _product(x, w, act, (False, True), GELU_AUX_BIAS, bias=bias, aux=pre):
+        exact = _plain(x, w.t()) + bias.float()
+        pre.copy_(exact)
+        act.copy_(torch.nn.functional.gelu(exact, approximate="tanh"))
+    return pre, act
+
+
+def input_grad(dy: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    """dy (M, N) @ w (N, K) -> (M, K), into `out` if given."""
+    out = dy.new_empty(dy.shape[0], w.shape[1]) if out is None else out
+    if not _product(dy, w, out, (False, False)):
+        out.copy_(_plain(dy, w))
+    return out
+
+
+def input_grad_gelu(dy: Tensor, w: Tensor, pre: Tensor, bias_grad: bool = True) -> tuple[Tensor, Tensor | None]:
+    """dpre (M, K) = (dy (M, N) @ w (N, K)) · GELU'(pre (M, K)), and dbias (K,) fp32, the sum of its rows.
+
+    dbias is None if it was not asked for or the kernel at hand cannot make it: then add the columns up from dpre.
+    cuBLASLt sums before rounding dpre, and hands the sums over in bf16.
+    """
+    dpre = dy.new_empty(dy.shape[0], w.shape[1])
+    if bias_grad:
+        dbias = dy.new_empty(w.shape[1])
+        if _product(dy, w, dpre, (False, False), DGELU_BGRAD, bias=dbias, aux=pre):
+            return dpre, dbias.float()
+    if _product(dy, w, dpre, (False, False), DGELU, aux=pre):
+        return dpre, None
+    exact = torch.ops.aten.gelu_backward(_plain(dy, w), pre.float(), approximate="tanh")
+    return dpre.copy_(exact), exact.sum(0) if bias_grad else None
+
+
+def weight_grad(dy: Tensor, x: Tensor, into: Tensor, accumulate: bool) -> None:
+    """into (N, K) fp32 = or += dy (M, N)ᵀ @ x (M, K), in fp32 throughout."""
+    if not _product(dy, x, into, (True, False), source=into if accumulate else None):
+        _store(_plain(dy.t(), x), into, accumulate)
+
+
+def _store(value: Tensor, into: Tensor, accumulate: bool) -> None:
+    if accumulate:
+        into.add_(value)
+    else:
+        into.copy_(value)
