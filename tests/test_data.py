@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import UserError
-from trainer.data import Order, Shard, TokenData, local_shards, read_shard, sequences_of, write_shard
+from trainer.data import AHEAD, Ahead, Order, Shard, TokenData, local_shards, read_shard, sequences_of, write_shard
 
 CPU = torch.device("cpu")
 
@@ -192,6 +192,47 @@ def test_micro_batch_size_changes_nothing_that_is_read(tmp_path: Path) -> None:
         return [row for tokens, _ in data.micro_batches(range(3, 27), size, CPU) for row in tokens.tolist()]
 
     assert rows(1) == rows(4) == rows(24)
+
+
+def test_micro_batches_are_made_before_they_are_asked_for_and_in_order() -> None:
+    begun: list[range] = []
+    made: dict[range, threading.Event] = {}
+
+    def make(part: range) -> list[int]:
+        begun.append(part)
+        made.setdefault(part, threading.Event()).set()
+        return list(part)
+
+    def parts(first: int, n: int) -> list[range]:
+        return [range(i, i + 2) for i in range(first, first + 2 * n, 2)]
+
+    def is_made(part: range) -> bool:
+        return made.setdefault(part, threading.Event()).wait(20)
+
+    ahead = Ahead(make)
+    step = ahead.each(parts(0, 4), parts(8, 4))
+    assert begun == []
+    assert next(step) == [0, 1] and all(is_made(part) for part in parts(2, AHEAD))
+    assert len(begun) == 1 + AHEAD  # and no more: what lies there is device memory
+    assert list(step) == [[2, 3], [4, 5], [6, 7]]
+    assert all(is_made(part) for part in parts(8, AHEAD))  # the next step's, with nobody asking yet
+    assert list(ahead.each(parts(8, 4), parts(16, 4))) == [list(part) for part in parts(8, 4)]
+    # After a rollback another step follows than was expected: what was begun for it is made once more, later.
+    assert list(ahead.each(parts(40, 2), [])) == [[40, 41], [42, 43]]
+    assert list(ahead.each(parts(16, 2), [])) == [[16, 17], [18, 19]]
+    assert sorted(r.start for r in begun) == sorted([*range(0, 20, 2), 16, 18, 40, 42])
+
+
+def test_a_micro_batch_that_could_not_be_made_is_reported_where_it_is_needed() -> None:
+    def make(part: range) -> int:
+        if part.start == 2:
+            raise ConnectionError("the store is away")
+        return part.start
+
+    step = Ahead(make).each([range(0, 1), range(1, 2), range(2, 3)], [])
+    assert [next(step), next(step)] == [0, 1]
+    with pytest.raises(ConnectionError, match="the store is away"):
+        next(step)
 
 
 def test_training_starts_when_only_the_first_shard_is_local(tmp_path: Path) -> None:
