@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config import UserError
+from trainer.config import ModelConfig, TrainConfig, UserError, batch_tokens_at, tokens_before
 
 T = TypeVar("T")
 
@@ -125,10 +125,10 @@ class Order:
         return np.random.RandomState(np.array(words, dtype=np.uint32)).permutation(n)
 
 
-def sequences_of(step: int, sequences_per_step: int, rank: int, world_size: int) -> range:
+def sequences_of(step: int, model: ModelConfig, train: TrainConfig, rank: int, world_size: int) -> range:
     """The sequence numbers that `rank` reads in update `step`: its slice of the step's."""
-    share = sequences_per_step // world_size
-    first = step * sequences_per_step + rank * share
+    share = batch_tokens_at(step, train) // model.block_size // world_size
+    first = tokens_before(step, train) // model.block_size + rank * share
     return range(first, first + share)
 
 

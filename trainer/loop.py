@@ -21,7 +21,15 @@ from trainer.checkpoint import (
     set_optimizer_steps,
     training_tensors,
 )
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, grad_accum_steps, sequences_per_step
+from trainer.config import (
+    ModelConfig,
+    RuntimeConfig,
+    TrainConfig,
+    batch_tokens_at,
+    grad_accum_steps,
+    micro_batch_of,
+    sequences_per_step,
+)
 from trainer.data import TokenData, sequences_of
 from trainer.evaluate import validation_loss
 from trainer.health import Diverged, Watchdog, diagnosis, is_landmark
@@ -65,6 +73,10 @@ def train(
     accumulate = grad_accum_steps(model_config, config, runtime, world.world_size)
     per_step = sequences_per_step(model_config, config)
     at_once = per_step // (accumulate * world.world_size)
+
+    def mine_of(step: int) -> range:
+        return sequences_of(step, model_config, config, world.rank, world.world_size)
+
     with Watchdog(runtime, log.clock, world.rank) as watchdog:
         run = prepare(model_config, config, runtime, world.device)
         state = resume(run, checkpointer, log) or TrainState()
@@ -96,9 +108,10 @@ def train(
             started = time.time()
             lr = learning_rate_at(state.step, config)
             set_learning_rate(run.optimizer, lr)
-            mine = sequences_of(state.data_step, per_step, world.rank, world.world_size)
-            batches = watchdog.over(data.micro_batches(mine, at_once, world.device))
-            loss = backward(run, batches, accumulate)
+            mine, batch_tokens = mine_of(state.data_step), batch_tokens_at(state.data_step, config)
+            size = micro_batch_of(len(mine), at_once)
+            batches = data.micro_batches(mine, size, world.device, then=mine_of(state.data_step + 1))
+            loss = backward(run, watchdog.over(batches), len(mine) // size)
             world.mean_(run.gradients.flat)
             grad_norm = clip(run, config.grad_clip)
             # Rank 0 is the last to be done with a save: while it is busy, no other rank may call for the next.
@@ -109,13 +122,13 @@ def train(
             )
             checkpointer.before_update()
             applied = step(run, skip=illness is not None)
-            state.advance(config.batch_tokens, applied)
+            state.advance(batch_tokens, applied)
             seconds = time.time() - started
             log.clock.enter(log.training_phase(state.step))
             watchdog.stepped(seconds)
             if illness:
                 log.event("skipped", step=state.step, reason=illness)
-            tokens_per_second = config.batch_tokens / seconds
+            tokens_per_second = batch_tokens / seconds
             log.row(
                 state.step,
                 **finite({"train/loss": flags.loss, "train/lr": lr, "train/grad_norm": flags.grad_norm}),
