@@ -21,6 +21,7 @@ from trainer.config import (
     UserError,
     explain,
     sequences_per_step,
+    tokens_before,
 )
 
 
@@ -91,7 +92,7 @@ class Recipe(Section):
 
     @property
     def train_tokens(self) -> int:
-        return self.train.max_steps * self.train.batch_tokens
+        return tokens_before(self.train.max_steps, self.train)
 
     @property
     def train_flops(self) -> float:

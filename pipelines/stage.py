@@ -37,7 +37,7 @@ from pipelines.tracking.account import Account, Seen, account, account_table, ac
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Billing, Heartbeat, attempts, claim, is_alive
 from pipelines.tracking.mlflow import Tracker
 from pipelines.tracking.report import Summary, all_seen, read_records, record, summarize
-from trainer.config import UserError
+from trainer.config import UserError, tokens_before
 from trainer.metrics import PhaseClock
 from trainer.process import Interrupted, StaleAttempt, Stopped, StopSignal, moment
 from trainer.store import Store
@@ -227,7 +227,7 @@ class Pipeline:
             self.tracker.metrics(None, 0, time.time(), {"val/loss": loss})
 
     def _account(self, seen: Iterable[Seen]) -> Account:
-        return account(self.run, seen, self.recipe.train.batch_tokens)
+        return account(self.run, seen, lambda step: tokens_before(step, self.recipe.train))
 
     def _track_costs(self, stage: str | None, seen: list[Seen], now: float) -> None:
         """Costs up to `now`, against the highest step that was ever reached: dollars are not undone with a step."""

@@ -15,6 +15,7 @@ from trainer.config import (
     UserError,
     explain,
     grad_accum_steps,
+    micro_batch_of,
     sequences_per_step,
 )
 
@@ -60,7 +61,7 @@ def parts(batch_tokens: int = 64, micro_batch_size: int = 2) -> tuple[ModelConfi
             "my.yaml: runtime.micro_batchsize: unknown field; did you mean 'micro_batch_size'?",
         ),
         # Names that begin like a type are fields as well.
-        ("train", "strategy", "my.yaml: train.strategy: unknown field; known here: batch_tokens, max_steps,"),
+        ("train", "strategy", "my.yaml: train.strategy: unknown field; known here: batch_tokens, batch_ramp_from,"),
         ("train", "int", "my.yaml: train.int: unknown field;"),
     ],
 )
@@ -224,6 +225,19 @@ def test_a_batch_that_ranks_can_not_share_is_refused_with_what_can_be_done() -> 
         "train.batch_tokens: 192 is 12 sequences of 16 tokens, which 8 processes can't share equally; "
         "use a number of processes that divides 12"
     )
+
+
+def test_a_ramp_begins_with_a_batch_that_every_rank_can_share() -> None:
+    model, _, runtime = parts(12 * 16, 2)
+    train = configured("train", batch_tokens=12 * 16, batch_ramp_from=3 * 16, batch_ramp_tokens=1000).train
+    assert grad_accum_steps(model, train, runtime, 3) == 2
+    with pytest.raises(UserError) as mistake:
+        grad_accum_steps(model, train, runtime, 2)
+    assert str(mistake.value) == (
+        "train.batch_ramp_from: 48 is 3 sequences of 16 tokens, which 2 processes can't share equally; "
+        "use a multiple of 32"
+    )
+    assert [micro_batch_of(share, 4) for share in (1, 3, 4, 6, 7, 10, 12)] == [1, 3, 4, 3, 1, 2, 4]
 
 
 def test_a_large_batch_is_written_out_in_full() -> None:

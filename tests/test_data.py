@@ -2,6 +2,7 @@
 
 import struct
 import threading
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import UserError
-from trainer.data import Order, Shard, TokenData, local_shards, read_shard, sequences_of, write_shard
+from trainer.config import (
+    ModelConfig,
+    TrainConfig,
+    UserError,
+    batch_tokens_at,
+    steps_to_come,
+    tokens_before,
+)
+from trainer.data import AHEAD, Ahead, Order, Shard, TokenData, local_shards, read_shard, sequences_of, write_shard
 
+MODEL = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=1000)
 CPU = torch.device("cpu")
 
 
@@ -122,13 +131,40 @@ def test_ranks_share_a_step_without_gap_or_overlap(
     sizes: list[int], seed: int, world_size: int, step: int, share: int
 ) -> None:
     per_step = 4 * share
-    whole = list(sequences_of(step, per_step, 0, 1))
+    train = TrainConfig(batch_tokens=4 * per_step, max_steps=50, learning_rate=0.1)
+    whole = list(sequences_of(step, MODEL, train, 0, 1))
     assert whole == list(range(step * per_step, (step + 1) * per_step))
-    parts = [sequences_of(step, per_step, rank, world_size) for rank in range(world_size)]
+    parts = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
     assert [g for part in parts for g in part] == whole
     if sum((n - 1) // 4 for n in sizes if n > 0) > 0:
         data = TokenData(shards_of(sizes), Path, 4, seed)
         assert sum(data.digest(part) for part in parts) == data.digest(range(whole[0], whole[-1] + 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3000), st.sampled_from([1, 2]))
+def test_steps_that_grow_read_everything_once_and_as_gpt3_did(
+    first: int, multiples: int, ramp: int, world_size: int
+) -> None:
+    first *= 2 * MODEL.block_size
+    full = first * multiples
+    train = TrainConfig(
+        batch_tokens=full, batch_ramp_from=first, batch_ramp_tokens=ramp, max_steps=400, learning_rate=0.1
+    )
+    read = 0
+    for step in range(400):
+        of_ranks = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
+        assert len({len(mine) for mine in of_ranks}) == 1
+        assert [g for mine in of_ranks for g in mine] == list(range(read, read + sum(map(len, of_ranks))))
+        tokens, read = read * MODEL.block_size, read + sum(map(len, of_ranks))
+        batch = read * MODEL.block_size - tokens
+        # Brown et al. 2020: linear from the first batch to the full one over the first tokens; in multiples here.
+        line = full if tokens >= ramp else first + (full - first) * Fraction(tokens, ramp)
+        assert batch == line // first * first
+        assert (batch_tokens_at(step, train), tokens_before(step, train)) == (batch, tokens)
+    # The steps that are left take as long as tokens do, seen from any step.
+    to_come = steps_to_come(100, train) * tokens_before(100, train) / 100
+    assert to_come == pytest.approx(tokens_before(400, train) - tokens_before(100, train))
 
 
 @settings(max_examples=60, deadline=None)
@@ -192,6 +228,47 @@ def test_micro_batch_size_changes_nothing_that_is_read(tmp_path: Path) -> None:
         return [row for tokens, _ in data.micro_batches(range(3, 27), size, CPU) for row in tokens.tolist()]
 
     assert rows(1) == rows(4) == rows(24)
+
+
+def test_micro_batches_are_made_before_they_are_asked_for_and_in_order() -> None:
+    begun: list[range] = []
+    made: dict[range, threading.Event] = {}
+
+    def make(part: range) -> list[int]:
+        begun.append(part)
+        made.setdefault(part, threading.Event()).set()
+        return list(part)
+
+    def parts(first: int, n: int) -> list[range]:
+        return [range(i, i + 2) for i in range(first, first + 2 * n, 2)]
+
+    def is_made(part: range) -> bool:
+        return made.setdefault(part, threading.Event()).wait(20)
+
+    ahead = Ahead(make)
+    step = ahead.each(parts(0, 4), parts(8, 4))
+    assert begun == []
+    assert next(step) == [0, 1] and all(is_made(part) for part in parts(2, AHEAD))
+    assert len(begun) == 1 + AHEAD  # and no more: what lies there is device memory
+    assert list(step) == [[2, 3], [4, 5], [6, 7]]
+    assert all(is_made(part) for part in parts(8, AHEAD))  # the next step's, with nobody asking yet
+    assert list(ahead.each(parts(8, 4), parts(16, 4))) == [list(part) for part in parts(8, 4)]
+    # After a rollback another step follows than was expected: what was begun for it is made once more, later.
+    assert list(ahead.each(parts(40, 2), [])) == [[40, 41], [42, 43]]
+    assert list(ahead.each(parts(16, 2), [])) == [[16, 17], [18, 19]]
+    assert sorted(r.start for r in begun) == sorted([*range(0, 20, 2), 16, 18, 40, 42])
+
+
+def test_a_micro_batch_that_could_not_be_made_is_reported_where_it_is_needed() -> None:
+    def make(part: range) -> int:
+        if part.start == 2:
+            raise ConnectionError("the store is away")
+        return part.start
+
+    step = Ahead(make).each([range(0, 1), range(1, 2), range(2, 3)], [])
+    assert [next(step), next(step)] == [0, 1]
+    with pytest.raises(ConnectionError, match="the store is away"):
+        next(step)
 
 
 def test_training_starts_when_only_the_first_shard_is_local(tmp_path: Path) -> None:

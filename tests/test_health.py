@@ -320,7 +320,7 @@ def test_a_healthy_run_is_the_plain_loop_bit_for_bit(runner: Callable[..., Runne
         set_learning_rate(engine.optimizer, learning_rate_at(number, c.train))
         engine.gradients.zero_()
         total = torch.zeros(())
-        for batch in tokens.micro_batches(sequences_of(number, 8, 0, 1), 2, torch.device("cpu")):
+        for batch in tokens.micro_batches(sequences_of(number, c.model, c.train, 0, 1), 2, torch.device("cpu")):
             loss = engine.model(*batch) / 4
             loss.backward()
             total += loss.detach()
@@ -433,7 +433,7 @@ def test_a_diverged_run_turns_back_leaves_the_data_out_and_ends_well(
     tokens = TokenData(local_shards(run.data, "train"), run.data.joinpath, c.model.block_size, c.train.seed)
     for row in run.rows()[1:]:
         place = row["step"] - 1 if row["step"] <= to else row["step"] - 1 + left_out
-        assert row["data/digest"] == tokens.digest(sequences_of(place, 8, 0, 1))
+        assert row["data/digest"] == tokens.digest(sequences_of(place, c.model, c.train, 0, 1))
     assert run.rows()[: to + 1] == healthy.rows()[: to + 1]
 
 

@@ -575,8 +575,7 @@ def committed(store: Store, step: int, attempt: int, rollbacks: tuple[tuple[int,
 def read_at(step: int, shards: dict[str, int], place: int | None = None) -> dict[str, Any]:
     """The row of a step that read the place of the data order that is its own, or another."""
     order = Order([Shard(name, n) for name, n in shards.items()], RECIPE.model.block_size, RECIPE.train.seed)
-    per_step = RECIPE.train.batch_tokens // RECIPE.model.block_size
-    mine = sequences_of(step - 1 if place is None else place, per_step, 0, 1)
+    mine = sequences_of(step - 1 if place is None else place, RECIPE.model, RECIPE.train, 0, 1)
     return row(step, 1.0) | {"data/digest": sequence_digest(order, mine)}
 
 

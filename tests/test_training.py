@@ -222,6 +222,16 @@ def test_a_batch_can_be_learned_by_heart(data: Path, tmp_path: Path) -> None:
     assert run.rows()[-1]["train/loss"] < 0.02
 
 
+def test_a_batch_that_grows_goes_on_where_it_was_interrupted(runner: Callable[..., Runner]) -> None:
+    ramp = {"batch_tokens": 256, "batch_ramp_from": 64, "batch_ramp_tokens": 600, "max_steps": 10}
+    whole, parts = runner("whole", **ramp), runner("parts", **ramp)
+    model, state = whole.attempt()
+    assert state.tokens_seen == 4 * 64 + 2 * 128 + 192 + 3 * 256
+    for last in (3, 3, 2):
+        parts.attempt(stop_after=last)
+    assert weights(parts.attempt()[0]) == weights(model) and parts.rows() == whole.rows()
+
+
 def test_padding_rows_stay_zero(runner: Callable[..., Runner]) -> None:
     model, _ = runner(weight_decay=0.5).attempt()
     assert model.wte.weight.shape == (128, 32)

@@ -29,9 +29,10 @@ def afflict(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None
     sequences_of, backward, update = trainer.loop.sequences_of, PlainEngine.backward, PlainEngine.update
     reading = {"place": -1, "last rank": True}
 
-    def noted(step: int, per_step: int, rank: int, world_size: int) -> range:
+    def noted(step: int, *args: Any) -> range:
+        rank, world_size = args[-2:]
         reading.update({"place": step, "last rank": rank == world_size - 1})
-        return sequences_of(step, per_step, rank, world_size)
+        return sequences_of(step, *args)
 
     def strikes_now() -> set[str]:
         return {kind for kind, places in trouble.items() if reading["place"] in places}

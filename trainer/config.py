@@ -6,6 +6,8 @@ about, so it may differ between two attempts of one run.
 
 import difflib
 import os
+from bisect import bisect_right
+from functools import lru_cache
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -82,6 +84,9 @@ class TrainConfig(Section):
     """What is optimized, for how long and in which order. Batches are counted in tokens."""
 
     batch_tokens: int = Field(ge=1)
+    # GPT-3's ramp: from the first step's tokens linearly to batch_tokens over the first so many tokens of the run.
+    batch_ramp_from: int | None = Field(default=None, ge=1)
+    batch_ramp_tokens: int | None = Field(default=None, ge=1)
     max_steps: int = Field(ge=1)
     learning_rate: float = Field(gt=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=0, ge=0)
@@ -104,6 +109,21 @@ class TrainConfig(Section):
     val_every: int | None = Field(default=250, ge=1)
     val_tokens: int = Field(default=10_485_760, ge=1)  # 20 x 524,288, as llm.c; at most what the shards hold
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = "auto"  # fp8: Hopper, fused engine
+
+    def identity(self) -> dict[str, Any]:
+        """All fields for a fingerprint. Without a ramp none of it: artifacts were made before there was one."""
+        return self.model_dump(exclude={"batch_ramp_from", "batch_ramp_tokens"} if not self.batch_ramp_from else None)
+
+    @model_validator(mode="after")
+    def _ramp_fits(self) -> Self:
+        first, full = self.batch_ramp_from, self.batch_tokens
+        if (first is None) != (self.batch_ramp_tokens is None):
+            given, missing = ("batch_ramp_tokens", "batch_ramp_from")[:: 1 if first is None else -1]
+            raise ValueError(f"{given} is given without {missing}; a ramp needs both, a constant batch neither")
+        if first is not None and full % first:
+            nearest = next(n for n in range(min(first, full), 0, -1) if full % n == 0)
+            raise ValueError(f"batch_ramp_from {first} does not divide batch_tokens {full}; {nearest} would")
+        return self
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
@@ -149,19 +169,67 @@ class RuntimeConfig(Section):
         return value
 
 
+@lru_cache
+def batch_stages(train: TrainConfig) -> tuple[tuple[int, int, int], ...]:
+    """(step, tokens before it, tokens of each step from there on) for each size of batch, from step 0.
+
+    The ramp is GPT-3's (Brown et al. 2020, 2.3): linear in the tokens seen. Every batch is a multiple of the
+    first, so that ranks which can share that one equally can share them all.
+    """
+    full = train.batch_tokens
+    first, ramp = train.batch_ramp_from or full, train.batch_ramp_tokens or 0
+    stages = [(0, 0, first)]
+    for multiple in range(2, full // first + 1):
+        due = -(-ramp * (multiple - 1) // (full // first - 1))  # tokens, rounded up
+        step, before, batch = stages[-1]
+        steps = -(-(due - before) // batch)
+        if steps > 0:
+            stages.append((step + steps, before + steps * batch, multiple * first))
+        else:  # a step went past the whole stage
+            stages[-1] = (step, before, multiple * first)
+    return tuple(stages)
+
+
+def batch_tokens_at(step: int, train: TrainConfig) -> int:
+    """Tokens of update number `step` (0-based), over all ranks."""
+    stages = batch_stages(train)
+    return stages[bisect_right(stages, step, key=lambda stage: stage[0]) - 1][2]
+
+
+def tokens_before(step: int, train: TrainConfig) -> int:
+    """Tokens of all updates before update number `step`; of a whole run with `step` = max_steps."""
+    stages = batch_stages(train)
+    first, before, batch = stages[bisect_right(stages, step, key=lambda stage: stage[0]) - 1]
+    return before + (step - first) * batch
+
+
+def steps_to_come(done: int, train: TrainConfig) -> float:
+    """What is left to do after `done` steps, counted in steps of their mean size (at the start: of the first's)."""
+    mean = tokens_before(done, train) / done if done else batch_tokens_at(0, train)
+    return (tokens_before(train.max_steps, train) - tokens_before(done, train)) / mean
+
+
 def sequences_per_step(model: ModelConfig, train: TrainConfig) -> int:
-    """Sequences of `block_size` tokens in one optimizer step, over all ranks."""
-    if train.batch_tokens % model.block_size:
-        nearest = max(1, round(train.batch_tokens / model.block_size)) * model.block_size
-        raise UserError(
-            f"train.batch_tokens: {train.batch_tokens} is not a multiple of model.block_size "
-            f"{model.block_size}; {nearest} would be"
-        )
+    """Sequences of `block_size` tokens in one optimizer step, over all ranks; with a ramp, at its end."""
+    for field, tokens in (("batch_tokens", train.batch_tokens), ("batch_ramp_from", train.batch_ramp_from)):
+        if tokens is not None and tokens % model.block_size:
+            nearest = max(1, round(tokens / model.block_size)) * model.block_size
+            raise UserError(
+                f"train.{field}: {tokens} is not a multiple of model.block_size {model.block_size}; {nearest} would be"
+            )
     return train.batch_tokens // model.block_size
 
 
 def grad_accum_steps(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world_size: int) -> int:
-    """Micro-batches each rank accumulates in one step: batch_tokens / (block_size · micro_batch_size · ranks)."""
+    """Micro-batches each rank accumulates in one step: batch_tokens / (block_size · micro_batch_size · ranks).
+
+    While the batch ramps up they may be smaller, see `micro_batch_of`.
+    """
+    if train.batch_ramp_from and (first := train.batch_ramp_from // model.block_size) % world_size:
+        raise UserError(
+            f"train.batch_ramp_from: {train.batch_ramp_from} is {first} sequences of {model.block_size} tokens, "
+            f"which {world_size} processes can't share equally; use a multiple of {world_size * model.block_size}"
+        )
     micro_batch_size = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     sequences, at_once = sequences_per_step(model, train), micro_batch_size * world_size
     if sequences % at_once:
@@ -174,6 +242,11 @@ def grad_accum_steps(model: ModelConfig, train: TrainConfig, runtime: RuntimeCon
             f"which {world_size} processes can't share equally; use a number of processes that divides {sequences}"
         )
     return sequences // at_once
+
+
+def micro_batch_of(share: int, most: int) -> int:
+    """The largest number of sequences up to `most` that divides a rank's `share` of a step."""
+    return next(n for n in range(min(share, most), 0, -1) if share % n == 0)
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:

@@ -8,24 +8,33 @@ There is no loader state to save. Sequence number g of a run lies in epoch g // 
 the epoch's shards are permuted, then the windows inside each shard, so a run can start once the first
 shard is local. Every window of the epoch is read exactly once, and a step reads the same sequences at
 every world size: rank r takes the r-th equal slice of the step.
+
+A GPU never waits for its text: threads stack the windows of the next micro-batches (64 x 1025 of them take
+the host a millisecond), and a stream of their own copies them as they lie in the file, 2 bytes a token, and
+widens them on the device.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config import UserError
+from trainer.config import ModelConfig, TrainConfig, UserError, batch_tokens_at, tokens_before
+
+T = TypeVar("T")
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
+AHEAD = 2  # micro-batches that are made ready on a GPU before they are asked for: 1 MB each at 64 x 1024
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,8 @@ def read_shard(path: Path) -> np.ndarray:
     expected = HEADER_BYTES + 2 * int(header[2])
     if path.stat().st_size != expected:
         raise UserError(f"{path}: {path.stat().st_size} bytes where its header says {expected}; run tokenize again")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+    # As a plain array: slicing a memmap costs 3 us more, for each of a step's 512 windows.
+    return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES))
 
 
 def local_shards(folder: Path, split: str) -> list[Shard]:
@@ -115,10 +125,10 @@ class Order:
         return np.random.RandomState(np.array(words, dtype=np.uint32)).permutation(n)
 
 
-def sequences_of(step: int, sequences_per_step: int, rank: int, world_size: int) -> range:
+def sequences_of(step: int, model: ModelConfig, train: TrainConfig, rank: int, world_size: int) -> range:
     """The sequence numbers that `rank` reads in update `step`: its slice of the step's."""
-    share = sequences_per_step // world_size
-    first = step * sequences_per_step + rank * share
+    share = batch_tokens_at(step, train) // model.block_size // world_size
+    first = tokens_before(step, train) // model.block_size + rank * share
     return range(first, first + share)
 
 
@@ -134,6 +144,7 @@ class TokenData:
         self._tokens: dict[int, np.ndarray] = {}
         self._fetching = [threading.Lock() for _ in shards]
         self._prefetched: set[int] = set()
+        self._feed: GpuFeed | None = None
 
     def window(self, shard: int, window: int) -> np.ndarray:
         """The `block_size + 1` tokens of one window, uint16."""
@@ -141,13 +152,23 @@ class TokenData:
         return self._shard(shard)[start : start + self.block_size + 1]
 
     def micro_batches(
-        self, sequences: range, micro_batch_size: int, device: torch.device
+        self, sequences: range, micro_batch_size: int, device: torch.device, then: range = range(0)
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets, int64 (micro_batch_size, block_size) each, for the given sequence numbers."""
-        for start in range(0, len(sequences), micro_batch_size):
-            places = [self.order[s] for s in sequences[start : start + micro_batch_size]]
-            yield to_device(np.stack([self.window(*place) for place in places]), device)
+        """Inputs and targets, int64 (micro_batch_size, block_size) each, for the given sequence numbers.
+
+        `then`: the sequences that are likely to be asked for next. On a GPU the first of them are made ready too.
+        """
+        parts, next_parts = (cut(several, micro_batch_size) for several in (sequences, then))
+        if device.type == "cuda":
+            self._feed = self._feed or GpuFeed(self._windows, device)
+            yield from self._feed.batches(parts, next_parts)
+        else:
+            yield from (to_device(self._windows(part), device) for part in parts)
         self._prefetch(self.order.next_shard(sequences[-1]))
+
+    def _windows(self, sequences: range) -> np.ndarray:
+        """uint16 (len(sequences), block_size + 1)."""
+        return np.stack([self.window(*self.order[s]) for s in sequences])
 
     def digest(self, sequences: range) -> int:
         """See `sequence_digest`."""
@@ -176,13 +197,74 @@ class TokenData:
             self._shard(index)
 
 
+class GpuFeed:
+    """Copies micro-batches to a GPU on a stream of its own. `windows` stacks those of a range, uint16 (B, T + 1)."""
+
+    def __init__(self, windows: Callable[[range], np.ndarray], device: torch.device) -> None:
+        self.windows, self.device, self.stream = windows, device, torch.cuda.Stream(device)
+        self.ahead = Ahead(self._copied)
+
+    def batches(self, parts: list[range], then: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The micro-batches of `parts`, each ready for the stream that is current when it is asked for."""
+        for tokens, targets, copied in self.ahead.each(parts, then):
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied)
+            for tensor in (tokens, targets):
+                tensor.record_stream(stream)  # or its memory would be given to the next copy while it is read
+            yield tokens, targets
+
+    def _copied(self, part: range) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        windows = self.windows(part)
+        with torch.cuda.stream(self.stream):
+            return *to_device(windows, self.device), self.stream.record_event()
+
+
+class Ahead(Generic[T]):
+    """Makes what ranges of sequences stand for in threads, before it is asked for.
+
+    It remembers only what it has begun: a range that is not asked for after all is forgotten with the next step.
+    """
+
+    def __init__(self, make: Callable[[range], T]) -> None:
+        self.make = make
+        self._begun: dict[range, Future[T]] = {}
+
+    def each(self, parts: list[range], then: list[range]) -> Iterator[T]:
+        """Of each of `parts` what `make` makes of it, the next ones (`then` behind the last) under way meanwhile."""
+        coming = parts + then[:AHEAD]
+        self._begun = {part: future for part, future in self._begun.items() if part in coming}
+        for place, part in enumerate(parts):
+            for later in coming[place : place + 1 + AHEAD]:
+                self._begin(later)
+            yield self._begun.pop(part).result()
+
+    def _begin(self, part: range) -> None:
+        if part not in self._begun:
+            self._begun[part] = Future()
+            # A daemon: a shard that does not come must not keep a process that is to leave.
+            threading.Thread(target=self._run, args=(part, self._begun[part]), daemon=True).start()
+
+    def _run(self, part: range, future: Future[T]) -> None:
+        try:
+            future.set_result(self.make(part))
+        except Exception as error:  # raised where the result is needed
+            future.set_exception(error)
+
+
+def cut(sequences: range, size: int) -> list[range]:
+    """Neighbouring pieces of `size` sequences."""
+    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
+
+
 def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """uint16 windows (B, T + 1) -> int64 inputs and targets (B, T) on `device`."""
-    tokens = torch.from_numpy(windows.astype(np.int64))
-    if device.type == "cuda":
-        tokens = tokens.pin_memory()
-    tokens = tokens.to(device, non_blocking=True)
-    return tokens[:, :-1], tokens[:, 1:]
+    """uint16 windows (B, T + 1) -> int64 inputs and targets (B, T) on `device`. Waits for no GPU."""
+    if device.type != "cuda":
+        tokens = torch.from_numpy(windows.astype(np.int64)).to(device)
+        return tokens[:, :-1], tokens[:, 1:]
+    # torch can do little with uint16: as int16 the upper half of the ids is negative until it is masked.
+    narrow = torch.from_numpy(windows.view(np.int16)).pin_memory().to(device, non_blocking=True)
+    inputs, targets = (part.to(torch.int64).bitwise_and_(0xFFFF) for part in (narrow[:, :-1], narrow[:, 1:]))
+    return inputs, targets
 
 
 def sequence_digest(order: Order, sequences: range) -> int:

@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer.checkpoint import Checkpointer, TrainState, checkpoint_seconds
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, grad_accum_steps, sequences_per_step
+from trainer.config import (
+    ModelConfig,
+    RuntimeConfig,
+    TrainConfig,
+    batch_tokens_at,
+    grad_accum_steps,
+    micro_batch_of,
+    sequences_per_step,
+)
 from trainer.data import TokenData, sequences_of
 from trainer.engine import Batches, Engine, make_engine
 from trainer.evaluate import validation_loss
@@ -41,6 +49,10 @@ def train(
     accumulate = grad_accum_steps(model_config, config, runtime, world.world_size)
     per_step = sequences_per_step(model_config, config)
     at_once = per_step // (accumulate * world.world_size)
+
+    def mine_of(step: int) -> range:
+        return sequences_of(step, model_config, config, world.rank, world.world_size)
+
     with Watchdog(runtime, log.clock, world.rank) as watchdog:
         engine = make_engine(model_config, config, runtime, world)
         state = resume(engine, checkpointer, log)
@@ -74,22 +86,24 @@ def train(
                     checkpointer.finish(log)
                 return engine, state
             started = time.time()
-            mine = sequences_of(state.data_step, per_step, world.rank, world.world_size)
-            batches = watchdog.over(data.micro_batches(mine, at_once, world.device))
+            started = time.time()
+            mine, batch_tokens = mine_of(state.data_step), batch_tokens_at(state.data_step, config)
+            size = micro_batch_of(len(mine), at_once)
+            batches = data.micro_batches(mine, size, world.device, then=mine_of(state.data_step + 1))
             # Rank 0 is the last to be done with a save: while it is busy, no other rank may call for the next.
             save_due = due.at(state.step + 1) or (world.rank == 0 and due.now() and not checkpointer.busy)
             lr = learning_rate_at(state.step, config)
             wishes = Wishes(world, stop, save_due, data.digest(mine))
             flags, state.health, illness, applied = step(
-                engine, batches, accumulate, lr, state, config, checkpointer, wishes
+                engine, watchdog.over(batches), len(mine) // size, lr, state, config, checkpointer, wishes
             )
-            state.advance(config.batch_tokens, applied)
+            state.advance(batch_tokens, applied)
             seconds = time.time() - started
             log.clock.enter(log.training_phase(state.step))
             watchdog.stepped(seconds)
             if illness:
                 log.event("skipped", step=state.step, reason=illness)
-            tokens_per_second = config.batch_tokens / seconds
+            tokens_per_second = batch_tokens / seconds
             log.row(
                 state.step,
                 **finite({"train/loss": flags.loss, "train/lr": lr, "train/grad_norm": flags.grad_norm}),

@@ -25,7 +25,7 @@ from pipelines.tracking.report import (
     summarize,
 )
 from pipelines.tracking.wish import StopWish, wish_of, wish_stop
-from trainer.config import UserError
+from trainer.config import TrainConfig, UserError, steps_to_come
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) ->
         recoveries=sum(task.recoveries for task in tasks),
         usd=bill.total.usd,
         unpriced_hours=bill.total.unpriced_hours,
-        to_come=training_to_come(record, summary, bill, recipe.train.max_steps, now),
+        to_come=training_to_come(record, summary, bill, recipe.train, now),
         wish=wish_of(store, record.run),
         notice=progress.get("notice"),
         tasks=tasks,
@@ -105,11 +105,13 @@ def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) ->
     )
 
 
-def training_to_come(record: RunRecord, summary: Summary, bill: Account, max_steps: int, now: float) -> Forecast | None:
-    if summary.steps >= max_steps or "train" not in record.prefixes:
+def training_to_come(
+    record: RunRecord, summary: Summary, bill: Account, train: TrainConfig, now: float
+) -> Forecast | None:
+    if summary.steps >= train.max_steps or "train" not in record.prefixes:
         return None
     mine = [attempt for attempt in bill.attempts if attempt.prefix == record.prefixes["train"]]
-    return forecast(mine, max_steps - summary.steps, now)
+    return forecast(mine, steps_to_come(summary.steps, train), now)
 
 
 # What SkyPilot says

@@ -15,7 +15,7 @@ from pipelines.cloud.plan import START_SECONDS, WAIT_SECONDS
 from pipelines.recipe import Recipe
 from pipelines.tracking.forecast import TRAINING_PHASES
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat
-from trainer.config import UserError
+from trainer.config import UserError, tokens_before
 from trainer.process import HandedOver, StopSignal
 
 DEADLINE = "SKYTRAIN_DEADLINE"
@@ -48,15 +48,18 @@ class Handover:
     def watch(self, beat: Heartbeat) -> None:
         """Ask to leave once there is too little slack for another lost machine."""
         train, done = self.recipe.train, beat.progress.get("steps_done", 0)
-        if beat.stage != "train" or done < SURE_STEPS:  # how fast it is decides
+        step = beat.progress.get("step", 0)
+        if beat.stage != "train" or done < SURE_STEPS or not step:  # how fast it is decides
             return
         # Over all steps, with what lies between them (validation, checkpoints): one step may be slow for once.
-        per_step = sum(beat.phases.get(phase, 0.0) for phase in TRAINING_PHASES) / done
-        now, left = time.time(), (train.max_steps - beat.progress["step"]) * per_step
+        seconds = sum(beat.phases.get(phase, 0.0) for phase in TRAINING_PHASES)
+        before, whole = tokens_before(step, train), tokens_before(train.max_steps, train)
+        per_token = seconds / (before - tokens_before(max(0, step - done), train))
+        now, left = time.time(), (whole - before) * per_token
         race = Race(
             started=beat.started,
             deadline=self.deadline - AFTER_TRAINING_SECONDS,
-            work=train.max_steps * per_step,
+            work=whole * per_token,
             changeover=CHANGEOVER_SECONDS,
             spot_per_hour=beat.price_per_hour or 0.0,
             on_demand_per_hour=beat.machine.get("on_demand_per_hour") or 0.0,

@@ -31,7 +31,7 @@ from pipelines.cloud.throughput import (
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.ledger import attempts
-from trainer.config import UserError, grad_accum_steps
+from trainer.config import UserError, grad_accum_steps, tokens_before
 from trainer.store import Store
 
 TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # what is looked at without --gpus
@@ -296,7 +296,7 @@ def train_job(recipe: Recipe, steps: int, offer: Offer, speed: Speed, nodes: int
     from trainer.checkpoint import checkpoint_seconds
 
     train, runtime = recipe.train, recipe.runtime
-    tokens = float(steps * train.batch_tokens)
+    tokens = float(recipe.train_tokens - tokens_before(train.max_steps - steps, train))
     if train.val_every:  # the forward pass alone is a third of a step
         tokens += (steps // train.val_every) * train.val_tokens / 3
     stall = (

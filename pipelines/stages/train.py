@@ -49,7 +49,7 @@ def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
         "stage": "train",
         "tokens": plans["tokenize"].fingerprint,
         "model": recipe.model.model_dump(),
-        "train": recipe.train.model_dump(),
+        "train": recipe.train.identity(),
     }
     return Plan("train", recipe.name, identity)
 
@@ -336,7 +336,7 @@ def file_result(work: Work) -> Built:
     final = {k: v for row in rows for k, v in row.items()}
     facts = {
         "steps": work.recipe.train.max_steps,
-        "tokens": work.recipe.train_tokens,
+        "tokens": state.tokens_seen,
         "parameters": work.recipe.model.parameters,
         "train/loss": final["train/loss"],
         "val/loss": final.get("val/loss"),

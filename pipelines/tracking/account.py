@@ -8,7 +8,7 @@ Hours whose price is unknown are kept apart in every sum.
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -84,25 +84,32 @@ class Account:
     faults: tuple[str, ...] = ()  # what could not be read, so is on no bill
 
 
-def account(run: str, seen: Iterable[Seen], tokens_per_step: int = 0, faults: Iterable[str] = ()) -> Account:
-    """Add up a run's attempts, in whatever order and however often their heartbeats are given."""
+def account(
+    run: str, seen: Iterable[Seen], tokens_before: Callable[[int], int] = lambda step: 0, faults: Iterable[str] = ()
+) -> Account:
+    """Add up a run's attempts, in whatever order and however often their heartbeats are given.
+
+    `tokens_before`: of all updates before one.
+    """
     newest = newest_of_each(seen)
     by_prefix: dict[str, list[Seen]] = {}
     for one in newest:
         by_prefix.setdefault(one.prefix, []).append(one)
     mine: list[AttemptAccount] = []
     interruptions: list[Bill] = []
+    kept: list[int] = []  # steps of each artifact, from its first
     for several in by_prefix.values():
         steps = steps_of([one.beat for one in several])
+        kept.append(sum(of_one for _, of_one, _ in steps))
         cut_off = False
-        for one, (done, kept, redone) in zip(several, steps, strict=True):
+        for one, (done, kept_of_one, redone) in zip(several, steps, strict=True):
             superseded = one is not several[-1]
-            mine.append(_attempt(one, superseded, done, kept, redone))
+            mine.append(_attempt(one, superseded, done, kept_of_one, redone))
             wasted = WASTED_PHASES + (RECOVERY_PHASES if cut_off else ())
             interruptions += [_phase_bill(mine[-1], phase) for phase in wasted]
             cut_off = mine[-1].state in ("interrupted", "stale", "lost")
     mine.sort(key=lambda a: (a.started, a.prefix, a.number))
-    total, tokens = sum_of(a.bill for a in mine), tokens_per_step * sum(a.steps_kept for a in mine)
+    total, tokens = sum_of(a.bill for a in mine), sum(tokens_before(steps) for steps in kept)
     trained = [_phase_bill(a, "train").hours for a in mine]
     savings = [b for a in mine if (b := _savings(a)) is not None]
     deaths = sum(a.state == "lost" for a in mine)

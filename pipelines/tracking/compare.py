@@ -6,7 +6,7 @@ from typing import Any
 
 from pipelines.artifacts.manifest import differences
 from pipelines.tracking.account import Account, market_of, until
-from pipelines.tracking.report import RunRecord, account_of, run_series, sound_manifests, summarize
+from pipelines.tracking.report import RunRecord, account_of, run_series, sound_manifests, summarize, tokens_axis
 from trainer.store import Store
 
 PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of what both runs have come to
@@ -72,7 +72,8 @@ def conditions(store: Store, record: RunRecord) -> dict[str, Any]:
 
 
 def by_tokens(record: RunRecord) -> Axis:
-    return lambda row: row["step"] * record.recipe["train"]["batch_tokens"]
+    tokens_at = tokens_axis(record)
+    return lambda row: tokens_at(row["step"])
 
 
 def by_dollars(bill: Account) -> Axis:

@@ -71,7 +71,7 @@ class Past:
     waiting: bool  # for a machine, now
 
 
-def forecast(attempts: Iterable[AttemptAccount], steps_left: int, now: float) -> Forecast | None:
+def forecast(attempts: Iterable[AttemptAccount], steps_left: float, now: float) -> Forecast | None:
     """The rest of a training run; None while no step was made. Of an account, the attempts of one artifact."""
     mine = sorted(attempts, key=lambda a: a.number)
     past = past_of(mine, now)

@@ -25,7 +25,7 @@ from pipelines.tracking.account import Account, AttemptAccount, Bill, market_of,
 from pipelines.tracking.ledger import Heartbeat
 from pipelines.tracking.overlay import Overlay, read_overlay
 from pipelines.tracking.report import RunRecord, account_of, attempts_of, run_series, sound_manifests, summarize
-from trainer.config import UserError
+from trainer.config import UserError, batch_stages
 from trainer.metrics import MFU_FORMULA
 from trainer.store import Store
 
@@ -131,7 +131,7 @@ def run_shown(store: Store, record: RunRecord) -> dict[str, Any]:
         "name": record.run,
         "state": summary.state,
         "size": size,
-        "batch_tokens": recipe.train.batch_tokens,
+        "batches": batch_stages(recipe.train),
         "max_steps": recipe.train.max_steps,
         "steps": summary.steps,
         "tokens": summary.tokens,
@@ -163,7 +163,7 @@ def overlay_shown(overlay: Overlay) -> dict[str, Any]:
     last = {metric: points[-1][1] for metric, points in found.items()}
     return {
         "name": overlay.name,
-        "batch_tokens": overlay.batch_tokens,
+        "batches": [(0, 0, overlay.batch_tokens)],
         "steps": max(points[-1][0] for points in found.values()),
         "val_loss": last.get("val/loss"),
         "train_loss": last.get("train/loss"),

@@ -6,7 +6,7 @@ attempts and manifests it points to, so a report needs no tracking server.
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from pipelines.artifacts.manifest import DamagedArtifact, Manifest, Plan, read_m
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, Interval, Seen, account
 from pipelines.tracking.ledger import SILENT_SECONDS, Heartbeat, is_alive, is_there
-from trainer.config import UserError
+from trainer.config import TrainConfig, UserError, tokens_before
 from trainer.store import Store
 
 SERIES = {  # CSV column -> metric
@@ -161,7 +161,13 @@ def attempts_of(store: Store, record: RunRecord) -> dict[str, list[Heartbeat]]:
 def account_of(store: Store, record: RunRecord) -> Account:
     """Everything that a run has cost, on whatever artifacts, from the store alone."""
     seen, faults = all_seen(store, record)
-    return account(record.run, seen, record.recipe["train"]["batch_tokens"], faults)
+    return account(record.run, seen, tokens_axis(record), faults)
+
+
+def tokens_axis(record: RunRecord) -> Callable[[int], int]:
+    """Tokens of all updates of a run before one of them."""
+    train = TrainConfig.model_validate(record.recipe["train"])
+    return lambda step: tokens_before(step, train)
 
 
 def summarize(store: Store, record: RunRecord) -> Summary:
@@ -178,7 +184,7 @@ def summarize(store: Store, record: RunRecord) -> Summary:
         state="damaged" if faults else state_of(made, beats),
         attempts=1 + len(bill.attempts) - len({attempt.prefix for attempt in bill.attempts}),
         steps=steps,
-        tokens=steps * record.recipe["train"]["batch_tokens"],
+        tokens=tokens_axis(record)(steps),
         train_loss=facts.get("train/loss"),
         val_loss=facts.get("val/loss"),
         hellaswag_acc_norm=facts.get("eval/hellaswag_acc_norm"),
@@ -258,14 +264,10 @@ def audit(store: Store, record: RunRecord) -> Audit:
     order = Order(shards, recipe.model.block_size, recipe.train.seed)
     state = committed_state(store, record.prefixes["train"]) if train is None else None
     rollbacks = train.facts["rollbacks"] if train else state.rollbacks if state else ()
-    per_step = recipe.train.batch_tokens // recipe.model.block_size
     end = train.facts["steps"] if train else state.step if state else 0  # what lies behind is committed nowhere
     rows = (row for row in run_series(store, record) if "data/digest" in row and row["step"] <= end)
     told = {row["step"]: row["data/digest"] for row in rows}
-    wrong = [
-        step
-        for step, digest in told.items()
-        if digest != sequence_digest(order, sequences_of(data_step(step - 1, rollbacks), per_step, 0, 1))
-    ]
+    read = {step: sequences_of(data_step(step - 1, rollbacks), recipe.model, recipe.train, 0, 1) for step in told}
+    wrong = [step for step, digest in told.items() if digest != sequence_digest(order, read[step])]
     missing = sorted(set(range(1, end + 1)) - set(told))
-    return Audit(record.run, len(told), len(told) * per_step, tuple(wrong), tuple(missing))
+    return Audit(record.run, len(told), sum(map(len, read.values())), tuple(wrong), tuple(missing))

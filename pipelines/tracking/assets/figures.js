@@ -5,7 +5,7 @@ const AXES = {
   tokens: {
     name: "tokens",
     title: "training tokens",
-    of: (source, curve) => curve.step.map((step) => step * source.batch_tokens),
+    of: (source, curve) => curve.step.map((step) => tokensBefore(source, step)),
     text: (x) => `${short(x)} tokens`,
   },
   hours: {
@@ -21,6 +21,11 @@ const AXES = {
     text: dollars,
   },
 };
+// Tokens of all steps before one. A run has a batch size from a step on: [step, tokens before it, tokens a step].
+function tokensBefore(source, step) {
+  const [first, before, batch] = source.batches.findLast(([from]) => from <= step);
+  return before + (step - first) * batch;
+}
 const isOn = (source, axis) => Object.values(source.series).some((curve) => AXES[axis].of(source, curve.line));
 
 function ticks(low, high, count) {
@@ -231,7 +236,7 @@ function drawCurves(layer, { box, X, Y, curves }) {
 function resumptions(source, X, box) {
   const places = {
     step: (a) => a.from,
-    tokens: (a) => a.from * source.batch_tokens,
+    tokens: (a) => tokensBefore(source, a.from),
     hours: (a) => a.billed_before.hours,
     usd: (a) => a.billed_before.usd,
   };

@@ -45,7 +45,7 @@ function overview() {
   const scores = (source) => [score(source.val_loss), score(source.hellaswag)];
   const name = (source) => [swatch(source.key, "box"), source.name];
   function row(source) {
-    const tokens = short(source.overlay ? source.steps * source.batch_tokens : source.tokens);
+    const tokens = short(source.overlay ? tokensBefore(source, source.steps) : source.tokens);
     if (source.overlay) return [name(source), "llm.c's log", "", tokens, ...scores(source), ...more.map(() => "–")];
     const { total, goodput } = source.account;
     return [
