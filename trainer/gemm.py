@@ -75,7 +75,8 @@ class Request(NamedTuple):
     out: Matrix
     transposes: tuple[bool, bool]  # of left and right, as they are stored
     epilogue: int
-    adds_source: bool
+    source: Matrix | None
+    aux: Matrix | None
     fast: bool
     tuned: bool
 
@@ -178,6 +179,8 @@ class Lt:
         """The plan with the algorithm that cuBLASLt expects to be the quickest, or None where it has none."""
         if not all(served_matrix(matrix) for matrix in (request.left, request.right, request.out)):
             return None
+        if any(matrix not in (None, request.out) for matrix in (request.source, request.aux)):
+            return None  # one layout stands for all that has the shape of the output
         operation = self.operation(request, scales)
         a, b, d = (self.layout(matrix) for matrix in (request.right, request.left, request.out))
         found, candidates = ctypes.c_int(), (Candidate * CANDIDATES)()
@@ -189,7 +192,7 @@ class Lt:
         good = [c for c in candidates[: found.value] if not c.status]
         if status or not good:
             return None
-        beta = ctypes.addressof(self.one if request.adds_source else self.zero)
+        beta = ctypes.addressof(self.one if request.source else self.zero)
         kept = (Candidate * len(good))(*good)
         return Plan(operation, a, b, d, beta, ctypes.addressof(kept), kept)
 
@@ -324,7 +327,8 @@ def _product(
         (out.dtype, out.shape, out.stride()),
         transposes,
         epilogue,
-        source is not None,
+        None if source is None else (source.dtype, source.shape, source.stride()),
+        None if aux is None else (aux.dtype, aux.shape, aux.stride()),
         fast,
         _tuned,
     )
@@ -334,24 +338,20 @@ def _product(
     aux_address = 0 if aux is None else aux.data_ptr()
     if (a | b | c | d | bias_address | aux_address) % ALIGNMENT_BYTES:
         return False
-    for like_out in (source, aux):
-        if like_out is not None and (like_out.dtype, like_out.shape, like_out.stride()) != request.out:
-            return False
-    new = request not in lt.plans
-    plan = lt.plan(request, scales) if new else lt.plans[request]
-    if plan is not None:
-        if bias is not None:
-            lt.point(plan.operation, BIAS_POINTER, bias_address)
-        if aux is not None:
-            lt.point(plan.operation, AUX_POINTER, aux_address)
-        if scales is not None:
-            lt.point_scales(plan.operation, scales)
-        if new and _tuned and not torch.cuda.is_current_stream_capturing():
-            plan = lt.quickest(plan, a, b, c, out)
+    plan = lt.plans.get(request)
+    new = plan is None and request not in lt.plans
     if new:
-        lt.plans[request] = plan
+        plan = lt.plans[request] = lt.plan(request, scales)
     if plan is None:
         return False
+    if bias is not None:
+        lt.point(plan.operation, BIAS_POINTER, bias_address)
+    if aux is not None:
+        lt.point(plan.operation, AUX_POINTER, aux_address)
+    if scales is not None:
+        lt.point_scales(plan.operation, scales)
+    if new and _tuned and not torch.cuda.is_current_stream_capturing():
+        plan = lt.plans[request] = lt.quickest(plan, a, b, c, out)
     status = lt.launch(plan, a, b, c, d)
     if status:
         lt.check(status, f"{request}")
