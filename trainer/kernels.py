@@ -432,7 +432,7 @@ def gelu(h: Tensor) -> Tensor:
     """The tanh form of GELU, bf16 in and out, any shape."""
     _check(h)
     a = torch.empty_like(h)
-    block, warps = (4096, 8) if h.is_cuda else (65536, 4)
+    block, warps = _gelu_shape(h.device)
     _gelu_kernel[(triton.cdiv(h.numel(), block),)](h, a, h.numel(), BLOCK=block, num_warps=warps)
     return a
 
@@ -515,7 +515,7 @@ def adamw(
     assert numbers.shape == (5,) and numbers.dtype == master.dtype == exp_avg.dtype == exp_avg_sq.dtype == torch.float32
     assert all(t is None or t.shape == (n,) for t in (weights16, master, exp_avg, exp_avg_sq, grad))
     _check(weights16, master, exp_avg, exp_avg_sq, grad, numbers)
-    block, warps = (1024, 4) if master.is_cuda else (65536, 4)
+    block, warps = _adamw_shape(master.device)
     _adamw_kernel[(triton.cdiv(n, block),)](
         weights16, master, exp_avg, exp_avg_sq, grad, numbers,
         n, weight_decay, 1 - beta1, 1 - beta2, epsilon, BLOCK=block, num_warps=warps,
@@ -546,17 +546,31 @@ def _norm_backward_shape(C: int, device: torch.device) -> tuple[int, int, int, i
     return (2, 528, 4, 3) if C <= 1024 else (1, 528, 4, 3)
 
 
+def _gelu_shape(device: torch.device) -> tuple[int, int]:
+    """Elements a program, warps."""
+    return (4096, 8) if device.type == "cuda" else (65536, 4)
+
+
+def _adamw_shape(device: torch.device) -> tuple[int, int]:
+    """Elements a program, warps."""
+    return (1024, 4) if device.type == "cuda" else (65536, 4)
+
+
+def _column_shape(N: int, device: torch.device) -> tuple[int, int, int]:
+    """Rows and columns of a tile, warps. Blocks that divide N leave no lane idle: 1600 is 25 times 64."""
+    if device.type != "cuda":
+        return 64, 256, 4
+    columns = next((columns for columns in (256, 128, 64) if N % columns == 0), 256)
+    return 4096 // columns, columns, 4
+
+
 def _column_grid(M: int, N: int, sums: Tensor, parts: int = 1) -> tuple[tuple[int, int], int, dict[str, int]]:
     """(column blocks, P), rows a program, and its tile."""
     assert sums.dtype == torch.float32 and sums.dim() == 2 and sums.shape[1] == parts * N
     P = sums.shape[0]
-    if sums.is_cuda:
-        BN = next(width for width in (256, 128, 64, 256) if N % width == 0 or width == 64)
-        BM = 4096 // BN
-    else:
-        BM, BN = 64, 256
+    BM, BN, warps = _column_shape(N, sums.device)
     rows_each = triton.cdiv(triton.cdiv(M, P), BM) * BM
-    return (triton.cdiv(N, BN), P), rows_each, {"BM": BM, "BN": BN, "num_warps": 4}
+    return (triton.cdiv(N, BN), P), rows_each, {"BM": BM, "BN": BN, "num_warps": warps}
 
 
 def _cross_entropy_shape(device: torch.device) -> tuple[int, int, int, int]:

@@ -1,0 +1,349 @@
+"""Every kernel of the fused step on a GPU: is it right, and how near is it to the memory's speed.
+
+`python benchmarks/kernels.py [NAME…]` with a CUDA GPU, under a minute. For each kernel, size and launch shape it first
+compares the results with float64 on fresh random inputs (the error's norm in parts of the result's, and the worst
+element's; it stops at the first that is too large), then that a second run gives the same bits, then prints the median
+time, the bytes that have to move and what that makes in TB/s. The first shape of each kernel is the one in use.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer import kernels
+
+GPU = torch.device("cuda")
+BF16 = torch.bfloat16
+VOCAB, WIDTH = 50257, 50304
+REPEATS = 15
+# Rounding to bf16 is off by 2^-8 at most and by 0.0017 on average; sums in float32 and losses are much better.
+BOUND = {BF16: 0.003, torch.float32: 2e-5}
+Results = dict[str, Tensor]
+
+
+@dataclass
+class Case:
+    name: str
+    size: str
+    run: Callable[[], Results]  # from the same inputs every time
+    time: Callable[[], Any]  # the launch alone
+    expected: Callable[[], dict[str, tuple[Tensor | slice, Tensor]]]  # rows that were computed, and their values
+    bytes: int
+    shape: str | None = None  # the function of trainer.kernels that chooses the launch shape
+    others: tuple[tuple[int, ...], ...] = ()  # further ones to try
+    prepare: Callable[[], Any] = lambda: None  # before each launch, not timed
+
+
+def fresh(*shape: int, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape, device=GPU)).to(BF16)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.double().requires_grad_()
+
+
+def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
+    size = f"{M} x {C}"
+    x, delta, dy = fresh(M, C), fresh(M, C), fresh(M, C)
+    weight, bias, delta_bias = 1 + fresh(C, scale=0.1), fresh(C, scale=0.1), fresh(C)
+
+    def add() -> Results:
+        total, y, mean, rstd = kernels.add_norm(x, delta, delta_bias, weight, bias)
+        again = kernels.norm_again(total, mean, rstd, weight, bias)
+        assert torch.equal(again, y) and torch.equal(kernels.norm(total, weight, bias)[0], y)
+        return {"x": total, "y": y, "mean": mean, "rstd": rstd}
+
+    def added() -> dict[str, tuple[Tensor | slice, Tensor]]:
+        total = (x.double() + delta.double() + delta_bias.double()).to(BF16).double()
+        rstd = (total.var(1, correction=0) + 1e-5).rsqrt()
+        y = F.layer_norm(total, (C,), weight.double(), bias.double())
+        return {"x": (slice(None), total), "y": (slice(None), y), "rstd": (slice(None), rstd)}
+
+    shapes = ((1, 4), (2, 8), (4, 8), (4, 4)) if C <= 1024 else ((1, 8), (2, 8), (2, 4))
+    launch = lambda: kernels.add_norm(x, delta, delta_bias, weight, bias)  # noqa: E731
+    yield Case("add_norm", size, add, launch, added, 8 * M * C, "_norm_shape", shapes if tune else ())
+
+    T = 1024 if M % 1024 == 0 else M
+    wte, wpe, tokens = fresh(WIDTH, C), fresh(T, C), torch.randint(VOCAB, (M,), device=GPU)
+
+    def embedded() -> dict[str, tuple[Tensor | slice, Tensor]]:
+        total = (wte[tokens].double() + wpe.repeat(M // T, 1).double()).to(BF16).double()
+        return {
+            "x": (slice(None), total),
+            "y": (slice(None), F.layer_norm(total, (C,), weight.double(), bias.double())),
+        }
+
+    embed = lambda: kernels.embed_norm(tokens, wte, wpe, weight, bias)  # noqa: E731
+    yield Case("embed_norm", size, lambda: dict(zip("xy", embed()[:2], strict=True)), embed, embedded, 6 * M * C, None)
+
+    _, mean, rstd = kernels.norm(x, weight, bias)
+    again = lambda: kernels.norm_again(x, mean, rstd, weight, bias)  # noqa: E731
+    y = F.layer_norm(x.double(), (C,), weight.double(), bias.double())
+    yield Case("norm_again", size, lambda: {"y": again()}, again, lambda: {"y": (slice(None), y)}, 4 * M * C)
+
+    def room() -> Tensor:
+        return torch.zeros(3, kernels.norm_partials(C, GPU), C, device=GPU)
+
+    def backward() -> Results:
+        sums = room()
+        dx = kernels.norm_backward(dy, x, mean, rstd, weight, delta, sums)
+        return {"dx": dx, "dweight": sums[0].sum(0), "dbias": sums[1].sum(0), "sums": sums}
+
+    def gradient() -> dict[str, tuple[Tensor | slice, Tensor]]:
+        exact = [leaf(t) for t in (x, weight, bias)]
+        F.layer_norm(exact[0], (C,), exact[1], exact[2]).backward(dy.double())
+        dx, dweight, dbias = (t.grad for t in exact)
+        assert dx is not None and dweight is not None and dbias is not None
+        everything = slice(None)
+        return {"dx": (everything, dx + delta.double()), "dweight": (everything, dweight), "dbias": (everything, dbias)}
+
+    sums: dict[int, Tensor] = {}
+
+    def launch_backward() -> Tensor:
+        P = kernels.norm_partials(C, GPU)
+        kept = sums.setdefault(P, room())
+        return kernels.norm_backward(dy, x, mean, rstd, weight, delta, kept)
+
+    if C <= 1024:
+        shapes4 = ((1, 924, 4, 3), (1, 528, 4, 3), (2, 264, 8, 3), (2, 396, 4, 2), (4, 264, 8, 2))
+    else:
+        shapes4 = ((1, 264, 4, 3), (1, 264, 8, 3), (1, 396, 4, 2), (1, 528, 8, 2), (2, 264, 8, 1))
+    yield Case(
+        "norm_backward",
+        size,
+        backward,
+        launch_backward,
+        gradient,
+        8 * M * C,
+        "_norm_backward_shape",
+        shapes4 if tune else (),
+    )
+
+
+def column_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
+    N, size, everything = 4 * C, f"{M} x {4 * C}", slice(None)
+    h, da, P = fresh(M, N), fresh(M, N), kernels.column_partials(GPU)
+    kept = torch.zeros(P, N, device=GPU)
+
+    def activation() -> dict[str, tuple[Tensor | slice, Tensor]]:
+        return {"a": (everything, F.gelu(h.double(), approximate="tanh"))}
+
+    yield Case(
+        "gelu",
+        size,
+        lambda: {"a": kernels.gelu(h)},
+        lambda: kernels.gelu(h),
+        activation,
+        4 * M * N,
+        "_gelu_shape",
+        ((2048, 4), (8192, 8)) if tune and C <= 1024 else (),
+    )
+
+    def backward() -> Results:
+        sums, act = torch.zeros(P, N, device=GPU), torch.empty_like(h)
+        dh = kernels.gelu_backward(da, h, sums, act=act)
+        assert torch.equal(kernels.gelu_backward(da.clone(), h, torch.zeros_like(sums)), dh)
+        return {"dh": dh, "a": act, "sum": sums.sum(0)}
+
+    def gradient() -> dict[str, tuple[Tensor | slice, Tensor]]:
+        exact = leaf(h)
+        F.gelu(exact, approximate="tanh").backward(da.double())
+        assert exact.grad is not None
+        return {"dh": (everything, exact.grad), "a": (everything, F.gelu(exact.detach(), approximate="tanh"))}
+
+    out = torch.empty_like(da)
+    tiles = ((8, 256, 4), (8, 512, 4), (16, 128, 4), (32, 128, 8)) if tune else ()
+    launch = lambda: kernels.gelu_backward(da, h, kept, out=out)  # noqa: E731
+    yield Case("gelu_backward", size, backward, launch, gradient, 6 * M * N, "_column_shape", tiles)
+
+    three, packed_sums = [fresh(M, C) for _ in range(3)], torch.zeros(P, 3 * C, device=GPU)
+    whole = torch.cat(three, 1).double()
+
+    def pack() -> Results:
+        sums = torch.zeros(P, 3 * C, device=GPU)
+        packed = kernels.pack_qkv(three[0], three[1], three[2], sums)
+        alone = torch.zeros_like(sums)
+        kernels.column_sums(packed, alone)
+        return {"packed": packed, "sum": sums.sum(0), "alone": alone.sum(0)}
+
+    def packed() -> dict[str, tuple[Tensor | slice, Tensor]]:
+        return {
+            "packed": (everything, whole),
+            "sum": (everything, whole.sum(0)),
+            "alone": (everything, whole.sum(0)),
+        }
+
+    launch_pack = lambda: kernels.pack_qkv(three[0], three[1], three[2], packed_sums)  # noqa: E731
+    yield Case("pack_qkv", size, pack, launch_pack, packed, 12 * M * C, "_column_shape", tiles[:3])
+    launch_sums = lambda: kernels.column_sums(h, kept)  # noqa: E731
+
+    def summed() -> Results:
+        sums = torch.zeros_like(kept)
+        kernels.column_sums(h, sums)
+        return {"sum": sums.sum(0)}
+
+    yield Case(
+        "column_sums",
+        size,
+        summed,
+        launch_sums,
+        lambda: {"sum": (everything, h.double().sum(0))},
+        2 * M * N,
+        "_column_shape",
+        tiles[:3],
+    )
+
+
+def cross_entropy_cases(M: int, tune: bool) -> Iterator[Case]:
+    """Logits of a whole micro-batch are more than 2^31 elements; float64 sees a few hundred rows of them."""
+    source = fresh(M, WIDTH, scale=2)
+    targets, scale = torch.randint(VOCAB, (M,), device=GPU), torch.full((1,), 1 / M, device=GPU)
+    logits, losses = source.clone(), torch.empty(M, device=GPU)
+    rows = torch.randint(M, (300,), device=GPU)
+    rows[0], rows[-1] = 0, M - 1
+
+    def both() -> Results:
+        logits.copy_(source)
+        kernels.cross_entropy(logits, targets, VOCAB, scale, losses, backward=True)
+        return {"losses": losses, "dlogits": logits}
+
+    def exact() -> dict[str, tuple[Tensor | slice, Tensor]]:
+        inputs = leaf(source[rows, :VOCAB])
+        loss = F.cross_entropy(inputs, targets[rows], reduction="none")
+        (loss.sum() / M).backward()
+        assert inputs.grad is not None
+        return {"losses": (rows, loss.detach()), "dlogits": (rows, F.pad(inputs.grad, (0, WIDTH - VOCAB)))}
+
+    # Each launch gets logits again: what is nearly constant or not a number switches fewer transistors, and the card,
+    # which is limited by its power, then looks faster than it is.
+    shapes = (
+        (1, 2048, 8, 4),
+        (1, 4096, 8, 8),
+        (1, 4096, 8, 16),
+        (1, 16384, 8, 32),
+        (1, 8192, 8, 32),
+        (1, 8192, 16, 16),
+    )
+    launch = lambda: kernels.cross_entropy(logits, targets, VOCAB, scale, losses, backward=True)  # noqa: E731
+    yield Case(
+        "cross_entropy",
+        f"{M} x {WIDTH}",
+        both,
+        launch,
+        exact,
+        4 * M * WIDTH,
+        "_cross_entropy_shape",
+        shapes if tune else (),
+        lambda: logits.copy_(source),
+    )
+
+
+def adamw_cases(n: int, tune: bool) -> Iterator[Case]:
+    w, g, m, v = (torch.randn(n, device=GPU) for _ in range(4))
+    v = v.square()
+    numbers = torch.tensor([1e-3, 1 / (1 - 0.9**3), 1 / (1 - 0.95**3), 0.5, 1.0], device=GPU)
+    state, weights16 = [w.clone(), m.clone(), v.clone()], torch.empty(n, device=GPU, dtype=BF16)
+
+    def step() -> Results:
+        for mine, start in zip(state, (w, m, v), strict=True):
+            mine.copy_(start)
+        kernels.adamw(weights16, state[0], state[1], state[2], g, numbers, 0.1, 0.9, 0.95, 1e-8)
+        assert torch.equal(weights16, state[0].to(BF16))
+        return {"master": state[0], "exp_avg": state[1], "exp_avg_sq": state[2]}
+
+    def torchs() -> dict[str, tuple[Tensor | slice, Tensor]]:
+        parameter = w.double().requires_grad_()
+        parameter.grad = g.double() * 0.5
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        optimizer.state[parameter] = {"step": torch.tensor(2.0), "exp_avg": m.double(), "exp_avg_sq": v.double()}
+        optimizer.step()
+        after = optimizer.state[parameter]
+        everything = slice(None)
+        return {
+            "master": (everything, parameter.detach()),
+            "exp_avg": (everything, after["exp_avg"]),
+            "exp_avg_sq": (everything, after["exp_avg_sq"]),
+        }
+
+    launch = lambda: kernels.adamw(  # noqa: E731
+        weights16, state[0], state[1], state[2], g, numbers, 0.1, 0.9, 0.95, 1e-8
+    )
+    shapes = ((2048, 8), (2048, 4), (512, 4)) if tune else ()
+    yield Case("adamw", f"{n}", step, launch, torchs, 30 * n, "_adamw_shape", shapes)
+
+
+def errors(case: Case, expected: dict[str, tuple[Tensor | slice, Tensor]]) -> str:
+    """Of the least exact result of each precision; asserts that it is exact enough and the same again."""
+    first = {name: tensor.clone() for name, tensor in case.run().items()}
+    second = case.run()
+    assert all(torch.equal(first[name], second[name]) for name in first), f"{case.name}: two runs differ"
+    worst: dict[torch.dtype, float] = {}
+    for name, (rows, exact) in expected.items():
+        off = (first[name][rows].double() - exact).abs()
+        error = (off.norm() / exact.norm()).item()
+        dtype = first[name].dtype
+        excess = ((off - 2**-8 * exact.abs()).max() / exact.abs().max()).item() if dtype == BF16 else 0.0
+        assert error < BOUND[dtype] and excess < 1e-3, f"{case.name} {case.size} {name}: error {error}, {excess}"
+        worst[dtype] = max(worst.get(dtype, 0.0), error)
+    return " ".join(f"{worst[dtype]:.1e}" if dtype in worst else "   -   " for dtype in (BF16, torch.float32))
+
+
+def median_ms(prepare: Callable[[], Any], launch: Callable[[], Any]) -> float:
+    for _ in range(3):
+        prepare()
+        launch()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+    for before, after in marks:
+        prepare()
+        before.record()
+        launch()
+        after.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in marks)
+
+
+def measure(case: Case) -> None:
+    expected = case.expected()
+    for shape in (None, *case.others):
+        chosen = mock.patch.object(kernels, case.shape, lambda *_, s=shape: s) if case.shape and shape else None
+        if chosen:
+            chosen.start()
+        try:
+            error, ms = errors(case, expected), median_ms(case.prepare, case.time)
+        except AssertionError:
+            raise
+        except Exception as problem:  # a shape that does not fit this GPU is no reason to stop
+            print(f"{case.name:<14} {case.size:<14} {shape!s:<18} {problem!r:.90}", flush=True)
+            continue
+        finally:
+            if chosen:
+                chosen.stop()
+        rate = f"{case.bytes / 1e6:9.1f} MB {case.bytes / ms / 1e9:6.2f} TB/s"
+        print(f"{case.name:<14} {case.size:<14} {str(shape or ''):<18} {error}  {ms:8.4f} ms {rate}", flush=True)
+
+
+def main(names: list[str]) -> None:
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {kernels.triton.__version__}")
+    print("kernel         size           shape tried        error bf16, fp32")
+    for M, C, tune in ((1000, 768, False), (1001, 1600, False), (65536, 768, True), (16384, 1600, True)):
+        for cases in (norm_cases, column_cases):
+            for case in cases(M, C, tune):
+                if not names or case.name in names:
+                    measure(case)
+            torch.cuda.empty_cache()
+    for group in (cross_entropy_cases(1000, False), cross_entropy_cases(65536, True), adamw_cases(124_475_904, True)):
+        for case in group:
+            if not names or case.name in names:
+                measure(case)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
