@@ -26,24 +26,24 @@ from trainer.engine import PlainEngine
 
 def afflict(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let the trouble strike wherever its places are read, however often that is."""
-    sequences_of, backward, update = trainer.loop.sequences_of, PlainEngine.backward, PlainEngine.update
-    reading = {"place": -1, "last rank": True}
+    batch_tokens_at, backward, update = trainer.loop.batch_tokens_at, PlainEngine.backward, PlainEngine.update
+    place = -1
 
-    def noted(step: int, *args: Any) -> range:
-        rank, world_size = args[-2:]
-        reading.update({"place": step, "last rank": rank == world_size - 1})
-        return sequences_of(step, *args)
+    def noted(step: int, *args: Any) -> int:
+        nonlocal place
+        place = step
+        return batch_tokens_at(step, *args)
 
     def strikes_now() -> set[str]:
-        return {kind for kind, places in trouble.items() if reading["place"] in places}
+        return {kind for kind, places in trouble.items() if place in places}
 
     def struck(engine: PlainEngine, *args: Any) -> Tensor:
         loss = backward(engine, *args)
-        strikes = strikes_now()
-        if "nan" in strikes and reading["last rank"]:
+        strikes, last_rank = strikes_now(), engine.world.rank == engine.world.world_size - 1
+        if "nan" in strikes and last_rank:
             engine.gradients.flat.fill_(math.nan)
             loss.fill_(math.nan)
-        if "infinite" in strikes and reading["last rank"]:
+        if "infinite" in strikes and last_rank:
             engine.gradients.flat[17] = math.inf
         if "huge" in strikes:
             engine.gradients.flat.mul_(1e4)
@@ -54,7 +54,7 @@ def afflict(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None
     def spiked(engine: PlainEngine, learning_rate: float, *args: Any, **options: Any) -> bool:
         return update(engine, learning_rate * (300 if "spike" in strikes_now() else 1), *args, **options)
 
-    patch(trainer.loop, "sequences_of", noted)
+    patch(trainer.loop, "batch_tokens_at", noted)
     patch(PlainEngine, "backward", struck)
     patch(PlainEngine, "update", spiked)
 
