@@ -174,3 +174,95 @@ def test_adamw_changes_nothing_where_a_number_is_not_finite_or_it_is_told_so(gra
     numbers = torch.tensor([0.01, 1.0, 1.0, grad_scale, apply], device=DEVICE)
     kernels.adamw(weights16, state[0], state[1], state[2], fresh(100), numbers, 0.1, 0.9, 0.95, 1e-8)
     assert all(torch.equal(now, then) for now, then in zip(state, before, strict=True)) and not weights16.any()
+
+
+def fp8_out(scale: float) -> kernels.Fp8Out:
+    return kernels.Fp8Out(torch.tensor([scale], device=DEVICE), torch.tensor([0.125], device=DEVICE))
+
+
+def cast_by_torch(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+@pytest.mark.parametrize(("gradient", "dtype"), [(False, torch.float8_e4m3fn), (True, torch.float8_e5m2)])
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_fp8_casts_and_transposes_are_torchs(M: int, N: int, gradient: bool, dtype: torch.dtype) -> None:
+    x = fresh(M, N) * torch.exp2(6 * fresh(M, N))  # from what vanishes to what saturates
+    x[0, :4] = torch.tensor([0.0, 1e6, -1e6, 1e-7])
+    out, sums = fp8_out(3.0), torch.ones(kernels.column_partials(DEVICE), N, device=DEVICE)
+    x8, x8t = kernels.cast8(x, out, transposed=True, sums=sums, gradient=gradient)
+    expected = cast_by_torch(x, 3.0, dtype)
+    assert x8.dtype == dtype and torch.equal(x8.float(), expected.float())
+    assert x8t is not None and torch.equal(x8t.view(torch.uint8), x8.t().view(torch.uint8))
+    assert out.amax.item() == x.abs().max().float().item()
+    near(sums.double().sum(0) - sums.shape[0], x.double().sum(0), 0, 1e-4)
+    assert torch.equal(kernels.transpose8(x8).view(torch.uint8), x8t.view(torch.uint8))
+
+    counted = kernels.fp8_losses(x, out.scale, x8).tolist()
+    lost = (x != 0) & (x8.float() == 0)
+    assert (
+        counted == [int(((x.float() * 3).abs() > torch.finfo(dtype).max).sum()), int(lost.sum())] and min(counted) > 0
+    )
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_results_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:
+    """Off by half of what the format keeps, 2^-4 or 2^-3, or of its smallest number, 2^-9 or 2^-16."""
+    h, da, weight, bias = fresh(M, N, scale=2), fresh(M, N), fresh(N), fresh(N)
+    exact = h.double().requires_grad_()
+    activation = F.gelu(exact, approximate="tanh")
+    activation.backward(da.double())
+    assert exact.grad is not None
+
+    def agree(x8: Tensor, expected: Tensor, out: kernels.Fp8Out, relative: float, smallest: float) -> None:
+        error = (x8.double() / out.scale.double() - expected).abs()
+        assert (error <= (relative + 0.001) * expected.abs() + smallest / out.scale.double() + 1e-3).all()
+        assert out.amax.item() == pytest.approx(max(0.125, expected.abs().max().item()), rel=2**-8)
+
+    out = fp8_out(20.0)
+    agree(kernels.cast8(h, out, kind="gelu")[0], activation.detach(), out, 2**-4, 2**-10)
+    out, sums = fp8_out(1000.0), torch.zeros(kernels.column_partials(DEVICE), N, device=DEVICE)
+    dh8, dh8t = kernels.cast8(da, out, transposed=True, kind="dgelu", h=h, sums=sums, gradient=True)
+    agree(dh8, exact.grad, out, 2**-3, 2**-17)
+    assert dh8t is not None and torch.equal(dh8t.t().view(torch.uint8), dh8.view(torch.uint8))
+    near(sums.double().sum(0), exact.grad.sum(0), 0, 1e-3)
+
+    out = fp8_out(30.0)
+    normal = F.layer_norm(h.double(), (N,), weight.double(), bias.double())
+    y8, mean, rstd = kernels.norm(h, weight, bias, out)
+    agree(y8, normal, out, 2**-4, 2**-10)
+    out, sums = fp8_out(500.0), torch.zeros(3, kernels.norm_partials(N, DEVICE), N, device=DEVICE)
+    dx, dx8 = kernels.norm_backward8(da, h, mean, rstd, weight, da, sums, out)
+    again = torch.zeros_like(sums)
+    near(dx, kernels.norm_backward(da, h, mean, rstd, weight, da, again).double())
+    agree(dx8, dx.double(), out, 2**-3 + 2**-8, 2**-17)
+    near(sums.sum(1).double(), again.sum(1).double(), 0, 1e-3)
+
+
+def test_the_fp8_gradient_of_the_logits_is_right_on_average() -> None:
+    """Over many tokens with the same logits, whose probabilities reach far below e5m2's smallest number."""
+    M, vocab_size, V = 1500, 120, 128
+    logits = (4 * torch.randn(V)).to(DEVICE, BF16).repeat(M, 1)
+    targets = torch.full((M,), 7, device=DEVICE)
+    scale, q = torch.tensor([1 / M], device=DEVICE), torch.tensor([4.0 * M], device=DEVICE)
+    losses, before = torch.empty(M, device=DEVICE), logits.clone()
+
+    def gradient(seed: int) -> Tensor:
+        number = torch.tensor([seed], device=DEVICE, dtype=torch.int32)
+        return kernels.cross_entropy8(logits, targets, vocab_size, scale, losses, q, number)
+
+    first = gradient(-5)
+    assert torch.equal(logits, before)
+    exact = logits[0, :vocab_size].double().softmax(0)
+    near(losses, -exact[7].log().expand(M), 1e-5)
+    exact[7] -= 1
+    exact = F.pad(4 * exact, (0, V - vocab_size))
+    step = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2**-14))) - 2)
+    values = first.double()
+    assert ((values - exact).abs() <= 1.0001 * step).all() and (values[:, vocab_size:] == 0).all()
+    # A value is one of two neighbours: its deviation is half a step at most. (1e-6: exact itself is float32's.)
+    odds = (exact.abs() / step) % 1
+    deviation = step * (odds * (1 - odds)).sqrt()
+    assert ((values.mean(0) - exact).abs() <= 6 * deviation / M**0.5 + 1e-6 * exact.abs() + 1e-3 * step).all()
+    assert not torch.equal(first.view(torch.uint8), gradient(6).view(torch.uint8))

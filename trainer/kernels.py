@@ -13,15 +13,24 @@ M tokens, bf16 activations of width C and V logits a token:
     pack_qkv        12·M·C
     cross_entropy   4·M·V         the gradient takes the logits' place; the second read of a row is from the L2 cache
     adamw           30 a parameter, once a step: master, both moments (read and written), gradient, bf16 weight
+    cast8           3·M·N, or 4·M·N with the transpose; cross_entropy8 3·M·V; transpose8 2·M·N
 
 At GPT-2's 124M and 65,536 tokens that is 0.1 ms a norm, 0.3 ms a GELU backward and 3.1 ms of cross-entropy.
 
 Column sums over M rows are made by P programs, each adding into its own row of `sums`; the caller adds the P rows once
 a step. There are no floating-point atomics but a maximum, so the same input gives the same bits again.
 
+fp8 halves the bytes and the time of a matrix product. Values are multiplied by a scale before the cast (e4m3 for
+weights and activations, up to 448; e5m2 for gradients, up to 57,344) and saturate; the largest magnitude before scaling
+is kept in `amax`, from which the caller makes the next scale. Its products want both operands with the summed index
+innermost, hence the transposes.
+
 Row counts may be anything. Widths may be any multiple of 8; multiples of 16 are the fast ones. On a CPU everything
 runs in Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported), which is for tests on small shapes.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -48,6 +57,50 @@ def _bf16(x):
         bits += 0x7FFF + ((bits >> 16) & 1)
         x = tl.where(x == x, (bits & -65536).to(tl.float32, bitcast=True), x)
     return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _fp8(x, GRADIENT: tl.constexpr):
+    """fp32 to e5m2 or e4m3, to nearest; larger numbers become the largest."""
+    if GRADIENT:
+        if INTERPRETED:
+            x = _on_grid(x, 57344.0, 2.0**-14, 4)
+        return x.to(tl.float8e5)
+    else:
+        if INTERPRETED:
+            x = _on_grid(x, 448.0, 2.0**-6, 8)
+        return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _on_grid(x, LARGEST: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, STEPS: tl.constexpr):
+    """What the GPU's cast does by itself and the interpreter's does not: saturate, and round to nearest even."""
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    step = tl.maximum(power, SMALLEST_NORMAL) / STEPS
+    # Above 1.5·2^23 neighbours in float32 are whole numbers.
+    return ((x / step + 12582912.0) - 12582912.0) * step
+
+
+@triton.jit
+def _stochastic(x, random):
+    """x rounded to e5m2's grid, up or down with odds that make it right on average. random: uint32, uniform.
+
+    21 bits lie below the two that e5m2 keeps: adding 21 random ones and cutting carries with just those odds. Numbers
+    below 2^-14 lie on an even grid; adding 2^-14 brings them to where float32 has the same one.
+    """
+    size = tl.abs(x)
+    lift = tl.where(size < 2.0**-14, 2.0**-14, 0.0)
+    bits = (size + lift).to(tl.int32, bitcast=True) + (random >> 11).to(tl.int32)
+    size = (bits & -2097152).to(tl.float32, bitcast=True) - lift
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def _mixed(x):
+    """Bits of a uint32 spread over all of it (the middle of MurmurHash3's finalizer)."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    return x ^ (x >> 13)
 
 
 @triton.jit
@@ -87,7 +140,7 @@ def _add_into(sums_ptr, values, mask):
 @triton.jit
 def _norm_kernel(
     x_ptr, tokens_ptr, delta_ptr, delta_bias_ptr, weight_ptr, bias_ptr,
-    sum_ptr, y_ptr, mean_ptr, rstd_ptr,
+    sum_ptr, y_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr,
     M, T, C,
     KNOWN: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -123,24 +176,31 @@ def _norm_kernel(
         tl.store(rstd_ptr + rows, rstd, mask=inside)
     weight = tl.load(weight_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
     bias = tl.load(bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + at, _bf16(centred * rstd[:, None] * weight + bias), mask=mask)
+    y = centred * rstd[:, None] * weight + bias
+    if scale_ptr is not None:
+        tl.store(y_ptr + at, _fp8(y * tl.load(scale_ptr), False), mask=mask)
+        tl.atomic_max(amax_ptr, tl.max(tl.max(tl.where(mask, tl.abs(y), 0.0), 1), 0))
+    else:
+        tl.store(y_ptr + at, _bf16(y), mask=mask)
 
 
 @triton.jit
 def _norm_backward_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, sums_ptr,
-    M, C,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dx8_ptr, scale_ptr, amax_ptr, sums_ptr,
+    M, C, P,
     R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes every P-th group of R rows, so that its column sums stay in registers to the end."""
-    P = tl.num_programs(0)
+    """A program takes groups of R rows far apart, so that its column sums stay in registers to the end."""
     cols = tl.arange(0, BC)
     used = cols < C
     weight = tl.load(weight_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
     dweight = tl.zeros([R, BC], tl.float32)
     dbias = tl.zeros([R, BC], tl.float32)
     dx_sum = tl.zeros([R, BC], tl.float32)
-    for first in tl.range(tl.program_id(0) * R, M, P * R, num_stages=STAGES):
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+        largest = tl.zeros([R, BC], tl.float32)
+    for first in tl.range(tl.program_id(0) * R, M, tl.num_programs(0) * R, num_stages=STAGES):
         rows = (first + tl.arange(0, R)).to(tl.int64)
         inside = rows < M
         mask = inside[:, None] & used[None, :]
@@ -162,6 +222,11 @@ def _norm_backward_kernel(
         dweight += dy * normal
         dbias += dy
         dx_sum += rounded.to(tl.float32)
+        if scale_ptr is not None:
+            tl.store(dx8_ptr + at, _fp8(dx * scale, True), mask=mask)
+            largest = tl.maximum(largest, tl.where(mask, tl.abs(dx), 0.0))
+    if scale_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0))
     sums_ptr += tl.program_id(0) * C + cols
     _add_into(sums_ptr, tl.sum(dweight, 0), used)
     _add_into(sums_ptr + P * C, tl.sum(dbias, 0), used)
@@ -244,7 +309,7 @@ def _column_sums_kernel(x_ptr, sums_ptr, M, N, rows_each, BM: tl.constexpr, BN: 
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, targets_ptr, scale_ptr, losses_ptr,
+    logits_ptr, targets_ptr, scale_ptr, losses_ptr, dlogits8_ptr, q_ptr, seed_ptr,
     M, V, width,
     BACKWARD: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
@@ -275,7 +340,8 @@ def _cross_entropy_kernel(
         # The load's mask goes by the width, a multiple of 8, and so keeps 16 bytes a thread; V chooses among them.
         real = first + lanes < V
         x = tl.load(row_ptr + first, mask=mask & (first + lanes < width), other=0.0).to(tl.float32)
-        peak = tl.maximum(top, tl.max(tl.where(real, x, LOWEST), 2))
+        x = tl.where(real, x, LOWEST)
+        peak = tl.maximum(top, tl.max(x, 2))
         powers = tl.where(real, tl.exp2(x * LOG2E - (peak * LOG2E)[:, :, None]), 0.0)
         total = total * tl.exp2((top - peak) * LOG2E) + tl.sum(powers, 2)
         top = peak
@@ -284,21 +350,34 @@ def _cross_entropy_kernel(
     tl.store(losses_ptr + rows, highest + tl.log(total_row) - chosen, mask=inside)
     if BACKWARD:
         scale = tl.load(scale_ptr)
+        random = rows
+        if dlogits8_ptr is not None:
+            scale *= tl.load(q_ptr)
+            random = _mixed(rows.to(tl.uint32) * 0x9E3779B1 + tl.load(seed_ptr).to(tl.uint32))
         # scale·softmax is one power of two: 2^(x·log2(e) + shift).
         shift = (tl.log2(scale / total_row) - highest * LOG2E)[:, None, None]
-        hot = target[:, None, None]
         for first in range(whole, width, BLOCK):
             columns = first + lanes
-            x = tl.load(row_ptr + first, mask=mask & (columns < width), other=0.0).to(tl.float32)
+            given = mask & (columns < width)
+            x = tl.load(row_ptr + first, mask=given, other=0.0).to(tl.float32)
             p = tl.where(columns < V, tl.exp2(x * LOG2E + shift), 0.0)
-            p = tl.where(columns == hot, p - scale, p)
-            tl.store(row_ptr + first, _bf16(p), mask=mask & (columns < width))
+            _store_dlogits(row_ptr, dlogits8_ptr, p, scale, first, rows, columns, target, random, width, given)
         for done in range(0, whole, BLOCK):
             first = whole - BLOCK - done
             x = tl.load(row_ptr + first, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             p = tl.exp2(x * LOG2E + shift)
-            p = tl.where(first + lanes == hot, p - scale, p)
-            tl.store(row_ptr + first, _bf16(p), mask=mask)
+            _store_dlogits(row_ptr, dlogits8_ptr, p, scale, first, rows, first + lanes, target, random, width, mask)
+
+
+@triton.jit
+def _store_dlogits(row_ptr, dlogits8_ptr, p, scale, first, rows, columns, target, random, width, mask):
+    p = tl.where(columns == target[:, None, None], p - scale, p)
+    if dlogits8_ptr is not None:
+        dice = _mixed((columns.to(tl.uint32) * 0x9E3779B1) ^ random[:, None, None])
+        at = rows[:, None, None] * width + columns
+        tl.store(dlogits8_ptr + at, _fp8(_stochastic(p, dice), True), mask=mask)
+    else:
+        tl.store(row_ptr + first, _bf16(p), mask=mask)
 
 
 # ── AdamW ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -333,34 +412,88 @@ def _adamw_kernel(
             tl.store(weights16_ptr + at, _bf16(w), mask=mask)
 
 
+# ── fp8 ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _cast8_kernel(
+    x_ptr, h_ptr, x8_ptr, x8t_ptr, sums_ptr, scale_ptr, amax_ptr,
+    M, N, rows_each,
+    GELU: tl.constexpr, GRADIENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """BN columns of `rows_each` rows a program, BM rows at a time. With h, what is cast is x·gelu'(h)."""
+    cols = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    used = cols < N
+    scale = tl.load(scale_ptr)
+    largest = tl.zeros([BM, BN], tl.float32)
+    total = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, rows_each, BM):
+        rows = (tl.program_id(1) * rows_each + first + tl.arange(0, BM)).to(tl.int64)
+        mask = (rows < M)[:, None] & used[None, :]
+        at = rows[:, None] * N + cols[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if GELU:
+            x = _gelu_of(x)
+        if h_ptr is not None:
+            _, slope = _gelu_and_slope(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))
+            x *= slope
+        x8 = _fp8(x * scale, GRADIENT)
+        tl.store(x8_ptr + at, x8, mask=mask)
+        if x8t_ptr is not None:
+            tl.store(x8t_ptr + cols[:, None] * M + rows[None, :], tl.trans(x8), mask=tl.trans(mask))
+        largest = tl.maximum(largest, tl.abs(x))
+        if sums_ptr is not None:
+            total += x
+    tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0))
+    if sums_ptr is not None:
+        _add_into(sums_ptr + tl.program_id(1) * N + cols, tl.sum(total, 0), used)
+
+
+@triton.jit
+def _transpose8_kernel(x_ptr, xt_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    rows = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
+    cols = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0)
+    tl.store(xt_ptr + cols[:, None] * M + rows[None, :], tl.trans(x), mask=tl.trans(mask))
+
+
 # ── launchers ────────────────────────────────────────────────────────────────────────────────────────────────────
 # Each checks what a wrong call would turn into a wrong number, allocates its results, and never waits for the GPU.
 
 
+@dataclass(frozen=True)
+class Fp8Out:
+    """How a result is written in fp8, and what is noted meanwhile; both (1,) fp32 on the device."""
+
+    scale: Tensor  # what every number is multiplied by
+    amax: Tensor  # raised to the largest magnitude before that
+
+
 def norm_partials(C: int, device: torch.device) -> int:
-    """How many rows `sums` of norm_backward should have: (3, P, C)."""
-    return _norm_backward_shape(C, device)[1]
+    """The P of norm_backward's sums (3, P, C)."""
+    return max(_norm_backward_shape(C, device)[1], _norm_backward8_shape(C, device)[1])
 
 
 def column_partials(device: torch.device) -> int:
-    """How many rows `sums` of gelu_backward, pack_qkv and column_sums should have: (P, N)."""
+    """The P of the sums (P, N) of gelu_backward, pack_qkv, column_sums and cast8."""
     return 64 if device.type == "cuda" else 2
 
 
 def embed_norm(
-    tokens: Tensor, wte: Tensor, wpe: Tensor, weight: Tensor, bias: Tensor
+    tokens: Tensor, wte: Tensor, wpe: Tensor, weight: Tensor, bias: Tensor, fp8: Fp8Out | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x[i] = wte[tokens[i]] + wpe[i % T], and its LayerNorm y.
 
     tokens (M,) int64, wte (V, C), wpe (T, C) with T the length of a sequence, weight and bias (C,), all bf16.
-    Returns x and y (M, C) bf16, mean and rstd (M,) fp32.
+    Returns x and y (M, C) bf16, mean and rstd (M,) fp32. With `fp8` y is e4m3, here and in the norms below.
     """
     T, C = wpe.shape
-    return _norm(wte, weight, bias, tokens=tokens, delta=wpe, M=tokens.numel(), T=T, C=C)
+    return _norm(wte, weight, bias, fp8, tokens=tokens, delta=wpe, M=tokens.numel(), T=T, C=C)
 
 
 def add_norm(
-    x: Tensor, delta: Tensor, delta_bias: Tensor | None, weight: Tensor, bias: Tensor
+    x: Tensor, delta: Tensor, delta_bias: Tensor | None, weight: Tensor, bias: Tensor, fp8: Fp8Out | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x + delta (+ delta_bias), rounded to bf16, and the LayerNorm y of that. x and delta (M, C), the rest (C,).
 
@@ -368,25 +501,26 @@ def add_norm(
     """
     M, C = x.shape
     assert delta.shape == x.shape
-    return _norm(x, weight, bias, delta=delta, delta_bias=delta_bias, M=M, C=C)
+    return _norm(x, weight, bias, fp8, delta=delta, delta_bias=delta_bias, M=M, C=C)
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def norm(x: Tensor, weight: Tensor, bias: Tensor, fp8: Fp8Out | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm of x (M, C) bf16: y (M, C) bf16, mean and rstd (M,) fp32."""
     M, C = x.shape
-    return _norm(x, weight, bias, M=M, C=C)[1:]
+    return _norm(x, weight, bias, fp8, M=M, C=C)[1:]
 
 
 def norm_again(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The y of a norm whose statistics were kept, bit for bit."""
     M, C = x.shape
-    return _norm(x, weight, bias, statistics=(mean, rstd), M=M, C=C)[1]
+    return _norm(x, weight, bias, None, statistics=(mean, rstd), M=M, C=C)[1]
 
 
 def _norm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    fp8: Fp8Out | None,
     *,
     M: int,
     C: int,
@@ -398,11 +532,12 @@ def _norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(x, delta, delta_bias, weight, bias, tokens)
     total = x.new_empty(M, C) if delta is not None else None
-    y = x.new_empty(M, C)
+    y = x.new_empty(M, C, dtype=x.dtype if fp8 is None else torch.float8_e4m3fn)
+    scale, amax = (None, None) if fp8 is None else (fp8.scale, fp8.amax)
     mean, rstd = statistics or (x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32))
     R, warps = _norm_shape(C, x.device)
     _norm_kernel[(triton.cdiv(M, R),)](
-        x, tokens, delta, delta_bias, weight, bias, total, y, mean, rstd, M, T, C,
+        x, tokens, delta, delta_bias, weight, bias, total, y, mean, rstd, scale, amax, M, T, C,
         KNOWN=statistics is not None, R=R, BC=triton.next_power_of_2(C), num_warps=warps,
     )  # fmt: skip
     return x if total is None else total, y, mean, rstd
@@ -414,18 +549,50 @@ def norm_backward(
     """The gradient of x, (M, C) bf16, through its LayerNorm, plus `residual`: what arrives beside the norm.
 
     Adds to sums (3, P, C) fp32: the gradient of weight, that of bias, and the column sums of the result, which are
-    the gradient of the bias of the projection before. P should be norm_partials(C, device).
+    the gradient of the bias of the projection before. P: norm_partials(C, device).
     """
+    return _norm_backward(dy, x, mean, rstd, weight, residual, sums, None)[0]
+
+
+def norm_backward8(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    sums: Tensor,
+    fp8: Fp8Out,
+) -> tuple[Tensor, Tensor]:
+    """norm_backward that returns its result twice: (M, C) bf16 and (M, C) e5m2."""
+    dx, dx8 = _norm_backward(dy, x, mean, rstd, weight, residual, sums, fp8)
+    assert dx8 is not None
+    return dx, dx8
+
+
+def _norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    sums: Tensor,
+    fp8: Fp8Out | None,
+) -> tuple[Tensor, Tensor | None]:
     M, C = dy.shape
-    assert x.shape == dy.shape and sums.shape[::2] == (3, C) and sums.dtype == torch.float32
+    R, programs, warps, stages = (_norm_backward8_shape if fp8 else _norm_backward_shape)(C, dy.device)
+    P = sums.shape[1]
+    assert x.shape == dy.shape and sums.shape == (3, P, C) and sums.dtype == torch.float32 and programs <= P
     _check(dy, x, mean, rstd, weight, residual, sums)
-    dx = torch.empty_like(dy)
-    R, _, warps, stages = _norm_backward_shape(C, dy.device)
-    _norm_backward_kernel[(sums.shape[1],)](
-        dy, x, mean, rstd, weight, residual, dx, sums, M, C,
+    dx, dx8, scale, amax = torch.empty_like(dy), None, None, None
+    if fp8:
+        dx8, scale, amax = torch.empty_like(dy, dtype=torch.float8_e5m2), fp8.scale, fp8.amax
+    _norm_backward_kernel[(programs,)](
+        dy, x, mean, rstd, weight, residual, dx, dx8, scale, amax, sums, M, C, P,
         R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
-    return dx
+    return dx, dx8
 
 
 def gelu(h: Tensor) -> Tensor:
@@ -482,14 +649,93 @@ def cross_entropy(
     logits (M, V) bf16, targets (M,) int64, scale (1,) fp32 and positive. With `backward` the logits are overwritten by
     their gradient, scale · (softmax - onehot), 0 in the V - vocab_size padding columns.
     """
+    _cross_entropy(logits, targets, vocab_size, scale, losses, None, None, None, backward)
+
+
+def cross_entropy8(
+    logits: Tensor, targets: Tensor, vocab_size: int, scale: Tensor, losses: Tensor, q: Tensor, seed: Tensor
+) -> Tensor:
+    """cross_entropy whose gradient, times q, is returned as (M, V) e5m2; the logits stay.
+
+    q (1,) fp32, seed (1,) int32. It is rounded up or down at random so that sums over tokens stay right: most of it is
+    far below what e5m2 keeps beside the largest. The same seed gives the same bits.
+    """
+    dlogits8 = torch.empty_like(logits, dtype=torch.float8_e5m2)
+    _cross_entropy(logits, targets, vocab_size, scale, losses, dlogits8, q, seed, True)
+    return dlogits8
+
+
+def _cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    scale: Tensor,
+    losses: Tensor,
+    dlogits8: Tensor | None,
+    q: Tensor | None,
+    seed: Tensor | None,
+    backward: bool,
+) -> None:
     M, V = logits.shape
     assert 0 < vocab_size <= V and targets.shape == losses.shape == (M,)
     _check(logits, targets, scale, losses)
     R, block, group, warps = _cross_entropy_shape(logits.device)
     _cross_entropy_kernel[(triton.cdiv(M, R),)](
-        logits, targets, scale, losses, M, vocab_size, V,
+        logits, targets, scale, losses, dlogits8, q, seed, M, vocab_size, V,
         BACKWARD=backward, R=R, BLOCK=block, G=group, num_warps=warps,
     )  # fmt: skip
+
+
+def cast8(
+    x: Tensor,
+    fp8: Fp8Out,
+    transposed: bool = False,
+    kind: Literal["plain", "gelu", "dgelu"] = "plain",
+    h: Tensor | None = None,
+    sums: Tensor | None = None,
+    gradient: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """x, gelu(x) or x · gelu'(h), (M, N) bf16, in fp8, and with `transposed` the same bytes as (N, M).
+
+    e4m3, or e5m2 for a `gradient`. Adds the column sums of what is cast to sums (P, N) fp32.
+    """
+    M, N = x.shape
+    assert (h is not None) == (kind == "dgelu") and (h is None or h.shape == x.shape)
+    _check(x, h, sums, fp8.scale, fp8.amax)
+    dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
+    x8 = torch.empty_like(x, dtype=dtype)
+    # Triton 3.6 stores a quarter of a transposed e5m2 tile's bytes wrong; as bytes it transposes them right.
+    x8t = x.new_empty(N, M, dtype=dtype) if transposed and not gradient else None
+    BM, BN, warps = _cast8_shape(kind, x8t is not None, x.device)
+    rows_each = max(128, BM) if sums is None else triton.cdiv(triton.cdiv(M, sums.shape[0]), BM) * BM
+    assert sums is None or (sums.dtype == torch.float32 and sums.shape[1] == N)
+    _cast8_kernel[(triton.cdiv(N, BN), triton.cdiv(M, rows_each))](
+        x, h, x8, x8t, sums, fp8.scale, fp8.amax, M, N, rows_each,
+        GELU=kind == "gelu", GRADIENT=gradient, BM=BM, BN=BN, num_warps=warps,
+    )  # fmt: skip
+    return x8, transpose8(x8) if transposed and gradient else x8t
+
+
+def transpose8(x8: Tensor) -> Tensor:
+    """(M, N) of a one-byte type as (N, M) without gaps."""
+    M, N = x8.shape
+    _check(x8)
+    x8t = x8.new_empty(N, M)
+    BM, BN, warps = _transpose8_shape(x8.device)
+    _transpose8_kernel[(triton.cdiv(N, BN), triton.cdiv(M, BM))](
+        x8.view(torch.uint8), x8t.view(torch.uint8), M, N, BM=BM, BN=BN, num_warps=warps
+    )
+    return x8t
+
+
+def fp8_losses(x: Tensor, scale: Tensor, x8: Tensor) -> Tensor:
+    """How many numbers of x were too large for x8, its cast, and how many that were not 0 became 0: (2,) int64.
+
+    For looking at a recipe, not for every step: it makes float32 copies.
+    """
+    too_large = (x.float() * scale).abs() > torch.finfo(x8.dtype).max
+    vanished = (x != 0) & (x8.float() == 0)
+    return torch.stack([too_large.sum(), vanished.sum()])
 
 
 def adamw(
@@ -546,6 +792,13 @@ def _norm_backward_shape(C: int, device: torch.device) -> tuple[int, int, int, i
     return (2, 528, 4, 3) if C <= 1024 else (1, 528, 4, 3)
 
 
+def _norm_backward8_shape(C: int, device: torch.device) -> tuple[int, int, int, int]:
+    """The same where dx is written in fp8 as well."""
+    if device.type != "cuda":
+        return 32, 2, 4, 1
+    return (1, 924, 4, 3) if C <= 1024 else (1, 264, 4, 3)
+
+
 def _gelu_shape(device: torch.device) -> tuple[int, int]:
     """Elements a program, warps."""
     return (4096, 8) if device.type == "cuda" else (65536, 4)
@@ -575,4 +828,18 @@ def _column_grid(M: int, N: int, sums: Tensor, parts: int = 1) -> tuple[tuple[in
 
 def _cross_entropy_shape(device: torch.device) -> tuple[int, int, int, int]:
     """Rows a program, columns of a tile, columns a thread holds together, warps."""
-    return (1, 8192, 8, 16) if device.type == "cuda" else (32, 256, 8, 4)
+    return (1, 8192, 8, 16) if device.type == "cuda" else (128, 128, 8, 4)
+
+
+def _cast8_shape(kind: str, transposed: bool, device: torch.device) -> tuple[int, int, int]:
+    """Rows and columns of a tile, warps."""
+    if device.type != "cuda":
+        return 64, 256, 4
+    if transposed:
+        return (128, 64, 8) if kind == "gelu" else (64, 64, 4)
+    return (8, 256, 4) if kind == "dgelu" else (16, 128, 4)
+
+
+def _transpose8_shape(device: torch.device) -> tuple[int, int, int]:
+    """Rows and columns of a tile, warps."""
+    return (64, 64, 4) if device.type == "cuda" else (256, 256, 4)
