@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config import ModelConfig
-from trainer.model import GPT, from_hf, to_hf
+from trainer.model import GPT, draw, from_hf, to_hf
 
 SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, block_size=40, vocab_size=300)
 
@@ -172,6 +172,19 @@ def test_a_seed_decides_the_initial_weights() -> None:
     assert torch.equal(weights(5), weights(5))
     assert not torch.equal(weights(5), weights(6))
     assert weights(2**63 - 1).isfinite().all()
+
+
+def test_a_parameter_is_drawn_by_seed_and_name_alone() -> None:
+    model = GPT(SMALL)
+    model.initialize(5)
+    weights = dict(model.named_parameters())
+    for name in ("h.1.attn.c_proj.weight", "wte.weight", "h.0.ln_2.weight"):  # whoever else is drawn, in which thread
+        alone = torch.full_like(weights[name], math.nan, requires_grad=False)
+        draw({name: alone}, SMALL, 5)
+        assert torch.equal(alone, weights[name])
+    matrices = [p.detach().flatten()[:1000] for p in weights.values() if p.dim() == 2]
+    alike = torch.corrcoef(torch.stack(matrices)) - torch.eye(len(matrices))
+    assert alike.abs().max() < 6 / math.sqrt(1000)  # of independent ones, it is below 5 sigma all but once in 10,000
 
 
 def test_padding_rows_get_no_probability_and_no_gradient() -> None:
