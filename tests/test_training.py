@@ -31,7 +31,6 @@ from trainer.__main__ import TrainerConfig, claim
 from trainer.checkpoint import Checkpointer, HostCopy, TrainState, checkpoint_seconds, sealed, series, unsealed
 from trainer.config import ModelConfig, RuntimeConfig, UserError
 from trainer.data import TokenData, local_shards, write_shard
-from trainer.engine import PlainEngine
 from trainer.evaluate import validation_loss
 from trainer.loop import SaveClock, train
 from trainer.metrics import EventLog, PhaseClock, mfu, peak_flops
@@ -154,8 +153,9 @@ class Runner:
         )
         try:
             engine, state = train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log)
-            assert isinstance(engine, PlainEngine)
-            return engine.model, state
+            model = GPT(c.model)
+            model.load_state_dict(engine.weights())
+            return model, state
         finally:
             self.events = [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
 

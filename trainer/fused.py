@@ -73,7 +73,7 @@ class FusedStep:
 
     def __init__(self, config: ModelConfig, state: FlatState, recompute: bool, deterministic: bool) -> None:
         self.config, self.state, self.recompute = config, state, recompute
-        self.device = state.device
+        self.device = state.world.device
         self.attention = Attention(config.n_head, config.n_embd, self.device, deterministic)
         self.sums = Sums(config, self.device)
         self.one = torch.ones(1, device=self.device)
