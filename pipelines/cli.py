@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from typer.core import TyperGroup
 
+from pipelines.bench import bench
 from pipelines.cloud.verbs import cloud_app
 from pipelines.options import Changes, Json, RecipeName, StoreUri, default_tracking_uri, home, one_of, store_uri
 
@@ -52,6 +53,7 @@ app = typer.Typer(
 image_app = typer.Typer(help="The container image: build, push, check.", no_args_is_help=True)
 app.add_typer(image_app, name="image")
 app.add_typer(cloud_app)
+app.command()(bench)
 
 
 @app.command()

@@ -1,0 +1,331 @@
+"""Whether two ways to run a step train equally well: fp8 against bf16, and the fused step against plain PyTorch.
+
+    python -m benchmarks.equal_loss FOLDER --size 124M --precisions bf16,fp8,fp8_head
+    python -m benchmarks.equal_loss FOLDER --size 124M --curve
+
+FOLDER holds llm.c's shards, train_*.bin and val_*.bin. Two runs that differ in nothing but rounding part by
+0.02 to 0.04 nats within some hundred steps at a high learning rate: curves alone tell little. So precisions
+branch from one bf16 state after warm-up, each branch with its learning rate going down to 0 (what is left of noise
+then is small), three times with other text (the same for all precisions), and what is compared is the mean
+val loss: a precision is equal if it is within 0.01 of bf16's and within the spread of bf16's own branches.
+
+--curve runs eager and fused bf16 twice each from one seed over the same text. The second run of each adds up a
+step in micro-batches of half the size: nothing but the rounding differs, which is what noise there is where a
+step is repeatable bit for bit. The difference between the two engines is to be no more than that noise.
+
+Everything stays in the device's memory. Results are printed, and written to --json, as they come; --minutes ends
+it between two branches.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipelines.recipe import Recipe, load_recipe
+from trainer.checkpoint import TrainState
+from trainer.config import UserError, sequences_per_step
+from trainer.data import TokenData, local_shards, sequences_of, to_device
+from trainer.engine import Engine, make_engine
+from trainer.parallel import World
+
+RECIPES = {"124M": "gpt2-124m", "1558M": "gpt2-1558m"}
+MICRO_BATCHES = {"124M": 64, "1558M": 16}
+EQUAL_NATS = 0.01
+TOLD_EVERY = 20  # steps
+
+
+@dataclass
+class Bench:
+    """What all branches have in common."""
+
+    recipe: Recipe
+    folder: Path
+    world: World
+    micro_batch_size: int
+    val_tokens: int
+    out: Path | None
+    until: float
+    told: dict[str, Any] = field(default_factory=dict)
+
+    def engine(self, engine: str, precision: str) -> Engine:
+        runtime = self.recipe.runtime.model_copy(update={"engine": engine})
+        train = self.recipe.train.model_copy(update={"precision": precision})
+        return make_engine(self.recipe.model, train, runtime, self.world)
+
+    def text(self, split: str, seed: int) -> TokenData:
+        return TokenData(local_shards(self.folder, split), self.folder.joinpath, self.recipe.model.block_size, seed)
+
+    def keep(self, **found: Any) -> None:
+        """Write down what was found so far, also for whoever is cut off."""
+        self.told |= found
+        if self.out and self.world.rank == 0:
+            self.out.write_text(json.dumps(self.told, indent=1))
+
+    def say(self, line: str) -> None:
+        if self.world.rank == 0:
+            print(line, flush=True)
+
+    @property
+    def time_is_up(self) -> bool:
+        return self.world.sum(time.monotonic() > self.until)[0] > 0
+
+
+def run_steps(
+    bench: Bench,
+    engine: Engine,
+    data: TokenData,
+    rates: list[float],
+    done: int = 0,
+    micro_batch_size: int | None = None,
+    name: str = "",
+) -> list[tuple[float, float]]:
+    """Updates number `done` + 1 and on, one for each learning rate; loss and gradient norm of each. Finite, or an
+    error: a run that has died compares with nothing."""
+    model, train, world = bench.recipe.model, bench.recipe.train, bench.world
+    size, seen = micro_batch_size or bench.micro_batch_size, []
+
+    def mine(step: int) -> range:
+        return sequences_of(step, model, train, world.rank, world.world_size)
+
+    started = time.perf_counter()
+    for step, rate in enumerate(rates):
+        batches = data.micro_batches(mine(step), size, world.device, then=mine(step + 1))
+        found = engine.accumulate(batches, len(mine(step)) // size)
+        loss, norm = found.tolist()
+        loss = world.sum(loss)[0] / world.world_size
+        engine.update(rate, found, done + step + 1)
+        if not (abs(loss) < 100 and abs(norm) < 1e6):
+            raise RuntimeError(f"{name}: step {step + 1}: loss {loss}, gradient norm {norm}")
+        seen.append((loss, norm))
+        if (step + 1) % TOLD_EVERY == 0:
+            speed = (step + 1) * train.batch_tokens / (time.perf_counter() - started)
+            mean = statistics.fmean(loss for loss, _ in seen[-TOLD_EVERY:])
+            bench.say(f"  {name} step {step + 1}/{len(rates)}: loss {mean:.4f}, {speed:,.0f} tokens/s")
+    return seen
+
+
+def val_loss(bench: Bench, engine: Engine) -> float:
+    """Mean loss of the first val windows, as the engine computes it."""
+    data, size = bench.text("val", 0), bench.micro_batch_size
+    places = [(s, w) for s, shard in enumerate(data.shards) for w in range(shard.windows(data.block_size))]
+    places = places[: max(size, bench.val_tokens // data.block_size)]
+    losses: list[tuple[Tensor, int]] = []
+    for start in range(0, len(places), size):
+        batch = np.stack([data.window(*place) for place in places[start : start + size]])
+        losses.append((engine.loss(*to_device(batch, bench.world.device)).detach().double(), len(batch)))
+    return sum(float(loss) * n for loss, n in losses) / len(places)
+
+
+def release() -> None:
+    """Give back what nobody refers to any more: the next engine needs the room."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- precisions
+
+
+def precisions(bench: Bench, names: list[str], warmup_steps: int, steps: int, repeats: int) -> bool:
+    """Branch every precision from one state; whether all of them are equal to bf16."""
+    peak = bench.recipe.train.learning_rate
+    snapshot = warmed_up(bench, [peak * (i + 1) / warmup_steps for i in range(warmup_steps)])
+    release()
+    down = [peak * (steps - i) / steps for i in range(steps)]
+    found: dict[str, list[float]] = {name: [] for name in names}
+    curves: dict[str, list[list[float]]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        data_seed = 1000 + repeat
+        for name in names:
+            if bench.time_is_up:
+                bench.say("time is up: what follows is of fewer branches than asked for")
+                return verdict(bench, found)
+            engine = branched(bench, name, snapshot, warmup_steps)
+            seen = run_steps(bench, engine, bench.text("train", data_seed), down, warmup_steps, name=f"{name} {repeat}")
+            found[name].append(val_loss(bench, engine))
+            curves[name].append([loss for loss, _ in seen])
+            bench.say(f"{name} {repeat}: val loss {found[name][-1]:.4f}")
+            bench.keep(val=found, train=curves)
+            del engine
+            release()
+    return verdict(bench, found)
+
+
+def warmed_up(bench: Bench, rates: list[float]) -> dict[str, Tensor]:
+    """Weights and moments after a warm-up in bf16."""
+    engine = bench.engine("auto", "bf16")
+    bench.say(f"warm-up: {engine.why}")
+    engine.initialize(bench.recipe.train.seed)
+    run_steps(bench, engine, bench.text("train", bench.recipe.train.seed), rates, name="warm-up")
+    loss = val_loss(bench, engine)
+    bench.say(f"after warm-up: val loss {loss:.4f}")
+    bench.keep(warm_val=loss, engine=engine.why)
+    return {name: piece.live.detach().clone() for name, piece in engine.pieces().items()}
+
+
+def branched(bench: Bench, precision: str, snapshot: dict[str, Tensor], steps: int) -> Engine:
+    """An engine in the given precision that stands where the snapshot was taken."""
+    engine = bench.engine("auto", precision)
+    pieces = engine.pieces()
+    assert pieces.keys() == snapshot.keys()
+    with torch.no_grad():
+        for name, piece in pieces.items():
+            piece.live.copy_(snapshot[name])
+    engine.loaded(TrainState(step=steps, optimizer_steps=steps))
+    return engine
+
+
+def verdict(bench: Bench, found: dict[str, list[float]]) -> bool:
+    """Print the table; whether every precision is equal to bf16 over the repeats that all have done."""
+    base = found["bf16"]
+    if not base:
+        return False
+    spread, all_equal, table = max(base) - min(base), True, {}
+    bench.say("precision   val loss of each branch            mean     - bf16   paired, each")
+    for name, losses in found.items():
+        if not losses:
+            all_equal = False
+            continue
+        paired = [a - b for a, b in zip(losses, base, strict=False)]
+        difference = statistics.fmean(losses) - statistics.fmean(base)
+        equal = abs(difference) <= min(EQUAL_NATS, spread)
+        all_equal &= equal or name == "bf16"
+        table[name] = {"mean": statistics.fmean(losses), "difference": difference, "paired": paired, "equal": equal}
+        each, pairs = (
+            " ".join(f"{value:{form}}" for value in row) for row, form in ((losses, ".4f"), (paired, "+.4f"))
+        )
+        word = "" if name == "bf16" else "equal" if equal else "NOT equal"
+        bench.say(f"{name:10}  {each:33}  {table[name]['mean']:.4f}  {difference:+.4f}  {pairs}  {word}")
+    bench.say(f"equal: within {EQUAL_NATS} nats and within bf16's own spread, {spread:.4f}")
+    bench.keep(verdict=table, spread=spread)
+    return all_equal
+
+
+# --- engines
+
+
+def curve(bench: Bench, warmup_steps: int, steps: int) -> bool:
+    """Eager and fused bf16 over the same text from one seed, twice each; whether they part no more than by noise."""
+    peak = bench.recipe.train.learning_rate
+    rates = [peak * min(1.0, (i + 1) / warmup_steps) for i in range(steps)]
+    if bench.micro_batch_size % 2:
+        raise UserError(f"--micro-batch {bench.micro_batch_size}: can't be halved; use an even one")
+    runs: dict[str, list[tuple[float, float]]] = {}
+    for turn, size in enumerate((bench.micro_batch_size, bench.micro_batch_size // 2), 1):
+        for name in ("fused", "eager"):
+            if bench.time_is_up:
+                bench.say("time is up")
+                return False
+            engine = bench.engine(name, "bf16")
+            engine.initialize(bench.recipe.train.seed)
+            data = bench.text("train", bench.recipe.train.seed)
+            runs[f"{name} {turn}"] = run_steps(bench, engine, data, rates, 0, size, f"{name} {turn}")
+            loss = val_loss(bench, engine)
+            bench.say(f"{name} {turn}: {engine.why}: val loss {loss:.4f}")
+            bench.keep(**{f"{name} {turn}": {"train": runs[f"{name} {turn}"], "val": loss}})
+            del engine
+            release()
+    return parted(bench, runs)
+
+
+def parted(bench: Bench, runs: dict[str, list[tuple[float, float]]]) -> bool:
+    """How far runs part, over all steps and over parts of them: the same engine's, and the two engines'."""
+    within = [("eager 1", "eager 2"), ("fused 1", "fused 2")]
+    across = [(f"eager {i}", f"fused {j}") for i in (1, 2) for j in (1, 2)]
+    steps = len(runs["eager 1"])
+    thirds = {"all steps": (0, steps), "first tenth": (0, max(1, steps // 10)), "last third": (steps * 2 // 3, steps)}
+    table: dict[str, dict[str, float]] = {}
+    bench.say("mean |difference| of train loss   eager twice  fused twice  eager, fused   mean of fused - eager")
+    for part, (a, b) in thirds.items():
+        apart = {pair: mean_of(lambda x, y: abs(x - y), runs, pair, a, b) for pair in within + across}
+        signed = statistics.fmean(mean_of(lambda x, y: y - x, runs, pair, a, b) for pair in across)
+        row = {
+            "eager": apart[within[0]],
+            "fused": apart[within[1]],
+            "across": statistics.fmean(apart[pair] for pair in across),
+            "signed": signed,
+        }
+        table[part] = row
+        bench.say(f"{part:33} {row['eager']:11.5f}  {row['fused']:11.5f}  {row['across']:12.5f}   {signed:+.5f}")
+    whole = table["all steps"]
+    noise = max(whole["eager"], whole["fused"])
+    equal = whole["across"] <= 1.25 * noise  # a mean over some hundred steps of one pair is itself uncertain
+    bench.say(f"{'within' if equal else 'MORE than'} noise: {whole['across']:.5f} against {noise:.5f}")
+    bench.keep(parted=table, equal=equal)
+    return equal
+
+
+def mean_of(
+    of: Callable[[float, float], float],
+    runs: dict[str, list[tuple[float, float]]],
+    pair: tuple[str, str],
+    start: int,
+    end: int,
+) -> float:
+    first, second = (runs[name][start:end] for name in pair)
+    return statistics.fmean(of(x, y) for (x, _), (y, _) in zip(first, second, strict=True))
+
+
+def asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="llm.c's shards, train_*.bin and val_*.bin")
+    parser.add_argument("--size", default="124M", help="124M, 1558M, or a recipe")
+    parser.add_argument("--batch-tokens", type=int, default=65_536)
+    parser.add_argument("--micro-batch", type=int, help="sequences at once [64 at 124M, 16 at 1558M]")
+    parser.add_argument("--steps", type=int, help="of a branch [200], of a curve [300]")
+    parser.add_argument("--warmup-steps", type=int, default=100)
+    parser.add_argument("--learning-rate", type=float, help="at its peak [the recipe's]")
+    parser.add_argument("--precisions", default="bf16,fp8", help="the first one is bf16")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--val-tokens", type=int, default=1_048_576)
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no branch after so many")
+    parser.add_argument("--curve", action="store_true", help="eager against fused, instead of precisions")
+    parser.add_argument("--json", type=Path, help="where to write all of it, as it comes")
+    return parser.parse_args()
+
+
+def prepared(options: argparse.Namespace) -> Bench:
+    name = RECIPES.get(options.size, options.size)
+    micro = options.micro_batch or MICRO_BATCHES.get(options.size, 8)
+    changes = [f"train.batch_tokens={options.batch_tokens}", f"runtime.micro_batch_size={micro}"]
+    changes += [f"train.learning_rate={options.learning_rate}"] if options.learning_rate else []
+    recipe = load_recipe(name, changes)
+    world = World.start(recipe.runtime)
+    if sequences_per_step(recipe.model, recipe.train) % (micro * world.world_size):
+        raise UserError(f"--batch-tokens {options.batch_tokens}: no multiple of {micro} sequences a process")
+    until = time.monotonic() + 60 * options.minutes
+    return Bench(recipe, options.folder, world, micro, options.val_tokens, options.json, until)
+
+
+def main() -> int:
+    options = asked()
+    try:
+        bench = prepared(options)
+        bench.keep(options={k: str(v) for k, v in vars(options).items()}, torch=torch.__version__)
+        if options.curve:
+            equal = curve(bench, options.warmup_steps, options.steps or 300)
+        else:
+            names = options.precisions.split(",")
+            if names[0] != "bf16":
+                raise UserError(f"--precisions {options.precisions}: everything is compared with bf16; put it first")
+            equal = precisions(bench, names, options.warmup_steps, options.steps or 200, options.repeats)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    bench.world.close()
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What a GPU tells of itself: its clock and power while it works, and the time it spends in each kind of kernel."""
+
+import ctypes
+import math
+import re
+import statistics
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+SENSOR_SECONDS = 0.1
+
+# A kernel belongs to the first class whose pattern its name holds. Names: ours (trainer/kernels.py), cuBLAS's
+# (nvjet, xmma, cutlass), cuDNN's, torch's own and those that torch.compile makes up of the operations in them.
+KERNEL_CLASSES = {
+    "communication": r"nccl",
+    "attention": r"flash|fmha|sdpa|attention|mha_",
+    "gemm": r"gemm|nvjet|xmma|cutlass|cublas|splitk|gemv|wgmma|_mm_|_bmm_",
+    "optimizer": r"adam|multi_tensor|normtwo|norm_two|vector_norm|lpnorm",
+    "cross-entropy": r"cross_entropy|softmax|nll_loss",
+    "norm": r"norm|rowwisemoments|gammabeta",
+    "gelu": r"gelu",
+    "embedding": r"embedding|indexselect|index_select|gather|scatter|indexing_backward",
+    "casts and copies": r"memcpy|memset|copy|cast|transpose|fill|pack|column_sums",
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of several values: the middle one, the half around it, the least and the most."""
+
+    median: float
+    low_quartile: float
+    high_quartile: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        several = sorted(values)
+        low, middle, high = statistics.quantiles(several, n=4, method="inclusive") if several[1:] else several * 3
+        return cls(middle, low, high, several[0], several[-1])
+
+
+def kernel_seconds(work: Callable[[], None], trace: Path | None) -> dict[str, float]:
+    """Seconds in each kernel while some work is done, by name; `trace`: where to write it as a Chrome trace."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if trace else [])
+    with profile(activities=activities) as profiler:
+        work()
+        torch.cuda.synchronize()
+    if trace:
+        profiler.export_chrome_trace(str(trace))
+    return {
+        event.key: event.self_device_time_total / 1e6
+        for event in profiler.key_averages()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    }
+
+
+def class_of(kernel: str) -> str:
+    """The kind of work that a kernel does, by its name."""
+    lower = kernel.lower()
+    return next((name for name, pattern in KERNEL_CLASSES.items() if re.search(pattern, lower)), "other")
+
+
+def shares(kernels: dict[str, float]) -> dict[str, float]:
+    """The share of each class of kernels of their time together, the largest first."""
+    whole, parts = math.fsum(kernels.values()), dict.fromkeys([*KERNEL_CLASSES, "other"], 0.0)
+    for name, seconds in kernels.items():
+        parts[class_of(name)] += seconds / whole
+    return dict(sorted(((name, part) for name, part in parts.items() if part), key=lambda item: -item[1]))
+
+
+def others(kernels: dict[str, float], most: int = 5) -> list[str]:
+    known = sorted((name for name in kernels if class_of(name) == "other"), key=lambda name: -kernels[name])
+    return [name[:100] for name in known[:most]]
+
+
+class Sensors:
+    """Samples a GPU's clock and power in a thread, by the driver's NVML; without it, or on a CPU, nothing."""
+
+    def __init__(self, device: "torch.device") -> None:
+        self.samples: dict[str, list[float]] = {"sm_mhz": [], "watts": []}
+        self._over = threading.Event()
+        self._read = nvml_reader(device) if device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "Sensors":
+        if self._read:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._read:
+            self._thread.join()
+
+    def spread(self, name: str) -> Spread | None:
+        return Spread.of(self.samples[name]) if self.samples[name] else None
+
+    def _sample(self) -> None:
+        assert self._read
+        while not self._over.wait(SENSOR_SECONDS):
+            for name, value in self._read().items():
+                self.samples[name].append(value)
+
+
+def nvml_reader(device: "torch.device") -> Callable[[], dict[str, float]] | None:
+    """Reads SM clock and power of a GPU; None where the driver's library is not there or does not know it.
+
+    Source: NVML API reference, nvmlDeviceGetClockInfo (1 = SM, MHz) and nvmlDeviceGetPowerUsage (mW).
+    """
+    import torch
+
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle = ctypes.c_void_p()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
+        return None
+
+    def read() -> dict[str, float]:
+        mhz, milliwatts, found = ctypes.c_uint(), ctypes.c_uint(), {}
+        if not nvml.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz)):
+            found["sm_mhz"] = float(mhz.value)
+        if not nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts)):
+            found["watts"] = milliwatts.value / 1e3
+        return found
+
+    return read
