@@ -286,23 +286,19 @@ class Steps:
 
     def step(self) -> float:
         """Make a step; its loss. Diverged if that is not finite."""
-        import torch
-
+        from trainer.engine import Reading
         from trainer.health import Diverged
 
         mine = self.mine(self.done)
         batches = self.data.micro_batches(mine, self.micro_batch_size, self.world.device, then=self.mine(self.done + 1))
         found = self.engine.accumulate(batches, len(mine) // self.micro_batch_size)
         rate, number = self.recipe.train.learning_rate, self.done + 1
+        reading = Reading(found)
         if self.engine.guarded:
-            seen = found.to("cpu", non_blocking=True)  # on its way before the update is
-            arrived = torch.cuda.current_stream().record_event() if found.is_cuda else None
             self.engine.update(rate, found, number)
-            if arrived:
-                arrived.synchronize()
-            self.loss = float(seen[0])
+            self.loss = reading.values()[0]
         else:
-            self.loss = float(found[0])
+            self.loss = reading.values()[0]
             self.engine.update(rate, found, number)
         self.done += 1
         if not math.isfinite(self.loss):

@@ -173,7 +173,7 @@ def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
     said.insert(3, {"event": "rollback", "step": 3, "to": 1, "reason": "it rose"})
     said.append({"event": "checkpoint", "step": 4, "seconds": 0.1, "bytes": 7})
     start = {"event": "start", "step": 0, "parameters": 7, "world_size": 1, "device": "cpu", "precision": "fp32"}
-    monkeypatch.setattr(train, "events", lambda *_: iter([start | {"grad_accum_steps": 1}, *said]))
+    monkeypatch.setattr(train, "events", lambda *_: iter([start | {"micro_batch_size": 1, "engine": "eager"}, *said]))
     monkeypatch.setattr(train, "track_committed", lambda _: {})
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()

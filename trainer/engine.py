@@ -72,6 +72,19 @@ class Engine(Protocol):
         ...
 
 
+class Reading:
+    """Numbers on their way from the device to the host: what is asked of the device afterwards, they don't wait for."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+
+    def values(self) -> list[float]:
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._numbers.tolist()
+
+
 class PlainEngine:
     """The module of `trainer/model.py` with autocast, torch's fused AdamW and one all-reduce, compiled or not."""
 

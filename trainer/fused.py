@@ -160,7 +160,12 @@ class FusedStep:
             logits = gemm.linear(y[part], wte)
             backward = scale is not None
             kernels.cross_entropy(
-                logits, targets[part], self.config.vocab_size, self.one if scale is None else scale, losses[part], backward
+                logits,
+                targets[part],
+                self.config.vocab_size,
+                self.one if scale is None else scale,
+                losses[part],
+                backward,
             )
             if backward:
                 gemm.input_grad(logits, wte, out=dy[part])

@@ -22,8 +22,9 @@ from trainer.config import (
     sequences_per_step,
 )
 from trainer.data import TokenData, sequences_of
-from trainer.engine import Batches, Engine, make_engine
+from trainer.engine import Batches, Engine, Reading, make_engine
 from trainer.evaluate import validation_loss
+from trainer.fit import fit_micro_batch
 from trainer.health import Diverged, Health, Watchdog, diagnosis, is_landmark
 from trainer.metrics import EventLog, mfu, peak_flops
 from trainer.optim import learning_rate_at
@@ -46,9 +47,7 @@ def train(
 
     Raises Diverged when the run is ill and nothing helped (the commits before that stay).
     """
-    accumulate = grad_accum_steps(model_config, config, runtime, world.world_size)
-    per_step = sequences_per_step(model_config, config)
-    at_once = per_step // (accumulate * world.world_size)
+    grad_accum_steps(model_config, config, runtime, world.world_size)  # UserError if it doesn't come out even
 
     def mine_of(step: int) -> range:
         return sequences_of(step, model_config, config, world.rank, world.world_size)
@@ -59,8 +58,10 @@ def train(
         if state is None:
             engine.initialize(config.seed)
             state = TrainState()
+        at_once = state.micro_batch_size = micro_batch_size(engine, model_config, config, runtime, state, world)
+        state.world_size = world.world_size
         checkpointer.prepare(engine.pieces())
-        announce(engine, model_config, state, accumulate, world, log)
+        announce(engine, model_config, state, world, log)
         due = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
@@ -150,10 +151,11 @@ def step(
     found = engine.accumulate(batches, accumulate)
     checkpointer.before_update()
     number = state.optimizer_steps + 1
+    reading = Reading(found)
     ahead = engine.guarded and config.skip_loss_zscore is None and config.skip_grad_norm_zscore is None
     if ahead:
         engine.update(learning_rate, found, number)
-    loss, grad_norm = found.tolist()
+    loss, grad_norm = reading.values()
     flags = wishes.agree(loss, grad_norm)
     health, illness = state.health.after(
         state.step + 1, flags.loss, flags.grad_norm, config, overflow_allowed=engine.overflow_allowed
@@ -161,6 +163,19 @@ def step(
     if ahead:
         return flags, health, illness, illness is None
     return flags, health, illness, engine.update(learning_rate, found, number, apply=illness is None)
+
+
+def micro_batch_size(
+    engine: Engine, model: ModelConfig, config: TrainConfig, runtime: RuntimeConfig, state: TrainState, world: World
+) -> int:
+    """Sequences a rank pushes through at once: as asked, as before on as many ranks (or gradients would be added up in
+    another order), or the most that fit."""
+    if runtime.micro_batch_size != "auto":
+        return runtime.micro_batch_size
+    if state.micro_batch_size and state.world_size == world.world_size:
+        return state.micro_batch_size
+    share = sequences_per_step(model, config) // world.world_size
+    return fit_micro_batch(engine.accumulate, model, share, world).micro_batch_size
 
 
 def resume(engine: Engine, checkpointer: Checkpointer, log: EventLog, before: int | None = None) -> TrainState | None:
@@ -219,9 +234,7 @@ def val_is_due(state: TrainState, config: TrainConfig) -> bool:
     return state.step % config.val_every == 0 or state.step == config.max_steps
 
 
-def announce(
-    engine: Engine, model: ModelConfig, state: TrainState, accumulate: int, world: World, log: EventLog
-) -> None:
+def announce(engine: Engine, model: ModelConfig, state: TrainState, world: World, log: EventLog) -> None:
     log.event(
         "start",
         step=state.step,
@@ -230,7 +243,7 @@ def announce(
         engine=engine.why,
         precision=engine.precision,
         parameters=model.parameters,
-        grad_accum_steps=accumulate,
+        micro_batch_size=state.micro_batch_size,
     )
 
 

@@ -302,7 +302,7 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         resumed = f", resumed from step {event['step']:,}" if event["step"] else ""
         work.screen.note(
             f"  {event['parameters']:,} parameters, {event['world_size']} x {event['device']}, "
-            f"{event['precision']}, {event['grad_accum_steps']} micro-batch(es) a step{resumed}"
+            f"{event['precision']}, micro-batches of {event['micro_batch_size']}; {event['engine']}{resumed}"
         )
         work.tracker.tags("train", hardware)
     elif event["event"] == "damaged":
