@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import test_training as training
 import torch
-from test_training import Runner, data, runner, weights  # noqa: F401 (fixtures)
+from test_training import Runner, weights
 from torch import Tensor
 
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
@@ -18,6 +19,7 @@ from trainer.model import GPT
 from trainer.parallel import World
 
 fused = pytest.importorskip("trainer.fused", reason="needs triton")
+data, runner = training.data, training.runner  # fixtures
 ALONE = World(0, 0, 1, torch.device("cpu"))
 TRAIN = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=1e-3, weight_decay=0.1)
 SHORT: dict[str, Any] = {"max_steps": 6, "val_every": 3, "val_tokens": 64, "batch_tokens": 64}
