@@ -43,9 +43,9 @@ class Attention:
         elif self.kernel == "flash":
             output, *rest = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)
         else:
-            inputs = [t.detach().float().requires_grad_() for t in (q, k, v)]
+            q, k, v = inputs = [t.detach().float().requires_grad_() for t in (q, k, v)]
             with torch.enable_grad():
-                exact = F.scaled_dot_product_attention(*inputs, is_causal=True)
+                exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             output, rest = exact.detach().to(qkv.dtype), [exact, inputs]
         return self._rows(output), Saved(output, tuple(rest))
 

@@ -176,7 +176,7 @@ class FusedEngine:
         from trainer.fused import FusedStep
 
         self.world, self.why = world, why
-        self.precision = "bf16" if train.precision == "auto" else train.precision
+        self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
         self.step = FusedStep(config, self.state, runtime.recompute, runtime.deterministic)
 

@@ -137,6 +137,7 @@ class FusedStep:
         attended, attention = self.attention.forward(qkv, B)
         x_mid = gemm.linear(attended, w["attn.c_proj.weight"], w["attn.c_proj.bias"], residual=x)
         norm2 = self._norm(2 * i + 1, x_mid)
+        assert norm2.y is not None
         pre, act = gemm.linear_gelu(norm2.y, w["mlp.c_fc.weight"], w["mlp.c_fc.bias"])
         out = gemm.linear(act, w["mlp.c_proj.weight"], w["mlp.c_proj.bias"], residual=x_mid)
         if i + 1 < self.last:
