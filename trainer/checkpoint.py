@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError
@@ -186,6 +185,8 @@ def fill(pieces: dict[str, Piece], files: Iterable[Path]) -> None:
 
     UserError if these are the files of another model, or not all of them.
     """
+    from safetensors import safe_open
+
     missing = {name: piece.live.numel() for name, piece in pieces.items()}
     for path in files:
         with safe_open(path, framework="pt") as file:

@@ -114,10 +114,9 @@ class FlatState:
         self.shard = world.rank if self.shards > 1 else 0
         size, device = self.layout.size, world.device
         self._weights = torch.zeros(size, dtype=torch.bfloat16, device=device)
-        self._gradients = torch.zeros(size, device=device)
-        # What is reduced in place. Zeros, or what lies between parameters would be part of the norm.
+        self._gradients = torch.zeros(size, device=device)  # what lies between parameters counts for the norm, too
         bf16 = runtime.reduce_dtype == "bf16" and world.world_size > 1
-        self._reduced = torch.zeros_like(self._weights) if bf16 else self._gradients
+        self._reduced = torch.empty_like(self._weights) if bf16 else self._gradients
         self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros(size // self.shards, device=device) for _ in range(3))
         self.weights = self._views(self._weights)
         self.gradients = self._views(self._gradients)
