@@ -25,14 +25,28 @@ from trainer.config import ModelConfig
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
+class Linear(nn.Linear):
+    """nn.Linear that draws no weights of its own: GPT.initialize does, or they are loaded."""
+
+    def reset_parameters(self) -> None:
+        pass  # for 1558M, as long as `draw` on one core
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding, likewise."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention, (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
@@ -46,8 +60,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -69,14 +83,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model: token ids (B, T) in, logits (B, T, padded_vocab_size) or a mean loss out."""
+    """The language model: token ids (B, T) in, logits (B, T, padded_vocab_size) or a mean loss out.
+
+    Its matrices are not initialized before `initialize` or `load_state_dict`.
+    """
 
     def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
         super().__init__()
         self.config = config
         self.recompute = recompute
-        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wte = Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
 
