@@ -251,19 +251,24 @@ def parted(bench: Bench, runs: dict[str, list[tuple[float, float]]]) -> bool:
     bench.say("mean |difference| of train loss   eager twice  fused twice  eager, fused   mean of fused - eager")
     for part, (a, b) in thirds.items():
         apart = {pair: mean_of(lambda x, y: abs(x - y), runs, pair, a, b) for pair in within + across}
-        signed = statistics.fmean(mean_of(lambda x, y: y - x, runs, pair, a, b) for pair in across)
+        signed = {pair: mean_of(lambda x, y: y - x, runs, pair, a, b) for pair in within + across}
         row = {
             "eager": apart[within[0]],
             "fused": apart[within[1]],
             "across": statistics.fmean(apart[pair] for pair in across),
-            "signed": signed,
+            "signed": statistics.fmean(signed[pair] for pair in across),
+            "signed_within": max(abs(signed[pair]) for pair in within),
         }
         table[part] = row
-        bench.say(f"{part:33} {row['eager']:11.5f}  {row['fused']:11.5f}  {row['across']:12.5f}   {signed:+.5f}")
+        bench.say(f"{part:33} {row['eager']:11.5f}  {row['fused']:11.5f}  {row['across']:12.5f}   {row['signed']:+.5f}")
     end = table["last third"]
-    noise = max(end["eager"], end["fused"])
+    noise, bias = max(end["eager"], end["fused"]), max(EQUAL_NATS, end["signed_within"])
     equal = end["across"] <= 1.25 * noise  # a mean over a hundred steps of one pair is itself uncertain
-    bench.say(f"{'within' if equal else 'MORE than'} noise in the last third: {end['across']:.5f}, {noise:.5f}")
+    equal &= abs(end["signed"]) <= bias
+    bench.say(
+        f"{'within' if equal else 'MORE than'} noise in the last third: {end['across']:.5f}, noise {noise:.5f}; "
+        f"on average {end['signed']:+.5f}, up to {bias:.5f} is noise"
+    )
     bench.keep(parted=table, equal=equal)
     return equal
 
