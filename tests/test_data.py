@@ -271,6 +271,25 @@ def test_a_micro_batch_that_could_not_be_made_is_reported_where_it_is_needed() -
         next(step)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_fed_the_same_tokens_while_it_is_busy(tmp_path: Path) -> None:
+    gpu = torch.device("cuda", 0)
+    ids = np.random.RandomState(0).randint(0, 2**16, 40_000).astype(np.uint16)  # the upper half is negative as int16
+    write_shard(tmp_path / "train_000000.bin", ids)
+    data = TokenData(local_shards(tmp_path, "train"), tmp_path.joinpath, 33, seed=5)
+    work, fed = torch.randn(2048, 2048, device=gpu), []
+    for step in range(20):
+        mine, then = range(24 * step, 24 * step + 24), range(24 * step + 24, 24 * step + 48)
+        for tokens, targets in data.micro_batches(mine, 8, gpu, then):
+            for _ in range(20):  # the memory of a micro-batch may not be reused before this is through
+                work = work @ work / work.norm()
+            fed.append((tokens.clone(), targets.clone()))
+    expected = data.micro_batches(range(480), 8, CPU)
+    for (tokens, targets), (right_tokens, right_targets) in zip(fed, expected, strict=True):
+        assert tokens.dtype == torch.int64 and tokens.is_contiguous() and targets.is_contiguous()
+        assert torch.equal(tokens.cpu(), right_tokens) and torch.equal(targets.cpu(), right_targets)
+
+
 def test_training_starts_when_only_the_first_shard_is_local(tmp_path: Path) -> None:
     sizes = [41, 41, 41]
     numbered_data(tmp_path, sizes, block_size=4)

@@ -17,10 +17,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import Plan, fetch, read_manifest
 from pipelines.artifacts.store import open_store
+from pipelines.kernel_cache import KernelCache
 from pipelines.nodes import Part, Place, interface_to, rendezvous
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
@@ -29,7 +30,10 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError, grad_accum
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
-from trainer.store import FULL, StoreUnavailable
+from trainer.store import FULL, Store, StoreUnavailable
+
+if TYPE_CHECKING:
+    from trainer.parallel import World
 
 FULL_BYTES = 1 << 16  # less than any file that matters, more than a line of last words
 DOOMED_SECONDS = 10.0  # for ranks to fail by themselves, and say with what, once another node's have
@@ -386,6 +390,7 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
     world = World.start(recipe.runtime)
     clock = PhaseClock(started=spec["started"])
     log = EventLog(folder / "events.jsonl" if world.rank == 0 else None, clock, spec["reached"])
+    bring_kernels(store, Path(spec["cache"]), world, clock)
     checkpointer = Checkpointer(
         store,
         prefix,
@@ -419,6 +424,16 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
             save_file(weights, folder / "model.safetensors")
     world.close()
     return 0
+
+
+def bring_kernels(store: Store, cache: Path, world: "World", clock: PhaseClock) -> None:
+    """Have every node begin with the kernels that an earlier one has compiled, and keep ours for the next."""
+    if kernels := KernelCache.here(store, cache, world.device):
+        if world.local_rank == 0:
+            kernels.fetch()
+        world.gather(None)  # all have them
+        if world.rank == 0:
+            kernels.keep_after_the_first_step(lambda: clock.current)
 
 
 if __name__ == "__main__":
