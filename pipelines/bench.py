@@ -291,8 +291,8 @@ class Steps:
 
         mine = self.mine(self.done)
         batches = self.data.micro_batches(mine, self.micro_batch_size, self.world.device, then=self.mine(self.done + 1))
-        found = self.engine.accumulate(batches, len(mine) // self.micro_batch_size)
         rate, number = self.recipe.train.learning_rate, self.done + 1
+        found = self.engine.accumulate(batches, len(mine) // self.micro_batch_size, number)
         reading = Reading(found)
         if self.engine.guarded:
             self.engine.update(rate, found, number)

@@ -85,7 +85,8 @@ def test_loss_and_every_gradient_are_as_near_to_float64_as_autocasts(
     for gradient in state.gradients.values():
         gradient.fill_(torch.nan)  # nothing of what was there before may stay
     scale = 1 / (count * sequences * config.block_size)
-    losses = [float(step.backward(*batch, scale, i == 0, i == count - 1)) for i, batch in enumerate(batches)]
+    step.begin(1)
+    losses = [float(step.backward(*batch, scale, last=i == count - 1)) for i, batch in enumerate(batches)]
     exact_model, plain_model = GPT(config).double(), GPT(config)
     for other in (exact_model, plain_model):
         other.load_state_dict(weights)
@@ -112,7 +113,7 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0) -> lis
     noise, losses = torch.Generator().manual_seed(seed), []
     for number in range(1, count + 1):
         tokens = torch.randint(0, 140, (2, 2, 17), generator=noise)
-        found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2)
+        found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2, number)
         assert engine.update(1e-2, found, number)
         losses.append(float(found[0]))
     return losses
@@ -129,7 +130,7 @@ def test_what_is_not_finite_changes_nothing() -> None:
     before = {name: w.clone() for name, w in one.weights().items()}
     one.state.weights["h.0.ln_1.bias"][0] = torch.nan
     tokens = torch.randint(0, 140, (2, 17))
-    found = one.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1)
+    found = one.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 1)
     one.update(1e-2, found, 1)
     assert not torch.isfinite(found).all()
     assert all(torch.equal(before[name], w) for name, w in one.weights().items())

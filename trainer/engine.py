@@ -39,9 +39,12 @@ class Engine(Protocol):
 
     def initialize(self, seed: int) -> None: ...
 
-    def accumulate(self, batches: Batches, count: int) -> Tensor:
+    def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
         """Gradients of the mean loss over `count` micro-batches (B, T) a rank; [loss, norm of the mean gradient] (2,)
-        in float32 on the device. The norm is of all ranks' gradient, before clipping; the loss may be this rank's."""
+        in float32 on the device. The norm is of all ranks' gradient, before clipping; the loss may be this rank's.
+
+        `number` is that of the update that is to follow; 0: none will.
+        """
         ...
 
     def update(self, learning_rate: float, found: Tensor, number: int, apply: bool = True) -> bool:
@@ -64,6 +67,10 @@ class Engine(Protocol):
 
     def weights(self) -> dict[str, Tensor]:
         """All weights in float32 under the model's names. Every rank has to ask."""
+        ...
+
+    def measures(self) -> dict[str, float]:
+        """What else there is to log of the last step."""
         ...
 
     @property
@@ -107,7 +114,7 @@ class PlainEngine:
     def initialize(self, seed: int) -> None:
         self.model.initialize(seed)
 
-    def accumulate(self, batches: Batches, count: int) -> Tensor:
+    def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
         loss = self.backward(batches, count)
         self.world.mean_(self.gradients.flat)
         self.scaler.unscale_(self.optimizer)
@@ -157,6 +164,9 @@ class PlainEngine:
     def weights(self) -> dict[str, Tensor]:
         return self.model.state_dict()
 
+    def measures(self) -> dict[str, float]:
+        return {}
+
     @property
     def overflow_allowed(self) -> bool:
         return self.scaler.is_enabled() and self.scaler.get_scale() > 1
@@ -178,16 +188,23 @@ class FusedEngine:
         self.world, self.why = world, why
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
-        self.step = FusedStep(config, self.state, runtime.recompute, runtime.deterministic)
+        if self.precision.startswith("fp8"):
+            from trainer.fp8 import Fp8Step
+
+            head = self.precision == "fp8_head"
+            self.step: FusedStep = Fp8Step(config, self.state, runtime.deterministic, head, train.warmup_steps)
+        else:
+            self.step = FusedStep(config, self.state, runtime.recompute, runtime.deterministic)
 
     def initialize(self, seed: int) -> None:
         self.state.initialize(seed)
 
-    def accumulate(self, batches: Batches, count: int) -> Tensor:
+    def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
         total = torch.zeros((), device=self.world.device)
+        self.step.begin(number)
         for i, (tokens, targets) in enumerate(batches):
             moment("mid-step")
-            total += self.step.backward(tokens, targets, 1 / (count * tokens.numel()), i == 0, i == count - 1)
+            total += self.step.backward(tokens, targets, 1 / (count * tokens.numel()), last=i == count - 1)
         return self.state.finish(total)
 
     def update(self, learning_rate: float, found: Tensor, number: int, apply: bool = True) -> bool:
@@ -199,16 +216,20 @@ class FusedEngine:
         return self.step.loss(tokens, targets)
 
     def pieces(self) -> dict[str, Piece]:
-        return self.state.pieces()
+        return self.state.pieces() | self.step.pieces()
 
     def loaded(self, state: TrainState) -> None:
         self.state.loaded()
+        self.step.loaded()
 
     def saving(self, state: TrainState) -> None:
         """Nothing but the pieces."""
 
     def weights(self) -> dict[str, Tensor]:
         return self.state.full_weights()
+
+    def measures(self) -> dict[str, float]:
+        return self.step.measures()
 
 
 def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:

@@ -16,6 +16,7 @@ norms' and the GELU's outputs (6·C) and makes them again. llm.c's train_gpt2.cu
 far this goes; the parameters' names, their shapes and the mathematics are those of `trainer/model.py`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from trainer import gemm, kernels
 from trainer.attention import Attention, Saved
+from trainer.checkpoint import Piece
 from trainer.config import ModelConfig
 from trainer.flat import FlatState
 
@@ -81,15 +83,19 @@ class FusedStep:
         self.weights = [{n.removeprefix(b): w for n, w in state.weights.items() if n.startswith(b)} for b in blocks]
         self.gradients = [{n.removeprefix(b): g for n, g in state.gradients.items() if n.startswith(b)} for b in blocks]
         self.last = len(blocks)  # the bucket of what is in no block
+        self.first = True
 
-    def backward(self, tokens: Tensor, targets: Tensor, scale: float, first: bool, last: bool) -> Tensor:
+    def begin(self, number: int) -> None:
+        """What follows are the micro-batches of update `number` (from 1; 0: a rehearsal, whose gradients are not used)."""
+        self.first = True
+        self.sums.zero_()
+        self.state.gradients["wpe.weight"].zero_()
+
+    def backward(self, tokens: Tensor, targets: Tensor, scale: float, last: bool) -> Tensor:
         """Add the gradients of `scale` · (sum of the losses) of one micro-batch, (B, T) tokens; that number.
 
-        `first` of a step overwrites what is there, `last` hands each bucket on as soon as it is complete.
+        The first one of a step overwrites what is there, the `last` hands each bucket on as soon as it is complete.
         """
-        if first:
-            self.sums.zero_()
-            self.state.gradients["wpe.weight"].zero_()
         B = tokens.size(0)
         tokens, targets = tokens.flatten(), targets.flatten()
         factor = torch.full((1,), scale, device=self.device)
@@ -98,16 +104,17 @@ class FusedStep:
         for i in range(self.last):
             x, norm, block = self._forward(i, x, norm, B)
             saved.append(block)
-        losses, dy = self._head(norm.y, targets, factor, first)
+        losses, dy = self._head(norm.y, targets, factor)
         dx = self._norm_backward(2 * self.last, dy, x, norm, None)
         del dy, x, norm
         for i in reversed(range(self.last)):
-            dx = self._backward(i, dx, saved.pop(), B, first)
+            dx = self._backward(i, dx, saved.pop(), B)
             if last:
                 self._complete(i)
         self._embed_backward(tokens, dx, B)
         if last:
             self._complete_rest()
+        self.first = False
         return losses.sum() * scale
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -116,7 +123,7 @@ class FusedStep:
         x, norm = self._embed(tokens.flatten(), B)
         for i in range(self.last):
             x, norm, _ = self._forward(i, x, norm, B)
-        losses, _ = self._head(norm.y, targets.flatten(), None, False)
+        losses, _ = self._head(norm.y, targets.flatten(), None)
         return losses.mean()
 
     # --- forward
@@ -148,38 +155,34 @@ class FusedStep:
             norm1.y = norm2.y = block.act = None
         return out, norm, block
 
-    def _head(self, y: Tensor | None, targets: Tensor, scale: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
+    def _head(self, y: Tensor | None, targets: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Losses (M,), and with a `scale` the gradient of `y`; that of the embedding is added up."""
         assert y is not None
         wte = self.state.weights["wte.weight"]
         losses = torch.empty(len(y), device=self.device)
         dy = torch.empty_like(y)
-        chunks = -(-len(y) * 2 * len(wte) // LOGIT_BYTES)
-        rows = -(-len(y) // chunks)
-        for chunk in range(0, len(y), rows):
-            part = slice(chunk, chunk + rows)
+        for part in self._chunks(len(y)):
             logits = gemm.linear(y[part], wte)
-            backward = scale is not None
-            kernels.cross_entropy(
-                logits,
-                targets[part],
-                self.config.vocab_size,
-                self.one if scale is None else scale,
-                losses[part],
-                backward,
-            )
-            if backward:
+            vocab, factor = self.config.vocab_size, self.one if scale is None else scale
+            kernels.cross_entropy(logits, targets[part], vocab, factor, losses[part], scale is not None)
+            if scale is not None:
                 gemm.input_grad(logits, wte, out=dy[part])
                 into = self.state.gradients["wte.weight"]
-                gemm.weight_grad(logits, y[part], into, accumulate=not first or chunk > 0)
+                gemm.weight_grad(logits, y[part], into, accumulate=not self.first or part.start > 0)
         return losses, dy
+
+    def _chunks(self, rows: int) -> Iterator[slice]:
+        """Equal parts of some rows, whose logits take LOGIT_BYTES at most."""
+        count = -(-rows * 2 * self.config.padded_vocab_size // LOGIT_BYTES)
+        size = -(-rows // count)
+        return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
     # --- backward
 
-    def _backward(self, i: int, dx: Tensor, s: Block, B: int, first: bool) -> Tensor:
+    def _backward(self, i: int, dx: Tensor, s: Block, B: int) -> Tensor:
         """From the gradient of block `i`'s output to that of its input."""
         w, g = self.weights[i], self.gradients[i]
-        add = not first
+        add = not self.first
         act = s.act if s.act is not None else kernels.gelu(s.pre)
         gemm.weight_grad(dx, act, g["mlp.c_proj.weight"], add)
         del act
@@ -224,6 +227,18 @@ class FusedStep:
         g["ln_f.weight"].copy_(weight)
         g["ln_f.bias"].copy_(bias)
         self.state.begin_reduce(self.last)
+
+    # --- what a step has beyond the flat state, for the steps that have it
+
+    def pieces(self) -> dict[str, Piece]:
+        return {}
+
+    def loaded(self) -> None:
+        """The pieces have been filled."""
+
+    def measures(self) -> dict[str, float]:
+        """What else there is to log of the last step."""
+        return {}
 
     # --- norms, numbered in the order of the forward pass: two a block, then ln_f
 

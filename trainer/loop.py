@@ -111,6 +111,7 @@ def train(
                 **{"perf/tokens_per_second": tokens_per_second, "data/digest": flags.digest},
                 **({"perf/mfu": mfu(tokens_per_second, model_config, world.world_size, peak)} if peak else {}),
                 **({"train/skipped_updates": state.health.skipped} if illness else {}),
+                **finite(engine.measures()),
             )
             if ruin := state.health.diverged(config):
                 state = roll_back(engine, state, ruin, config, checkpointer, log)
@@ -148,9 +149,9 @@ def step(
     Reading the loss waits for the GPU. A guarded engine is asked for the update before that, so that the GPU has
     work meanwhile, unless outliers are to be skipped, which the host has to find out first.
     """
-    found = engine.accumulate(batches, accumulate)
-    checkpointer.before_update()
     number = state.optimizer_steps + 1
+    found = engine.accumulate(batches, accumulate, number)
+    checkpointer.before_update()
     reading = Reading(found)
     ahead = engine.guarded and config.skip_loss_zscore is None and config.skip_grad_norm_zscore is None
     if ahead:
