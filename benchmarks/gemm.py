@@ -3,7 +3,9 @@
 `PYTHONPATH=. python benchmarks/gemm.py` on a GPU, about a minute. Every product of a block and of the head of 124M
 (64 sequences of 1024 tokens) and of 1558M (16 of them) is compared with float64 on a part of its rows; then ways to do
 the same take turns, 21 rounds after 3 to warm up, on random operands. Printed are median ms and TFLOP/s, and what a
-model's products take in a micro-step. Exits with 1 if a result is wrong or a product is refused.
+model's products take in a micro-step. So short a run meets no power limit, so all products of a micro-step also
+follow each other, with attention between them, with and without tuning. The products in 8 bits likewise, against bf16
+and torch._scaled_mm. Exits with 1 if a result is wrong or a product is refused.
 """
 
 import functools
@@ -16,13 +18,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from trainer import gemm
 
 VOCAB, CHUNKS = 50_304, 4
 WARM_UP, ROUNDS = 3, 21
 BF16_ERROR, FP32_ERROR = 4e-3, 1e-4  # rounding to bf16 is 1.7e-3 in the mean; sums of 65,536 terms in fp32 are 1e-5
+SUM8_ERROR, FAST_ERROR = 5e-4, 8e-3  # of products in 8 bits; `fast` sums in the tensor cores, in fewer bits
+STEPS = 12
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Run = Callable[[], object]
 
 
@@ -31,6 +36,29 @@ class Shape(NamedTuple):
     layers: int
     rows: int
     width: int
+
+
+class Operands(NamedTuple):
+    """A weight (N, K) with its input and its output's gradient, in 8 bits, as stored and transposed, with inverses."""
+
+    x: Tensor
+    x_t: Tensor
+    x_inverse: Tensor
+    w: Tensor
+    w_t: Tensor
+    w_inverse: Tensor
+    dy: Tensor
+    dy_t: Tensor
+    dy_inverse: Tensor
+
+    def forward(self, bias: Tensor | None = None, residual: Tensor | None = None, fast: bool = True) -> Tensor:
+        return gemm.linear8(self.x, self.w, self.x_inverse, self.w_inverse, bias, residual, fast)
+
+    def input_grad(self, fast: bool = False) -> Tensor:
+        return gemm.input_grad8(self.dy, self.w_t, self.dy_inverse, self.w_inverse, fast=fast)
+
+    def weight_grad(self, into: Tensor, accumulate: bool = True, fast: bool = False) -> None:
+        gemm.weight_grad8(self.dy_t, self.x_t, self.dy_inverse, self.x_inverse, into, accumulate, fast)
 
 
 SHAPES = [Shape("124M", 12, 65_536, 768), Shape("1558M", 48, 16_384, 1600)]
@@ -92,6 +120,18 @@ def check(what: str, found: Tensor, exact: Tensor, limit: float = BF16_ERROR) ->
     assert error < limit, f"{what}: {error} is above {limit}"
 
 
+def in_8_bits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x stored with half of the range used, the same transposed, and the inverse of its scale."""
+    inverse = (2 * x.abs().max().float() / torch.finfo(dtype).max).view(1)
+    stored = (x.float() / inverse).to(dtype)
+    return stored, stored.t().contiguous(), inverse
+
+
+def operands8(rows: int, n: int, k: int) -> Operands:
+    x, w, dy = random(rows, k), random(n, k, scale=0.02), random(rows, n, scale=1e-4)
+    return Operands(*in_8_bits(x, E4M3), *in_8_bits(w, E4M3), *in_8_bits(dy, E5M2))
+
+
 def dgelu(d: Tensor, pre: Tensor) -> Tensor:
     return torch.ops.aten.gelu_backward(d, pre, approximate="tanh")
 
@@ -144,6 +184,28 @@ def check_products(rows: int, width: int, vocab: int) -> None:
     into = torch.zeros(vocab, width, device="cuda")
     gemm.weight_grad(logits, x[:rows], into, accumulate=True)
     check("head's weight_grad", into[part], logits[:, part].double().t() @ x[:rows].double(), FP32_ERROR)
+
+
+def check_products8(rows: int, n: int, k: int) -> None:
+    print(f"\nright in 8 bits? M={rows}, N={n}, K={k}")
+    part, o, bias, residual = slice(0, 256), operands8(rows, n, k), random(n), random(rows, n)
+    w = o.w.double() * o.w_inverse
+    exact = (o.x[part].double() * o.x_inverse) @ w.t()
+    check("linear8", o.forward(fast=False)[part], exact)
+    check("linear8, fast", o.forward()[part], exact, FAST_ERROR)
+    exact += bias.double() + residual[part].double()
+    check("linear8 + bias + residual", o.forward(bias, residual, fast=False)[part], exact)
+    exact = (o.dy[part].double() * o.dy_inverse) @ w
+    check("input_grad8", o.input_grad()[part], exact)
+    check("input_grad8, fast", o.input_grad(fast=True)[part], exact, FAST_ERROR)
+    into = torch.full((n, k), float("nan"), device="cuda")
+    exact = (o.dy_t[part].double() * o.dy_inverse) @ (o.x_t.double() * o.x_inverse).t()
+    o.weight_grad(into, accumulate=False)
+    check("weight_grad8, overwritten", into[part], exact, SUM8_ERROR)
+    o.weight_grad(into)
+    check("weight_grad8, added", into[part], 2 * exact, SUM8_ERROR)
+    o.weight_grad(into, accumulate=False, fast=True)
+    check("weight_grad8, fast", into[part], exact, FAST_ERROR)
 
 
 def check_tuning_adds_once() -> None:
@@ -302,6 +364,131 @@ def time_all(shape: Shape) -> None:
     times.close()
 
 
+def weights(shape: Shape) -> list[tuple[str, int, int, int, int]]:
+    """Name, rows, N and K of a model's weights, and how often a micro-step does their products."""
+    m, c, layers = shape.rows, shape.width, shape.layers
+    return [
+        ("qkv", m, 3 * c, c, layers),
+        ("projection", m, c, c, layers),
+        ("fc", m, 4 * c, c, layers),
+        ("fc projection", m, c, 4 * c, layers),
+        ("head", m // CHUNKS, VOCAB, c, CHUNKS),
+    ]
+
+
+def torchs(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], fast: bool, bias: Tensor | None) -> Tensor:
+    return torch._scaled_mm(a, b.t(), *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def then_add(product: Callable[[], Tensor], to: Tensor) -> Tensor:
+    return to.add_(product())
+
+
+def time_all8(shape: Shape) -> None:
+    times = Times(f"{shape.name} in 8 bits: M={shape.rows}, C={shape.width}; ms and TFLOP/s")
+    for name, m, n, k, count in weights(shape):
+        o, x, w, dy = operands8(m, n, k), random(m, k), random(n, k, scale=0.02), random(m, n, scale=1e-4)
+        flops, into = 2 * m * n * k, torch.zeros(n, k, device="cuda")
+        residual = random(m, n) if name.endswith("projection") else None
+        bias = None if name == "head" else random(n)
+
+        forward = functools.partial(torchs, o.x, o.w, (o.x_inverse, o.w_inverse), True, bias)
+        ways: dict[str, Run] = {
+            "torch": forward if residual is None else functools.partial(then_add, forward, residual),
+            "bf16": functools.partial(gemm.linear, x, w, bias, residual),
+            "not fast": functools.partial(o.forward, bias, residual, False),
+        }
+        times.race(f"{name} forward", flops, count, ways | both(functools.partial(o.forward, bias, residual)))
+        ways = {
+            "torch": functools.partial(torchs, o.dy, o.w_t, (o.dy_inverse, o.w_inverse), False, None),
+            "bf16": functools.partial(gemm.input_grad, dy, w),
+            "fast": functools.partial(o.input_grad, True),
+        }
+        times.race(f"{name} input", flops, count, ways | both(o.input_grad))
+        scaled = functools.partial(torchs, o.dy_t, o.x_t, (o.dy_inverse, o.x_inverse), False, None)
+        ways = {
+            "torch": functools.partial(then_add, scaled, into),
+            "bf16": functools.partial(gemm.weight_grad, dy, x, into, True),
+            "fast": functools.partial(o.weight_grad, into, True, True),
+            "without the sum, torch": scaled,
+        }
+        times.race(f"{name} weight", flops, count, ways | both(functools.partial(o.weight_grad, into)))
+    times.close()
+
+
+# --- quick under load
+
+
+def step_products(shape: Shape) -> list[tuple[int, Run]]:
+    """The products of a micro-step, and how often it does each."""
+    runs: list[tuple[int, Run]] = []
+    for name, m, n, k, count in weights(shape):
+        x, w, dy, into = random(m, k), random(n, k, scale=0.02), random(m, n), torch.zeros(n, k, device="cuda")
+        bias, residual = random(n), random(m, n) if name.endswith("projection") else None
+        forward: Run = functools.partial(gemm.linear, x, w, bias, residual)
+        backward: Run = functools.partial(gemm.input_grad, dy, w)
+        if name == "fc":
+            forward = functools.partial(gemm.linear_gelu, x, w, bias)
+        elif name == "fc projection":
+            backward = functools.partial(gemm.input_grad_gelu, dy, w, random(m, k), bias_grad=False)
+        elif name == "head":
+            forward = functools.partial(gemm.linear, x, w)
+        runs += [(count, run) for run in (forward, backward, functools.partial(gemm.weight_grad, dy, x, into, True))]
+    return runs
+
+
+def step_products8(shape: Shape) -> list[tuple[int, Run]]:
+    runs: list[tuple[int, Run]] = []
+    for name, m, n, k, count in weights(shape):
+        o, into = operands8(m, n, k), torch.zeros(n, k, device="cuda")
+        bias = None if name == "head" else random(n)
+        residual = random(m, n) if name.endswith("projection") else None
+        forward = functools.partial(o.forward, bias, residual)
+        runs += [(count, run) for run in (forward, o.input_grad, functools.partial(o.weight_grad, into))]
+    return runs
+
+
+def time_step(shape: Shape, bits: int) -> None:
+    """All products of a micro-step, three of a layer and then attention, tuned and not: a few hundred ms at a time."""
+    runs = (step_products8 if bits == 8 else step_products)(shape)
+    q = random(shape.rows // 1024, shape.width // 64, 1024, 64)
+    for _, run in runs:  # loads the kernels
+        gemm.tune(False)
+        run()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _, run in runs:
+        gemm.tune(True)
+        run()
+    torch.cuda.synchronize()
+    tuning = time.perf_counter() - started
+
+    def step(tuned: bool) -> None:
+        gemm.tune(tuned)
+        for _ in range(shape.layers):
+            for index, (_, run) in enumerate(runs[:-3]):
+                run()
+                if index % 3 == 2:
+                    scaled_dot_product_attention(q, q, q, is_causal=True)
+        for count, run in runs[-3:]:
+            for _ in range(count):
+                run()
+
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(2 * STEPS):
+        tuned = turn % 4 in (1, 2)  # first tuned tuned first: what the one before leaves hot meets both
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step(tuned)
+        end.record()
+        end.synchronize()
+        times[tuned].append(start.elapsed_time(end))
+    first, best = (statistics.median(times[tuned][2:]) for tuned in (False, True))
+    saved = 100 * (1 - best / first)
+    found = f"first {first:.2f} ms, tuned {best:.2f} ms ({saved:.1f}% less; tuning took {tuning:.1f} s)"
+    print(f"  products and attention of a micro-step, {shape.name}, {bits} bits: {found}", flush=True)
+
+
 def attempt(doing: Run) -> bool:
     """Whether it went well; what did not is shown, and the rest still runs: a GPU's time is dear."""
     try:
@@ -323,9 +510,11 @@ def main() -> int:
     works: list[Run] = []
     for shape in SHAPES:
         works.append(functools.partial(check_products, shape.rows, shape.width, VOCAB))
+        works += [functools.partial(check_products8, *weight[1:4]) for weight in weights(shape)]
     works.append(functools.partial(check_products, 4 * 1023, 1600, 512))
     works += [check_tuning_adds_once, functools.partial(check_repeats, 16_384, 768), check_graph, time_calls]
-    works += [functools.partial(time_all, shape) for shape in SHAPES]
+    works += [functools.partial(time_step, shape, bits) for shape in SHAPES for bits in (16, 8)]
+    works += [functools.partial(race_all, shape) for shape in SHAPES for race_all in (time_all, time_all8)]
     well = [attempt(work) for work in works]
     for request in gemm.refused():
         print("refused:", request)

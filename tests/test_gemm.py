@@ -96,3 +96,33 @@ def test_it_says_why_it_does_not_serve() -> None:
     if not torch.cuda.is_available():
         assert gemm.why_not() == "there is no CUDA device"
         assert gemm.refused() == []
+
+
+def random8(device: str, dtype: torch.dtype, inverse: float, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A random matrix in 8 bits, what its numbers stand for, and the factor between the two."""
+    stored = random(device, *shape).to(dtype)
+    return stored, stored.double() * inverse, torch.full((1,), inverse, device=device)
+
+
+def test_products_in_8_bits_are_those_of_the_numbers_they_stand_for(device: str) -> None:
+    """Only the operands lose digits: sums, bias and residual are added before the one rounding."""
+    M, N, K = 64, 48, 80  # multiples of 16, which the tensor cores want
+    x, exact_x, x_inverse = random8(device, torch.float8_e4m3fn, 2**-3, M, K)
+    w, exact_w, w_inverse = random8(device, torch.float8_e4m3fn, 2**-7, N, K)
+    dy, exact_dy, dy_inverse = random8(device, torch.float8_e5m2, 2**-12, M, N)
+    bias, residual = random(device, N), random(device, M, N)
+    exact = exact_x @ exact_w.t()
+    found = gemm.linear8(x, w, x_inverse, w_inverse, bias, residual, fast=False)
+    assert_rounded_once(found, exact + bias.double() + residual.double())
+    fast = gemm.linear8(x, w, x_inverse, w_inverse, bias)
+    torch.testing.assert_close(fast.double(), exact + bias.double(), rtol=2**-7, atol=1e-3)
+
+    exact = exact_dy @ exact_w
+    out = torch.empty(M, K, dtype=torch.bfloat16, device=device)
+    assert gemm.input_grad8(dy, w.t().contiguous(), dy_inverse, w_inverse, out=out) is out
+    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-20)
+
+    exact, into = exact_dy.t() @ exact_x, torch.full((N, K), float("nan"), device=device)
+    for times in (1, 2, 3):
+        gemm.weight_grad8(dy.t().contiguous(), x.t().contiguous(), dy_inverse, x_inverse, into, accumulate=times > 1)
+        torch.testing.assert_close(into.double(), times * exact, rtol=1e-3, atol=1e-6)
