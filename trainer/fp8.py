@@ -5,11 +5,11 @@ half the bytes; the casts cost some of it back: every operand is written twice, 
 products want both operands along the inner dimension. Residual stream, norms' statistics, attention, softmax, weights'
 masters and gradients stay what they are in bf16's step.
 
-Scaling (after Micikevicius et al. 2022, "FP8 formats for deep learning", and NVIDIA's Transformer Engine): one number a
-tensor, *delayed*: the largest magnitude of the last HISTORY micro-batches, with a margin of 2 for activations and 4 for
-gradients, which vary more. Weights are scaled by their own largest magnitude at each update. The gradient of the logits,
-whose size is known, is rounded at random (`precision: fp8_head`): to nearest, most of it would vanish beside the target's.
-Sums in the backward pass are accumulated in full; in the forward pass cuBLAS may add up in fewer bits.
+Scaling (after Micikevicius et al. 2022, "FP8 formats for deep learning", and NVIDIA's Transformer Engine): one number
+a tensor, *delayed*: the largest magnitude of the last HISTORY micro-batches, with a margin of 2 for activations and 4
+for gradients, which vary more. Weights are scaled by their own largest magnitude at each update. The gradient of the
+logits, whose size is known, is rounded at random (`precision: fp8_head`): to nearest, most of it would vanish beside
+the target's. Sums in the backward pass are accumulated in full; in the forward pass cuBLAS may add up in fewer bits.
 
 The learning rate's warm-up is done in bf16: there the magnitudes move faster than their history. Then the first
 micro-batch measures them all once, which costs a pass. The history is part of the checkpoint, so that a resumed run
@@ -329,7 +329,8 @@ class Fp8Step(FusedStep):
         if slot not in self.weights8:
             largest = torch.linalg.vector_norm(weight, torch.inf, dtype=torch.float32)
             self.scales.set(slot, LARGEST[torch.float8_e4m3fn] / largest.clamp(min=1e-12))
-            x8, x8t = kernels.cast8(weight, self.scales.out(slot), transposed=True)
+            out = Fp8Out(self.scales.out(slot).scale, torch.zeros_like(largest).view(1))  # it needs no history
+            x8, x8t = kernels.cast8(weight, out, transposed=True)
             self.weights8[slot] = Cast(x8, x8t, self.scales.inverse_of(slot))
         return self.weights8[slot]
 
@@ -368,7 +369,7 @@ class Fp8Step(FusedStep):
 
     def measures(self) -> dict[str, float]:
         counts, self.counts = self.counts or [], None
-        told = {}
+        told: dict[str, float] = {}
         for kind in {kind for kind, _ in counts}:
             cut, gone = torch.stack([both for of, both in counts if of == kind]).mean(0).tolist()
             told |= {f"fp8/{kind}_saturated": cut, f"fp8/{kind}_underflown": gone}

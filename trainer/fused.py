@@ -86,7 +86,7 @@ class FusedStep:
         self.first = True
 
     def begin(self, number: int) -> None:
-        """What follows are the micro-batches of update `number` (from 1; 0: a rehearsal, whose gradients are not used)."""
+        """Now the micro-batches of update `number` follow (from 1; 0: a rehearsal, whose gradients nobody uses)."""
         self.first = True
         self.sums.zero_()
         self.state.gradients["wpe.weight"].zero_()
