@@ -141,96 +141,103 @@ def _add_into(sums_ptr, values, mask):
 def _norm_kernel(
     x_ptr, tokens_ptr, delta_ptr, delta_bias_ptr, weight_ptr, bias_ptr,
     sum_ptr, y_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr,
-    M, T, C,
-    KNOWN: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
+    M, T, C, groups,
+    KNOWN: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """R whole rows a program. With tokens, x is the token table and delta the position table."""
-    rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    """Groups of R whole rows, the last first. With tokens, x is the token table and delta the position table."""
     cols = tl.arange(0, BC)
-    inside = rows < M
     used = cols < C
-    mask = inside[:, None] & used[None, :]
-    at = rows[:, None] * C + cols[None, :]
-    if tokens_ptr is not None:
-        tokens = tl.load(tokens_ptr + rows, mask=inside, other=0)
-        x = tl.load(x_ptr + tokens[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        x += tl.load(delta_ptr + (rows % T)[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    else:
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if delta_ptr is not None:
-            x += tl.load(delta_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if delta_bias_ptr is not None:
-            x += tl.load(delta_bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
-    if sum_ptr is not None:
-        rounded = _bf16(x)
-        tl.store(sum_ptr + at, rounded, mask=mask)
-        x = rounded.to(tl.float32)
-    if KNOWN:
-        centred = x - tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)
-    else:
-        mean = tl.sum(x, 1) / C
-        centred = tl.where(mask, x - mean[:, None], 0.0)
-        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + EPSILON)
-        tl.store(mean_ptr + rows, mean, mask=inside)
-        tl.store(rstd_ptr + rows, rstd, mask=inside)
-    weight = tl.load(weight_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
-    bias = tl.load(bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
-    y = centred * rstd[:, None] * weight + bias
+    weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :]
+    bias = tl.load(bias_ptr + cols, mask=used, other=0.0)[None, :]
     if scale_ptr is not None:
-        tl.store(y_ptr + at, _fp8(y * tl.load(scale_ptr), False), mask=mask)
-        tl.atomic_max(amax_ptr, tl.max(tl.max(tl.where(mask, tl.abs(y), 0.0), 1), 0))
-    else:
-        tl.store(y_ptr + at, _bf16(y), mask=mask)
+        scale = tl.load(scale_ptr)
+        largest = tl.zeros([BC], tl.float32)
+    for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=STAGES):
+        rows = ((groups - 1 - group) * R + tl.arange(0, R)).to(tl.int64)
+        inside = rows < M
+        mask = inside[:, None] & used[None, :]
+        at = rows[:, None] * C + cols[None, :]
+        if tokens_ptr is not None:
+            tokens = tl.load(tokens_ptr + rows, mask=inside, other=0)
+            x = tl.load(x_ptr + tokens[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            x += tl.load(delta_ptr + (rows % T)[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        else:
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if delta_ptr is not None:
+                x += tl.load(delta_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if delta_bias_ptr is not None:
+                x += tl.load(delta_bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+        if sum_ptr is not None:
+            rounded = _bf16(x)
+            tl.store(sum_ptr + at, rounded, mask=mask)
+            x = rounded.to(tl.float32)
+        if KNOWN:
+            centred = x - tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+            rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)
+        else:
+            mean = tl.sum(x, 1) / C
+            centred = tl.where(used[None, :], x - mean[:, None], 0.0)
+            rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + EPSILON)
+            tl.store(mean_ptr + rows, mean, mask=inside)
+            tl.store(rstd_ptr + rows, rstd, mask=inside)
+        y = centred * rstd[:, None] * weight.to(tl.float32) + bias.to(tl.float32)
+        if scale_ptr is not None:
+            tl.store(y_ptr + at, _fp8(y * scale, False), mask=mask)
+            largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(y), 0.0), 0))
+        else:
+            tl.store(y_ptr + at, _bf16(y), mask=mask)
+    if scale_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest, 0))
 
 
 @triton.jit
 def _norm_backward_kernel(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dx8_ptr, scale_ptr, amax_ptr, sums_ptr,
-    M, C, P,
+    M, C, P, groups,
     R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes groups of R rows far apart, so that its column sums stay in registers to the end."""
+    """A program takes groups of R rows far apart, the last first; its column sums stay in registers to the end."""
     cols = tl.arange(0, BC)
     used = cols < C
-    weight = tl.load(weight_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
-    dweight = tl.zeros([R, BC], tl.float32)
-    dbias = tl.zeros([R, BC], tl.float32)
-    dx_sum = tl.zeros([R, BC], tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :]
+    dweight = tl.zeros([BC], tl.float32)
+    dbias = tl.zeros([BC], tl.float32)
+    dx_sum = tl.zeros([BC], tl.float32)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-        largest = tl.zeros([R, BC], tl.float32)
-    for first in tl.range(tl.program_id(0) * R, M, tl.num_programs(0) * R, num_stages=STAGES):
-        rows = (first + tl.arange(0, R)).to(tl.int64)
+        largest = tl.zeros([BC], tl.float32)
+    for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=STAGES):
+        rows = ((groups - 1 - group) * R + tl.arange(0, R)).to(tl.int64)
         inside = rows < M
         mask = inside[:, None] & used[None, :]
         at = rows[:, None] * C + cols[None, :]
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
         mean = tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
         normal = (x - mean) * rstd
-        g = dy * weight
-        # Unused columns have g = 0, so they add nothing to either mean.
-        mean_g = tl.sum(g, 1)[:, None] / C
-        mean_gx = tl.sum(g * normal, 1)[:, None] / C
-        dx = rstd * (g - mean_g - normal * mean_gx)
+        g = dy * weight.to(tl.float32)
+        # Both sums in one reduction. Unused columns have g = 0, so they add nothing to either.
+        sum_g, sum_gx = tl.split(tl.sum(tl.join(g, g * normal), 1))
+        dx = g * rstd - (normal * (sum_gx[:, None] * rstd / C) + sum_g[:, None] * rstd / C)
         if residual_ptr is not None:
-            dx += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dx += residual.to(tl.float32)
         rounded = _bf16(dx)
         tl.store(dx_ptr + at, rounded, mask=mask)
-        dweight += dy * normal
-        dbias += dy
-        dx_sum += rounded.to(tl.float32)
+        dweight += tl.sum(dy * normal, 0)
+        dbias += tl.sum(dy, 0)
+        dx_sum += tl.sum(rounded.to(tl.float32), 0)
         if scale_ptr is not None:
             tl.store(dx8_ptr + at, _fp8(dx * scale, True), mask=mask)
-            largest = tl.maximum(largest, tl.where(mask, tl.abs(dx), 0.0))
+            largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(dx), 0.0), 0))
     if scale_ptr is not None:
-        tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0))
+        tl.atomic_max(amax_ptr, tl.max(largest, 0))
     sums_ptr += tl.program_id(0) * C + cols
-    _add_into(sums_ptr, tl.sum(dweight, 0), used)
-    _add_into(sums_ptr + P * C, tl.sum(dbias, 0), used)
-    _add_into(sums_ptr + 2 * P * C, tl.sum(dx_sum, 0), used)
+    _add_into(sums_ptr, dweight, used)
+    _add_into(sums_ptr + P * C, dbias, used)
+    _add_into(sums_ptr + 2 * P * C, dx_sum, used)
 
 
 # ── GELU ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,14 +252,14 @@ def _gelu_kernel(h_ptr, a_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gelu_backward_kernel(
-    da_ptr, h_ptr, dh_ptr, act_ptr, sums_ptr, M, N, rows_each, BM: tl.constexpr, BN: tl.constexpr
+    da_ptr, h_ptr, dh_ptr, act_ptr, sums_ptr, M, N, tiles, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr
 ):
-    """BN columns of `rows_each` rows a program, BM rows at a time."""
+    """BN columns a program, BM rows at a time of tiles far apart, the last first."""
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     used = cols < N
     dh_sum = tl.zeros([BM, BN], tl.float32)
-    for first in range(0, rows_each, BM):
-        rows = (tl.program_id(1) * rows_each + first + tl.arange(0, BM)).to(tl.int64)
+    for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        rows = ((tiles - 1 - tile) * BM + tl.arange(0, BM)).to(tl.int64)
         mask = (rows < M)[:, None] & used[None, :]
         at = rows[:, None] * N + cols[None, :]
         h = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -271,9 +278,11 @@ def _gelu_backward_kernel(
 
 @triton.jit
 def _pack_kernel(
-    q_ptr, k_ptr, v_ptr, packed_ptr, sums_ptr, M, C, stride, rows_each, BM: tl.constexpr, BN: tl.constexpr
-):
-    """BN columns of `rows_each` rows of one of the three a program."""
+    q_ptr, k_ptr, v_ptr, packed_ptr, sums_ptr,
+    M, C, stride, tiles,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BN columns of one of the three a program."""
     part = tl.program_id(1)
     source = q_ptr
     if part == 1:
@@ -283,8 +292,8 @@ def _pack_kernel(
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     used = cols < C
     total = tl.zeros([BM, BN], tl.float32)
-    for first in range(0, rows_each, BM):
-        rows = (tl.program_id(2) * rows_each + first + tl.arange(0, BM)).to(tl.int64)
+    for tile in tl.range(tl.program_id(2), tiles, tl.num_programs(2), num_stages=STAGES):
+        rows = ((tiles - 1 - tile) * BM + tl.arange(0, BM)).to(tl.int64)
         mask = (rows < M)[:, None] & used[None, :]
         values = tl.load(source + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
         tl.store(packed_ptr + rows[:, None] * (3 * C) + part * C + cols[None, :], values, mask=mask)
@@ -293,12 +302,12 @@ def _pack_kernel(
 
 
 @triton.jit
-def _column_sums_kernel(x_ptr, sums_ptr, M, N, rows_each, BM: tl.constexpr, BN: tl.constexpr):
+def _column_sums_kernel(x_ptr, sums_ptr, M, N, tiles, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     used = cols < N
     total = tl.zeros([BM, BN], tl.float32)
-    for first in range(0, rows_each, BM):
-        rows = (tl.program_id(1) * rows_each + first + tl.arange(0, BM)).to(tl.int64)
+    for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        rows = ((tiles - 1 - tile) * BM + tl.arange(0, BM)).to(tl.int64)
         mask = (rows < M)[:, None] & used[None, :]
         total += tl.load(x_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     _add_into(sums_ptr + tl.program_id(1) * N + cols, tl.sum(total, 0), used)
@@ -313,13 +322,13 @@ def _cross_entropy_kernel(
     M, V, width,
     BACKWARD: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """R rows a program, in tiles of BLOCK columns, of which a thread holds G neighbours.
+    """R rows a program, the last first, in tiles of BLOCK columns, of which a thread holds G neighbours.
 
     The first pass keeps a maximum and a sum of exponentials for every G columns of the tile, so that rescaling costs
     one exponential in G: with one a column, all three a logit would take the special function units 2.8 ms of the
     3.1 ms that the memory takes. The second pass goes backwards, since the end of the row is what caches still hold.
     """
-    rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    rows = ((tl.num_programs(0) - 1 - tl.program_id(0)) * R + tl.arange(0, R)).to(tl.int64)
     inside = rows < M
     target = tl.load(targets_ptr + rows, mask=inside, other=0)
     # Loaded before any reduction: other warps may overwrite the row only after the barriers that those bring.
@@ -355,29 +364,32 @@ def _cross_entropy_kernel(
             scale *= tl.load(q_ptr)
             random = _mixed(rows.to(tl.uint32) * 0x9E3779B1 + tl.load(seed_ptr).to(tl.uint32))
         # scale·softmax is one power of two: 2^(x·log2(e) + shift).
-        shift = (tl.log2(scale / total_row) - highest * LOG2E)[:, None, None]
+        shift = tl.log2(scale / total_row) - highest * LOG2E
+        shifts, row, dice = shift[:, None, None], rows[:, None, None], random[:, None, None]
         for first in range(whole, width, BLOCK):
             columns = first + lanes
             given = mask & (columns < width)
             x = tl.load(row_ptr + first, mask=given, other=0.0).to(tl.float32)
-            p = tl.where(columns < V, tl.exp2(x * LOG2E + shift), 0.0)
-            _store_dlogits(row_ptr, dlogits8_ptr, p, scale, first, rows, columns, target, random, width, given)
+            p = tl.where(columns < V, tl.exp2(x * LOG2E + shifts), 0.0)
+            _store_dlogits(logits_ptr, dlogits8_ptr, p, row, columns, dice, width, given)
         for done in range(0, whole, BLOCK):
             first = whole - BLOCK - done
             x = tl.load(row_ptr + first, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            p = tl.exp2(x * LOG2E + shift)
-            _store_dlogits(row_ptr, dlogits8_ptr, p, scale, first, rows, first + lanes, target, random, width, mask)
+            _store_dlogits(logits_ptr, dlogits8_ptr, tl.exp2(x * LOG2E + shifts), row, first + lanes, dice, width, mask)
+        # The target's is stored once more, less the scale: to look for it everywhere doubled this pass's instructions.
+        tl.debug_barrier()
+        p = tl.exp2(chosen * LOG2E + shift) - scale
+        _store_dlogits(logits_ptr, dlogits8_ptr, p, rows, target, random, width, inside)
 
 
 @triton.jit
-def _store_dlogits(row_ptr, dlogits8_ptr, p, scale, first, rows, columns, target, random, width, mask):
-    p = tl.where(columns == target[:, None, None], p - scale, p)
+def _store_dlogits(logits_ptr, dlogits8_ptr, p, rows, columns, random, width, mask):
+    at = rows * width + columns
     if dlogits8_ptr is not None:
-        dice = _mixed((columns.to(tl.uint32) * 0x9E3779B1) ^ random[:, None, None])
-        at = rows[:, None, None] * width + columns
+        dice = _mixed((columns.to(tl.uint32) * 0x9E3779B1) ^ random)
         tl.store(dlogits8_ptr + at, _fp8(_stochastic(p, dice), True), mask=mask)
     else:
-        tl.store(row_ptr + first, _bf16(p), mask=mask)
+        tl.store(logits_ptr + at, _bf16(p), mask=mask)
 
 
 # ── AdamW ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -418,17 +430,17 @@ def _adamw_kernel(
 @triton.jit
 def _cast8_kernel(
     x_ptr, h_ptr, x8_ptr, x8t_ptr, sums_ptr, scale_ptr, amax_ptr,
-    M, N, rows_each,
-    GELU: tl.constexpr, GRADIENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    M, N, tiles,
+    GELU: tl.constexpr, GRADIENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of `rows_each` rows a program, BM rows at a time. With h, what is cast is x·gelu'(h)."""
+    """BN columns a program, BM rows at a time. With h, what is cast is x·gelu'(h)."""
     cols = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     used = cols < N
     scale = tl.load(scale_ptr)
     largest = tl.zeros([BM, BN], tl.float32)
     total = tl.zeros([BM, BN], tl.float32)
-    for first in range(0, rows_each, BM):
-        rows = (tl.program_id(1) * rows_each + first + tl.arange(0, BM)).to(tl.int64)
+    for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        rows = ((tiles - 1 - tile) * BM + tl.arange(0, BM)).to(tl.int64)
         mask = (rows < M)[:, None] & used[None, :]
         at = rows[:, None] * N + cols[None, :]
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -472,7 +484,7 @@ class Fp8Out:
 
 def norm_partials(C: int, device: torch.device) -> int:
     """The P of norm_backward's sums (3, P, C)."""
-    return max(_norm_backward_shape(C, device)[1], _norm_backward8_shape(C, device)[1])
+    return max(_norm_backward_shape(C, fp8, device)[1] for fp8 in (False, True))
 
 
 def column_partials(device: torch.device) -> int:
@@ -535,10 +547,11 @@ def _norm(
     y = x.new_empty(M, C, dtype=x.dtype if fp8 is None else torch.float8_e4m3fn)
     scale, amax = (None, None) if fp8 is None else (fp8.scale, fp8.amax)
     mean, rstd = statistics or (x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32))
-    R, warps = _norm_shape(C, x.device)
-    _norm_kernel[(triton.cdiv(M, R),)](
-        x, tokens, delta, delta_bias, weight, bias, total, y, mean, rstd, scale, amax, M, T, C,
-        KNOWN=statistics is not None, R=R, BC=triton.next_power_of_2(C), num_warps=warps,
+    R, programs, warps, stages = _norm_shape(C, fp8 is not None, x.device)
+    groups = triton.cdiv(M, R)
+    _norm_kernel[(min(groups, programs),)](
+        x, tokens, delta, delta_bias, weight, bias, total, y, mean, rstd, scale, amax, M, T, C, groups,
+        KNOWN=statistics is not None, R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return x if total is None else total, y, mean, rstd
 
@@ -581,7 +594,7 @@ def _norm_backward(
     fp8: Fp8Out | None,
 ) -> tuple[Tensor, Tensor | None]:
     M, C = dy.shape
-    R, programs, warps, stages = (_norm_backward8_shape if fp8 else _norm_backward_shape)(C, dy.device)
+    R, programs, warps, stages = _norm_backward_shape(C, fp8 is not None, dy.device)
     P = sums.shape[1]
     assert x.shape == dy.shape and sums.shape == (3, P, C) and sums.dtype == torch.float32 and programs <= P
     _check(dy, x, mean, rstd, weight, residual, sums)
@@ -589,7 +602,7 @@ def _norm_backward(
     if fp8:
         dx8, scale, amax = torch.empty_like(dy, dtype=torch.float8_e5m2), fp8.scale, fp8.amax
     _norm_backward_kernel[(programs,)](
-        dy, x, mean, rstd, weight, residual, dx, dx8, scale, amax, sums, M, C, P,
+        dy, x, mean, rstd, weight, residual, dx, dx8, scale, amax, sums, M, C, P, triton.cdiv(M, R),
         R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dx, dx8
@@ -613,8 +626,8 @@ def gelu_backward(da: Tensor, h: Tensor, sums: Tensor, act: Tensor | None = None
     assert h.shape == da.shape
     _check(da, h, sums, act, out)
     dh = torch.empty_like(da) if out is None else out
-    grid, rows_each, block = _column_grid(M, N, sums)
-    _gelu_backward_kernel[grid](da, h, dh, act, sums, M, N, rows_each, **block)
+    grid, tiles, block = _column_grid(M, N, sums, _gelu_backward_shape(N, h.device))
+    _gelu_backward_kernel[grid](da, h, dh, act, sums, M, N, tiles, **block)
     return dh
 
 
@@ -628,8 +641,8 @@ def pack_qkv(dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor) -> Tensor:
     assert all(t.shape == (M, C) and t.stride() == (stride, 1) and t.dtype == torch.bfloat16 for t in (dq, dk, dv))
     _check(sums)
     packed = dq.new_empty(M, 3 * C)
-    (across, P), rows_each, block = _column_grid(M, C, sums, parts=3)
-    _pack_kernel[(across, 3, P)](dq, dk, dv, packed, sums, M, C, stride, rows_each, **block)
+    (across, P), tiles, block = _column_grid(M, C, sums, _pack_shape(C, dq.device), parts=3)
+    _pack_kernel[(across, 3, P)](dq, dk, dv, packed, sums, M, C, stride, tiles, **block)
     return packed
 
 
@@ -637,8 +650,8 @@ def column_sums(x: Tensor, sums: Tensor) -> None:
     """Adds the column sums of x (M, N) bf16 to sums (P, N) fp32."""
     M, N = x.shape
     _check(x, sums)
-    grid, rows_each, block = _column_grid(M, N, sums)
-    _column_sums_kernel[grid](x, sums, M, N, rows_each, **block)
+    grid, tiles, block = _column_grid(M, N, sums, _column_sums_shape(N, x.device))
+    _column_sums_kernel[grid](x, sums, M, N, tiles, **block)
 
 
 def cross_entropy(
@@ -679,7 +692,7 @@ def _cross_entropy(
     M, V = logits.shape
     assert 0 < vocab_size <= V and targets.shape == losses.shape == (M,)
     _check(logits, targets, scale, losses)
-    R, block, group, warps = _cross_entropy_shape(logits.device)
+    R, block, group, warps = _cross_entropy_shape(dlogits8 is not None, logits.device)
     _cross_entropy_kernel[(triton.cdiv(M, R),)](
         logits, targets, scale, losses, dlogits8, q, seed, M, vocab_size, V,
         BACKWARD=backward, R=R, BLOCK=block, G=group, num_warps=warps,
@@ -706,12 +719,12 @@ def cast8(
     x8 = torch.empty_like(x, dtype=dtype)
     # Triton 3.6 stores a quarter of a transposed e5m2 tile's bytes wrong; as bytes it transposes them right.
     x8t = x.new_empty(N, M, dtype=dtype) if transposed and not gradient else None
-    BM, BN, warps = _cast8_shape(kind, x8t is not None, x.device)
-    rows_each = max(128, BM) if sums is None else triton.cdiv(triton.cdiv(M, sums.shape[0]), BM) * BM
+    BM, BN, warps, stages = _cast8_shape(x8t is not None, x.device)
+    tiles = triton.cdiv(M, BM)
     assert sums is None or (sums.dtype == torch.float32 and sums.shape[1] == N)
-    _cast8_kernel[(triton.cdiv(N, BN), triton.cdiv(M, rows_each))](
-        x, h, x8, x8t, sums, fp8.scale, fp8.amax, M, N, rows_each,
-        GELU=kind == "gelu", GRADIENT=gradient, BM=BM, BN=BN, num_warps=warps,
+    _cast8_kernel[(triton.cdiv(N, BN), min(tiles, 128) if sums is None else sums.shape[0])](
+        x, h, x8, x8t, sums, fp8.scale, fp8.amax, M, N, tiles,
+        GELU=kind == "gelu", GRADIENT=gradient, BM=BM, BN=BN, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return x8, transpose8(x8) if transposed and gradient else x8t
 
@@ -778,25 +791,31 @@ def _check(*tensors: Tensor | None) -> None:
 # On a CPU a program costs the interpreter milliseconds and its size next to nothing: few and large.
 
 
-def _norm_shape(C: int, device: torch.device) -> tuple[int, int]:
-    """Rows a program, warps."""
-    if device.type != "cuda":
-        return 64, 4
-    return (2, 4) if C <= 1024 else (1, 4)
-
-
-def _norm_backward_shape(C: int, device: torch.device) -> tuple[int, int, int, int]:
+def _norm_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
     """Rows a program at a time, programs, warps, stages of the load pipeline."""
     if device.type != "cuda":
-        return 32, 2, 4, 1
-    return (2, 528, 4, 3) if C <= 1024 else (1, 528, 4, 3)
+        return 64, 2, 4, 1
+    if C <= 1024:
+        return (2, 1056, 2, 3) if fp8 else (2, 1056, 1, 3)
+    return (1, 2112, 1, 3) if fp8 and C <= 2048 else (2, 528, _warps(C), 3)
 
 
-def _norm_backward8_shape(C: int, device: torch.device) -> tuple[int, int, int, int]:
-    """The same where dx is written in fp8 as well."""
+def _norm_backward_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
+    """Rows a program at a time, programs, warps, stages of the load pipeline.
+
+    All threads lie along a row, so that column sums need no exchange: R rows of [BC] have to give each at least 8
+    elements, or 16 where fp8 is stored, and no more than a row has. Else it is 5 to 20 times as slow.
+    """
     if device.type != "cuda":
         return 32, 2, 4, 1
-    return (1, 924, 4, 3) if C <= 1024 else (1, 264, 4, 3)
+    if fp8:
+        return (1, 924, 4, 3) if C <= 1024 else (1, 264, 2 * _warps(C), 3)
+    return (2, 528, 4, 4) if C <= 1024 else (1, 396, _warps(C), 4 if C <= 2048 else 2)
+
+
+def _warps(C: int) -> int:
+    """With 16 columns of a row a thread."""
+    return max(1, triton.next_power_of_2(C) // 512)
 
 
 def _gelu_shape(device: torch.device) -> tuple[int, int]:
@@ -809,37 +828,48 @@ def _adamw_shape(device: torch.device) -> tuple[int, int]:
     return (1024, 4) if device.type == "cuda" else (65536, 4)
 
 
-def _column_shape(N: int, device: torch.device) -> tuple[int, int, int]:
-    """Rows and columns of a tile, warps. Blocks that divide N leave no lane idle: 1600 is 25 times 64."""
+def _column_sums_shape(N: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Rows and columns of a tile, warps, stages of the load pipeline."""
+    return (32, 128, 4, 5) if device.type == "cuda" else (64, 256, 4, 1)
+
+
+def _gelu_backward_shape(N: int, device: torch.device) -> tuple[int, int, int, int]:
+    """The same."""
+    return (16, 128, 4, 3) if device.type == "cuda" else (64, 256, 4, 1)
+
+
+def _pack_shape(C: int, device: torch.device) -> tuple[int, int, int, int]:
+    """The same. Blocks that divide C leave no lane idle: 1600 is 25 times 64."""
     if device.type != "cuda":
-        return 64, 256, 4
-    columns = next((columns for columns in (256, 128, 64) if N % columns == 0), 256)
-    return 4096 // columns, columns, 4
+        return 64, 256, 4, 1
+    columns = next((columns for columns in (256, 128, 64) if C % columns == 0), 256)
+    return 4096 // columns, columns, 4, 1
 
 
-def _column_grid(M: int, N: int, sums: Tensor, parts: int = 1) -> tuple[tuple[int, int], int, dict[str, int]]:
-    """(column blocks, P), rows a program, and its tile."""
+def _column_grid(
+    M: int, N: int, sums: Tensor, shape: tuple[int, int, int, int], parts: int = 1
+) -> tuple[tuple[int, int], int, dict[str, int]]:
+    """(column blocks, P), how many tiles of rows there are, and the tile."""
     assert sums.dtype == torch.float32 and sums.dim() == 2 and sums.shape[1] == parts * N
-    P = sums.shape[0]
-    BM, BN, warps = _column_shape(N, sums.device)
-    rows_each = triton.cdiv(triton.cdiv(M, P), BM) * BM
-    return (triton.cdiv(N, BN), P), rows_each, {"BM": BM, "BN": BN, "num_warps": warps}
+    BM, BN, warps, stages = shape
+    block = {"BM": BM, "BN": BN, "STAGES": stages, "num_warps": warps}
+    return (triton.cdiv(N, BN), sums.shape[0]), triton.cdiv(M, BM), block
 
 
-def _cross_entropy_shape(device: torch.device) -> tuple[int, int, int, int]:
+def _cross_entropy_shape(fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
     """Rows a program, columns of a tile, columns a thread holds together, warps."""
-    return (1, 8192, 8, 16) if device.type == "cuda" else (128, 128, 8, 4)
-
-
-def _cast8_shape(kind: str, transposed: bool, device: torch.device) -> tuple[int, int, int]:
-    """Rows and columns of a tile, warps."""
     if device.type != "cuda":
-        return 64, 256, 4
-    if transposed:
-        return (128, 64, 8) if kind == "gelu" else (64, 64, 4)
-    return (8, 256, 4) if kind == "dgelu" else (16, 128, 4)
+        return 128, 128, 8, 4
+    return (1, 4096, 16, 8) if fp8 else (1, 8192, 8, 16)
+
+
+def _cast8_shape(transposed: bool, device: torch.device) -> tuple[int, int, int, int]:
+    """Rows and columns of a tile, warps, stages of the load pipeline."""
+    if device.type != "cuda":
+        return 64, 256, 4, 1
+    return (64, 64, 4, 1) if transposed else (16, 128, 4, 3)
 
 
 def _transpose8_shape(device: torch.device) -> tuple[int, int, int]:
     """Rows and columns of a tile, warps."""
-    return (64, 64, 4) if device.type == "cuda" else (256, 256, 4)
+    return (128, 128, 8) if device.type == "cuda" else (256, 256, 4)
