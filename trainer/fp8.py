@@ -217,7 +217,7 @@ class Fp8Step(FusedStep):
         qkv = self._linear8(i, "attn.c_attn", normed1, w["attn.c_attn.bias"])
         attended16, attention = self.attention.forward(qkv, B)
         attended = self._cast(f"{name}input.attn.c_proj", attended16)
-        x_mid, normed2, stats2 = self._join(
+        x_mid, normed2, stats2 = self._join8(
             2 * i + 1, x, self._linear8(i, "attn.c_proj", attended), w["attn.c_proj.bias"]
         )
         pre = self._linear8(i, "mlp.c_fc", normed2, w["mlp.c_fc.bias"])
@@ -225,11 +225,11 @@ class Fp8Step(FusedStep):
         delta = self._linear8(i, "mlp.c_proj", act)
         if i + 1 < self.last:
             self.state.ready(i + 1)
-        out, normed, stats = self._join(2 * i + 2, x_mid, delta, w["mlp.c_proj.bias"])
+        out, normed, stats = self._join8(2 * i + 2, x_mid, delta, w["mlp.c_proj.bias"])
         block = Block8(x, stats1, normed1, qkv, attention, attended, x_mid, stats2, normed2, pre, act)
         return out, normed, stats, block
 
-    def _join(self, k: int, x: Tensor, delta: Tensor, bias: Tensor) -> tuple[Tensor, Cast, tuple[Tensor, Tensor]]:
+    def _join8(self, k: int, x: Tensor, delta: Tensor, bias: Tensor) -> tuple[Tensor, Cast, tuple[Tensor, Tensor]]:
         """The residual stream with `delta` and `bias` added, and its norm number `k`."""
 
         def make(out: Fp8Out | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
