@@ -54,7 +54,8 @@ class Scales:
             "weight.head",
         ]
         self.slots = {name: slot for slot, name in enumerate(names)}
-        self.scale, self.inverse = torch.ones(len(names), device=device), torch.ones(len(names), device=device)
+        self.scale = torch.ones(len(names), device=device)
+        self.inverse = torch.ones(len(names), 4, device=device)  # cuBLASLt wants each at a multiple of 16 bytes
         self.amax = torch.zeros(len(names), device=device)
         self.history = torch.zeros(HISTORY, len(names), device=device)
         dtypes = [torch.float8_e5m2 if "gradient" in name else torch.float8_e4m3fn for name in names]
@@ -66,13 +67,13 @@ class Scales:
 
     def inverse_of(self, name: str) -> Tensor:
         slot = self.slots[name]
-        return self.inverse[slot : slot + 1]
+        return self.inverse[slot, :1]
 
     def set(self, name: str, scale: Tensor | float) -> None:
         """Scale a tensor by what is known of it, not by its history."""
         slot = self.slots[name]
         self.scale[slot] = scale
-        self.inverse[slot] = 1 / scale
+        self.inverse[slot, 0] = 1 / scale
 
     def settle(self, name: str) -> None:
         """Scale a tensor by what was just seen of it."""
@@ -93,7 +94,7 @@ class Scales:
     def _scale_by(self, amax: Tensor, part: slice) -> None:
         seen = amax > 0
         self.scale[part] = torch.where(seen, self.aim[part] / amax.clamp(min=1e-30), self.scale[part])
-        self.inverse[part] = 1 / self.scale[part]
+        self.inverse[part, 0] = 1 / self.scale[part]
 
 
 @dataclass
