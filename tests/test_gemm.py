@@ -49,14 +49,8 @@ def test_gelu_and_its_derivative_are_those_of_the_tanh_form(device: str) -> None
     back = random(device, K, N)
     leaf = pre.double().requires_grad_()
     (wanted,) = torch.autograd.grad(gelu(leaf, approximate="tanh"), leaf, dy.double() @ back.double())
-    dpre, dbias = gemm.input_grad_gelu(dy, back, pre)
+    dpre = gemm.input_grad_gelu(dy, back, pre)
     torch.testing.assert_close(dpre.double(), wanted, rtol=2**-7, atol=2e-2)
-    assert dbias is None or dbias.dtype == torch.float32
-    sums = dpre.float().sum(0) if dbias is None else dbias
-    torch.testing.assert_close(sums.double(), wanted.sum(0), rtol=0.01, atol=0.3)
-    alone, none = gemm.input_grad_gelu(dy, back, pre, bias_grad=False)
-    assert none is None
-    torch.testing.assert_close(alone, dpre)
 
 
 def test_the_gradient_of_the_input_goes_where_it_is_wanted(device: str) -> None:

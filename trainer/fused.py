@@ -187,8 +187,7 @@ class FusedStep:
         act = s.act if s.act is not None else kernels.gelu(s.pre)
         gemm.weight_grad(dx, act, g["mlp.c_proj.weight"], add)
         del act
-        # cuBLASLt could add up the columns, too (DGELU_BGRAD): on an H200 that made the product three times as slow.
-        dpre, _ = gemm.input_grad_gelu(dx, w["mlp.c_proj.weight"], s.pre, bias_grad=False)
+        dpre = gemm.input_grad_gelu(dx, w["mlp.c_proj.weight"], s.pre)
         kernels.column_sums(dpre, self.sums.fc[i])
         gemm.weight_grad(dpre, self._normed(2 * i + 1, s.x_mid, s.norm2), g["mlp.c_fc.weight"], add)
         dy = gemm.input_grad(dpre, w["mlp.c_fc.weight"])
