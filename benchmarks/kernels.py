@@ -167,34 +167,6 @@ def column_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
     launch = lambda: kernels.gelu_backward(da, h, kept, out=out)  # noqa: E731
     yield Case("gelu_backward", size, backward, launch, gradient, 6 * M * N, "_gelu_backward_shape", tiles)
 
-    three, packed_sums = [fresh(M, C) for _ in range(3)], torch.zeros(P, 3 * C, device=GPU)
-    whole = torch.cat(three, 1).double()
-
-    def pack() -> Results:
-        sums = torch.zeros(P, 3 * C, device=GPU)
-        packed = kernels.pack_qkv(three[0], three[1], three[2], sums)
-        alone = torch.zeros_like(sums)
-        kernels.column_sums(packed, alone)
-        return {"packed": packed, "sum": sums.sum(0), "alone": alone.sum(0)}
-
-    def packed() -> dict[str, tuple[Tensor | slice, Tensor]]:
-        return {
-            "packed": (everything, whole),
-            "sum": (everything, whole.sum(0)),
-            "alone": (everything, whole.sum(0)),
-        }
-
-    launch_pack = lambda: kernels.pack_qkv(three[0], three[1], three[2], packed_sums)  # noqa: E731
-    yield Case(
-        "pack_qkv",
-        size,
-        pack,
-        launch_pack,
-        packed,
-        12 * M * C,
-        "_pack_shape",
-        ((32, 64, 4, 3), (16, 64, 2, 1)) if tune else (),
-    )
     launch_sums = lambda: kernels.column_sums(h, kept)  # noqa: E731
 
     def summed() -> Results:

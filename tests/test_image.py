@@ -79,7 +79,7 @@ def locked(name: str) -> dict[str, str]:
 def test_the_image_is_asked_for_what_the_project_depends_on() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = {*names_in(project["project"]["dependencies"]), *names_in(project["build-system"]["requires"])}
-    assert set(locked("common.in")) == declared - {"torch", "mlflow"} | {"mlflow-skinny"}
+    assert set(locked("common.in")) == declared - {"torch", "nvidia-cudnn-frontend", "mlflow"} | {"mlflow-skinny"}
 
 
 @pytest.mark.parametrize("name", ["common.txt", "cpu.txt", "cuda.txt", "mlflow.txt"])
@@ -97,7 +97,7 @@ def test_the_training_image_is_asked_for_no_more_than_training_needs() -> None:
     everything = {*locked("common.txt"), *locked("cpu.txt"), *locked("cuda.txt")}
     assert everything & {"skypilot", "mlflow", "flask", "pytest", "moto", "transformers", "ruff", "mypy"} == set()
     assert {p for p in locked("cpu.txt") if p.startswith(("nvidia", "cuda", "triton"))} == set()
-    assert {"triton", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= set(locked("cuda.txt"))
+    assert {"triton", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend"} <= set(locked("cuda.txt"))
 
 
 def test_hadolint_finds_nothing() -> None:

@@ -289,7 +289,7 @@ class Fp8Step(FusedStep):
         assert dx8 is not None
         self._weight_grad8(i, "attn.c_proj", dx8, s.attended)
         dattended = self._input_grad8(i, "attn.c_proj", dx8)
-        dqkv16 = kernels.pack_qkv(*self.attention.backward(dattended, s.qkv, B, s.attention), self.sums.qkv[i])
+        dqkv16 = self._attention_backward(i, dattended, s.qkv, B, s.attention)
         dqkv = self._cast(f"{name}gradient.attn.c_attn", dqkv16)
         del dqkv16
         self._weight_grad8(i, "attn.c_attn", dqkv, s.normed1)

@@ -63,11 +63,11 @@ class Sums:
         C, L = config.n_embd, config.n_layer
         P, Q = kernels.norm_partials(C, device), kernels.column_partials(device)
         self.norms = torch.zeros(2 * L + 1, 3, P, C, device=device)  # of weight, bias, and the bias added before it
-        self.qkv = torch.zeros(L, Q, 3 * C, device=device)
+        self.q = torch.zeros(L, Q, C, device=device)
         self.fc = torch.zeros(L, Q, 4 * C, device=device)
 
     def zero_(self) -> None:
-        for sums in (self.norms, self.qkv, self.fc):
+        for sums in (self.norms, self.q, self.fc):
             sums.zero_()
 
 
@@ -195,10 +195,16 @@ class FusedStep:
         dx = self._norm_backward(2 * i + 1, dy, s.x_mid, s.norm2, dx)
         gemm.weight_grad(dx, s.attended, g["attn.c_proj.weight"], add)
         dy = gemm.input_grad(dx, w["attn.c_proj.weight"])
-        dqkv = kernels.pack_qkv(*self.attention.backward(dy, s.qkv, B, s.attention), self.sums.qkv[i])
+        dqkv = self._attention_backward(i, dy, s.qkv, B, s.attention)
         gemm.weight_grad(dqkv, self._normed(2 * i, s.x, s.norm1), g["attn.c_attn.weight"], add)
         dy = gemm.input_grad(dqkv, w["attn.c_attn.weight"])
         return self._norm_backward(2 * i, dy, s.x, s.norm1, dx)
+
+    def _attention_backward(self, i: int, dy: Tensor, qkv: Tensor, B: int, saved: Saved) -> Tensor:
+        """The gradient of the packed projections (M, 3C). The queries' is added up here, see `_attention_bias`."""
+        dqkv = self.attention.backward(dy, qkv, B, saved)
+        kernels.column_sums(dqkv[:, : self.config.n_embd], self.sums.q[i])
+        return dqkv
 
     def _embed_backward(self, tokens: Tensor, dx: Tensor, B: int) -> None:
         g = self.state.gradients
@@ -209,18 +215,29 @@ class FusedStep:
     def _complete(self, i: int) -> None:
         """Block `i`'s gradients from the partial sums; then nobody here needs its bucket any more."""
         g, norms = self.gradients[i], self.sums.norms
-        g["attn.c_attn.bias"].copy_(self.sums.qkv[i].sum(0))
         g["mlp.c_fc.bias"].copy_(self.sums.fc[i].sum(0))
         after = norms[2 * i + 1 : 2 * i + 3, 2].sum(
             1
         )  # what follows the two projections sums up their biases' gradients
         g["attn.c_proj.bias"].copy_(after[0])
+        self._attention_bias(i, after[0])
         g["mlp.c_proj.bias"].copy_(after[1])
         for k, name in ((2 * i, "ln_1"), (2 * i + 1, "ln_2")):
             weight, bias = norms[k, :2].sum(1)
             g[f"{name}.weight"].copy_(weight)
             g[f"{name}.bias"].copy_(bias)
         self.state.begin_reduce(i)
+
+    def _attention_bias(self, i: int, projection: Tensor) -> None:
+        """The gradient of block `i`'s query, key and value biases; `projection` is that of the projection's bias.
+
+        Attention's weights add up to 1 for every query: a constant added to all values is one added to the output,
+        and a constant added to all keys changes nothing. So only the queries' gradient has to be added up.
+        """
+        q, k, v = self.gradients[i]["attn.c_attn.bias"].view(3, -1)
+        q.copy_(self.sums.q[i].sum(0))
+        k.zero_()
+        v.copy_(projection @ self.weights[i]["attn.c_proj.weight"].float())
 
     def _complete_rest(self) -> None:
         g, (weight, bias) = self.state.gradients, self.sums.norms[2 * self.last, :2].sum(1)

@@ -1,4 +1,4 @@
-"""The memory-bound kernels of the fused step, in Triton: norms, GELU, cross-entropy, packing, AdamW.
+"""The memory-bound kernels of the fused step, in Triton: norms, GELU, cross-entropy, column sums, AdamW.
 
 Next to the matrix products these do almost no arithmetic: what each costs is the bytes it moves, at about 4.2 TB/s on
 an H200 that sustains 400 to 600 TFLOP/s in the products. So each reads every operand once, writes every result once, 16
@@ -10,7 +10,7 @@ M tokens, bf16 activations of width C and V logits a token:
                                   gradient come along as column sums
     gelu            16·M·C        of 4C columns
     gelu_backward   24·M·C        and the bias gradient of the layer before it
-    pack_qkv        12·M·C
+    column_sums     2·M·C         of what a product or cuDNN made: gradients of biases
     cross_entropy   4·M·V         the gradient takes the logits' place; the second read of a row is from the L2 cache
     adamw           30 a parameter, once a step: master, both moments (read and written), gradient, bf16 weight
     cast8           3·M·N, or 4·M·N with the transpose; cross_entropy8 3·M·V; transpose8 2·M·N
@@ -277,43 +277,18 @@ def _gelu_backward_kernel(
     _add_into(sums_ptr + tl.program_id(1) * N + cols, tl.sum(dh_sum, 0), used)
 
 
-# ── packing and column sums ──────────────────────────────────────────────────────────────────────────────────────
+# ── column sums ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
-def _pack_kernel(
-    q_ptr, k_ptr, v_ptr, packed_ptr, sums_ptr,
-    M, C, stride, tiles,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """BN columns of one of the three a program."""
-    part = tl.program_id(1)
-    source = q_ptr
-    if part == 1:
-        source = k_ptr
-    if part == 2:
-        source = v_ptr
-    cols = tl.program_id(0) * BN + tl.arange(0, BN)
-    used = cols < C
-    total = tl.zeros([BM, BN], tl.float32)
-    for tile in tl.range(tl.program_id(2), tiles, tl.num_programs(2), num_stages=STAGES):
-        rows = ((tiles - 1 - tile) * BM + tl.arange(0, BM)).to(tl.int64)
-        mask = (rows < M)[:, None] & used[None, :]
-        values = tl.load(source + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
-        tl.store(packed_ptr + rows[:, None] * (3 * C) + part * C + cols[None, :], values, mask=mask)
-        total += values.to(tl.float32)
-    _add_into(sums_ptr + (tl.program_id(2) * 3 + part) * C + cols, tl.sum(total, 0), used)
-
-
-@triton.jit
-def _column_sums_kernel(x_ptr, sums_ptr, M, N, tiles, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
+def _column_sums_kernel(x_ptr, sums_ptr, M, N, stride, tiles, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     used = cols < N
     total = tl.zeros([BM, BN], tl.float32)
     for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
         rows = ((tiles - 1 - tile) * BM + tl.arange(0, BM)).to(tl.int64)
         mask = (rows < M)[:, None] & used[None, :]
-        total += tl.load(x_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(x_ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     _add_into(sums_ptr + tl.program_id(1) * N + cols, tl.sum(total, 0), used)
 
 
@@ -492,7 +467,7 @@ def norm_partials(C: int, device: torch.device) -> int:
 
 
 def column_partials(device: torch.device) -> int:
-    """The P of the sums (P, N) of gelu_backward, pack_qkv, column_sums and cast8."""
+    """The P of the sums (P, N) of gelu_backward, column_sums and cast8."""
     return 64 if device.type == "cuda" else 2
 
 
@@ -635,27 +610,13 @@ def gelu_backward(da: Tensor, h: Tensor, sums: Tensor, act: Tensor | None = None
     return dh
 
 
-def pack_qkv(dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor) -> Tensor:
-    """Three (M, C) bf16 side by side: (M, 3C). Adds their column sums to sums (P, 3C) fp32.
-
-    The three may have one row stride in common that is larger than C, as slices of something wider have.
-    """
-    M, C = dq.shape
-    stride = dq.stride(0)
-    assert all(t.shape == (M, C) and t.stride() == (stride, 1) and t.dtype == torch.bfloat16 for t in (dq, dk, dv))
-    _check(sums)
-    packed = dq.new_empty(M, 3 * C)
-    (across, P), tiles, block = _column_grid(M, C, sums, _pack_shape(C, dq.device), parts=3)
-    _pack_kernel[(across, 3, P)](dq, dk, dv, packed, sums, M, C, stride, tiles, **block)
-    return packed
-
-
 def column_sums(x: Tensor, sums: Tensor) -> None:
-    """Adds the column sums of x (M, N) bf16 to sums (P, N) fp32."""
+    """Adds the column sums of x (M, N) bf16, which may be some columns of a wider one, to sums (P, N) fp32."""
     M, N = x.shape
-    _check(x, sums)
+    assert x.stride(1) == 1 and x.dtype == torch.bfloat16
+    _check(sums)
     grid, tiles, block = _column_grid(M, N, sums, _column_sums_shape(N, x.device))
-    _column_sums_kernel[grid](x, sums, M, N, tiles, **block)
+    _column_sums_kernel[grid](x, sums, M, N, x.stride(0), tiles, **block)
 
 
 def cross_entropy(
@@ -843,19 +804,11 @@ def _gelu_backward_shape(N: int, device: torch.device) -> tuple[int, int, int, i
     return (16, 128, 4, 3) if device.type == "cuda" else (64, 256, 4, 1)
 
 
-def _pack_shape(C: int, device: torch.device) -> tuple[int, int, int, int]:
-    """The same. Blocks that divide C leave no lane idle: 1600 is 25 times 64."""
-    if device.type != "cuda":
-        return 64, 256, 4, 1
-    columns = next((columns for columns in (256, 128, 64) if C % columns == 0), 256)
-    return 4096 // columns, columns, 4, 1
-
-
 def _column_grid(
-    M: int, N: int, sums: Tensor, shape: tuple[int, int, int, int], parts: int = 1
+    M: int, N: int, sums: Tensor, shape: tuple[int, int, int, int]
 ) -> tuple[tuple[int, int], int, dict[str, int]]:
     """(column blocks, P), how many tiles of rows there are, and the tile."""
-    assert sums.dtype == torch.float32 and sums.dim() == 2 and sums.shape[1] == parts * N
+    assert sums.dtype == torch.float32 and sums.dim() == 2 and sums.shape[1] == N
     BM, BN, warps, stages = shape
     block = {"BM": BM, "BN": BN, "STAGES": stages, "num_warps": warps}
     return (triton.cdiv(N, BN), sums.shape[0]), triton.cdiv(M, BM), block
