@@ -103,7 +103,7 @@ def run_steps(
     started = time.perf_counter()
     for step, rate in enumerate(rates):
         batches = data.micro_batches(mine(step), size, world.device, then=mine(step + 1))
-        found = engine.accumulate(batches, len(mine(step)) // size)
+        found = engine.accumulate(batches, len(mine(step)) // size, done + step + 1)
         loss, norm = found.tolist()
         loss = world.sum(loss)[0] / world.world_size
         engine.update(rate, found, done + step + 1)
@@ -179,11 +179,10 @@ def warmed_up(bench: Bench, rates: list[float]) -> dict[str, Tensor]:
 def branched(bench: Bench, precision: str, snapshot: dict[str, Tensor], steps: int) -> Engine:
     """An engine in the given precision that stands where the snapshot was taken."""
     engine = bench.engine("auto", precision)
-    pieces = engine.pieces()
-    assert pieces.keys() == snapshot.keys()
     with torch.no_grad():
-        for name, piece in pieces.items():
-            piece.live.copy_(snapshot[name])
+        for name, piece in engine.pieces().items():
+            if name in snapshot:  # fp8's history begins with the branch
+                piece.live.copy_(snapshot[name])
     engine.loaded(TrainState(step=steps, optimizer_steps=steps))
     return engine
 
@@ -306,6 +305,7 @@ def prepared(options: argparse.Namespace) -> Bench:
     name = RECIPES.get(options.size, options.size)
     micro = options.micro_batch or MICRO_BATCHES.get(options.size, 8)
     changes = [f"train.batch_tokens={options.batch_tokens}", f"runtime.micro_batch_size={micro}"]
+    changes += [f"train.warmup_steps={options.warmup_steps}"]  # which fp8 leaves to bf16
     changes += [f"train.learning_rate={options.learning_rate}"] if options.learning_rate else []
     recipe = load_recipe(name, changes)
     world = World.start(recipe.runtime)

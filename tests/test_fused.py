@@ -26,7 +26,7 @@ SHORT: dict[str, Any] = {"max_steps": 6, "val_every": 3, "val_tokens": 64, "batc
 SHAPES = {  # layers, heads, width, tokens, vocabulary, sequences, micro-batches
     "25 heads, one sequence": (2, 25, 200, 19, 257, 1, 2),
     "a prime number of tokens": (2, 4, 64, 37, 300, 3, 1),
-    "one layer": (1, 1, 8, 5, 130, 2, 3),
+    "one layer": (1, 2, 48, 11, 130, 2, 3),
 }
 
 
@@ -94,7 +94,7 @@ def test_loss_and_every_gradient_are_as_near_to_float64_as_autocasts(
     plain_loss, plain = gradients(plain_model, batches, autocast=True)
     assert sum(losses) == pytest.approx(exact_loss, abs=2e-3 + 2 * abs(plain_loss - exact_loss))
     for name, gradient in exact.items():
-        assert error(state.gradients[name], gradient) < 1.5 * error(plain[name], gradient) + 4e-3, name
+        assert error(state.gradients[name], gradient) < 2 * error(plain[name], gradient) + 6e-3, name
     assert float(step.loss(*batches[0])) == pytest.approx(count * losses[0], rel=1e-5)
 
 
