@@ -1,11 +1,10 @@
 """The matrix products of a GPT-2 step: torch's, and ours by cuBLASLt with epilogues, checked and then timed.
 
-`PYTHONPATH=. python benchmarks/gemm.py` on a GPU, about a minute. Every product of a block and of the head of 124M
+`PYTHONPATH=. python benchmarks/gemm.py` on a GPU, a minute at most. Every product of a block and of the head of 124M
 (64 sequences of 1024 tokens) and of 1558M (16 of them) is compared with float64 on a part of its rows; then ways to do
 the same take turns, 21 rounds after 3 to warm up, on random operands. Printed are median ms and TFLOP/s, and what a
-model's products take in a micro-step. So short a run meets no power limit, so all products of a micro-step also
-follow each other, with attention between them, with and without tuning. The products in 8 bits likewise, against bf16
-and torch._scaled_mm. Exits with 1 if a result is wrong or a product is refused.
+model's products take in a micro-step; so short a run meets no power limit, as a step does. The products in 8 bits
+likewise, against bf16 and torch._scaled_mm. Exits with 1 if a result is wrong or a product is refused.
 """
 
 import functools
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import gelu
 
 from trainer import gemm
 
@@ -26,7 +25,6 @@ VOCAB, CHUNKS = 50_304, 4
 WARM_UP, ROUNDS = 3, 21
 BF16_ERROR, FP32_ERROR = 4e-3, 1e-4  # rounding to bf16 is 1.7e-3 in the mean; sums of 65,536 terms in fp32 are 1e-5
 SUM8_ERROR, FAST_ERROR = 5e-4, 8e-3  # of products in 8 bits; `fast` sums in the tensor cores, in fewer bits
-STEPS = 12
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Run = Callable[[], object]
 
@@ -68,13 +66,13 @@ class Times:
     """Milliseconds of a model's products by the way they are made: how often a step does each times its median."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.totals = name, dict.fromkeys(("torch", "first", "tuned"), 0.0)
+        self.name, self.totals = name, dict.fromkeys(("torch", "ours"), 0.0)
         print(f"\n{name}")
 
     def race(self, case: str, flops: float, count: int, ways: dict[str, Run]) -> None:
         """Let ways to make the same product take turns, and print what each took.
 
-        The quickest of those whose name begins with torch, first or tuned is counted; others do less or more.
+        The quickest of those whose name begins with torch or ours is counted; others do less or more.
         """
         medians = race(ways)
         shown = (f"{way} {ms:.3f} ms {flops / ms / 1e9:.0f}" for way, ms in medians.items())
@@ -98,16 +96,6 @@ def race(ways: dict[str, Run]) -> dict[str, float]:
             times[way].append((start, end))
     torch.cuda.synchronize()
     return {way: statistics.median(a.elapsed_time(b) for a, b in each[WARM_UP:]) for way, each in times.items()}
-
-
-def both(run: Run, name: str = "{}") -> dict[str, Run]:
-    """Ours with the algorithm that the heuristic puts first, and with the one that was quickest here."""
-
-    def with_tuning(on: bool) -> object:
-        gemm.tune(on)
-        return run()
-
-    return {name.format(way): functools.partial(with_tuning, way == "tuned") for way in ("first", "tuned")}
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -200,25 +188,16 @@ def check_products8(rows: int, n: int, k: int) -> None:
     check("weight_grad8, fast", into[part], exact, FAST_ERROR)
 
 
-def check_tuning_adds_once() -> None:
-    dy, x, into = random(4096, 512), random(4096, 256), torch.zeros(512, 256, device="cuda")
-    gemm.tune(True)
-    gemm.weight_grad(dy, x, into, accumulate=True)
-    check("tuned weight_grad, first call", into, dy.double().t() @ x.double(), FP32_ERROR)
-
-
 def check_repeats(rows: int, width: int) -> None:
-    """The same bits twice, tuned or not."""
+    """The same bits again."""
     dy, w, pre = random(rows, width), random(width, 4 * width, scale=0.02), random(rows, 4 * width)
-    for tuned in (False, True):
-        gemm.tune(tuned)
-        runs = [gemm.input_grad_gelu(dy, w, pre) for _ in range(3)]
-        sums = [torch.empty(width, 4 * width, device="cuda") for _ in range(3)]
-        for into in sums:
-            gemm.weight_grad(dy, pre, into, accumulate=False)
-        assert all(torch.equal(runs[0], dpre) for dpre in runs), "dpre differs from run to run"
-        assert all(torch.equal(sums[0], into) for into in sums), "a weight gradient differs from run to run"
-    print("  the same bits again, tuned and not")
+    runs = [gemm.input_grad_gelu(dy, w, pre) for _ in range(3)]
+    sums = [torch.empty(width, 4 * width, device="cuda") for _ in range(3)]
+    for into in sums:
+        gemm.weight_grad(dy, pre, into, accumulate=False)
+    assert all(torch.equal(runs[0], dpre) for dpre in runs), "dpre differs from run to run"
+    assert all(torch.equal(sums[0], into) for into in sums), "a weight gradient differs from run to run"
+    print("  the same bits again")
 
 
 def check_graph() -> None:
@@ -249,7 +228,6 @@ def call_microseconds(run: Run) -> float:
 def time_calls() -> None:
     x, w, bias, into = random(128, 64), random(256, 64), random(256), torch.zeros(256, 64, device="cuda")
     dy = random(128, 256)
-    gemm.tune(False)
     runs: dict[str, Run] = {
         "torch.addmm": lambda: torch.addmm(bias, x, w.t()),
         "linear": lambda: gemm.linear(x, w, bias),
@@ -286,8 +264,8 @@ def time_block(shape: Shape, times: Times) -> None:
         ways: dict[str, Run] = {"torch": torchs}
         if skip is not None:
             ways["addmm alone"] = functools.partial(torch.addmm, bias, x, w.t())
-        ours = both(functools.partial(gemm.linear, x, w, bias, skip))
-        times.race(f"{name} forward", 2 * m * c * n, shape.layers, ways | ours)
+        ways["ours"] = functools.partial(gemm.linear, x, w, bias, skip)
+        times.race(f"{name} forward", 2 * m * c * n, shape.layers, ways)
         time_gradients(f"{name}", wide.view(-1)[: m * n].view(m, n), x, w, shape.layers, times)
     up, up_bias = random(4 * c, c, scale=0.02), random(4 * c)
     down, down_bias = random(c, 4 * c, scale=0.02), random(c)
@@ -299,48 +277,53 @@ def time_block(shape: Shape, times: Times) -> None:
     def separate_gelu() -> object:
         return gelu(gemm.linear(x, up, up_bias), approximate="tanh")
 
-    ours = both(lambda: gemm.linear_gelu(x, up, up_bias)) | both(separate_gelu, "{} + torch gelu")
-    ways = {"torch": torch_gelu, "addmm alone": lambda: torch.addmm(up_bias, x, up.t())}
-    times.race("fc, gelu forward", flops, shape.layers, ways | ours)
+    ways = {
+        "torch": torch_gelu,
+        "addmm alone": lambda: torch.addmm(up_bias, x, up.t()),
+        "ours": lambda: gemm.linear_gelu(x, up, up_bias),
+        "ours + torch gelu": separate_gelu,
+    }
+    times.race("fc, gelu forward", flops, shape.layers, ways)
     time_gradients("fc", wide, x, up, shape.layers, times)
     ways = {
         "torch": lambda: torch.addmm(down_bias, wide, down.t()).add_(residual),
         "addmm alone": lambda: torch.addmm(down_bias, wide, down.t()),
+        "ours": lambda: gemm.linear(wide, down, down_bias, residual),
+        "without bias, ours": lambda: gemm.linear(wide, down, residual=residual),
     }
-    ours = both(lambda: gemm.linear(wide, down, down_bias, residual)) | both(
-        lambda: gemm.linear(wide, down, residual=residual), "without bias, {}"
-    )
-    times.race("fc projection forward", flops, shape.layers, ways | ours)
+    times.race("fc projection forward", flops, shape.layers, ways)
     ways = {
         "torch": lambda: bias_sums(dgelu(torch.mm(x, down), pre)),
         "mm and dgelu": lambda: dgelu(torch.mm(x, down), pre),
         "mm alone": lambda: torch.mm(x, down),
+        "ours": lambda: gemm.input_grad_gelu(x, down, pre),
+        "ours + torch sum": lambda: bias_sums(gemm.input_grad_gelu(x, down, pre)),
     }
-    ours = both(lambda: gemm.input_grad_gelu(x, down, pre))
-    ours |= both(lambda: bias_sums(gemm.input_grad_gelu(x, down, pre)), "{} + torch sum")
-    times.race("fc proj. input, dgelu", flops, shape.layers, ways | ours)
+    times.race("fc proj. input, dgelu", flops, shape.layers, ways)
     time_weight_grad("fc projection", x, wide, shape.layers, times)
 
 
 def time_gradients(name: str, dy: Tensor, x: Tensor, w: Tensor, count: int, times: Times) -> None:
-    ways: dict[str, Run] = {"torch": lambda: torch.mm(dy, w)} | both(lambda: gemm.input_grad(dy, w))
+    ways: dict[str, Run] = {"torch": lambda: torch.mm(dy, w), "ours": lambda: gemm.input_grad(dy, w)}
     times.race(f"{name} input", 2 * dy.shape[0] * w.numel(), count, ways)
     time_weight_grad(name, dy, x, count, times)
 
 
 def time_weight_grad(name: str, dy: Tensor, x: Tensor, count: int, times: Times) -> None:
     into = torch.zeros(dy.shape[1], x.shape[1], device="cuda")
-    ways: dict[str, Run] = {"torch": lambda: add_weight_grad(dy, x, into), "mm bf16": lambda: torch.mm(dy.t(), x)}
-    ways |= both(lambda: gemm.weight_grad(dy, x, into, True)) | both(
-        lambda: gemm.weight_grad(dy, x, into, False), "overwritten, {}"
-    )
+    ways: dict[str, Run] = {
+        "torch": lambda: add_weight_grad(dy, x, into),
+        "mm bf16": lambda: torch.mm(dy.t(), x),
+        "ours": lambda: gemm.weight_grad(dy, x, into, True),
+        "overwritten, ours": lambda: gemm.weight_grad(dy, x, into, False),
+    }
     times.race(f"{name} weight", 2 * dy.shape[0] * into.numel(), count, ways)
 
 
 def time_head(shape: Shape, times: Times) -> None:
     m, c = shape.rows // CHUNKS, shape.width
     x, wte, flops = random(m, c), random(VOCAB, c, scale=0.02), 2 * m * c * VOCAB
-    ways: dict[str, Run] = {"torch": lambda: torch.mm(x, wte.t())} | both(lambda: gemm.linear(x, wte))
+    ways: dict[str, Run] = {"torch": lambda: torch.mm(x, wte.t()), "ours": lambda: gemm.linear(x, wte)}
     times.race("head forward", flops, CHUNKS, ways)
     time_gradients("head", random(m, VOCAB), x, wte, CHUNKS, times)
 
@@ -385,96 +368,26 @@ def time_all8(shape: Shape) -> None:
             "torch": forward if residual is None else functools.partial(then_add, forward, residual),
             "bf16": functools.partial(gemm.linear, x, w, bias, residual),
             "not fast": functools.partial(o.forward, bias, residual, False),
+            "ours": functools.partial(o.forward, bias, residual),
         }
-        times.race(f"{name} forward", flops, count, ways | both(functools.partial(o.forward, bias, residual)))
+        times.race(f"{name} forward", flops, count, ways)
         ways = {
             "torch": functools.partial(torchs, o.dy, o.w_t, (o.dy_inverse, o.w_inverse), False, None),
             "bf16": functools.partial(gemm.input_grad, dy, w),
             "fast": functools.partial(o.input_grad, True),
+            "ours": o.input_grad,
         }
-        times.race(f"{name} input", flops, count, ways | both(o.input_grad))
+        times.race(f"{name} input", flops, count, ways)
         scaled = functools.partial(torchs, o.dy_t, o.x_t, (o.dy_inverse, o.x_inverse), False, None)
         ways = {
             "torch": functools.partial(then_add, scaled, into),
             "bf16": functools.partial(gemm.weight_grad, dy, x, into, True),
             "fast": functools.partial(o.weight_grad, into, True, True),
             "without the sum, torch": scaled,
+            "ours": functools.partial(o.weight_grad, into),
         }
-        times.race(f"{name} weight", flops, count, ways | both(functools.partial(o.weight_grad, into)))
+        times.race(f"{name} weight", flops, count, ways)
     times.close()
-
-
-# --- quick under load
-
-
-def step_products(shape: Shape) -> list[tuple[int, Run]]:
-    """The products of a micro-step, and how often it does each."""
-    runs: list[tuple[int, Run]] = []
-    for name, m, n, k, count in weights(shape):
-        x, w, dy, into = random(m, k), random(n, k, scale=0.02), random(m, n), torch.zeros(n, k, device="cuda")
-        bias, residual = random(n), random(m, n) if name.endswith("projection") else None
-        forward: Run = functools.partial(gemm.linear, x, w, bias, residual)
-        backward: Run = functools.partial(gemm.input_grad, dy, w)
-        if name == "fc":
-            forward = functools.partial(gemm.linear_gelu, x, w, bias)
-        elif name == "fc projection":
-            backward = functools.partial(gemm.input_grad_gelu, dy, w, random(m, k))
-        elif name == "head":
-            forward = functools.partial(gemm.linear, x, w)
-        runs += [(count, run) for run in (forward, backward, functools.partial(gemm.weight_grad, dy, x, into, True))]
-    return runs
-
-
-def step_products8(shape: Shape) -> list[tuple[int, Run]]:
-    runs: list[tuple[int, Run]] = []
-    for name, m, n, k, count in weights(shape):
-        o, into = operands8(m, n, k), torch.zeros(n, k, device="cuda")
-        bias = None if name == "head" else random(n)
-        residual = random(m, n) if name.endswith("projection") else None
-        forward = functools.partial(o.forward, bias, residual)
-        runs += [(count, run) for run in (forward, o.input_grad, functools.partial(o.weight_grad, into))]
-    return runs
-
-
-def time_step(shape: Shape, bits: int) -> None:
-    """All products of a micro-step, three of a layer and then attention, tuned and not: a few hundred ms at a time."""
-    runs = (step_products8 if bits == 8 else step_products)(shape)
-    q = random(shape.rows // 1024, shape.width // 64, 1024, 64)
-    for _, run in runs:  # loads the kernels
-        gemm.tune(False)
-        run()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _, run in runs:
-        gemm.tune(True)
-        run()
-    torch.cuda.synchronize()
-    tuning = time.perf_counter() - started
-
-    def step(tuned: bool) -> None:
-        gemm.tune(tuned)
-        for _ in range(shape.layers):
-            for index, (_, run) in enumerate(runs[:-3]):
-                run()
-                if index % 3 == 2:
-                    scaled_dot_product_attention(q, q, q, is_causal=True)
-        for count, run in runs[-3:]:
-            for _ in range(count):
-                run()
-
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(2 * STEPS):
-        tuned = turn % 4 in (1, 2)  # first tuned tuned first: what the one before leaves hot meets both
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step(tuned)
-        end.record()
-        end.synchronize()
-        times[tuned].append(start.elapsed_time(end))
-    first, best = (statistics.median(times[tuned][2:]) for tuned in (False, True))
-    saved = 100 * (1 - best / first)
-    found = f"first {first:.2f} ms, tuned {best:.2f} ms ({saved:.1f}% less; tuning took {tuning:.1f} s)"
-    print(f"  products and attention of a micro-step, {shape.name}, {bits} bits: {found}", flush=True)
 
 
 def attempt(doing: Run) -> bool:
@@ -500,8 +413,7 @@ def main() -> int:
         works.append(functools.partial(check_products, shape.rows, shape.width, VOCAB))
         works += [functools.partial(check_products8, *weight[1:4]) for weight in weights(shape)]
     works.append(functools.partial(check_products, 4 * 1023, 1600, 512))
-    works += [check_tuning_adds_once, functools.partial(check_repeats, 16_384, 768), check_graph, time_calls]
-    works += [functools.partial(time_step, shape, bits) for shape in SHAPES for bits in (16, 8)]
+    works += [functools.partial(check_repeats, 16_384, 768), check_graph, time_calls]
     works += [functools.partial(race_all, shape) for shape in SHAPES for race_all in (time_all, time_all8)]
     well = [attempt(work) for work in works]
     for request in gemm.refused():

@@ -17,8 +17,9 @@ what is stored times its `inverse`. `fast` lets the tensor cores keep the sum, i
 time forward, where it is on, and 3 to 9% backward, where it is off: a weight gradient over 16,384 tokens is then 3e-3
 away from the exact sum instead of 1e-4.
 
-`tune` is for small models: products and attention of a micro-step took 2.0% (124M) less time with the candidates it
-kept, 2.7% in 8 bits, but 0.8% more at 1558M (0.5% less in 8 bits): what wins alone need not win in the heat of a step.
+Choosing among cuBLASLt's 12 best candidates by time won 4% in bursts, but lost 0.06% of the speed of whole steps in
+bf16 at 124M and 0.19% at 1558M, at the card's power limit (H200, 694 W, ~1600 MHz; alternating A/B in one run). So
+the heuristic's first is taken, which also keeps two runs on one machine alike.
 
 cuBLASLt's matrices are column-major, so it sees every row-major tensor transposed: out = left @ right is asked for as
 outᵀ = rightᵀ @ leftᵀ, which needs no copy. The numbers below are those of cublasLt.h, the same in CUDA 12.8 and 13.0.
@@ -45,8 +46,6 @@ MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 
 ALIGNMENT_BYTES = 16  # of every pointer and row: what TMA and vector loads need, and what flat buffers of weights keep
 WORKSPACE_BYTES = 64 << 20  # partial sums of a split product: 1558M's largest weight gradient is 41 MB in fp32
-CANDIDATES = 12
-SUSTAINED_MS, WORTH = 35, 0.985  # how long a candidate is tried at a stretch; the part of the time it may take at most
 # CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: a product split along K adds its parts in fp32, not rounded to bf16 before.
 REDUCE_IN_FP32 = 2
 
@@ -68,7 +67,7 @@ Matrix = tuple[torch.dtype, torch.Size, tuple[int, ...]]  # dtype, shape, stride
 Scales = tuple[Tensor, Tensor]
 
 
-class Candidate(ctypes.Structure):
+class Algorithm(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t; it begins with the algorithm."""
 
     _fields_ = [
@@ -91,7 +90,6 @@ class Request(NamedTuple):
     source: Matrix | None
     aux: Matrix | None
     fast: bool
-    tuned: bool
 
 
 class Plan(NamedTuple):
@@ -102,8 +100,7 @@ class Plan(NamedTuple):
     layout_b: int
     layout_d: int
     beta: int
-    algorithm: int
-    candidates: ctypes.Array[Candidate]  # keeps the algorithm's memory
+    algorithm: Algorithm
 
 
 class Lt:
@@ -196,18 +193,15 @@ class Lt:
             return None  # one layout stands for all that has the shape of the output
         operation = self.operation(request, scales)
         a, b, d = (self.layout(matrix) for matrix in (request.right, request.left, request.out))
-        found, candidates = ctypes.c_int(), (Candidate * CANDIDATES)()
+        found, algorithm = ctypes.c_int(), Algorithm()
         status = self.library.cublasLtMatmulAlgoGetHeuristic(
-            self.handle, operation, a, b, d, d, self.preference, CANDIDATES, candidates, ctypes.byref(found)
+            self.handle, operation, a, b, d, d, self.preference, 1, ctypes.byref(algorithm), ctypes.byref(found)
         )
         if status != NOT_SUPPORTED:
             self.check(status, f"no algorithm for {request}")
-        good = [c for c in candidates[: found.value] if not c.status]
-        if status or not good:
+        if status or not found.value or algorithm.status:
             return None
-        beta = ctypes.addressof(self.one if request.source else self.zero)
-        kept = (Candidate * len(good))(*good)
-        return Plan(operation, a, b, d, beta, ctypes.addressof(kept), kept)
+        return Plan(operation, a, b, d, ctypes.addressof(self.one if request.source else self.zero), algorithm)
 
     def launch(self, plan: Plan, left: int, right: int, source: int, out: int) -> int:
         """Put the product on torch's stream; returns cuBLASLt's status."""
@@ -215,46 +209,14 @@ class Lt:
         # fmt: off
         return self.library.cublasLtMatmul(
             self.handle, plan.operation, self.one_address, right, plan.layout_a, left, plan.layout_b, plan.beta,
-            source, plan.layout_d, out, plan.layout_d, plan.algorithm, self.workspace(stream), WORKSPACE_BYTES, stream,
+            source, plan.layout_d, out, plan.layout_d, ctypes.byref(plan.algorithm), self.workspace(stream),
+            WORKSPACE_BYTES, stream,
         )
         # fmt: on
 
     @functools.cached_property
     def one_address(self) -> int:
         return ctypes.addressof(self.one)
-
-    def milliseconds(self, plan: Plan, operands: tuple[int, int, int, int], count: int) -> float:
-        """What one of `count` launches back to back takes; infinite where cuBLASLt refuses."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        failures = sum(self.launch(plan, *operands) != 0 for _ in range(count))
-        end.record()
-        end.synchronize()
-        return float("inf") if failures else start.elapsed_time(end) / count
-
-    def quickest(self, plan: Plan, left: int, right: int, source: int, out: Tensor) -> Plan:
-        """The plan with the quicker of two candidates: the heuristic's first and the one that wins in a few launches.
-
-        Power limits a step, so what counts is the time under load, where the clock falls with what a kernel draws.
-        The two take turns there, in an order that a clock drifting steadily does not favour.
-        """
-        target = torch.zeros_like(out) if source == out.data_ptr() else out  # or the sum would be added many times
-        operands = (left, right, target.data_ptr() if target is not out else source, target.data_ptr())
-        size = ctypes.sizeof(Candidate)
-        plans = [plan._replace(algorithm=plan.algorithm + i * size) for i in range(len(plan.candidates))]
-        for candidate in plans:
-            self.milliseconds(candidate, operands, 1)
-        few = [self.milliseconds(candidate, operands, 5) for candidate in plans]
-        best = few.index(min(few))
-        if not few[best] < WORTH * few[0]:
-            return plan
-        count = 1 + int(SUSTAINED_MS / few[0])
-        times = [0.0, 0.0]
-        for which in (0, 1, 1, 0):
-            candidate = plans[best] if which else plan
-            self.milliseconds(candidate, operands, 1 + count // 3)  # till the clock has followed
-            times[which] += self.milliseconds(candidate, operands, count)
-        return plans[best] if times[1] < WORTH * times[0] else plan
 
 
 def served_matrix(matrix: Matrix) -> bool:
@@ -316,18 +278,6 @@ def refused() -> list[Request]:
     return [request for request, plan in lt.plans.items() if plan is None] if lt else []
 
 
-_tuned = False
-
-
-def tune(on: bool) -> None:
-    """Have the first call of every product from now on try cuBLASLt's candidates and keep the quickest.
-
-    Off, as at the start: the one its heuristic puts first, so that two runs on one machine take the same.
-    """
-    global _tuned
-    _tuned = on
-
-
 def _product(
     left: Tensor,
     right: Tensor,
@@ -353,7 +303,6 @@ def _product(
         None if source is None else (source.dtype, source.shape, source.stride()),
         None if aux is None else (aux.dtype, aux.shape, aux.stride()),
         fast,
-        _tuned,
     )
     a, b, d = left.data_ptr(), right.data_ptr(), out.data_ptr()
     c = d if source is None else source.data_ptr()
@@ -362,8 +311,7 @@ def _product(
     if (a | b | c | d | bias_address | aux_address) % ALIGNMENT_BYTES:
         return False
     plan = lt.plans.get(request)
-    new = plan is None and request not in lt.plans
-    if new:
+    if plan is None and request not in lt.plans:
         plan = lt.plans[request] = lt.plan(request, scales)
     if plan is None:
         return False
@@ -373,8 +321,6 @@ def _product(
         lt.point(plan.operation, AUX_POINTER, aux_address)
     if scales is not None:
         lt.point_scales(plan.operation, scales)
-    if new and _tuned and not torch.cuda.is_current_stream_capturing():
-        plan = lt.plans[request] = lt.quickest(plan, a, b, c, out)
     status = lt.launch(plan, a, b, c, d)
     if status:
         lt.check(status, f"{request}")
