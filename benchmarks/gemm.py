@@ -3,8 +3,8 @@
 `PYTHONPATH=. python benchmarks/gemm.py` on a GPU, a minute at most. Every product of a block and of the head of 124M
 (64 sequences of 1024 tokens) and of 1558M (16 of them) is compared with float64 on a part of its rows; then ways to do
 the same take turns, 21 rounds after 3 to warm up, on random operands. Printed are median ms and TFLOP/s, and what a
-model's products take in a micro-step; so short a run meets no power limit, as a step does. The products in 8 bits
-likewise, against bf16 and torch._scaled_mm. Exits with 1 if a result is wrong or a product is refused.
+model's products take in a micro-step; a whole step, unlike so short a run, meets the power limit. The products in
+8 bits likewise, against bf16 and torch._scaled_mm. Exits with 1 if a result is wrong or a product is refused.
 """
 
 import functools
@@ -49,8 +49,8 @@ class Operands(NamedTuple):
     dy_t: Tensor
     dy_inverse: Tensor
 
-    def forward(self, bias: Tensor | None = None, residual: Tensor | None = None, fast: bool = True) -> Tensor:
-        return gemm.linear8(self.x, self.w, self.x_inverse, self.w_inverse, bias, residual, fast)
+    def forward(self, bias: Tensor | None = None, fast: bool = True) -> Tensor:
+        return gemm.linear8(self.x, self.w, self.x_inverse, self.w_inverse, bias, fast)
 
     def input_grad(self, fast: bool = False) -> Tensor:
         return gemm.input_grad8(self.dy, self.w_t, self.dy_inverse, self.w_inverse, fast=fast)
@@ -132,17 +132,14 @@ def check_products(rows: int, width: int, vocab: int) -> None:
     print(f"\nright? M={rows}, C={width}")
     part = slice(0, 256)
     x, w, bias = random(rows, width), random(4 * width, width, scale=0.02), random(4 * width)
-    residual, back = random(rows, width), random(width, 4 * width, scale=0.02)
+    back = random(width, 4 * width, scale=0.02)
     exact = x[part].double() @ w.double().t()
     check("linear", gemm.linear(x, w)[part], exact)
     check("linear + bias", gemm.linear(x, w, bias)[part], exact + bias.double())
     pre, act = gemm.linear_gelu(x, w, bias)
     check("linear_gelu: pre", pre[part], exact + bias.double())
     check("linear_gelu: act", act[part], gelu(exact + bias.double(), approximate="tanh"))
-    exact = act[part].double() @ back.double().t() + residual[part].double()
-    check("linear + residual", gemm.linear(act, back, residual=residual)[part], exact)
-    exact += bias[:width].double()
-    check("linear + bias + residual", gemm.linear(act, back, bias[:width], residual)[part], exact)
+    check("linear, back", gemm.linear(act, back)[part], act[part].double() @ back.double().t())
 
     dy = random(rows, width)
     check("input_grad", gemm.input_grad(act, w)[part], act[part].double() @ w.double())
@@ -155,7 +152,7 @@ def check_products(rows: int, width: int, vocab: int) -> None:
     check("weight_grad, overwritten", into[part], exact, FP32_ERROR)
     gemm.weight_grad(pre, x, into, accumulate=True)
     check("weight_grad, added", into[part], 2 * exact, FP32_ERROR)
-    del residual, back, dy, pre, act, into
+    del back, dy, pre, act, into
 
     rows, wte = rows // CHUNKS, random(vocab, width, scale=0.02)
     logits = gemm.linear(x[:rows], wte)
@@ -168,13 +165,12 @@ def check_products(rows: int, width: int, vocab: int) -> None:
 
 def check_products8(rows: int, n: int, k: int) -> None:
     print(f"\nright in 8 bits? M={rows}, N={n}, K={k}")
-    part, o, bias, residual = slice(0, 256), operands8(rows, n, k), random(n), random(rows, n)
+    part, o, bias = slice(0, 256), operands8(rows, n, k), random(n)
     w = o.w.double() * o.w_inverse
     exact = (o.x[part].double() * o.x_inverse) @ w.t()
     check("linear8", o.forward(fast=False)[part], exact)
     check("linear8, fast", o.forward()[part], exact, FAST_ERROR)
-    exact += bias.double() + residual[part].double()
-    check("linear8 + bias + residual", o.forward(bias, residual, fast=False)[part], exact)
+    check("linear8 + bias", o.forward(bias, fast=False)[part], exact + bias.double())
     exact = (o.dy[part].double() * o.dy_inverse) @ w
     check("input_grad8", o.input_grad()[part], exact)
     check("input_grad8, fast", o.input_grad(fast=True)[part], exact, FAST_ERROR)
@@ -248,27 +244,21 @@ def bias_sums(dy: Tensor) -> Tensor:
     return dy.sum(0, dtype=torch.float32)
 
 
+def forward_ways(x: Tensor, w: Tensor, bias: Tensor | None = None) -> dict[str, Run]:
+    by_torch = functools.partial(torch.mm, x, w.t()) if bias is None else functools.partial(torch.addmm, bias, x, w.t())
+    return {"torch": by_torch, "ours": functools.partial(gemm.linear, x, w, bias)}
+
+
 def time_block(shape: Shape, times: Times) -> None:
-    """The four products of a block, forward and both gradients."""
+    """The four products of a block, forward and both gradients. The norms after the projections add their biases."""
     m, c = shape.rows, shape.width
     x, wide = random(m, c), random(m, 4 * c)
-    residual = random(m, c)
-    for name, n in (("qkv", 3 * c), ("projection", c)):
-        w, bias = random(n, c, scale=0.02), random(n)
-        skip = residual if name == "projection" else None
-
-        def torchs(w: Tensor = w, bias: Tensor = bias, skip: Tensor | None = skip) -> object:
-            y = torch.addmm(bias, x, w.t())
-            return y if skip is None else y.add_(skip)
-
-        ways: dict[str, Run] = {"torch": torchs}
-        if skip is not None:
-            ways["addmm alone"] = functools.partial(torch.addmm, bias, x, w.t())
-        ways["ours"] = functools.partial(gemm.linear, x, w, bias, skip)
-        times.race(f"{name} forward", 2 * m * c * n, shape.layers, ways)
-        time_gradients(f"{name}", wide.view(-1)[: m * n].view(m, n), x, w, shape.layers, times)
+    for name, n, bias in (("qkv", 3 * c, random(3 * c)), ("projection", c, None)):
+        w = random(n, c, scale=0.02)
+        times.race(f"{name} forward", 2 * m * c * n, shape.layers, forward_ways(x, w, bias))
+        time_gradients(name, wide.view(-1)[: m * n].view(m, n), x, w, shape.layers, times)
     up, up_bias = random(4 * c, c, scale=0.02), random(4 * c)
-    down, down_bias = random(c, 4 * c, scale=0.02), random(c)
+    down = random(c, 4 * c, scale=0.02)
     pre, flops = random(m, 4 * c), 2 * m * c * 4 * c
 
     def torch_gelu() -> object:
@@ -277,7 +267,7 @@ def time_block(shape: Shape, times: Times) -> None:
     def separate_gelu() -> object:
         return gelu(gemm.linear(x, up, up_bias), approximate="tanh")
 
-    ways = {
+    ways: dict[str, Run] = {
         "torch": torch_gelu,
         "addmm alone": lambda: torch.addmm(up_bias, x, up.t()),
         "ours": lambda: gemm.linear_gelu(x, up, up_bias),
@@ -285,18 +275,12 @@ def time_block(shape: Shape, times: Times) -> None:
     }
     times.race("fc, gelu forward", flops, shape.layers, ways)
     time_gradients("fc", wide, x, up, shape.layers, times)
-    ways = {
-        "torch": lambda: torch.addmm(down_bias, wide, down.t()).add_(residual),
-        "addmm alone": lambda: torch.addmm(down_bias, wide, down.t()),
-        "ours": lambda: gemm.linear(wide, down, down_bias, residual),
-        "without bias, ours": lambda: gemm.linear(wide, down, residual=residual),
-    }
-    times.race("fc projection forward", flops, shape.layers, ways)
+    times.race("fc projection forward", flops, shape.layers, forward_ways(wide, down))
     ways = {
         "torch": lambda: bias_sums(dgelu(torch.mm(x, down), pre)),
         "mm and dgelu": lambda: dgelu(torch.mm(x, down), pre),
         "mm alone": lambda: torch.mm(x, down),
-        "ours": lambda: gemm.input_grad_gelu(x, down, pre),
+        "without sums, ours": lambda: gemm.input_grad_gelu(x, down, pre),
         "ours + torch sum": lambda: bias_sums(gemm.input_grad_gelu(x, down, pre)),
     }
     times.race("fc proj. input, dgelu", flops, shape.layers, ways)
@@ -323,8 +307,7 @@ def time_weight_grad(name: str, dy: Tensor, x: Tensor, count: int, times: Times)
 def time_head(shape: Shape, times: Times) -> None:
     m, c = shape.rows // CHUNKS, shape.width
     x, wte, flops = random(m, c), random(VOCAB, c, scale=0.02), 2 * m * c * VOCAB
-    ways: dict[str, Run] = {"torch": lambda: torch.mm(x, wte.t()), "ours": lambda: gemm.linear(x, wte)}
-    times.race("head forward", flops, CHUNKS, ways)
+    times.race("head forward", flops, CHUNKS, forward_ways(x, wte))
     time_gradients("head", random(m, VOCAB), x, wte, CHUNKS, times)
 
 
@@ -360,15 +343,13 @@ def time_all8(shape: Shape) -> None:
     for name, m, n, k, count in weights(shape):
         o, x, w, dy = operands8(m, n, k), random(m, k), random(n, k, scale=0.02), random(m, n, scale=1e-4)
         flops, into = 2 * m * n * k, torch.zeros(n, k, device="cuda")
-        residual = random(m, n) if name.endswith("projection") else None
-        bias = None if name == "head" else random(n)
+        bias = random(n) if name in ("qkv", "fc") else None
 
-        forward = functools.partial(torchs, o.x, o.w, (o.x_inverse, o.w_inverse), True, bias)
         ways: dict[str, Run] = {
-            "torch": forward if residual is None else functools.partial(then_add, forward, residual),
-            "bf16": functools.partial(gemm.linear, x, w, bias, residual),
-            "not fast": functools.partial(o.forward, bias, residual, False),
-            "ours": functools.partial(o.forward, bias, residual),
+            "torch": functools.partial(torchs, o.x, o.w, (o.x_inverse, o.w_inverse), True, bias),
+            "bf16": functools.partial(gemm.linear, x, w, bias),
+            "not fast": functools.partial(o.forward, bias, False),
+            "ours": functools.partial(o.forward, bias),
         }
         times.race(f"{name} forward", flops, count, ways)
         ways = {
