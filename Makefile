@@ -34,8 +34,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	.venv/bin/skytrain run smoke
 
-# Two modules at a time, in the order of their names: the tests of one share servers and clouds, and wait for much.
-PYTEST := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+# Three modules at a time, for two cores: the tests of one share servers and clouds, and wait for much. The order is
+# tests/conftest.py's.
+PYTEST := $(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
 test: install
 	$(PYTEST)

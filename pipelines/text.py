@@ -37,6 +37,7 @@ KINDS = ("parquet", "jsonl", "txt")
 PACKED = ("gz", "zst")
 SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, glob or URL of .parquet, .jsonl or .txt files"
 
+ENCODING = "utf-8-sig"  # UTF-8 that also takes the byte order mark some editors put in front
 ROWS = 1_000  # at a time out of Arrow: ~5 MB of web text
 
 
@@ -259,13 +260,23 @@ class Files:
         return rows
 
     def _text(self, paths: tuple[str, ...], start: int) -> Iterator[str]:
+        if self.kind == "txt" and self.pinned is None and all(path.endswith("txt") for path in paths):
+            return self._plain(paths[start:])
         sample_by = "line" if self.kind == "jsonl" else "document"
-        # utf-8-sig is UTF-8 that also takes the byte order mark some editors put in front.
-        stream = self._stream("text", paths, sample_by=sample_by, encoding="utf-8-sig", encoding_errors="replace")
+        stream = self._stream("text", paths, sample_by=sample_by, encoding=ENCODING, encoding_errors="replace")
         if self.kind == "txt":
             return _column(stream, "text", self.where, start)
         lines = (line for line in _column(stream, "text", self.where, 0) if line.strip())
         return self._texts_of(itertools.islice(enumerate(lines), start, None))
+
+    def _plain(self, paths: Iterable[str]) -> Iterator[str]:
+        """Files as they lie here, a document each, without the second that `datasets` takes to be imported."""
+        for path in paths:
+            try:
+                text = Path(path).read_text(ENCODING, errors="replace")
+            except OSError as error:
+                raise _unreadable(self.where, error) from error
+            yield text
 
     def _texts_of(self, lines: Iterator[tuple[int, str]]) -> Iterator[str]:
         for number, line in lines:
@@ -390,7 +401,11 @@ def _column(stream: Any, column: str, where: str, start: int) -> Texts:
             for text in table.column(column).to_pylist():
                 yield text or ""
     except (EOFError, zlib.error, pa.ArrowInvalid, OSError) as error:  # cut off, damaged, gone
-        raise UserError(f"tokens.source: '{where}' can't be read on ({_reason(error)})") from error
+        raise _unreadable(where, error) from error
+
+
+def _unreadable(where: str, error: Exception) -> UserError:
+    return UserError(f"tokens.source: '{where}' can't be read on ({_reason(error)})")
 
 
 def _check_column(schema: Any, column: str, where: str) -> None:
@@ -425,5 +440,6 @@ def _datasets() -> Any:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
+    datasets.config.TORCH_AVAILABLE = False  # else a stream imports torch, 2 s, and needs nothing of it
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else 3 s of waiting where there is no network
     return datasets

@@ -1,5 +1,6 @@
 """What many tests share: sample data, and real S3 servers started once a session."""
 
+import fcntl
 import os
 import shutil
 import uuid
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pipeline_runs import FOLDER_NAME, PRICE, Project, ranks
 from servers import FOREIGN_AWS_VARIABLES, Daemon, MotoServer, Radosgw, S3Account, free_ports, http_answers
 
 from pipelines.artifacts.store import S3Store
@@ -17,6 +19,14 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+# The modules that take minutes, the longest first: workers take a module at a time, and so end at about the same one.
+LONGEST = ("cluster", "image", "interrupted", "drill", "health", "pipeline", "training", "notice", "mlflow", "budget")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture
@@ -37,6 +47,27 @@ def _no_metadata_service(monkeypatch: pytest.MonkeyPatch) -> None:
 def _tokenizers_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     if (SHARED_DATA / "tiktoken").is_dir():
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED_DATA / "tiktoken"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Project]:
+    """A finished run of `tiny.yaml` with so many training processes, made once for all of pytest's workers. Whoever
+    changes anything in it takes a copy."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def finished(processes: int) -> Project:
+        folder, made = shared / f"undisturbed-{processes}", shared / f"undisturbed-{processes}.made"
+        with made.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            project = Project(folder / FOLDER_NAME)
+            if not made.exists():
+                project.run("run", "tiny.yaml", "--price-per-hour", str(PRICE), *ranks(processes))
+                made.touch()
+        return project
+
+    return finished
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """`skytrain` as its users meet it: a command in a folder of theirs, watched, killed and given again."""
 
-import csv
 import json
 import os
 import random
@@ -19,12 +18,18 @@ import psutil
 import yaml
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest
-from trainer.store import LocalStore
+from pipelines.stage import STAGES
+from pipelines.tracking.report import read_records, run_series
+from trainer.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER_NAME = "ein Ordner für 東京"  # every run's: with spaces, and with letters beyond Latin-1
 MARK = "SKYTRAIN_TEST_RUN"  # in the environment of a command and of all that it starts
 STEPS = 60
+# Of what `run --json` prints.
+RUN_FIELDS = ["run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"]
+PRICE = 36.0  # dollars an hour: a cent a second
+SERIES = ("step", "train/loss", "train/lr", "train/grad_norm")
 SHIPPED_CLI = "from pipelines.cli import main; main()"
 
 # About 2 s of training with a commit every few steps, 96 shards of text, and an evaluation of half a second: long
@@ -60,6 +65,12 @@ def write_texts(folder: Path) -> None:
     words = ["the", "store", "keeps", "what", "a", "run", "has", "made", "größer", "ist", "東京", "als", "Dorf.\n"]
     for i in range(4):
         (folder / f"{i}.txt").write_text(" ".join(choice.choice(words) for _ in range(11_000)), encoding="utf8")
+
+
+def series_of(store: Store) -> list[dict[str, Any]]:
+    """What the only run there is has learned, a row a step: all but when and how fast, which differs every time."""
+    (record,) = read_records(store)
+    return [{key: row[key] for key in SERIES} for row in run_series(store, record) if "train/loss" in row]
 
 
 class Project:
@@ -126,11 +137,8 @@ class Project:
         (summary,) = json.loads(self.run("report", "--json").stdout)
         return summary
 
-    def series(self) -> list[dict[str, str]]:
-        """`skytrain report --series` without the speed, which is another every time."""
-        rows = list(csv.DictReader(self.run("report", "--series").stdout.splitlines()))
-        assert list(rows[0]) == ["step", "train/loss", "lr", "grad_norm", "tokens/s"]
-        return [{k: v for k, v in row.items() if k != "tokens/s"} for row in rows]
+    def series(self) -> list[dict[str, Any]]:
+        return series_of(self.store)
 
     # --- what it leaves
 
@@ -175,13 +183,17 @@ class Project:
     # --- watching and killing
 
     def wait_until(self, condition: Callable[[], object], process: subprocess.Popen[str], limit_s: float = 60) -> None:
-        """Look every 5 ms, so that what is killed then is killed in the midst of things."""
+        """Look every 5 ms, so that what is killed then is killed in the midst of things; at most a fifth of the time,
+        for who is watched needs the processor."""
         deadline = time.monotonic() + limit_s
-        while not condition():
+        while True:
+            began = time.monotonic()
+            if condition():
+                return
             if process.poll() is not None:
                 raise AssertionError(f"it ended too early, with {process.returncode}: {process.communicate()}")
             assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.005)
+            time.sleep(max(0.005, 4 * (time.monotonic() - began)))
 
     def alive(self) -> list[psutil.Process]:
         """Every living process that descends from a command given here, whatever its parent is now."""
@@ -206,3 +218,47 @@ class Project:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
             time.sleep(0.02)
+
+
+def ranks(processes: int) -> list[str]:
+    return ["--set", f"runtime.processes={processes}"]
+
+
+def committed(project: Project, step: int) -> Callable[[], bool]:
+    """Whether a checkpoint of this step or a later one has been committed."""
+
+    def there() -> bool:
+        commits = project.found("train/*/checkpoints/*/COMMIT.json")
+        return any(int(path.parent.name.split("-")[1]) >= step for path in commits)
+
+    return there
+
+
+def sums(manifest: Manifest) -> dict[str, str]:
+    """sha256 by file; the series also holds times and speeds, and these differ."""
+    return {file.name: file.sha256 for file in manifest.files if file.name != "metrics.jsonl"}
+
+
+def assert_as_undisturbed(project: Project, finished: Project) -> None:
+    """The run learned the very same, bit for bit, and tells every step once."""
+    series = project.series()
+    assert [row["step"] for row in series] == list(range(1, STEPS + 1))
+    assert series == finished.series()
+    for stage in ("tokenize", "train", "export"):
+        assert sums(project.artifact(stage)) == sums(finished.artifact(stage)), stage
+    assert project.artifact("evaluate").facts == finished.artifact("evaluate").facts
+
+
+def told(uri: str, run: str) -> tuple[Any, dict[str, Any]]:
+    """MLflow's client, and its runs by name: the run's own and one for each stage."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("skytrain")
+    found = client.search_runs([experiment.experiment_id])
+    runs = {one.info.run_name: one for one in found}
+    assert len(runs) == len(found) == 1 + len(STAGES), [one.info.run_name for one in found]
+    parent = runs[run]
+    for stage in STAGES:
+        assert runs[f"{run}/{stage}"].data.tags["mlflow.parentRunId"] == parent.info.run_id
+    return client, runs

@@ -4,6 +4,7 @@ import json
 import math
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,10 @@ def test_no_budget_can_be_kept_where_nobody_has_told_the_price(bench: Bench, bil
 
 
 @pytest.mark.slow
-def test_a_run_stops_on_a_commit_within_its_budget_and_goes_on_with_more_to_the_same_losses(tmp_path: Path) -> None:
+def test_a_run_stops_on_a_commit_within_its_budget_and_goes_on_with_more_to_the_same_losses(
+    tmp_path: Path, undisturbed: Callable[[int], Project]
+) -> None:
     """At a dollar a second. Its 8th step is held up until the budget has asked, however fast the machine is."""
-    undisturbed = Project(tmp_path / "undisturbed")
-    undisturbed.run("run", "tiny.yaml", "--stage", "train")
     project = Project(tmp_path / FOLDER_NAME)
     moments = tmp_path / "moments"
     moments.mkdir()
@@ -189,5 +190,5 @@ def test_a_run_stops_on_a_commit_within_its_budget_and_goes_on_with_more_to_the_
     assert not project.alive()
 
     project.run(*command, "10000")
-    assert project.series() == undisturbed.series()
+    assert project.series() == undisturbed(1).series()
     assert project.rows_committed() == STEPS  # no step was done twice

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import boto3
 import pytest
 import yaml
 from local_cloud import PRICE, LocalCloud, what_is_missing
-from pipeline_runs import TINY, write_texts
+from pipeline_runs import TINY, told, write_texts
 from servers import MlflowServer, S3Account
 
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.store import S3Store
-from pipelines.tracking.account import reconcile
+from pipelines.stage import STAGES
+from pipelines.tracking.account import Account
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.report import (
     RunRecord,
     Summary,
@@ -28,13 +31,15 @@ from pipelines.tracking.report import (
     run_series,
     summarize,
 )
+from trainer.process import DRILL
 
 pytestmark = [pytest.mark.slow, pytest.mark.cloud]
 
-# Half a minute on an idle machine: long enough to be preempted in its midst. A commit every three seconds.
-STEPS = 1200
-# SkyPilot looks after a job every 20 s, and counts a cluster until it is taken down: nothing on it can beat for that.
-TAIL_S = 120.0
+STEPS = 200
+# Of two nodes, of which 85 are kept for stopping. On an idle machine training begins after half a minute. On a very
+# slow one all may be spent before that; then the run has stopped there, and the rest of the test is the same.
+BUDGET_S = 200
+HEAD_S = 10.0  # from SkyPilot's word that a cluster is there until its meter runs: 1 to 4 s on a busy machine
 LIMIT_S = 900.0  # of any one wait: an idle machine takes a minute for the longest
 
 
@@ -61,15 +66,15 @@ class User:
     """Somebody at a shell, with a recipe and a bucket."""
 
     def __init__(self, folder: Path, cloud: LocalCloud, account: S3Account, **environment: str) -> None:
-        self.recipe = folder / "e2e.yaml"
+        self.recipe, self.moments = folder / "e2e.yaml", folder / "moments"
+        self.moments.mkdir()
         write_texts(folder / "texts")
         source = {"source": str(folder / "texts" / "*.txt")}
-        train = {"max_steps": STEPS, "val_every": 400}
         recipe: dict[str, Any] = TINY | {
             "name": "e2e",
             "tokens": TINY["tokens"] | source,
-            "train": TINY["train"] | train,
-            "runtime": TINY["runtime"] | {"checkpoint_minutes": 0.05},
+            "train": TINY["train"] | {"max_steps": STEPS, "val_every": 50},
+            "runtime": TINY["runtime"] | {"checkpoint_minutes": 0.005},
         }
         self.recipe.write_text(yaml.safe_dump(recipe))
         self.bucket = f"e2e-{os.urandom(4).hex()}"
@@ -104,66 +109,129 @@ class User:
 
     def launch(self, *options: str, expect: int = 0) -> str:
         where = ("--infra", "slurm/local", "--image", "none", "--yes")
-        venv = ("--env", f"SKYTRAIN_VENV={sys.prefix}")
-        return self.skytrain("launch", str(self.recipe), *where, *venv, *options, expect=expect)
+        variables = {"SKYTRAIN_VENV": sys.prefix, "SKYTRAIN_GRACE_SECONDS": "10", DRILL: str(self.moments)}
+        given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+        return self.skytrain("launch", str(self.recipe), *where, *given, *options, expect=expect)
 
-    @property
+    @cached_property
     def store(self) -> S3Store:
         return S3Store(self.bucket, "runs")
 
-    def wait_until(self, condition: Callable[[Summary], object]) -> Summary:
-        """Look into the store once a second: that costs a hundredth of what the verb costs."""
+    @property
+    def record(self) -> RunRecord:
+        (record,) = read_records(self.store)
+        return record
+
+    @property
+    def summary(self) -> Summary:
+        return summarize(self.store, self.record)
+
+    def wait_until(self, condition: Callable[[], object], poll_s: float = 2.0) -> None:
+        """Look into the store now and then: that costs a hundredth of what the verb costs."""
         deadline = time.monotonic() + LIMIT_S
-        while True:
-            (record,) = read_records(self.store)
-            summary = summarize(self.store, record)
-            if condition(summary):
-                return summary
+        while not condition():
             assert time.monotonic() < deadline, self.skytrain("status")
-            time.sleep(1)
+            time.sleep(poll_s)
+
+    @property
+    def bill(self) -> Account:
+        return account_of(self.store, self.record)
+
+    def stand_still_until(self, condition: Callable[[], object]) -> None:
+        """Whoever trains makes no step before that, or one a minute."""
+        step = self.moments / "mid-step"
+
+        def held() -> object:
+            if not here(step).exists():
+                step.touch()
+            return condition()
+
+        self.wait_until(held)
+        step.unlink(missing_ok=True)
+        here(step).unlink(missing_ok=True)
+
+    def preempted_in_mid_training(self, cloud: LocalCloud) -> float:
+        """Take the machines away, as a cloud does, from a step behind the attempt's first commit; when that was."""
+        armed = [self.moments / name for name in ("committed", "mid-step")]
+        for moment in armed:
+            moment.touch()
+            self.wait_until(here(moment).exists, 0.05)
+        jobs = [line.split() for line in cloud.slurm("squeue", "-h", "-o", "%i %j").splitlines()]
+        (training,) = [number for number, name in jobs if name.startswith("train-")]
+        cloud.slurm("scancel", training)
+        for moment in armed:
+            here(moment).unlink()
+        return time.time()
 
 
-def test_a_launched_run_preempted_twice_ends_as_the_undisturbed_one(
+def here(moment: Path) -> Path:
+    """What becomes of an armed moment once somebody has come there."""
+    return moment.with_name(f"{moment.name}.here")
+
+
+def test_a_launched_run_stopped_by_its_budget_and_preempted_twice_ends_as_the_undisturbed_one(
     tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = User(tmp_path, cloud, s3_server, MLFLOW_TRACKING_URI=mlflow_uri)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
-    assert "is launched as managed job" in user.launch("--nodes", "2")
+    assert "error: launch: no machine fits" in user.launch("--gpus", "A100:8", expect=2)
 
-    user.wait_until(lambda summary: summary.steps > 100)
-    preempt(cloud, "train")
+    budget = 2 * BUDGET_S / 3600 * 8 * PRICE
+    assert "is launched as managed job" in user.launch("--nodes", "2", "--budget", f"{budget:.3f}")
+    user.stand_still_until(lambda: user.summary.state == "stopped" or any(a.notice for a in user.bill.attempts))
+    user.wait_until(lambda: user.summary.state == "stopped")
+    assert user.bill.total.usd < budget
+    user.wait_until(lambda: not cloud.slurm("squeue", "-h"))
+
+    assert "is launched as managed job" in user.skytrain("resume", user.record.run, "--budget", "1000", "--yes")
+    preempted = [user.preempted_in_mid_training(cloud)]
     cloud.sky("api", "stop")
     cloud.sky("api", "start")
-    user.wait_until(lambda summary: trained(user) == 2 and summary.state == "running")
-    preempt(cloud, "train")
-    user.wait_until(lambda summary: summary.state == "done")
-    (record,) = read_records(user.store)
+    preempted.append(user.preempted_in_mid_training(cloud))
+    user.wait_until(lambda: user.summary.state == "done")
     (status,) = json.loads(user.skytrain("status", "--json"))
-    assert [(task["stage"], task["recoveries"]) for task in status["tasks"]][:2] == [("tokenize", 0), ("train", 2)]
-    user.skytrain("down", record.run)
+    recoveries = {task["stage"]: task["recoveries"] for task in status["tasks"]}
+    assert recoveries == {"train": 2, "evaluate": 0, "export": 0}
+    user.skytrain("down", user.record.run)
     assert cloud.slurm("squeue", "-h") == ""
     user.skytrain("orphans")
 
     undisturbed = S3Store(user.bucket, "undisturbed")
     alone = ("--set", "runtime.processes=2", "--store", undisturbed.uri)
     user.skytrain("run", str(user.recipe), *alone, SKYTRAIN_TRACKING="off", GLOO_SOCKET_IFNAME="lo")
+    record = user.record
     assert losses(user.store, record) == losses(undisturbed, record)
     for stage in ("train", "export"):
         assert weights(user.store, record, stage) == weights(undisturbed, record, stage)
 
-    bill = account_of(user.store, record)
+    _, stages = told(mlflow_uri, record.run)
+    assert {one.info.status for one in stages.values()} == {"FINISHED"}
+    assert_billed_as_skypilot_says(user, record, preempted)
+
+
+def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: list[float]) -> None:
+    """An attempt is on the bill from the first seconds of SkyPilot's cluster until the last word from there.
+
+    SkyPilot's own time goes on until it has looked for the job, and taken down what is left.
+    """
+    bill, intervals = user.bill, intervals_of(user.store, record.run)
     training = [attempt for attempt in bill.attempts if attempt.stage == "train"]
-    assert [(a.nodes, a.price_per_hour) for a in training] == [(2, 8 * PRICE)] * 3
-    for difference in reconcile(bill, intervals_of(user.store, record.run), time.time()):
-        beyond_s = 3600 * (difference.sky_hours - difference.ledger_hours)
-        assert -10 < beyond_s < 3 * 2 * TAIL_S, difference  # of up to three clusters of two nodes by one name
+    assert {(a.nodes, a.price_per_hour) for a in training} == {(2, 8 * PRICE)}
+    assert [a.state for a in training[-3:]] == ["interrupted", "interrupted", "done"]
+    for attempt, taken_away in zip(training[-3:-1], preempted, strict=True):
+        assert abs(attempt.ended - taken_away) < HEARTBEAT_SECONDS + HEAD_S
 
-
-def trained(user: User) -> int:
-    """Attempts at training so far."""
-    (record,) = read_records(user.store)
-    return sum(attempt.stage == "train" for attempt in account_of(user.store, record).attempts)
+    assert len(intervals) == len(STAGES) + 3 >= len(bill.attempts)
+    beyond_usd = 0.0
+    for attempt in bill.attempts:
+        mine = [i for i in intervals if i.cluster == attempt.machine["cluster"] and i.started <= attempt.started + 1]
+        interval = max(mine, key=lambda i: i.started)
+        assert interval.nodes == attempt.nodes and (interval.ended or 0.0) > attempt.ended - 1
+        assert attempt.started - interval.started < HEAD_S
+        seconds = attempt.ended - interval.started
+        beyond_usd += attempt.nodes * seconds * (attempt.price_per_hour or 0.0) / 3600 - attempt.bill.usd
+    assert abs(beyond_usd) < len(training) * 2 * HEAD_S * 8 * PRICE / 3600
 
 
 def losses(store: S3Store, record: RunRecord) -> list[tuple[int, float]]:
@@ -174,10 +242,3 @@ def weights(store: S3Store, record: RunRecord, stage: str) -> str:
     manifest = read_manifest(store, record.prefixes[stage])
     assert manifest
     return manifest.file("model.safetensors").sha256
-
-
-def preempt(cloud: LocalCloud, stage: str) -> None:
-    """As a cloud does: the machines of a stage's cluster are gone."""
-    jobs = [line.split() for line in cloud.slurm("squeue", "-h", "-o", "%i %j").splitlines()]
-    (mine,) = [number for number, name in jobs if name.startswith(f"{stage}-")]
-    cloud.slurm("scancel", mine)

@@ -583,6 +583,7 @@ def test_a_rank_that_is_stuck_ends_the_attempt_and_the_next_goes_on(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setenv("TROUBLE", json.dumps({"sleep": [20]} if how == "sleep" else {}))
+    monkeypatch.setenv(*FROZEN_SECONDS)
     config = configured(max_steps=60, val_every=None, checkpoint_minutes=0.0005, watchdog_minutes=4 / 60)
     command = Command(data, tmp_path / "out", config, TROUBLED)
     ranks = 1 if how == "sleep" else 2
@@ -591,7 +592,7 @@ def test_a_rank_that_is_stuck_ends_the_attempt_and_the_next_goes_on(
             command.wait_for_rows(10, process)
             victim = next(p for p in psutil.Process(process.pid).children(recursive=True) if is_rank(p, 1))
             os.kill(victim.pid, signal.SIGSTOP)
-        said, _ = process.communicate(timeout=90)  # torchrun waits 30 s before it kills the frozen one
+        said, _ = process.communicate(timeout=90)
     assert process.returncode == (75 if ranks == 1 else 1), said
     assert "no progress in phase 'train' for " in said and "most recent call first" in said
     assert ("doze" if how == "sleep" else "all_reduce") in said  # where it hangs
@@ -602,6 +603,10 @@ def test_a_rank_that_is_stuck_ends_the_attempt_and_the_next_goes_on(
     assert [e["step"] > 0 for e in command.events() if e["event"] == "start"] == [False, True]
 
 
+# How long torchrun (2.12 or newer; 30 else) waits for a frozen rank to end before it kills it.
+FROZEN_SECONDS = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+
+
 def is_rank(process: psutil.Process, rank: int) -> bool:
     return "troubled.py" in " ".join(process.cmdline()) and process.environ().get("RANK") == str(rank)
 
@@ -610,21 +615,12 @@ def is_rank(process: psutil.Process, rank: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_diverged_run_is_a_failed_one_and_its_diagnosis_a_line(tmp_path: Path) -> None:
-    project = Project(tmp_path / FOLDER_NAME)
-    hot = ("--set", "train.learning_rate=1e30", "--set", "train.grad_clip=null", "--set", "train.val_every=null")
-    said = project.run("run", "tiny.yaml", *hot, expect=1)
-    assert "Traceback" not in said.stderr
-    (line,) = (line for line in said.stderr.splitlines() if line.startswith("failed: "))
-    assert "training diverged at step" in line and "What may help: a lower train.learning_rate (now 1e+30)" in line
-    assert project.report()["state"] == "failed"
-
-
-@pytest.mark.slow
 def test_a_stuck_rank_interrupts_the_command_that_then_goes_on(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
-    ranks = ("--set", "runtime.processes=2", "--set", "runtime.watchdog_minutes=0.1", "--set", "train.max_steps=400")
-    with project.started("run", "tiny.yaml", *ranks) as process:
+    project.environment |= [FROZEN_SECONDS]
+    changes = ("runtime.processes=2", "runtime.watchdog_minutes=0.1", "train.max_steps=150")
+    command = ("run", "tiny.yaml", "--stage", "train", *(word for change in changes for word in ("--set", change)))
+    with project.started(*command) as process:
         deadline = time.monotonic() + 120
         while not (victims := second_ranks(process)) or project.rows_logged() < 10:
             assert time.monotonic() < deadline and process.poll() is None
@@ -634,7 +630,7 @@ def test_a_stuck_rank_interrupts_the_command_that_then_goes_on(tmp_path: Path) -
     assert process.returncode == 75
     assert "interrupted (rank 0: no progress in phase " in err and "the same command goes on from here" in err
     assert project.report()["state"] == "interrupted"
-    project.run("run", "tiny.yaml", *ranks)
+    project.run(*command)
 
 
 def second_ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -407,6 +407,42 @@ def test_a_dry_run_prints_the_job_and_asks_nobody(texts: Path) -> None:
     assert "a key" not in said and not (texts / ".skytrain").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        (
+            ["--store", "s3://no-such-bucket-anywhere/x"],
+            "there is no such bucket; create it, or correct the store's URI",
+        ),
+        (["--secret", "HF_TOKEN"], "--secret HF_TOKEN: it is not set here; export it first"),
+        (["--infra", "lambda"], "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may use the bucket"),
+        (["--image", "{registry}/team/skytrain:v9"], "push it (skytrain image push {registry}/team/skytrain --target"),
+    ],
+    ids=["bucket", "secret", "credentials", "image"],
+)
+def test_what_a_launch_lacks_is_said_within_seconds_with_its_remedy(
+    texts: Path, moto_server: S3Account, registry: str, fresh_s3_store: Any, options: list[str], remedy: str
+) -> None:
+    """The fourth, no capacity, is SkyPilot's to find out: tests/test_sky.py, and tests/test_cluster.py for real."""
+    store = fresh_s3_store(moto_server)
+    account = dict(moto_server.environment)
+    if "lambda" in options:  # the keys are there for us, and not for a job
+        (texts / "credentials").write_text(
+            "[default]\n"
+            + "".join(
+                f"{name} = {account.pop(name.upper())}\n" for name in ("aws_access_key_id", "aws_secret_access_key")
+            )
+        )
+        account["AWS_SHARED_CREDENTIALS_FILE"] = str(texts / "credentials")
+    began = time.monotonic()
+    arguments = ["launch", "tiny.yaml", "--store", store.uri, "--infra", "slurm/here", "--image", "none", "--yes"]
+    said = skytrain(texts, *arguments, *(word.format(registry=registry) for word in options), **account, expect=2)
+    assert time.monotonic() - began < 30  # on a busy machine; nobody was asked twice
+    assert remedy.format(registry=registry) in said
+    assert said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
+
+
 def test_a_launch_without_an_image_says_how_to_get_one(texts: Path) -> None:
     assert "skytrain image build --target skypilot" in skytrain(texts, "launch", "tiny.yaml", expect=2)
 

@@ -3,14 +3,14 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_runs import FOLDER_NAME, Project
+from pipeline_runs import Project
 from servers import LOOPBACK, free_ports
 
 from pipelines import nodes
@@ -176,9 +176,9 @@ def test_a_node_of_another_run_is_sent_away(head: Head) -> None:
 
 
 @pytest.mark.slow
-def test_whichever_node_dies_all_leave_resumable_and_the_losses_stay_equal(tmp_path: Path) -> None:
-    undisturbed = Project(tmp_path / FOLDER_NAME)
-    undisturbed.run("run", "tiny.yaml", "--stage", "train", "--set", "runtime.processes=2")
+def test_whichever_node_dies_all_leave_resumable_and_the_losses_stay_equal(
+    tmp_path: Path, undisturbed: Callable[[int], Project]
+) -> None:
     head, other = two_nodes(tmp_path / "two nodes")
     command = ("run", "tiny.yaml", "--stage", "train", "--price-per-hour", "36")
 
@@ -195,7 +195,7 @@ def test_whichever_node_dies_all_leave_resumable_and_the_losses_stay_equal(tmp_p
 
     with other.started(*command) as second, head.started(*command) as first:
         assert [process.wait(120) for process in (first, second)] == [0, 0]
-    assert head.series() == undisturbed.series()
+    assert head.series() == undisturbed(2).series()
     beats = [beat for beat in head.heartbeats() if beat["stage"] == "train"]
     assert [(beat["nodes"], beat["state"]) for beat in beats] == [
         (2, "interrupted"),

@@ -1,12 +1,9 @@
-"""The whole pipeline through its command: real processes, real signals, real servers."""
+"""The whole pipeline through its command: real processes, real text, real servers. Killed: test_interrupted.py."""
 
-import functools
 import json
-import random
 import re
 import shlex
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,65 +11,20 @@ from typing import Any
 
 import pytest
 import yaml
-from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, STEPS, TINY, Project
+from pipeline_runs import FOLDER_NAME, PRICE, RUN_FIELDS, STEPS, Project, committed, ranks, series_of, sums, told
 from servers import LOOPBACK, Fault, FaultyProxy, MlflowServer, S3Account, free_ports
 
-from pipelines.artifacts.manifest import Manifest, fetch, read_manifest
+from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.artifacts.store import S3Store
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
-from pipelines.tracking.ledger import SILENT_SECONDS
-from trainer.store import PARTIAL
 
 pytestmark = pytest.mark.slow
-
-PRICE = 36.0  # dollars an hour: a cent a second
-RUN_FIELDS = ["run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"]
-INTERRUPTED = "interrupted: the same command goes on from here\n"
-# The only moment to commit at is the one in which it is asked to stop.
-PATIENT = "runtime.checkpoint_minutes=1000"
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     return Project(tmp_path / FOLDER_NAME)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Project]:
-    """A finished run with so many training processes; whoever changes anything in it takes a copy."""
-
-    @functools.cache
-    def finished(processes: int) -> Project:
-        made = Project(tmp_path_factory.mktemp(f"undisturbed-{processes}") / FOLDER_NAME)
-        made.run("run", "tiny.yaml", "--price-per-hour", str(PRICE), *ranks(processes))
-        return made
-
-    return finished
-
-
-def ranks(processes: int) -> list[str]:
-    return ["--set", f"runtime.processes={processes}"]
-
-
-@functools.cache
-def undisturbed_series(finished: Project) -> list[dict[str, str]]:
-    return finished.series()
-
-
-def assert_as_undisturbed(project: Project, finished: Project) -> None:
-    """The run learned the very same, bit for bit, and tells every step once."""
-    series = project.series()
-    assert [int(row["step"]) for row in series] == list(range(1, STEPS + 1))
-    assert series == undisturbed_series(finished)
-    for stage in ("tokenize", "train", "export"):
-        assert sums(project.artifact(stage)) == sums(finished.artifact(stage)), stage
-    assert project.artifact("evaluate").facts == finished.artifact("evaluate").facts
-
-
-def sums(manifest: Manifest) -> dict[str, str]:
-    """sha256 by file; the series also holds times and speeds, and these differ."""
-    return {file.name: file.sha256 for file in manifest.files if file.name != "metrics.jsonl"}
 
 
 # --- stages, skipping, the card
@@ -123,9 +75,9 @@ def test_a_price_makes_dollars_of_hours(undisturbed: Callable[[int], Project]) -
     hours = sum(beat["time"] - beat["started"] for beat in finished.heartbeats()) / 3600
     assert len(finished.heartbeats()) == len(STAGES)
     assert 0 < hours < 120 / 3600
-    for told in (summary, made):
-        assert told["billed_hours"] == pytest.approx(hours)
-        assert told["usd"] == pytest.approx(PRICE * hours)
+    for one in (summary, made):
+        assert one["billed_hours"] == pytest.approx(hours)
+        assert one["usd"] == pytest.approx(PRICE * hours)
 
 
 @pytest.mark.parametrize("at_home", [True, False])
@@ -165,203 +117,6 @@ def test_an_audit_notices_a_step_that_read_other_text(undisturbed: Callable[[int
     told = forged.run("report", "--audit", expect=1).stdout
     assert f"1 steps read other text (the first: {other['step']})" in told
     assert f"1 steps are missing (the first: {gone['step']})" in told
-
-
-# --- killed at any moment
-
-
-def test_a_run_killed_in_every_stage_ends_as_if_nothing_had_happened(
-    project: Project, undisturbed: Callable[[int], Project]
-) -> None:
-    finished, moments = undisturbed(1), random.Random(1)
-    first = moments.randint(1, 50)
-    in_time = [
-        killed(project, "tokenize", lambda: len(project.found("tokens/*/shards/*.json")) >= first),
-        killed(project, "train", then_s=moments.uniform(0, 4)),
-        killed(project, "train", committed(project, moments.randint(5, 20)), moments.uniform(0, 0.1)),
-        killed(project, "train", committed(project, moments.randint(25, 40)), moments.uniform(0, 0.1)),
-        killed(project, "train", committed(project, STEPS)),  # all is learned, nothing is filed
-        killed(project, "evaluate", then_s=moments.uniform(0, 0.3)),
-        killed(project, "export", then_s=moments.uniform(0, 0.01)),
-    ]
-    assert in_time[:6] == [True] * 6
-    made = project.result()
-    (audited,) = json.loads(project.run("report", "--audit", "--json").stdout)
-    assert (audited["steps"], audited["wrong_steps"], audited["missing_steps"]) == (STEPS, [], [])
-    assert (made["state"], made["attempts"]) == ("done", 1 + sum(in_time))
-    assert_as_undisturbed(project, finished)
-    assert project.rows_committed() == STEPS + redone(project)
-
-    # What the killed attempts have left can go, and what is finished still works.
-    kept = {project.store.path_of(f"{m.prefix}/{file.key}") for m in manifests(project) for file in m.files}
-    said = project.run("gc", "--older-than-days", "0").stdout
-    assert re.search(r"^[1-9]\d* objects, .* removed", said, re.M), said
-    left = {path for path in project.found("*/*/*/**/*") if path.is_file() and not path.name.startswith(PARTIAL)}
-    assert left - kept == {path for path in left if path.parts[-3] == "attempts" or path.parts[-2] == "metrics"}
-    assert project.run("gc", "--older-than-days", "0").stdout.startswith("0 objects, 0 bytes removed")
-    again = project.result("--set", "export.dtype=float16", "--set", "evaluate.val_tokens=4096")
-    assert [a["skipped"] for a in again["artifacts"].values()] == [True, True, False, False]
-    assert project.series() == undisturbed_series(finished)
-
-
-def manifests(project: Project) -> list[Manifest]:
-    return [project.artifact(stage) for stage in STAGES]
-
-
-def killed(project: Project, stage: str, moment: Callable[[], object] = lambda: True, then_s: float = 0.0) -> bool:
-    """Kill the run, with all its processes, `then_s` after a moment of its new attempt at a stage; whether
-    the stage was still unfinished.
-
-    The dead process is not waited for before the next command is done: a zombie is no living rival.
-    """
-    attempt = project.claims(stage) + 1
-    with project.started("run", "tiny.yaml") as process:
-        project.wait_until(lambda: project.claims(stage) == attempt and moment(), process)
-        time.sleep(then_s)
-        project.kill_all(process)
-        unfinished = not project.artifacts(stage)
-        assert (project.report()["state"] == "lost") == unfinished
-    return unfinished
-
-
-def committed(project: Project, step: int) -> Callable[[], bool]:
-    """Whether a checkpoint of this step or a later one has been committed."""
-
-    def there() -> bool:
-        commits = project.found("train/*/checkpoints/*/COMMIT.json")
-        return any(int(path.parent.name.split("-")[1]) >= step for path in commits)
-
-    return there
-
-
-def redone(project: Project) -> int:
-    """Steps that are in the series of more than one attempt."""
-    rows = [json.loads(line) for path in project.found("train/*/metrics/*.jsonl") for line in path.open()]
-    steps = [row["step"] for row in rows if "train/loss" in row]
-    return len(steps) - len(set(steps))
-
-
-def test_two_training_processes_killed_early_late_and_at_the_end_learn_the_same(
-    project: Project, undisturbed: Callable[[int], Project]
-) -> None:
-    recipe = project.folder / "tiny.yaml"
-    recipe.write_text(yaml.safe_dump(TINY | {"runtime": TINY["runtime"] | {"processes": 2}}))
-    moments = random.Random(2)
-    assert killed(project, "train", then_s=moments.uniform(1, 4))
-    assert killed(project, "train", committed(project, moments.randint(5, 40)), moments.uniform(0, 0.1))
-    assert killed(project, "train", committed(project, STEPS))
-    assert project.result()["attempts"] == 4
-    assert_as_undisturbed(project, undisturbed(2))
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_training_processes_do_not_outlive_a_killed_command(
-    project: Project, undisturbed: Callable[[int], Project], processes: int
-) -> None:
-    with project.started("run", "tiny.yaml", *ranks(processes)) as process:
-        project.wait_until(committed(project, 10), process)
-        assert len(project.alive()) >= 1 + 1 + processes  # the command, torchrun, the ranks
-        process.kill()
-        process.wait()
-        deadline = time.monotonic() + 30
-        while project.alive():
-            assert time.monotonic() < deadline, [p.cmdline() for p in project.alive()]
-            time.sleep(0.1)
-    assert not project.artifacts("train")
-    made = project.result(*ranks(processes))
-    assert (made["state"], made["attempts"]) == ("done", 2)
-    assert_as_undisturbed(project, undisturbed(processes))
-
-
-# --- asked to stop
-
-
-@pytest.mark.parametrize(("number", "processes", "as_json"), [(signal.SIGINT, 1, True), (signal.SIGTERM, 2, False)])
-def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
-    project: Project, undisturbed: Callable[[int], Project], number: signal.Signals, processes: int, as_json: bool
-) -> None:
-    command = ["run", "tiny.yaml", "--set", PATIENT, *ranks(processes)]
-    options = ["--json"] if as_json else []
-    with project.started(*command, "--price-per-hour", "10", *options) as process:
-        project.wait_until(lambda: project.rows_logged() >= 7, process)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
-    if as_json:
-        told = json.loads(out)
-        assert list(told) == RUN_FIELDS
-        assert (told["state"], told["attempts"], list(told["artifacts"])) == ("interrupted", 1, ["tokenize"])
-        assert err == INTERRUPTED
-    else:
-        assert out == "" and err.endswith("\n" + INTERRUPTED) and "Traceback" not in err
-    assert not project.alive()
-    assert project.report()["state"] == "interrupted"
-    (commit,) = project.found("train/*/checkpoints/*/COMMIT.json")
-    step = json.loads(commit.read_text())["step"]
-    assert 7 <= step == project.rows_logged() < STEPS
-    shown = project.run("plan", "tiny.yaml").stdout
-    assert re.search(rf"interrupted, step {step}\b.*: run goes on from its last commit", shown), shown
-
-    made = json.loads(project.run(*command, "--price-per-hour", "20", "--json").stdout)
-    assert (made["state"], made["attempts"]) == ("done", 2)
-    assert project.rows_committed() == STEPS  # no step was done twice
-    assert_as_undisturbed(project, undisturbed(processes))
-    beats = project.heartbeats()
-    assert {beat["price_per_hour"] for beat in beats} == {10.0, 20.0}
-    dollars = sum((beat["time"] - beat["started"]) / 3600 * beat["price_per_hour"] for beat in beats)
-    assert made["usd"] == pytest.approx(dollars)
-    assert 10 * made["billed_hours"] < made["usd"] < 20 * made["billed_hours"]
-
-
-def test_a_run_stopped_before_it_trains_goes_on_too(project: Project) -> None:
-    with project.started("run", "tiny.yaml") as process:
-        project.wait_until(lambda: len(project.found("tokens/*/shards/*.json")) >= 5, process)
-        process.terminate()
-        assert process.wait(60) == 75
-    assert project.claims("train") == 0
-    done = len(project.found("tokens/*/shards/*.json"))
-    said = project.run("run", "tiny.yaml", "--stage", "tokenize").stderr
-    assert f"{done} shards are there from an earlier attempt" in said
-    assert project.attempts()["tokenize"] == 2
-
-
-# --- two at once
-
-
-def test_two_commands_at_once_make_one_of_each_and_the_second_says_that_it_waits(
-    project: Project, undisturbed: Callable[[int], Project]
-) -> None:
-    with project.started("run", "tiny.yaml") as one, project.started("run", "tiny.yaml") as other:
-        said = [process.communicate(timeout=120)[1] for process in (one, other)]
-    assert (one.returncode, other.returncode) == (0, 0), said
-    assert project.attempts() == dict.fromkeys(STAGES, 1)
-    assert "is at it; waiting" in "".join(said)
-    assert "warning" not in "".join(said)
-    assert_as_undisturbed(project, undisturbed(1))
-
-
-ON_ANOTHER_MACHINE = f"import platform; platform.node = lambda: 'elsewhere'; {SHIPPED_CLI}"
-
-
-def test_a_frozen_attempt_elsewhere_is_taken_over_and_does_no_harm_when_it_wakes(
-    project: Project, undisturbed: Callable[[int], Project]
-) -> None:
-    with project.started("run", "tiny.yaml", code=ON_ANOTHER_MACHINE) as frozen:
-        project.wait_until(committed(project, 20), frozen)
-        for process in project.alive():
-            process.suspend()
-        sleepers = project.alive()
-        assert not project.artifacts("train")
-        with project.started("run", "tiny.yaml") as heir:
-            project.wait_until(lambda: project.claims("train") == 2, heir, limit_s=3 * SILENT_SECONDS)
-            for process in sleepers:
-                process.resume()
-            said = [process.communicate(timeout=90)[1] for process in (frozen, heir)]
-    assert (frozen.returncode, heir.returncode) == (0, 0), said
-    assert "attempt 1 on elsewhere is at it; waiting" in said[1]
-    assert "train: a newer attempt has taken over; waiting for it" in said[0]
-    assert project.attempts() == {**dict.fromkeys(STAGES, 1), "train": 2}
-    assert_as_undisturbed(project, undisturbed(1))
 
 
 # --- what is wrong is said
@@ -405,7 +160,8 @@ def test_a_run_that_diverges_ends_with_a_diagnosis_and_state_failed(project: Pro
     ended = project.run("run", "tiny.yaml", "--set", "train.learning_rate=1.0e+30", expect=1)
     assert "Traceback" not in ended.stderr
     (diagnosis,) = [line for line in ended.stderr.splitlines() if line.startswith("failed: ")]
-    assert "not finite in 8 updates in a row" in diagnosis and "a lower train.learning_rate (now 1e+30)" in diagnosis
+    assert "training diverged at step" in diagnosis and "not finite in 8 updates in a row" in diagnosis
+    assert "What may help: a lower train.learning_rate (now 1e+30)" in diagnosis
     assert project.report()["state"] == "failed"
     assert not project.artifacts("train")
 
@@ -452,7 +208,7 @@ def test_an_s3_server_that_goes_away_in_mid_training_interrupts_and_loses_nothin
     project.environment["AWS_ENDPOINT_URL"] = s3_server.endpoint
     made = project.result(*ranks(2))
     assert (made["state"], made["attempts"]) == ("done", 2)
-    assert project.series() == undisturbed_series(undisturbed(2))
+    assert series_of(s3_store) == undisturbed(2).series()
 
 
 def commits_asked(proxy: FaultyProxy) -> int:
@@ -568,25 +324,10 @@ def tracked(project: Project, server: MlflowServer) -> Project:
     return project
 
 
-def told(uri: str, run: str) -> tuple[Any, dict[str, Any]]:
-    """MLflow's client, and its runs by name: the run's own and one for each stage."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("skytrain")
-    found = client.search_runs([experiment.experiment_id])
-    runs = {one.info.run_name: one for one in found}
-    assert len(runs) == len(found) == 1 + len(STAGES), [one.info.run_name for one in found]
-    parent = runs[run]
-    for stage in STAGES:
-        assert runs[f"{run}/{stage}"].data.tags["mlflow.parentRunId"] == parent.info.run_id
-    return client, runs
-
-
 def assert_one_point_a_step(client: Any, train: Any, project: Project) -> None:
     points = client.get_metric_history(train.info.run_id, "train/loss")
     assert [(p.step, p.value) for p in sorted(points, key=lambda p: p.step)] == [
-        (int(row["step"]), float(row["train/loss"])) for row in project.series()
+        (row["step"], row["train/loss"]) for row in project.series()
     ]
 
 

@@ -1,7 +1,7 @@
 """The SkyPilot tasks in sky/, put before SkyPilot's own schema and optimizer with a small price catalog.
 
-Both run for real, in one child process for all questions (importing SkyPilot takes 4 s). Only the answer to "which
-clouds are enabled" is given to them: it would take accounts.
+Both run for real, in one child process for all questions (importing SkyPilot takes 4 s), and without its server.
+Only the answer to "which clouds are enabled" is given to them: it would take accounts.
 """
 
 import json
@@ -33,18 +33,20 @@ from pipelines.stage import plans_of
 from trainer.store import LocalStore
 from sky import check, execution, optimizer
 from sky.catalog import aws_catalog
+from sky.client import sdk
 from sky.utils import dag_utils, registry
 
 enabled = []
 check.get_cached_enabled_clouds_or_refresh = lambda *a, **k: [registry.CLOUD_REGISTRY.from_str(c) for c in enabled]
 check.check_capability = lambda *a, **k: None
 aws_catalog._get_az_mappings = lambda *a, **k: None
+sdk.optimize, sdk.get = lambda dag: dag, lambda dag: optimizer.Optimizer.optimize(dag, quiet=True)
 
 def answer(question):
     enabled[:] = question["enabled"]
     secrets = list(question["secrets"].items())
     dag = dag_utils.load_chain_dag_from_yaml_str(question["yaml"], list(question["envs"].items()), secrets)
-    optimizer.Optimizer.optimize(dag, quiet=True)
+    launch.ask_optimizer(dag, quiet=True)
     execution._resolve_managed_secrets(dag)  # what a launch does next
     return {"name": dag.name, "tasks": [told(task) for task in dag.tasks]}
 
@@ -110,6 +112,7 @@ QUESTIONS = {
     "spot on gcp": question(wished(spot=True, infra="gcp"), {}),
     "two nodes in one region": question(wished(nodes=2, infra="aws/us-west-2"), {}),
     "other gpus": question(wished(("train", "evaluate"), gpus="A100-80GB:8", infra="aws"), {}),
+    "gpus that nobody has": question(wished(gpus="V100:8"), {}),
     "all stages": question(wished(STAGES, budget=25.0), {}),
 }
 
@@ -242,9 +245,13 @@ def test_the_cheapest_machine_wins_of_those_one_may_have(answers: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", ["a cap of $19", "nothing cheap enough"])
-def test_no_machine_above_the_price_cap_is_rented(answers: dict[str, Any], asked: str) -> None:
-    assert answers[asked]["error"].startswith("ResourcesUnavailableError")
+@pytest.mark.parametrize("asked", ["a cap of $19", "nothing cheap enough", "gpus that nobody has"])
+def test_where_no_machine_fits_or_is_below_the_price_cap_a_launch_says_so_in_a_line(
+    answers: dict[str, Any], asked: str
+) -> None:
+    said = answers[asked]["error"]
+    assert said.startswith("UserError: launch: no machine fits: ") and "\n" not in said
+    assert said.endswith("; try another --infra or --gpus, or without --spot")
 
 
 @pytest.mark.slow

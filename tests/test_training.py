@@ -801,7 +801,7 @@ class Command:
         wanted, deadline = self.rows_logged() + n, time.monotonic() + 120
         while self.rows_logged() < wanted and process.poll() is None:
             assert time.monotonic() < deadline
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     def commits(self) -> list[Path]:
         return sorted((self.out / "run/checkpoints").glob("*/COMMIT.json"))
@@ -811,7 +811,7 @@ class Command:
         deadline = time.monotonic() + 120
         while len(self.commits()) < n and process.poll() is None:
             assert time.monotonic() < deadline
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     def rows(self) -> list[dict[str, Any]]:
         return kept([json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()])
