@@ -279,3 +279,12 @@ def test_recompute_keeps_fewer_activations() -> None:
         return count
 
     assert kept(True) < 0.6 * kept(False)
+
+
+def test_the_draw_does_not_depend_on_where_the_parameters_are() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    here, there = GPT(SMALL), GPT(SMALL).cuda()
+    for model in (here, there):
+        model.initialize(3)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(here.parameters(), there.parameters(), strict=True))
