@@ -21,7 +21,19 @@ if not Path("/dev/nvidiactl").exists():
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 # The modules that take minutes, the longest first: workers take a module at a time, and so end at about the same one.
-LONGEST = ("cluster", "image", "interrupted", "drill", "health", "pipeline", "training", "notice", "mlflow", "budget")
+LONGEST = (
+    "cluster",
+    "image",
+    "interrupted",
+    "drill",
+    "health",
+    "pipeline",
+    "training",
+    "fused",
+    "notice",
+    "mlflow",
+    "budget",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

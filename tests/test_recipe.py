@@ -28,9 +28,9 @@ TABLE = {
 # The artifacts of gpt2-124m.
 PINNED = {
     "tokenize": "7210dafe1f319f8733f11860ffe4aa803966a6c2b75d7b19b9b2e6ec5c09cde7",
-    "train": "bbfe8f23c98cbec20f3a94f829b9b0748b43e5ab68945b4c945946e138727b17",
-    "evaluate": "60312c612470b2b46e253a0f99406473bb4ef128139b65faaf9a6d4962f62e32",
-    "export": "ebe137fb5639a2b1be5ab5d63339439a75ac9228507d07fd3a20bcfd8251aa7a",
+    "train": "7f680b9a64ac142e17b3fc87153019144148bfab22c87db402969ecafa83caf4",
+    "evaluate": "94fe175c242792823e9f813f688b5800b13466f1624cf4f22b9916b5ec7aff73",
+    "export": "4a5e1cd4498b390f2c9b59a666cac972f0e6ff6a8314142e3c2d2324f73990d7",
 }
 
 # A field of each section of gpt2-124m with a value that it does not have there.

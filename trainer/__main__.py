@@ -106,7 +106,7 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
 
 def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str, int]) -> None:
     """Write down what is trained in a new folder. UserError if something else was begun there."""
-    sections = {"model": config.model.model_dump(), "train": config.train.identity(), "data": shards}
+    sections = {"model": config.model.model_dump(), "train": config.train.model_dump(), "data": shards}
     body = json.dumps(sections, indent=1).encode()
     if store.create("run/config.json", body) or store.get("run/config.json") == body:
         return

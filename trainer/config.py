@@ -110,10 +110,6 @@ class TrainConfig(Section):
     val_tokens: int = Field(default=10_485_760, ge=1)  # 20 x 524,288, as llm.c; at most what the shards hold
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = "auto"  # fp8: Hopper, fused engine
 
-    def identity(self) -> dict[str, Any]:
-        """All fields for a fingerprint. Without a ramp none of it: artifacts were made before there was one."""
-        return self.model_dump(exclude={"batch_ramp_from", "batch_ramp_tokens"} if not self.batch_ramp_from else None)
-
     @model_validator(mode="after")
     def _ramp_fits(self) -> Self:
         first, full = self.batch_ramp_from, self.batch_tokens

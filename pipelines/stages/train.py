@@ -53,7 +53,7 @@ def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
         "stage": "train",
         "tokens": plans["tokenize"].fingerprint,
         "model": recipe.model.model_dump(),
-        "train": recipe.train.identity(),
+        "train": recipe.train.model_dump(),
     }
     return Plan("train", recipe.name, identity)
 
