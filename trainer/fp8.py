@@ -155,7 +155,7 @@ class Fp8Step(FusedStep):
             return super().backward(tokens, targets, scale, last)
         if not self.known or not self.number:
             first, self.measuring = self.first, True
-            loss = self._micro_batch(tokens, targets, scale, False)
+            loss = self._micro_batch(tokens, targets, scale, last and not self.number)
             self.measuring = False
             if not self.number:  # the rehearsal leaves no trace in the history
                 self.scales.amax.zero_()

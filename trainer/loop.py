@@ -87,7 +87,6 @@ def train(
                     checkpointer.finish(log)
                 return engine, state
             started = time.time()
-            started = time.time()
             mine, batch_tokens = mine_of(state.data_step), batch_tokens_at(state.data_step, config)
             size = micro_batch_of(len(mine), at_once)
             batches = data.micro_batches(mine, size, world.device, then=mine_of(state.data_step + 1))
