@@ -196,7 +196,7 @@ def test_fp8_gradients_point_where_the_exact_ones_do(precision: str) -> None:
     assert engine.measures() == {}
 
 
-def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace() -> None:
+def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = a_model(1, 1, 32, 16, 140)
     train = TRAIN.model_copy(update={"precision": "fp8", "warmup_steps": 1})
     one, other = (make_engine(config, train, RuntimeConfig(engine="fused"), ALONE) for _ in range(2))
@@ -207,7 +207,10 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace() -> None:
         assert isinstance(engine, FusedEngine)
         engine.state.load(weights)
         if engine is other:
-            engine.accumulate(iter([batch]), 1)
+            with monkeypatch.context() as patch:  # among several ranks, every bucket has to be handed on here, too
+                patch.setattr(engine.state, "begin_reduce", (handed_on := []).append)
+                engine.accumulate(iter(2 * [batch]), 2)
+            assert handed_on == [0, 1]
         assert not engine.pieces()["fp8.history"].live.any()
         found.append([engine.accumulate(iter([batch]), 1, number) for number in (1, 2, 2)])
         assert engine.pieces()["fp8.history"].live.any()
