@@ -138,6 +138,7 @@ class Fp8Step(FusedStep):
         self.scales = Scales(config.n_layer, self.device)
         self.weights8: dict[str, Cast] = {}
         self.number = 0
+        self.kept = torch.zeros_like(self.scales.history)  # for checkpoints
         self.known = False  # whether there is a history to scale by
         self.measuring = False  # in a pass that is done to find the scales
         self.counts: list[tuple[str, Tensor]] | None = None
@@ -377,8 +378,11 @@ class Fp8Step(FusedStep):
         return told
 
     def pieces(self) -> dict[str, Piece]:
-        return {"fp8.history": Piece.whole(self.scales.history)}
+        """The history as it is now: micro-batches add to it, and a checkpoint's copy is only done by the update."""
+        self.kept.copy_(self.scales.history)
+        return {"fp8.history": Piece.whole(self.kept)}
 
     def loaded(self) -> None:
+        self.scales.history.copy_(self.kept)
         self.known = bool(self.scales.history.any())
         self.scales.follow_history()
