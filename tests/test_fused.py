@@ -220,6 +220,21 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch
     assert not torch.equal(found[0][0], found[0][1])
 
 
+def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:
+    config, weights = a_model(1, 1, 32, 16, 140)
+    train = TRAIN.model_copy(update={"precision": "fp8"})
+    engine = make_engine(config, train, RuntimeConfig(engine="fused"), ALONE)
+    assert isinstance(engine, FusedEngine)
+    engine.state.load(weights)
+    tokens, bias = torch.randint(0, 140, (2, 17)), engine.state.weights["h.0.ln_1.bias"]
+    batch = (tokens[:, :-1], tokens[:, 1:])
+    engine.accumulate(iter([batch]), 1, 1)
+    bias[0] = torch.inf
+    engine.accumulate(iter([batch]), 1, 2)
+    bias[0] = 0.0
+    assert engine.accumulate(iter([batch]), 1, 3).isfinite().all()
+
+
 def test_an_fp8_run_that_is_stopped_goes_on_bit_for_bit(runner: Callable[..., Runner]) -> None:
     changes = SHORT | {"max_steps": 4, "warmup_steps": 1, "precision": "fp8_head", "engine": "fused", "n_layer": 1}
     whole, run = (runner(name, **changes) for name in ("whole", "stopped"))

@@ -82,9 +82,9 @@ class Scales:
         self._scale_by(self.amax[part], part)
 
     def roll(self) -> None:
-        """A micro-batch is done: its magnitudes enter the history."""
+        """A micro-batch is done: its magnitudes enter the history. An infinite one would ruin 16 more of them."""
         self.history[1:] = self.history[:-1].clone()
-        self.history[0] = self.amax
+        self.history[0] = torch.where(self.amax.isfinite(), self.amax, 0.0)
         self.amax.zero_()
         self.follow_history()
 
