@@ -156,6 +156,16 @@ def test_the_reference_goes_on_from_a_commit_of_the_fused_engine_and_back(runner
         assert a.get("train/loss", 0) == pytest.approx(b.get("train/loss", 0), rel=5e-3)
 
 
+def test_the_reference_may_be_rehearsed_in_fp16() -> None:
+    config, _ = a_model(1, 1, 32, 16, 140)
+    engine = make_engine(config, TRAIN.model_copy(update={"precision": "fp16"}), RuntimeConfig(engine="eager"), ALONE)
+    engine.initialize(1)
+    tokens = torch.randint(0, 140, (2, 17))
+    for number in (0, 0, 1):
+        found = engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)
+    assert engine.update(1e-3, found, 1) and found.isfinite().all()
+
+
 def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(n_layer=1, n_head=1, n_embd=12, block_size=4)
     with pytest.raises(UserError, match="runtime.engine: fused can't run here: heads of 12 are not a multiple of 8"):

@@ -117,7 +117,8 @@ class PlainEngine:
     def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
         loss = self.backward(batches, count)
         self.world.mean_(self.gradients.flat)
-        self.scaler.unscale_(self.optimizer)
+        if number:  # the scaler does so once an update, and after a rehearsal there is none
+            self.scaler.unscale_(self.optimizer)
         return torch.stack((loss, self.gradients.norm()))
 
     def backward(self, batches: Batches, count: int) -> Tensor:
