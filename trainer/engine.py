@@ -83,7 +83,7 @@ class Reading:
     """Numbers on their way from the device to the host: what is asked of the device afterwards, they don't wait for."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # MPS has no event to wait for
         self._arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
     def values(self) -> list[float]:
