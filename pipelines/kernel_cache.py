@@ -18,6 +18,7 @@ import re
 import sys
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -84,11 +85,10 @@ class KernelCache:
 
     def keep_after_the_first_step(self, phase: Callable[[], str]) -> None:
         """Do so in the background, once `phase` tells that steps are being made, with our kernels."""
-        over = threading.Event()
 
         def wait_and_keep() -> None:
             while phase() not in STEPPING:
-                over.wait(POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             if "trainer.kernels" in sys.modules:
                 self.keep()
 
