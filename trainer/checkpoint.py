@@ -52,8 +52,9 @@ class TrainState:
     val_loss: float | None = None
     loss_scale: float | None = None  # fp16 only
     loss_scale_growth: int = 0
-    micro_batch_size: int = 0  # on so many ranks: a resumed run adds up in the same order
+    micro_batch_size: int = 0  # on so many ranks and such devices: a resumed run adds up in the same order
     world_size: int = 0
+    devices: str = ""
     health: Health = field(default_factory=Health)
     rollbacks: tuple[tuple[int, int], ...] = ()  # step returned to, steps of data left out there
 

@@ -22,7 +22,7 @@ from trainer.config import (
     sequences_per_step,
 )
 from trainer.data import TokenData, sequences_of
-from trainer.engine import Batches, Engine, Reading, make_engine
+from trainer.engine import Batches, Engine, Reading, make_engine, name_of
 from trainer.evaluate import validation_loss
 from trainer.fit import fit_micro_batch
 from trainer.health import Diverged, Health, Watchdog, diagnosis, is_landmark
@@ -59,7 +59,7 @@ def train(
             engine.initialize(config.seed)
             state = TrainState()
         at_once = state.micro_batch_size = micro_batch_size(engine, model_config, config, runtime, state, world)
-        state.world_size = world.world_size
+        state.world_size, state.devices = world.world_size, devices_of(world)
         checkpointer.prepare(engine.pieces())
         announce(engine, model_config, state, world, log)
         due = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
@@ -168,14 +168,19 @@ def step(
 def micro_batch_size(
     engine: Engine, model: ModelConfig, config: TrainConfig, runtime: RuntimeConfig, state: TrainState, world: World
 ) -> int:
-    """Sequences a rank pushes through at once: as asked, as before on as many ranks (or gradients would be added up in
-    another order), or the most that fit."""
+    """Sequences a rank pushes through at once: as asked, as before on as many such devices (or gradients would be added
+    up in another order), or the most that fit."""
     if runtime.micro_batch_size != "auto":
         return runtime.micro_batch_size
-    if state.micro_batch_size and state.world_size == world.world_size:
+    if state.micro_batch_size and (state.world_size, state.devices) == (world.world_size, devices_of(world)):
         return state.micro_batch_size
     share = sequences_per_step(model, config) // world.world_size
     return fit_micro_batch(engine.accumulate, model, share, world).micro_batch_size
+
+
+def devices_of(world: World) -> str:
+    """What the ranks run on. All of them have to ask."""
+    return " and ".join(sorted(set(world.gather(name_of(world.device)))))
 
 
 def resume(engine: Engine, checkpointer: Checkpointer, log: EventLog, before: int | None = None) -> TrainState | None:
