@@ -48,11 +48,8 @@ class Scales:
     """What each tensor is multiplied by before it is rounded, one slot a tensor; all on the device."""
 
     def __init__(self, n_layer: int, device: torch.device) -> None:
-        names = [f"h.{i}.{slot}" for i in range(n_layer) for slot in SLOTS] + [
-            "input.head",
-            "gradient.head",
-            "weight.head",
-        ]
+        names = [f"h.{i}.{slot}" for i in range(n_layer) for slot in SLOTS]
+        names += ["input.head", "gradient.head", "weight.head"]
         self.slots = {name: slot for slot, name in enumerate(names)}
         self.scale = torch.ones(len(names), device=device)
         self.inverse = torch.ones(len(names), 4, device=device)  # cuBLASLt wants each at a multiple of 16 bytes
@@ -188,7 +185,7 @@ class Fp8Step(FusedStep):
             losses, dy = self._head(normed.x8, targets, factor)
         del normed
         dx, dx8 = self._norm_backward8(2 * self.last, dy, x, stats, None)
-        del dy, x
+        del dy, x, block
         for i in reversed(range(self.last)):
             dx, dx8 = self._backward8(i, dx, dx8, saved.pop(), B)
             if last:

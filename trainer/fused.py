@@ -107,7 +107,7 @@ class FusedStep:
             saved.append(block)
         losses, dy = self._head(norm.y, targets, factor)
         dx = self._norm_backward(2 * self.last, dy, x, norm, None)
-        del dy, x, norm
+        del dy, x, norm, block
         for i in reversed(range(self.last)):
             dx = self._backward(i, dx, saved.pop(), B)
             if last:
@@ -216,9 +216,8 @@ class FusedStep:
         """Block `i`'s gradients from the partial sums; then nobody here needs its bucket any more."""
         g, norms = self.gradients[i], self.sums.norms
         g["mlp.c_fc.bias"].copy_(self.sums.fc[i].sum(0))
-        after = norms[2 * i + 1 : 2 * i + 3, 2].sum(
-            1
-        )  # what follows the two projections sums up their biases' gradients
+        # The norms behind the two projections have summed up the gradients of their biases.
+        after = norms[2 * i + 1 : 2 * i + 3, 2].sum(1)
         g["attn.c_proj.bias"].copy_(after[0])
         self._attention_bias(i, after[0])
         g["mlp.c_proj.bias"].copy_(after[1])

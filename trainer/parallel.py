@@ -1,9 +1,10 @@
 """The ranks of a run: who they are, how they add up gradients, and how they agree to leave together.
 
-Gradients live in one flat float32 buffer that is averaged by a single all-reduce after the last
-micro-batch. torch's DistributedDataParallel would overlap it with the backward pass, but it rebuilds
-its buckets after the first step, so a resumed run would add in another order than the undisturbed
-one: with more than two ranks the losses would no longer be equal bit for bit.
+The plain module's gradients live in one flat float32 buffer that is averaged by a single all-reduce
+after the last micro-batch (the fused step's: trainer/flat.py). torch's DistributedDataParallel would
+overlap it with the backward pass, but it rebuilds its buckets after the first step, so a resumed run
+would add in another order than the undisturbed one: with more than two ranks the losses would no
+longer be equal bit for bit.
 """
 
 import os
