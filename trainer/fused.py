@@ -173,9 +173,12 @@ class FusedStep:
         return losses, dy
 
     def _chunks(self, rows: int) -> Iterator[slice]:
-        """Equal parts of some rows, whose logits take LOGIT_BYTES at most."""
+        """Parts of some rows, about equal, whose logits take hardly more than LOGIT_BYTES.
+
+        Their lengths are multiples of 16 as far as `rows` is one: what fp8's products sum over has to be.
+        """
         count = -(-rows * 2 * self.config.padded_vocab_size // LOGIT_BYTES)
-        size = -(-rows // count)
+        size = 16 * -(-rows // (16 * count))
         return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
     # --- backward
