@@ -105,7 +105,7 @@ class PlainEngine:
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it, for what autocast leaves alone
         self.model = GPT(config, recompute=runtime.recompute).to(world.device)
-        self.forward: Any = torch.compile(self.model) if compiled else self.model
+        self.forward: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.optimizer = make_optimizer(self.model, train)
         allocate_moments(self.optimizer)
         self.gradients = FlatGradients.of(self.model)
@@ -258,6 +258,8 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
         return "Triton is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"it needs a CUDA device, this is {device.type}"
+    if torch.version.hip:
+        return "its kernels are written for CUDA, this is ROCm"
     if train.precision in ("fp32", "fp16"):
         return f"it computes in bf16, train.precision is {train.precision}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):

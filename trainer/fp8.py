@@ -145,7 +145,8 @@ class Fp8Step(FusedStep):
         super().begin(number)
         self.number = number
         self.weights8.clear()
-        self.seed.fill_(number * 65_537 % (1 << 31))  # what is rounded at random, a resumed run rounds alike
+        # What is rounded at random, a resumed run rounds alike, and no two ranks do.
+        self.seed.fill_((number * 65_537 + self.state.world.rank) % (1 << 31))
         self.counts = [] if number and number % COUNT_EVERY == 0 else None
 
     def backward(self, tokens: Tensor, targets: Tensor, scale: float, last: bool) -> Tensor:
@@ -170,7 +171,6 @@ class Fp8Step(FusedStep):
         return loss
 
     def _micro_batch(self, tokens: Tensor, targets: Tensor, scale: float, last: bool) -> Tensor:
-        self.seed.add_(1_013_904_223)
         B = tokens.size(0)
         tokens, targets = tokens.flatten(), targets.flatten()
         factor = torch.full((1,), scale, device=self.device)
@@ -260,6 +260,7 @@ class Fp8Step(FusedStep):
         losses = torch.empty(len(y8), device=self.device)
         dy = torch.empty(y8.shape, dtype=torch.bfloat16, device=self.device)
         for part in self._chunks(len(y8)):
+            self.seed.add_(1_013_904_223)
             logits = gemm.linear8(y8[part], w8.x8, normed.inverse, w8.inverse)
             vocab = self.config.vocab_size
             gradient = kernels.cross_entropy8(logits, targets[part], vocab, factor, losses[part], q, self.seed)
