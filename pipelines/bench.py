@@ -146,7 +146,11 @@ def bench(
     recipes = [recipe] if not peers else [bench_recipe(name, [*changes, *more]) for more in contenders(precision)]
     world = World.start(recipe.runtime)
     with text(recipe, data) as tokens:
-        rows = [measured_alone(one, tokens, world, steps, trace, first=not i) for i, one in enumerate(recipes)]
+        rows: list[Measured | NotMeasured] = []
+        if peers:
+            rows += [measured_alone(one, tokens, world, steps, trace, first=not i) for i, one in enumerate(recipes)]
+        else:
+            rows += [measured(recipe, tokens, world, steps, trace, time.perf_counter() - process_seconds())]
     world.close()
     if world.rank:
         return
@@ -195,7 +199,7 @@ def text(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]":
 def measured_alone(
     recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None, first: bool
 ) -> Measured | NotMeasured:
-    """One engine's measurement, with the memory of the one before it given back. The first one has to succeed."""
+    """One of several engines' measurement, or why it can't run here; its memory is given back."""
     import torch
 
     from trainer.config import UserError
@@ -204,8 +208,6 @@ def measured_alone(
         since = process_seconds() if first else 0.0
         return measured(recipe, data, world, steps, trace, time.perf_counter() - since)
     except (UserError, torch.cuda.OutOfMemoryError) as error:
-        if recipe.runtime.engine == "auto":
-            raise
         return NotMeasured(recipe.runtime.engine, str(error).splitlines()[0])
     finally:
         gc.collect()

@@ -70,11 +70,12 @@ def test_a_loss_that_is_not_finite_measures_nothing() -> None:
         (["--steps", "19"], "--steps"),
         (["--micro-batch", "3"], "use a micro_batch_size that divides 8"),
         (["--micro-batch", "some"], "runtime.micro_batch_size"),
-        (["--precision", "fp8"], "fp8"),
+        (["--precision", "fp8"], "train.precision: fp8 needs the fused engine: it needs a CUDA device"),
+        (["--engine", "fused"], "runtime.engine: fused can't run here: it needs a CUDA device"),
     ],
 )
 def test_a_measurement_that_can_not_be_is_refused(options: list[str], words: str) -> None:
-    done = CliRunner().invoke(app, [*TINY, *options])
+    done = CliRunner().invoke(app, [*TINY, *options], env={"TRITON_INTERPRET": None})
     assert done.exit_code != 0 and words in f"{done.output} {done.exception}"
 
 

@@ -243,7 +243,8 @@ def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig,
         raise UserError(
             f"train.precision: {train.precision} needs the fused engine: {obstacle or 'it was not asked for'}"
         )
-    if runtime.engine == "fused" or (runtime.engine == "auto" and not obstacle and world.device.type == "cuda"):
+    wanted = world.device.type == "cuda" or train.precision.startswith("fp8")
+    if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
         return FusedEngine(config, train, runtime, world, f"fused, on {device}")
     if runtime.engine == "compiled" or (runtime.engine == "auto" and world.device.type == "cuda"):
         why = "as asked" if runtime.engine == "compiled" else f"not fused: {obstacle}"
