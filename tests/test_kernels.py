@@ -193,12 +193,6 @@ def test_fp8_casts_and_transposes_are_torchs(M: int, N: int, gradient: bool, dty
     near(sums.double().sum(0) - sums.shape[0], x.double().sum(0), 0, 1e-4)
     assert torch.equal(kernels.transpose8(x8).view(torch.uint8), x8t.view(torch.uint8))
 
-    counted = kernels.fp8_losses(x, out.scale, x8).tolist()
-    lost = (x != 0) & (x8.float() == 0)
-    assert (
-        counted == [int(((x.float() * 3).abs() > torch.finfo(dtype).max).sum()), int(lost.sum())] and min(counted) > 0
-    )
-
 
 @pytest.mark.parametrize(("M", "N"), SIZES)
 def test_results_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:

@@ -706,16 +706,6 @@ def transpose8(x8: Tensor) -> Tensor:
     return x8t
 
 
-def fp8_losses(x: Tensor, scale: Tensor, x8: Tensor) -> Tensor:
-    """How many numbers of x were too large for x8, its cast, and how many that were not 0 became 0: (2,) int64.
-
-    For looking at a recipe, not for every step: it makes float32 copies.
-    """
-    too_large = (x.float() * scale).abs() > torch.finfo(x8.dtype).max
-    vanished = (x != 0) & (x8.float() == 0)
-    return torch.stack([too_large.sum(), vanished.sum()])
-
-
 def adamw(
     weights16: Tensor | None,
     master: Tensor,
