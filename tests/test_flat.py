@@ -1,7 +1,7 @@
 """The flat state: where everything lies in it, and that its ranks together do what AdamW does to the mean gradient.
 
-The ranks are three processes that speak over gloo; they start once, for all tests: first two of them are a world,
-then all three. Each writes down what a job of its world failed with.
+The ranks are three processes that speak over gloo, and where there are three GPUs over NCCL, too; they start once, for
+all tests: first two of them are a world, then all three. Each writes down what a job of its world failed with.
 """
 
 import math
@@ -179,18 +179,22 @@ JOBS: dict[int, list[Job]] = {
 }
 
 
-def do_jobs(rank: int, folder: Path, worlds: tuple[int, ...] = (2, 3)) -> None:
+def do_jobs(rank: int, folder: Path, kind: str, worlds: tuple[int, ...] = (2, 3)) -> None:
     """One of three processes, or the test's own."""
     torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
     for world_size in worlds:
         if rank >= world_size:
             continue
         if world_size > 1:
             meeting = f"file://{folder}/meeting-{world_size}"
-            dist.init_process_group("gloo", meeting, timedelta(seconds=60), rank=rank, world_size=world_size)
+            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+            dist.init_process_group(backend, meeting, timedelta(seconds=60), rank=rank, world_size=world_size)
         for job in JOBS[world_size]:
             try:
-                job(World(rank, rank, world_size, torch.device("cpu")), folder)
+                job(World(rank, rank, world_size, device), folder)
             except BaseException:
                 outcome(folder, job, world_size, rank).write_text(traceback.format_exc())
                 return  # the other ranks may wait for this one: nothing that follows would tell anything
@@ -203,17 +207,20 @@ def outcome(folder: Path, job: Job, world_size: int, rank: int) -> Path:
     return folder / f"{job.__name__}-{rank}-of-{world_size}"
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Job], None]:
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[int, Job], None]:
     """Has done all jobs; asserts of one that no rank of a world of so many failed in it."""
+    kind: str = request.param
+    if kind == "cuda" and torch.cuda.device_count() < 3:
+        pytest.skip("needs three GPUs")
     folder = tmp_path_factory.mktemp("flat")
-    processes = [multiprocessing.get_context("spawn").Process(target=do_jobs, args=(r, folder)) for r in range(3)]
+    processes = [multiprocessing.get_context("spawn").Process(target=do_jobs, args=(r, folder, kind)) for r in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(150)
         process.kill()
-    do_jobs(0, folder, worlds=(1,))
+    do_jobs(0, folder, kind, worlds=(1,))
 
     def did(world_size: int, job: Job) -> None:
         for rank in range(world_size):
