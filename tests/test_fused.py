@@ -166,6 +166,20 @@ def test_the_reference_may_be_rehearsed_in_fp16() -> None:
     assert engine.update(1e-3, found, 1) and found.isfinite().all()
 
 
+@pytest.mark.parametrize(("way", "precision"), [("eager", "auto"), ("fused", "auto"), ("fused", "fp8")])
+def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
+    config, _ = a_model(1, 1, 32, 16, 140)
+    runtime = RuntimeConfig(engine=way, data_parallel="all_reduce")  # type: ignore[arg-type]
+    of_two = World(0, 0, 2, torch.device("cpu"))  # and the other one never comes: there is no group to speak to
+    engine = make_engine(config, TRAIN.model_copy(update={"precision": precision}), runtime, of_two)
+    engine.initialize(1)
+    tokens = torch.randint(0, 140, (2, 17))
+    for number in (0, 0):
+        assert engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)[0].isfinite()
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 1)
+
+
 def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(n_layer=1, n_head=1, n_embd=12, block_size=4)
     with pytest.raises(UserError, match="runtime.engine: fused can't run here: heads of 12 are not a multiple of 8"):
@@ -216,17 +230,23 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch
         assert isinstance(engine, FusedEngine)
         engine.state.load(weights)
         if engine is other:
-            with monkeypatch.context() as patch:  # among several ranks, every bucket has to be handed on here, too
-                patch.setattr(engine.state, "begin_reduce", (handed_on := []).append)
-                engine.accumulate(iter(2 * [batch]), 2)
-            assert handed_on == [0, 1]
+            engine.accumulate(iter(2 * [batch]), 2)
         assert not engine.pieces()["fp8.history"].live.any()
         saved = engine.pieces()["fp8.history"].live
-        found.append([engine.accumulate(iter([batch]), 1, number) for number in (1, 2, 2)])
+        found.append([engine.accumulate(iter([batch]), 1, number) for number in (1, 2)])
+        if engine is other:  # as when a run goes on: what the scales are is known
+            with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
+                patch.setattr(engine.step, "_embed_backward", out_of_memory)
+                engine.accumulate(iter([(tokens[:, 1:], tokens[:, 1:])]), 1)
+        found[-1].append(engine.accumulate(iter([batch]), 1, 2))
         assert not saved.any()  # a checkpoint's copy may still be on its way while micro-batches are done
         assert engine.pieces()["fp8.history"].live.any()
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
     assert not torch.equal(found[0][0], found[0][1])
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.cuda.OutOfMemoryError
 
 
 def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:

@@ -43,7 +43,7 @@ class Engine(Protocol):
         """Gradients of the mean loss over `count` micro-batches (B, T) a rank; [loss, norm of the mean gradient] (2,)
         in float32 on the device. The norm is of all ranks' gradient, before clipping; the loss may be this rank's.
 
-        `number` is that of the update that is to follow; 0: none will.
+        `number` is that of the update that is to follow; 0: none will, and no other rank is waited for.
         """
         ...
 
@@ -116,9 +116,9 @@ class PlainEngine:
 
     def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
         loss = self.backward(batches, count)
-        self.world.mean_(self.gradients.flat)
-        if number:  # the scaler does so once an update, and after a rehearsal there is none
-            self.scaler.unscale_(self.optimizer)
+        if number:
+            self.world.mean_(self.gradients.flat)
+            self.scaler.unscale_(self.optimizer)  # once an update
         return torch.stack((loss, self.gradients.norm()))
 
     def backward(self, batches: Batches, count: int) -> Tensor:
@@ -202,6 +202,7 @@ class FusedEngine:
 
     def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
         total = torch.zeros((), device=self.world.device)
+        self.state.rehearsing = not number
         self.step.begin(number)
         for i, (tokens, targets) in enumerate(batches):
             moment("mid-step")

@@ -145,6 +145,9 @@ class Fp8Step(FusedStep):
         super().begin(number)
         self.number = number
         self.weights8.clear()
+        self.measuring = False  # a rehearsal leaves no trace, though the memory ran out in it
+        self.scales.amax.zero_()
+        self.scales.follow_history()
         # What is rounded at random, a resumed run rounds alike, and no two ranks do.
         self.seed.fill_((number * 65_537 + self.state.world.rank) % (1 << 31))
         self.counts = [] if number and number % COUNT_EVERY == 0 else None
@@ -156,9 +159,7 @@ class Fp8Step(FusedStep):
             first, self.measuring = self.first, True
             loss = self._micro_batch(tokens, targets, scale, last and not self.number)
             self.measuring = False
-            if not self.number:  # the rehearsal leaves no trace in the history
-                self.scales.amax.zero_()
-                self.scales.follow_history()
+            if not self.number:
                 return loss
             self.scales.roll()
             self.begin(self.number)
