@@ -231,8 +231,8 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch
         engine.state.load(weights)
         if engine is other:
             engine.accumulate(iter(2 * [batch]), 2)
-        assert not engine.pieces()["fp8.history"].live.any()
-        saved = engine.pieces()["fp8.history"].live
+        assert not engine.pieces()["fp8.magnitudes"].live.any()
+        saved = engine.pieces()["fp8.magnitudes"].live
         found.append([engine.accumulate(iter([batch]), 1, number) for number in (1, 2)])
         if engine is other:  # as when a run goes on: what the scales are is known
             with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
@@ -240,9 +240,24 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch
                 engine.accumulate(iter([(tokens[:, 1:], tokens[:, 1:])]), 1)
         found[-1].append(engine.accumulate(iter([batch]), 1, 2))
         assert not saved.any()  # a checkpoint's copy may still be on its way while micro-batches are done
-        assert engine.pieces()["fp8.history"].live.any()
+        assert engine.pieces()["fp8.magnitudes"].live.any()
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
     assert not torch.equal(found[0][0], found[0][1])
+
+
+def test_fp8_gradients_stay_in_range_where_the_batch_is_cut_up_otherwise() -> None:
+    config, weights = a_model(1, 2, 32, 16, 140)
+    train = TRAIN.model_copy(update={"precision": "fp8"})
+    engine = make_engine(config, train, RuntimeConfig(engine="fused"), ALONE)
+    assert isinstance(engine, FusedEngine)
+    engine.state.load(weights)
+    tokens = torch.randint(0, 140, (2, 17))
+    found = []
+    for number, scale in ((1, 1 / 512), (2, 1 / 16)):
+        engine.step.begin(number)
+        engine.step.backward(tokens[:, :-1], tokens[:, 1:], scale, last=True)
+        found.append({name: gradient / scale for name, gradient in engine.state.gradients.items()})
+    assert all(error(found[1][name], gradient.double()) < 0.1 for name, gradient in found[0].items())
 
 
 def out_of_memory(*_: object) -> None:

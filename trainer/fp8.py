@@ -7,7 +7,8 @@ masters and gradients stay what they are in bf16's step.
 
 Scaling (after Micikevicius et al. 2022, "FP8 formats for deep learning", and NVIDIA's Transformer Engine): one number
 a tensor, *delayed*: the largest magnitude of the last HISTORY micro-batches, with a margin of 2 for activations and 4
-for gradients, which vary more. Weights are scaled by their own largest magnitude at each update. The gradient of the
+for gradients, which vary more. Gradients are as small as their micro-batch's share of the step, and remembered without
+that factor, as batch, ranks and micro-batches may change. Weights are scaled by their own largest magnitude at each update. The gradient of the
 logits, whose size is known, is rounded at random (`precision: fp8_head`): to nearest, most of it would vanish beside
 the target's. Sums in the backward pass are accumulated in full; in the forward pass cuBLAS may add up in fewer bits.
 
@@ -54,7 +55,10 @@ class Scales:
         self.scale = torch.ones(len(names), device=device)
         self.inverse = torch.ones(len(names), 4, device=device)  # cuBLASLt wants each at a multiple of 16 bytes
         self.amax = torch.zeros(len(names), device=device)
-        self.history = torch.zeros(HISTORY, len(names), device=device)
+        self.history = torch.zeros(HISTORY, len(names), device=device)  # of magnitudes per `unit`
+        self.gradients = torch.tensor(["gradient" in name for name in names], device=device)
+        self.unit = torch.ones(len(names), device=device)
+        self.factor = 1.0
         dtypes = [torch.float8_e5m2 if "gradient" in name else torch.float8_e4m3fn for name in names]
         self.aim = torch.tensor([LARGEST[dtype] / MARGINS[dtype] for dtype in dtypes], device=device)
 
@@ -78,15 +82,22 @@ class Scales:
         part = slice(slot, slot + 1)
         self._scale_by(self.amax[part], part)
 
+    def follow_factor(self, factor: float) -> None:
+        """From now on the loss is multiplied by `factor`, and all gradients with it."""
+        if factor != self.factor:
+            self.factor = factor
+            self.unit.masked_fill_(self.gradients, factor)
+            self.follow_history()
+
     def roll(self) -> None:
         """A micro-batch is done: its magnitudes enter the history. An infinite one would ruin 16 more of them."""
         self.history[1:] = self.history[:-1].clone()
-        self.history[0] = torch.where(self.amax.isfinite(), self.amax, 0.0)
+        self.history[0] = torch.where(self.amax.isfinite(), self.amax / self.unit, 0.0)
         self.amax.zero_()
         self.follow_history()
 
     def follow_history(self) -> None:
-        self._scale_by(self.history.amax(0), slice(None))
+        self._scale_by(self.history.amax(0) * self.unit, slice(None))
 
     def _scale_by(self, amax: Tensor, part: slice) -> None:
         seen = amax > 0
@@ -175,6 +186,7 @@ class Fp8Step(FusedStep):
         B = tokens.size(0)
         tokens, targets = tokens.flatten(), targets.flatten()
         factor = torch.full((1,), scale, device=self.device)
+        self.scales.follow_factor(scale)
         x, normed, stats = self._embed8(tokens, B)
         saved = []
         for i in range(self.last):
@@ -379,7 +391,7 @@ class Fp8Step(FusedStep):
     def pieces(self) -> dict[str, Piece]:
         """The history as it is now: micro-batches add to it, and a checkpoint's copy is only done by the update."""
         self.kept.copy_(self.scales.history)
-        return {"fp8.history": Piece.whole(self.kept)}
+        return {"fp8.magnitudes": Piece.whole(self.kept)}
 
     def loaded(self) -> None:
         self.scales.history.copy_(self.kept)
