@@ -84,6 +84,7 @@ class Measured:
     mfu: float | None  # of the median step
     first_loss: float
     last_loss: float
+    remarks: list[str]  # what slowed it down
     first_step_seconds: float  # from the start of the process, or of this engine where it is not the first, to its end
     allocated_bytes: int | None  # at most, as torch counts
     reserved_bytes: int | None
@@ -265,6 +266,7 @@ def measured(
         mfu=mfu(speeds.median, model, world.world_size, peak) if peak else None,
         first_loss=first_loss,
         last_loss=run.loss,
+        remarks=engine.remarks(),
         first_step_seconds=first_step_seconds,
         allocated_bytes=memory[0],
         reserved_bytes=memory[1],
@@ -435,6 +437,7 @@ def row_lines(row: dict[str, Any], flops_per_token: int) -> Iterator[str]:
         yield f"           {1e3 * row['kernel_seconds']:,.1f} ms a step, added up"
     yield f"  start    first step done after {row['first_step_seconds']:.1f} s"
     yield f"  loss     {row['first_loss']:.3f}, then {row['last_loss']:.3f}; all finite"
+    yield from (f"  slow     {remark}" for remark in row["remarks"])
 
 
 def around(spread: dict[str, float], form: str) -> str:

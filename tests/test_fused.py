@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
 from trainer.engine import FusedEngine, PlainEngine, make_engine
 from trainer.flat import FlatState
+from trainer.gemm import DEFAULT, Request
 from trainer.model import GPT
 from trainer.parallel import World
 
@@ -190,7 +191,32 @@ def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None
     assert make_engine(config, TRAIN, RuntimeConfig(), ALONE).why == "eager, on cpu; there is no CUDA device"
 
 
+def test_products_that_cublaslt_refuses_are_told_once(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right, out = (
+        (dtype, torch.Size(shape), (shape[1], 1))
+        for dtype, shape in ((torch.bfloat16, (9, 7)), (torch.bfloat16, (9, 24)), (torch.float32, (7, 24)))
+    )
+    refused = Request(left, right, out, (True, False), DEFAULT, False, None, False)
+    monkeypatch.setattr("trainer.gemm.refused", lambda: [refused])
+    run = runner(engine="fused", **SHORT | {"max_steps": 2, "warmup_steps": 0})
+    run.attempt()
+    words = "cuBLASLt does not make bfloat16 9x7ᵀ @ bfloat16 9x24 -> float32 7x24 (epilogue 1); torch does"
+    assert [(e["step"], e["reason"]) for e in run.events if e["event"] == "slow"] == [(1, words)]
+
+
 # --- fp8
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [((25, 200, 16), "model.n_embd 200 is not a multiple of 16"), ((2, 64, 24), "model.block_size 24 is not a mult")],
+)
+def test_fp8_is_refused_where_its_products_would_not_be_in_fp8(shape: tuple[int, int, int], words: str) -> None:
+    config, _ = a_model(1, *shape, 140)
+    with pytest.raises(UserError, match=f"train.precision: fp8 needs the fused engine: {words}"):
+        make_engine(config, TRAIN.model_copy(update={"precision": "fp8"}), RuntimeConfig(engine="fused"), ALONE)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_head"])

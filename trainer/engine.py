@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainer import gemm
 from trainer.checkpoint import Piece, TrainState, allocate_moments, set_optimizer_steps, training_tensors
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
 from trainer.model import GPT
@@ -71,6 +72,10 @@ class Engine(Protocol):
 
     def measures(self) -> dict[str, float]:
         """What else there is to log of the last step."""
+        ...
+
+    def remarks(self) -> list[str]:
+        """What slows this way down and was not told yet, in a line each."""
         ...
 
     @property
@@ -168,6 +173,9 @@ class PlainEngine:
     def measures(self) -> dict[str, float]:
         return {}
 
+    def remarks(self) -> list[str]:
+        return []
+
     @property
     def overflow_allowed(self) -> bool:
         return self.scaler.is_enabled() and self.scaler.get_scale() > 1
@@ -186,7 +194,9 @@ class FusedEngine:
         from trainer.flat import FlatState
         from trainer.fused import FusedStep
 
-        self.world, self.why = world, why
+        obstacle = gemm.why_not() if world.device.type == "cuda" else ""
+        self.world, self.why = world, f"{why}; torch makes its products: {obstacle}" if obstacle else why
+        self.remarked: list[str] = []
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
         if self.precision.startswith("fp8"):
@@ -233,17 +243,23 @@ class FusedEngine:
     def measures(self) -> dict[str, float]:
         return self.step.measures()
 
+    def remarks(self) -> list[str]:
+        slow = [f"cuBLASLt does not make {product}; torch does" for product in gemm.refused()]
+        new = [line for line in slow + self.step.attention.refused() if line not in self.remarked]
+        self.remarked += new
+        return new
+
 
 def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:
     """The quickest way that serves here, or the one asked for. UserError if that can't be."""
     device = name_of(world.device)
     obstacle = why_not_fused(config, train, world.device)
-    if runtime.engine == "fused" and obstacle:
-        raise UserError(f"runtime.engine: fused can't run here: {obstacle}; use 'auto'")
     if train.precision.startswith("fp8") and (obstacle or runtime.engine in ("compiled", "eager")):
         raise UserError(
             f"train.precision: {train.precision} needs the fused engine: {obstacle or 'it was not asked for'}"
         )
+    if runtime.engine == "fused" and obstacle:
+        raise UserError(f"runtime.engine: fused can't run here: {obstacle}; use 'auto'")
     wanted = world.device.type == "cuda" or train.precision.startswith("fp8")
     if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
         return FusedEngine(config, train, runtime, world, f"fused, on {device}")
@@ -266,12 +282,12 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
         return f"it computes in bf16, train.precision is {train.precision}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{name_of(device)} has no bf16"
-    if (
-        train.precision.startswith("fp8")
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) < (9, 0)
-    ):
-        return f"{name_of(device)} has no fp8 of Hopper's kind"
+    if train.precision.startswith("fp8"):
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+            return f"{name_of(device)} has no fp8 of Hopper's kind"
+        for field in ("n_embd", "block_size"):  # products in 8 bits take rows of 16, and sum over tokens by 16
+            if (value := getattr(config, field)) % 16:
+                return f"model.{field} {value} is not a multiple of 16, as products in 8 bits want it"
     if config.n_embd // config.n_head % 8 or config.n_embd // config.n_head > 128:
         return f"heads of {config.n_embd // config.n_head} are not a multiple of 8 up to 128"
     return None

@@ -103,6 +103,8 @@ def train(
             watchdog.stepped(seconds)
             if illness:
                 log.event("skipped", step=state.step, reason=illness)
+            for remark in engine.remarks():
+                log.event("slow", step=state.step, reason=remark)
             tokens_per_second = batch_tokens / seconds
             log.row(
                 state.step,

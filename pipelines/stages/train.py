@@ -318,6 +318,8 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         work.report(committed_step=event["step"], save_seconds=event["seconds"])
     elif event["event"] == "skipped":
         work.screen.warn(f"update {event['step']:,} skipped: {event['reason']}")
+    elif event["event"] == "slow":
+        work.screen.warn(f"slower than it could be: {event['reason']}")
     elif event["event"] == "rollback":
         turns = work.attempt.latest.progress.get("rollbacks", 0) + 1
         text = f"from step {event['step']} to {event['to']}; of two points at a step the later one counts"
