@@ -222,9 +222,10 @@ def measured(
 ) -> Measured:
     import torch
 
+    from trainer.checkpoint import TrainState
     from trainer.config import grad_accum_steps, sequences_per_step
     from trainer.engine import make_engine
-    from trainer.fit import Fit, fit_micro_batch
+    from trainer.loop import micro_batches
     from trainer.metrics import mfu, peak_flops
 
     model, train, runtime, device = recipe.model, recipe.train, recipe.runtime, world.device
@@ -232,11 +233,7 @@ def measured(
     grad_accum_steps(model, train, runtime, world.world_size)
     engine = make_engine(model, train, runtime, world)
     engine.initialize(train.seed)
-    share = sequences_per_step(model, train) // world.world_size
-    if runtime.micro_batch_size == "auto":
-        fit = fit_micro_batch(engine.accumulate, model, share, world)
-    else:
-        fit = Fit(runtime.micro_batch_size, f"micro-batches of {runtime.micro_batch_size}, as asked")
+    fit = micro_batches(engine, model, train, runtime, TrainState(), world)
     run = Steps(recipe, engine, data, world, fit.micro_batch_size)
 
     first_loss = run.step()
@@ -258,7 +255,7 @@ def measured(
         world_size=world.world_size,
         micro_batch_size=fit.micro_batch_size,
         micro_batch_why=fit.why,
-        accumulated=share // fit.micro_batch_size,
+        accumulated=sequences_per_step(model, train) // world.world_size // fit.micro_batch_size,
         batch_tokens=train.batch_tokens,
         step_seconds=Spread.of(seconds),
         tokens_per_second=speeds,

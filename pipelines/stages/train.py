@@ -306,9 +306,9 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         resumed = f", resumed from step {event['step']:,}" if event["step"] else ""
         work.screen.note(
             f"  {event['parameters']:,} parameters, {event['world_size']} x {event['device']}, "
-            f"{event['precision']}, micro-batches of {event['micro_batch_size']}; {event['engine']}{resumed}"
+            f"{event['precision']}, {event['micro_batch_why']}; {event['engine']}{resumed}"
         )
-        work.tracker.tags("train", hardware)
+        work.tracker.tags("train", hardware | {"engine": event["engine"], "micro_batch": event["micro_batch_why"]})
     elif event["event"] == "damaged":
         work.screen.warn(f"{event['checkpoint']} is damaged ({event['reason']}); using the one before it")
     elif event["event"] == "checkpoint_failed":
