@@ -67,7 +67,7 @@ class Engine(Protocol):
         """Add to `state` what the engine knows beyond the pieces."""
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights in float32 under the model's names. Every rank has to ask."""
+        """All weights in float32 under the model's names, on rank 0. Every rank has to ask."""
         ...
 
     def measures(self) -> dict[str, float]:

@@ -229,7 +229,7 @@ class FlatState:
         return {f"{kind}.{name}": piece for kind, buffer in kinds for name, piece in self._pieces(buffer).items()}
 
     def full_weights(self) -> dict[str, Tensor]:
-        """All master weights, fp32 on the CPU, on every rank. All ranks have to call it."""
+        """All master weights, fp32 on the CPU, on rank 0; nothing on the others, which have to call it, too."""
         state: dict[str, Tensor] = {}
         for index, bucket in enumerate(self.layout.buckets):
             whole = self.master[self._kept(bucket)]
@@ -237,7 +237,7 @@ class FlatState:
                 shard, whole = whole, whole.new_empty(bucket.length)
                 dist.all_gather_into_tensor(whole, shard)
             for name, place in self.layout.places.items():
-                if place.bucket == index:
+                if place.bucket == index and self.world.rank == 0:
                     state[name] = whole[place.offset : place.end].view(place.shape).to("cpu", copy=True)
         return state
 

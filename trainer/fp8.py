@@ -8,9 +8,10 @@ masters and gradients stay what they are in bf16's step.
 Scaling (after Micikevicius et al. 2022, "FP8 formats for deep learning", and NVIDIA's Transformer Engine): one number
 a tensor, *delayed*: the largest magnitude of the last HISTORY micro-batches, with a margin of 2 for activations and 4
 for gradients, which vary more. Gradients are as small as their micro-batch's share of the step, and remembered without
-that factor, as batch, ranks and micro-batches may change. Weights are scaled by their own largest magnitude at each update. The gradient of the
-logits, whose size is known, is rounded at random (`precision: fp8_head`): to nearest, most of it would vanish beside
-the target's. Sums in the backward pass are accumulated in full; in the forward pass cuBLAS may add up in fewer bits.
+that factor, as batch, ranks and micro-batches may change. Weights are scaled by their own largest magnitude at each
+update. The gradient of the logits, whose size is known, is rounded at random (`precision: fp8_head`): to nearest, most
+of it would vanish beside the target's. Sums in the backward pass are accumulated in full; in the forward pass cuBLAS
+may add up in fewer bits.
 
 The learning rate's warm-up is done in bf16: there the magnitudes move faster than their history. Then the first
 micro-batch measures them all once, which costs a pass. The history is part of the checkpoint, so that a resumed run
