@@ -4,6 +4,7 @@ On a CPU its kernels run in Triton's interpreter and its products in plain torch
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,6 +136,26 @@ def test_what_is_not_finite_changes_nothing() -> None:
     one.update(1e-2, found, 1)
     assert not torch.isfinite(found).all()
     assert all(torch.equal(before[name], w) for name, w in one.weights().items())
+
+
+def test_every_batch_of_a_ramp_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
+    torch._dynamo.reset()
+    config, _ = a_model(1, 1, 16, 8, 140)
+    sizes = range(1, 13)
+    ramp = {"batch_ramp_from": 8, "batch_ramp_tokens": 800, "batch_tokens": 8 * len(sizes)}
+    engine = make_engine(config, TRAIN.model_copy(update=ramp), RuntimeConfig(engine="compiled"), ALONE)
+    engine.initialize(1)
+    for size in sizes:
+        tokens = torch.randint(0, 140, (size, 9))
+        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, size)
+    assert len(compiled) == len(sizes)
 
 
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(runner: Callable[..., Runner]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer import gemm
 from trainer.checkpoint import Piece, TrainState, allocate_moments, set_optimizer_steps, training_tensors
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError, batch_stages
 from trainer.model import GPT
 from trainer.optim import make_optimizer, set_learning_rate
 from trainer.parallel import FlatGradients, World, precision_on
@@ -110,7 +110,11 @@ class PlainEngine:
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it, for what autocast leaves alone
         self.model = GPT(config, recompute=runtime.recompute).to(world.device)
-        self.forward: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.forward: Any = self.model
+        if compiled:
+            limits = torch._dynamo.config  # what is beyond them runs uncompiled: each size of batch has to be within
+            limits.recompile_limit = max(limits.recompile_limit, len(batch_stages(train)))
+            self.forward = torch.compile(self.model, dynamic=False)
         self.optimizer = make_optimizer(self.model, train)
         allocate_moments(self.optimizer)
         self.gradients = FlatGradients.of(self.model)
