@@ -307,6 +307,29 @@ def test_fp8_gradients_stay_in_range_where_the_batch_is_cut_up_otherwise() -> No
     assert all(error(found[1][name], gradient.double()) < 0.1 for name, gradient in found[0].items())
 
 
+def test_recomputing_gelu_in_fp8_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = a_model(2, 2, 32, 16, 140)
+    tokens = torch.randint(0, 140, (2, 17))
+    cast8, casts, found = fused.kernels.cast8, [], []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        casts.extend(arguments[3:4])
+        return cast8(*arguments, **options)
+
+    monkeypatch.setattr(fused.kernels, "cast8", counted)
+    train = TRAIN.model_copy(update={"precision": "fp8", "warmup_steps": 1})
+    for recompute, times in ((False, 2), (True, 4)):
+        engine = make_engine(config, train, RuntimeConfig(engine="fused", recompute=recompute), ALONE)
+        assert isinstance(engine, FusedEngine)
+        engine.state.load(weights)
+        for number in (1, 2, 3):
+            casts.clear()
+            engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)
+        assert casts.count("gelu") == times
+        found.append(torch.cat([gradient.flatten() for gradient in engine.state.gradients.values()]))
+    assert torch.equal(*found)
+
+
 def out_of_memory(*_: object) -> None:
     raise torch.cuda.OutOfMemoryError
 

@@ -207,7 +207,9 @@ class FusedEngine:
             from trainer.fp8 import Fp8Step
 
             head = self.precision == "fp8_head"
-            self.step: FusedStep = Fp8Step(config, self.state, runtime.deterministic, head, train.warmup_steps)
+            self.step: FusedStep = Fp8Step(
+                config, self.state, runtime.recompute, runtime.deterministic, head, train.warmup_steps
+            )
         else:
             self.step = FusedStep(config, self.state, runtime.recompute, runtime.deterministic)
 
