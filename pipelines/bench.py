@@ -225,7 +225,7 @@ def measured(
     from trainer.checkpoint import TrainState
     from trainer.config import grad_accum_steps, sequences_per_step
     from trainer.engine import make_engine
-    from trainer.loop import micro_batches
+    from trainer.loop import fit_here
     from trainer.metrics import mfu, peak_flops
 
     model, train, runtime, device = recipe.model, recipe.train, recipe.runtime, world.device
@@ -233,7 +233,7 @@ def measured(
     grad_accum_steps(model, train, runtime, world.world_size)
     engine = make_engine(model, train, runtime, world)
     engine.initialize(train.seed)
-    fit = micro_batches(engine, model, train, runtime, TrainState(), world)
+    fit = fit_here(engine, model, train, runtime, TrainState(), world)
     run = Steps(recipe, engine, data, world, fit.micro_batch_size)
 
     first_loss = run.step()

@@ -5,8 +5,8 @@ that only memory grows. So: the largest divisor of the rank's share of a step th
 linearly with the micro-batch, but how steeply is the engine's own affair (what it recomputes, in how many
 chunks the head goes). So it is measured: one and two sequences are pushed through, a line is laid through the
 two peaks, the largest size below it is tried, and the line goes on from there, until the next divisor would
-not fit. No rank waits for another in this, so one that runs out of memory can say so: all decide alike, by the
-fullest of them.
+not fit. Nothing is added up over the ranks meanwhile, or one that runs out of memory would leave the others waiting.
+All decide alike, by the fullest of them.
 """
 
 from collections.abc import Callable, Iterator

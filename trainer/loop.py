@@ -58,7 +58,7 @@ def train(
         if state is None:
             engine.initialize(config.seed)
             state = TrainState()
-        fit = micro_batches(engine, model_config, config, runtime, state, world)
+        fit = fit_here(engine, model_config, config, runtime, state, world)
         at_once = state.micro_batch_size = fit.micro_batch_size
         state.world_size, state.devices = world.world_size, devices_of(world)
         checkpointer.prepare(engine.pieces())
@@ -168,7 +168,7 @@ def step(
     return flags, health, illness, engine.update(learning_rate, found, number, apply=illness is None)
 
 
-def micro_batches(
+def fit_here(
     engine: Engine, model: ModelConfig, config: TrainConfig, runtime: RuntimeConfig, state: TrainState, world: World
 ) -> Fit:
     """Sequences a rank pushes through at once: as asked, as before on as many such devices (or gradients would be added
