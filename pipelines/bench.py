@@ -84,6 +84,7 @@ class Measured:
     mfu: float | None  # of the median step
     first_loss: float
     last_loss: float
+    remarks: list[str]  # what slowed it down
     first_step_seconds: float  # from the start of the process, or of this engine where it is not the first, to its end
     allocated_bytes: int | None  # at most, as torch counts
     reserved_bytes: int | None
@@ -221,9 +222,10 @@ def measured(
 ) -> Measured:
     import torch
 
+    from trainer.checkpoint import TrainState
     from trainer.config import grad_accum_steps, sequences_per_step
     from trainer.engine import make_engine
-    from trainer.fit import Fit, fit_micro_batch
+    from trainer.loop import fit_here
     from trainer.metrics import mfu, peak_flops
 
     model, train, runtime, device = recipe.model, recipe.train, recipe.runtime, world.device
@@ -231,11 +233,7 @@ def measured(
     grad_accum_steps(model, train, runtime, world.world_size)
     engine = make_engine(model, train, runtime, world)
     engine.initialize(train.seed)
-    share = sequences_per_step(model, train) // world.world_size
-    if runtime.micro_batch_size == "auto":
-        fit = fit_micro_batch(engine.accumulate, model, share, world)
-    else:
-        fit = Fit(runtime.micro_batch_size, f"micro-batches of {runtime.micro_batch_size}, as asked")
+    fit = fit_here(engine, model, train, runtime, TrainState(), world)
     run = Steps(recipe, engine, data, world, fit.micro_batch_size)
 
     first_loss = run.step()
@@ -257,7 +255,7 @@ def measured(
         world_size=world.world_size,
         micro_batch_size=fit.micro_batch_size,
         micro_batch_why=fit.why,
-        accumulated=share // fit.micro_batch_size,
+        accumulated=sequences_per_step(model, train) // world.world_size // fit.micro_batch_size,
         batch_tokens=train.batch_tokens,
         step_seconds=Spread.of(seconds),
         tokens_per_second=speeds,
@@ -265,6 +263,7 @@ def measured(
         mfu=mfu(speeds.median, model, world.world_size, peak) if peak else None,
         first_loss=first_loss,
         last_loss=run.loss,
+        remarks=engine.remarks(),
         first_step_seconds=first_step_seconds,
         allocated_bytes=memory[0],
         reserved_bytes=memory[1],
@@ -435,6 +434,7 @@ def row_lines(row: dict[str, Any], flops_per_token: int) -> Iterator[str]:
         yield f"           {1e3 * row['kernel_seconds']:,.1f} ms a step, added up"
     yield f"  start    first step done after {row['first_step_seconds']:.1f} s"
     yield f"  loss     {row['first_loss']:.3f}, then {row['last_loss']:.3f}; all finite"
+    yield from (f"  slow     {remark}" for remark in row["remarks"])
 
 
 def around(spread: dict[str, float], form: str) -> str:

@@ -1,6 +1,7 @@
 """Attention by hand: packed gradients against float64, on a GPU if there is one."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,3 +49,24 @@ def test_a_deterministic_one_is_cudnns_and_gives_the_same_bits() -> None:
     assert list(attention.graphs) == [(8, 1000)] and None not in attention.graphs.values()
     first, *others = (attention.backward(gradient, qkv, 8, saved) for _ in range(10))
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("tried to allocate"), RuntimeError("CUDNN_STATUS_ALLOC_FAILED")]
+)
+def test_a_shape_that_memory_was_short_for_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter([error, RuntimeError("no plan supports the graph")])
+
+    def graphs(*_: object) -> None:
+        raise next(outcomes)
+
+    monkeypatch.setattr("trainer.attention.Graphs", graphs)
+    attention = Attention(1, 16, torch.device("cpu"), deterministic=False)
+    attention.cudnn = SimpleNamespace(cudnnGraphNotSupportedError=KeyError)
+    qkv = torch.randn(8, 48).bfloat16()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        attention.forward(qkv, 2)
+    assert attention.refused() == []
+    for _ in range(2):
+        attention.forward(qkv, 2)
+    assert attention.refused() == ["cuDNN has no packed attention for 2 x 4 tokens; torch's math does it"]

@@ -12,7 +12,7 @@ from trainer.checkpoint import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
 from trainer.engine import make_engine
 from trainer.fit import fit_micro_batch, largest_that_fits
-from trainer.loop import micro_batch_size
+from trainer.loop import fit_here
 from trainer.parallel import World
 
 MODEL = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=100)
@@ -82,6 +82,11 @@ def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None
     world, runtime = World(0, 0, 1, torch.device("cpu")), RuntimeConfig(micro_batch_size="auto")
     train = TrainConfig(batch_tokens=48 * MODEL.block_size, max_steps=1, learning_rate=1.0)
     engine = make_engine(MODEL, train, runtime, world)
-    for ranks, devices, size in ((1, "cpu", 3), (2, "cpu", 8), (1, "NVIDIA H200 (sm_90)", 8)):
+    found = "micro-batches of 8: the most up to 8 that divide 48 sequences"
+    for ranks, devices, why in (
+        (1, "cpu", "micro-batches of 3, as before"),
+        (2, "cpu", found),
+        (1, "NVIDIA H200 (sm_90)", found),
+    ):
         state = TrainState(micro_batch_size=3, world_size=ranks, devices=devices)
-        assert micro_batch_size(engine, MODEL, train, runtime, state, world) == size
+        assert fit_here(engine, MODEL, train, runtime, state, world).why == why

@@ -4,6 +4,7 @@ On a CPU its kernels run in Triton's interpreter and its products in plain torch
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
 from trainer.engine import FusedEngine, PlainEngine, make_engine
 from trainer.flat import FlatState
+from trainer.gemm import DEFAULT, Request
 from trainer.model import GPT
 from trainer.parallel import World
 
@@ -136,6 +138,26 @@ def test_what_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(before[name], w) for name, w in one.weights().items())
 
 
+def test_every_batch_of_a_ramp_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
+    torch._dynamo.reset()
+    config, _ = a_model(1, 1, 16, 8, 140)
+    sizes = range(1, 13)
+    ramp = {"batch_ramp_from": 8, "batch_ramp_tokens": 800, "batch_tokens": 8 * len(sizes)}
+    engine = make_engine(config, TRAIN.model_copy(update=ramp), RuntimeConfig(engine="compiled"), ALONE)
+    engine.initialize(1)
+    for size in sizes:
+        tokens = torch.randint(0, 140, (size, 9))
+        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, size)
+    assert len(compiled) == len(sizes)
+
+
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(runner: Callable[..., Runner]) -> None:
     whole, run = (runner(name, engine="fused", **SHORT | {"max_steps": 4}) for name in ("whole", "stopped"))
     model, state = whole.attempt()
@@ -166,6 +188,20 @@ def test_the_reference_may_be_rehearsed_in_fp16() -> None:
     assert engine.update(1e-3, found, 1) and found.isfinite().all()
 
 
+@pytest.mark.parametrize(("way", "precision"), [("eager", "auto"), ("fused", "auto"), ("fused", "fp8")])
+def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
+    config, _ = a_model(1, 1, 32, 16, 140)
+    runtime = RuntimeConfig(engine=way, data_parallel="all_reduce")  # type: ignore[arg-type]
+    of_two = World(0, 0, 2, torch.device("cpu"))  # and the other one never comes: there is no group to speak to
+    engine = make_engine(config, TRAIN.model_copy(update={"precision": precision}), runtime, of_two)
+    engine.initialize(1)
+    tokens = torch.randint(0, 140, (2, 17))
+    for number in (0, 0):
+        assert engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)[0].isfinite()
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 1)
+
+
 def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(n_layer=1, n_head=1, n_embd=12, block_size=4)
     with pytest.raises(UserError, match="runtime.engine: fused can't run here: heads of 12 are not a multiple of 8"):
@@ -176,7 +212,32 @@ def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None
     assert make_engine(config, TRAIN, RuntimeConfig(), ALONE).why == "eager, on cpu; there is no CUDA device"
 
 
+def test_products_that_cublaslt_refuses_are_told_once(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right, out = (
+        (dtype, torch.Size(shape), (shape[1], 1))
+        for dtype, shape in ((torch.bfloat16, (9, 7)), (torch.bfloat16, (9, 24)), (torch.float32, (7, 24)))
+    )
+    refused = Request(left, right, out, (True, False), DEFAULT, False, None, False)
+    monkeypatch.setattr("trainer.gemm.refused", lambda: [refused])
+    run = runner(engine="fused", **SHORT | {"max_steps": 2, "warmup_steps": 0})
+    run.attempt()
+    words = "cuBLASLt does not make bfloat16 9x7ᵀ @ bfloat16 9x24 -> float32 7x24 (epilogue 1); torch does"
+    assert [(e["step"], e["reason"]) for e in run.events if e["event"] == "slow"] == [(1, words)]
+
+
 # --- fp8
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [((25, 200, 16), "model.n_embd 200 is not a multiple of 16"), ((2, 64, 24), "model.block_size 24 is not a mult")],
+)
+def test_fp8_is_refused_where_its_products_would_not_be_in_fp8(shape: tuple[int, int, int], words: str) -> None:
+    config, _ = a_model(1, *shape, 140)
+    with pytest.raises(UserError, match=f"train.precision: fp8 needs the fused engine: {words}"):
+        make_engine(config, TRAIN.model_copy(update={"precision": "fp8"}), RuntimeConfig(engine="fused"), ALONE)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_head"])
@@ -216,17 +277,61 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch
         assert isinstance(engine, FusedEngine)
         engine.state.load(weights)
         if engine is other:
-            with monkeypatch.context() as patch:  # among several ranks, every bucket has to be handed on here, too
-                patch.setattr(engine.state, "begin_reduce", (handed_on := []).append)
-                engine.accumulate(iter(2 * [batch]), 2)
-            assert handed_on == [0, 1]
-        assert not engine.pieces()["fp8.history"].live.any()
-        saved = engine.pieces()["fp8.history"].live
-        found.append([engine.accumulate(iter([batch]), 1, number) for number in (1, 2, 2)])
+            engine.accumulate(iter(2 * [batch]), 2)
+        assert not engine.pieces()["fp8.magnitudes"].live.any()
+        saved = engine.pieces()["fp8.magnitudes"].live
+        found.append([engine.accumulate(iter([batch]), 1, number) for number in (1, 2)])
+        if engine is other:  # as when a run goes on: what the scales are is known
+            with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
+                patch.setattr(engine.step, "_embed_backward", out_of_memory)
+                engine.accumulate(iter([(tokens[:, 1:], tokens[:, 1:])]), 1)
+        found[-1].append(engine.accumulate(iter([batch]), 1, 2))
         assert not saved.any()  # a checkpoint's copy may still be on its way while micro-batches are done
-        assert engine.pieces()["fp8.history"].live.any()
+        assert engine.pieces()["fp8.magnitudes"].live.any()
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
     assert not torch.equal(found[0][0], found[0][1])
+
+
+def test_fp8_gradients_stay_in_range_where_the_batch_is_cut_up_otherwise() -> None:
+    config, weights = a_model(1, 2, 32, 16, 140)
+    train = TRAIN.model_copy(update={"precision": "fp8"})
+    engine = make_engine(config, train, RuntimeConfig(engine="fused"), ALONE)
+    assert isinstance(engine, FusedEngine)
+    engine.state.load(weights)
+    tokens = torch.randint(0, 140, (2, 17))
+    found = []
+    for number, scale in ((1, 1 / 512), (2, 1 / 16)):
+        engine.step.begin(number)
+        engine.step.backward(tokens[:, :-1], tokens[:, 1:], scale, last=True)
+        found.append({name: gradient / scale for name, gradient in engine.state.gradients.items()})
+    assert all(error(found[1][name], gradient.double()) < 0.1 for name, gradient in found[0].items())
+
+
+def test_recomputing_gelu_in_fp8_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = a_model(2, 2, 32, 16, 140)
+    tokens = torch.randint(0, 140, (2, 17))
+    cast8, casts, found = fused.kernels.cast8, [], []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        casts.extend(arguments[3:4])
+        return cast8(*arguments, **options)
+
+    monkeypatch.setattr(fused.kernels, "cast8", counted)
+    train = TRAIN.model_copy(update={"precision": "fp8", "warmup_steps": 1})
+    for recompute, times in ((False, 2), (True, 4)):
+        engine = make_engine(config, train, RuntimeConfig(engine="fused", recompute=recompute), ALONE)
+        assert isinstance(engine, FusedEngine)
+        engine.state.load(weights)
+        for number in (1, 2, 3):
+            casts.clear()
+            engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)
+        assert casts.count("gelu") == times
+        found.append(torch.cat([gradient.flatten() for gradient in engine.state.gradients.values()]))
+    assert torch.equal(*found)
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.cuda.OutOfMemoryError
 
 
 def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:

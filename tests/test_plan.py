@@ -33,10 +33,18 @@ COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
 # --- speeds
 
 
+def runtime_of(known: Measurement) -> RuntimeConfig:
+    return RuntimeConfig(micro_batch_size=64, engine=known.engine.partition(" ")[0])  # type: ignore[arg-type]
+
+
+def precision_of(known: Measurement) -> str:
+    return known.engine.partition(" ")[2] or "auto"
+
+
 @pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
 def test_a_run_that_was_measured_is_planned_as_measured(known: Measurement) -> None:
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
-    speed = speed_on(recipe.model, RuntimeConfig(engine=known.engine), known.gpu)
+    speed = speed_on(recipe.model, runtime_of(known), known.gpu, precision=precision_of(known))
     assert (speed.tokens_per_second, speed.kind) == (known.tokens_per_second, "measured")
     gpus = int(known.gpu.partition(":")[2])
     assert mfu(known.tokens_per_second, recipe.model, gpus, 989e12) == pytest.approx(known.mfu, abs=0.001)
@@ -45,9 +53,8 @@ def test_a_run_that_was_measured_is_planned_as_measured(known: Measurement) -> N
 @pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
 def test_the_estimate_alone_comes_within_a_hundredth_of_what_was_measured(known: Measurement) -> None:
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
-    runtime = RuntimeConfig(micro_batch_size=64, engine=known.engine)
     there = known.gpu.replace("H200", "H100")  # of the same peak, and not in the table
-    speed = speed_on(recipe.model, runtime, there)
+    speed = speed_on(recipe.model, runtime_of(known), there, precision=precision_of(known))
     assert speed.kind == "estimated"
     assert speed.tokens_per_second == pytest.approx(known.tokens_per_second, rel=0.01)
 
@@ -84,6 +91,18 @@ def test_what_slows_training_slows_the_plan() -> None:
     assert speed_on(smoke.model, smoke.runtime, "H100:1").source.startswith("1 ms a layer")
     with pytest.raises(UserError, match="T4:8: no GPU that we know the speed of; known are H100"):
         speed("T4:8")
+
+
+def test_the_plan_knows_how_fast_a_precision_is_and_where_it_can_be_had() -> None:
+    def speed(gpus: str, precision: str) -> float:
+        return speed_on(LARGE.model, RuntimeConfig(), gpus, precision=precision).tokens_per_second
+
+    head, blocks, bf16, fp16 = (speed("H100:8", precision) for precision in ("fp8_head", "fp8", "auto", "fp16"))
+    assert head > blocks > bf16 > fp16
+    assert speed("A100:8", "bf16") == speed("A100:8", "auto")
+    for precision in ("fp8", "fp8_head"):
+        with pytest.raises(UserError, match=f"A100:8: no GPU for train.precision {precision}; these are: H100, H200"):
+            speed("A100:8", precision)
 
 
 # --- the closed form

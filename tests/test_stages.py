@@ -44,6 +44,7 @@ class Heard:
     def __init__(self) -> None:
         self.points: list[tuple[int, dict[str, float]]] = []
         self.warnings: list[str] = []
+        self.notes: list[str] = []
         self.again: list[int] = []
         self.tagged: dict[str, Any] = {}
 
@@ -57,6 +58,9 @@ class Heard:
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 @pytest.fixture
@@ -159,6 +163,33 @@ def test_of_what_an_earlier_attempt_has_told_nothing_is_told_again_not_even_step
     assert heard.points == [(30, {"val/loss": 5.0})] and heard.again == []
 
 
+START = {
+    "event": "start",
+    "step": 0,
+    "parameters": 7,
+    "world_size": 1,
+    "device": "cpu",
+    "precision": "fp32",
+    "engine": "eager, on cpu; there is no CUDA device",
+    "micro_batch_size": 1,
+    "micro_batch_why": "micro-batches of 1, as asked",
+}
+
+
+def test_how_a_run_is_carried_out_and_why_is_said_and_tagged(work: Callable[[str], Work]) -> None:
+    mine = work("train")
+    mine.tracker, mine.screen = cast(Tracker, heard := Heard()), cast(Screen, heard)
+    train.note_event(mine, START)
+    train.note_event(mine, {"event": "slow", "step": 1, "reason": "torch multiplies"})
+    assert heard.notes == [f"  7 parameters, 1 x cpu, fp32, {START['micro_batch_why']}; {START['engine']}"]
+    assert heard.warnings == ["slower than it could be: torch multiplies"]
+    assert {name: heard.tagged[name] for name in ("engine", "precision", "micro_batch")} == {
+        "engine": START["engine"],
+        "precision": "fp32",
+        "micro_batch": START["micro_batch_why"],
+    }
+
+
 def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,8 +203,7 @@ def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
     ]
     said.insert(3, {"event": "rollback", "step": 3, "to": 1, "reason": "it rose"})
     said.append({"event": "checkpoint", "step": 4, "seconds": 0.1, "bytes": 7})
-    start = {"event": "start", "step": 0, "parameters": 7, "world_size": 1, "device": "cpu", "precision": "fp32"}
-    monkeypatch.setattr(train, "events", lambda *_: iter([start | {"micro_batch_size": 1, "engine": "eager"}, *said]))
+    monkeypatch.setattr(train, "events", lambda *_: iter([START, *said]))
     monkeypatch.setattr(train, "track_committed", lambda _: {})
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()

@@ -90,6 +90,11 @@ class Attention:
         """(B, H, T, D) -> (B·T, C): a view, as the kernels keep their inputs' order in memory."""
         return heads.transpose(1, 2).reshape(-1, self.width)
 
+    def refused(self) -> list[str]:
+        """The shapes so far that cuDNN's graphs don't serve, in a line each."""
+        shapes = [shape for shape, graphs in self.graphs.items() if graphs is None]
+        return [f"cuDNN has no packed attention for {B} x {T} tokens; torch's {self.kernel} does it" for B, T in shapes]
+
     def _graphs(self, qkv: Tensor, B: int) -> "Graphs | None":
         """cuDNN's graphs for this shape, if it has any."""
         if self.cudnn is None:
@@ -99,7 +104,9 @@ class Attention:
             try:
                 heads = self._heads(torch.empty_like(qkv, device="meta"), B)
                 self.graphs[shape] = Graphs(self.cudnn, heads, qkv.device, self.deterministic)
-            except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError):
+            except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+                if isinstance(error, torch.cuda.OutOfMemoryError) or "ALLOC" in str(error):  # as cuDNN names it
+                    raise torch.cuda.OutOfMemoryError(str(error)) from error
                 # A shape it has no kernel for, such as one token; or a frontend that this cuDNN is too old for.
                 self.graphs[shape] = None
         return self.graphs[shape]

@@ -139,8 +139,8 @@ class RuntimeConfig(Section):
     processes: int | Literal["auto"] = "auto"  # ranks on this node; auto = GPUs, or 1 on a CPU
     # How a step is run. fused: our own forward and backward for CUDA; compiled: torch.compile; eager: plain PyTorch.
     engine: Literal["auto", "fused", "compiled", "eager"] = "auto"
-    # Less memory: the backward pass computes again GELU and LayerNorm (fused), or whole blocks (~30% more FLOPs).
-    # In fp8 nothing is.
+    # Less memory: the backward pass computes again GELU and LayerNorm (fused; in fp8 GELU alone), or whole blocks
+    # (~30% more FLOPs).
     recompute: bool = False
     data_parallel: Literal["zero1", "all_reduce"] = "zero1"  # of the fused engine; the others add up by all-reduce
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients on the wire, in the fused engine

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainer import gemm
 from trainer.checkpoint import Piece, TrainState, allocate_moments, set_optimizer_steps, training_tensors
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError, batch_stages
 from trainer.model import GPT
 from trainer.optim import make_optimizer, set_learning_rate
 from trainer.parallel import FlatGradients, World, precision_on
@@ -43,7 +44,7 @@ class Engine(Protocol):
         """Gradients of the mean loss over `count` micro-batches (B, T) a rank; [loss, norm of the mean gradient] (2,)
         in float32 on the device. The norm is of all ranks' gradient, before clipping; the loss may be this rank's.
 
-        `number` is that of the update that is to follow; 0: none will.
+        `number` is that of the update that is to follow; 0: none will, and no other rank is waited for.
         """
         ...
 
@@ -66,11 +67,15 @@ class Engine(Protocol):
         """Add to `state` what the engine knows beyond the pieces."""
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights in float32 under the model's names. Every rank has to ask."""
+        """All weights in float32 under the model's names, on rank 0. Every rank has to ask."""
         ...
 
     def measures(self) -> dict[str, float]:
         """What else there is to log of the last step."""
+        ...
+
+    def remarks(self) -> list[str]:
+        """What slows this way down and was not told yet, in a line each."""
         ...
 
     @property
@@ -105,7 +110,11 @@ class PlainEngine:
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it, for what autocast leaves alone
         self.model = GPT(config, recompute=runtime.recompute).to(world.device)
-        self.forward: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.forward: Any = self.model
+        if compiled:
+            limits = torch._dynamo.config  # what is beyond them runs uncompiled: each size of batch has to be within
+            limits.recompile_limit = max(limits.recompile_limit, len(batch_stages(train)))
+            self.forward = torch.compile(self.model, dynamic=False)
         self.optimizer = make_optimizer(self.model, train)
         allocate_moments(self.optimizer)
         self.gradients = FlatGradients.of(self.model)
@@ -116,9 +125,9 @@ class PlainEngine:
 
     def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
         loss = self.backward(batches, count)
-        self.world.mean_(self.gradients.flat)
-        if number:  # the scaler does so once an update, and after a rehearsal there is none
-            self.scaler.unscale_(self.optimizer)
+        if number:
+            self.world.mean_(self.gradients.flat)
+            self.scaler.unscale_(self.optimizer)  # once an update
         return torch.stack((loss, self.gradients.norm()))
 
     def backward(self, batches: Batches, count: int) -> Tensor:
@@ -168,6 +177,9 @@ class PlainEngine:
     def measures(self) -> dict[str, float]:
         return {}
 
+    def remarks(self) -> list[str]:
+        return []
+
     @property
     def overflow_allowed(self) -> bool:
         return self.scaler.is_enabled() and self.scaler.get_scale() > 1
@@ -186,14 +198,18 @@ class FusedEngine:
         from trainer.flat import FlatState
         from trainer.fused import FusedStep
 
-        self.world, self.why = world, why
+        obstacle = gemm.why_not() if world.device.type == "cuda" else ""
+        self.world, self.why = world, f"{why}; torch makes its products: {obstacle}" if obstacle else why
+        self.remarked: list[str] = []
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
         if self.precision.startswith("fp8"):
             from trainer.fp8 import Fp8Step
 
             head = self.precision == "fp8_head"
-            self.step: FusedStep = Fp8Step(config, self.state, runtime.deterministic, head, train.warmup_steps)
+            self.step: FusedStep = Fp8Step(
+                config, self.state, runtime.recompute, runtime.deterministic, head, train.warmup_steps
+            )
         else:
             self.step = FusedStep(config, self.state, runtime.recompute, runtime.deterministic)
 
@@ -202,6 +218,7 @@ class FusedEngine:
 
     def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
         total = torch.zeros((), device=self.world.device)
+        self.state.rehearsing = not number
         self.step.begin(number)
         for i, (tokens, targets) in enumerate(batches):
             moment("mid-step")
@@ -232,17 +249,23 @@ class FusedEngine:
     def measures(self) -> dict[str, float]:
         return self.step.measures()
 
+    def remarks(self) -> list[str]:
+        slow = [f"cuBLASLt does not make {product}; torch does" for product in gemm.refused()]
+        new = [line for line in slow + self.step.attention.refused() if line not in self.remarked]
+        self.remarked += new
+        return new
+
 
 def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:
     """The quickest way that serves here, or the one asked for. UserError if that can't be."""
     device = name_of(world.device)
     obstacle = why_not_fused(config, train, world.device)
-    if runtime.engine == "fused" and obstacle:
-        raise UserError(f"runtime.engine: fused can't run here: {obstacle}; use 'auto'")
     if train.precision.startswith("fp8") and (obstacle or runtime.engine in ("compiled", "eager")):
         raise UserError(
             f"train.precision: {train.precision} needs the fused engine: {obstacle or 'it was not asked for'}"
         )
+    if runtime.engine == "fused" and obstacle:
+        raise UserError(f"runtime.engine: fused can't run here: {obstacle}; use 'auto'")
     wanted = world.device.type == "cuda" or train.precision.startswith("fp8")
     if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
         return FusedEngine(config, train, runtime, world, f"fused, on {device}")
@@ -265,12 +288,12 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
         return f"it computes in bf16, train.precision is {train.precision}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{name_of(device)} has no bf16"
-    if (
-        train.precision.startswith("fp8")
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) < (9, 0)
-    ):
-        return f"{name_of(device)} has no fp8 of Hopper's kind"
+    if train.precision.startswith("fp8"):
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+            return f"{name_of(device)} has no fp8 of Hopper's kind"
+        for field in ("n_embd", "block_size"):  # products in 8 bits take rows of 16, and sum over tokens by 16
+            if (value := getattr(config, field)) % 16:
+                return f"model.{field} {value} is not a multiple of 16, as products in 8 bits want it"
     if config.n_embd // config.n_head % 8 or config.n_embd // config.n_head > 128:
         return f"heads of {config.n_embd // config.n_head} are not a multiple of 8 up to 128"
     return None

@@ -5,7 +5,8 @@ that only memory grows. So: the largest divisor of the rank's share of a step th
 linearly with the micro-batch, but how steeply is the engine's own affair (what it recomputes, in how many
 chunks the head goes). So it is measured: one and two sequences are pushed through, a line is laid through the
 two peaks, the largest size below it is tried, and the line goes on from there, until the next divisor would
-not fit. All ranks decide alike, by the fullest of them.
+not fit. Nothing is added up over the ranks meanwhile, or one that runs out of memory would leave the others waiting.
+All decide alike, by the fullest of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def fit_micro_batch(
 ) -> Fit:
     """The largest divisor of `share`, a rank's sequences of a step, that fits on every rank's device.
 
-    `accumulate` is the engine's: all of a step but the update; the gradients it leaves are never applied. All
+    `accumulate` is the engine's, in rehearsal: all of a step but the update and what the ranks tell each other. All
     ranks call this together. UserError where not even one sequence fits.
     """
     if world.device.type != "cuda":
@@ -47,6 +48,7 @@ def fit_micro_batch(
         return max(world.gather(peak_bytes(accumulate, model, size, world.device)))
 
     peak(1)  # the libraries take their own share of the memory with their first call
+    world.mean_(torch.zeros(1 << 20, device=world.device))  # and so does NCCL
     free, total = torch.cuda.mem_get_info(world.device)
     room = min(world.gather(free + torch.cuda.memory_reserved(world.device) - int(SPARE * total)))
     most = max(1, MOST_TOKENS // model.block_size)
@@ -60,8 +62,8 @@ def fit_micro_batch(
 def largest_that_fits(peak: Callable[[int], int], share: int, most: int, room: int) -> tuple[int, int]:
     """The largest divisor of `share` up to `most` whose `peak` lies within `room` bytes, and that peak.
 
-    Tries nothing that the line through the two largest peaks so far says won't fit: where several ranks add
-    up gradients, one that runs out of memory leaves the others waiting.
+    Tries nothing that the line through the two largest peaks so far says won't fit: not every library gets
+    over running out of memory.
     """
     most = micro_batch_of(share, most)
     below = most + 1  # the smallest that was seen not to fit

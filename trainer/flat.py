@@ -105,6 +105,7 @@ class FlatState:
     weights and gradients are views by parameter name, bf16 and fp32, of the parameter's shape. In every step, all
     gradients are overwritten, `begin_reduce` is called for every bucket, in the same order on all ranks, once its
     gradients are on their way, then `finish` and `update`; and `ready` before a bucket's weights are used.
+    While `rehearsing`, nothing is sent and nobody waited for.
     """
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> None:
@@ -122,6 +123,7 @@ class FlatState:
         self.gradients = self._views(self._gradients)
         self._numbers = torch.zeros(5, device=device)
         self._adamw = adamw_for(device)
+        self.rehearsing = False
         self._reduces: list[dist.Work] = []
         self._gathers: dict[int, dist.Work] = {}
 
@@ -146,7 +148,7 @@ class FlatState:
 
     def begin_reduce(self, index: int) -> None:
         """Begin to average a bucket's gradients over the ranks, behind what the current stream has to do by now."""
-        if self.world.world_size == 1:
+        if self._ranks == 1:
             return
         bucket = self.layout.buckets[index]
         part = self._reduced[bucket.range]
@@ -163,7 +165,7 @@ class FlatState:
 
     def finish(self, loss: Tensor) -> Tensor:
         """(2,) fp32 on the device: the mean over ranks of `loss` (scalar), and the norm of the mean gradient."""
-        ranks = self.world.world_size
+        ranks = self._ranks
         assert len(self._reduces) == (len(self.layout.buckets) if ranks > 1 else 0), "a bucket was left out"
         while self._reduces:
             self._reduces.pop(0).wait()
@@ -175,6 +177,11 @@ class FlatState:
             dist.all_reduce(found)
         found[1].sqrt_()
         return found
+
+    @property
+    def _ranks(self) -> int:
+        """How many take part in a step's gradients."""
+        return 1 if self.rehearsing else self.world.world_size
 
     def update(self, learning_rate: float, step: int, found: Tensor) -> None:
         """AdamW's update number `step` (from 1), clipped; nothing changes where `found`, of `finish`, is not finite."""
@@ -222,7 +229,7 @@ class FlatState:
         return {f"{kind}.{name}": piece for kind, buffer in kinds for name, piece in self._pieces(buffer).items()}
 
     def full_weights(self) -> dict[str, Tensor]:
-        """All master weights, fp32 on the CPU, on every rank. All ranks have to call it."""
+        """All master weights, fp32 on the CPU, on rank 0; nothing on the others, which have to call it, too."""
         state: dict[str, Tensor] = {}
         for index, bucket in enumerate(self.layout.buckets):
             whole = self.master[self._kept(bucket)]
@@ -230,7 +237,7 @@ class FlatState:
                 shard, whole = whole, whole.new_empty(bucket.length)
                 dist.all_gather_into_tensor(whole, shard)
             for name, place in self.layout.places.items():
-                if place.bucket == index:
+                if place.bucket == index and self.world.rank == 0:
                     state[name] = whole[place.offset : place.end].view(place.shape).to("cpu", copy=True)
         return state
 

@@ -7,13 +7,18 @@ masters and gradients stay what they are in bf16's step.
 
 Scaling (after Micikevicius et al. 2022, "FP8 formats for deep learning", and NVIDIA's Transformer Engine): one number
 a tensor, *delayed*: the largest magnitude of the last HISTORY micro-batches, with a margin of 2 for activations and 4
-for gradients, which vary more. Weights are scaled by their own largest magnitude at each update. The gradient of the
-logits, whose size is known, is rounded at random (`precision: fp8_head`): to nearest, most of it would vanish beside
-the target's. Sums in the backward pass are accumulated in full; in the forward pass cuBLAS may add up in fewer bits.
+for gradients, which vary more. Gradients are as small as their micro-batch's share of the step, and remembered without
+that factor, as batch, ranks and micro-batches may change. Weights are scaled by their own largest magnitude at each
+update. The gradient of the logits, whose size is known, is rounded at random (`precision: fp8_head`): to nearest, most
+of it would vanish beside the target's. Sums in the backward pass are accumulated in full; in the forward pass cuBLAS
+may add up in fewer bits.
 
-The learning rate's warm-up is done in bf16: there the magnitudes move faster than their history. Then the first
-micro-batch measures them all once, which costs a pass. The history is part of the checkpoint, so that a resumed run
-scales as the undisturbed one does.
+A block saves 27·C bytes a token (x and the sum after attention 2 each, both norms 1 each, qkv 6, attention 2 + 1, the
+MLP 8 before its GELU and 4 after it); `recompute` leaves out the last 4 and makes them again, to the bit.
+
+The learning rate's warm-up is done in bf16: there the magnitudes move faster than their history. It recomputes what
+bf16's step can, and so takes no more memory than what follows. Then the first micro-batch measures all magnitudes once,
+which costs a pass. The history is part of the checkpoint, so that a resumed run scales as the undisturbed one does.
 """
 
 from collections.abc import Callable
@@ -54,7 +59,10 @@ class Scales:
         self.scale = torch.ones(len(names), device=device)
         self.inverse = torch.ones(len(names), 4, device=device)  # cuBLASLt wants each at a multiple of 16 bytes
         self.amax = torch.zeros(len(names), device=device)
-        self.history = torch.zeros(HISTORY, len(names), device=device)
+        self.history = torch.zeros(HISTORY, len(names), device=device)  # of magnitudes per `unit`
+        self.gradients = torch.tensor(["gradient" in name for name in names], device=device)
+        self.unit = torch.ones(len(names), device=device)
+        self.factor = 1.0
         dtypes = [torch.float8_e5m2 if "gradient" in name else torch.float8_e4m3fn for name in names]
         self.aim = torch.tensor([LARGEST[dtype] / MARGINS[dtype] for dtype in dtypes], device=device)
 
@@ -78,15 +86,22 @@ class Scales:
         part = slice(slot, slot + 1)
         self._scale_by(self.amax[part], part)
 
+    def follow_factor(self, factor: float) -> None:
+        """From now on the loss is multiplied by `factor`, and all gradients with it."""
+        if factor != self.factor:
+            self.factor = factor
+            self.unit.masked_fill_(self.gradients, factor)
+            self.follow_history()
+
     def roll(self) -> None:
         """A micro-batch is done: its magnitudes enter the history. An infinite one would ruin 16 more of them."""
         self.history[1:] = self.history[:-1].clone()
-        self.history[0] = torch.where(self.amax.isfinite(), self.amax, 0.0)
+        self.history[0] = torch.where(self.amax.isfinite(), self.amax / self.unit, 0.0)
         self.amax.zero_()
         self.follow_history()
 
     def follow_history(self) -> None:
-        self._scale_by(self.history.amax(0), slice(None))
+        self._scale_by(self.history.amax(0) * self.unit, slice(None))
 
     def _scale_by(self, amax: Tensor, part: slice) -> None:
         seen = amax > 0
@@ -116,21 +131,22 @@ class Block8:
     normed1: Cast
     qkv: Tensor
     attention: Saved
-    attended: Cast
+    attended_t: Tensor
     x_mid: Tensor
     stats2: tuple[Tensor, Tensor]
     normed2: Cast
     pre: Tensor
-    act: Cast
+    act_t: Tensor | None  # None: to be made again
 
 
 class Fp8Step(FusedStep):
     """FusedStep with the blocks' products in fp8, and the head's with `head`. `loss` is that of the bf16 weights."""
 
     def __init__(
-        self, config: ModelConfig, state: FlatState, deterministic: bool, head: bool, warmup_steps: int
+        self, config: ModelConfig, state: FlatState, recompute: bool, deterministic: bool, head: bool, warmup_steps: int
     ) -> None:
-        super().__init__(config, state, recompute=False, deterministic=deterministic)
+        super().__init__(config, state, recompute=True, deterministic=deterministic)
+        self.gelu_again = recompute
         self.with_head, self.warmup_steps = head, warmup_steps
         self.scales = Scales(config.n_layer, self.device)
         self.weights8: dict[str, Cast] = {}
@@ -145,6 +161,9 @@ class Fp8Step(FusedStep):
         super().begin(number)
         self.number = number
         self.weights8.clear()
+        self.measuring = False  # a rehearsal leaves no trace, though the memory ran out in it
+        self.scales.amax.zero_()
+        self.scales.follow_history()
         # What is rounded at random, a resumed run rounds alike, and no two ranks do.
         self.seed.fill_((number * 65_537 + self.state.world.rank) % (1 << 31))
         self.counts = [] if number and number % COUNT_EVERY == 0 else None
@@ -156,9 +175,7 @@ class Fp8Step(FusedStep):
             first, self.measuring = self.first, True
             loss = self._micro_batch(tokens, targets, scale, last and not self.number)
             self.measuring = False
-            if not self.number:  # the rehearsal leaves no trace in the history
-                self.scales.amax.zero_()
-                self.scales.follow_history()
+            if not self.number:
                 return loss
             self.scales.roll()
             self.begin(self.number)
@@ -174,6 +191,7 @@ class Fp8Step(FusedStep):
         B = tokens.size(0)
         tokens, targets = tokens.flatten(), targets.flatten()
         factor = torch.full((1,), scale, device=self.device)
+        self.scales.follow_factor(scale)
         x, normed, stats = self._embed8(tokens, B)
         saved = []
         for i in range(self.last):
@@ -220,12 +238,13 @@ class Fp8Step(FusedStep):
             2 * i + 1, x, self._linear8(i, "attn.c_proj", attended), w["attn.c_proj.bias"]
         )
         pre = self._linear8(i, "mlp.c_fc", normed2, w["mlp.c_fc.bias"])
-        act = self._cast(f"{name}input.mlp.c_proj", pre, kind="gelu")
+        act = self._cast(f"{name}input.mlp.c_proj", pre, kind="gelu", transposed=not self.gelu_again)
         delta = self._linear8(i, "mlp.c_proj", act)
         if i + 1 < self.last:
             self.state.ready(i + 1)
         out, normed, stats = self._join8(2 * i + 2, x_mid, delta, w["mlp.c_proj.bias"])
-        block = Block8(x, stats1, normed1, qkv, attention, attended, x_mid, stats2, normed2, pre, act)
+        act_t = None if self.gelu_again else act.transposed
+        block = Block8(x, stats1, normed1, qkv, attention, attended.transposed, x_mid, stats2, normed2, pre, act_t)
         return out, normed, stats, block
 
     def _join8(self, k: int, x: Tensor, delta: Tensor, bias: Tensor) -> tuple[Tensor, Cast, tuple[Tensor, Tensor]]:
@@ -277,21 +296,23 @@ class Fp8Step(FusedStep):
     def _backward8(self, i: int, dx: Tensor, dx8: Cast | None, s: Block8, B: int) -> tuple[Tensor, Cast | None]:
         name = f"h.{i}."
         assert dx8 is not None
-        self._weight_grad8(i, "mlp.c_proj", dx8, s.act)
+        act_t = self._cast(f"{name}input.mlp.c_proj", s.pre, kind="gelu").transposed if s.act_t is None else s.act_t
+        self._weight_grad8(i, "mlp.c_proj", dx8, act_t)
+        del act_t
         dact = self._input_grad8(i, "mlp.c_proj", dx8)
         dpre = self._cast(f"{name}gradient.mlp.c_fc", dact, kind="dgelu", h=s.pre, sums=self.sums.fc[i])
         del dact
-        self._weight_grad8(i, "mlp.c_fc", dpre, s.normed2)
+        self._weight_grad8(i, "mlp.c_fc", dpre, s.normed2.transposed)
         dy = self._input_grad8(i, "mlp.c_fc", dpre)
         del dpre
         dx, dx8 = self._norm_backward8(2 * i + 1, dy, s.x_mid, s.stats2, dx)
         assert dx8 is not None
-        self._weight_grad8(i, "attn.c_proj", dx8, s.attended)
+        self._weight_grad8(i, "attn.c_proj", dx8, s.attended_t)
         dattended = self._input_grad8(i, "attn.c_proj", dx8)
         dqkv16 = self._attention_backward(i, dattended, s.qkv, B, s.attention)
         dqkv = self._cast(f"{name}gradient.attn.c_attn", dqkv16)
         del dqkv16
-        self._weight_grad8(i, "attn.c_attn", dqkv, s.normed1)
+        self._weight_grad8(i, "attn.c_attn", dqkv, s.normed1.transposed)
         dy = self._input_grad8(i, "attn.c_attn", dqkv)
         return self._norm_backward8(2 * i, dy, s.x, s.stats1, dx)
 
@@ -320,9 +341,9 @@ class Fp8Step(FusedStep):
         w = self.weights8[f"h.{i}.weight.{name}"]
         return gemm.input_grad8(dy.x8, w.transposed, dy.inverse, w.inverse)
 
-    def _weight_grad8(self, i: int, name: str, dy: Cast, x: Cast) -> None:
-        into = self.gradients[i][f"{name}.weight"]
-        gemm.weight_grad8(dy.transposed, x.transposed, dy.inverse, x.inverse, into, not self.first)
+    def _weight_grad8(self, i: int, name: str, dy: Cast, x_t: Tensor) -> None:
+        into, inverse = self.gradients[i][f"{name}.weight"], self.scales.inverse_of(f"h.{i}.input.{name}")
+        gemm.weight_grad8(dy.transposed, x_t, dy.inverse, inverse, into, not self.first)
 
     def _weight8(self, slot: str, weight: Tensor) -> Cast:
         """A weight in fp8, scaled by its own largest magnitude: made once an update."""
@@ -341,9 +362,10 @@ class Fp8Step(FusedStep):
         kind: Literal["plain", "gelu", "dgelu"] = "plain",
         h: Tensor | None = None,
         sums: Tensor | None = None,
+        transposed: bool = True,
     ) -> Cast:
         def make(out: Fp8Out) -> tuple[Tensor, Tensor | None]:
-            return kernels.cast8(x, out, True, kind, h, sums, gradient=".gradient." in slot)
+            return kernels.cast8(x, out, transposed, kind, h, sums, gradient=".gradient." in slot)
 
         x8, x8t = self._rounded(slot, make, 0)
         return Cast(x8, x8t, self.scales.inverse_of(slot))
@@ -378,7 +400,7 @@ class Fp8Step(FusedStep):
     def pieces(self) -> dict[str, Piece]:
         """The history as it is now: micro-batches add to it, and a checkpoint's copy is only done by the update."""
         self.kept.copy_(self.scales.history)
-        return {"fp8.history": Piece.whole(self.kept)}
+        return {"fp8.magnitudes": Piece.whole(self.kept)}
 
     def loaded(self) -> None:
         self.scales.history.copy_(self.kept)

@@ -92,6 +92,11 @@ class Request(NamedTuple):
     aux: Matrix | None
     fast: bool
 
+    def __str__(self) -> str:
+        named = (f"{str(dtype)[6:]} {'x'.join(map(str, shape))}" for dtype, shape, _ in self[:3])
+        left, right, out = (name + "ᵀ" * turned for name, turned in zip(named, (*self.transposes, False), strict=True))
+        return f"{left} @ {right} -> {out} (epilogue {self.epilogue})"
+
 
 class Plan(NamedTuple):
     """A request made ready: descriptors and algorithm. Only the pointers differ from call to call."""

@@ -24,7 +24,7 @@ from trainer.config import (
 from trainer.data import TokenData, sequences_of
 from trainer.engine import Batches, Engine, Reading, make_engine, name_of
 from trainer.evaluate import validation_loss
-from trainer.fit import fit_micro_batch
+from trainer.fit import Fit, fit_micro_batch
 from trainer.health import Diverged, Health, Watchdog, diagnosis, is_landmark
 from trainer.metrics import EventLog, mfu, peak_flops
 from trainer.optim import learning_rate_at
@@ -58,10 +58,11 @@ def train(
         if state is None:
             engine.initialize(config.seed)
             state = TrainState()
-        at_once = state.micro_batch_size = micro_batch_size(engine, model_config, config, runtime, state, world)
+        fit = fit_here(engine, model_config, config, runtime, state, world)
+        at_once = state.micro_batch_size = fit.micro_batch_size
         state.world_size, state.devices = world.world_size, devices_of(world)
         checkpointer.prepare(engine.pieces())
-        announce(engine, model_config, state, world, log)
+        announce(engine, model_config, state, fit, world, log)
         due = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
@@ -103,6 +104,8 @@ def train(
             watchdog.stepped(seconds)
             if illness:
                 log.event("skipped", step=state.step, reason=illness)
+            for remark in engine.remarks():
+                log.event("slow", step=state.step, reason=remark)
             tokens_per_second = batch_tokens / seconds
             log.row(
                 state.step,
@@ -165,17 +168,17 @@ def step(
     return flags, health, illness, engine.update(learning_rate, found, number, apply=illness is None)
 
 
-def micro_batch_size(
+def fit_here(
     engine: Engine, model: ModelConfig, config: TrainConfig, runtime: RuntimeConfig, state: TrainState, world: World
-) -> int:
+) -> Fit:
     """Sequences a rank pushes through at once: as asked, as before on as many such devices (or gradients would be added
     up in another order), or the most that fit."""
     if runtime.micro_batch_size != "auto":
-        return runtime.micro_batch_size
+        return Fit(runtime.micro_batch_size, f"micro-batches of {runtime.micro_batch_size}, as asked")
     if state.micro_batch_size and (state.world_size, state.devices) == (world.world_size, devices_of(world)):
-        return state.micro_batch_size
+        return Fit(state.micro_batch_size, f"micro-batches of {state.micro_batch_size}, as before")
     share = sequences_per_step(model, config) // world.world_size
-    return fit_micro_batch(engine.accumulate, model, share, world).micro_batch_size
+    return fit_micro_batch(engine.accumulate, model, share, world)
 
 
 def devices_of(world: World) -> str:
@@ -239,7 +242,7 @@ def val_is_due(state: TrainState, config: TrainConfig) -> bool:
     return state.step % config.val_every == 0 or state.step == config.max_steps
 
 
-def announce(engine: Engine, model: ModelConfig, state: TrainState, world: World, log: EventLog) -> None:
+def announce(engine: Engine, model: ModelConfig, state: TrainState, fit: Fit, world: World, log: EventLog) -> None:
     log.event(
         "start",
         step=state.step,
@@ -248,7 +251,8 @@ def announce(engine: Engine, model: ModelConfig, state: TrainState, world: World
         engine=engine.why,
         precision=engine.precision,
         parameters=model.parameters,
-        micro_batch_size=state.micro_batch_size,
+        micro_batch_size=fit.micro_batch_size,
+        micro_batch_why=fit.why,
     )
 
 

@@ -212,7 +212,7 @@ def own_measurements(recipe: Recipe, store: Store, prefix: str) -> list[Measurem
     for beat in reversed(attempts(store, prefix)):
         machine, mine = beat.machine.get("accelerators"), speeds.get(beat.attempt, [])[2:]  # the first steps compile
         if machine and mine:
-            n, engine = recipe.model.parameters, engine_of(recipe.runtime)
+            n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision)
             where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine}"
             found.append(Measurement(n, machine, beat.nodes, engine, 0.0, median(mine), where))
     return found
@@ -225,7 +225,7 @@ def candidate(work: Workload, offer: Offer, nodes: int, small: dict[str, Offer |
     """A run that trains on `nodes` of `offer`. UserError if these GPUs can't share its batch, or nobody knows them."""
     gpus, recipe = offer.accelerators or "", work.recipe
     grad_accum_steps(recipe.model, recipe.train, recipe.runtime, nodes * gpus_of(gpus))
-    speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own)
+    speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own, recipe.train.precision)
     legs: dict[str, Leg] = {}
     for stage in STAGES:
         machine = small.get(stage) or offer
@@ -308,7 +308,7 @@ def train_job(recipe: Recipe, steps: int, offer: Offer, speed: Speed, nodes: int
     else:
         segment = runtime.checkpoint_minutes / 60
     hours = tokens / speed.tokens_per_second / 3600
-    start = START_SECONDS + (FIRST_STEP_SECONDS if engine_of(runtime) == "compiled" else 0)
+    start = START_SECONDS + (FIRST_STEP_SECONDS if engine_of(runtime, train.precision) == "compiled" else 0)
     return Job(hours, min(segment, hours), stall / 3600, start / 3600)
 
 
@@ -316,7 +316,7 @@ def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
     """Val loss and HellaSwag on one GPU; on a CPU as if it had 1 TFLOP/s."""
     kind = f"{(offer.accelerators or '').partition(':')[0]}:1"
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
-    flops = (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager)
+    flops = (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager, "auto")
     forward = recipe.model.flops_per_token / 3
     seconds = recipe.evaluate.val_tokens * forward / flops
     if recipe.evaluate.hellaswag:

@@ -20,6 +20,8 @@ from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
 PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12}
+# All of them have bf16, which the fused engine wants. Those with fp8 as it wants it:
+FP8 = ("H100", "H200", "B200")
 # What launching a layer's kernels takes, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
 
@@ -40,13 +42,13 @@ class Measurement:
     parameters: float
     gpu: str  # "H200:4", on each node
     nodes: int
-    engine: str
+    engine: str  # as engine_of names it
     mfu: float
     tokens_per_second: float
     source: str
 
 
-README = "README, Measured: torch 2.11, CUDA 13, bf16"
+README = "README, Measured: torch 2.11, CUDA 13"
 MEASURED = (
     Measurement(124.5e6, "H200:1", 1, "eager", 0.282, 326_171, README),
     Measurement(124.5e6, "H200:1", 1, "compiled", 0.464, 536_237, README),
@@ -54,6 +56,10 @@ MEASURED = (
     Measurement(124.5e6, "H200:4", 1, "compiled", 0.445, 2_057_878, README),
     Measurement(1557.7e6, "H200:1", 1, "compiled", 0.473, 45_495, README),
     Measurement(1557.7e6, "H200:1", 1, "fused", 0.577, 55_515, README),
+    Measurement(124.5e6, "H200:1", 1, "fused fp8", 0.607, 702_488, README),
+    Measurement(124.5e6, "H200:1", 1, "fused fp8_head", 0.665, 768_992, README),
+    Measurement(1557.7e6, "H200:1", 1, "fused fp8", 0.778, 74_858, README),
+    Measurement(1557.7e6, "H200:1", 1, "fused fp8_head", 0.791, 76_139, README),
 )
 EAGER = 0.282 / 0.464  # of the compiled speed, at 124M; taken for all sizes
 # What is left of the speed with a fixed order of additions (124M), and with recomputed activations (1558M fused; a
@@ -74,15 +80,24 @@ def gpus_of(accelerators: str) -> int:
     return int(accelerators.partition(":")[2])
 
 
-def engine_of(runtime: RuntimeConfig) -> str:
-    """How a step runs on rented GPUs."""
-    return "fused" if runtime.engine == "auto" else runtime.engine
+def engine_of(runtime: RuntimeConfig, precision: str) -> str:
+    """How a step runs on rented GPUs: the engine, and fp8 if it is that."""
+    if precision.startswith("fp8"):
+        return f"fused {precision}"
+    if runtime.engine == "auto":
+        return "compiled" if precision in ("fp32", "fp16") else "fused"
+    return runtime.engine
 
 
 def speed_on(
-    model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int = 1, own: Iterable[Measurement] = ()
+    model: ModelConfig,
+    runtime: RuntimeConfig,
+    accelerators: str,
+    nodes: int = 1,
+    own: Iterable[Measurement] = (),
+    precision: str = "auto",
 ) -> Speed:
-    """Tokens a second on `nodes` nodes with these GPUs. UserError for a GPU that we know nothing of.
+    """Tokens a second on `nodes` nodes with these GPUs. UserError for a GPU that we know nothing of, or without fp8.
 
     `own`: what this very run, or one of the same model and runtime, was measured to do. On the same machines
     it is the answer; on others it corrects the estimate by as much as it was off there.
@@ -93,23 +108,26 @@ def speed_on(
             return Speed(known.tokens_per_second, "measured", known.source)
     plain = not (runtime.deterministic or runtime.recompute)
     for known in MEASURED if plain else ():
-        same = abs(known.parameters / model.parameters - 1) < 0.01 and known.engine == engine_of(runtime)
+        same = abs(known.parameters / model.parameters - 1) < 0.01 and known.engine == engine_of(runtime, precision)
         if same and (known.gpu, known.nodes) == (accelerators, nodes):
             return Speed(known.tokens_per_second, "measured", known.source)
-    speed = estimate(model, runtime, accelerators, nodes)
+    speed = estimate(model, runtime, accelerators, nodes, precision)
     if own:
-        factor = own[0].tokens_per_second / estimate(model, runtime, own[0].gpu, own[0].nodes).tokens_per_second
+        there = estimate(model, runtime, own[0].gpu, own[0].nodes, precision)
+        factor = own[0].tokens_per_second / there.tokens_per_second
         source = f"{speed.source}; times {factor:.2f}, as {own[0].source}"
         return replace(speed, tokens_per_second=factor * speed.tokens_per_second, source=source)
     return speed
 
 
-def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> Speed:
+def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int, precision: str) -> Speed:
     peak = peak_of(accelerators)
     if peak is None:
         raise UserError(f"{accelerators}: no GPU that we know the speed of; known are {', '.join(PEAKS)}")
+    if precision.startswith("fp8") and accelerators.partition(":")[0].partition("-")[0] not in FP8:
+        raise UserError(f"{accelerators}: no GPU for train.precision {precision}; these are: {', '.join(FP8)}")
     gpus = nodes * gpus_of(accelerators)
-    mfu = mfu_of(model.parameters, runtime) * PER_DOUBLING ** math.log2(gpus)
+    mfu = mfu_of(model.parameters, runtime, precision) * PER_DOUBLING ** math.log2(gpus)
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
@@ -117,13 +135,14 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     return Speed(tokens_per_second, "estimated", f"{what}, from 1 and 4 x H200")
 
 
-def mfu_of(parameters: float, runtime: RuntimeConfig) -> float:
+def mfu_of(parameters: float, runtime: RuntimeConfig, precision: str) -> float:
     """MFU of one GPU, by the logarithm of the size between the measured ones of the same engine."""
-    engine = engine_of(runtime)
+    engine = engine_of(runtime, precision)
     measured = "compiled" if engine == "eager" else engine
     (small, low), (large, high) = (
         (m.parameters, m.mfu) for m in MEASURED if m.gpu == "H200:1" and m.engine == measured
     )
+    engine = engine.partition(" ")[0]
     where = min(1.0, max(0.0, math.log(parameters / small) / math.log(large / small)))
     return (
         (low + where * (high - low))

@@ -306,9 +306,9 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         resumed = f", resumed from step {event['step']:,}" if event["step"] else ""
         work.screen.note(
             f"  {event['parameters']:,} parameters, {event['world_size']} x {event['device']}, "
-            f"{event['precision']}, micro-batches of {event['micro_batch_size']}; {event['engine']}{resumed}"
+            f"{event['precision']}, {event['micro_batch_why']}; {event['engine']}{resumed}"
         )
-        work.tracker.tags("train", hardware)
+        work.tracker.tags("train", hardware | {"engine": event["engine"], "micro_batch": event["micro_batch_why"]})
     elif event["event"] == "damaged":
         work.screen.warn(f"{event['checkpoint']} is damaged ({event['reason']}); using the one before it")
     elif event["event"] == "checkpoint_failed":
@@ -318,6 +318,8 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
         work.report(committed_step=event["step"], save_seconds=event["seconds"])
     elif event["event"] == "skipped":
         work.screen.warn(f"update {event['step']:,} skipped: {event['reason']}")
+    elif event["event"] == "slow":
+        work.screen.warn(f"slower than it could be: {event['reason']}")
     elif event["event"] == "rollback":
         turns = work.attempt.latest.progress.get("rollbacks", 0) + 1
         text = f"from step {event['step']} to {event['to']}; of two points at a step the later one counts"
