@@ -1,35 +1,68 @@
-"""How long a step waits for a checkpoint: skytrain's copy to the host against a blocking `torch.save`.
+"""What a checkpoint costs the steps that go on beside it, and what a blocking `torch.save` of the same state costs.
 
-`python benchmarks/checkpoint_stall.py [124M|1558M] [REPEATS] [FOLDER]` makes the model and AdamW's moments on
-the best device here, and in one run times on the very same state, alternating: the copy that training waits
-for (`HostCopy.take`), what goes on behind it (hash, write, receipt, commit into FOLDER), and `torch.save` of
-that state to FOLDER with fsync, which is what training waits for elsewhere. Median and [min … max] in seconds.
+`python -m benchmarks.checkpoint_stall [RECIPE] [--saves N] [--seconds S] [--folder FOLDER]` trains on random tokens
+with the engine of this machine. Windows of S seconds take turns: without a save, and with one at their beginning,
+whose hashing, writing and committing go on meanwhile. What a save costs is the time by which a window's steps were
+slower; `call` is the part that the loop waits in `save` itself. Printed as they come, median and [min … max].
 """
 
+import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from trainer.checkpoint import Checkpointer, HostCopy, TrainState, allocate_moments, training_tensors
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from pipelines.recipe import Recipe, load_recipe
+from trainer.checkpoint import Checkpointer, TrainState, checkpoint_seconds
+from trainer.engine import Engine, Reading, make_engine
 from trainer.metrics import EventLog, PhaseClock
-from trainer.model import GPT
-from trainer.optim import make_optimizer
 from trainer.parallel import World
 from trainer.store import LocalStore
 
-SHAPES = {"124M": (12, 12, 768), "1558M": (48, 25, 1600)}
+WARM_SECONDS = 8.0
 
 
-def seconds(work: Callable[[], object]) -> float:
+class Training:
+    """Steps on the same random tokens, as the loop makes them."""
+
+    def __init__(self, recipe: Recipe, engine: Engine, checkpointer: Checkpointer, world: World) -> None:
+        self.recipe, self.engine, self.checkpointer, self.world = recipe, engine, checkpointer, world
+        model, train, runtime = recipe.model, recipe.train, recipe.runtime
+        self.size = runtime.micro_batch_size if isinstance(runtime.micro_batch_size, int) else 8
+        self.count = train.batch_tokens // (model.block_size * self.size)
+        self.tokens = torch.randint(0, model.vocab_size, (self.size, model.block_size), device=world.device)
+        self.done = 0
+
+    def step(self) -> None:
+        self.done += 1
+        found = self.engine.accumulate(iter([(self.tokens, self.tokens)] * self.count), self.count, self.done)
+        self.checkpointer.before_update()
+        reading = Reading(found)
+        self.engine.update(1e-5, found, self.done)
+        assert all(abs(number) < 1e6 for number in reading.values()), "a run that has died is quicker"
+
+    def steps(self, count: int) -> float:
+        """Seconds that so many steps take."""
+        started = time.perf_counter()
+        for _ in range(count):
+            self.step()
+        self.wait()
+        return time.perf_counter() - started
+
+    def wait(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def blocking_save(engine: Engine, path: Path) -> float:
     started = time.perf_counter()
-    work()
+    with path.open("wb") as file:
+        torch.save({name: piece.live for name, piece in engine.pieces().items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
     return time.perf_counter() - started
 
 
@@ -37,43 +70,61 @@ def shown(times: list[float]) -> str:
     return f"{statistics.median(times):8.3f} [{min(times):.3f} … {max(times):.3f}]"
 
 
-def blocking_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(tensors, file)
-        file.flush()
-        os.fsync(file.fileno())
+def measure(recipe: Recipe, saves: int, seconds: float, place: Path) -> None:
+    world = World.alone(recipe.runtime)
+    engine = make_engine(recipe.model, recipe.train, recipe.runtime, world)
+    engine.initialize(recipe.train.seed)
+    log = EventLog(None, PhaseClock())
+    checkpointer = Checkpointer(LocalStore(place), "run", world, place / "work", keep_last=1)
+    training = Training(recipe, engine, checkpointer, world)
+    size = sum(piece.live.nbytes for piece in engine.pieces().values()) / 1e9
+    print(f"{recipe.name}, {engine.why}, torch {torch.__version__}: {size:.2f} GB of weights and moments", flush=True)
+
+    started = time.perf_counter()
+    checkpointer.prepare(engine.pieces())
+    training.step()
+    while time.perf_counter() - started < WARM_SECONDS:
+        training.step()
+    checkpointer.save(TrainState(step=training.done), engine.pieces(), log)  # the first waits for pinned memory
+    checkpointer.finish(log)
+    count = max(1, round(seconds / (training.steps(2) / 2)))
+    print(f"windows of {count} steps; the first save was done after {time.perf_counter() - started:.1f} s", flush=True)
+
+    call, behind, cost = [], [], []
+    for _ in range(saves):
+        undisturbed = training.steps(count)
+        began = time.perf_counter()
+        checkpointer.save(TrainState(step=training.done), engine.pieces(), log)
+        call.append(time.perf_counter() - began)
+        cost.append(call[-1] + training.steps(count) - undisturbed)
+        checkpointer.finish(log)
+        behind.append(time.perf_counter() - began)
+        print(f"  a step {undisturbed / count:.4f}; a save: call {call[-1]:.4f}, cost {cost[-1]:.3f}", flush=True)
+    print(f"  call of save                          {shown(call)}")
+    print(f"  what a save costs training            {shown(cost)}")
+    print(f"  until it was committed, at most       {shown(behind)}")
+    interval = checkpoint_seconds(max(0.1, statistics.median(call)))
+    share = statistics.median(cost) / interval
+    print(f"  share of training at the interval that `auto` chooses, {interval:.0f} s: {share:.2%}")
+    training.wait()
+    blocking = blocking_save(engine, place / "blocking.pt")
+    print(
+        f"  blocking torch.save with fsync        {blocking:8.3f}: {blocking / statistics.median(cost):.0f} times that"
+    )
 
 
-def main(size: str = "124M", repeats: int = 5, folder: Path | None = None) -> None:
-    layers, heads, width = SHAPES[size]
-    config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=1024)
-    world = World.alone(RuntimeConfig())
-    model = GPT(config).to(world.device)
-    optimizer = make_optimizer(model, TrainConfig(batch_tokens=1024, max_steps=1, learning_rate=1e-4))
-    allocate_moments(optimizer)
-    pieces = training_tensors(model, optimizer)
-    tensors = {name: piece.live for name, piece in pieces.items()}
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        log = EventLog(None, PhaseClock())
-        checkpointer = Checkpointer(LocalStore(Path(place)), "run", world, Path(place) / "work", keep_last=1)
-        first = seconds(lambda: HostCopy(pieces, 0, 1).take())
-        wait, stall, behind, blocking = [], [], [], []
-        for step in range(repeats + 1):
-            wait.append(seconds(lambda step=step: checkpointer.save(TrainState(step=step), pieces, log)))  # type: ignore[misc]
-            stall.append(wait[-1] + seconds(torch.cuda.synchronize if world.device.type == "cuda" else lambda: None))
-            behind.append(seconds(lambda: checkpointer.finish(log)))
-            blocking.append(seconds(lambda: blocking_save(tensors, Path(place) / "blocking.pt")))
-    size_gb = sum(t.nbytes for t in tensors.values()) / 1e9
-    name = torch.cuda.get_device_name() if world.device.type == "cuda" else world.device.type
-    print(f"{size} on {name}, torch {torch.__version__}: {size_gb:.2f} GB of weights and moments, {repeats} times")
-    print(f"  copy to the host, memory allocated anew  {first:8.3f}")
-    print(f"  call of save, on a GPU with copies to do {shown(wait[1:])}")
-    print(f"  until the copy is taken: at worst a step's wait {shown(stall[1:])}")
-    print(f"  behind it: hash, write, commit           {shown(behind[1:])}")
-    print(f"  blocking torch.save with fsync           {shown(blocking[1:])}")
-    print(f"  torch.save / copy = {statistics.median(blocking[1:]) / statistics.median(stall[1:]):.0f}")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe", nargs="?", default="gpt2-124m", help="its model and batch")
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of a window")
+    parser.add_argument("--batch-tokens", type=int, default=65_536)
+    parser.add_argument("--folder", type=Path, help="where to save to")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        recipe = load_recipe(options.recipe, [f"train.batch_tokens={options.batch_tokens}"])
+        measure(recipe, options.saves, options.seconds, Path(place))
 
 
 if __name__ == "__main__":
-    size, repeats, folder = [*sys.argv[1:], *["124M", "5", ""][len(sys.argv) - 1 :]]
-    main(size, int(repeats), Path(folder) if folder else None)
+    main()

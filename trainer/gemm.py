@@ -18,9 +18,9 @@ what is stored times its `inverse`. `fast` lets the tensor cores keep the sum, i
 time forward, where it is on, and 3 to 9% backward, where it is off: a weight gradient over 16,384 tokens is then 3e-3
 away from the exact sum instead of 1e-4.
 
-Choosing among cuBLASLt's 12 best candidates by time won 4% in bursts, but lost 0.06% of the speed of whole steps in
-bf16 at 124M and 0.19% at 1558M, at the card's power limit (H200, 694 W, ~1600 MHz; alternating A/B in one run). So
-the heuristic's first is taken, which also keeps two runs on one machine alike.
+Which of cuBLASLt's candidates is the quickest shows only on a hot card: chosen by short bursts at full clock they lost
+0.1% of the speed of whole steps; chosen at the power limit (H200, 693 W, ~1600 MHz) they won 0.8 to 1.7%. Those are
+in PREFERRED; elsewhere it is the heuristic's first. Nothing is timed at the start, so two runs on one machine are alike.
 
 cuBLASLt's matrices are column-major, so it sees every row-major tensor transposed: out = left @ right is asked for as
 outᵀ = rightᵀ @ leftᵀ, which needs no copy. The numbers below are those of cublasLt.h, the same in CUDA 12.8 and 13.0.
@@ -42,6 +42,8 @@ DEFAULT, BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 32 + 128 + 4, 64 + 128
 # cublasLtMatmulDescAttributes_t
 TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_STRIDE = 3, 4, 7, 8, 11, 12
 A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUMULATION = 17, 18, 25
+# cublasLtMatmulAlgoConfigAttributes_t
+TILE, CLUSTER = 1, 8
 # cublasLtMatmulPreferenceAttributes_t
 MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 
@@ -49,6 +51,40 @@ ALIGNMENT_BYTES = 16  # of every pointer and row: what TMA and vector loads need
 WORKSPACE_BYTES = 64 << 20  # partial sums of a split product: 1558M's largest weight gradient is 41 MB in fp32
 # CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: a product split along K adds its parts in fp32, not rounded to bf16 before.
 REDUCE_IN_FP32 = 2
+
+# Tile and cluster (cublasLtMatmulTile_t, cublasLtClusterShape_t: 24 is 256 x 128, 29 is 128 x 160; 3 is 2 x 1, 5 is
+# 1 x 2) of the quickest candidate on a hot H200, where the first was slower by 1% or more: by the bytes of an operand's
+# number, the epilogue, the inner dimension and the columns of a bf16 output, whatever its rows.
+HEAD = 50_304
+PREFERRED = {
+    (2, DEFAULT, 768, 768): (29, 3),
+    (2, DEFAULT, 2304, 768): (29, 3),
+    (2, DEFAULT, 3072, 768): (29, 3),
+    (2, GELU_AUX_BIAS, 768, 3072): (28, 3),
+    (2, DGELU, 768, 3072): (20, 5),
+    (2, DEFAULT, 768, HEAD): (201, 5),
+    (2, BIAS, 1024, 3072): (24, 5),
+    (2, DEFAULT, 1024, 1024): (29, 3),
+    (2, DEFAULT, 3072, 1024): (29, 3),
+    (2, DGELU, 1024, 4096): (20, 5),
+    (2, DEFAULT, 1024, HEAD): (201, 5),
+    (2, DEFAULT, 1280, 1280): (29, 3),
+    (2, DEFAULT, 5120, 1280): (24, 5),
+    (2, GELU_AUX_BIAS, 1280, 5120): (28, 3),
+    (2, DGELU, 1280, 5120): (20, 5),
+    (2, DEFAULT, 1280, HEAD): (201, 5),
+    (2, BIAS, 1600, 4800): (24, 5),
+    (2, DEFAULT, 1600, HEAD): (201, 5),
+    (1, DEFAULT, 768, 768): (29, 3),
+    (1, DEFAULT, 3072, 768): (29, 3),
+    (1, DEFAULT, 768, HEAD): (201, 5),
+    (1, BIAS, 1600, 4800): (24, 5),
+    (1, DEFAULT, 1600, 1600): (20, 5),
+    (1, DEFAULT, 4800, 1600): (247, 5),
+    (1, DEFAULT, HEAD, 1600): (247, 5),
+    (1, DEFAULT, 1600, HEAD): (201, 5),
+}
+CANDIDATES = 8  # cuBLASLt names no more
 
 POINTER, INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 SIGNATURES = {
@@ -60,6 +96,8 @@ SIGNATURES = {
     "cublasLtMatmulPreferenceSetAttribute": (POINTER, INT, POINTER, SIZE),
     # handle, operation, layouts of A B C D, preference, how many, results, how many there are
     "cublasLtMatmulAlgoGetHeuristic": (POINTER,) * 7 + (INT, POINTER, POINTER),
+    # algorithm, attribute, where to, bytes there, how many were written
+    "cublasLtMatmulAlgoConfigGetAttribute": (POINTER, INT, POINTER, SIZE, POINTER),
     # handle, operation, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm, workspace,
     # its bytes, stream
     "cublasLtMatmul": (POINTER,) * 14 + (SIZE, POINTER),
@@ -91,6 +129,14 @@ class Request(NamedTuple):
     accumulate: bool
     aux: Matrix | None
     fast: bool
+
+    @property
+    def key(self) -> tuple[int, int, int, int] | None:
+        """Where to look for it in PREFERRED; weight gradients, in fp32, are not there."""
+        if self.out[0] != torch.bfloat16:
+            return None
+        inner = self.left[1][0 if self.transposes[0] else 1]
+        return self.left[0].itemsize, self.epilogue, inner, self.out[1][1]
 
     def __str__(self) -> str:
         named = (f"{str(dtype)[6:]} {'x'.join(map(str, shape))}" for dtype, shape, _ in self[:3])
@@ -192,22 +238,36 @@ class Lt:
         return preference
 
     def plan(self, request: Request, scales: Scales | None) -> Plan | None:
-        """The plan with the algorithm that cuBLASLt expects to be the quickest, or None where it has none."""
+        """The plan with the algorithm that was the quickest, or that cuBLASLt expects to be; None where it has none."""
         if not all(served_matrix(matrix) for matrix in (request.left, request.right, request.out)):
             return None
         if request.aux not in (None, request.out):
             return None  # its stride is taken from the output's
         operation = self.operation(request, scales)
         a, b, d = (self.layout(matrix) for matrix in (request.right, request.left, request.out))
-        found, algorithm = ctypes.c_int(), Algorithm()
+        found, candidates = ctypes.c_int(), (Algorithm * CANDIDATES)()
         status = self.library.cublasLtMatmulAlgoGetHeuristic(
-            self.handle, operation, a, b, d, d, self.preference, 1, ctypes.byref(algorithm), ctypes.byref(found)
+            self.handle, operation, a, b, d, d, self.preference, CANDIDATES, candidates, ctypes.byref(found)
         )
         if status != NOT_SUPPORTED:
             self.check(status, f"no algorithm for {request}")
-        if status or not found.value or algorithm.status:
+        served = [] if status else [candidate for candidate in candidates[: found.value] if not candidate.status]
+        if not served:
             return None
+        wanted = PREFERRED.get(request.key) if request.key else None
+        preferred = (each for each in served if wanted and self.tile_and_cluster(each) == wanted)
+        algorithm = next(preferred, served[0])
         return Plan(operation, a, b, d, ctypes.addressof(self.one if request.accumulate else self.zero), algorithm)
+
+    def tile_and_cluster(self, algorithm: Algorithm) -> tuple[int, int]:
+        """How an algorithm cuts up the output."""
+        tile, cluster, written = ctypes.c_uint32(), ctypes.c_uint16(), SIZE()
+        for attribute, value in ((TILE, tile), (CLUSTER, cluster)):
+            status = self.library.cublasLtMatmulAlgoConfigGetAttribute(
+                ctypes.byref(algorithm), attribute, ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)
+            )
+            self.check(status, f"attribute {attribute} of an algorithm")
+        return tile.value, cluster.value
 
     def launch(self, plan: Plan, left: int, right: int, out: int) -> int:
         """Put the product on torch's stream; returns cuBLASLt's status."""
