@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint import Checkpointer, TrainState, allocate_moments, set_optimizer_steps, training_tensors
+from trainer.checkpoint import (
+    Checkpointer,
+    TrainState,
+    allocate_moments,
+    set_optimizer_steps,
+    side_by_side,
+    training_tensors,
+)
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.flat import FlatState, Layout
 from trainer.metrics import EventLog, PhaseClock
@@ -288,6 +295,16 @@ def test_a_checkpoint_of_the_flat_state_is_one_of_the_plain_path_and_back(tmp_pa
     assert checkpointer(alone, tmp_path).load_latest(state.pieces(), log) == TrainState(step=3)
     state.loaded()
     assert_agrees(state, plain)
+
+
+def test_a_checkpoints_copy_is_one_for_weights_and_one_for_each_moment() -> None:
+    alone = World(0, 0, 1, torch.device("cpu"))
+    state, plain = flat_state(alone), Reference(1)
+    lives = {name: piece.live for name, piece in state.pieces().items()}
+    runs = side_by_side(lives)
+    assert len(runs) == 3 and sorted(sum(runs, [])) == sorted(lives)
+    apart = {name: piece.live for name, piece in training_tensors(plain.model, plain.optimizer).items()}
+    assert sorted(side_by_side(apart)) == sorted([name] for name in apart)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])

@@ -20,7 +20,7 @@ away from the exact sum instead of 1e-4.
 
 Which of cuBLASLt's candidates is the quickest shows only on a hot card: chosen by short bursts at full clock they lost
 0.1% of the speed of whole steps; chosen at the power limit (H200, 693 W, ~1600 MHz) they won 0.8 to 1.7%. Those are
-in PREFERRED; elsewhere it is the heuristic's first. Nothing is timed at the start, so two runs on one machine are alike.
+in PREFERRED; elsewhere it is the heuristic's first. Nothing is timed at the start: two runs on one machine are alike.
 
 cuBLASLt's matrices are column-major, so it sees every row-major tensor transposed: out = left @ right is asked for as
 outᵀ = rightᵀ @ leftᵀ, which needs no copy. The numbers below are those of cublasLt.h, the same in CUDA 12.8 and 13.0.
