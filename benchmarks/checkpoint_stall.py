@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from pipelines.recipe import Recipe, load_recipe
-from trainer.checkpoint import Checkpointer, TrainState, checkpoint_seconds
+from trainer.checkpoint import Checkpointer
+from trainer.commits import TrainState, checkpoint_seconds
 from trainer.engine import Engine, Reading, make_engine
 from trainer.metrics import EventLog, PhaseClock
 from trainer.parallel import World

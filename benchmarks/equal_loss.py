@@ -35,11 +35,12 @@ import torch
 from torch import Tensor
 
 from pipelines.recipe import Recipe, load_recipe
-from trainer.checkpoint import TrainState
+from trainer.commits import TrainState
 from trainer.config import UserError, sequences_per_step
-from trainer.data import TokenData, local_shards, sequences_of, to_device
+from trainer.data import TokenData, to_device
 from trainer.engine import Engine, make_engine
 from trainer.parallel import World
+from trainer.shards import local_shards, sequences_of
 
 RECIPES = {"124M": "gpt2-124m", "1558M": "gpt2-1558m"}
 MICRO_BATCHES = {"124M": 64, "1558M": 16}

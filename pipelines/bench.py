@@ -180,7 +180,8 @@ def text(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]":
     """The shards of a folder, or a shard of tokens that are as unequally frequent as words."""
     import numpy as np
 
-    from trainer.data import TokenData, local_shards, write_shard
+    from trainer.data import TokenData
+    from trainer.shards import local_shards, write_shard
 
     def split_of(place: Path) -> TokenData:
         return TokenData(local_shards(place, "train"), place.joinpath, recipe.model.block_size, recipe.train.seed)
@@ -222,7 +223,7 @@ def measured(
 ) -> Measured:
     import torch
 
-    from trainer.checkpoint import TrainState
+    from trainer.commits import TrainState
     from trainer.config import grad_accum_steps, sequences_per_step
     from trainer.engine import make_engine
     from trainer.loop import fit_here
@@ -314,7 +315,7 @@ class Steps:
             self.step()
 
     def mine(self, step: int) -> range:
-        from trainer.data import sequences_of
+        from trainer.shards import sequences_of
 
         return sequences_of(step, self.recipe.model, self.recipe.train, self.world.rank, self.world.world_size)
 

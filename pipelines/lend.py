@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipelines.artifacts.manifest import Plan, find, scratch
-from pipelines.nodes import Line, Place, call_head
+from pipelines.nodes import Line, Place, call_head, processes_on_this_node
 from pipelines.progress import Screen
 from pipelines.recipe import Recipe
 from pipelines.stages.train import kill_ranks, part_of, start_torchrun
@@ -44,8 +44,6 @@ def lend(
 
     Raises Interrupted if the head does not come, or goes without a word.
     """
-    from trainer.parallel import processes_on_this_node
-
     if until == "tokenize" or find(store, plan):
         screen.note(f"node {place.rank}: nothing to train")
         return 0

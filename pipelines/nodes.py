@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config import RuntimeConfig, UserError
 from trainer.process import StopSignal
 
 PORT = 29400
@@ -61,6 +61,17 @@ def place_of_this_node() -> Place:
     if not addresses:
         raise UserError("SKYPILOT_NODE_IPS: not set; its first line is the address of node 0")
     return Place(rank, count, addresses[0], number_from("SKYTRAIN_PORT", PORT))
+
+
+def processes_on_this_node(runtime: RuntimeConfig) -> int:
+    """Ranks to start here: as asked, or one a GPU, or one on a CPU. UserError if the device asked for isn't there."""
+    if runtime.processes != "auto":
+        return runtime.processes
+    import torch
+
+    from trainer.parallel import device_kind
+
+    return torch.cuda.device_count() if device_kind(runtime) == "cuda" else 1
 
 
 def number_from(name: str, default: int) -> int:

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from pipelines.bench import PEERS_SOURCE, contenders, lines
 from pipelines.cli import app
 from pipelines.gauges import Spread, class_of, others, shares
-from trainer.data import write_shard
 from trainer.health import Diverged
+from trainer.shards import write_shard
 
 TINY = [
     "bench", "smoke", "--batch-tokens", "256", "--set", "runtime.device=cpu",

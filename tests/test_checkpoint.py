@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import trainer.checkpoint
-from trainer.checkpoint import Checkpointer, Piece, TrainState, unsealed
+from trainer.checkpoint import Checkpointer, Piece
+from trainer.commits import TrainState, unsealed
 from trainer.config import UserError
 from trainer.metrics import EventLog, PhaseClock
 from trainer.parallel import World

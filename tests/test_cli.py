@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pipeline_runs import Project
 from servers import S3Account
 
 from trainer.store import Store
@@ -155,16 +156,27 @@ def test_a_run_that_somebody_stopped_ends_with_76_which_nothing_recovers(folder:
 # --- what is imported
 
 
+# The command, which says at the end which of the heavy modules it has loaded.
+CONFESSING = (
+    "import atexit, json, sys\nfrom pipelines.cli import main\n"
+    f"atexit.register(lambda: print(json.dumps([m for m in {HEAVY} if m in sys.modules]), file=sys.stderr))\nmain()"
+)
+
+
 def test_help_and_recipes_import_nothing_heavy(folder: Path) -> None:
-    code = (
-        "import atexit, json, sys\nfrom pipelines.cli import main\n"
-        f"atexit.register(lambda: print(json.dumps([m for m in {HEAVY} if m in sys.modules]), file=sys.stderr))\nmain()"
-    )
     expected: dict[str, list[str]] = {"--help": [], "recipes": ["pydantic", "yaml"]}
     for verb, loaded in expected.items():
-        command = [sys.executable, "-c", code, verb]
+        command = [sys.executable, "-c", CONFESSING, verb]
         done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True)
         assert json.loads(done.stderr) == loaded
+
+
+@pytest.mark.parametrize(
+    "arguments", [["report"], ["report", "--series"], ["status"], ["plan", "tiny.yaml"], ["gc"]]
+)
+def test_a_look_at_a_run_loads_no_torch(undisturbed: Callable[[int], Project], arguments: list[str]) -> None:
+    done = undisturbed(1).run(*arguments, code=CONFESSING)
+    assert set(json.loads(done.stderr)) <= {"pydantic", "yaml"}
 
 
 def test_help_names_every_verb_and_every_verb_has_help(folder: Path) -> None:

@@ -19,7 +19,8 @@ from trainer.config import (
     steps_to_come,
     tokens_before,
 )
-from trainer.data import AHEAD, Ahead, Order, Shard, TokenData, local_shards, read_shard, sequences_of, write_shard
+from trainer.data import AHEAD, Ahead, TokenData
+from trainer.shards import Order, Shard, local_shards, read_shard, sequences_of, write_shard
 
 MODEL = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=1000)
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import ModelConfig, UserError
-from trainer.data import Shard, TokenData, write_shard
+from trainer.data import TokenData
 from trainer.evaluate import (
     HellaSwagItem,
     HellaSwagScore,
@@ -24,6 +24,7 @@ from trainer.evaluate import (
 from trainer.model import GPT
 from trainer.parallel import World
 from trainer.sample import generate
+from trainer.shards import Shard, write_shard
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.checkpoint import TrainState
+from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError
 from trainer.engine import make_engine
 from trainer.fit import fit_micro_batch, largest_that_fits

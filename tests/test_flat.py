@@ -16,14 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint import (
-    Checkpointer,
-    TrainState,
-    allocate_moments,
-    set_optimizer_steps,
-    side_by_side,
-    training_tensors,
-)
+from trainer.checkpoint import Checkpointer, allocate_moments, set_optimizer_steps, side_by_side, training_tensors
+from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.flat import FlatState, Layout
 from trainer.metrics import EventLog, PhaseClock

@@ -27,14 +27,15 @@ from troubled import afflict
 
 import trainer.health
 import trainer.loop
-from trainer.checkpoint import TrainState, superfluous
+from trainer.commits import TrainState, superfluous
 from trainer.config import RuntimeConfig, TrainConfig
-from trainer.data import TokenData, local_shards, sequences_of
+from trainer.data import TokenData
 from trainer.engine import PlainEngine, make_engine
 from trainer.health import LEVEL, RECENT, Diverged, Health, Watchdog, data_step, diagnosis
 from trainer.metrics import PhaseClock
 from trainer.optim import learning_rate_at, set_learning_rate
 from trainer.parallel import collective_timeout
+from trainer.shards import local_shards, sequences_of
 
 _one_thread, data, runner = training._one_thread, training.data, training.runner
 TROUBLED = (str(Path(__file__).with_name("troubled.py")),)

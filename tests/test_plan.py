@@ -22,7 +22,7 @@ from pipelines.cloud.throughput import MEASURED, Measurement, Speed, speed_on
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import Billing, claim
-from trainer.checkpoint import TrainState, sealed
+from trainer.commits import TrainState, sealed
 from trainer.config import RuntimeConfig, UserError
 from trainer.metrics import mfu
 from trainer.store import LocalStore

@@ -47,10 +47,10 @@ from pipelines.tracking.report import (
     run_series,
     summarize,
 )
-from trainer.checkpoint import TrainState, sealed
+from trainer.commits import TrainState, sealed
 from trainer.config import UserError
-from trainer.data import Order, Shard, sequence_digest, sequences_of
 from trainer.process import StopSignal
+from trainer.shards import Order, Shard, sequence_digest, sequences_of
 from trainer.store import PARTIAL, LocalStore, Store
 
 SMALLER = ["train.max_steps=200", "train.batch_tokens=8192"]

@@ -28,15 +28,17 @@ from servers import Fault, FaultyProxy, S3Account
 
 from pipelines.artifacts.store import S3Store
 from trainer.__main__ import TrainerConfig, claim
-from trainer.checkpoint import Checkpointer, HostCopy, TrainState, checkpoint_seconds, sealed, series, unsealed
+from trainer.checkpoint import Checkpointer, HostCopy
+from trainer.commits import TrainState, checkpoint_seconds, sealed, series, unsealed
 from trainer.config import ModelConfig, RuntimeConfig, UserError
-from trainer.data import TokenData, local_shards, write_shard
+from trainer.data import TokenData
 from trainer.evaluate import validation_loss
 from trainer.loop import SaveClock, train
 from trainer.metrics import EventLog, PhaseClock, mfu, peak_flops
 from trainer.model import GPT
 from trainer.parallel import Flags, World
 from trainer.process import StaleAttempt, StopSignal
+from trainer.shards import local_shards, write_shard
 from trainer.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -65,11 +65,13 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
     stop = StopSignal()  # before the seconds that importing torch takes
     from safetensors.torch import save_file
 
-    from trainer.checkpoint import Checkpointer, series
-    from trainer.data import TokenData, local_shards
+    from trainer.checkpoint import Checkpointer
+    from trainer.commits import series
+    from trainer.data import TokenData
     from trainer.loop import train
     from trainer.metrics import EventLog, PhaseClock
     from trainer.parallel import World
+    from trainer.shards import local_shards
 
     train_data, val_data = (
         TokenData(local_shards(data, split), data.joinpath, config.model.block_size, config.train.seed)

@@ -13,15 +13,14 @@ loading verifies every file, and a damaged checkpoint falls back to the one befo
 """
 
 import json
-import logging
 import shutil
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.commits import TrainState, delete_checkpoint, sealed, step_of, superfluous, unsealed
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError
-from trainer.health import Health, data_step, is_landmark
-from trainer.metrics import EventLog, merge_rows
+from trainer.health import is_landmark
+from trainer.metrics import EventLog
 from trainer.parallel import World
 from trainer.process import StaleAttempt, moment, say
 from trainer.store import Store, sha256_of
@@ -39,40 +39,6 @@ from trainer.store import Store, sha256_of
 # A rank whose receipt is not there so long after rank 0's own upload has died or lost the store: no commit.
 RECEIPT_SECONDS = 300.0
 RECEIPT_POLL_SECONDS = 0.2
-
-
-@dataclass
-class TrainState:
-    """Where a run is. Everything else that resuming needs is weights and moments."""
-
-    step: int = 0  # updates done, skipped ones included
-    tokens_seen: int = 0
-    optimizer_steps: int = 0  # updates applied: AdamW's own count
-    val_step: int = -1  # where val loss was last measured
-    val_loss: float | None = None
-    loss_scale: float | None = None  # fp16 only
-    loss_scale_growth: int = 0
-    micro_batch_size: int = 0  # on so many ranks and such devices: a resumed run adds up in the same order
-    world_size: int = 0
-    devices: str = ""
-    health: Health = field(default_factory=Health)
-    rollbacks: tuple[tuple[int, int], ...] = ()  # step returned to, steps of data left out there
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> "TrainState":
-        """From what `asdict` and JSON made of it."""
-        rollbacks = tuple((returned_to, left_out) for returned_to, left_out in values["rollbacks"])
-        return cls(**{**values, "health": Health.of(values["health"]), "rollbacks": rollbacks})
-
-    @property
-    def data_step(self) -> int:
-        """The place in the data order that the next update reads."""
-        return data_step(self.step, self.rollbacks)
-
-    def advance(self, batch_tokens: int, applied: bool) -> None:
-        self.step += 1
-        self.tokens_seen += batch_tokens
-        self.optimizer_steps += applied
 
 
 @dataclass(frozen=True)
@@ -397,7 +363,7 @@ class Checkpointer:
         folders = self.world.gather(self._committed() if self.world.rank == 0 else [])[0]
         if before is None:
             return folders
-        return [f for f in folders if _step_of(f) <= before and is_landmark(_step_of(f))]
+        return [f for f in folders if step_of(f) <= before and is_landmark(step_of(f))]
 
     def forget_after(self, step: int) -> None:
         """Remove what was committed after `step`, rows included: the run went back there to go another way.
@@ -411,16 +377,16 @@ class Checkpointer:
             # What was never committed goes too: its receipts would vouch for files of the way not taken.
             folders = {e.key.rpartition("/")[0] for e in self.store.entries(f"{self.prefix}/checkpoints/")}
             for folder in self._ours(folders):
-                if _step_of(folder) > step:
+                if step_of(folder) > step:
                     delete_checkpoint(self.store, folder)
             for key in self._ours(e.key for e in self.store.entries(f"{self.prefix}/metrics/")):
-                if _step_of(key) > step:
+                if step_of(key) > step:
                     self.store.delete(key)
         self.world.gather(None)  # nobody commits before that is done
 
     def committed_steps(self) -> list[int]:
         """The steps that can be resumed from, newest first."""
-        return [_step_of(folder) for folder in self._committed()]
+        return [step_of(folder) for folder in self._committed()]
 
     def _commit(self, save: Save, files: list[Receipt]) -> None:
         step = save.state.step
@@ -496,79 +462,6 @@ class Checkpointer:
         return state
 
 
-def sealed(commit: dict[str, Any]) -> bytes:
-    """A commit as JSON that carries the sha256 of its other fields: nothing else vouches for it."""
-    return json.dumps({**commit, "sha256": sha256(json.dumps(commit).encode()).hexdigest()}, indent=1).encode()
-
-
-def unsealed(body: bytes) -> dict[str, Any]:
-    """The commit in `body`. ValueError if it is not what `sealed` made."""
-    commit = json.loads(body)
-    if not isinstance(commit, dict):
-        raise ValueError("no JSON object")
-    seal = commit.pop("sha256", None)
-    if seal != sha256(json.dumps(commit).encode()).hexdigest():
-        raise ValueError("its sha256 is not that of its other fields")
-    return commit
-
-
-def superfluous(
-    committed: list[str], keep_last: int, calm_step: int | None, keep_every: int | None = None
-) -> list[str]:
-    """Of the committed folders, newest first, those that need not stay: the last ones do, and every M steps one.
-
-    Where a rollback may be wanted, two landmarks more do: the newest from before any rise of the loss, to
-    return to, and the one after it, which will take its place.
-    """
-    spared = [folder for folder in committed if keep_every and _step_of(folder) % keep_every == 0]
-    if calm_step is not None:
-        landmarks = [folder for folder in committed if is_landmark(_step_of(folder))]
-        newer = sum(_step_of(folder) > calm_step for folder in landmarks)
-        spared += landmarks[max(0, newer - 1) : newer + 1]
-    return [folder for folder in committed[keep_last:] if folder not in spared]
-
-
-def delete_checkpoint(store: Store, folder: str) -> None:
-    """Remove a checkpoint, the marker first: what is half deleted was never committed."""
-    store.delete(f"{folder}/COMMIT.json")
-    for entry in store.entries(f"{folder}/"):
-        store.delete(entry.key)
-
-
-def committed_state(store: Store, prefix: str) -> TrainState | None:
-    """Where the newest commit of a run stands; None if there is none that can be read."""
-    keys = [e.key for e in store.entries(f"{prefix}/checkpoints/") if e.key.endswith("/COMMIT.json")]
-    for key in sorted(keys, reverse=True):
-        body = store.get(key) or b""  # a store that refuses raises a ValueError, too: that is no damage
-        with suppress(ValueError):
-            return TrainState.of(unsealed(body)["state"])
-    return None
-
-
-def series(store: Store, prefix: str) -> list[dict[str, Any]]:
-    """The committed rows of a run, one a step, whatever was interrupted in between."""
-    return merge_rows(segments(store, prefix))
-
-
-def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
-    """The committed rows as they were logged, one list a commit, oldest attempt first."""
-    keys = [entry.key for entry in store.entries(f"{prefix}/metrics/")]
-    for key in sorted(keys, key=lambda k: (k.split("-a")[-1], k)):
-        yield list(_rows(f"{store.uri}/{key}", store.get(key) or b""))
-
-
-def _rows(where: str, body: bytes) -> Iterator[dict[str, Any]]:
-    """The rows of a segment. One that is damaged is left out, loudly: weights do not depend on it."""
-    for number, line in enumerate(body.splitlines(), 1):
-        try:
-            row = json.loads(line)
-            row["step"]
-        except (ValueError, TypeError, KeyError):
-            logging.getLogger(__name__).warning("%s: line %d is DAMAGED; the series lacks its step", where, number)
-        else:
-            yield row
-
-
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
     """Weights and moments under stable names, sharing memory with the live ones."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -593,16 +486,3 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     for moments in optimizer.state.values():
         moments["step"].fill_(steps)
-
-
-def checkpoint_seconds(save_seconds: float, between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES) -> float:
-    """The interval that loses least: sqrt(2 · cost of a save · mean time between failures).
-
-    Source: Young 1974, "A first order approximation to the optimum checkpoint interval". Between 30 s
-    and 30 min: below, listing the store costs more than it saves; above, the prior is too sure of itself.
-    """
-    return min(1800.0, max(30.0, (2 * save_seconds * between_failures) ** 0.5))
-
-
-def _step_of(folder: str) -> int:
-    return int(folder.rsplit("/step-", 1)[1].split("-")[0])

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from trainer import gemm
-from trainer.checkpoint import Piece, TrainState, allocate_moments, set_optimizer_steps, training_tensors
+from trainer.checkpoint import Piece, allocate_moments, set_optimizer_steps, training_tensors
+from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError, batch_stages
 from trainer.model import GPT
 from trainer.optim import make_optimizer, set_learning_rate

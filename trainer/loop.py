@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer.checkpoint import Checkpointer, TrainState, checkpoint_seconds
+from trainer.checkpoint import Checkpointer
+from trainer.commits import TrainState, checkpoint_seconds
 from trainer.config import (
     ModelConfig,
     RuntimeConfig,
@@ -21,7 +22,7 @@ from trainer.config import (
     micro_batch_of,
     sequences_per_step,
 )
-from trainer.data import TokenData, sequences_of
+from trainer.data import TokenData
 from trainer.engine import Batches, Engine, Reading, make_engine, name_of
 from trainer.evaluate import validation_loss
 from trainer.fit import Fit, fit_micro_batch
@@ -30,6 +31,7 @@ from trainer.metrics import EventLog, mfu, peak_flops
 from trainer.optim import learning_rate_at
 from trainer.parallel import Flags, World
 from trainer.process import StopSignal, moment
+from trainer.shards import sequences_of
 
 
 def train(

@@ -153,13 +153,6 @@ def device_kind(runtime: RuntimeConfig) -> str:
     return runtime.device
 
 
-def processes_on_this_node(runtime: RuntimeConfig) -> int:
-    """Ranks to start here: as asked, or one a GPU, or one on a CPU."""
-    if runtime.processes != "auto":
-        return runtime.processes
-    return torch.cuda.device_count() if device_kind(runtime) == "cuda" else 1
-
-
 def precision_on(device: torch.device, train: TrainConfig) -> str:
     """'bf16', 'fp16' or 'fp32': as asked; auto is bf16 where the GPU has it, else fp16; fp32 elsewhere."""
     if train.precision != "auto":

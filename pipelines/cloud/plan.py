@@ -31,6 +31,7 @@ from pipelines.cloud.throughput import (
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.ledger import attempts
+from trainer.commits import checkpoint_seconds, committed_state
 from trainer.config import UserError, grad_accum_steps, tokens_before
 from trainer.store import Store
 
@@ -194,8 +195,6 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, Plan]) -> Workload:
     left = recipe.train.max_steps
     prefix = plans["train"].prefix
     if "train" in todo and attempts(store, prefix):
-        from trainer.checkpoint import committed_state
-
         state = committed_state(store, prefix)
         left -= state.step if state else 0
     return Workload(recipe, todo, left, own_measurements(recipe, store, prefix))
@@ -293,8 +292,6 @@ def tokens_of(recipe: Recipe) -> int:
 
 
 def train_job(recipe: Recipe, steps: int, offer: Offer, speed: Speed, nodes: int) -> Job:
-    from trainer.checkpoint import checkpoint_seconds
-
     train, runtime = recipe.train, recipe.runtime
     tokens = float(recipe.train_tokens - tokens_before(train.max_steps - steps, train))
     if train.val_every:  # the forward pass alone is a third of a step

@@ -25,6 +25,7 @@ from pipelines.drill.blows import AT_THE_START, KINDS, Blow, chosen, other_proce
 from pipelines.drill.command import Command, Standing
 from pipelines.drill.outages import MlflowServer, Proxy, wait_until
 from pipelines.drill.verdict import Report, outcome, points_of, verdicts
+from pipelines.nodes import processes_on_this_node
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, plans_of, run_name
 from pipelines.tracking.ledger import SILENT_SECONDS, attempts, latest_number
@@ -268,8 +269,6 @@ def drill(
 
     `kinds` are those of KINDS to draw from, by default all that mean something here. UserError if one doesn't.
     """
-    from trainer.parallel import processes_on_this_node
-
     began, recipe = time.monotonic(), load_recipe(name, changes)
     processes = processes_on_this_node(recipe.runtime)
     left_out = unavailable(store_uri, recipe, processes)

@@ -41,9 +41,10 @@ def hellaswag_identity(source: str | None) -> str | None:
 
 
 def build(work: Work) -> Built:
-    from trainer.data import Shard, TokenData
+    from trainer.data import TokenData
     from trainer.evaluate import hellaswag, validation_loss
     from trainer.parallel import World
+    from trainer.shards import Shard
 
     recipe = work.recipe
     world = World.alone(recipe.runtime)

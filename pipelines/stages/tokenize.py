@@ -110,7 +110,7 @@ def shards(
 
 
 def save_shard(work: Work, index: int, tokens: "np.ndarray", document: int, offset: int) -> Receipt:
-    from trainer.data import write_shard
+    from trainer.shards import write_shard
 
     path = work.folder / shard_name(index, work.recipe.tokens.val_shards)
     write_shard(path, tokens)

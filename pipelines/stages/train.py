@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 from pipelines.artifacts.manifest import Plan, fetch, read_manifest
 from pipelines.artifacts.store import open_store
 from pipelines.kernel_cache import KernelCache
-from pipelines.nodes import Part, Place, interface_to, rendezvous
+from pipelines.nodes import Part, Place, interface_to, processes_on_this_node, rendezvous
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.tracking.ledger import attempts, latest_number, process_started, seconds_between_failures
+from trainer.commits import committed_state, segments, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError, grad_accum_steps
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
@@ -59,8 +60,6 @@ def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
 
 
 def build(work: Work) -> Built:
-    from trainer.parallel import processes_on_this_node
-
     recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
     world_size = work.head.gathered(processes) if work.head else processes
@@ -255,8 +254,6 @@ def events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, A
 
 def track_committed(work: Work) -> dict[str, int]:
     """Tell MLflow what earlier attempts have committed but did not live to tell; the last step told of each metric."""
-    from trainer.checkpoint import segments
-
     tracked = work.tracker.highest_steps("train")
     rows = (row for segment in segments(work.store, work.plan.prefix) for row in segment)
     # A step that was redone counts as the later attempt did it. Each row keeps its time: what MLflow has, it knows.
@@ -331,8 +328,6 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
 
 def file_result(work: Work) -> Built:
     """Upload the final weights and the whole series."""
-    from trainer.checkpoint import committed_state, series
-
     rows = series(work.store, work.plan.prefix)
     state = committed_state(work.store, work.plan.prefix)
     assert state is not None and state.step == work.recipe.train.max_steps
@@ -373,9 +368,10 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
     from safetensors.torch import save_file
 
     from trainer.checkpoint import Checkpointer
-    from trainer.data import Shard, TokenData
+    from trainer.data import TokenData
     from trainer.loop import train
     from trainer.parallel import World
+    from trainer.shards import Shard
 
     recipe = Recipe.model_validate(spec["recipe"])
     store, prefix, attempt = open_store(spec["store"]), spec["prefix"], spec["attempt"]

@@ -14,7 +14,9 @@ from pipelines.artifacts.manifest import DamagedArtifact, Manifest, Plan, read_m
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, Interval, Seen, account
 from pipelines.tracking.ledger import SILENT_SECONDS, Heartbeat, is_alive, is_there
+from trainer.commits import committed_state, series
 from trainer.config import TrainConfig, UserError, tokens_before
+from trainer.health import data_step
 from trainer.store import Store
 
 SERIES = {  # CSV column -> metric
@@ -217,8 +219,6 @@ def state_of(made: dict[str, Manifest | None], beats: dict[str, list[Heartbeat]]
 
 def run_series(store: Store, record: RunRecord) -> list[dict[str, Any]]:
     """The committed rows of a run, one a step."""
-    from trainer.checkpoint import series
-
     return series(store, record.prefixes["train"]) if "train" in record.prefixes else []
 
 
@@ -251,9 +251,7 @@ def audit(store: Store, record: RunRecord) -> Audit:
     The order is a permutation of every epoch's windows, so equal digests at all steps mean that each
     window was read exactly once an epoch (left-out data of rollbacks apart). UserError without tokens.
     """
-    from trainer.checkpoint import committed_state
-    from trainer.data import Order, Shard, sequence_digest, sequences_of
-    from trainer.health import data_step
+    from trainer.shards import Order, Shard, sequence_digest, sequences_of
 
     made = manifests(store, record)
     tokens, train = made.get("tokenize"), made.get("train")
