@@ -6,7 +6,8 @@ somebody wanted the run to stop (so nothing may start it again by itself), 1 our
 
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,19 +26,46 @@ if TYPE_CHECKING:
     from trainer.store import Store
 
 TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+PROGRAM = "skytrain"
 EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED, EXIT_STOPPED = 1, 2, 75, 76
 
 
+# click's, or that of typer's own copy of click.
+UsageError: Any = typer.BadParameter.__base__
+
+
 class Verbs(TyperGroup):
-    """Exceptions that typer would take for its own: Ctrl-C has an exit code here, a fault its traceback."""
+    """Exceptions that typer would take for its own: Ctrl-C has an exit code here, a fault its traceback, and a wrong
+    option one line, as any other mistake."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with usage_in_a_line():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with usage_in_a_line():
+                return super().invoke(ctx)
         except KeyboardInterrupt as error:
             sys.exit(explained(error))
         except EOFError as error:
             raise RuntimeError("a file ended too early") from error
+
+
+@contextmanager
+def usage_in_a_line() -> Iterator[None]:
+    """End with 2 and a line about an option or argument that can't be meant."""
+    try:
+        yield
+    except UsageError as error:
+        said = error.format_message()
+        if "\n" in said or error.ctx is None:
+            raise  # a verb of several, without one: its help
+        command = error.ctx.command_path
+        said = said[0].lower() + said[1:].removesuffix(".") + ("" if said.endswith("?") else ";")
+        verb = command.removeprefix(PROGRAM).lstrip()
+        print(f"error: {f'{verb}: ' if verb else ''}{said} {command} --help tells what it takes", file=sys.stderr)
+        sys.exit(EXIT_MISTAKE)
 
 
 app = typer.Typer(
@@ -475,7 +503,7 @@ def result(pipeline: "Pipeline") -> dict[str, Any]:
 
 def main() -> None:
     try:
-        app()
+        app(prog_name=PROGRAM)
     except (Exception, KeyboardInterrupt) as error:
         code = explained(error)
         if code is None:
