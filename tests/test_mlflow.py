@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import MlflowServer
+from servers import MlflowServer, free_ports
 
 from pipelines.cloud.checks import mlflow_answers
 from pipelines.tracking import mlflow as tracking
@@ -286,6 +286,19 @@ def test_a_journal_holds_what_every_machine_told_in_the_order_of_their_sessions(
     assert sorted(times[0]) == sorted(times[1])
 
 
+@pytest.mark.slow
+def test_a_rebuild_gives_up_on_a_server_that_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "2")
+    store, (port,) = LocalStore(tmp_path / "store"), free_ports(1)
+    tracker = written(tmp_path)
+    tracker.metrics(None, 0, 1.9e9, {"cost/usd": 2.0})
+    tracker.keep_journal(store)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=f"http://127.0.0.1:{port} has taken nothing for 2 s .*start it, or name"):
+        tracking.rebuild(store, RUN, f"http://127.0.0.1:{port}")
+    assert time.monotonic() - began < 30
+
+
 def test_of_two_parents_made_at_once_the_older_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = sqlite_uri(tmp_path)
     for machine in ("a", "b"):
@@ -379,6 +392,12 @@ def test_tracking_off_writes_and_starts_nothing(tmp_path: Path, monkeypatch: pyt
     tracker.stage_ended("train", "FINISHED")
     assert tracker.close() is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tracking_is_on_or_off_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYTRAIN_TRACKING", "maybe")
+    with pytest.raises(UserError, match="SKYTRAIN_TRACKING: 'maybe' is neither on nor off"):
+        Tracker(tmp_path, RUN, default_uri="sqlite:///d")
 
 
 def test_the_tracking_uri_is_the_given_one_then_the_environments_then_the_default(

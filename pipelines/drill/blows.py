@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
+from pipelines.tracking.mlflow import tracking_is_off
 from trainer.config import UserError, grad_accum_steps
 
 # Where blows fall, and the stage that each place belongs to.
@@ -109,7 +110,7 @@ def unavailable(store_uri: str, recipe: Recipe, processes: int) -> dict[str, str
         reasons["cut"] = "the store is no S3 bucket"
     elif not s3_endpoint().startswith("http://"):
         reasons["cut"] = "only the way to a plain http endpoint (AWS_ENDPOINT_URL) can be cut from here"
-    if os.environ.get("SKYTRAIN_TRACKING", "").lower() == "off":
+    if tracking_is_off():
         reasons["mlflow"] = "tracking is off (SKYTRAIN_TRACKING)"
     try:
         grad_accum_steps(recipe.model, recipe.train, recipe.runtime, other_processes(processes))

@@ -24,6 +24,7 @@ import fcntl
 import gzip
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import seconds_from_environment
+from trainer.config import UserError, seconds_from_environment
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Tracker:
 
     `work_dir` holds the log and belongs to `run`. The tracking URI is `uri`, else MLFLOW_TRACKING_URI, else
     `default_uri`. A stage of None means the run itself. SKYTRAIN_TRACKING=off writes and starts nothing;
-    SKYTRAIN_MLFLOW_FLUSH_SECONDS (30) bounds how long `close` waits.
+    SKYTRAIN_MLFLOW_FLUSH_SECONDS (30) bounds how long `close` waits. UserError if one of the two can't be meant.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class Tracker:
         self.uri = tracking_uri(uri, default_uri)
         self.log = work_dir / "mlflow.jsonl"
         self.shipper_log = work_dir / "mlflow.log"
-        self.flush_seconds = seconds_from_environment("SKYTRAIN_MLFLOW_FLUSH_SECONDS", 30.0)
-        self.off = os.environ.get("SKYTRAIN_TRACKING", "").lower() == "off"
+        self.flush_seconds = flush_seconds()
+        self.off = tracking_is_off()
         self._fd: int | None = None
         self._shipper: subprocess.Popen[bytes] | None = None
         self._fault = ""  # why records did not reach the log
@@ -252,10 +253,13 @@ class Refused(Exception):
 
 
 class Shipper:
-    """The other side: follows one run's log and repeats it to MLflow, as often as it takes."""
+    """The other side: follows one run's log and repeats it to MLflow, as often as it takes.
 
-    def __init__(self, log: Path, uri: str) -> None:
-        self.log, self.uri = log, uri
+    With `patience`, UserError once MLflow has taken nothing for so many seconds.
+    """
+
+    def __init__(self, log: Path, uri: str, patience: float = math.inf) -> None:
+        self.log, self.uri, self.patience = log, uri, patience
         self.position = position_file(log, uri)
         self.closing = threading.Event()
         self.session = next(r for r, _ in Records(log).read() if r["kind"] == "session")
@@ -279,7 +283,7 @@ class Shipper:
 
     def _deliver(self, group: list[dict[str, Any]]) -> None:
         """Return once MLflow has the group, or has refused what is missing."""
-        pause, refusals = 1.0, 0
+        pause, refusals, began = 1.0, 0, time.monotonic()
         while True:
             try:
                 return self._send(group)
@@ -295,6 +299,11 @@ class Shipper:
                     return say(f"dropped, because MLflow refuses it ({error}): {json.dumps(group[0])}")
             except Exception as error:
                 refusals = 0
+                if time.monotonic() + pause > began + self.patience:
+                    reason = " ".join(str(error).split())[:200]
+                    raise UserError(
+                        f"{self.uri} has taken nothing for {self.patience:g} s ({reason}); start it, or name another"
+                    ) from error
                 say(f"will try again in {pause:.0f} s: {type(error).__name__}: {error}")
                 if self.closing.wait(pause):  # the run is at its end and waits for us
                     time.sleep(1.0)
@@ -530,6 +539,19 @@ def _sample_seconds() -> float:
     return MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.get() or SAMPLE_SECONDS
 
 
+def flush_seconds() -> float:
+    """How long somebody waits for an MLflow that does not answer."""
+    return seconds_from_environment("SKYTRAIN_MLFLOW_FLUSH_SECONDS", 30.0)
+
+
+def tracking_is_off() -> bool:
+    """Whether SKYTRAIN_TRACKING says so. UserError for what is neither on nor off."""
+    said = os.environ.get("SKYTRAIN_TRACKING") or "on"
+    if said.lower() not in ("on", "off"):
+        raise UserError(f"SKYTRAIN_TRACKING: {said!r} is neither on nor off")
+    return said.lower() == "off"
+
+
 def tracking_uri(asked: str | None, default: str) -> str:
     return asked or os.environ.get("MLFLOW_TRACKING_URI") or default
 
@@ -569,15 +591,17 @@ def journal(store: Store, run: str) -> list[list[bytes]]:
 def rebuild(store: Store, run: str, uri: str) -> int:
     """Tell the MLflow at `uri` all that the run ever told one; how many sessions. In place of the run's shipper.
 
-    Each session is shipped on its own: as then, it leaves out what MLflow knew when it began.
+    Each session is shipped on its own: as then, it leaves out what MLflow knew when it began. UserError if that MLflow
+    takes nothing for SKYTRAIN_MLFLOW_FLUSH_SECONDS (30).
     """
     os.environ.update(QUICK_MLFLOW | os.environ)
+    patience = flush_seconds()
     sessions = journal(store, run)
     for lines in sessions:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "mlflow.jsonl")
             log.write_bytes(b"".join(lines))
-            Shipper(log, uri).ship(until_end=True)
+            Shipper(log, uri, patience).ship(until_end=True)
     return len(sessions)
 
 
