@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 from sky_catalog import sky_environment, write_catalog
 
 from pipelines.cloud import plan as cloud_plans
-from pipelines.cloud.plan import SPOT_HOURS, Candidate, Job, Leg, Limits, course, hours_of, marked, tokens_of
+from pipelines.cloud.plan import (
+    SPOT_HOURS,
+    WAIT_SECONDS,
+    Candidate,
+    Job,
+    Leg,
+    Limits,
+    course,
+    hours_of,
+    marked,
+    tokens_of,
+)
 from pipelines.cloud.prices import Offer
 from pipelines.cloud.throughput import MEASURED, Measurement, Speed, speed_on
 from pipelines.recipe import load_recipe
@@ -290,6 +301,20 @@ def test_with_a_catalog_stood_in_two_nodes_train_faster_and_both_are_paid(market
     )
     assert 0.5 * one.hours < two.hours < 0.6 * one.hours
     assert one.usd < two.usd < 1.1 * one.usd
+
+
+def test_with_a_catalog_stood_in_a_deadline_has_evaluate_on_what_may_have_to_finish_training(
+    market, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"clouds": ("a",), "train_nodes": ("H100:8",), "nodes": 2, "limits": Limits(hours=50)}
+    for one in planned(tmp_path, "gpt2-1558m", **options).candidates:
+        evaluate = one.legs["evaluate"]
+        assert evaluate.offer and (evaluate.offer.accelerators, evaluate.offer.spot) == ("H100:8", False)
+        assert evaluate.usd == pytest.approx(2 * 32.0 * (evaluate.hours - WAIT_SECONDS / 3600))
+        assert one.usd == pytest.approx(sum(leg.usd for leg in one.legs.values()))
+    for elsewhere in (options | {"hand_over": False}, options | {"limits": Limits(usd=500)}):
+        small = planned(tmp_path, "gpt2-1558m", **elsewhere).candidates[0].legs["evaluate"].offer
+        assert small and small.accelerators == "L4:1"
 
 
 def test_with_a_catalog_stood_in_gpus_that_cannot_share_a_step_are_no_candidates(market, tmp_path: Path) -> None:

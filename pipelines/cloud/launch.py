@@ -188,7 +188,7 @@ def within_limits(
         raise UserError(f"launch: the deadline of {wish.run} is over; launch it anew with another --deadline")
     limits = plan.Limits(hours, None if wish.budget is None else wish.budget - already)
     nodes = dict.fromkeys(m["accelerators"] for m in machines)
-    found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds, plans)
+    found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds, plans, hand_over=wish.spot is None)
     plan.print_cloud_plan(found)
     if not str(limits):
         return job

@@ -144,18 +144,29 @@ def cloud_plan(
     nodes: int = 1,
     clouds: Iterable[str] = CLOUDS,
     plans: dict[str, Plan] | None = None,
+    hand_over: bool = True,
 ) -> CloudPlan:
-    """Candidates for what is left of a run. UserError if there are no prices, or nothing that could train it."""
+    """Candidates for what is left of a run. UserError if there are no prices, or nothing that could train it.
+
+    With a deadline and `hand_over` the task evaluate is one that may have to finish training: on nodes as many and as
+    large as train's, on demand.
+    """
     market, notes = offers_of([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
     work = workload(recipe, store, plans or plans_of(recipe))
     small = {
         stage: min((o for node in kinds for o in market[node]), key=lambda o: o.usd_per_hour, default=None)
         for stage, kinds in SMALL_NODES.items()
     }
+    places = best_places(offer for node in train_nodes for offer in market[node])
+    steady = [offer for offer in places if not offer.spot]
+    large = ["train"]
+    if limits.hours and hand_over and "train" in work.todo and steady and len(steady) < len(places):
+        small["evaluate"] = min(steady, key=lambda o: o.usd_per_hour)
+        large.append("evaluate")
     found, faults = [], []
-    for offer in best_places(offer for node in train_nodes for offer in market[node]):
+    for offer in places:
         try:
-            found.append(candidate(work, offer, nodes, small))
+            found.append(candidate(work, offer, nodes, small, large))
         except UserError as error:
             faults.append(f"{nodes} x {offer.accelerators}: {error}")
     if not found:
@@ -220,8 +231,13 @@ def own_measurements(recipe: Recipe, store: Store, prefix: str) -> list[Measurem
 SPEED = "perf/tokens_per_second"
 
 
-def candidate(work: Workload, offer: Offer, nodes: int, small: dict[str, Offer | None]) -> Candidate:
-    """A run that trains on `nodes` of `offer`. UserError if these GPUs can't share its batch, or nobody knows them."""
+def candidate(
+    work: Workload, offer: Offer, nodes: int, small: dict[str, Offer | None], large: Iterable[str]
+) -> Candidate:
+    """A run that trains on `nodes` of `offer`, and has as many nodes for every one of the `large` stages.
+
+    UserError if these GPUs can't share its batch, or nobody knows them.
+    """
     gpus, recipe = offer.accelerators or "", work.recipe
     grad_accum_steps(recipe.model, recipe.train, recipe.runtime, nodes * gpus_of(gpus))
     speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own, recipe.train.precision)
@@ -230,7 +246,7 @@ def candidate(work: Workload, offer: Offer, nodes: int, small: dict[str, Offer |
         machine = small.get(stage) or offer
         legs[stage] = Leg(None, 0.0, 0.0)
         if stage in work.todo:
-            legs[stage] = leg(job_of(stage, work, machine, speed, nodes), machine, nodes if stage == "train" else 1)
+            legs[stage] = leg(job_of(stage, work, machine, speed, nodes), machine, nodes if stage in large else 1)
     hours, usd = sum(one.hours for one in legs.values()), sum(one.usd for one in legs.values())
     return Candidate(offer, nodes, speed, legs, hours, usd)
 
