@@ -383,28 +383,40 @@ def test_a_launch_on_record_can_be_made_again(tmp_path: Path) -> None:
     assert last_launch(store, "tiny-12345678") == launched
 
 
-def skytrain(folder: Path, *arguments: str, expect: int = 0, **more: str) -> str:
+def given(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "AWS_"))}
     ours = {"PYTHONPATH": str(ROOT), "SKYTRAIN_TRACKING": "off", "SKYTRAIN_NOTICE": "off", "HOME": str(folder)}
-    done = subprocess.run(
+    return subprocess.run(
         [*SKYTRAIN, *arguments], cwd=folder, env=kept | ours | more, capture_output=True, text=True, timeout=120
     )
+
+
+def skytrain(folder: Path, *arguments: str, expect: int = 0, **more: str) -> str:
+    done = given(folder, *arguments, **more)
     assert done.returncode == expect, done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_a_dry_run_prints_the_job_and_asks_nobody(texts: Path) -> None:
+def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) -> None:
     pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
-    arguments = ["launch", "tiny.yaml", "--dry-run", "--image", "none", "--nodes", "2", "--budget", "25"]
+    arguments = ["launch", "tiny.yaml", "--dry-run", "--image", "none", "--nodes", "2", "--set"]
+    arguments.append(f"tokens.source={texts}/texts/*.txt")
+    alone = KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()}
     unreachable = {"AWS_ENDPOINT_URL": closed_port(), "SKYTRAIN_STORE_SECONDS": "1"}
-    said = skytrain(texts, *arguments, "--store", "s3://bucket/prefix", **KEYS, **unreachable, expect=2)
+    said = skytrain(texts, *arguments, "--store", "s3://bucket/prefix", **alone, **unreachable, expect=2)
     assert "error: launch: get s3://bucket/prefix/" in said  # it has to know what is missing
-    said = skytrain(texts, *arguments, **KEYS)
-    header, *tasks = yaml.safe_load_all(said)
+
+    done = given(texts, *arguments, "--infra", "slurm/here", **alone)
+    header, *tasks = yaml.safe_load_all(done.stdout)
     assert header["name"].startswith("tiny-") and [task["name"] for task in tasks] == list(STAGES)
     assert [task["num_nodes"] for task in tasks] == [1, 2, 1, 1]
-    assert "a key" not in said and not (texts / ".skytrain").exists()
+    assert "a key" not in done.stdout + done.stderr
+    assert done.returncode == 0 and "SkyPilot's server: not up, so not asked" in done.stderr
+
+    done = given(texts, *arguments, "--infra", "mars,slurm/here", **alone)
+    assert done.returncode == 2 and list(yaml.safe_load_all(done.stdout))
+    assert "WRONG  infra: mars: SkyPilot knows no such cloud\n       -> it is one of aws, " in done.stderr
 
 
 @pytest.mark.slow

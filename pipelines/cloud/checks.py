@@ -7,6 +7,7 @@ finds; it takes seconds, because it asks once.
 import base64
 import json
 import re
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -194,6 +195,34 @@ def registry_token(refusal: Answer, repository: str, user: str, password: str) -
 
 
 # SkyPilot
+
+
+def api_server_is_up() -> bool:
+    """Whether the API server that SkyPilot would ask answers, here or elsewhere."""
+    from sky.client import sdk
+
+    try:
+        sdk.api_info()
+    except Exception:  # whatever keeps it from answering
+        return False
+    return True
+
+
+def reach_api_server() -> None:
+    """Have SkyPilot's API server up. One of this machine is started if need be, and that is said before.
+
+    UserError without SkyPilot.
+    """
+    try:
+        from sky import sky_logging
+        from sky.client import sdk
+        from sky.server import common
+    except ImportError as error:
+        raise UserError("SkyPilot is not installed: pip install '.[cloud]'") from error
+    if common.is_api_server_local() and not api_server_is_up():
+        print("starting SkyPilot's API server on this machine; `sky api stop` ends it", file=sys.stderr, flush=True)
+        with sky_logging.silent():
+            sdk.api_start()
 
 
 def enabled_clouds() -> list[str]:

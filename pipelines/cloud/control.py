@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipelines.cloud.checks import reach_api_server
 from pipelines.cloud.launch import Launched
 from pipelines.cloud.tasks import label_of
 from pipelines.recipe import Recipe
@@ -127,6 +128,7 @@ def tasks_of(run: str, launched: Launched) -> list[Task]:
 def told_by_sky(store: Store, record: RunRecord, launched: Launched) -> tuple[list[Task], str | None]:
     """The stages of a run's last job, its clusters' hours noted in passing; and why SkyPilot can't say, if it can't."""
     try:
+        reach_api_server()
         tasks = tasks_of(record.run, launched)
         keep_intervals(store, record.run)
         return tasks, None
@@ -250,6 +252,7 @@ def working(store: Store, record: RunRecord) -> Heartbeat | None:
 
 def down(run: str, tell: Callable[[str], None]) -> None:
     """Cancel a run's jobs, wait until they and their clusters are gone, and take down what else bears its label."""
+    reach_api_server()
     from sky import jobs
     from sky.client import sdk
 

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipelines.artifacts.store import open_store
-from pipelines.cloud.checks import Finding, broken, mlflow_answers, store_commits
+from pipelines.cloud.checks import Finding, api_server_is_up, broken, enabled_clouds, mlflow_answers, store_commits
 from trainer.config import UserError
 
 PACKAGES = ("torch", "mlflow", "boto3")
@@ -72,16 +72,8 @@ def skypilot() -> Finding:
         found = version("skypilot")
     except PackageNotFoundError:
         return Finding("skypilot", "not installed", "note", "needed to launch: pip install '.[cloud]'")
-    from sky.client import sdk
-
-    from pipelines.cloud.checks import enabled_clouds
-
-    try:
-        sdk.api_info()
-    except Exception as error:  # whatever keeps a server from answering
-        return Finding(
-            "skypilot", f"{found}; its server does not answer ({type(error).__name__})", "note", "sky api start"
-        )
+    if not api_server_is_up():
+        return Finding("skypilot", f"{found}; its server does not answer", "note", "sky api start")
     clouds = enabled_clouds()
     if not clouds:
         return Finding("skypilot", f"{found}; no cloud is enabled", "note", "sky check says what each cloud needs")

@@ -7,13 +7,15 @@ The job is told nothing but the run's name and store (`skytrain run run:NAME --s
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import Plan
-from pipelines.cloud.checks import Finding, clouds_allow, enabled_clouds
+from pipelines.cloud.checks import Finding, api_server_is_up, clouds_allow, enabled_clouds, reach_api_server
 from pipelines.cloud.preflight import preflight
 from pipelines.cloud.prices import offers, prices_table
 from pipelines.cloud.tasks import CLUSTERS, PLAIN, SECRET, Wish, cloud_of, clouds_of, dag_of, documents, shown
@@ -81,6 +83,8 @@ def launch(
 ) -> Launched | None:
     """Look, say what it found, ask (`agreed`), submit. None if nothing was: done already, a dry run, or a no.
 
+    A dry run prints the job, and then what a launch would find; SkyPilot's API server is asked if it is up.
+
     UserError if a check fails, if no machine fits, or if the run has a job that is not over.
     """
     stages = missing(store, plans, wish.until)
@@ -89,25 +93,49 @@ def launch(
         return None
     job = documents(wish, stages)
     if dry_run:
-        dag_of(job, secrets)
-        print(shown(job, secrets), end="")
+        print(shown(job, secrets), end="", flush=True)
+        with redirect_stdout(sys.stderr):  # what is found is no part of the YAML
+            looked_over(job, wish, recipe, plans, store, secrets, may_start=False)
         return None
-    report(preflight(job, wish, recipe, store, secrets))
-    job, findings = cloud_access(job)
-    report(findings)
-    if running := running_jobs(wish.run):
-        raise UserError(
-            f"launch: {wish.run} has job {running[0]}, which is not over; `skytrain status {wish.run}` shows it"
-        )
-    job = with_prices(within_limits(job, wish, recipe, plans, store), wish)
-    dag = dag_of(job, secrets)
-    ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in clouds_of(job)))  # their plan was shown
+    dag = looked_over(job, wish, recipe, plans, store, secrets)
     if not agreed(f"Launch {wish.run}: {', '.join(stages)}?"):
         return None
     return submit(dag, wish, stages, secrets, recipe, plans, store)
 
 
 # Looking first
+
+
+def looked_over(
+    job: list[dict[str, Any]],
+    wish: Wish,
+    recipe: Recipe,
+    plans: dict[str, Plan],
+    store: Store,
+    secrets: Mapping[str, str],
+    may_start: bool = True,
+) -> "Dag":
+    """The job as SkyPilot takes it, once nothing is left that would keep it from running. UserError if something is.
+
+    Without `may_start` SkyPilot's API server is asked only if it is up.
+    """
+    report(preflight(job, wish, recipe, store, secrets))
+    ask = may_start or api_server_is_up()
+    if ask:
+        reach_api_server()
+        job, findings = cloud_access(job)
+        report(findings)
+        if running := running_jobs(wish.run):
+            raise UserError(
+                f"launch: {wish.run} has job {running[0]}, which is not over; `skytrain status {wish.run}` shows it"
+            )
+    else:
+        print(Finding("SkyPilot's server", "not up, so not asked what is enabled and free", "note", "sky api start"))
+    job = with_prices(within_limits(job, wish, recipe, plans, store), wish)
+    dag = dag_of(job, secrets)
+    if ask:
+        ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in clouds_of(job)))  # their plan was shown
+    return dag
 
 
 def report(findings: Iterable[Finding]) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 from pipelines.cloud.checks import (
     Finding,
+    api_server_is_up,
     broken,
+    enabled_clouds,
     image_exists,
     image_parts,
     is_loopback,
@@ -36,6 +38,7 @@ def preflight(
     clouds = clouds_of(job)
     afar = any(cloud not in CLUSTERS for cloud in clouds)
     yield skypilot_installed()
+    yield from unknown_clouds(clouds)
     stages = [task["name"] for task in job[1:]]
     yield from texts_reachable(recipe, stages, afar)
     yield credentials(store, clouds, secrets)
@@ -63,6 +66,22 @@ def skypilot_installed() -> Finding:
     if (major, minor) < (0, 14):
         return broken("skypilot", found, "pip install -U 'skypilot>=0.14'")
     return Finding("skypilot", found)
+
+
+def unknown_clouds(clouds: Iterable[str]) -> Iterator[Finding]:
+    """The places that SkyPilot has never heard of."""
+    try:
+        import sky  # noqa: F401 - enters its clouds into the registry
+        from sky.utils import registry
+    except ImportError:
+        return  # said already
+    known = {*registry.CLOUD_REGISTRY, "k8s"}
+    for cloud in sorted(set(clouds) - known):
+        if api_server_is_up():
+            remedy = f"--infra {' or '.join(enabled_clouds()) or '…: no cloud at all'} may be used from here"
+        else:
+            remedy = f"it is one of {', '.join(sorted(known))}; skytrain doctor says which may be used from here"
+        yield broken("infra", f"{cloud}: SkyPilot knows no such cloud", remedy)
 
 
 def texts_reachable(recipe: Recipe, stages: Iterable[str], afar: bool) -> Iterator[Finding]:

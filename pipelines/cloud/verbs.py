@@ -57,7 +57,10 @@ def launch(
         Optional[list[str]],  # noqa: UP045
         typer.Option("--secret", metavar="NAME", help="One more secret to take from this shell; can be repeated."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, secrets masked.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what would be submitted, secrets masked, and what would be refused."),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Rent machines for what is missing of a recipe, after a look at what could go wrong and what it costs."""
@@ -152,10 +155,14 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
 ) -> None:
     """What a launched run's job prints."""
-    from sky import jobs
+    from pipelines.cloud.checks import reach_api_server
 
     record, _ = named(run, store)
-    sys.exit(jobs.tail_logs(job_id=launched_job(record, store), follow=follow) or 0)
+    job = launched_job(record, store)
+    reach_api_server()
+    from sky import jobs
+
+    sys.exit(jobs.tail_logs(job_id=job, follow=follow) or 0)
 
 
 @cloud_app.command()
@@ -235,8 +242,11 @@ def orphans(store: StoreUri = None, as_json: Json = False) -> None:
     """Machines that still cost money and belong to no live run: exit 0 if there are none, 1 if there are."""
     from pipelines.artifacts.store import open_store
     from pipelines.cloud import control
+    from pipelines.cloud.checks import reach_api_server
 
-    found = list(control.orphans(open_store(store_uri(store)), time.time()))
+    opened = open_store(store_uri(store))
+    reach_api_server()
+    found = list(control.orphans(opened, time.time()))
     if as_json:
         print(json.dumps([asdict(orphan) for orphan in found]))
     for orphan in () if as_json else found:
