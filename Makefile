@@ -7,12 +7,11 @@ PY := .venv/bin/python
 # name because a venv does not survive a move: its scripts, and the link to this source tree, are absolute.
 INSTALLED := .venv/installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 
-.PHONY: help install demo test fast cloud lint clean
+.PHONY: help install demo test fast lint clean
 
 help:
 	@echo "make demo     set up, then run the recipe 'smoke' through all stages (minutes, on a CPU)"
 	@echo "make test     set up, then all tests;  make fast: without the slow ones"
-	@echo "make cloud    set up, then a launch from end to end on a local Slurm under SkyPilot (root; a quarter of an hour)"
 	@echo "make install  set up .venv only;  PYTHON=python3.12 chooses the interpreter"
 	@echo "make lint     ruff and mypy"
 	@echo "make clean    remove .venv and caches; runs under .skytrain/ stay"
@@ -43,9 +42,6 @@ test: install
 
 fast: install
 	$(PYTEST) -m "not slow"
-
-cloud: install
-	$(PY) -m pytest -m cloud
 
 lint: install
 	$(PY) -m ruff check .

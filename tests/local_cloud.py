@@ -6,7 +6,7 @@ Everything listens on loopback and lies in one folder. Outside it there are, whi
 
 Not as on a real cloud: GPUs are /dev/null by another name, there are no containers and no spot market; `scancel` is
 the preemption. Nodes install no SkyPilot of their own. It asks two public addresses whether the network is up before it
-believes in a preemption, and here one of ours; and it looks for a job every 5 s instead of every 15.
+believes in a preemption, and here one of ours.
 """
 
 import os
@@ -36,7 +36,6 @@ PROGRAMS = {
 PROFILE = Path("/etc/profile.d/skytrain-local-cloud.sh")
 HOSTS, PASSWORDS = Path("/etc/hosts"), Path("/etc/passwd")
 HOST_LINES = "".join(f"127.0.1.{i} {node}\n" for i, node in enumerate(NODES, start=1))
-CHECK_SECONDS = 5  # between SkyPilot's looks at a job; 15 if it is left to itself
 PRICE = 3.6  # dollars an hour and GPU: 8 of them cost 0.8 cents a second
 
 # The nodes would download uv, a Python and SkyPilot: here they take this Python, and the SkyPilot beside it. Left to
@@ -298,10 +297,7 @@ class LocalCloud:
             "jobs": {"controller": {"consolidation_mode": True}, "force_disable_cloud_bucket": True},
         }
         (self.client / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
-        changes = {
-            "sky.backends.backend_utils": {"_TEST_IP_LIST": [f"http://{LOOPBACK}:{self.probe_port}"]},
-            "sky.jobs.utils": {"JOB_STATUS_CHECK_GAP_SECONDS": CHECK_SECONDS},
-        }
+        changes = {"sky.backends.backend_utils": {"_TEST_IP_LIST": [f"http://{LOOPBACK}:{self.probe_port}"]}}
         (self.client / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE.format(changes=changes))
 
 

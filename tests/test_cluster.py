@@ -33,7 +33,7 @@ from pipelines.tracking.report import (
 )
 from trainer.process import DRILL
 
-pytestmark = [pytest.mark.slow, pytest.mark.cloud]
+pytestmark = pytest.mark.slow
 
 STEPS = 200
 # Of two nodes, of which 85 are kept for stopping. On an idle machine training begins after half a minute. On a very
@@ -142,8 +142,7 @@ class User:
         step = self.moments / "mid-step"
 
         def held() -> object:
-            if not here(step).exists():
-                step.touch()
+            step.touch()  # also while one is here: it goes on after a minute
             return condition()
 
         self.wait_until(held)
@@ -222,7 +221,9 @@ def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: lis
     for attempt, taken_away in zip(training[-3:-1], preempted, strict=True):
         assert abs(attempt.ended - taken_away) < HEARTBEAT_SECONDS + HEAD_S
 
-    assert len(intervals) == len(STAGES) + 3 >= len(bill.attempts)
+    # The restart of the API server may have cut a recovery short, which SkyPilot then begins anew.
+    clusters = len(STAGES) + 3
+    assert len(intervals) in (clusters, clusters + 1) and len(bill.attempts) <= clusters
     beyond_usd = 0.0
     for attempt in bill.attempts:
         mine = [i for i in intervals if i.cluster == attempt.machine["cluster"] and i.started <= attempt.started + 1]

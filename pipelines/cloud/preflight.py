@@ -78,7 +78,7 @@ def unknown_clouds(clouds: Iterable[str]) -> Iterator[Finding]:
     known = {*registry.CLOUD_REGISTRY, "k8s"}
     for cloud in sorted(set(clouds) - known):
         if api_server_is_up():
-            remedy = f"--infra {' or '.join(enabled_clouds()) or '…: no cloud at all'} may be used from here"
+            remedy = f"{', '.join(enabled_clouds()) or 'no cloud at all'} may be used from here"
         else:
             remedy = f"it is one of {', '.join(sorted(known))}; skytrain doctor says which may be used from here"
         yield broken("infra", f"{cloud}: SkyPilot knows no such cloud", remedy)
