@@ -182,13 +182,15 @@ class LocalCloud:
             wait_until(lambda: not self.slurm("squeue", "-h"), "the end of Slurm's jobs", 30)
 
     def _end_processes(self) -> None:
-        """What SkyPilot leaves running, on the nodes and here: whatever is at home, or has Slurm, in our folder."""
+        """What SkyPilot leaves running, on the nodes and here: whatever is at home, or has Slurm, in our folder; and
+        sshd's part of its connections, which hides its environment behind the name of our login."""
         ours = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 environment = process.environ()
                 at_home = [Path(environment.get(name, "/")) for name in ("HOME", "SLURM_CONF")]
-                if any(path.is_relative_to(self.folder) for path in at_home):
+                connection = "".join(process.cmdline()).startswith(f"sshd: {LOGIN}@")
+                if connection or any(path.is_relative_to(self.folder) for path in at_home):
                     process.kill()
                     ours.append(process)
         psutil.wait_procs(ours, 10)
