@@ -175,6 +175,7 @@ def test_help_and_recipes_import_nothing_heavy(folder: Path) -> None:
         assert json.loads(done.stderr) == loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["report"], ["report", "--series"], ["status"], ["plan", "tiny.yaml"], ["gc"]])
 def test_a_look_at_a_run_loads_no_torch(undisturbed: Callable[[int], Project], arguments: list[str]) -> None:
     done = undisturbed(1).run(*arguments, code=CONFESSING)
