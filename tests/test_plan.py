@@ -109,7 +109,7 @@ def test_the_plan_knows_how_fast_a_precision_is_and_where_it_can_be_had() -> Non
         return speed_on(LARGE.model, RuntimeConfig(), gpus, precision=precision).tokens_per_second
 
     head, blocks, bf16, fp16 = (speed("H100:8", precision) for precision in ("fp8_head", "fp8", "auto", "fp16"))
-    assert head > blocks > bf16 > fp16
+    assert min(head, blocks) > bf16 > fp16
     assert speed("A100:8", "bf16") == speed("A100:8", "auto")
     for precision in ("fp8", "fp8_head"):
         with pytest.raises(UserError, match=f"A100:8: no GPU for train.precision {precision}; these are: H100, H200"):
