@@ -51,8 +51,6 @@ def test_norms_agree_with_float64(M: int, C: int) -> None:
     near(rstd, (x_new.double().var(1, correction=0) + 1e-5).rsqrt(), 1e-5)
 
     assert torch.equal(kernels.add_norm(x, delta, None, weight, bias)[0], (x.float() + delta.float()).to(BF16))
-    alone, *statistics = kernels.norm(x_new, weight, bias)
-    assert torch.equal(alone, y) and torch.equal(statistics[0], mean) and torch.equal(statistics[1], rstd)
     assert torch.equal(kernels.norm_again(x_new, mean, rstd, weight, bias), y)
 
 
@@ -69,7 +67,7 @@ def test_embeddings_wrap_at_the_length_of_a_sequence() -> None:
 @pytest.mark.parametrize(("M", "C"), SIZES)
 def test_the_gradient_of_a_norm_agrees_with_float64(M: int, C: int, residual: bool) -> None:
     x, dy, weight, bias, beside = fresh(M, C, scale=2), fresh(M, C), fresh(C), fresh(C), fresh(M, C)
-    _, mean, rstd = kernels.norm(x, weight, bias)
+    _, _, mean, rstd = kernels.add_norm(x, torch.zeros_like(x), None, weight, bias)
     sums = torch.ones(3, kernels.norm_partials(C, DEVICE), C, device=DEVICE)
     dx = kernels.norm_backward(dy, x, mean, rstd, weight, beside if residual else None, sums)
 
@@ -84,21 +82,9 @@ def test_the_gradient_of_a_norm_agrees_with_float64(M: int, C: int, residual: bo
 
 
 @pytest.mark.parametrize(("M", "N"), SIZES)
-def test_gelu_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
-    h, da = fresh(M, N, scale=2), fresh(M, N)
-    exact = h.double().requires_grad_()
-    activation = F.gelu(exact, approximate="tanh")
-    activation.backward(da.double())
-    assert exact.grad is not None
-    near(kernels.gelu(h), activation.detach(), absolute=2**-10)
-
-    sums = torch.ones(kernels.column_partials(DEVICE), N, device=DEVICE)
-    again = torch.empty_like(h)
-    dh = kernels.gelu_backward(da, h, sums, act=again)
-    near(dh, exact.grad, absolute=2**-10)
-    assert torch.equal(again, kernels.gelu(h))
-    near(sums.double().sum(0) - sums.shape[0], dh.double().sum(0), 0, 1e-4)
-    assert torch.equal(kernels.gelu_backward(da, h, sums, out=da), dh) and torch.equal(da, dh)
+def test_gelu_agrees_with_float64(M: int, N: int) -> None:
+    h = fresh(M, N, scale=2)
+    near(kernels.gelu(h), F.gelu(h.double(), approximate="tanh"), absolute=2**-10)
 
 
 @pytest.mark.parametrize(("M", "C"), SIZES)
@@ -218,7 +204,7 @@ def test_results_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:
 
     out = fp8_out(30.0)
     normal = F.layer_norm(h.double(), (N,), weight.double(), bias.double())
-    y8, mean, rstd = kernels.norm(h, weight, bias, out)
+    _, y8, mean, rstd = kernels.add_norm(h, torch.zeros_like(h), None, weight, bias, out)
     agree(y8, normal, out, 2**-4, 2**-10)
     out, sums = fp8_out(500.0), torch.zeros(3, kernels.norm_partials(N, DEVICE), N, device=DEVICE)
     dx, dx8 = kernels.norm_backward8(da, h, mean, rstd, weight, da, sums, out)

@@ -9,13 +9,12 @@ M tokens, bf16 activations of width C and V logits a token:
     norm_backward   8·M·C         dy, x and the residual gradient in, dx out; dweight, dbias and the next bias's
                                   gradient come along as column sums
     gelu            16·M·C        of 4C columns
-    gelu_backward   24·M·C        and the bias gradient of the layer before it
     column_sums     2·M·C         of what a product or cuDNN made: gradients of biases
     cross_entropy   4·M·V         the gradient takes the logits' place; the second read of a row is from the L2 cache
     adamw           30 a parameter, once a step: master, both moments (read and written), gradient, bf16 weight
     cast8           3·M·N, or 4·M·N with the transpose; cross_entropy8 3·M·V; transpose8 2·M·N
 
-At GPT-2's 124M and 65,536 tokens that is 0.1 ms a norm, 0.3 ms a GELU backward and 3.1 ms of cross-entropy. Measured
+At GPT-2's 124M and 65,536 tokens that is 0.1 ms a norm and 3.1 ms of cross-entropy. Measured
 on an H200: 3.4 to 4.1 TB/s, and 2.5 in cross_entropy8, which is bound by its random numbers.
 
 Column sums over M rows are made by P programs, each adding into its own row of `sums`; the caller adds the P rows once
@@ -125,12 +124,10 @@ def _gelu_of(x):
 
 
 @triton.jit
-def _gelu_and_slope(x):
+def _gelu_slope(x):
     square = x * x
-    half = 0.5 * x
     t = _tanh(x * (ROOT + CUBE * square))
-    slope = 0.5 + 0.5 * t + half * (1.0 - t * t) * (ROOT + 3 * CUBE * square)
-    return half * t + half, slope
+    return 0.5 + 0.5 * t + 0.5 * x * (1.0 - t * t) * (ROOT + 3 * CUBE * square)
 
 
 @triton.jit
@@ -252,29 +249,6 @@ def _gelu_kernel(h_ptr, a_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     tl.store(a_ptr + at, _bf16(_gelu_of(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))), mask=mask)
-
-
-@triton.jit
-def _gelu_backward_kernel(
-    da_ptr, h_ptr, dh_ptr, act_ptr, sums_ptr, M, N, tiles, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr
-):
-    """BN columns a program, BM rows at a time of tiles far apart, the last first."""
-    cols = tl.program_id(0) * BN + tl.arange(0, BN)
-    used = cols < N
-    dh_sum = tl.zeros([BM, BN], tl.float32)
-    for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
-        rows = ((tiles - 1 - tile) * BM + tl.arange(0, BM)).to(tl.int64)
-        mask = (rows < M)[:, None] & used[None, :]
-        at = rows[:, None] * N + cols[None, :]
-        h = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        da = tl.load(da_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        act, slope = _gelu_and_slope(h)
-        dh = _bf16(da * slope)
-        tl.store(dh_ptr + at, dh, mask=mask)
-        if act_ptr is not None:
-            tl.store(act_ptr + at, _bf16(act), mask=mask)
-        dh_sum += dh.to(tl.float32)
-    _add_into(sums_ptr + tl.program_id(1) * N + cols, tl.sum(dh_sum, 0), used)
 
 
 # ── column sums ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -426,7 +400,7 @@ def _cast8_kernel(
         if GELU:
             x = _gelu_of(x)
         if h_ptr is not None:
-            _, slope = _gelu_and_slope(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))
+            slope = _gelu_slope(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))
             x *= slope
         x8 = _fp8(x * scale, GRADIENT)
         tl.store(x8_ptr + at, x8, mask=mask)
@@ -467,7 +441,7 @@ def norm_partials(C: int, device: torch.device) -> int:
 
 
 def column_partials(device: torch.device) -> int:
-    """The P of the sums (P, N) of gelu_backward, column_sums and cast8."""
+    """The P of the sums (P, N) of column_sums and cast8."""
     return 64 if device.type == "cuda" else 2
 
 
@@ -493,12 +467,6 @@ def add_norm(
     M, C = x.shape
     assert delta.shape == x.shape
     return _norm(x, weight, bias, fp8, delta=delta, delta_bias=delta_bias, M=M, C=C)
-
-
-def norm(x: Tensor, weight: Tensor, bias: Tensor, fp8: Fp8Out | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm of x (M, C) bf16: y (M, C) bf16, mean and rstd (M,) fp32."""
-    M, C = x.shape
-    return _norm(x, weight, bias, fp8, M=M, C=C)[1:]
 
 
 def norm_again(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -594,20 +562,6 @@ def gelu(h: Tensor) -> Tensor:
     block, warps = _gelu_shape(h.device)
     _gelu_kernel[(triton.cdiv(h.numel(), block),)](h, a, h.numel(), BLOCK=block, num_warps=warps)
     return a
-
-
-def gelu_backward(da: Tensor, h: Tensor, sums: Tensor, act: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """dh = da · gelu'(h), all (M, N) bf16; `out` may be `da`. Adds dh's column sums to sums (P, N) fp32.
-
-    With `act`, gelu(h) is written there too: cheaper than keeping it from the forward pass where memory is short.
-    """
-    M, N = da.shape
-    assert h.shape == da.shape
-    _check(da, h, sums, act, out)
-    dh = torch.empty_like(da) if out is None else out
-    grid, tiles, block = _column_grid(M, N, sums, _gelu_backward_shape(N, h.device))
-    _gelu_backward_kernel[grid](da, h, dh, act, sums, M, N, tiles, **block)
-    return dh
 
 
 def column_sums(x: Tensor, sums: Tensor) -> None:
@@ -787,11 +741,6 @@ def _adamw_shape(device: torch.device) -> tuple[int, int]:
 def _column_sums_shape(N: int, device: torch.device) -> tuple[int, int, int, int]:
     """Rows and columns of a tile, warps, stages of the load pipeline."""
     return (32, 128, 4, 5) if device.type == "cuda" else (64, 256, 4, 1)
-
-
-def _gelu_backward_shape(N: int, device: torch.device) -> tuple[int, int, int, int]:
-    """The same."""
-    return (16, 128, 4, 3) if device.type == "cuda" else (64, 256, 4, 1)
 
 
 def _column_grid(
