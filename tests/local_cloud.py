@@ -108,6 +108,8 @@ def what_is_missing() -> str | None:
         return "root"
     if packages := sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)}):
         return f"{' '.join(packages)} (apt)"
+    if " " in sys.executable:
+        return "a Python whose path has no space: SkyPilot's API server does not quote it"
     return None
 
 

@@ -26,7 +26,7 @@ from servers import Daemon, S3Account, free_ports, http_answers
 from pipelines.artifacts.store import S3Store, open_store
 from pipelines.cloud.checks import Finding, clouds_allow, image_exists, image_parts, mlflow_answers, store_commits
 from pipelines.cloud.launch import Launched, last_launch, report, secrets_here, variables_here, write
-from pipelines.cloud.preflight import credentials, preflight
+from pipelines.cloud.preflight import credentials, preflight, skypilot_installed
 from pipelines.cloud.tasks import PLAIN, SECRET, Wish, documents
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES, planned, run_name
@@ -327,6 +327,12 @@ def test_a_job_that_could_not_open_the_bucket_is_not_launched(
     secrets: dict[str, str], clouds: list[str], state: str
 ) -> None:
     assert credentials(S3Store("bucket", client=object()), clouds, secrets).state == state
+
+
+def test_a_path_that_skypilot_does_not_quote_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/a place/bin/python")
+    finding = skypilot_installed()
+    assert finding.state == "note" and "/a place/bin/python" in finding.seen
 
 
 def test_everything_wrong_is_said_before_giving_up(capsys: pytest.CaptureFixture[str]) -> None:

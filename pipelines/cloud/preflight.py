@@ -1,6 +1,7 @@
 """What keeps a job from running, as far as it can be known before a machine is rented."""
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -65,6 +66,9 @@ def skypilot_installed() -> Finding:
     major, minor = (int(part) for part in found.split(".")[:2])
     if (major, minor) < (0, 14):
         return broken("skypilot", found, "pip install -U 'skypilot>=0.14'")
+    if " " in sys.executable:
+        seen = f"{found}: a jobs controller on this machine can't start {sys.executable}, for the space in its path"
+        return Finding("skypilot", seen, "note", "install skytrain in a folder without one")
     return Finding("skypilot", found)
 
 
