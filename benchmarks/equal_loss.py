@@ -7,7 +7,8 @@ FOLDER holds llm.c's shards, train_*.bin and val_*.bin. Two runs that differ in 
 0.02 to 0.04 nats within some hundred steps at a high learning rate: curves alone tell little. So precisions
 branch from one bf16 state after warm-up, each branch with its learning rate going down to 0 (what is left of noise
 then is small), three times with other text (the same for all precisions), and what is compared is the mean
-val loss: a precision is equal if it is within 0.01 of bf16's and within the spread of bf16's own branches.
+val loss: a precision is equal if it is within 0.01 of bf16's and within the spread of bf16's own branches. "bf16 again"
+is bf16 in micro-batches of half the size: how far it parts from bf16 on the same text is the noise of a pair.
 
 --curve runs eager and fused bf16 twice each from one seed over the same text. The second run of each adds up a
 step in micro-batches of half the size: nothing but the rounding differs, which is what noise there is where a
@@ -140,11 +141,15 @@ def release() -> None:
 # --- precisions
 
 
+AGAIN = " again"  # bf16 in other micro-batches
+
+
 def precisions(bench: Bench, names: list[str], warmup_steps: int, steps: int, repeats: int) -> bool:
     """Branch every precision from one state; whether all of them are equal to bf16."""
     peak = bench.recipe.train.learning_rate
     snapshot = warmed_up(bench, [peak * (i + 1) / warmup_steps for i in range(warmup_steps)])
     release()
+    names = [names[0], *([names[0] + AGAIN] if bench.micro_batch_size % 2 == 0 else []), *names[1:]]
     down = [peak * (steps - i) / steps for i in range(steps)]
     found: dict[str, list[float]] = {name: [] for name in names}
     curves: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -154,8 +159,10 @@ def precisions(bench: Bench, names: list[str], warmup_steps: int, steps: int, re
             if bench.time_is_up:
                 bench.say("time is up: what follows is of fewer branches than asked for")
                 return verdict(bench, found)
-            engine = branched(bench, name, snapshot, warmup_steps)
-            seen = run_steps(bench, engine, bench.text("train", data_seed), down, warmup_steps, name=f"{name} {repeat}")
+            engine = branched(bench, name.removesuffix(AGAIN), snapshot, warmup_steps)
+            size = bench.micro_batch_size // (2 if name.endswith(AGAIN) else 1)
+            text = bench.text("train", data_seed)
+            seen = run_steps(bench, engine, text, down, warmup_steps, size, f"{name} {repeat}")
             found[name].append(val_loss(bench, engine))
             curves[name].append([loss for loss, _ in seen])
             bench.say(f"{name} {repeat}: val loss {found[name][-1]:.4f}")
@@ -202,12 +209,12 @@ def verdict(bench: Bench, found: dict[str, list[float]]) -> bool:
         paired = [a - b for a, b in zip(losses, base, strict=False)]
         difference = statistics.fmean(losses) - statistics.fmean(base)
         equal = abs(difference) <= min(EQUAL_NATS, spread)
-        all_equal &= equal or name == "bf16"
+        all_equal &= equal or name.startswith("bf16")
         table[name] = {"mean": statistics.fmean(losses), "difference": difference, "paired": paired, "equal": equal}
         each, pairs = (
             " ".join(f"{value:{form}}" for value in row) for row, form in ((losses, ".4f"), (paired, "+.4f"))
         )
-        word = "" if name == "bf16" else "equal" if equal else "NOT equal"
+        word = "" if name.startswith("bf16") else "equal" if equal else "NOT equal"
         bench.say(f"{name:10}  {each:33}  {table[name]['mean']:.4f}  {difference:+.4f}  {pairs}  {word}")
     bench.say(f"equal: within {EQUAL_NATS} nats and within bf16's own spread, {spread:.4f}")
     bench.keep(verdict=table, spread=spread)

@@ -105,7 +105,8 @@ class Attention:
                 heads = self._heads(torch.empty_like(qkv, device="meta"), B)
                 self.graphs[shape] = Graphs(self.cudnn, heads, qkv.device, self.deterministic)
             except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-                if isinstance(error, torch.cuda.OutOfMemoryError) or "ALLOC" in str(error):  # as cuDNN names it
+                # Or which kernel a shape has would depend on what else was in memory.
+                if isinstance(error, torch.cuda.OutOfMemoryError) or "ALLOC_FAILED" in str(error):
                     raise torch.cuda.OutOfMemoryError(str(error)) from error
                 # A shape it has no kernel for, such as one token; or a frontend that this cuDNN is too old for.
                 self.graphs[shape] = None

@@ -74,8 +74,8 @@ class HostCopy:
 
     Pinning that memory took 10 s for 19 GB, so a thread begins with it at once. On a GPU the copy has a stream
     of its own, beside the next step's forward and backward; only its update has to wait, see `before_update`.
-    Pieces that lie side by side travel together: 1,740 copies are more than the driver takes at once, and asking
-    for them took as long as they did.
+    Pieces that lie side by side, as all do in flat buffers, travel together: 1,740 copies are more than the driver
+    takes at once, and asking for them took as long as they did.
     """
 
     def __init__(self, pieces: dict[str, Piece], rank: int, world_size: int) -> None:
@@ -102,7 +102,7 @@ class HostCopy:
             for name, t in zip(names, lives, strict=True):
                 at = t.storage_offset() - start
                 places[name] = host[at : at + t.numel()]
-        return places, copies
+        return {name: places[name] for name in self.pieces}, copies
 
     def take(self) -> None:
         """Copy the live pieces as they are now, or on a GPU begin to."""
@@ -141,23 +141,27 @@ class HostCopy:
 
 
 GAP = 4096  # elements between two tensors of one buffer, at most, that are copied along with them
+# Bytes of one copy of several tensors: torch rounds what it pins up to a power of two, which of gigabytes is much.
+MOST_BYTES = 1 << 29
 
 
 def side_by_side(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """The names of contiguous tensors in runs of those that follow each other in one buffer, in that order."""
+    """The names of contiguous tensors in runs of those that follow each other in one buffer, up to MOST_BYTES."""
 
     def place(name: str) -> tuple[int, str, int]:
         t = tensors[name]
         return t.untyped_storage().data_ptr(), str(t.dtype), int(t.storage_offset())
 
     runs: list[list[str]] = []
-    end = (0, "", 0)
+    end, start = (0, "", 0), 0
     for name in sorted(tensors, key=place):
-        at = place(name)
-        if at[:2] != end[:2] or not 0 <= at[2] - end[2] <= GAP:
+        t, at = tensors[name], place(name)
+        beside = at[:2] == end[:2] and 0 <= at[2] - end[2] <= GAP
+        if not beside or (at[2] + t.numel() - start) * t.itemsize > MOST_BYTES:
             runs.append([])
+            start = at[2]
         runs[-1].append(name)
-        end = (*at[:2], at[2] + tensors[name].numel())
+        end = (*at[:2], at[2] + t.numel())
     return runs
 
 

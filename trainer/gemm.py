@@ -54,7 +54,7 @@ REDUCE_IN_FP32 = 2
 
 # Tile and cluster (cublasLtMatmulTile_t, cublasLtClusterShape_t: 24 is 256 x 128, 29 is 128 x 160; 3 is 2 x 1, 5 is
 # 1 x 2) of the quickest candidate on a hot H200, where the first was slower by 1% or more: by the bytes of an operand's
-# number, the epilogue, the inner dimension and the columns of a bf16 output, whatever its rows.
+# number, the epilogue, the inner dimension and the columns of a bf16 output, whatever its rows. Used on sm_90 alone.
 HEAD = 50_304
 PREFERRED = {
     (2, DEFAULT, 768, 768): (29, 3),
@@ -254,20 +254,25 @@ class Lt:
         served = [] if status else [candidate for candidate in candidates[: found.value] if not candidate.status]
         if not served:
             return None
-        wanted = PREFERRED.get(request.key) if request.key else None
+        wanted = PREFERRED.get(request.key) if request.key and self.measured else None
         preferred = (each for each in served if wanted and self.tile_and_cluster(each) == wanted)
         algorithm = next(preferred, served[0])
         return Plan(operation, a, b, d, ctypes.addressof(self.one if request.accumulate else self.zero), algorithm)
 
-    def tile_and_cluster(self, algorithm: Algorithm) -> tuple[int, int]:
-        """How an algorithm cuts up the output."""
+    def tile_and_cluster(self, algorithm: Algorithm) -> tuple[int, int] | None:
+        """How an algorithm cuts up the output, None if it does not tell."""
         tile, cluster, written = ctypes.c_uint32(), ctypes.c_uint16(), SIZE()
         for attribute, value in ((TILE, tile), (CLUSTER, cluster)):
-            status = self.library.cublasLtMatmulAlgoConfigGetAttribute(
+            if self.library.cublasLtMatmulAlgoConfigGetAttribute(
                 ctypes.byref(algorithm), attribute, ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)
-            )
-            self.check(status, f"attribute {attribute} of an algorithm")
+            ):
+                return None
         return tile.value, cluster.value
+
+    @functools.cached_property
+    def measured(self) -> bool:
+        """Whether this is a GPU of the kind that PREFERRED was measured on: H100 and H200."""
+        return torch.cuda.get_device_capability(self.device) == (9, 0)
 
     def launch(self, plan: Plan, left: int, right: int, out: int) -> int:
         """Put the product on torch's stream; returns cuBLASLt's status."""
