@@ -29,7 +29,7 @@ from pipelines.cloud.plan import (
     tokens_of,
 )
 from pipelines.cloud.prices import Offer
-from pipelines.cloud.throughput import MEASURED, Measurement, Speed, speed_on
+from pipelines.cloud.throughput import MEASURED, Measurement, Speed, check_gpus, speed_on
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import Billing, claim
@@ -112,8 +112,10 @@ def test_the_plan_knows_how_fast_a_precision_is_and_where_it_can_be_had() -> Non
     assert min(head, blocks) > bf16 > fp16
     assert speed("A100:8", "bf16") == speed("A100:8", "auto")
     for precision in ("fp8", "fp8_head"):
-        with pytest.raises(UserError, match=f"A100:8: no GPU for train.precision {precision}; these are: H100, H200"):
-            speed("A100:8", precision)
+        train = SMALL.train.model_copy(update={"precision": precision})
+        check_gpus(SMALL.model, train, SMALL.runtime, "H100-MEGA-80GB:8", 1)
+        with pytest.raises(UserError, match=f"no GPU for train.precision {precision}; these are: H100, H200"):
+            check_gpus(SMALL.model, train, SMALL.runtime, "A100:8", 1)
 
 
 # --- the closed form

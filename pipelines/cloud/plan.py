@@ -22,6 +22,7 @@ from pipelines.cloud.throughput import (
     SECONDS_PER_LAYER,
     Measurement,
     Speed,
+    check_gpus,
     engine_of,
     gpus_of,
     mfu_of,
@@ -32,7 +33,7 @@ from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.ledger import attempts
 from trainer.commits import checkpoint_seconds, committed_state
-from trainer.config import UserError, grad_accum_steps, tokens_before
+from trainer.config import UserError, tokens_before
 from trainer.store import Store
 
 TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # what is looked at without --gpus
@@ -236,10 +237,10 @@ def candidate(
 ) -> Candidate:
     """A run that trains on `nodes` of `offer`, and has as many nodes for every one of the `large` stages.
 
-    UserError if these GPUs can't share its batch, or nobody knows them.
+    UserError if these GPUs can't share its batch, lack its precision, or nobody knows them.
     """
     gpus, recipe = offer.accelerators or "", work.recipe
-    grad_accum_steps(recipe.model, recipe.train, recipe.runtime, nodes * gpus_of(gpus))
+    check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, nodes)
     speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own, recipe.train.precision)
     legs: dict[str, Leg] = {}
     for stage in STAGES:
