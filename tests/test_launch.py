@@ -439,7 +439,16 @@ def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) ->
     assert header["name"].startswith("tiny-") and [task["name"] for task in tasks] == list(STAGES)
     assert [task["num_nodes"] for task in tasks] == [1, 2, 1, 1]
     assert "a key" not in done.stdout + done.stderr
+    assert tasks[1]["envs"]["SKYTRAIN_PRICES"] == "[]"
     assert done.returncode == 0 and "SkyPilot's server: not up, so not asked" in done.stderr
+
+    config = {"slurm": {"pricing": {"accelerators": {"H100": 2.0}}}}
+    (texts / ".sky").mkdir(exist_ok=True)
+    (texts / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
+    done = given(texts, *arguments, "--infra", "slurm/here", "--budget", "5", **alone)
+    submitted = {task["name"]: task for task in list(yaml.safe_load_all(done.stdout))[1:]}
+    (price,) = json.loads(submitted["train"]["envs"]["SKYTRAIN_PRICES"])
+    assert done.returncode == 0 and price["usd_per_hour"] == 16.0
 
     done = given(texts, *arguments, "--infra", "mars,slurm/here", **alone)
     assert done.returncode == 2 and list(yaml.safe_load_all(done.stdout))
