@@ -1,7 +1,6 @@
 """`plan --cloud`: speeds that agree with what was measured, a closed form that agrees with chance, and the choice."""
 
 import json
-import math
 import os
 import random
 import subprocess
@@ -17,7 +16,6 @@ from sky_catalog import sky_environment, write_catalog
 
 from pipelines.cloud import plan as cloud_plans
 from pipelines.cloud.plan import (
-    SPOT_HOURS,
     WAIT_SECONDS,
     Candidate,
     Job,
@@ -34,7 +32,7 @@ from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import Billing, claim
 from trainer.commits import TrainState, sealed
-from trainer.config import RuntimeConfig, UserError
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, UserError
 from trainer.metrics import mfu
 from trainer.store import LocalStore
 
@@ -155,10 +153,9 @@ def test_the_expected_course_is_the_mean_of_many_simulated_ones(job: Job, hours_
 
 
 def test_without_preemptions_a_course_is_start_work_and_stalls() -> None:
-    sure = course(Job(work=10.0, segment=0.5, stall=0.01, start=0.1), math.inf, wait=0.05)
-    assert (sure.billed_hours, sure.preemptions) == (pytest.approx(0.1 + 10 + 20 * 0.01), 0.0)
-    nearly = course(Job(work=10.0, segment=0.5, stall=0.01, start=0.1), 1e7, wait=0.05)
-    assert nearly.hours == pytest.approx(sure.hours, rel=1e-5)
+    sure = course(Job(work=10.0, segment=0.5, stall=0.01, start=0.1), 1e7, wait=0.05)
+    assert sure.billed_hours == pytest.approx(0.1 + 10 + 20 * 0.01) and sure.preemptions < 1e-5
+    assert sure.hours == pytest.approx(sure.billed_hours + 0.05)
     assert course(Job(0.0, 0.0, start=0.1), 2.0).billed_hours == 0.1
 
 
@@ -169,7 +166,7 @@ def test_more_preemptions_never_make_a_course_shorter(
     work: float, segment: float, stall: float, start: float, hours: float, times: float
 ) -> None:
     job = Job(work, min(work, segment), stall, start)
-    often, seldom, never = course(job, hours), course(job, hours * times), course(job, math.inf)
+    often, seldom, never = course(job, hours), course(job, hours * times), course(job, 1e9)
     assert often.billed_hours >= seldom.billed_hours * (1 - 1e-9) >= never.billed_hours * (1 - 2e-9)
     assert often.preemptions >= seldom.preemptions * (1 - 1e-9)
 
@@ -266,7 +263,7 @@ def test_with_a_catalog_stood_in_a_machine_is_shown_once_a_market_at_its_cheapes
     assert [(c.offer.zone, c.offer.usd_per_hour) for c in plan.candidates] == [("r2", 12.8), (None, 32.0)]
     assert plan.notes == ("dear: there is no price list of it here",)
     spot, whole = plan.candidates
-    assert spot.legs["train"].preemptions > 0 == whole.legs["train"].preemptions
+    assert spot.legs["train"].preemptions > 0.1 > 100 * whole.legs["train"].preemptions > 0
     assert spot.hours > whole.hours
     for one in plan.candidates:
         assert list(one.legs) == ["tokenize", "train", "evaluate", "export"]
@@ -312,7 +309,7 @@ def test_with_a_catalog_stood_in_a_deadline_has_evaluate_on_what_may_have_to_fin
     for one in planned(tmp_path, "gpt2-1558m", **options).candidates:
         evaluate = one.legs["evaluate"]
         assert evaluate.offer and (evaluate.offer.accelerators, evaluate.offer.spot) == ("H100:8", False)
-        assert evaluate.usd == pytest.approx(2 * 32.0 * (evaluate.hours - WAIT_SECONDS / 3600))
+        assert evaluate.usd == pytest.approx(2 * 32.0 * (evaluate.hours - WAIT_SECONDS / 3600), rel=1e-3)
         assert one.usd == pytest.approx(sum(leg.usd for leg in one.legs.values()))
     for elsewhere in (options | {"hand_over": False}, options | {"limits": Limits(usd=500)}):
         small = planned(tmp_path, "gpt2-1558m", **elsewhere).candidates[0].legs["evaluate"].offer
@@ -336,7 +333,7 @@ def test_a_node_of_the_prior_lasts_as_long_as_in_the_traces(shared_data: Path) -
         ticks = trace["data"]
         up += sum(ticks) * trace["metadata"]["gap_seconds"] / 3600
         ends += sum(a == 1 and b == 0 for a, b in zip(ticks, ticks[1:], strict=False))
-    assert up / ends == pytest.approx(SPOT_HOURS, rel=0.001)
+    assert up / ends == pytest.approx(PRIOR_SECONDS_BETWEEN_FAILURES / 3600, rel=0.1)
 
 
 @pytest.mark.slow
