@@ -5,11 +5,12 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from sky_catalog import sky_environment, write_catalog
@@ -36,6 +37,7 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, UserEr
 from trainer.metrics import mfu
 from trainer.store import LocalStore
 
+SKY = Path(__file__).resolve().parents[1] / "sky"
 SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
 COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
 
@@ -238,7 +240,8 @@ def stand_in(cloud: str, node: str) -> list[Offer]:
         raise UserError("dear: there is no price list of it here")
     name, _, count = node.partition(",")[0].partition(":")
     if name == "cpus":
-        return [Offer(cloud, "r", None, f"c{count}", False, 0.1 * int(count), 0.1 * int(count), None, float(count))]
+        whole = Offer(cloud, "r", None, f"c{count}", False, 0.1 * int(count), 0.1 * int(count), None, float(count))
+        return [whole, replace(whole, spot=True, usd_per_hour=0.3 * whole.usd_per_hour)]
     if name in ("H100", "L4"):
         whole = Offer(cloud, "r", None, f"{name}x{count}", False, 4.0 * int(count), 4.0 * int(count), node, 24)
         zones = [("r1", 0.7), ("r2", 0.4)]
@@ -314,6 +317,13 @@ def test_with_a_catalog_stood_in_a_deadline_has_evaluate_on_what_may_have_to_fin
     for elsewhere in (options | {"hand_over": False}, options | {"limits": Limits(usd=500)}):
         small = planned(tmp_path, "gpt2-1558m", **elsewhere).candidates[0].legs["evaluate"].offer
         assert small and small.accelerators == "L4:1"
+
+
+def test_with_a_catalog_stood_in_a_stage_is_on_spot_where_its_task_may_be(market, tmp_path: Path) -> None:
+    legs = planned(tmp_path, clouds=("a",), train_nodes=("H100:8",)).candidates[0].legs
+    for stage, one in legs.items():
+        task = yaml.safe_load((SKY / f"{stage}.yaml").read_text())
+        assert one.offer and one.offer.spot == any(m["use_spot"] for m in task["resources"]["any_of"]), stage
 
 
 def test_with_a_catalog_stood_in_gpus_that_cannot_share_a_step_are_no_candidates(market, tmp_path: Path) -> None:

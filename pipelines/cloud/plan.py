@@ -39,6 +39,7 @@ from trainer.store import Store
 TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # what is looked at without --gpus
 # As in sky/*.yaml.
 SMALL_NODES = {"tokenize": ("cpus:16,memory:32",), "evaluate": ("L4:1", "A10:1"), "export": ("cpus:4,memory:16",)}
+ON_DEMAND_ONLY = ("export",)
 
 WAIT_SECONDS = 180.0  # until there is a node, first and after a preemption; on a local Slurm 25 to 40 s were measured
 START_SECONDS = 120.0  # of the bill: boot, image, interpreter
@@ -152,10 +153,10 @@ def cloud_plan(
     """
     market, notes = offers_of([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
     work = workload(recipe, store, plans or plans_of(recipe))
-    small = {
-        stage: min((o for node in kinds for o in market[node]), key=lambda o: o.usd_per_hour, default=None)
-        for stage, kinds in SMALL_NODES.items()
-    }
+    small: dict[str, Offer | None] = {}
+    for stage, kinds in SMALL_NODES.items():
+        fitting = (o for node in kinds for o in market[node] if not (o.spot and stage in ON_DEMAND_ONLY))
+        small[stage] = min(fitting, key=lambda o: o.usd_per_hour, default=None)
     places = best_places(offer for node in train_nodes for offer in market[node])
     steady = [offer for offer in places if not offer.spot]
     large = ["train"]
