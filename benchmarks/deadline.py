@@ -9,7 +9,7 @@ clock, money in dollars.
 
 - launched: what `launch --deadline` does, by the rule of pipelines.cloud.handover: spot if there is some when a machine
   is looked for, else on-demand; away from spot for good once another lost machine could make it late; once on demand,
-  it stays.
+  it stays. With the market of one zone that is one stretch of spot at most.
 
 All others exist here alone; nothing in the product carries them out:
 
