@@ -1,6 +1,6 @@
-"""A run with a deadline is never late, hardly ever dearer than on-demand, and cheap where spot could be had.
+"""The simulation of deadlines, benchmarks/deadline.py: nobody is late, and the bound is one.
 
-The replay, the bound and the other policies are those of benchmarks/deadline.py.
+What `launch --deadline` does itself is in tests/test_handover.py.
 """
 
 import importlib
@@ -8,13 +8,12 @@ import sys
 from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from pipelines.cloud.deadline import PURSE, Race, leave_for, market, may_leave, must_switch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -27,16 +26,16 @@ def simulation() -> ModuleType:
         sys.path.remove(str(BENCHMARKS))
 
 
-SIMULATION = simulation()
+SIMULATION: Any = simulation()
 TICK = 60.0
 
 
-def race(ticks: int, work: int, changeover: int, spot: float = 0.3) -> Race:
-    return Race(0.0, ticks * TICK, work * TICK, changeover * TICK, spot, 1.0, TICK)
+def race(ticks: int, work: int, changeover: int, spot: float = 0.3) -> Any:
+    return SIMULATION.Race(0.0, ticks * TICK, work * TICK, changeover * TICK, spot, 1.0, TICK)
 
 
 @st.composite
-def markets(draw: st.DrawFn) -> tuple[Race, np.ndarray]:
+def markets(draw: st.DrawFn) -> tuple[Any, np.ndarray]:
     work, changeover = draw(st.integers(1, 80)), draw(st.integers(1, 6))
     ticks = work + changeover + 1 + draw(st.integers(0, 80))
     stretches = draw(st.lists(st.integers(1, 30), min_size=1, max_size=ticks))
@@ -49,19 +48,19 @@ def markets(draw: st.DrawFn) -> tuple[Race, np.ndarray]:
 @settings(deadline=None, max_examples=300)
 @given(markets())
 def test_whatever_the_market_does_nobody_is_late_and_nobody_pays_more_than_the_purse_allows(
-    drawn: tuple[Race, np.ndarray],
+    drawn: tuple[Any, np.ndarray],
 ) -> None:
     run, available = drawn
-    usd, done = SIMULATION.replay(market, run, available)
+    usd, done = SIMULATION.replay(SIMULATION.waiting, run, available)
     assert done <= run.deadline + 1e-6
-    assert usd <= (1 + PURSE) * run.on_demand_usd + 1e-9
+    assert usd <= (1 + SIMULATION.PURSE) * run.on_demand_usd + 1e-9
 
 
 def test_on_every_recorded_market_a_short_changeover_makes_spot_pay_and_never_cost(shared_data: Path) -> None:
     for trace in SIMULATION.spot_traces.load(shared_data / "spot-traces"):
         SIMULATION.STARTS = 3
         bills = SIMULATION.bills_on(trace, slack=1.25, change=1)
-        for best, ours in zip(bills["bound"], bills["ours"], strict=True):
+        for best, ours in zip(bills["bound"], bills["waiting"], strict=True):
             assert best <= ours + 1e-9
             assert ours <= 1
             assert ours < 1 or best > 0.99
@@ -78,10 +77,10 @@ def test_the_bound_is_the_cheapest_of_all_schedules() -> None:
         assert SIMULATION.bound(run, available) == pytest.approx(min(bills))
 
 
-def follow(plan: tuple[str, ...], run: Race, available: np.ndarray) -> float | None:
+def follow(plan: tuple[str, ...], run: Any, available: np.ndarray) -> float | None:
     """What a schedule costs; None if it asks for spot where there is none, or is late."""
 
-    def policy(_race: Race, now: float, *_: object) -> str:
+    def policy(_race: object, now: float, *_: object) -> str:
         number = round(now / TICK)
         return plan[number] if number < len(plan) else "on-demand"
 
@@ -94,31 +93,26 @@ def follow(plan: tuple[str, ...], run: Race, available: np.ndarray) -> float | N
 def test_spot_is_left_when_there_is_no_slack_for_another_one() -> None:
     run = race(ticks=100, work=80, changeover=5)
     at = dict(work_left=80 * TICK, spent=0.0, on="spot", spot_available=True)
-    assert market(run, now=0.0, until_ready=5 * TICK, **at) == "spot"
-    assert not must_switch(run, now=15 * TICK, work_left=80 * TICK)
-    assert must_switch(run, now=16 * TICK, work_left=80 * TICK)
-    assert market(run, now=16 * TICK, **at) == "on-demand"
-    # Who can't choose what comes next leaves while even a lost spot machine in between would do no harm.
-    assert leave_for(run, now=9 * TICK, work_left=80 * TICK, spent=0.0, on="spot", since=0.0) is None
-    assert leave_for(run, now=10 * TICK, work_left=80 * TICK, spent=0.0, on="spot", since=0.0) == "on-demand"
+    assert SIMULATION.waiting(run, now=0.0, until_ready=5 * TICK, **at) == "spot"
+    assert not SIMULATION.must_switch(run, now=15 * TICK, work_left=80 * TICK)
+    assert SIMULATION.must_switch(run, now=16 * TICK, work_left=80 * TICK)
+    assert SIMULATION.waiting(run, now=16 * TICK, **at) == "on-demand"
 
 
 def test_on_demand_is_left_for_spot_only_with_slack_and_from_what_was_saved() -> None:
     run = race(ticks=3000, work=1000, changeover=5)
     left = 500 * TICK
     saved, nothing = run.on_demand_usd / 4, run.on_demand_usd / 2 + 0.5
-    assert may_leave(run, now=0.0, work_left=left, spent=saved)
-    assert not may_leave(run, now=0.0, work_left=left, spent=nothing)
-    assert not may_leave(run, now=2490 * TICK, work_left=left, spent=saved)
-    assert leave_for(run, now=7200.0, work_left=left, spent=saved, on="on-demand", since=0.0) == "spot"
-    assert leave_for(run, now=7200.0, work_left=left, spent=saved, on="on-demand", since=3700.0) is None
+    assert SIMULATION.may_leave(run, now=0.0, work_left=left, spent=saved)
+    assert not SIMULATION.may_leave(run, now=0.0, work_left=left, spent=nothing)
+    assert not SIMULATION.may_leave(run, now=2490 * TICK, work_left=left, spent=saved)
 
 
 def test_without_spot_a_run_waits_while_it_is_ahead_and_takes_on_demand_when_behind() -> None:
     run = race(ticks=2000, work=1000, changeover=1)
     at = dict(work_left=1000 * TICK, spent=0.0, on=None, spot_available=False)
-    assert market(run, now=0.0, **at) == "wait"
-    assert market(run, now=240 * TICK, **at) == "wait"  # a quarter of 1000 ticks of slack
-    assert market(run, now=260 * TICK, **at) == "on-demand"
-    assert market(run, now=260 * TICK, **(at | {"spot_available": True})) == "spot"
-    assert market(run, now=260 * TICK, **(at | {"work_left": 900 * TICK})) == "wait"  # ahead of the line
+    assert SIMULATION.waiting(run, now=0.0, **at) == "wait"
+    assert SIMULATION.waiting(run, now=240 * TICK, **at) == "wait"  # a quarter of 1000 ticks of slack
+    assert SIMULATION.waiting(run, now=260 * TICK, **at) == "on-demand"
+    assert SIMULATION.waiting(run, now=260 * TICK, **(at | {"spot_available": True})) == "spot"
+    assert SIMULATION.waiting(run, now=260 * TICK, **(at | {"work_left": 900 * TICK})) == "wait"  # ahead of the line

@@ -82,6 +82,9 @@ def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behi
         machines(deadline=1.8e9, spot=True)
     with pytest.raises(UserError, match="--deadline: can't be kept with --stage train"):
         machines(deadline=1.8e9, until="train")
+    with pytest.raises(UserError, match="--deadline: slurm/here,k8s has no spot machines to leave"):
+        machines(deadline=1.8e9, infra="slurm/here,k8s")
+    assert machines(deadline=1.8e9, infra="slurm/here,aws")["train"]["envs"][DEADLINE]
     assert all(machine["use_spot"] for machine in machines(spot=True)["train"]["resources"]["any_of"])
     assert DEADLINE not in plain["train"]["envs"] and plain["evaluate"]["num_nodes"] == 1
 

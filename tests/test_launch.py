@@ -284,10 +284,16 @@ def test_a_secret_that_is_not_set_is_named() -> None:
 # Looking over a job
 
 
-def looked(store: Store, secrets: dict[str, str], source: str = "hf://datasets/a/b", **wish: Any) -> dict[str, Finding]:
+def looked(
+    store: Store,
+    secrets: dict[str, str],
+    source: str = "hf://datasets/a/b",
+    changes: tuple[str, ...] = (),
+    **wish: Any,
+) -> dict[str, Finding]:
     """The findings that are not simply fine, by what they are about."""
     asked = Wish("tiny-12345678", store.uri, **wish)
-    recipe = load_recipe("smoke", [f"tokens.source={source}", f"tokens.revision={'a' * 40}"])
+    recipe = load_recipe("smoke", [f"tokens.source={source}", f"tokens.revision={'a' * 40}", *changes])
     findings = preflight(documents(asked, STAGES), asked, recipe, store, secrets)
     return {finding.what: finding for finding in findings if finding.state != "ok"}
 
@@ -301,6 +307,21 @@ def test_a_folder_is_no_store_for_machines_elsewhere(tmp_path: Path) -> None:
 def test_text_that_lies_here_is_tokenized_here(tmp_path: Path) -> None:
     found = looked(LocalStore(tmp_path), KEYS, "mine/*.txt", infra="aws")["text for tokenize"]
     assert found.state == "broken" and "skytrain run RECIPE --stage tokenize" in found.remedy
+
+
+def test_gpus_that_cannot_train_the_recipe_are_not_waited_for(tmp_path: Path) -> None:
+    def found(gpus: str, *changes: str, nodes: int = 1) -> Finding | None:
+        where = {"infra": "slurm/here", "gpus": gpus, "nodes": nodes}
+        return looked(LocalStore(tmp_path), KEYS, changes=changes, **where).get("GPUs")
+
+    assert found("H100:1") is None
+    for own_count in ("runtime.processes=1", "runtime.device=cpu"):
+        assert found("H100:8", own_count) is None
+    shared = found("H100:8", nodes=2)
+    assert shared and shared.state == "broken" and "2 x H100:8: train.batch_tokens: " in shared.seen
+    assert found("H100:1", "train.precision=fp8") is None
+    old = found("V100:1", "train.precision=fp8")
+    assert old and "1 x V100:1: no GPU for train.precision fp8" in old.seen
 
 
 def test_an_address_of_this_machine_means_another_one_there(tmp_path: Path) -> None:
@@ -418,7 +439,16 @@ def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) ->
     assert header["name"].startswith("tiny-") and [task["name"] for task in tasks] == list(STAGES)
     assert [task["num_nodes"] for task in tasks] == [1, 2, 1, 1]
     assert "a key" not in done.stdout + done.stderr
+    assert tasks[1]["envs"]["SKYTRAIN_PRICES"] == "[]"
     assert done.returncode == 0 and "SkyPilot's server: not up, so not asked" in done.stderr
+
+    config = {"slurm": {"pricing": {"accelerators": {"H100": 2.0}}}}
+    (texts / ".sky").mkdir(exist_ok=True)
+    (texts / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
+    done = given(texts, *arguments, "--infra", "slurm/here", "--budget", "5", **alone)
+    submitted = {task["name"]: task for task in list(yaml.safe_load_all(done.stdout))[1:]}
+    (price,) = json.loads(submitted["train"]["envs"]["SKYTRAIN_PRICES"])
+    assert done.returncode == 0 and price["usd_per_hour"] == 16.0
 
     done = given(texts, *arguments, "--infra", "mars,slurm/here", **alone)
     assert done.returncode == 2 and list(yaml.safe_load_all(done.stdout))

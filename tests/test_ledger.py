@@ -17,6 +17,7 @@ import pytest
 
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import (
+    STEADY_SECONDS_BETWEEN_FAILURES,
     Attempt,
     Billing,
     Heartbeat,
@@ -25,11 +26,12 @@ from pipelines.tracking.ledger import (
     is_alive,
     is_there,
     latest_number,
+    prior_seconds_between_failures,
     process_started,
     seconds_between_failures,
     this_process,
 )
-from trainer.config import UserError
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError
 from trainer.process import StaleAttempt
 from trainer.store import LocalStore, StoreUnavailable
 
@@ -448,6 +450,14 @@ def test_a_meter_of_a_clock_that_was_set_back_bills_nothing_twice(tmp_path: Path
     with claimed(LocalStore(tmp_path / "store"), 1) as attempt:
         pass
     assert 0 <= attempt.latest.time - attempt.latest.started < 60 and attempt.latest.phases == {}
+
+
+def test_own_and_on_demand_machines_are_trusted_for_longer_than_spot_and_what_nobody_knows() -> None:
+    steady = [prior_seconds_between_failures(machine) for machine in ({}, {"cloud": "aws", "spot": False})]
+    assert steady == [STEADY_SECONDS_BETWEEN_FAILURES] * 2
+    for market in ({"cloud": "aws", "spot": True}, {"cloud": "slurm"}):
+        assert prior_seconds_between_failures(market) == PRIOR_SECONDS_BETWEEN_FAILURES < min(steady)
+        assert prior_seconds_between_failures(market, nodes=2) == PRIOR_SECONDS_BETWEEN_FAILURES / 2
 
 
 def test_deaths_without_a_word_shorten_the_time_that_is_expected_until_the_next() -> None:

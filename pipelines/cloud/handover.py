@@ -4,13 +4,12 @@ A managed job can't change its market, but it is a chain of tasks, and `skytrain
 `launch --deadline` gives the task train spot machines (and on-demand ones, so that it never waits) and the task
 evaluate on-demand ones, and tells the first the deadline (SKYTRAIN_DEADLINE, unix seconds). Once another lost spot
 machine could make the run late, train commits and ends with exit code 0; evaluate finishes the training first.
-The rule is `leave_for` in deadline.py.
+It never goes back to spot.
 """
 
 import os
 import time
 
-from pipelines.cloud.deadline import Race, leave_for
 from pipelines.cloud.plan import START_SECONDS, WAIT_SECONDS
 from pipelines.recipe import Recipe
 from pipelines.tracking.forecast import TRAINING_PHASES
@@ -23,6 +22,12 @@ DEADLINE = "SKYTRAIN_DEADLINE"
 CHANGEOVER_SECONDS = WAIT_SECONDS + START_SECONDS + 300.0
 SURE_STEPS = 10  # the first one compiles
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is there already
+
+
+def has_to_leave(slack: float, changeover: float, tick: float) -> bool:
+    """Whether a spot machine has to be left for on-demand, asked every `tick`: seconds may still pass without training
+    (`slack`), and two changeovers no longer fit into them, that to another spot machine and then one on demand."""
+    return slack < 2 * changeover + tick
 
 
 def handover_here(billing: Billing, recipe: Recipe, stop: StopSignal) -> "Handover | None":
@@ -56,16 +61,7 @@ class Handover:
         before, whole = tokens_before(step, train), tokens_before(train.max_steps, train)
         per_token = seconds / (before - tokens_before(max(0, step - done), train))
         now, left = time.time(), (whole - before) * per_token
-        race = Race(
-            started=beat.started,
-            deadline=self.deadline - AFTER_TRAINING_SECONDS,
-            work=whole * per_token,
-            changeover=CHANGEOVER_SECONDS,
-            spot_per_hour=beat.price_per_hour or 0.0,
-            on_demand_per_hour=beat.machine.get("on_demand_per_hour") or 0.0,
-            tick=HEARTBEAT_SECONDS,
-        )
-        if left > CHANGEOVER_SECONDS and leave_for(race, now, left, 0.0, "spot", beat.started) == "on-demand":
-            slack = race.slack(now, left)
+        slack = self.deadline - AFTER_TRAINING_SECONDS - now - left
+        if left > CHANGEOVER_SECONDS and has_to_leave(slack, CHANGEOVER_SECONDS, HEARTBEAT_SECONDS):
             words = f"deadline: {slack / 60:.0f} min of slack are left, too few to lose another spot machine"
             self.stop.ask(words, HandedOver)

@@ -83,7 +83,8 @@ def launch(
 ) -> Launched | None:
     """Look, say what it found, ask (`agreed`), submit. None if nothing was: done already, a dry run, or a no.
 
-    A dry run prints the job, and then what a launch would find; SkyPilot's API server is asked if it is up.
+    A dry run says what a launch would find, and prints the job that it would submit, or as asked for if something is
+    refused; SkyPilot's API server is asked if it is up.
 
     UserError if a check fails, if no machine fits, or if the run has a job that is not over.
     """
@@ -93,11 +94,13 @@ def launch(
         return None
     job = documents(wish, stages)
     if dry_run:
-        print(shown(job, secrets), end="", flush=True)
-        with redirect_stdout(sys.stderr):  # what is found is no part of the YAML
-            looked_over(job, wish, recipe, plans, store, secrets, may_start=False)
+        try:
+            with redirect_stdout(sys.stderr):  # what is found is no part of the YAML
+                job, _ = looked_over(job, wish, recipe, plans, store, secrets, may_start=False)
+        finally:
+            print(shown(job, secrets), end="", flush=True)
         return None
-    dag = looked_over(job, wish, recipe, plans, store, secrets)
+    _, dag = looked_over(job, wish, recipe, plans, store, secrets)
     if not agreed(f"Launch {wish.run}: {', '.join(stages)}?"):
         return None
     return submit(dag, wish, stages, secrets, recipe, plans, store)
@@ -114,8 +117,9 @@ def looked_over(
     store: Store,
     secrets: Mapping[str, str],
     may_start: bool = True,
-) -> "Dag":
-    """The job as SkyPilot takes it, once nothing is left that would keep it from running. UserError if something is.
+) -> tuple[list[dict[str, Any]], "Dag"]:
+    """The job with its prices and without what is beyond the limits, and as SkyPilot takes it. UserError if something
+    would keep it from running.
 
     Without `may_start` SkyPilot's API server is asked only if it is up.
     """
@@ -135,7 +139,7 @@ def looked_over(
     dag = dag_of(job, secrets)
     if ask:
         ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in clouds_of(job)))  # their plan was shown
-    return dag
+    return job, dag
 
 
 def report(findings: Iterable[Finding]) -> None:

@@ -22,6 +22,7 @@ from pipelines.cloud.throughput import (
     SECONDS_PER_LAYER,
     Measurement,
     Speed,
+    check_gpus,
     engine_of,
     gpus_of,
     mfu_of,
@@ -30,18 +31,16 @@ from pipelines.cloud.throughput import (
 )
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
-from pipelines.tracking.ledger import attempts
+from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from trainer.commits import checkpoint_seconds, committed_state
-from trainer.config import UserError, grad_accum_steps, tokens_before
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError, tokens_before
 from trainer.store import Store
 
 TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # what is looked at without --gpus
 # As in sky/*.yaml.
 SMALL_NODES = {"tokenize": ("cpus:16,memory:32",), "evaluate": ("L4:1", "A10:1"), "export": ("cpus:4,memory:16",)}
+ON_DEMAND_ONLY = ("export",)
 
-# The seven traces of AWS spot V100 in "Can't Be Late" (NSDI'24), pooled: 2,833 hours of capacity in 1,328 stretches,
-# so one ended after 2.1 hours. By trace 0.7 to 6.1; today's markets and GPUs may be kinder, none is public.
-SPOT_HOURS = 2833 / 1328
 WAIT_SECONDS = 180.0  # until there is a node, first and after a preemption; on a local Slurm 25 to 40 s were measured
 START_SECONDS = 120.0  # of the bill: boot, image, interpreter
 FIRST_STEP_SECONDS = 34.1  # measured, GPT-2 124M on an H200 with empty caches: benchmarks/README.md
@@ -52,7 +51,8 @@ BYTES_PER_TOKEN = 4.3  # of English text
 BYTES_PER_SECOND = 100e6  # between the Hub or a bucket and a node
 HELLASWAG_ITEMS, HELLASWAG_TOKENS = 10_042, 400  # an item is four endings of about 100 tokens
 ASSUMED = (
-    f"spot: a node lasts {SPOT_HOURS:.1f} h (traces of NSDI'24, AWS V100, 2022-23)",
+    f"a spot node lasts {PRIOR_SECONDS_BETWEEN_FAILURES / 3600:g} h (2.1 in the traces of NSDI'24: AWS V100, 2022-23), "
+    f"one on demand {STEADY_SECONDS_BETWEEN_FAILURES / 86_400:g} days",
     f"{WAIT_SECONDS / 60:.0f} min until there is a node, then {START_SECONDS / 60:.0f} min of start-up on the bill",
     f"text and weights travel at {BYTES_PER_SECOND / 1e6:.0f} MB/s",
     "MFU of evaluating as of eager training",
@@ -153,10 +153,10 @@ def cloud_plan(
     """
     market, notes = offers_of([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
     work = workload(recipe, store, plans or plans_of(recipe))
-    small = {
-        stage: min((o for node in kinds for o in market[node]), key=lambda o: o.usd_per_hour, default=None)
-        for stage, kinds in SMALL_NODES.items()
-    }
+    small: dict[str, Offer | None] = {}
+    for stage, kinds in SMALL_NODES.items():
+        fitting = (o for node in kinds for o in market[node] if not (o.spot and stage in ON_DEMAND_ONLY))
+        small[stage] = min(fitting, key=lambda o: o.usd_per_hour, default=None)
     places = best_places(offer for node in train_nodes for offer in market[node])
     steady = [offer for offer in places if not offer.spot]
     large = ["train"]
@@ -236,10 +236,10 @@ def candidate(
 ) -> Candidate:
     """A run that trains on `nodes` of `offer`, and has as many nodes for every one of the `large` stages.
 
-    UserError if these GPUs can't share its batch, or nobody knows them.
+    UserError if these GPUs can't share its batch, lack its precision, or nobody knows them.
     """
     gpus, recipe = offer.accelerators or "", work.recipe
-    grad_accum_steps(recipe.model, recipe.train, recipe.runtime, nodes * gpus_of(gpus))
+    check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, nodes)
     speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own, recipe.train.precision)
     legs: dict[str, Leg] = {}
     for stage in STAGES:
@@ -252,13 +252,17 @@ def candidate(
 
 
 def leg(job: Job, offer: Offer, nodes: int) -> Leg:
-    # A job on several nodes is interrupted by the first that goes.
-    went = course(job, SPOT_HOURS / nodes if offer.spot else math.inf)
+    went = course(job, hours_between(offer, nodes))
     return Leg(offer, went.hours, went.billed_hours * nodes * offer.usd_per_hour, went.preemptions)
 
 
-def course(job: Job, hours_between: float, wait: float = WAIT_SECONDS / 3600) -> Course:
-    """A job on a machine that is taken away every `hours_between` on average, at random.
+def hours_between(offer: Offer, nodes: int) -> float:
+    """How long a job on several nodes is undisturbed: the first that goes interrupts it."""
+    return prior_seconds_between_failures({"cloud": offer.cloud, "spot": offer.spot}, nodes) / 3600
+
+
+def course(job: Job, m: float, wait: float = WAIT_SECONDS / 3600) -> Course:
+    """A job on a machine that is taken away every `m` hours on average, at random.
 
     Source of the bill: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
     dumps": M · e^(S/M) · (e^((I+s)/M) - 1) · W/I for work W in segments I, each followed by a stall s, on machines
@@ -266,10 +270,6 @@ def course(job: Job, hours_between: float, wait: float = WAIT_SECONDS / 3600) ->
     each of them costs a wait off the bill.
     """
     segments = job.work / job.segment if job.segment else 0.0
-    if math.isinf(hours_between):
-        billed = job.start + segments * (job.segment + job.stall)
-        return Course(billed + wait, billed, 0.0)
-    m = hours_between
     billed = job.start + m * math.exp(job.start / m) * math.expm1((job.segment + job.stall) / m) * segments
     preemptions = billed / m
     return Course(billed + wait * (1 + preemptions), billed, preemptions)
@@ -316,8 +316,8 @@ def train_job(recipe: Recipe, steps: int, offer: Offer, speed: Speed, nodes: int
         12 * recipe.model.parameters / (nodes * gpus_of(offer.accelerators or ":1")) / STALL_BYTES_PER_SECOND
     )  # weights and two moments in float32
     if runtime.checkpoint_minutes == "auto":
-        between = SPOT_HOURS / nodes if offer.spot else math.inf
-        segment = checkpoint_seconds(max(LEAST_STALL_SECONDS, stall), 3600 * between) / 3600
+        between = 3600 * hours_between(offer, nodes)
+        segment = checkpoint_seconds(max(LEAST_STALL_SECONDS, stall), between) / 3600
     else:
         segment = runtime.checkpoint_minutes / 60
     hours = tokens / speed.tokens_per_second / 3600

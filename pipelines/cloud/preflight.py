@@ -18,8 +18,10 @@ from pipelines.cloud.checks import (
     store_commits,
 )
 from pipelines.cloud.tasks import CLUSTERS, WORK_TREE, Wish, clouds_of
+from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe
 from pipelines.text import STDLIB
+from trainer.config import UserError
 from trainer.store import LocalStore, Store
 
 # Where one asks for more. GPUs are granted by the vCPU or by the piece, and a new account has none.
@@ -40,6 +42,7 @@ def preflight(
     afar = any(cloud not in CLUSTERS for cloud in clouds)
     yield skypilot_installed()
     yield from unknown_clouds(clouds)
+    yield from gpus_that_will_not_do(job[1:], recipe)
     stages = [task["name"] for task in job[1:]]
     yield from texts_reachable(recipe, stages, afar)
     yield credentials(store, clouds, secrets)
@@ -86,6 +89,17 @@ def unknown_clouds(clouds: Iterable[str]) -> Iterator[Finding]:
         else:
             remedy = f"it is one of {', '.join(sorted(known))}; skytrain doctor says which may be used from here"
         yield broken("infra", f"{cloud}: SkyPilot knows no such cloud", remedy)
+
+
+def gpus_that_will_not_do(tasks: Iterable[dict[str, Any]], recipe: Recipe) -> Iterator[Finding]:
+    """The training machines that the run would end on as soon as its GPUs were counted."""
+    for task in (task for task in tasks if task["name"] == "train"):
+        for gpus in dict.fromkeys(machine["accelerators"] for machine in task["resources"]["any_of"]):
+            try:
+                check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, task["num_nodes"])
+            except UserError as error:
+                seen = f"{task['num_nodes']} x {gpus}: {error}"
+                yield broken("GPUs", seen, "choose others with --gpus and --nodes, or change the recipe with --set")
 
 
 def texts_reachable(recipe: Recipe, stages: Iterable[str], afar: bool) -> Iterator[Finding]:

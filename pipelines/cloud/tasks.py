@@ -70,9 +70,14 @@ def documents(wish: Wish, stages: Iterable[str]) -> list[dict[str, Any]]:
         raise UserError(
             f"--deadline: can't be kept with {option}: the task evaluate, on demand, is what finishes in time"
         )
+    job = [{"name": wish.run}, *tasks]
+    if wish.deadline and set(clouds_of(job)) <= set(CLUSTERS):
+        raise UserError(
+            f"--deadline: {wish.infra} has no spot machines to leave and no price list to choose from; leave it out"
+        )
     if wish.deadline and wish.spot is None:
         let_hand_over({task["name"]: task for task in tasks}, wish.deadline)
-    return [{"name": wish.run}, *tasks]
+    return job
 
 
 def fill(task: dict[str, Any], wish: Wish, folder: Path) -> None:

@@ -15,13 +15,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trainer.config import ModelConfig, RuntimeConfig, UserError
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError, grad_accum_steps
 from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
 PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12}
-# All of them have bf16, which the fused engine wants. Those with fp8 as it wants it:
-FP8 = ("H100", "H200", "B200")
+# All of them have bf16, which the fused engine wants. Those with fp8 as it wants it, also of those that one finds in a
+# cluster of one's own:
+FP8 = ("H100", "H200", "B200", "H20", "H800", "GH200", "GB200", "B300", "GB300")
 # What launching a layer's kernels takes, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
 
@@ -82,6 +83,15 @@ def gpus_of(accelerators: str) -> int:
     return int(accelerators.partition(":")[2])
 
 
+def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> None:
+    """UserError if `nodes` nodes with these GPUs can't share a step's batch, or don't have its precision."""
+    gpus = 1 if runtime.device == "cpu" else gpus_of(accelerators)
+    ranks = gpus if runtime.processes == "auto" else runtime.processes
+    grad_accum_steps(model, train, runtime, nodes * ranks)
+    if train.precision.startswith("fp8") and accelerators.partition(":")[0].partition("-")[0] not in FP8:
+        raise UserError(f"no GPU for train.precision {train.precision}; these are: {', '.join(FP8)}")
+
+
 def engine_of(runtime: RuntimeConfig, precision: str) -> str:
     """How a step runs on rented GPUs: the engine, and fp8 if it is that."""
     if precision.startswith("fp8"):
@@ -99,7 +109,7 @@ def speed_on(
     own: Iterable[Measurement] = (),
     precision: str = "auto",
 ) -> Speed:
-    """Tokens a second on `nodes` nodes with these GPUs. UserError for a GPU that we know nothing of, or without fp8.
+    """Tokens a second on `nodes` nodes with these GPUs. UserError for a GPU that we know nothing of.
 
     `own`: what this very run, or one of the same model and runtime, was measured to do. On the same machines
     it is the answer; on others it corrects the estimate by as much as it was off there.
@@ -126,8 +136,6 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     peak = peak_of(accelerators)
     if peak is None:
         raise UserError(f"{accelerators}: no GPU that we know the speed of; known are {', '.join(PEAKS)}")
-    if precision.startswith("fp8") and accelerators.partition(":")[0].partition("-")[0] not in FP8:
-        raise UserError(f"{accelerators}: no GPU for train.precision {precision}; these are: {', '.join(FP8)}")
     gpus = nodes * gpus_of(accelerators)
     engine = engine_of(runtime, precision).partition(" ")[0]
     mfu = mfu_of(model.parameters, runtime, precision) * PER_DOUBLING[engine] ** math.log2(gpus)

@@ -25,9 +25,15 @@ from pipelines.kernel_cache import KernelCache
 from pipelines.nodes import Part, Place, interface_to, processes_on_this_node, rendezvous
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
-from pipelines.tracking.ledger import attempts, latest_number, process_started, seconds_between_failures
+from pipelines.tracking.ledger import (
+    attempts,
+    latest_number,
+    prior_seconds_between_failures,
+    process_started,
+    seconds_between_failures,
+)
 from trainer.commits import committed_state, segments, series
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError, grad_accum_steps
+from trainer.config import UserError, grad_accum_steps
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
@@ -88,6 +94,7 @@ def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
     earlier = [beat for beat in attempts(work.store, work.plan.prefix) if beat.attempt < work.attempt.number]
     reached = max((beat.progress.get("highest_step", 0) for beat in earlier), default=0)
     work.report(highest_step=reached)
+    mine = work.attempt.latest
     spec = {
         "started": time.time(),  # the ranks' clock begins where ours enters the phase "ranks"
         "reached": reached,
@@ -96,7 +103,7 @@ def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
         "tokens": work.inputs["tokenize"].prefix,
         "prefix": work.plan.prefix,
         "attempt": work.attempt.number,
-        "between_failures": seconds_between_failures(earlier, PRIOR_SECONDS_BETWEEN_FAILURES),
+        "between_failures": seconds_between_failures(earlier, prior_seconds_between_failures(mine.machine, mine.nodes)),
     }
     place, port = (work.head.place, work.head.begin(spec)) if work.head else (Place(), 0)
     return start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, place, port)

@@ -18,16 +18,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pipelines.tracking.account import AttemptAccount
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
+from pipelines.tracking.ledger import prior_seconds_between_failures
 
 DRAWS = 200
 LOW, HIGH = 0.1, 0.9
 # On the recorded markets (one zone each) a machine was away for 1.6 hours at a time; a launch that may take
 # any of several zones waits less, and says so with its first wait.
 PRIOR_WAIT_SECONDS = 1.6 * 3600
-# Own and on-demand machines: Llama 3's 16,384 GPUs had 419 unplanned interruptions in 54 days (Dubey et al. 2024),
-# so eight of them one in about 260 days. Nobody's first rented machine is so sure.
-STEADY_SECONDS_BETWEEN_FAILURES = 30 * 86_400.0
 PRIOR_LOST_SECONDS = 60.0  # of training, with a machine: half an interval between commits, and the save behind it
 TRAINING_PHASES = ("train", "redone", "checkpoint", "evaluate")  # in which steps are made, or have to be waited for
 TAKEN_AWAY = ("lost", "interrupted", "stale")
@@ -103,14 +100,13 @@ def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
     last = attempts[-1]
     if waiting := last.state != "running":
         waits.append(max(0.0, now - last.ended))
-    steady = not last.machine.get("cloud") or last.machine.get("spot") is False
     return Past(
         seconds_per_step=math.fsum(training) / steps,
         start_up=math.fsum(started_up) / len(started_up),
         lost=(PRIOR_LOST_SECONDS + again) / (1 + len(lost)),
         losses=len(lost),
         exposed=math.fsum(lives),
-        prior=STEADY_SECONDS_BETWEEN_FAILURES if steady else PRIOR_SECONDS_BETWEEN_FAILURES,
+        prior=prior_seconds_between_failures(last.machine, last.nodes),
         waits=tuple(waits[-RECENT_WAITS:]),
         waiting=waiting,
     )
