@@ -33,7 +33,7 @@ from pipelines.tracking.ledger import (
     seconds_between_failures,
 )
 from trainer.commits import committed_state, segments, series
-from trainer.config import UserError, grad_accum_steps
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError, grad_accum_steps
 from trainer.health import STUCK, Diverged
 from trainer.metrics import EventLog, PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
@@ -94,7 +94,9 @@ def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
     earlier = [beat for beat in attempts(work.store, work.plan.prefix) if beat.attempt < work.attempt.number]
     reached = max((beat.progress.get("highest_step", 0) for beat in earlier), default=0)
     work.report(highest_step=reached)
-    mine = work.attempt.latest
+    mine, prior = work.attempt.latest, PRIOR_SECONDS_BETWEEN_FAILURES
+    if mine.machine.get("cloud"):  # one's own is steady, too, but for whoever works on it
+        prior = prior_seconds_between_failures(mine.machine, mine.nodes)
     spec = {
         "started": time.time(),  # the ranks' clock begins where ours enters the phase "ranks"
         "reached": reached,
@@ -103,7 +105,7 @@ def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
         "tokens": work.inputs["tokenize"].prefix,
         "prefix": work.plan.prefix,
         "attempt": work.attempt.number,
-        "between_failures": seconds_between_failures(earlier, prior_seconds_between_failures(mine.machine, mine.nodes)),
+        "between_failures": seconds_between_failures(earlier, prior),
     }
     place, port = (work.head.place, work.head.begin(spec)) if work.head else (Place(), 0)
     return start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, place, port)
