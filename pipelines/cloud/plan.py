@@ -43,7 +43,7 @@ ON_DEMAND_ONLY = ("export",)
 
 WAIT_SECONDS = 180.0  # until there is a node, first and after a preemption; on a local Slurm 25 to 40 s were measured
 START_SECONDS = 120.0  # of the bill: boot, image, interpreter
-FIRST_STEP_SECONDS = 34.1  # measured, GPT-2 124M compiled on an H200 with empty caches; the fused engine has none to fill
+FIRST_STEP_SECONDS = 34.1  # measured, 124M compiled on an H200 with empty caches; the fused engine has none to fill
 STALL_BYTES_PER_SECOND = 18.69e9 / 0.05  # measured, what a save costs the steps beside it: benchmarks/README.md
 LEAST_STALL_SECONDS = 0.1  # what the trainer counts a save for at least
 TOKENS_PER_CORE_SECOND = 4.8e6  # tiktoken on English text: 4.8 to 5.5 M
