@@ -7,13 +7,13 @@ through): runs of 24 h of training, begun at many moments of each trace, spot at
 every second on a machine on the bill. A changeover is one tick (3.3 min) or four (13 min). All times in seconds on one
 clock, money in dollars.
 
-- launched: what `launch --deadline` does, by the rule of pipelines.cloud.handover: spot if there is some when a machine
-  is looked for, else on-demand; away from spot for good once another lost machine could make it late; once on demand,
-  it stays. With the market of one zone that is one stretch of spot at most.
+- launched: what `launch --deadline` does, by the rules of pipelines.cloud.handover: spot if there is some when a
+  machine is looked for, else on-demand, which it leaves after an hour to look for spot, where it can afford to; away
+  from spot for good once another lost machine could make it late.
 
 All others exist here alone; nothing in the product carries them out:
 
-- returning: the same, but on demand it leaves after an hour to look for spot, where it can afford to.
+- staying: the same, but once on demand, it stays. With the market of one zone that is one stretch of spot at most.
 - greedy: spot or nothing until a failure would make it late, then on-demand to the end.
 - uniform: Uniform Progress alone: spot whenever it is there; without it on-demand when behind the line, nothing
   when ahead (by two changeovers, to leave on-demand).
@@ -32,7 +32,7 @@ import numpy as np
 import spot_traces
 from numpy.typing import NDArray
 
-from pipelines.cloud.handover import has_to_leave
+from pipelines.cloud.handover import LOOK_SECONDS, PURSE, has_to_leave, may_look
 
 TICK = 200.0  # about
 HOURS = 24.0
@@ -41,8 +41,6 @@ SLACKS = (1.1, 1.25, 1.5)  # deadline / work
 CHANGEOVER_TICKS = (1, 4)
 STARTS = 40  # of each trace
 PATIENCE = 0.25  # of the slack may pass without a machine before progress is asked for
-LOOK_SECONDS = 3600.0  # on demand, before a run that can't see the market leaves to look
-PURSE = 0.01  # of the on-demand bill may be lost to spot machines that never got to train
 
 Machine = Literal["spot", "on-demand"]
 Market = Literal["spot", "on-demand", "wait"]
@@ -175,10 +173,10 @@ def uniform(
 
 
 class Launched:
-    """As `launch --deadline` does, or `returning` to spot. Has to be asked in the order of time: it remembers."""
+    """As `launch --deadline` does, or `staying` on demand. Has to be asked in the order of time: it remembers."""
 
-    def __init__(self, returning: bool = False) -> None:
-        self.returning = returning
+    def __init__(self, staying: bool = False) -> None:
+        self.staying = staying
         self.since = 0.0  # it has its machine
         self.only_on_demand = False
 
@@ -200,7 +198,10 @@ class Launched:
         if on == "spot":
             self.only_on_demand |= has_to_leave(race.slack(now, work_left), race.changeover, race.tick)
             return "on-demand" if self.only_on_demand else on
-        looks = self.returning and now - self.since >= LOOK_SECONDS and may_leave(race, now, work_left, spent)
+        looks = not self.staying and min(work_left, now - self.since) >= LOOK_SECONDS
+        looks &= may_look(
+            race.slack(now, work_left), race.changeover, race.tick, work_left, race.work, spent, race.on_demand_per_hour
+        )
         return "wait" if looks else on  # before it can know whether there is spot: no machine for a tick
 
 
@@ -310,7 +311,7 @@ def row(bills: dict[str, list[float]]) -> str:
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "launched": Launched,
-    "returning": lambda: Launched(returning=True),
+    "staying": lambda: Launched(staying=True),
     "greedy": lambda: greedy,
     "uniform": lambda: uniform,
     "waiting": lambda: waiting,

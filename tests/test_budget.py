@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_runs import FOLDER_NAME, STEPS, Project
 
-from pipelines.cloud.budget import LEAVE_SECONDS, TEARDOWN_SECONDS, Budget, seconds_until_ask, stopping_seconds
+from pipelines.cloud.budget import (
+    LEAVE_SECONDS,
+    TEARDOWN_SECONDS,
+    Budget,
+    seconds_until_ask,
+    spent_by_others,
+    stopping_seconds,
+)
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, claim
@@ -104,11 +111,9 @@ def test_all_attempts_of_all_stages_are_on_the_bill_and_none_of_another_run(benc
     bench.attempt("train", 1, 100, 72.0, nodes=3)  # $6
     bench.attempt("train", 2, 50, None)  # of unknown price: as if it had been here, at $3600/h
     mine = bench.attempt("train", 3, 10, 3600.0)
-    budget = bench.budget(1000)
-    assert budget.spent_by_others(None) == pytest.approx(1 + 6 + 50 + 10)
-    assert budget.spent_by_others(mine.latest) == pytest.approx(1 + 6 + 50)
-    bench.run = "another-12345678"
-    assert bench.budget(1000).spent_by_others(None) == 0.0
+    assert spent_by_others(bench.store, bench.run, None, 3600.0) == pytest.approx(1 + 6 + 50 + 10)
+    assert spent_by_others(bench.store, bench.run, mine.latest, 3600.0) == pytest.approx(1 + 6 + 50)
+    assert spent_by_others(bench.store, "another-12345678", None, 3600.0) == 0.0
 
 
 def test_the_timer_asks_on_time_even_if_no_heartbeat_comes_any_more(bench: Bench) -> None:

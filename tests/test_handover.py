@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 from pipeline_runs import FOLDER_NAME, Project
 
-from pipelines.cloud.handover import AFTER_TRAINING_SECONDS, CHANGEOVER_SECONDS, DEADLINE, Handover, handover_here
+from pipelines.cloud.handover import (
+    AFTER_TRAINING_SECONDS,
+    CHANGEOVER_SECONDS,
+    DEADLINE,
+    LOOK_SECONDS,
+    Handover,
+    handover_here,
+)
 from pipelines.cloud.tasks import Wish, documents
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.ledger import Billing, Heartbeat
 from trainer.config import UserError
-from trainer.process import HandedOver, StopSignal
+from trainer.process import HandedOver, Interrupted, StopSignal
 
 RECIPE = load_recipe("gpt2-124m")
 SECONDS_PER_STEP = 0.5
@@ -29,15 +36,25 @@ class Signal(StopSignal):
         pass
 
 
-def asked(done: float, spare_seconds: float, stage: str = "train", **progress: Any) -> StopSignal:
+def asked(
+    done: float,
+    spare_seconds: float,
+    stage: str = "train",
+    billing: Billing = SPOT,
+    since: float = 200,
+    spent: float = 0.0,
+    per_step: float = SECONDS_PER_STEP,
+    **progress: Any,
+) -> StopSignal:
     """What becomes of a run of which a part is done, 100 steps of it here, whose deadline leaves so much to spare."""
     stop, now = Signal(), time.time()
     steps = round(done * RECIPE.train.max_steps)
-    left = SECONDS * (1 - steps / RECIPE.train.max_steps)
+    left = per_step * (RECIPE.train.max_steps - steps)
     told = {"step": steps, "steps_done": 100, "perf/tokens_per_second": 1.0} | progress  # the last step was slow
-    phases = {"compile": 60.0, "train": 80 * SECONDS_PER_STEP, "evaluate": 20 * SECONDS_PER_STEP}
-    beat = Heartbeat("run", stage, 1, "running", now - 200, now, 1.0, {}, phases, told, machine=SPOT.machine)
-    Handover(now + left + AFTER_TRAINING_SECONDS + spare_seconds, RECIPE, stop).watch(beat)
+    phases = {"compile": 60.0, "train": 80 * per_step, "evaluate": 20 * per_step}
+    beat = Heartbeat("run", stage, 1, "running", now - since, now, 1.0, {}, phases, told, machine=billing.machine)
+    deadline = now + left + AFTER_TRAINING_SECONDS + spare_seconds
+    Handover(deadline, RECIPE, billing, stop, lambda beat: spent).watch(beat)
     return stop
 
 
@@ -53,14 +70,35 @@ def test_nobody_leaves_shortly_before_the_end_or_before_it_is_known_how_fast_it_
     assert not asked(0.5, 0.0, stage="evaluate").asked
 
 
-def test_only_a_spot_machine_with_a_deadline_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert handover_here(SPOT, RECIPE, Signal()) is None
+def test_on_demand_is_left_to_look_for_spot_after_an_hour_with_slack_and_from_what_was_saved() -> None:
+    per_step = 10 * 3600 / RECIPE.train.max_steps  # ten hours, $30 on demand; five of them are left, for $15
+    slack, saved = 4 * CHANGEOVER_SECONDS, 10.0
+    look = 2 * CHANGEOVER_SECONDS * 3.0 / 3600
+
+    def looks(done: float = 0.5, spare: float = slack, billing: Billing = STEADY, **more: Any) -> bool:
+        stop = asked(done, spare, billing=billing, per_step=per_step, **({"since": LOOK_SECONDS + 1} | more))
+        assert not stop.asked or (stop.ending is Interrupted and "look for spot" in str(stop.reason))
+        return stop.asked
+
+    hour = 3.0 * (LOOK_SECONDS + 1) / 3600  # this machine's own
+    assert looks(spent=15 - hour - saved)
+    assert not looks(spent=15 - hour - saved, since=LOOK_SECONDS - 60)
+    assert not looks(spent=15 - hour - saved, spare=2 * CHANGEOVER_SECONDS - 60)
+    assert not looks(0.95, spent=28.5 - hour - saved)  # half an hour is left: nothing to be saved
+    assert looks(spent=15.5 - hour - look) and not looks(spent=16 - hour - look)  # 1% of the bill is ventured
+    assert not looks(spent=0.0, billing=Billing(None, machine=STEADY.machine))
+
+
+def test_only_a_machine_of_known_market_with_a_deadline_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(billing: Billing) -> Handover | None:
+        return handover_here(billing, RECIPE, Signal(), lambda beat: 0.0)
+
+    assert here(SPOT) is None
     monkeypatch.setenv(DEADLINE, str(time.time()))
-    assert handover_here(SPOT, RECIPE, Signal()) is not None
-    assert handover_here(STEADY, RECIPE, Signal()) is None and handover_here(Billing(), RECIPE, Signal()) is None
+    assert here(SPOT) and here(STEADY) and here(Billing()) is None
     monkeypatch.setenv(DEADLINE, "tomorrow")
     with pytest.raises(UserError, match="SKYTRAIN_DEADLINE=tomorrow: not a time in unix seconds"):
-        handover_here(SPOT, RECIPE, Signal())
+        here(SPOT)
 
 
 def machines(**wish: Any) -> dict[str, dict[str, Any]]:

@@ -50,6 +50,18 @@ def teardown_usd(attempt: AttemptAccount) -> float:
     return TEARDOWN_SECONDS / 3600 * attempt.nodes * (attempt.price_per_hour or 0.0)
 
 
+def spent_by_others(store: Store, run: str, mine: Heartbeat | None, price_per_hour: float) -> float:
+    """The run's bill in the store without attempt `mine`, dollars. Hours of unknown price count as `price_per_hour`."""
+    if store.get(f"runs/{run}.json") is None:
+        return 0.0
+    (record,) = read_records(store, [run])
+    me = (mine.stage, mine.attempt) if mine else None
+    others = [a for a in account_of(store, record).attempts if (a.stage, a.number) != me]
+    spent = sum(a.bill.usd + a.bill.unpriced_hours * price_per_hour for a in others)
+    # Nobody beats while a cluster is taken down. One that was taken away, or went on to the next attempt, was not.
+    return spent + sum(teardown_usd(a) for a in others if a.state not in ("lost", "running"))
+
+
 class Budget:
     """Watches a run's bill: `begin` before its first attempt here, then `watch` with every heartbeat."""
 
@@ -70,7 +82,7 @@ class Budget:
 
     def begin(self) -> None:
         """Raise Stopped if too little is left to begin an attempt; UserError if it always was too little."""
-        self._before = self.spent_by_others(None)
+        self._before = spent_by_others(self.store, self.run, None, self.price_per_hour)
         told = Meter.here().read()
         started = told[0] if told else time.time()
         left = self._arm(started, {})
@@ -84,7 +96,7 @@ class Budget:
     def watch(self, beat: Heartbeat) -> str | None:
         """A reason to stop, once it is time. Before that a timer is set, for the store may delay a heartbeat."""
         if self._attempt != (beat.stage, beat.attempt):
-            self._before = self.spent_by_others(beat)
+            self._before = spent_by_others(self.store, self.run, beat, self.price_per_hour)
             self._attempt = (beat.stage, beat.attempt)
         return self._words(self.spent(beat.started)) if self._arm(beat.started, beat.progress) <= 0 else None
 
@@ -93,17 +105,6 @@ class Budget:
 
     def begun(self) -> bool:
         return self.store.get(f"runs/{self.run}.json") is not None
-
-    def spent_by_others(self, mine: Heartbeat | None) -> float:
-        """The run's bill in the store without attempt `mine`. Hours of unknown price count as this machine's."""
-        if not self.begun():
-            return 0.0
-        (record,) = read_records(self.store, [self.run])
-        me = (mine.stage, mine.attempt) if mine else None
-        others = [a for a in account_of(self.store, record).attempts if (a.stage, a.number) != me]
-        spent = sum(a.bill.usd + a.bill.unpriced_hours * self.price_per_hour for a in others)
-        # Nobody beats while a cluster is taken down. One that was taken away, or went on to the next attempt, was not.
-        return spent + sum(teardown_usd(a) for a in others if a.state not in ("lost", "running"))
 
     def _arm(self, started: float, progress: dict[str, Any]) -> float:
         """Set the timer anew; seconds until it asks."""
