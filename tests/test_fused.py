@@ -266,6 +266,14 @@ def test_fp8_gradients_point_where_the_exact_ones_do(precision: str) -> None:
     assert engine.measures() == {}
 
 
+def fp8_engine(config: ModelConfig, weights: dict[str, Tensor], recompute: bool = False, **train: Any) -> FusedEngine:
+    runtime = RuntimeConfig(engine="fused", recompute=recompute)
+    engine = make_engine(config, TRAIN.model_copy(update={"precision": "fp8"} | train), runtime, ALONE)
+    assert isinstance(engine, FusedEngine)
+    engine.state.load(weights)
+    return engine
+
+
 def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = a_model(1, 1, 32, 16, 140)
     train = TRAIN.model_copy(update={"precision": "fp8", "warmup_steps": 1})
@@ -293,11 +301,7 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch
 
 
 def test_fp8_gradients_stay_in_range_where_the_batch_is_cut_up_otherwise() -> None:
-    config, weights = a_model(1, 2, 32, 16, 140)
-    train = TRAIN.model_copy(update={"precision": "fp8"})
-    engine = make_engine(config, train, RuntimeConfig(engine="fused"), ALONE)
-    assert isinstance(engine, FusedEngine)
-    engine.state.load(weights)
+    engine = fp8_engine(*a_model(1, 2, 32, 16, 140))
     tokens = torch.randint(0, 140, (2, 17))
     found = []
     for number, scale in ((1, 1 / 512), (2, 1 / 16)):
@@ -317,11 +321,8 @@ def test_recomputing_gelu_in_fp8_changes_no_bit(monkeypatch: pytest.MonkeyPatch)
         return cast8(*arguments, **options)
 
     monkeypatch.setattr(fused.kernels, "cast8", counted)
-    train = TRAIN.model_copy(update={"precision": "fp8", "warmup_steps": 1})
     for recompute, times in ((False, 2), (True, 4)):
-        engine = make_engine(config, train, RuntimeConfig(engine="fused", recompute=recompute), ALONE)
-        assert isinstance(engine, FusedEngine)
-        engine.state.load(weights)
+        engine = fp8_engine(config, weights, recompute, warmup_steps=1)
         for number in (1, 2, 3):
             casts.clear()
             engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)
@@ -335,11 +336,7 @@ def out_of_memory(*_: object) -> None:
 
 
 def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:
-    config, weights = a_model(1, 1, 32, 16, 140)
-    train = TRAIN.model_copy(update={"precision": "fp8"})
-    engine = make_engine(config, train, RuntimeConfig(engine="fused"), ALONE)
-    assert isinstance(engine, FusedEngine)
-    engine.state.load(weights)
+    engine = fp8_engine(*a_model(1, 1, 32, 16, 140))
     tokens, bias = torch.randint(0, 140, (2, 17)), engine.state.weights["h.0.ln_1.bias"]
     batch = (tokens[:, :-1], tokens[:, 1:])
     engine.accumulate(iter([batch]), 1, 1)
