@@ -144,8 +144,8 @@ def release() -> None:
 AGAIN = " again"  # bf16 in other micro-batches
 
 
-def precisions(bench: Bench, names: list[str], warmup_steps: int, steps: int, repeats: int) -> bool:
-    """Branch every precision from one state; whether all of them are equal to bf16."""
+def precisions(bench: Bench, names: list[str], warmup_steps: int, steps: int, orders: range) -> bool:
+    """Branch every precision from one state, once for each order of the text; whether all are equal to bf16."""
     peak = bench.recipe.train.learning_rate
     snapshot = warmed_up(bench, [peak * (i + 1) / warmup_steps for i in range(warmup_steps)])
     release()
@@ -153,19 +153,18 @@ def precisions(bench: Bench, names: list[str], warmup_steps: int, steps: int, re
     down = [peak * (steps - i) / steps for i in range(steps)]
     found: dict[str, list[float]] = {name: [] for name in names}
     curves: dict[str, list[list[float]]] = {name: [] for name in names}
-    for repeat in range(repeats):
-        data_seed = 1000 + repeat
+    for order in orders:
         for name in names:
             if bench.time_is_up:
                 bench.say("time is up: what follows is of fewer branches than asked for")
                 return verdict(bench, found)
             engine = branched(bench, name.removesuffix(AGAIN), snapshot, warmup_steps)
             size = bench.micro_batch_size // (2 if name.endswith(AGAIN) else 1)
-            text = bench.text("train", data_seed)
-            seen = run_steps(bench, engine, text, down, warmup_steps, size, f"{name} {repeat}")
+            text = bench.text("train", 1000 + order)
+            seen = run_steps(bench, engine, text, down, warmup_steps, size, f"{name} {order}")
             found[name].append(val_loss(bench, engine))
             curves[name].append([loss for loss, _ in seen])
-            bench.say(f"{name} {repeat}: val loss {found[name][-1]:.4f}")
+            bench.say(f"{name} {order}: val loss {found[name][-1]:.4f}")
             bench.keep(val=found, train=curves)
             del engine
             release()
@@ -301,7 +300,8 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--warmup-steps", type=int, default=100)
     parser.add_argument("--learning-rate", type=float, help="at its peak [the recipe's]")
     parser.add_argument("--precisions", default="bf16,fp8", help="the first one is bf16")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="orders of the text")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="order to begin with, to go on elsewhere")
     parser.add_argument("--val-tokens", type=int, default=1_048_576)
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no branch after so many")
     parser.add_argument("--curve", action="store_true", help="eager against fused, instead of precisions")
@@ -334,7 +334,8 @@ def main() -> int:
             names = options.precisions.split(",")
             if names[0] != "bf16":
                 raise UserError(f"--precisions {options.precisions}: everything is compared with bf16; put it first")
-            equal = precisions(bench, names, options.warmup_steps, options.steps or 200, options.repeats)
+            orders = range(options.first, options.first + options.repeats)
+            equal = precisions(bench, names, options.warmup_steps, options.steps or 200, orders)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

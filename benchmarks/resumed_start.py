@@ -1,0 +1,89 @@
+"""How long a killed run stands still: from the start of a process to its first resumed step, by phase.
+
+`python -m benchmarks.resumed_start FOLDER [RECIPE] [--kills N] [--place FOLDER] [--set …]` trains on llm.c's shards in
+FOLDER with `python -m trainer`, kills it with SIGKILL once a commit is behind it, and starts the same command again.
+One line a life, in seconds: `imports` until the trainer's clock starts (the interpreter, torch, the process group),
+`setup` (the engine), `download` (finding, checking and loading the commit), `first step` (kernels, allocations, the
+step itself), and from the process's start to the end of that step. The first life draws its weights instead.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipelines.recipe import load_recipe
+
+PHASES = {"setup": "setup", "download": "download", "compile": "first step"}
+PATIENCE = 300.0  # seconds for a life
+
+
+def live(config: Path, data: Path, out: Path, last: bool) -> dict[str, Any]:
+    """Start the trainer, note its first step, and kill it behind its next commit (or at once, if `last`)."""
+    events, commits = out / "events.jsonl", out / "run" / "checkpoints"
+    told = events.stat().st_size if events.exists() else 0
+    before = committed(commits)
+    command = [sys.executable, "-m", "trainer", str(config), "--data", str(data), "--out", str(out)]
+    started = time.time()
+    process = subprocess.Popen(command, start_new_session=True)
+    found: dict[str, Any] = {}
+    try:
+        while time.time() < started + PATIENCE:
+            if process.poll() is not None:
+                raise SystemExit(f"the trainer ended by itself, with exit code {process.returncode}")
+            if not found and events.exists():
+                found = first_row(events, told)
+            if found and (last or committed(commits) > before):
+                break
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if not found:
+        raise SystemExit(f"no step in {PATIENCE:.0f} s")
+    seconds = {name: found["phases"].get(phase, 0.0) for phase, name in PHASES.items()}
+    whole = found["time"] - started
+    return {"step": found["step"], "imports": whole - sum(found["phases"].values()), **seconds, "in all": whole}
+
+
+def first_row(events: Path, told: int) -> dict[str, Any]:
+    """The first step on record behind so many bytes; empty if there is none yet."""
+    lines = events.read_bytes()[told:].split(b"\n")[:-1]
+    rows = (json.loads(line) for line in lines if b'"train/loss"' in line)
+    return next(rows, {})
+
+
+def committed(commits: Path) -> set[Path]:
+    return set(commits.glob("*/COMMIT.json"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("data", type=Path, help="llm.c's shards, train_*.bin and val_*.bin")
+    parser.add_argument("recipe", nargs="?", default="gpt2-124m")
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--place", type=Path, help="where to save to")
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
+    options = parser.parse_args()
+    fixed = ["train.val_every=null", "runtime.checkpoint_minutes=0.02"]
+    recipe = load_recipe(options.recipe, [*fixed, *options.changes])
+    with tempfile.TemporaryDirectory(dir=options.place) as place:
+        config, out = Path(place, "config.yaml"), Path(place, "out")
+        config.write_text(yaml.safe_dump(recipe.model_dump(include={"model", "train", "runtime"}, mode="json")))
+        out.mkdir()
+        for life in range(options.kills + 1):
+            found = live(config, options.data.resolve(), out, last=life == options.kills)
+            shown = "  ".join(f"{name} {seconds:.2f}" for name, seconds in found.items() if name != "step")
+            print(f"{'first' if life == 0 else 'resumed'}, step {found['step']}: {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
