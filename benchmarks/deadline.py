@@ -7,14 +7,13 @@ through): runs of 24 h of training, begun at many moments of each trace, spot at
 every second on a machine on the bill. A changeover is one tick (3.3 min) or four (13 min). All times in seconds on one
 clock, money in dollars.
 
-- launched: what `launch --deadline` does, by the rules of pipelines.cloud.handover: spot if there is some when a
-  machine is looked for, else on-demand, which it leaves after an hour to look for spot, where it can afford to; away
-  from spot for good once another lost machine could make it late.
+- launched: what `launch --deadline` does, by the rules of pipelines.cloud.handover: spot if there is some when it is
+  looked for; without it a waiting room, at ROOM of the on-demand price, from which it is looked for every ten minutes
+  (at the grid's steps); on demand to the end once the rules say so.
 
 All others exist here alone; nothing in the product carries them out:
 
-- staying: the same, but once on demand, it stays. With the market of one zone that is one stretch of spot at most.
-- greedy: spot or nothing until a failure would make it late, then on-demand to the end.
+- greedy: spot or nothing until a failure would make it late, then on-demand to the end. It sees the market.
 - uniform: Uniform Progress alone: spot whenever it is there; without it on-demand when behind the line, nothing
   when ahead (by two changeovers, to leave on-demand).
 - waiting: Uniform Progress with a purse, see `waiting`. It needs somebody who sees the market and decides while there
@@ -32,7 +31,8 @@ import numpy as np
 import spot_traces
 from numpy.typing import NDArray
 
-from pipelines.cloud.handover import LOOK_SECONDS, PURSE, has_to_leave, may_look
+from pipelines.cloud.handover import LOOK_SECONDS, PURSE
+from pipelines.cloud.handover import Race as Rules
 
 TICK = 200.0  # about
 HOURS = 24.0
@@ -40,58 +40,39 @@ SPOT, ON_DEMAND = 0.3, 1.0  # dollars an hour: AWS lists p5.48xlarge spot at 30 
 SLACKS = (1.1, 1.25, 1.5)  # deadline / work
 CHANGEOVER_TICKS = (1, 4)
 STARTS = 40  # of each trace
+ROOM = 0.005  # dollars an hour: a machine of two CPUs is $0.1 where 8 H100s are $24 to $55
 PATIENCE = 0.25  # of the slack may pass without a machine before progress is asked for
 
 Machine = Literal["spot", "on-demand"]
-Market = Literal["spot", "on-demand", "wait"]
+Market = Literal["spot", "on-demand", "wait", "room"]
 
 
 @dataclass(frozen=True)
-class Race:
-    """A run and its deadline."""
+class Race(Rules):
+    """A run and its deadline, and what spot costs. It begins at 0."""
 
-    started: float
-    deadline: float
-    work: float  # seconds of training from the first step to the last
-    # At most, from the decision or from the loss of a machine until the next one trains: provisioning, setup,
-    # start-up, and what has to be done again.
-    changeover: float
-    spot_per_hour: float  # of all nodes
-    on_demand_per_hour: float
-    tick: float  # between two decisions, at most
+    spot_per_hour: float
 
-    @property
-    def on_demand_usd(self) -> float:
-        """The bill of doing it all on demand."""
-        return (self.changeover + self.work) * self.on_demand_per_hour / 3600
 
-    @property
-    def line_starts(self) -> float:
-        return self.started + PATIENCE * (self.deadline - self.started - self.work)
+def behind(race: Race, now: float, work_left: float) -> bool:
+    """Whether less is done than is asked for by a straight line from a part of the slack to the deadline."""
+    line_starts = PATIENCE * (race.deadline - race.work)
+    return race.work - work_left < race.work * (now - line_starts) / (race.deadline - line_starts)
 
-    def slack(self, now: float, work_left: float) -> float:
-        """Seconds that may still pass without training."""
-        return self.deadline - now - work_left
 
-    def behind(self, now: float, work_left: float) -> bool:
-        """Whether less is done than the line asks for."""
-        passed = (now - self.line_starts) / (self.deadline - self.line_starts)
-        return self.work - work_left < self.work * passed
+def purse(race: Race, work_left: float, spent: float, until_ready: float) -> float:
+    """Dollars that may be lost, if all that is left were done on demand on a machine ready in so many seconds."""
+    return (1 + PURSE) * race.on_demand_usd - spent - (until_ready + work_left) * race.on_demand_per_hour / 3600
 
-    def purse(self, work_left: float, spent: float, until_ready: float) -> float:
-        """Dollars that may be lost, if all that is left were done on demand on a machine ready in so many seconds."""
-        to_finish = (until_ready + work_left) * self.on_demand_per_hour / 3600
-        return (1 + PURSE) * self.on_demand_usd - spent - to_finish
 
-    @property
-    def venture_usd(self) -> float:
-        """What a spot machine costs that is taken away just before it trains."""
-        return self.changeover * self.spot_per_hour / 3600
+def venture_usd(race: Race) -> float:
+    """What a spot machine costs that is taken away just before it trains."""
+    return race.changeover * race.spot_per_hour / 3600
 
-    @property
-    def return_usd(self) -> float:
-        """What it costs to leave on-demand for such a spot machine, and to come back."""
-        return self.venture_usd + self.changeover * self.on_demand_per_hour / 3600
+
+def return_usd(race: Race) -> float:
+    """What it costs to leave on-demand for such a spot machine, and to come back."""
+    return venture_usd(race) + race.changeover * race.on_demand_per_hour / 3600
 
 
 def waiting(
@@ -120,13 +101,13 @@ def waiting(
         return "on-demand" if must_switch(race, now, work_left, until_ready) else "spot"
     if on == "on-demand":
         return "spot" if spot_available and until_ready == 0 and may_leave(race, now, work_left, spent) else on
-    slack, purse = race.slack(now, work_left), race.purse(work_left, spent, race.changeover)
-    if slack < race.changeover + race.tick or purse < race.venture_usd:
+    slack, left_over = race.slack(now, work_left), purse(race, work_left, spent, race.changeover)
+    if slack < race.changeover + race.tick or left_over < venture_usd(race):
         return "on-demand"
     if spot_available and slack >= 2 * race.changeover + race.tick:
         return "spot"
     # On demand for good is best begun late: only who can pay the way back goes while there is slack.
-    return "on-demand" if race.behind(now, work_left) and purse >= race.return_usd else "wait"
+    return "on-demand" if behind(race, now, work_left) and left_over >= return_usd(race) else "wait"
 
 
 def must_switch(race: Race, now: float, work_left: float, until_ready: float = 0.0) -> bool:
@@ -141,7 +122,7 @@ def must_switch(race: Race, now: float, work_left: float, until_ready: float = 0
 def may_leave(race: Race, now: float, work_left: float, spent: float) -> bool:
     """On demand: whether the run can afford to try spot, lose that machine before it trains, and come back."""
     enough = race.slack(now, work_left) >= 2 * race.changeover + race.tick
-    return enough and race.purse(work_left, spent, until_ready=0.0) >= race.return_usd
+    return enough and purse(race, work_left, spent, until_ready=0.0) >= return_usd(race)
 
 
 Policy = Callable[[Race, float, float, float, Machine | None, bool, float], Market]
@@ -173,11 +154,10 @@ def uniform(
 
 
 class Launched:
-    """As `launch --deadline` does, or `staying` on demand. Has to be asked in the order of time: it remembers."""
+    """As `launch --deadline` does. Has to be asked in the order of time: it remembers."""
 
-    def __init__(self, staying: bool = False) -> None:
-        self.staying = staying
-        self.since = 0.0  # it has its machine
+    def __init__(self) -> None:
+        self.looked: float | None = None  # when it came into its room
         self.only_on_demand = False
 
     def __call__(
@@ -190,19 +170,20 @@ class Launched:
         available: bool,
         until_ready: float,
     ) -> Market:
-        if on is None:
-            self.since = now
-            return "spot" if available and not self.only_on_demand else "on-demand"
-        if until_ready > 0:
-            return on
         if on == "spot":
-            self.only_on_demand |= has_to_leave(race.slack(now, work_left), race.changeover, race.tick)
-            return "on-demand" if self.only_on_demand else on
-        looks = not self.staying and min(work_left, now - self.since) >= LOOK_SECONDS
-        looks &= may_look(
-            race.slack(now, work_left), race.changeover, race.tick, work_left, race.work, spent, race.on_demand_per_hour
-        )
-        return "wait" if looks else on  # before it can know whether there is spot: no machine for a tick
+            self.looked = None
+            self.only_on_demand |= until_ready == 0 and race.has_to_leave_spot(now, work_left)
+        elif on is None:
+            # What is asked for first gets its machine whatever the slack; and spot's loss is no decision.
+            self.only_on_demand |= race.has_to_stop_waiting(now, work_left, spent)
+        if self.only_on_demand or on == "on-demand":
+            return "on-demand"
+        if on == "spot":
+            return on
+        if self.looked is None or now - self.looked >= LOOK_SECONDS:
+            self.looked = now
+            return "spot" if available else "room"
+        return "room"
 
 
 def replay(policy: Policy, race: Race, available: NDArray[np.bool_]) -> tuple[float, float]:
@@ -215,8 +196,9 @@ def replay(policy: Policy, race: Race, available: NDArray[np.bool_]) -> tuple[fl
         on = None if on == "spot" and not there else on
         wanted = policy(race, now, work_left, spent, on, there, until_ready if on else 0.0)
         assert wanted != "spot" or there, "there is no spot"
-        if wanted == "wait":
+        if wanted in ("wait", "room"):
             on = None
+            spent += tick / 3600 * (ROOM * race.on_demand_per_hour if wanted == "room" else 0.0)
         else:
             if wanted != on:
                 on, until_ready = wanted, race.changeover
@@ -291,7 +273,7 @@ def bills_on(trace: spot_traces.Trace, slack: float, change: int) -> dict[str, l
     tick, available = grid(trace)
     work = round(HOURS * 3600 / tick) * tick
     ticks = int(slack * work / tick)
-    race = Race(0.0, ticks * tick, work, change * tick, SPOT, ON_DEMAND, tick)
+    race = Race(ticks * tick, work, change * tick, tick, ON_DEMAND, SPOT)
     bills: dict[str, list[float]] = {name: [] for name in ("bound", *POLICIES)}
     for start in trace.starts(STARTS, room=race.deadline + tick):
         window = available[int(start / tick) :][:ticks]
@@ -311,7 +293,6 @@ def row(bills: dict[str, list[float]]) -> str:
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "launched": Launched,
-    "staying": lambda: Launched(staying=True),
     "greedy": lambda: greedy,
     "uniform": lambda: uniform,
     "waiting": lambda: waiting,

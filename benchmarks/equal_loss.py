@@ -205,8 +205,8 @@ def verdict(bench: Bench, found: dict[str, list[float]]) -> bool:
         if not losses:
             all_equal = False
             continue
-        paired = [a - b for a, b in zip(losses, base, strict=False)]
-        difference = statistics.fmean(losses) - statistics.fmean(base)
+        paired = [a - b for a, b in zip(losses, base, strict=False)]  # over the orders that both have done
+        difference = statistics.fmean(paired)
         equal = abs(difference) <= min(EQUAL_NATS, spread)
         all_equal &= equal or name.startswith("bf16")
         table[name] = {"mean": statistics.fmean(losses), "difference": difference, "paired": paired, "equal": equal}

@@ -1,16 +1,15 @@
 """How long a killed run stands still: from the start of a process to its first resumed step, by phase.
 
-`python -m benchmarks.resumed_start FOLDER [RECIPE] [--kills N] [--place FOLDER] [--set …]` trains on llm.c's shards in
-FOLDER with `python -m trainer`, kills it with SIGKILL once a commit is behind it, and starts the same command again.
-One line a life, in seconds: `imports` until the trainer's clock starts (the interpreter, torch, the process group),
-`setup` (the engine), `download` (finding, checking and loading the commit), `first step` (kernels, allocations, the
-step itself), and from the process's start to the end of that step. The first life draws its weights instead.
+`python -m benchmarks.resumed_start FOLDER [RECIPE] [--kills N] [--gpus N] [--place FOLDER] [--set …]` trains on
+llm.c's shards in FOLDER with `python -m trainer`, kills all of it with SIGKILL once a commit is behind it, and starts
+the same command again. One line a life, in seconds: `imports` until the trainer's clock starts (the interpreter,
+torch, the process group), `setup` (the engine), `download` (finding, checking and loading the commit), `first step`
+(kernels, allocations, the step itself), and from the process's start to the end of that step. The first life draws its
+weights instead.
 """
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,19 +20,21 @@ from typing import Any
 import yaml
 
 from pipelines.recipe import load_recipe
+from pipelines.stages.train import kill_ranks
 
 PHASES = {"setup": "setup", "download": "download", "compile": "first step"}
 PATIENCE = 300.0  # seconds for a life
 
 
-def live(config: Path, data: Path, out: Path, last: bool) -> dict[str, Any]:
+def live(config: Path, data: Path, out: Path, gpus: int, last: bool) -> dict[str, Any]:
     """Start the trainer, note its first step, and kill it behind its next commit (or at once, if `last`)."""
     events, commits = out / "events.jsonl", out / "run" / "checkpoints"
     told = events.stat().st_size if events.exists() else 0
     before = committed(commits)
-    command = [sys.executable, "-m", "trainer", str(config), "--data", str(data), "--out", str(out)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    command = [sys.executable, *torchrun, "-m", "trainer", str(config), "--data", str(data), "--out", str(out)]
     started = time.time()
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command)
     found: dict[str, Any] = {}
     try:
         while time.time() < started + PATIENCE:
@@ -45,8 +46,7 @@ def live(config: Path, data: Path, out: Path, last: bool) -> dict[str, Any]:
                 break
             time.sleep(0.05)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_ranks(process)
     if not found:
         raise SystemExit(f"no step in {PATIENCE:.0f} s")
     seconds = {name: found["phases"].get(phase, 0.0) for phase, name in PHASES.items()}
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="llm.c's shards, train_*.bin and val_*.bin")
     parser.add_argument("recipe", nargs="?", default="gpt2-124m")
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=1, help="by torchrun, if several")
     parser.add_argument("--place", type=Path, help="where to save to")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
     options = parser.parse_args()
@@ -80,7 +81,7 @@ def main() -> None:
         config.write_text(yaml.safe_dump(recipe.model_dump(include={"model", "train", "runtime"}, mode="json")))
         out.mkdir()
         for life in range(options.kills + 1):
-            found = live(config, options.data.resolve(), out, last=life == options.kills)
+            found = live(config, options.data.resolve(), out, options.gpus, last=life == options.kills)
             shown = "  ".join(f"{name} {seconds:.2f}" for name, seconds in found.items() if name != "step")
             print(f"{'first' if life == 0 else 'resumed'}, step {found['step']}: {shown}", flush=True)
 

@@ -108,7 +108,7 @@ def run(
 ) -> None:
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
     from pipelines.artifacts.store import open_store
-    from pipelines.cloud.budget import Budget, spent_by_others
+    from pipelines.cloud.budget import Budget
     from pipelines.cloud.handover import handover_here
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes import Head, place_of_this_node
@@ -156,10 +156,7 @@ def run(
         watches=[watch_for_wish(opened, name)],
         head=Head(place, name, stop, exit_code) if place.count > 1 else None,
     )
-    price = pipeline.billing.price_per_hour or 0.0
-    if handover := handover_here(
-        pipeline.billing, loaded, stop, lambda beat: spent_by_others(opened, name, beat, price)
-    ):
+    if handover := handover_here(pipeline.billing, loaded, stop):
         pipeline.watches.append(handover.watch)
     limit = Budget(budget, pipeline.billing, opened, name, loaded.train.batch_tokens, stop) if budget else None
     try:

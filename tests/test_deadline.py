@@ -31,7 +31,7 @@ TICK = 60.0
 
 
 def race(ticks: int, work: int, changeover: int, spot: float = 0.3) -> Any:
-    return SIMULATION.Race(0.0, ticks * TICK, work * TICK, changeover * TICK, spot, 1.0, TICK)
+    return SIMULATION.Race(ticks * TICK, work * TICK, changeover * TICK, TICK, 1.0, spot)
 
 
 @st.composite
@@ -54,6 +54,19 @@ def test_whatever_the_market_does_nobody_is_late_and_nobody_pays_more_than_the_p
     usd, done = SIMULATION.replay(SIMULATION.waiting, run, available)
     assert done <= run.deadline + 1e-6
     assert usd <= (1 + SIMULATION.PURSE) * run.on_demand_usd + 1e-9
+
+
+@settings(deadline=None, max_examples=300)
+@given(markets())
+def test_what_is_launched_is_on_time_and_loses_no_more_than_its_purse_and_one_machine(
+    drawn: tuple[Any, np.ndarray],
+) -> None:
+    run, available = drawn
+    usd, done = SIMULATION.replay(SIMULATION.Launched(), run, available)
+    assert done <= run.deadline + 1e-6
+    room = SIMULATION.ROOM * (SIMULATION.LOOK_SECONDS + TICK) / 3600  # of the last look
+    lost = SIMULATION.PURSE * run.on_demand_usd + SIMULATION.venture_usd(run)
+    assert usd <= run.on_demand_usd + lost + room + 1e-9
 
 
 def test_on_every_recorded_market_a_short_changeover_makes_spot_pay_and_never_cost(shared_data: Path) -> None:

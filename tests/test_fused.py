@@ -3,6 +3,7 @@
 On a CPU its kernels run in Triton's interpreter and its products in plain torch, so shapes are small; they are odd.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from trainer.model import GPT
 from trainer.parallel import World
 
 fused = pytest.importorskip("trainer.fused", reason="needs triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs Triton's interpreter: here is a GPU, TRITON_INTERPRET=1 does without", allow_module_level=True)
 data, runner = training.data, training.runner  # fixtures
 ALONE = World(0, 0, 1, torch.device("cpu"))
 TRAIN = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=1e-3, weight_decay=0.1)

@@ -12,16 +12,17 @@ from pipelines.cloud.handover import (
     AFTER_TRAINING_SECONDS,
     CHANGEOVER_SECONDS,
     DEADLINE,
-    LOOK_SECONDS,
+    PURSE,
     Handover,
+    Race,
     handover_here,
 )
-from pipelines.cloud.tasks import Wish, documents
+from pipelines.cloud.tasks import Wish, documents, in_order
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.ledger import Billing, Heartbeat
 from trainer.config import UserError
-from trainer.process import HandedOver, Interrupted, StopSignal
+from trainer.process import HandedOver, StopSignal
 
 RECIPE = load_recipe("gpt2-124m")
 SECONDS_PER_STEP = 0.5
@@ -36,25 +37,15 @@ class Signal(StopSignal):
         pass
 
 
-def asked(
-    done: float,
-    spare_seconds: float,
-    stage: str = "train",
-    billing: Billing = SPOT,
-    since: float = 200,
-    spent: float = 0.0,
-    per_step: float = SECONDS_PER_STEP,
-    **progress: Any,
-) -> StopSignal:
+def asked(done: float, spare_seconds: float, stage: str = "train", **progress: Any) -> StopSignal:
     """What becomes of a run of which a part is done, 100 steps of it here, whose deadline leaves so much to spare."""
     stop, now = Signal(), time.time()
     steps = round(done * RECIPE.train.max_steps)
-    left = per_step * (RECIPE.train.max_steps - steps)
+    left = SECONDS_PER_STEP * (RECIPE.train.max_steps - steps)
     told = {"step": steps, "steps_done": 100, "perf/tokens_per_second": 1.0} | progress  # the last step was slow
-    phases = {"compile": 60.0, "train": 80 * per_step, "evaluate": 20 * per_step}
-    beat = Heartbeat("run", stage, 1, "running", now - since, now, 1.0, {}, phases, told, machine=billing.machine)
-    deadline = now + left + AFTER_TRAINING_SECONDS + spare_seconds
-    Handover(deadline, RECIPE, billing, stop, lambda beat: spent).watch(beat)
+    phases = {"compile": 60.0, "train": 80 * SECONDS_PER_STEP, "evaluate": 20 * SECONDS_PER_STEP}
+    beat = Heartbeat("run", stage, 1, "running", now - 200, now, 1.0, {}, phases, told, machine=SPOT.machine)
+    Handover(now + left + spare_seconds, RECIPE, stop).watch(beat)
     return stop
 
 
@@ -70,32 +61,28 @@ def test_nobody_leaves_shortly_before_the_end_or_before_it_is_known_how_fast_it_
     assert not asked(0.5, 0.0, stage="evaluate").asked
 
 
-def test_on_demand_is_left_to_look_for_spot_after_an_hour_with_slack_and_from_what_was_saved() -> None:
-    per_step = 10 * 3600 / RECIPE.train.max_steps  # ten hours, $30 on demand; five of them are left, for $15
-    slack, saved = 4 * CHANGEOVER_SECONDS, 10.0
-    look = 2 * CHANGEOVER_SECONDS * 3.0 / 3600
-
-    def looks(done: float = 0.5, spare: float = slack, billing: Billing = STEADY, **more: Any) -> bool:
-        stop = asked(done, spare, billing=billing, per_step=per_step, **({"since": LOOK_SECONDS + 1} | more))
-        assert not stop.asked or (stop.ending is Interrupted and "look for spot" in str(stop.reason))
-        return stop.asked
-
-    hour = 3.0 * (LOOK_SECONDS + 1) / 3600  # this machine's own
-    assert looks(spent=15 - hour - saved)
-    assert not looks(spent=15 - hour - saved, since=LOOK_SECONDS - 60)
-    assert not looks(spent=15 - hour - saved, spare=2 * CHANGEOVER_SECONDS - 60)
-    assert not looks(0.95, spent=28.5 - hour - saved)  # half an hour is left: nothing to be saved
-    assert looks(spent=15.5 - hour - look) and not looks(spent=16 - hour - look)  # 1% of the bill is ventured
-    assert not looks(spent=0.0, billing=Billing(None, machine=STEADY.machine))
+def test_spot_is_waited_for_while_another_look_would_be_in_time_and_its_loss_can_be_paid() -> None:
+    ten_hours = 36_000.0  # $100 on demand, and $5 for the changeover before
+    race = Race(72_000.0, ten_hours, 1800.0, 5.0, on_demand_per_hour=10.0)
+    late = race.deadline - race.work - 3 * race.changeover
+    assert race.has_to_stop_waiting(late, race.work, 0.0) and not race.has_to_stop_waiting(late - 6, race.work, 0.0)
+    purse = PURSE * 105
+    assert race.has_to_stop_waiting(0.0, race.work, purse + 0.01)
+    assert not race.has_to_stop_waiting(0.0, race.work, purse - 0.01)
+    assert not race.has_to_stop_waiting(0.0, race.work / 2, 50.0)  # half is done, for as much as on demand
+    unpriced = Race(72_000.0, ten_hours, 1800.0, 5.0, on_demand_per_hour=0.0)
+    assert not unpriced.has_to_stop_waiting(0.0, race.work, 1000.0)
 
 
-def test_only_a_machine_of_known_market_with_a_deadline_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_spot_machine_with_a_deadline_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(billing: Billing) -> Handover | None:
-        return handover_here(billing, RECIPE, Signal(), lambda beat: 0.0)
+        return handover_here(billing, RECIPE, Signal())
 
     assert here(SPOT) is None
-    monkeypatch.setenv(DEADLINE, str(time.time()))
-    assert here(SPOT) and here(STEADY) and here(Billing()) is None
+    monkeypatch.setenv(DEADLINE, "2000000000")
+    assert here(STEADY) is None and here(Billing()) is None
+    watching = here(SPOT)
+    assert watching and watching.deadline == 2e9 - AFTER_TRAINING_SECONDS
     monkeypatch.setenv(DEADLINE, "tomorrow")
     with pytest.raises(UserError, match="SKYTRAIN_DEADLINE=tomorrow: not a time in unix seconds"):
         here(SPOT)
@@ -110,8 +97,10 @@ def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behi
     plain, kept = machines(nodes=2), machines(nodes=2, deadline=1.8e9)
     train, evaluate = kept["train"]["resources"], kept["evaluate"]["resources"]
     spot = [machine for machine in train["any_of"] if machine["use_spot"]]
-    steady = [machine for machine in train["any_of"] if not machine["use_spot"]]
+    rooms = [machine for machine in train["any_of"] if "accelerators" not in machine]
+    steady = [machine for machine in train["any_of"] if not machine["use_spot"] and machine not in rooms]
     assert spot and {machine["infra"] for machine in spot} <= {machine["infra"] for machine in steady}
+    assert {machine["infra"] for machine in rooms} == {machine["infra"] for machine in spot}
     assert sorted(map(str, evaluate["any_of"])) == sorted(map(str, steady))
     assert evaluate["max_hourly_cost"] == train["max_hourly_cost"]
     assert kept["evaluate"]["num_nodes"] == 2 and kept["train"]["envs"][DEADLINE] == "1800000000"
@@ -125,6 +114,54 @@ def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behi
     assert machines(deadline=1.8e9, infra="slurm/here,aws")["train"]["envs"][DEADLINE]
     assert all(machine["use_spot"] for machine in machines(spot=True)["train"]["resources"]["any_of"])
     assert DEADLINE not in plain["train"]["envs"] and plain["evaluate"]["num_nodes"] == 1
+
+
+def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def order(task: dict[str, Any]) -> list[str]:
+        resources = in_order(task, lambda machine: {"gcp": 1.0, "aws": 2.0}[machine["infra"]])["resources"]
+        assert ("ordered" in resources) != ("any_of" in resources)
+        return [
+            f"{m['infra']} {m.get('accelerators', 'room')}" + " spot" * m["use_spot"]
+            for m in resources.get("ordered") or resources["any_of"]
+        ]
+
+    spot, rooms = ["gcp H100:8 spot", "aws H100:8 spot"], ["gcp room", "aws room"]
+    train = machines(deadline=1.8e9)["train"]
+    assert order(train) == spot + rooms
+    assert order(machines(deadline=1.8e9, infra="slurm/here,aws")["train"]) == ["slurm/here H100:8", spot[1], rooms[1]]
+    resources = train["resources"]
+    on_demand = [machine for machine in resources["any_of"] if not machine["use_spot"]]
+    late = train | {"resources": resources | {"any_of": on_demand}}  # as where spot would not keep the deadline
+    assert order(late) == ["aws H100:8", "gcp H100:8", "lambda H100:8"]
+    assert order(machines()["train"]) == ["aws H100:8 spot", "gcp H100:8 spot", "lambda H100:8"]
+
+
+PRICES = [
+    {"cloud": "aws", "spot": True, "usd_per_hour": 1.0, "on_demand_usd_per_hour": 3.0, "accelerators": "H100:8"},
+    {"cloud": "aws", "spot": False, "usd_per_hour": 0.1, "on_demand_usd_per_hour": 0.1, "accelerators": None},
+]
+ROOM = {"SKYTRAIN_PRICES": json.dumps(PRICES), "SKYPILOT_NUM_GPUS_PER_NODE": "0"}
+
+
+@pytest.mark.slow
+def test_the_waiting_room_leaves_to_look_or_hands_over_and_is_on_the_bill(tmp_path: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME)
+    project.environment |= ROOM | {DEADLINE: f"{time.time() + AFTER_TRAINING_SECONDS + 60:.0f}"}
+    done = project.run("run", "tiny.yaml", "--stage", "train")
+    assert "handed over (deadline: 1 min of slack are left, no time or money to look for spot again)" in done.stderr
+    (one,) = project.found("train/*/attempts/*/heartbeat.json")
+    beat = json.loads(one.read_text())
+    assert beat["progress"]["waiting"] and beat["state"] == "interrupted" and beat["price_per_hour"] == 0.1
+    assert project.report()["state"] == "interrupted" and not project.found("train/*/checkpoints/*")
+    project.environment[DEADLINE] = f"{time.time() + 36_000:.0f}"
+    with project.started("run", "tiny.yaml", "--stage", "train") as waiting:
+        project.wait_until(lambda: project.heartbeats()[-1]["phases"].get("idle", 0) > 1, waiting)
+        waiting.terminate()
+        assert waiting.wait() == 75
+    del project.environment[DEADLINE], project.environment["SKYPILOT_NUM_GPUS_PER_NODE"]
+    project.run("run", "tiny.yaml", "--stage", "train")
+    told = project.report()
+    assert told["state"] == "done" and 0 < told["goodput"] <= 1
 
 
 @pytest.mark.slow

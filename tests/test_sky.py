@@ -16,7 +16,7 @@ import pytest
 import yaml
 from sky_catalog import ROWS, Row, sky_environment, write_catalog
 
-from pipelines.cloud.tasks import WORK_TREE, Wish, as_yaml, documents, shown
+from pipelines.cloud.tasks import WORK_TREE, Wish, as_yaml, documents, in_order, shown
 from pipelines.stage import STAGES
 from trainer.config import UserError
 
@@ -31,7 +31,7 @@ from pipelines.cloud.tasks import Wish
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of
 from trainer.store import LocalStore
-from sky import check, execution, optimizer
+from sky import Resources, check, execution, optimizer
 from sky.catalog import aws_catalog
 from sky.client import sdk
 from sky.utils import dag_utils, registry
@@ -48,6 +48,9 @@ def answer(question):
     dag = dag_utils.load_chain_dag_from_yaml_str(question["yaml"], list(question["envs"].items()), secrets)
     launch.ask_optimizer(dag, quiet=True)
     execution._resolve_managed_secrets(dag)  # what a launch does next
+    if gone := question.get("gone"):  # as while it provisions
+        blocked = [Resources(**machine) for machine in gone]
+        optimizer.Optimizer.optimize(dag, blocked_resources=blocked, quiet=True)
     return {"name": dag.name, "tasks": [told(task) for task in dag.tasks]}
 
 def told(task):
@@ -67,9 +70,10 @@ def priced(wish, stages):
         job = launch.within_limits(job, Wish(**wish), recipe, plans_of(recipe), store)
         job = launch.with_prices(job, Wish(**wish))
     tasks = {
-        task["name"]: [task["resources"]["any_of"], json.loads(task["envs"]["SKYTRAIN_PRICES"])] for task in job[1:]
+        task["name"]: [launch.machines_of(task), json.loads(task["envs"]["SKYTRAIN_PRICES"])] for task in job[1:]
     }
-    return tasks | {"said": said.getvalue()}
+    ordered = [task["name"] for task in job[1:] if "ordered" in task["resources"]]
+    return tasks | {"said": said.getvalue(), "ordered": ordered}
 
 answers = {}
 for name, question in json.load(sys.stdin).items():
@@ -95,6 +99,15 @@ def wished(stages: tuple[str, ...] = ("train",), **wish: Any) -> str:
     return as_yaml(documents(asked, stages))
 
 
+def waiting(*gone: dict[str, Any]) -> dict[str, Any]:
+    """What is tried next for training with a deadline where some machines can't be had."""
+    wish = Wish("tiny.v1-12345678", "s3://bucket/prefix", image=IMAGE, deadline=2e9)
+    prices = {"aws": 20.0, "gcp": 26.0}
+    header, train, _ = documents(wish, ("train", "evaluate"))
+    task = in_order(train, lambda machine: prices[machine["infra"]] if machine["use_spot"] else 0.1)
+    return question(as_yaml([header, task]), {}) | {"gone": gone}
+
+
 def capped(usd: float) -> str:
     return (SKY / "train.yaml").read_text().replace("max_hourly_cost: 60", f"max_hourly_cost: {usd}")
 
@@ -114,6 +127,9 @@ QUESTIONS = {
     "other gpus": question(wished(("train", "evaluate"), gpus="A100-80GB:8", infra="aws"), {}),
     "gpus that nobody has": question(wished(gpus="V100:8"), {}),
     "all stages": question(wished(STAGES, budget=25.0), {}),
+    "spot is there": waiting(),
+    "spot is gone on aws": waiting({"infra": "aws", "accelerators": "H100:8", "use_spot": True}),
+    "spot is gone": waiting({"accelerators": "H100:8", "use_spot": True}),
 }
 
 
@@ -142,8 +158,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(pricing))
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_"))}
     deadlines = {
-        "a deadline that all keep": to_price(deadline=time.time() + 48 * 3600),
-        "a deadline that none keeps": to_price(deadline=time.time() + 360),
+        "a deadline that all keep": to_price(("train", "evaluate"), deadline=time.time() + 48 * 3600),
+        "a deadline that none keeps": to_price(("train", "evaluate"), deadline=time.time() + 360),
     }
     done = subprocess.run(
         [sys.executable, "-c", ASKING],
@@ -331,11 +347,32 @@ def test_an_unknown_price_is_said_and_with_a_budget_refused(answers: dict[str, A
 
 @pytest.mark.slow
 def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: dict[str, Any]) -> None:
-    assert len(answers["a deadline that all keep"]["train"][0]) == 3
+    kept = answers["a deadline that all keep"]
+    *spot, room, _ = kept["train"][0]
+    assert [(m["infra"], m["use_spot"]) for m in spot] == [("aws", True), ("gcp", True)]
+    assert kept["ordered"] == ["train"] and "accelerators" not in room
+    assert {row["instance"] for row in rows(kept) if not row["accelerators"]} == {"m6i.xlarge", "n2-standard-16"}
+    assert {m["use_spot"] for m in kept["evaluate"][0]} == {False}
     kept = answers["a budget that spot keeps"]
     assert kept.get("train") and {m["use_spot"] for m in kept["train"][0]} == {True}
     for nothing in ("a budget that nothing keeps", "a deadline that none keeps"):
         assert answers[nothing]["error"].startswith("UserError: launch: nothing is done within")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("market", "expected"),
+    [
+        ("spot is there", ("aws", "us-east-1", True, 20.0)),
+        ("spot is gone on aws", ("gcp", "us-central1", True, 26.0)),
+        ("spot is gone", ("aws", "us-east-1", False, 0.2)),
+    ],
+)
+def test_with_a_deadline_spot_is_taken_first_and_waited_for_in_a_small_machine(
+    answers: dict[str, Any], market: str, expected: tuple[Any, ...]
+) -> None:
+    assert place(answers[market]) == expected
+    assert only_task(answers[market])["recovery"]["recover_on_exit_codes"] == [75]
 
 
 # What a launch makes of them, before SkyPilot

@@ -867,6 +867,18 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_losses(
 
 
 @pytest.mark.slow
+def test_ranks_whose_torchrun_was_killed_commit_and_leave(data: Path, tmp_path: Path) -> None:
+    command = Command(data, tmp_path / "out", configured(**LONG | {"max_steps": 100_000}))
+    with command.started(2) as torchrun:
+        command.wait_for_rows(5, torchrun)
+        ranks = psutil.Process(torchrun.pid).children(recursive=True)
+        torchrun.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert len(ranks) >= 2 and not alive
+    assert command.commits()
+
+
+@pytest.mark.slow
 def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Callable[[int], Command]) -> None:
     one, two, four = (undisturbed(ranks).rows() for ranks in (1, 2, 4))
     assert [row["step"] for row in one] == list(range(49))

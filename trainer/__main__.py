@@ -7,6 +7,7 @@ command goes on where it stopped. Exit code 0 done, 1 failed, 2 a mistake in wha
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, UserError, explain
 from trainer.health import Diverged
-from trainer.process import StaleAttempt, StopSignal
+from trainer.process import StaleAttempt, StopSignal, die_with_parent
 from trainer.store import LocalStore
 
 EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 75
@@ -63,6 +64,8 @@ def main() -> int:
 
 def run(config: TrainerConfig, data: Path, out: Path) -> int:
     stop = StopSignal()  # before the seconds that importing torch takes
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # or ranks whose torchrun was killed would hold the GPUs, and train on
+        die_with_parent()
     from safetensors.torch import save_file
 
     from trainer.checkpoint import Checkpointer

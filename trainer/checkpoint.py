@@ -39,6 +39,7 @@ from trainer.store import Store, sha256_of
 # A rank whose receipt is not there so long after rank 0's own upload has died or lost the store: no commit.
 RECEIPT_SECONDS = 300.0
 RECEIPT_POLL_SECONDS = 0.2
+FILES_AT_ONCE = 4  # that a node downloads and verifies
 
 
 @dataclass(frozen=True)
@@ -444,7 +445,8 @@ class Checkpointer:
             commit = unsealed(body)
         except ValueError:
             return "COMMIT.json is not what was written"
-        for receipt in (Receipt(**f) for f in commit["files"]):
+
+        def fetched(receipt: Receipt) -> str | None:
             path = local / "files" / receipt.name
             try:
                 self.store.download(f"{folder}/{receipt.name}", path)
@@ -453,6 +455,12 @@ class Checkpointer:
             moment("download")
             if path.stat().st_size != receipt.size or sha256_of(path) != receipt.sha256:
                 return f"{receipt.name} does not have the size and sha256 that COMMIT.json names"
+            return None
+
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:  # a hash keeps a core busy, and a file comes meanwhile
+            faults = list(pool.map(fetched, (Receipt(**f) for f in commit["files"])))
+        if found := [fault for fault in faults if fault]:
+            return found[0]
         (local / "COMMIT.json").write_bytes(body)
         return None
 

@@ -60,7 +60,7 @@ class Status:
     """How a run stands."""
 
     run: str
-    state: str  # as in a report; waiting (for a machine), which no store can tell
+    state: str  # as in a report, or waiting (for a machine): a job that has none, or one that waits for spot
     stage: str | None  # that is, or was last, worked on
     step: int
     max_steps: int
@@ -85,6 +85,7 @@ def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) ->
     recipe = Recipe.model_validate(record.recipe)
     progress = newest.progress if newest else {}
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
+    waiting |= summary.state == "running" and progress.get("waiting", False)
     return Status(
         run=record.run,
         state="waiting" if waiting else summary.state,

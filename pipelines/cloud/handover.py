@@ -1,89 +1,114 @@
-"""A run with a deadline leaves spot while on demand can still finish it, and on demand while it can afford to look.
+"""A run with a deadline trains on spot, waits for it on a machine that costs cents, and goes on demand in time.
 
 A managed job can't change its market, but it is a chain of tasks, and `skytrain run` makes whatever is missing. So
-`launch --deadline` gives the task train spot machines (and on-demand ones, so that it never waits) and the task
-evaluate on-demand ones, and tells the first the deadline (SKYTRAIN_DEADLINE, unix seconds). Once another lost spot
-machine could make the run late, train commits and ends with exit code 0; evaluate finishes the training first.
+`launch --deadline` gives the task train, in this order, spot machines and a small one without GPUs, and the task
+evaluate on-demand machines as large as train's; and it tells train the deadline (SKYTRAIN_DEADLINE, unix seconds).
+Uniform Progress (Wu et al., "Can't Be Late", NSDI'24) waits without a machine. Somebody has to decide meanwhile, so
+here it waits on one:
 
-Before that, where train got an on-demand machine because there was no spot, it leaves it after an hour with exit code
-75: SkyPilot then looks for machines anew, the cheapest first. That costs a changeover, and may find nothing: so it is
-paid from what spot has saved so far and PURSE of the bill on demand (benchmarks/deadline.py has what this brings).
+- On spot: once another lost machine could make the run late, train commits and ends with exit code 0, and evaluate
+  finishes the training first.
+- In the waiting room, where SkyPilot lands when nobody has spot: after LOOK_SECONDS it leaves with exit code 75, and
+  SkyPilot looks through all of train's machines anew. Once that could make the run late, or spot machines that went
+  before they trained have used up the purse, it ends with 0 as well.
+
+benchmarks/deadline.py has what this brings; `Race` holds the rules, for it and for the job.
 """
 
 import os
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from pipelines.cloud.plan import START_SECONDS, WAIT_SECONDS
+from pipelines.cloud.prices import table_from_environment
+from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import Recipe
-from pipelines.tracking.forecast import TRAINING_PHASES
+from pipelines.tracking.account import AttemptAccount
+from pipelines.tracking.forecast import TRAINING_PHASES, seconds_per_step
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat
-from trainer.config import UserError, tokens_before
+from pipelines.tracking.report import account_of, read_records
+from trainer.commits import committed_state
+from trainer.config import UserError, steps_to_come, tokens_before
 from trainer.process import HandedOver, StopSignal
+
+if TYPE_CHECKING:
+    from pipelines.stage import Work
 
 DEADLINE = "SKYTRAIN_DEADLINE"
 # Wait, start up, and do at most an interval between commits again.
 CHANGEOVER_SECONDS = WAIT_SECONDS + START_SECONDS + 300.0
 SURE_STEPS = 10  # the first one compiles
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is there already
-LOOK_SECONDS = 3600.0  # on demand, before it leaves to look for spot
-PURSE = 0.01  # of the bill of doing it all on demand may go for looks that find nothing
+LOOK_SECONDS = 600.0  # in the waiting room, before SkyPilot is to look for spot again
+PURSE = 0.01  # of the bill of doing it all on demand may be lost on spot machines, before another one is tried
+UNSURE = 1.25  # what training may take of what it was estimated to take, where nobody has measured
 
 
-def has_to_leave(slack: float, changeover: float, tick: float) -> bool:
-    """Whether a spot machine has to be left for on-demand, asked every `tick`: seconds may still pass without training
-    (`slack`), and two changeovers no longer fit into them, that to another spot machine and then one on demand."""
-    return slack < 2 * changeover + tick
+@dataclass(frozen=True)
+class Race:
+    """Training against a deadline: all of it, and on what. Seconds; dollars an hour, of all nodes."""
+
+    deadline: float
+    work: float  # training from the first step to the last
+    # At most, from the decision or from the loss of a machine until the next one trains: provisioning, setup,
+    # start-up, and what has to be done again.
+    changeover: float
+    tick: float  # between two decisions, at most
+    on_demand_per_hour: float  # 0: unknown, and no money is counted
+
+    def slack(self, now: float, left: float) -> float:
+        """Seconds that may still pass without training, where `left` seconds of it are to come."""
+        return self.deadline - now - left
+
+    def has_to_leave_spot(self, now: float, left: float) -> bool:
+        """Whether two changeovers no longer fit into the slack: to another spot machine, and then one on demand."""
+        return self.slack(now, left) < 2 * self.changeover + self.tick
+
+    def has_to_stop_waiting(self, now: float, left: float, spent: float) -> bool:
+        """Whether there is no time to look for spot once more (a changeover, even if none is found), or no money: what
+        is `spent` on training and what is left, on demand, come to more than PURSE above all of it on demand."""
+        if self.slack(now, left) < 3 * self.changeover + self.tick:
+            return True
+        to_finish = (self.changeover + left) * self.on_demand_per_hour / 3600
+        return self.on_demand_per_hour > 0 and spent + to_finish > (1 + PURSE) * self.on_demand_usd
+
+    @property
+    def on_demand_usd(self) -> float:
+        """The bill of doing it all on demand."""
+        return (self.changeover + self.work) * self.on_demand_per_hour / 3600
 
 
-def may_look(slack: float, changeover: float, tick: float, left: float, work: float, spent: float, rate: float) -> bool:
-    """Whether an on-demand machine may be left to look for spot: a spot machine that is lost would still be in time,
-    and one that is lost before it trains, with the way back, can be paid.
-
-    `left` and `work`: seconds of training to come, and of all of it; `spent`: dollars so far; `rate`: dollars an hour
-    on demand, which spot is taken to cost, too.
-    """
-    whole, to_finish, look = (seconds * rate / 3600 for seconds in (changeover + work, left, 2 * changeover))
-    return not has_to_leave(slack, changeover, tick) and (1 + PURSE) * whole - spent - to_finish >= look
+def waits_here() -> bool:
+    """Whether this machine is the waiting room of a job with a deadline: one without GPUs."""
+    return bool(os.environ.get(DEADLINE)) and os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE") == "0"
 
 
-def handover_here(
-    billing: Billing, recipe: Recipe, stop: StopSignal, spent_before: Callable[[Heartbeat], float]
-) -> "Handover | None":
-    """What watches the deadline here; None without one, or where it is not known whether the machine is a spot machine.
+def handover_here(billing: Billing, recipe: Recipe, stop: StopSignal) -> "Handover | None":
+    """What watches the deadline on a spot machine; None without a deadline, and elsewhere."""
+    deadline = deadline_here()
+    return Handover(deadline, recipe, stop) if deadline and billing.machine.get("spot") is True else None
 
-    `spent_before`: the dollars of the run's other attempts.
-    """
+
+def deadline_here() -> float | None:
+    """Unix seconds by which training has to be done, if the job has a deadline."""
     text = os.environ.get(DEADLINE)
-    if not text:
-        return None
     try:
-        deadline = float(text)
+        return float(text) - AFTER_TRAINING_SECONDS if text else None
     except ValueError:
         raise UserError(
             f"{DEADLINE}={text}: not a time in unix seconds; `skytrain launch --deadline` sets it"
         ) from None
-    known = isinstance(billing.machine.get("spot"), bool)
-    return Handover(deadline, recipe, billing, stop, spent_before) if known else None
 
 
 class Handover:
-    """Watches the training against the deadline: call `watch` with every heartbeat."""
+    """On a spot machine: watches the training against the deadline. Call `watch` with every heartbeat."""
 
-    def __init__(
-        self,
-        deadline: float,
-        recipe: Recipe,
-        billing: Billing,
-        stop: StopSignal,
-        spent_before: Callable[[Heartbeat], float],
-    ) -> None:
-        self.deadline, self.recipe, self.billing, self.stop = deadline, recipe, billing, stop
-        self._spent_before = spent_before
-        self._before: float | None = None  # dollars; it stays the same while this attempt is at work
+    def __init__(self, deadline: float, recipe: Recipe, stop: StopSignal) -> None:
+        self.deadline, self.recipe, self.stop = deadline, recipe, stop
 
     def watch(self, beat: Heartbeat) -> None:
-        """Ask to leave spot once there is too little slack for another lost machine, or on demand to look for spot."""
+        """Ask to leave once there is too little slack for another lost machine."""
         train, done = self.recipe.train, beat.progress.get("steps_done", 0)
         step = beat.progress.get("step", 0)
         if beat.stage != "train" or done < SURE_STEPS or not step:  # how fast it is decides
@@ -93,20 +118,55 @@ class Handover:
         before, whole = tokens_before(step, train), tokens_before(train.max_steps, train)
         per_token = seconds / (before - tokens_before(max(0, step - done), train))
         now, left = time.time(), (whole - before) * per_token
-        slack = self.deadline - AFTER_TRAINING_SECONDS - now - left
-        if not self.billing.machine["spot"]:
-            an_hour = min(left, now - beat.started) > LOOK_SECONDS
-            if an_hour and self._may_look(beat, now, slack, left, whole * per_token):
-                self.stop.ask(f"deadline: {slack / 60:.0f} min of slack are left, enough to look for spot machines")
-        elif left > CHANGEOVER_SECONDS and has_to_leave(slack, CHANGEOVER_SECONDS, HEARTBEAT_SECONDS):
-            words = f"deadline: {slack / 60:.0f} min of slack are left, too few to lose another spot machine"
+        race = Race(self.deadline, whole * per_token, CHANGEOVER_SECONDS, HEARTBEAT_SECONDS, 0.0)
+        if left > CHANGEOVER_SECONDS and race.has_to_leave_spot(now, left):
+            words = f"{minutes(race.slack(now, left))}, too few to lose another spot machine"
             self.stop.ask(words, HandedOver)
 
-    def _may_look(self, beat: Heartbeat, now: float, slack: float, left: float, work: float) -> bool:
-        if self.billing.price_per_hour is None:
-            return False
-        if self._before is None:
-            self._before = self._spent_before(beat)
-        rate = self.billing.price_per_hour * self.billing.nodes
-        spent = self._before + rate * (now - beat.started) / 3600
-        return may_look(slack, CHANGEOVER_SECONDS, HEARTBEAT_SECONDS, left, work, spent, rate)
+
+def wait_for_spot(work: "Work") -> NoReturn:
+    """In the waiting room: leave to look for spot after LOOK_SECONDS, or for on-demand once that has to be.
+
+    Raises Interrupted or HandedOver, or what else this process was asked to end as.
+    """
+    (mine,) = read_records(work.store, [work.attempt.latest.run])
+    bill = account_of(work.store, mine)
+    race, left = race_from(work, [a for a in bill.attempts if a.stage == "train"])
+    spent = bill.by_stage["train"].usd  # this attempt is on it
+    work.report(waiting=True)
+    work.screen.note(f"  {minutes(race.slack(time.time(), left))}: waiting for spot; SkyPilot looks again in 10 min")
+    with work.clock.phase("idle"):
+        looking_at = time.time() + LOOK_SECONDS
+        while True:
+            now = time.time()
+            if race.has_to_stop_waiting(now, left, spent):
+                work.stop.ask(f"{minutes(race.slack(now, left))}, no time or money to look for spot again", HandedOver)
+            elif now > looking_at:
+                work.stop.ask(f"{minutes(race.slack(now, left))}: looking for spot again")
+            work.check()
+            time.sleep(1)
+
+
+def race_from(work: "Work", attempts: list[AttemptAccount]) -> tuple[Race, float]:
+    """The race, and the seconds of training to come. UserError where nobody can know how many."""
+    recipe, train, nodes = work.recipe, work.recipe.train, work.attempt.latest.nodes
+    rows = [row for row in table_from_environment() if row.get("accelerators")]
+    state, whole = committed_state(work.store, work.plan.prefix), tokens_before(train.max_steps, train)
+    done = state.step if state else 0
+    to_come = whole - tokens_before(done, train)
+    if measured := seconds_per_step(attempts):
+        left = steps_to_come(done, train) * measured
+    elif rows:
+        speeds = (
+            speed_on(recipe.model, recipe.runtime, r["accelerators"], nodes, precision=train.precision) for r in rows
+        )
+        left = UNSURE * to_come / min(speed.tokens_per_second for speed in speeds)
+    else:
+        raise UserError(f"{DEADLINE}: SKYTRAIN_PRICES names no machine with GPUs that could be waited for")
+    usd = nodes * min((r.get("on_demand_usd_per_hour") or 0.0 for r in rows), default=0.0)
+    all_of_it = left * whole / max(1, to_come)
+    return Race(deadline_here() or 0.0, all_of_it, CHANGEOVER_SECONDS, HEARTBEAT_SECONDS, usd), left
+
+
+def minutes(slack: float) -> str:
+    return f"deadline: {slack / 60:.0f} min of slack are left"

@@ -5,12 +5,13 @@ The job is told nothing but the run's name and store (`skytrain run run:NAME --s
 """
 
 import json
+import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,20 @@ from pipelines.artifacts.manifest import Plan
 from pipelines.cloud.checks import Finding, api_server_is_up, clouds_allow, enabled_clouds, reach_api_server
 from pipelines.cloud.preflight import preflight
 from pipelines.cloud.prices import offers, prices_table
-from pipelines.cloud.tasks import CLUSTERS, PLAIN, SECRET, Wish, cloud_of, clouds_of, dag_of, documents, shown
+from pipelines.cloud.tasks import (
+    CLUSTERS,
+    PLAIN,
+    SECRET,
+    Wish,
+    cloud_of,
+    clouds_of,
+    dag_of,
+    documents,
+    in_order,
+    is_room,
+    machines_of,
+    shown,
+)
 from pipelines.recipe import Recipe
 from pipelines.stage import missing
 from pipelines.tracking.report import account_of, read_records, record
@@ -219,6 +233,8 @@ def within_limits(
     if hours is not None and hours <= 0:
         raise UserError(f"launch: the deadline of {wish.run} is over; launch it anew with another --deadline")
     limits = plan.Limits(hours, None if wish.budget is None else wish.budget - already)
+    rooms = [m for m in machines if is_room(m, tasks["train"])]
+    machines = [m for m in machines if m not in rooms]
     nodes = dict.fromkeys(m["accelerators"] for m in machines)
     found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds, plans, hand_over=wish.spot is None)
     plan.print_cloud_plan(found)
@@ -228,7 +244,7 @@ def within_limits(
     kept = [m for m in machines if cloud_of(m["infra"]) in CLUSTERS or (cloud_of(m["infra"]), m["use_spot"]) in good]
     if not kept:
         raise UserError(f"launch: {found.notes[-1] if found.notes else f'nothing is done within {limits}'}")
-    train = tasks["train"] | {"resources": tasks["train"]["resources"] | {"any_of": kept}}
+    train = tasks["train"] | {"resources": tasks["train"]["resources"] | {"any_of": [*kept, *rooms]}}
     return [job[0], *(train if task["name"] == "train" else task for task in job[1:])]
 
 
@@ -241,11 +257,12 @@ def spent(store: Store, run: str) -> float:
 
 
 def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
-    """The job with the price of every machine that it may end up on. UserError if a budget can't be kept without."""
+    """The job with the price of every machine that it may end up on, in the order in which they are to be tried where
+    that counts. UserError if a budget can't be kept without a price."""
     priced = [job[0]]
-    for task in job[1:]:
+    for task in (in_order(task, cheapest_of) for task in job[1:]):
         rows, faults = [], []
-        for machine in task["resources"]["any_of"]:
+        for machine in machines_of(task):
             try:
                 rows += prices_of(machine)
             except UserError as error:
@@ -257,6 +274,13 @@ def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
         table = json.dumps([row for i, row in enumerate(rows) if row not in rows[:i]], separators=(",", ":"))
         priced.append(task | {"envs": task["envs"] | {"SKYTRAIN_PRICES": table}})
     return priced
+
+
+def cheapest_of(machine: dict[str, Any]) -> float:
+    """Dollars an hour where it is cheapest; infinite if nobody can know."""
+    with suppress(UserError):
+        return min(float(row["usd_per_hour"]) for row in prices_of(machine))
+    return math.inf
 
 
 def prices_of(machine: dict[str, Any]) -> list[dict[str, Any]]:

@@ -94,7 +94,8 @@ def unknown_clouds(clouds: Iterable[str]) -> Iterator[Finding]:
 def gpus_that_will_not_do(tasks: Iterable[dict[str, Any]], recipe: Recipe) -> Iterator[Finding]:
     """The training machines that the run would end on as soon as its GPUs were counted."""
     for task in (task for task in tasks if task["name"] == "train"):
-        for gpus in dict.fromkeys(machine["accelerators"] for machine in task["resources"]["any_of"]):
+        kinds = (machine.get("accelerators") for machine in task["resources"]["any_of"])
+        for gpus in filter(None, dict.fromkeys(kinds)):  # but for the room in which a job with a deadline waits
             try:
                 check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, task["num_nodes"])
             except UserError as error:

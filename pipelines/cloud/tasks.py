@@ -6,7 +6,7 @@ them beside it, as from `--secret`, so no dump of a task can hold one.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 WORK_TREE = "none"  # as an image: no container, the work tree is synced
 CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # one's own machines: no spot market, no price list
 CLUSTER_GPUS = "H100:8"  # as in train.yaml; such a cluster seldom has smaller ones beside for evaluate
+ROOM = {"cpus": "2+", "memory": "8+"}  # to wait for spot in
 # Taken into a job from the launching shell. The first are shown in a dry run and in the launch record.
 PLAIN = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "MLFLOW_TRACKING_URI")
 SECRET = (
@@ -107,18 +108,41 @@ def fill(task: dict[str, Any], wish: Wish, folder: Path) -> None:
 
 
 def let_hand_over(tasks: dict[str, dict[str, Any]], deadline: float) -> None:
-    """Let train begin on spot, and evaluate, as large and on demand, finish it if need be: see handover.py."""
+    """Let train begin on spot, wait for it in a room without GPUs, and evaluate, as large and on demand, finish it if
+    need be: see handover.py. What train may get on demand is for a deadline that leaves no time for spot."""
     if not {"train", "evaluate"} <= set(tasks):
         return
     train, evaluate = tasks["train"], tasks["evaluate"]
     found = train["resources"]["any_of"]
-    if not any(machine["use_spot"] for machine in found):
+    spot = [machine for machine in found if machine["use_spot"]]
+    if not spot:
         return
     steady = distinct(machine | {"use_spot": False} for machine in found)
+    rooms = distinct({"infra": machine["infra"], **ROOM, "use_spot": False} for machine in spot)
     train["envs"]["SKYTRAIN_DEADLINE"] = f"{deadline:.0f}"
     evaluate["num_nodes"] = train["num_nodes"]
-    for task, machines in ((train, distinct([*found, *steady])), (evaluate, steady)):
+    for task, machines in ((train, distinct([*spot, *steady, *rooms])), (evaluate, steady)):
         task["resources"] = train["resources"] | {"any_of": machines}
+
+
+def in_order(task: dict[str, Any], cheapest: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
+    """A task that may wait for spot as SkyPilot is to try its machines: one's own, spot, the `cheapest` first, and a
+    room. If no spot machine is left to wait for, what is left on demand. Other tasks as they are."""
+    machines = task["resources"]["any_of"]
+    rooms = [machine for machine in machines if is_room(machine, task)]
+    if not rooms:
+        return task
+    rest = {name: value for name, value in task["resources"].items() if name != "any_of"}
+    if not any(machine["use_spot"] for machine in machines):
+        return task | {"resources": rest | {"any_of": [machine for machine in machines if machine not in rooms]}}
+    own = [machine for machine in machines if cloud_of(machine["infra"]) in CLUSTERS]
+    spot = sorted((machine for machine in machines if machine["use_spot"]), key=cheapest)
+    return task | {"resources": rest | {"ordered": [*own, *spot, *sorted(rooms, key=cheapest)]}}
+
+
+def is_room(machine: dict[str, Any], task: dict[str, Any]) -> bool:
+    """Whether it is there to wait on."""
+    return task["name"] == "train" and "accelerators" not in machine
 
 
 def label_of(run: str) -> str:
@@ -171,7 +195,13 @@ def cloud_of(infra: str) -> str:
 
 def clouds_of(job: list[dict[str, Any]]) -> list[str]:
     """Every cloud that a job's tasks may run on."""
-    return sorted({cloud_of(m["infra"]) for task in job[1:] for m in task["resources"]["any_of"]})
+    return sorted({cloud_of(m["infra"]) for task in job[1:] for m in machines_of(task)})
+
+
+def machines_of(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a task may get."""
+    found: list[dict[str, Any]] = task["resources"].get("any_of") or task["resources"]["ordered"]
+    return found
 
 
 def as_yaml(job: list[dict[str, Any]]) -> str:

@@ -66,6 +66,10 @@ def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
 
 
 def build(work: Work) -> Built:
+    from pipelines.cloud.handover import wait_for_spot, waits_here  # the ranks import this module, too
+
+    if waits_here():
+        wait_for_spot(work)
     recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
     world_size = work.head.gathered(processes) if work.head else processes
@@ -105,7 +109,7 @@ def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
         "tokens": work.inputs["tokenize"].prefix,
         "prefix": work.plan.prefix,
         "attempt": work.attempt.number,
-        "between_failures": seconds_between_failures(earlier, prior),
+        "between_failures": seconds_between_failures((b for b in earlier if not b.progress.get("waiting")), prior),
     }
     place, port = (work.head.place, work.head.begin(spec)) if work.head else (Place(), 0)
     return start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, place, port)

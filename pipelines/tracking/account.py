@@ -62,6 +62,7 @@ class AttemptAccount:
     steps_kept: int  # of these, those that no later attempt has done again (yet)
     steps_redone: int  # of these, those that an earlier attempt had done already
     notice: str | None  # what asked it to leave
+    waited: bool = False  # for a machine that trains, on one that doesn't
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Account:
     by_phase: dict[str, Bill]
     by_market: dict[str, Bill]  # "own machine", "aws spot", "gcp on demand", …
     tokens: int  # trained on, steps that were done twice counted once
-    goodput: float | None  # seconds of training, each step counted once, of all billed seconds
+    goodput: float | None  # seconds of training, each step counted once, of all billed ones but those in waiting rooms
     usd_per_billion_tokens: float | None  # None while a price is unknown
     interruptions: Bill  # what being cut off cost: work done again, time lost, the way back to where it was
     savings_usd: float | None  # against the on-demand price of the same machines, where it is known
@@ -111,6 +112,7 @@ def account(
     mine.sort(key=lambda a: (a.started, a.prefix, a.number))
     total, tokens = sum_of(a.bill for a in mine), sum(tokens_before(steps) for steps in kept)
     trained = [_phase_bill(a, "train").hours for a in mine]
+    at_work = math.fsum(a.bill.hours for a in mine if not a.waited)
     savings = [b for a in mine if (b := _savings(a)) is not None]
     deaths = sum(a.state == "lost" for a in mine)
     return Account(
@@ -121,7 +123,7 @@ def account(
         by_phase=_sums((phase, _phase_bill(a, phase)) for a in mine for phase in a.phases),
         by_market=_sums((market_of(a.machine), a.bill) for a in mine),
         tokens=tokens,
-        goodput=math.fsum(trained) / total.hours if total.hours else None,
+        goodput=math.fsum(trained) / at_work if at_work else None,
         usd_per_billion_tokens=total.usd / (tokens / 1e9) if tokens and not total.unpriced_hours else None,
         interruptions=sum_of(interruptions),
         savings_usd=math.fsum(savings) if savings else None,
@@ -230,6 +232,7 @@ def _attempt(one: Seen, superseded: bool, done: int, kept: int, redone: int) -> 
         steps_kept=kept,
         steps_redone=redone,
         notice=beat.progress.get("notice"),
+        waited=beat.progress.get("waiting", False),
     )
 
 

@@ -70,7 +70,7 @@ class Past:
 
 def forecast(attempts: Iterable[AttemptAccount], steps_left: float, now: float) -> Forecast | None:
     """The rest of a training run; None while no step was made. Of an account, the attempts of one artifact."""
-    mine = sorted(attempts, key=lambda a: a.number)
+    mine = sorted((a for a in attempts if not a.waited), key=lambda a: a.number)
     past = past_of(mine, now)
     if past is None:
         return None
@@ -87,10 +87,20 @@ def forecast(attempts: Iterable[AttemptAccount], steps_left: float, now: float) 
     )
 
 
+def seconds_per_step(attempts: Iterable[AttemptAccount]) -> float | None:
+    """Of training so far, with what lies between the steps; None while no step was made."""
+    several = list(attempts)
+    steps = sum(a.steps_done for a in several)
+    return math.fsum(map(training_seconds, several)) / steps if steps else None
+
+
+def training_seconds(attempt: AttemptAccount) -> float:
+    return math.fsum(attempt.phases.get(phase, 0.0) for phase in TRAINING_PHASES)
+
+
 def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
-    steps = sum(a.steps_done for a in attempts)
-    training = [sum(a.phases.get(phase, 0.0) for phase in TRAINING_PHASES) for a in attempts]
-    if not steps:
+    per_step, training = seconds_per_step(attempts), list(map(training_seconds, attempts))
+    if per_step is None:
         return None
     lives = [a.ended - a.started for a in attempts]
     started_up = [life - busy for a, life, busy in zip(attempts, lives, training, strict=True) if a.steps_done]
@@ -101,7 +111,7 @@ def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
     if waiting := last.state != "running":
         waits.append(max(0.0, now - last.ended))
     return Past(
-        seconds_per_step=math.fsum(training) / steps,
+        seconds_per_step=per_step,
         start_up=math.fsum(started_up) / len(started_up),
         lost=(PRIOR_LOST_SECONDS + again) / (1 + len(lost)),
         losses=len(lost),
