@@ -28,9 +28,9 @@ TABLE = {
 # The artifacts of gpt2-124m.
 PINNED = {
     "tokenize": "7210dafe1f319f8733f11860ffe4aa803966a6c2b75d7b19b9b2e6ec5c09cde7",
-    "train": "7f680b9a64ac142e17b3fc87153019144148bfab22c87db402969ecafa83caf4",
-    "evaluate": "94fe175c242792823e9f813f688b5800b13466f1624cf4f22b9916b5ec7aff73",
-    "export": "4a5e1cd4498b390f2c9b59a666cac972f0e6ff6a8314142e3c2d2324f73990d7",
+    "train": "7c762e5f7e980b95b33440de4d0fb26c90d4a8b4790c512dee44a67ba5ec4e24",
+    "evaluate": "97aa05899f1d4c80e7377366d09d952626cda7626551fe8a4eeacb347fd24d24",
+    "export": "c86ce9b873df7002a7209567d65fa00dd957a00987fcbdada2cabf5e5d310cad",
 }
 
 # A field of each section of gpt2-124m with a value that it does not have there.
