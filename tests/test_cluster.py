@@ -6,19 +6,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import boto3
+import psutil
 import pytest
 import yaml
-from local_cloud import PRICE, LocalCloud, what_is_missing
+from local_cloud import NODES, PRICE, LocalCloud, what_is_missing
 from pipeline_runs import TINY, told, write_texts
 from servers import MlflowServer, S3Account
 
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.store import S3Store
+from pipelines.cloud.handover import DEADLINE
 from pipelines.stage import STAGES
 from pipelines.tracking.account import Account
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
@@ -207,6 +210,64 @@ def test_a_launched_run_stopped_by_its_budget_and_preempted_twice_ends_as_the_un
     _, stages = told(mlflow_uri, record.run)
     assert {one.info.status for one in stages.values()} == {"FINISHED"}
     assert_billed_as_skypilot_says(user, record, preempted)
+
+
+# `launch --deadline` refuses clusters that have no spot market; so machines that are taken are made to play spot.
+SUBMIT = """
+import sys
+from pipelines.artifacts.store import open_store
+from pipelines.cloud import launch
+from pipelines.cloud.handover import DEADLINE
+from pipelines.cloud.tasks import ROOM, Wish, dag_of, documents
+from pipelines.stage import planned, run_name
+
+uri, recipe, deadline = sys.argv[1:]
+store = open_store(uri)
+loaded, plans = planned(recipe, [], store)
+variables = launch.variables_here([f"SKYTRAIN_VENV={sys.prefix}", "SKYTRAIN_NOTICE=off"])
+wish = Wish(run_name(plans), uri, until="train", infra="slurm/local", variables=variables)
+job = launch.with_prices(documents(wish, ["train"]), wish)
+resources = job[1]["resources"]
+resources["ordered"] = [*resources.pop("any_of"), {"infra": wish.infra, **ROOM, "use_spot": False}]
+job[1]["envs"][DEADLINE] = deadline
+secrets = launch.secrets_here()
+launch.submit(dag_of(job, secrets), wish, ["train"], secrets, loaded, plans, store)
+"""
+
+
+def test_where_no_gpus_are_to_be_had_a_job_with_a_deadline_waits_in_a_room_and_looks_again(
+    tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = User(tmp_path, cloud, s3_server)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    user.skytrain("run", str(user.recipe), "--stage", "tokenize")
+    for node in NODES:
+        taken = ("--gres=gpu:8", "--mem=1G", "--cpus-per-task=1", "--output=/dev/null", "--wrap", "sleep 3600")
+        cloud.slurm("sbatch", "--job-name=others", "--nodelist", node, *taken)
+    deadline = f"{time.time() + 36_000:.0f}"
+    arguments = [user.environment["SKYTRAIN_STORE"], str(user.recipe), deadline]
+    subprocess.run([sys.executable, "-c", SUBMIT, *arguments], env=user.environment, check=True, timeout=LIMIT_S)
+    user.wait_until(lambda: any(a.waited for a in user.bill.attempts))
+    assert f"{user.record.run}  waiting in train" in user.skytrain("status")
+    cloud.slurm("scancel", "--name=others")
+    (room,) = processes_with(DEADLINE, "run", f"run:{user.record.run}")
+    room.terminate()  # as it does itself after ten minutes: exit code 75
+    user.wait_until(lambda: user.summary.state == "done")
+    waited, trained = (a for a in user.bill.attempts if a.stage == "train")
+    assert (waited.waited, waited.machine.get("accelerators"), waited.state) == (True, None, "interrupted")
+    assert (trained.waited, trained.machine.get("accelerators"), trained.state) == (False, "H100:8", "done")
+    user.skytrain("down", user.record.run)
+
+
+def processes_with(variable: str, *words: str) -> list[psutil.Process]:
+    """Processes that have a variable in their environment and these words in their command line."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if set(words) <= set(process.cmdline()) and variable in process.environ():
+                found.append(process)
+    return found
 
 
 def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: list[float]) -> None:
