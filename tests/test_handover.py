@@ -118,11 +118,13 @@ def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behi
 
 def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     def order(task: dict[str, Any]) -> list[str]:
-        resources = in_order(task, lambda machine: {"gcp": 1.0, "aws": 2.0}[machine["infra"]])["resources"]
-        assert ("ordered" in resources) != ("any_of" in resources)
+        prices = {"gcp": 1.0, "aws": 2.0, "lambda": 3.0}
+        priced = in_order(task, lambda machine: prices[machine["infra"]] / (2 if machine["use_spot"] else 1))
+        resources = priced["resources"]
+        assert "any_of" not in resources
         return [
             f"{m['infra']} {m.get('accelerators', 'room')}" + " spot" * m["use_spot"]
-            for m in resources.get("ordered") or resources["any_of"]
+            for m in resources["ordered"]
         ]
 
     spot, rooms = ["gcp H100:8 spot", "aws H100:8 spot"], ["gcp room", "aws room"]
@@ -132,8 +134,9 @@ def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
     resources = train["resources"]
     on_demand = [machine for machine in resources["any_of"] if not machine["use_spot"]]
     late = train | {"resources": resources | {"any_of": on_demand}}  # as where spot would not keep the deadline
-    assert order(late) == ["aws H100:8", "gcp H100:8", "lambda H100:8"]
-    assert order(machines()["train"]) == ["aws H100:8 spot", "gcp H100:8 spot", "lambda H100:8"]
+    steady = ["gcp H100:8", "aws H100:8", "lambda H100:8"]
+    assert order(late) == order(machines(deadline=1.8e9)["evaluate"]) == steady
+    assert order(machines()["train"]) == [*spot, "lambda H100:8"]
 
 
 PRICES = [

@@ -350,7 +350,7 @@ def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: 
     kept = answers["a deadline that all keep"]
     *spot, room, _ = kept["train"][0]
     assert [(m["infra"], m["use_spot"]) for m in spot] == [("aws", True), ("gcp", True)]
-    assert kept["ordered"] == ["train"] and "accelerators" not in room
+    assert kept["ordered"] == ["train", "evaluate"] and "accelerators" not in room
     assert {row["instance"] for row in rows(kept) if not row["accelerators"]} == {"m6i.xlarge", "n2-standard-16"}
     assert {m["use_spot"] for m in kept["evaluate"][0]} == {False}
     kept = answers["a budget that spot keeps"]

@@ -257,8 +257,8 @@ def spent(store: Store, run: str) -> float:
 
 
 def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
-    """The job with the price of every machine that it may end up on, in the order in which they are to be tried where
-    that counts. UserError if a budget can't be kept without a price."""
+    """The job with the price of every machine that it may end up on, in the order in which they are to be tried.
+    UserError if a budget can't be kept without a price."""
     priced = [job[0]]
     for task in (in_order(task, cheapest_of) for task in job[1:]):
         rows, faults = [], []
