@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from pipelines.cloud.handover import (
     Handover,
     Race,
     handover_here,
+    seconds_per_token,
 )
 from pipelines.cloud.tasks import Wish, documents, in_order
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
+from pipelines.tracking.account import Seen, account
 from pipelines.tracking.ledger import Billing, Heartbeat
 from trainer.config import UserError
 from trainer.process import HandedOver, StopSignal
@@ -74,6 +77,20 @@ def test_spot_is_waited_for_while_another_look_would_be_in_time_and_its_loss_can
     assert not unpriced.has_to_stop_waiting(0.0, race.work, 1000.0)
 
 
+def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_long_enough() -> None:
+    def told(last: int, gpus: str = "H100:8", nodes: int = 1) -> float | None:
+        """Of an attempt from step 100 to `last`, 2 s a step, the first of them in the phase "compile"."""
+        phases = {"compile": 30.0, "train": 2.0 * (last - 101)}
+        progress = {"resumed_from": 100, "step": last, "steps_done": last - 100}
+        machine = {"accelerators": gpus, "spot": True}
+        beat = Heartbeat("run", "train", 1, "running", 0.0, 1e4, 1.0, {}, phases, progress, nodes=nodes)
+        seen = [Seen("train/a", replace(beat, machine=machine))]
+        return seconds_per_token(RECIPE.train, ["H100:8"], 1, list(account("run", seen).attempts))
+
+    assert told(201) == pytest.approx(2.0 / RECIPE.train.batch_tokens)
+    assert told(200) is told(102) is told(201, gpus="H100:1") is told(201, nodes=2) is None
+
+
 def test_only_a_spot_machine_with_a_deadline_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(billing: Billing) -> Handover | None:
         return handover_here(billing, RECIPE, Signal())
@@ -122,10 +139,7 @@ def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
         priced = in_order(task, lambda machine: prices[machine["infra"]] / (2 if machine["use_spot"] else 1))
         resources = priced["resources"]
         assert "any_of" not in resources
-        return [
-            f"{m['infra']} {m.get('accelerators', 'room')}" + " spot" * m["use_spot"]
-            for m in resources["ordered"]
-        ]
+        return [f"{m['infra']} {m.get('accelerators', 'room')}" + " spot" * m["use_spot"] for m in resources["ordered"]]
 
     spot, rooms = ["gcp H100:8 spot", "aws H100:8 spot"], ["gcp room", "aws room"]
     train = machines(deadline=1.8e9)["train"]
@@ -157,6 +171,10 @@ def test_the_waiting_room_leaves_to_look_or_hands_over_and_is_on_the_bill(tmp_pa
     assert beat["progress"]["waiting"] and beat["state"] == "interrupted" and beat["price_per_hour"] == 0.1
     assert project.report()["state"] == "interrupted" and not project.found("train/*/checkpoints/*")
     project.environment[DEADLINE] = f"{time.time() + 36_000:.0f}"
+    project.environment["SKYTRAIN_PRICES"] = json.dumps(PRICES[1:])
+    done = project.run("run", "tiny.yaml", "--stage", "train")  # a failed task would end the launch
+    assert "handed over (SKYTRAIN_DEADLINE: SKYTRAIN_PRICES names no machine with GPUs" in done.stderr
+    project.environment |= ROOM
     with project.started("run", "tiny.yaml", "--stage", "train") as waiting:
         project.wait_until(lambda: project.heartbeats()[-1]["phases"].get("idle", 0) > 1, waiting)
         waiting.terminate()

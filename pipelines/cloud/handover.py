@@ -25,11 +25,11 @@ from pipelines.cloud.prices import table_from_environment
 from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import AttemptAccount
-from pipelines.tracking.forecast import TRAINING_PHASES, seconds_per_step
+from pipelines.tracking.forecast import TRAINING_PHASES, training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat
 from pipelines.tracking.report import account_of, read_records
 from trainer.commits import committed_state
-from trainer.config import UserError, steps_to_come, tokens_before
+from trainer.config import TrainConfig, UserError, tokens_before
 from trainer.process import HandedOver, StopSignal
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ SURE_STEPS = 10  # the first one compiles
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is there already
 LOOK_SECONDS = 600.0  # in the waiting room, before SkyPilot is to look for spot again
 PURSE = 0.01  # of the bill of doing it all on demand may be lost on spot machines, before another one is tried
+SURE_ENOUGH_STEPS = 100  # to know how long all of them take: what is taken for too short here makes the run late
 UNSURE = 1.25  # what training may take of what it was estimated to take, where nobody has measured
 
 
@@ -125,15 +126,19 @@ class Handover:
 
 
 def wait_for_spot(work: "Work") -> NoReturn:
-    """In the waiting room: leave to look for spot after LOOK_SECONDS, or for on-demand once that has to be.
+    """In the waiting room: leave to look for spot after LOOK_SECONDS, or for on-demand once that has to be, or if
+    nobody can know when that is.
 
     Raises Interrupted or HandedOver, or what else this process was asked to end as.
     """
+    work.report(waiting=True)
     (mine,) = read_records(work.store, [work.attempt.latest.run])
     bill = account_of(work.store, mine)
-    race, left = race_from(work, [a for a in bill.attempts if a.stage == "train"])
+    try:
+        race, left = race_from(work, [a for a in bill.attempts if a.stage == "train"])
+    except UserError as error:  # a failed task would end the whole launch
+        raise HandedOver(str(error)) from error
     spent = bill.by_stage["train"].usd  # this attempt is on it
-    work.report(waiting=True)
     work.screen.note(f"  {minutes(race.slack(time.time(), left))}: waiting for spot; SkyPilot looks again in 10 min")
     with work.clock.phase("idle"):
         looking_at = time.time() + LOOK_SECONDS
@@ -154,8 +159,8 @@ def race_from(work: "Work", attempts: list[AttemptAccount]) -> tuple[Race, float
     state, whole = committed_state(work.store, work.plan.prefix), tokens_before(train.max_steps, train)
     done = state.step if state else 0
     to_come = whole - tokens_before(done, train)
-    if measured := seconds_per_step(attempts):
-        left = steps_to_come(done, train) * measured
+    if measured := seconds_per_token(train, [row["accelerators"] for row in rows], nodes, attempts):
+        left = to_come * measured
     elif rows:
         speeds = (
             speed_on(recipe.model, recipe.runtime, r["accelerators"], nodes, precision=train.precision) for r in rows
@@ -166,6 +171,20 @@ def race_from(work: "Work", attempts: list[AttemptAccount]) -> tuple[Race, float
     usd = nodes * min((r.get("on_demand_usd_per_hour") or 0.0 for r in rows), default=0.0)
     all_of_it = left * whole / max(1, to_come)
     return Race(deadline_here() or 0.0, all_of_it, CHANGEOVER_SECONDS, HEARTBEAT_SECONDS, usd), left
+
+
+def seconds_per_token(train: TrainConfig, gpus: list[str], nodes: int, attempts: list[AttemptAccount]) -> float | None:
+    """Of training on so many nodes with such GPUs, as it went so far; None while it went too short to tell."""
+    steps, tokens, seconds = 0, 0, 0.0
+    for one in attempts:
+        first, last = one.resumed_from, one.step
+        if one.nodes != nodes or one.machine.get("accelerators") not in gpus or first is None or last is None:
+            continue
+        if last > first:  # the first step is in the phase "compile"
+            steps += last - first - 1
+            tokens += tokens_before(last, train) - tokens_before(first + 1, train)
+            seconds += training_seconds(one)
+    return seconds / tokens if steps >= SURE_ENOUGH_STEPS else None
 
 
 def minutes(slack: float) -> str:
