@@ -132,6 +132,16 @@ def test_an_interruption_costs_the_way_back_and_what_is_done_again(state: str, l
     assert bill.attempts[0].state == ("lost" if state == "running" else state)
 
 
+def test_waiting_for_spot_is_the_price_of_an_interruption_only_behind_one() -> None:
+    room = {"state": "interrupted", "progress": {"waiting": True}, "phases": {"idle": HOUR}}
+    spot = {"state": "interrupted", "phases": {"setup": 600.0, "train": HOUR - 600}}
+    rooms = beat(**room), beat(attempt=2, **room)
+    assert of(*rooms, beat(attempt=3, **spot)).interruptions.hours == 0
+    again = of(*rooms, *(beat(attempt=n, **made) for n, made in ((3, spot), (4, room), (5, spot))))
+    assert again.interruptions.hours == pytest.approx(1 + 600 / HOUR)
+    assert again.goodput == pytest.approx(1 - 600 / HOUR)
+
+
 @pytest.mark.parametrize(("alive", "deaths"), [(True, 0), (None, 0), (False, 1)])
 def test_an_attempt_that_may_still_live_is_not_lost(alive: bool | None, deaths: int) -> None:
     assert account("run", [Seen(PREFIX, beat(state="running"), None, alive)]).deaths == deaths
