@@ -188,10 +188,18 @@ def test_the_waiting_room_leaves_to_look_or_hands_over_and_is_on_the_bill(tmp_pa
 @pytest.mark.slow
 def test_a_run_on_spot_without_slack_commits_its_last_step_and_hands_over(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
-    price = {"cloud": "aws", "spot": True, "usd_per_hour": 1.0, "on_demand_usd_per_hour": 3.0}
-    project.environment |= {"SKYTRAIN_PRICES": json.dumps([price]), DEADLINE: f"{time.time() + 60:.0f}"}
+    project.environment |= {"SKYTRAIN_PRICES": json.dumps(PRICES[:1]), DEADLINE: f"{time.time() + 60:.0f}"}
     done = project.run("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000")
     assert "handed over (deadline: " in done.stderr and "the launch's next task goes on from here" in done.stderr
     newest = project.found("train/*/checkpoints/*/COMMIT.json")[-1]
     assert json.loads(newest.read_text())["step"] == project.rows_committed() > 0
     assert project.report()["state"] == "interrupted" and not project.alive()
+    soon = project.environment.pop(DEADLINE)
+    with project.started("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000") as training:
+        project.wait_until(lambda: len(project.found("train/*/attempts/*/heartbeat.json")) == 2, training)
+        project.wait_until(lambda: project.heartbeats()[-1]["progress"].get("steps_done", 0) > 110, training)
+        training.terminate()
+        assert training.wait() == 75
+    project.environment[DEADLINE] = soon
+    done = project.run("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000")
+    assert "too few to train on spot" in done.stderr and "resumed_from" not in project.heartbeats()[-1]["progress"]

@@ -125,6 +125,26 @@ class Handover:
             self.stop.ask(words, HandedOver)
 
 
+def leave_at_once(work: "Work") -> None:
+    """On a spot machine that replaces a lost one: leave before it trains if it would have to as soon as it does.
+
+    SkyPilot replaces a lost machine by itself, so nobody has asked since. Raises HandedOver.
+    """
+    mine = work.attempt.latest
+    if not deadline_here() or mine.machine.get("spot") is not True:
+        return
+    (record,) = read_records(work.store, [mine.run])
+    attempts = [a for a in account_of(work.store, record).attempts if a.stage == "train"]
+    gpus = str(mine.machine.get("accelerators"))
+    if seconds_per_token(work.recipe.train, [gpus], mine.nodes, attempts) is None:
+        return  # an estimate is no reason to leave
+    race, left = race_from(work, attempts)
+    now = time.time()
+    if left > CHANGEOVER_SECONDS and race.has_to_leave_spot(now, left):
+        work.stop.ask(f"{minutes(race.slack(now, left))}, too few to train on spot", HandedOver)
+        work.check()
+
+
 def wait_for_spot(work: "Work") -> NoReturn:
     """In the waiting room: leave to look for spot after LOOK_SECONDS, or for on-demand once that has to be, or if
     nobody can know when that is.
