@@ -9,7 +9,7 @@ clock, money in dollars.
 
 - launched: what `launch --deadline` does, by the rules of pipelines.cloud.handover: spot if there is some when it is
   looked for; without it a waiting room, at ROOM of the on-demand price, from which it is looked for every ten minutes
-  (at the grid's steps); on demand to the end once the rules say so.
+  and a changeover (at the grid's steps); on demand to the end once the rules say so.
 
 All others exist here alone; nothing in the product carries them out:
 
@@ -154,10 +154,14 @@ def uniform(
 
 
 class Launched:
-    """As `launch --deadline` does. Has to be asked in the order of time: it remembers."""
+    """As `launch --deadline` does. Has to be asked in the order of time: it remembers.
+
+    SkyPilot replaces a lost spot machine, or leads to a room, without asking. A look that finds nothing takes a
+    changeover, until the next room is there; only in a room is it asked whether to look again.
+    """
 
     def __init__(self) -> None:
-        self.looked: float | None = None  # when it came into its room
+        self.in_room: float | None = None  # from when on it is in its room
         self.only_on_demand = False
 
     def __call__(
@@ -171,18 +175,18 @@ class Launched:
         until_ready: float,
     ) -> Market:
         if on == "spot":
-            self.looked = None
+            self.in_room = None
             self.only_on_demand |= until_ready == 0 and race.has_to_leave_spot(now, work_left)
-        elif on is None:
-            # What is asked for first gets its machine whatever the slack; and spot's loss is no decision.
+        elif on is None and self.in_room is not None and now >= self.in_room:
             self.only_on_demand |= race.has_to_stop_waiting(now, work_left, spent)
         if self.only_on_demand or on == "on-demand":
             return "on-demand"
         if on == "spot":
             return on
-        if self.looked is None or now - self.looked >= LOOK_SECONDS:
-            self.looked = now
-            return "spot" if available else "room"
+        if self.in_room is None or now >= self.in_room + LOOK_SECONDS:
+            if available:
+                return "spot"
+            self.in_room = now + race.changeover
         return "room"
 
 

@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipelines.artifacts.manifest import Plan, find, scratch
+from pipelines.cloud.handover import waits_here
 from pipelines.nodes import Line, Place, call_head, processes_on_this_node
 from pipelines.progress import Screen
 from pipelines.recipe import Recipe
@@ -47,7 +48,7 @@ def lend(
     if until == "tokenize" or find(store, plan):
         screen.note(f"node {place.rank}: nothing to train")
         return 0
-    processes = processes_on_this_node(recipe.runtime)
+    processes = 0 if waits_here() else processes_on_this_node(recipe.runtime)  # where there are no GPUs to count
     screen.note(f"node {place.rank} of {place.count}: {processes} process(es) for the head, {place.head}:{place.port}")
     connection = call_head(place, stop)
     if connection is None:

@@ -132,15 +132,14 @@ def test_an_interruption_costs_the_way_back_and_what_is_done_again(state: str, l
     assert bill.attempts[0].state == ("lost" if state == "running" else state)
 
 
-def test_a_waiting_room_is_paid_for_and_neither_slows_the_run_nor_hides_what_cut_it_off() -> None:
-    waited = beat(attempt=2, started=100.0, time=1000.0, state="interrupted", price_per_hour=0.1)
-    waited = replace(waited, phases={"provision": 100.0, "idle": 800.0}, progress={"waiting": True})
-    trained = beat(attempt=3, started=2000.0, time=2100.0, state="done", phases={"setup": 40.0, "train": 60.0})
-    first = of(replace(waited, attempt=1), trained)
-    assert first.total.hours == pytest.approx(1000 / 3600) and first.by_stage["train"].usd > trained.usd  # type: ignore[operator]
-    assert first.goodput == pytest.approx(0.6) and first.interruptions.hours == 0
-    cut_off = of(beat(attempt=1, started=0.0, time=90.0, state="interrupted"), waited, trained)
-    assert cut_off.interruptions.hours == pytest.approx((900 + 40) / 3600)  # the wait, and the way back behind it
+def test_waiting_for_spot_is_the_price_of_an_interruption_only_behind_one() -> None:
+    room = {"state": "interrupted", "progress": {"waiting": True}, "phases": {"idle": HOUR}}
+    spot = {"state": "interrupted", "phases": {"setup": 600.0, "train": HOUR - 600}}
+    rooms = beat(**room), beat(attempt=2, **room)
+    assert of(*rooms, beat(attempt=3, **spot)).interruptions.hours == 0
+    again = of(*rooms, *(beat(attempt=n, **made) for n, made in ((3, spot), (4, room), (5, spot))))
+    assert again.interruptions.hours == pytest.approx(1 + 600 / HOUR)
+    assert again.goodput == pytest.approx(1 - 600 / HOUR)
 
 
 @pytest.mark.parametrize(("alive", "deaths"), [(True, 0), (None, 0), (False, 1)])

@@ -35,9 +35,9 @@ def race(ticks: int, work: int, changeover: int, spot: float = 0.3) -> Any:
 
 
 @st.composite
-def markets(draw: st.DrawFn) -> tuple[Any, np.ndarray]:
+def markets(draw: st.DrawFn, least: int = 1) -> tuple[Any, np.ndarray]:
     work, changeover = draw(st.integers(1, 80)), draw(st.integers(1, 6))
-    ticks = work + changeover + 1 + draw(st.integers(0, 80))
+    ticks = work + least * changeover + 2 + draw(st.integers(0, 80))
     stretches = draw(st.lists(st.integers(1, 30), min_size=1, max_size=ticks))
     available = np.concatenate([np.full(n, number % 2 == 0) for number, n in enumerate(stretches)])
     if draw(st.booleans()):
@@ -57,7 +57,7 @@ def test_whatever_the_market_does_nobody_is_late_and_nobody_pays_more_than_the_p
 
 
 @settings(deadline=None, max_examples=300)
-@given(markets())
+@given(markets(least=3))
 def test_what_is_launched_is_on_time_and_loses_no_more_than_its_purse_and_one_machine(
     drawn: tuple[Any, np.ndarray],
 ) -> None:

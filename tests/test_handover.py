@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from pipelines.cloud.handover import (
     Handover,
     Race,
     handover_here,
+    looks,
+    seconds_per_token,
 )
 from pipelines.cloud.tasks import Wish, documents, in_order
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
+from pipelines.tracking.account import Seen, account
 from pipelines.tracking.ledger import Billing, Heartbeat
 from trainer.config import UserError
 from trainer.process import HandedOver, StopSignal
@@ -74,6 +78,30 @@ def test_spot_is_waited_for_while_another_look_would_be_in_time_and_its_loss_can
     assert not unpriced.has_to_stop_waiting(0.0, race.work, 1000.0)
 
 
+def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_long_enough() -> None:
+    def told(last: int, gpus: str = "H100:8", nodes: int = 1) -> float | None:
+        """Of an attempt from step 100 to `last`, 2 s a step, the first of them in the phase "compile"."""
+        phases = {"compile": 30.0, "train": 2.0 * (last - 101)}
+        progress = {"resumed_from": 100, "step": last, "steps_done": last - 100}
+        machine = {"accelerators": gpus, "spot": True}
+        beat = Heartbeat("run", "train", 1, "running", 0.0, 1e4, 1.0, {}, phases, progress, nodes=nodes)
+        seen = [Seen("train/a", replace(beat, machine=machine))]
+        return seconds_per_token(RECIPE.train, ["H100:8"], 1, list(account("run", seen).attempts))
+
+    assert told(201) == pytest.approx(2.0 / RECIPE.train.batch_tokens)
+    assert told(200) is told(102) is told(201, gpus="H100:1") is told(201, nodes=2) is None
+
+
+def test_a_look_that_took_long_is_reckoned_with_from_then_on() -> None:
+    def room(number: int, started: float, **phases: float) -> Seen:
+        beat = Heartbeat("run", "train", number, "interrupted", started, started + 800, 0.1, {}, phases)
+        return Seen("train/a", replace(beat, progress={"waiting": True}))
+
+    spot = Seen("train/a", Heartbeat("run", "train", 3, "running", 4000.0, 4100.0, 1.0))
+    seen = [room(1, 0.0, idle=600.0), room(2, 2000.0, provision=150.0, setup=20.0, idle=600.0), spot, room(4, 9000.0)]
+    assert list(looks(list(account("run", seen).attempts))) == [2170.0 - 800.0]
+
+
 def test_only_a_spot_machine_with_a_deadline_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(billing: Billing) -> Handover | None:
         return handover_here(billing, RECIPE, Signal())
@@ -118,12 +146,11 @@ def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behi
 
 def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     def order(task: dict[str, Any]) -> list[str]:
-        resources = in_order(task, lambda machine: {"gcp": 1.0, "aws": 2.0}[machine["infra"]])["resources"]
-        assert ("ordered" in resources) != ("any_of" in resources)
-        return [
-            f"{m['infra']} {m.get('accelerators', 'room')}" + " spot" * m["use_spot"]
-            for m in resources.get("ordered") or resources["any_of"]
-        ]
+        prices = {"gcp": 1.0, "aws": 2.0, "lambda": 3.0}
+        priced = in_order(task, lambda machine: prices[machine["infra"]] / (2 if machine["use_spot"] else 1))
+        resources = priced["resources"]
+        assert "any_of" not in resources
+        return [f"{m['infra']} {m.get('accelerators', 'room')}" + " spot" * m["use_spot"] for m in resources["ordered"]]
 
     spot, rooms = ["gcp H100:8 spot", "aws H100:8 spot"], ["gcp room", "aws room"]
     train = machines(deadline=1.8e9)["train"]
@@ -132,8 +159,9 @@ def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
     resources = train["resources"]
     on_demand = [machine for machine in resources["any_of"] if not machine["use_spot"]]
     late = train | {"resources": resources | {"any_of": on_demand}}  # as where spot would not keep the deadline
-    assert order(late) == ["aws H100:8", "gcp H100:8", "lambda H100:8"]
-    assert order(machines()["train"]) == ["aws H100:8 spot", "gcp H100:8 spot", "lambda H100:8"]
+    steady = ["gcp H100:8", "aws H100:8", "lambda H100:8"]
+    assert order(late) == order(machines(deadline=1.8e9)["evaluate"]) == steady
+    assert order(machines()["train"]) == [*spot, "lambda H100:8"]
 
 
 PRICES = [
@@ -154,6 +182,10 @@ def test_the_waiting_room_leaves_to_look_or_hands_over_and_is_on_the_bill(tmp_pa
     assert beat["progress"]["waiting"] and beat["state"] == "interrupted" and beat["price_per_hour"] == 0.1
     assert project.report()["state"] == "interrupted" and not project.found("train/*/checkpoints/*")
     project.environment[DEADLINE] = f"{time.time() + 36_000:.0f}"
+    project.environment["SKYTRAIN_PRICES"] = json.dumps(PRICES[1:])
+    done = project.run("run", "tiny.yaml", "--stage", "train")  # a failed task would end the launch
+    assert "handed over (SKYTRAIN_DEADLINE: SKYTRAIN_PRICES names no machine with GPUs" in done.stderr
+    project.environment |= ROOM
     with project.started("run", "tiny.yaml", "--stage", "train") as waiting:
         project.wait_until(lambda: project.heartbeats()[-1]["phases"].get("idle", 0) > 1, waiting)
         waiting.terminate()
@@ -167,10 +199,18 @@ def test_the_waiting_room_leaves_to_look_or_hands_over_and_is_on_the_bill(tmp_pa
 @pytest.mark.slow
 def test_a_run_on_spot_without_slack_commits_its_last_step_and_hands_over(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
-    price = {"cloud": "aws", "spot": True, "usd_per_hour": 1.0, "on_demand_usd_per_hour": 3.0}
-    project.environment |= {"SKYTRAIN_PRICES": json.dumps([price]), DEADLINE: f"{time.time() + 60:.0f}"}
+    project.environment |= {"SKYTRAIN_PRICES": json.dumps(PRICES[:1]), DEADLINE: f"{time.time() + 60:.0f}"}
     done = project.run("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000")
     assert "handed over (deadline: " in done.stderr and "the launch's next task goes on from here" in done.stderr
     newest = project.found("train/*/checkpoints/*/COMMIT.json")[-1]
     assert json.loads(newest.read_text())["step"] == project.rows_committed() > 0
     assert project.report()["state"] == "interrupted" and not project.alive()
+    soon = project.environment.pop(DEADLINE)
+    with project.started("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000") as training:
+        project.wait_until(lambda: len(project.found("train/*/attempts/*/heartbeat.json")) == 2, training)
+        project.wait_until(lambda: project.heartbeats()[-1]["progress"].get("steps_done", 0) > 110, training)
+        training.terminate()
+        assert training.wait() == 75
+    project.environment[DEADLINE] = soon
+    done = project.run("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000")
+    assert "too few to train on spot" in done.stderr and "resumed_from" not in project.heartbeats()[-1]["progress"]

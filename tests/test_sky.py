@@ -159,6 +159,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_"))}
     deadlines = {
         "a deadline that all keep": to_price(("train", "evaluate"), deadline=time.time() + 48 * 3600),
+        "a deadline without slack for spot": to_price(("train", "evaluate"), deadline=time.time() + 1.4 * 3600),
         "a deadline that none keeps": to_price(("train", "evaluate"), deadline=time.time() + 360),
     }
     done = subprocess.run(
@@ -350,9 +351,11 @@ def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: 
     kept = answers["a deadline that all keep"]
     *spot, room, _ = kept["train"][0]
     assert [(m["infra"], m["use_spot"]) for m in spot] == [("aws", True), ("gcp", True)]
-    assert kept["ordered"] == ["train"] and "accelerators" not in room
+    assert kept["ordered"] == ["train", "evaluate"] and "accelerators" not in room
     assert {row["instance"] for row in rows(kept) if not row["accelerators"]} == {"m6i.xlarge", "n2-standard-16"}
     assert {m["use_spot"] for m in kept["evaluate"][0]} == {False}
+    tight = answers["a deadline without slack for spot"]["train"][0]
+    assert tight and not any(m["use_spot"] or "accelerators" not in m for m in tight)
     kept = answers["a budget that spot keeps"]
     assert kept.get("train") and {m["use_spot"] for m in kept["train"][0]} == {True}
     for nothing in ("a budget that nothing keeps", "a deadline that none keeps"):

@@ -17,7 +17,9 @@ benchmarks/deadline.py has what this brings; `Race` holds the rules, for it and 
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 from pipelines.cloud.plan import START_SECONDS, WAIT_SECONDS
@@ -25,11 +27,11 @@ from pipelines.cloud.prices import table_from_environment
 from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import AttemptAccount
-from pipelines.tracking.forecast import TRAINING_PHASES, seconds_per_step
+from pipelines.tracking.forecast import TRAINING_PHASES, training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat
 from pipelines.tracking.report import account_of, read_records
 from trainer.commits import committed_state
-from trainer.config import UserError, steps_to_come, tokens_before
+from trainer.config import TrainConfig, UserError, tokens_before
 from trainer.process import HandedOver, StopSignal
 
 if TYPE_CHECKING:
@@ -38,10 +40,12 @@ if TYPE_CHECKING:
 DEADLINE = "SKYTRAIN_DEADLINE"
 # Wait, start up, and do at most an interval between commits again.
 CHANGEOVER_SECONDS = WAIT_SECONDS + START_SECONDS + 300.0
+LEAST_SLACK_SECONDS = 3 * CHANGEOVER_SECONDS  # to begin on spot at all, or to look for it
 SURE_STEPS = 10  # the first one compiles
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is there already
 LOOK_SECONDS = 600.0  # in the waiting room, before SkyPilot is to look for spot again
 PURSE = 0.01  # of the bill of doing it all on demand may be lost on spot machines, before another one is tried
+SURE_ENOUGH_STEPS = 100  # to know how long all of them take: what is taken for too short here makes the run late
 UNSURE = 1.25  # what training may take of what it was estimated to take, where nobody has measured
 
 
@@ -124,16 +128,40 @@ class Handover:
             self.stop.ask(words, HandedOver)
 
 
+def leave_at_once(work: "Work") -> None:
+    """On a spot machine that replaces a lost one: leave before it trains if it would have to as soon as it does.
+
+    SkyPilot replaces a lost machine by itself, so nobody has asked since. Raises HandedOver.
+    """
+    mine = work.attempt.latest
+    if not deadline_here() or mine.machine.get("spot") is not True:
+        return
+    (record,) = read_records(work.store, [mine.run])
+    attempts = [a for a in account_of(work.store, record).attempts if a.stage == "train"]
+    gpus = str(mine.machine.get("accelerators"))
+    if seconds_per_token(work.recipe.train, [gpus], mine.nodes, attempts) is None:
+        return  # an estimate is no reason to leave
+    race, left = race_from(work, attempts)
+    now = time.time()
+    if left > CHANGEOVER_SECONDS and race.has_to_leave_spot(now, left):
+        work.stop.ask(f"{minutes(race.slack(now, left))}, too few to train on spot", HandedOver)
+        work.check()
+
+
 def wait_for_spot(work: "Work") -> NoReturn:
-    """In the waiting room: leave to look for spot after LOOK_SECONDS, or for on-demand once that has to be.
+    """In the waiting room: leave to look for spot after LOOK_SECONDS, or for on-demand once that has to be, or if
+    nobody can know when that is.
 
     Raises Interrupted or HandedOver, or what else this process was asked to end as.
     """
+    work.report(waiting=True)
     (mine,) = read_records(work.store, [work.attempt.latest.run])
     bill = account_of(work.store, mine)
-    race, left = race_from(work, [a for a in bill.attempts if a.stage == "train"])
+    try:
+        race, left = race_from(work, [a for a in bill.attempts if a.stage == "train"])
+    except UserError as error:  # a failed task would end the whole launch
+        raise HandedOver(str(error)) from error
     spent = bill.by_stage["train"].usd  # this attempt is on it
-    work.report(waiting=True)
     work.screen.note(f"  {minutes(race.slack(time.time(), left))}: waiting for spot; SkyPilot looks again in 10 min")
     with work.clock.phase("idle"):
         looking_at = time.time() + LOOK_SECONDS
@@ -154,8 +182,8 @@ def race_from(work: "Work", attempts: list[AttemptAccount]) -> tuple[Race, float
     state, whole = committed_state(work.store, work.plan.prefix), tokens_before(train.max_steps, train)
     done = state.step if state else 0
     to_come = whole - tokens_before(done, train)
-    if measured := seconds_per_step(attempts):
-        left = steps_to_come(done, train) * measured
+    if measured := seconds_per_token(train, [row["accelerators"] for row in rows], nodes, attempts):
+        left = to_come * measured
     elif rows:
         speeds = (
             speed_on(recipe.model, recipe.runtime, r["accelerators"], nodes, precision=train.precision) for r in rows
@@ -165,7 +193,30 @@ def race_from(work: "Work", attempts: list[AttemptAccount]) -> tuple[Race, float
         raise UserError(f"{DEADLINE}: SKYTRAIN_PRICES names no machine with GPUs that could be waited for")
     usd = nodes * min((r.get("on_demand_usd_per_hour") or 0.0 for r in rows), default=0.0)
     all_of_it = left * whole / max(1, to_come)
-    return Race(deadline_here() or 0.0, all_of_it, CHANGEOVER_SECONDS, HEARTBEAT_SECONDS, usd), left
+    changeover = max([CHANGEOVER_SECONDS, *looks(attempts)])
+    return Race(deadline_here() or 0.0, all_of_it, changeover, HEARTBEAT_SECONDS, usd), left
+
+
+def looks(attempts: list[AttemptAccount]) -> Iterator[float]:
+    """Seconds that each look took which found nothing: from one waiting room until the next one was there."""
+    for room, following in pairwise(sorted(attempts, key=lambda one: one.number)):
+        if room.waited and following.waited and room.state == "interrupted":
+            ready = following.started + sum(following.phases.get(phase, 0.0) for phase in ("provision", "setup"))
+            yield ready - room.ended
+
+
+def seconds_per_token(train: TrainConfig, gpus: list[str], nodes: int, attempts: list[AttemptAccount]) -> float | None:
+    """Of training on so many nodes with such GPUs, as it went so far; None while it went too short to tell."""
+    steps, tokens, seconds = 0, 0, 0.0
+    for one in attempts:
+        first, last = one.resumed_from, one.step
+        if one.nodes != nodes or one.machine.get("accelerators") not in gpus or first is None or last is None:
+            continue
+        if last > first:  # the first step is in the phase "compile"
+            steps += last - first - 1
+            tokens += tokens_before(last, train) - tokens_before(first + 1, train)
+            seconds += training_seconds(one)
+    return seconds / tokens if steps >= SURE_ENOUGH_STEPS else None
 
 
 def minutes(slack: float) -> str:

@@ -218,6 +218,7 @@ def within_limits(
     """Print the plan for the clouds that have price lists; with a deadline or budget keep the training machines that
     are expected to meet it. UserError if none is."""
     from pipelines.cloud import plan
+    from pipelines.cloud.handover import LEAST_SLACK_SECONDS
 
     tasks = {task["name"]: task for task in job[1:]}
     if "train" not in tasks:
@@ -240,7 +241,11 @@ def within_limits(
     plan.print_cloud_plan(found)
     if not str(limits):
         return job
-    good = {(c.offer.cloud, c.offer.spot) for c in found.candidates if limits.met_by(c)}
+    # A spot machine may be lost before anybody in the job has looked at the deadline.
+    steady_hours = min((c.hours for c in found.candidates if not c.offer.spot), default=0.0)
+    no_spot = hours is not None and wish.spot is None and hours - steady_hours < LEAST_SLACK_SECONDS / 3600
+    met = (c.offer for c in found.candidates if limits.met_by(c))
+    good = {(offer.cloud, offer.spot) for offer in met if not (offer.spot and no_spot)}
     kept = [m for m in machines if cloud_of(m["infra"]) in CLUSTERS or (cloud_of(m["infra"]), m["use_spot"]) in good]
     if not kept:
         raise UserError(f"launch: {found.notes[-1] if found.notes else f'nothing is done within {limits}'}")
@@ -257,8 +262,8 @@ def spent(store: Store, run: str) -> float:
 
 
 def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
-    """The job with the price of every machine that it may end up on, in the order in which they are to be tried where
-    that counts. UserError if a budget can't be kept without a price."""
+    """The job with the price of every machine that it may end up on, in the order in which they are to be tried.
+    UserError if a budget can't be kept without a price."""
     priced = [job[0]]
     for task in (in_order(task, cheapest_of) for task in job[1:]):
         rows, faults = [], []

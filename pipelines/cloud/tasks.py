@@ -126,18 +126,23 @@ def let_hand_over(tasks: dict[str, dict[str, Any]], deadline: float) -> None:
 
 
 def in_order(task: dict[str, Any], cheapest: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
-    """A task that may wait for spot as SkyPilot is to try its machines: one's own, spot, the `cheapest` first, and a
-    room. If no spot machine is left to wait for, what is left on demand. Other tasks as they are."""
+    """A task as SkyPilot is to try its machines: one's own, the others, the `cheapest` first, and a room. Where there
+    is spot to wait for in one, nothing on demand; where there is none, no room.
+
+    Of `any_of` SkyPilot's optimizer takes the cheapest, but the controller of managed jobs (0.14.1) makes a list of
+    that set and tries it in whatever order it comes.
+    """
     machines = task["resources"]["any_of"]
     rooms = [machine for machine in machines if is_room(machine, task)]
-    if not rooms:
-        return task
-    rest = {name: value for name, value in task["resources"].items() if name != "any_of"}
-    if not any(machine["use_spot"] for machine in machines):
-        return task | {"resources": rest | {"any_of": [machine for machine in machines if machine not in rooms]}}
     own = [machine for machine in machines if cloud_of(machine["infra"]) in CLUSTERS]
-    spot = sorted((machine for machine in machines if machine["use_spot"]), key=cheapest)
-    return task | {"resources": rest | {"ordered": [*own, *spot, *sorted(rooms, key=cheapest)]}}
+    rented = [machine for machine in machines if machine not in rooms and machine not in own]
+    spot = [machine for machine in rented if machine["use_spot"]]
+    if rooms and spot:
+        rented, last = spot, sorted(rooms, key=cheapest)
+    else:
+        last = []
+    rest = {name: value for name, value in task["resources"].items() if name != "any_of"}
+    return task | {"resources": rest | {"ordered": [*own, *sorted(rented, key=cheapest), *last]}}
 
 
 def is_room(machine: dict[str, Any], task: dict[str, Any]) -> bool:

@@ -66,10 +66,11 @@ def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
 
 
 def build(work: Work) -> Built:
-    from pipelines.cloud.handover import wait_for_spot, waits_here  # the ranks import this module, too
+    from pipelines.cloud.handover import leave_at_once, wait_for_spot, waits_here  # the ranks import this module, too
 
     if waits_here():
         wait_for_spot(work)
+    leave_at_once(work)
     recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
     world_size = work.head.gathered(processes) if work.head else processes

@@ -108,7 +108,7 @@ def account(
             mine.append(_attempt(one, superseded, done, kept_of_one, redone))
             wasted = WASTED_PHASES + (RECOVERY_PHASES if cut_off else ())
             interruptions += [_phase_bill(mine[-1], phase) for phase in wasted]
-            if not mine[-1].waited:  # whose leaving costs nothing: who was cut off before is on its way back yet
+            if not mine[-1].waited:  # the wait is on the way back only if something was cut off before it
                 cut_off = mine[-1].state in ("interrupted", "stale", "lost")
     mine.sort(key=lambda a: (a.started, a.prefix, a.number))
     total, tokens = sum_of(a.bill for a in mine), sum(tokens_before(steps) for steps in kept)

@@ -57,7 +57,7 @@ def conditions(store: Store, record: RunRecord) -> dict[str, Any]:
     """What a run was made with: its recipe, its inputs, its code, its machines."""
     made, _ = sound_manifests(store, record)
     train = made.get("train")
-    attempts = [a for a in account_of(store, record).attempts if a.stage == "train"]
+    attempts = [a for a in account_of(store, record).attempts if a.stage == "train" and not a.waited]
     return {
         "recipe": record.recipe,
         "artifacts": record.prefixes,

@@ -87,20 +87,13 @@ def forecast(attempts: Iterable[AttemptAccount], steps_left: float, now: float) 
     )
 
 
-def seconds_per_step(attempts: Iterable[AttemptAccount]) -> float | None:
-    """Of training so far, with what lies between the steps; None while no step was made."""
-    several = list(attempts)
-    steps = sum(a.steps_done for a in several)
-    return math.fsum(map(training_seconds, several)) / steps if steps else None
-
-
 def training_seconds(attempt: AttemptAccount) -> float:
     return math.fsum(attempt.phases.get(phase, 0.0) for phase in TRAINING_PHASES)
 
 
 def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
-    per_step, training = seconds_per_step(attempts), list(map(training_seconds, attempts))
-    if per_step is None:
+    steps, training = sum(a.steps_done for a in attempts), list(map(training_seconds, attempts))
+    if not steps:
         return None
     lives = [a.ended - a.started for a in attempts]
     started_up = [life - busy for a, life, busy in zip(attempts, lives, training, strict=True) if a.steps_done]
@@ -111,7 +104,7 @@ def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
     if waiting := last.state != "running":
         waits.append(max(0.0, now - last.ended))
     return Past(
-        seconds_per_step=per_step,
+        seconds_per_step=math.fsum(training) / steps,
         start_up=math.fsum(started_up) / len(started_up),
         lost=(PRIOR_LOST_SECONDS + again) / (1 + len(lost)),
         losses=len(lost),

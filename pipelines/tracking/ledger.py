@@ -259,12 +259,10 @@ def claim(
 
 def attempts(store: Store, prefix: str) -> list[Heartbeat]:
     """All attempts of an artifact as they last reported, in order."""
-    bodies = {}
-    for entry in store.entries(f"{prefix}/attempts/"):  # claim.json sorts before heartbeat.json
-        body = store.get(entry.key)
-        if body is not None:
-            bodies[entry.key.split("/")[-2]] = Heartbeat(**json.loads(body))
-    return [bodies[number] for number in sorted(bodies)]
+    # claim.json sorts before heartbeat.json, and is not read if that is there
+    newest = {entry.key.split("/")[-2]: entry.key for entry in store.entries(f"{prefix}/attempts/")}
+    bodies = (store.get(newest[number]) for number in sorted(newest))
+    return [Heartbeat(**json.loads(body)) for body in bodies if body is not None]
 
 
 def latest_number(store: Store, prefix: str) -> int:

@@ -357,7 +357,7 @@ def receipt(
     machines = dict.fromkeys(
         (f"{one.nodes} x " if one.nodes > 1 else "") + machine_name(one)
         for one in account.attempts
-        if one.stage == "train"
+        if one.stage == "train" and not one.waited
     )
     devices = dict.fromkeys(
         f"{beat.progress['world_size']} x {beat.progress['device']}, {beat.progress['precision']}"

@@ -52,7 +52,7 @@ class Summary:
     run: str
     # done, running, interrupted, stopped (as was wished), failed, lost (it died without a word), damaged
     state: str
-    attempts: int  # starts and resumptions that it took: 1 if nothing ever interrupted it
+    attempts: int  # starts and resumptions that it took, without those to wait for spot: 1 if nothing interrupted it
     steps: int
     tokens: int
     train_loss: float | None
@@ -133,10 +133,12 @@ def seen_attempts(store: Store, run: str, prefix: str) -> tuple[list[Seen], list
     """
     found: dict[str, Seen] = {}
     faults = []
-    for entry in store.entries(f"{prefix}/attempts/"):  # claim.json sorts before heartbeat.json
+    for entry in reversed(list(store.entries(f"{prefix}/attempts/"))):  # heartbeat.json sorts behind claim.json
+        if (number := entry.key.split("/")[-2]) in found:
+            continue  # a launch that waits for spot has hundreds, and every get takes its time
         try:
             beat = Heartbeat(**json.loads(store.get(entry.key) or b""))
-            found[entry.key.split("/")[-2]] = Seen(prefix, beat, entry.modified, is_alive(beat))
+            found[number] = Seen(prefix, beat, entry.modified, is_alive(beat))
         except (ValueError, TypeError) as error:
             faults.append(f"{store.uri}/{entry.key}: damaged ({error!r}), so this attempt may miss on the bill")
     return [found[number] for number in sorted(found) if found[number].beat.run == run], faults
@@ -180,11 +182,12 @@ def summarize(store: Store, record: RunRecord) -> Summary:
         progress |= beat.progress
     train, evaluated = made.get("train"), made.get("evaluate")
     facts = {**progress, **(train.facts if train else {}), **(evaluated.facts if evaluated else {})}
+    worked = [attempt for attempt in bill.attempts if not attempt.waited]
     steps = train.facts["steps"] if train else int(progress.get("step", 0))
     return Summary(
         run=record.run,
         state="damaged" if faults else state_of(made, beats),
-        attempts=1 + len(bill.attempts) - len({attempt.prefix for attempt in bill.attempts}),
+        attempts=1 + len(worked) - len({attempt.prefix for attempt in worked}),
         steps=steps,
         tokens=tokens_axis(record)(steps),
         train_loss=facts.get("train/loss"),
