@@ -8,6 +8,8 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from rich.text import Text
 from pipelines.artifacts.manifest import Manifest, Plan, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.account import Account, Bill, market_of, reconcile
+from pipelines.tracking.account import Account, AttemptAccount, Bill, market_of, reconcile, sum_of
 from pipelines.tracking.compare import Comparison
 from pipelines.tracking.ledger import SILENT_SECONDS, Heartbeat, attempts
 from pipelines.tracking.report import SERIES, Audit, Summary, account_of, intervals_of, read_records
@@ -226,23 +228,15 @@ def print_bill(bill: Account) -> None:
         out.print()
     heads = ("attempt", "state", "on", "began (UTC)", "time", "price an hour", "dollars", "steps", "kept", "redone")
     table = Table(*heads, box=None, pad_edge=False)
-    for a in bill.attempts:
-        price = "unknown" if a.price_per_hour is None else f"{a.price_per_hour:.2f}"
-        table.add_row(
-            f"{a.stage} {a.number}",
-            a.state + (f" ({a.notice})" if a.notice else ""),
-            (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.get('instance') or a.host}, {market_of(a.machine)}",
-            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(a.started)),
-            duration(a.ended - a.started),
-            f"{price} ({a.price_source})",
-            money(a.bill.usd, a.bill.unpriced_hours),
-            *(str(steps) if a.steps_done else "" for steps in (a.steps_done, a.steps_kept, a.steps_redone)),
-        )
+    for waited, several in groupby(bill.attempts, key=lambda a: a.waited):
+        for row in [waiting_row(list(several))] if waited else map(attempt_row, several):
+            table.add_row(*row)
     out.print(table)
     out.print()
     lines = []
     if bill.goodput is not None:
-        lines.append(f"goodput {bill.goodput:.1%}: training, each step counted once, of all billed time")
+        rooms = ", waiting for spot left out" if any(a.waited for a in bill.attempts) else ""
+        lines.append(f"goodput {bill.goodput:.1%}: training, each step counted once, of all billed time{rooms}")
     if bill.usd_per_billion_tokens:
         lines.append(f"{bill.usd_per_billion_tokens:,.2f} dollars per billion tokens")
     if bill.interruptions.hours:
@@ -256,6 +250,29 @@ def print_bill(bill: Account) -> None:
         )
     for line in lines:
         out.print(line)
+
+
+def attempt_row(a: AttemptAccount) -> list[str]:
+    return [
+        f"{a.stage} {a.number}",
+        a.state + (f" ({a.notice})" if a.notice else ""),
+        (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.get('instance') or a.host}, {market_of(a.machine)}",
+        time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(a.started)),
+        duration(a.ended - a.started),
+        f"{'unknown' if a.price_per_hour is None else f'{a.price_per_hour:.2f}'} ({a.price_source})",
+        money(a.bill.usd, a.bill.unpriced_hours),
+        *(str(steps) if a.steps_done else "" for steps in (a.steps_done, a.steps_kept, a.steps_redone)),
+    ]
+
+
+def waiting_row(rooms: list[AttemptAccount]) -> list[str]:
+    """Attempts in a row that waited for spot, a day of which are a hundred, as one."""
+    first, last, bill = rooms[0], rooms[-1], sum_of(room.bill for room in rooms)
+    row = attempt_row(replace(last, started=first.started, bill=bill, state="waiting for spot"))
+    if len(rooms) > 1:
+        row[0] = f"{first.stage} {first.number} to {last.number}"
+    row[4] = duration(sum(room.ended - room.started for room in rooms))
+    return row
 
 
 def sky_differences(store: Store, account: Account) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pipelines.cloud.handover import (
     AFTER_TRAINING_SECONDS,
     CHANGEOVER_SECONDS,
     DEADLINE,
+    LOOKING,
     PURSE,
     Handover,
     Race,
@@ -95,10 +96,11 @@ def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_l
 def test_a_look_that_took_long_is_reckoned_with_from_then_on() -> None:
     def room(number: int, started: float, **phases: float) -> Seen:
         beat = Heartbeat("run", "train", number, "interrupted", started, started + 800, 0.1, {}, phases)
-        return Seen("train/a", replace(beat, progress={"waiting": True}))
+        return Seen("train/a", replace(beat, progress={"waiting": True, "notice": f"deadline: … {LOOKING}"}))
 
     spot = Seen("train/a", Heartbeat("run", "train", 3, "running", 4000.0, 4100.0, 1.0))
     seen = [room(1, 0.0, idle=600.0), room(2, 2000.0, provision=150.0, setup=20.0, idle=600.0), spot, room(4, 9000.0)]
+    assert list(looks(list(account("run", [room(1, 0.0), room(2, 86_400.0)]).attempts))) == [3600.0]
     assert list(looks(list(account("run", seen).attempts))) == [2170.0 - 800.0]
 
 
@@ -194,6 +196,8 @@ def test_the_waiting_room_leaves_to_look_or_hands_over_and_is_on_the_bill(tmp_pa
     project.run("run", "tiny.yaml", "--stage", "train")
     told = project.report()
     assert told["state"] == "done" and 0 < told["goodput"] <= 1
+    bill = project.run("report", told["run"]).stdout
+    assert "train 1 to 3" in bill and "waiting for spot" in bill and "waiting for spot left out" in bill
 
 
 @pytest.mark.slow

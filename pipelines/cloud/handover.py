@@ -44,6 +44,8 @@ LEAST_SLACK_SECONDS = 3 * CHANGEOVER_SECONDS  # to begin on spot at all, or to l
 SURE_STEPS = 10  # the first one compiles
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is there already
 LOOK_SECONDS = 600.0  # in the waiting room, before SkyPilot is to look for spot again
+LONGEST_LOOK_SECONDS = 3600.0  # beyond that it was no look: the launch was taken down, and begun anew
+LOOKING = "looking for spot again"
 PURSE = 0.01  # of the bill of doing it all on demand may be lost on spot machines, before another one is tried
 SURE_ENOUGH_STEPS = 100  # to know how long all of them take: what is taken for too short here makes the run late
 UNSURE = 1.25  # what training may take of what it was estimated to take, where nobody has measured
@@ -170,7 +172,7 @@ def wait_for_spot(work: "Work") -> NoReturn:
             if race.has_to_stop_waiting(now, left, spent):
                 work.stop.ask(f"{minutes(race.slack(now, left))}, no time or money to look for spot again", HandedOver)
             elif now > looking_at:
-                work.stop.ask(f"{minutes(race.slack(now, left))}: looking for spot again")
+                work.stop.ask(f"{minutes(race.slack(now, left))}: {LOOKING}")
             work.check()
             time.sleep(1)
 
@@ -200,9 +202,9 @@ def race_from(work: "Work", attempts: list[AttemptAccount]) -> tuple[Race, float
 def looks(attempts: list[AttemptAccount]) -> Iterator[float]:
     """Seconds that each look took which found nothing: from one waiting room until the next one was there."""
     for room, following in pairwise(sorted(attempts, key=lambda one: one.number)):
-        if room.waited and following.waited and room.state == "interrupted":
+        if room.waited and following.waited and (room.notice or "").endswith(LOOKING):
             ready = following.started + sum(following.phases.get(phase, 0.0) for phase in ("provision", "setup"))
-            yield ready - room.ended
+            yield min(ready - room.ended, LONGEST_LOOK_SECONDS)
 
 
 def seconds_per_token(train: TrainConfig, gpus: list[str], nodes: int, attempts: list[AttemptAccount]) -> float | None:
