@@ -298,7 +298,12 @@ def test_ctrl_c_before_the_work_has_begun_ends_with_75(folder: Path) -> None:
     )
     env = environment(folder, first=str(first))
     process: subprocess.Popen[Any] = subprocess.Popen(
-        [*SKYTRAIN, "plan", "tiny.yaml"], cwd=folder, env=env, stderr=subprocess.PIPE, text=True
+        [*SKYTRAIN, "plan", "tiny.yaml"],
+        cwd=folder,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
     )
     deadline = time.monotonic() + 60
     while not (folder / "loading").exists() and time.monotonic() < deadline:
