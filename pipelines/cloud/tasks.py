@@ -136,13 +136,11 @@ def in_order(task: dict[str, Any], cheapest: Callable[[dict[str, Any]], float]) 
     rooms = [machine for machine in machines if is_room(machine, task)]
     own = [machine for machine in machines if cloud_of(machine["infra"]) in CLUSTERS]
     rented = [machine for machine in machines if machine not in rooms and machine not in own]
-    spot = [machine for machine in rented if machine["use_spot"]]
-    if rooms and spot:
-        rented, last = spot, sorted(rooms, key=cheapest)
-    else:
-        last = []
+    if rooms:
+        spot = [machine for machine in rented if machine["use_spot"]]
+        rented, rooms = (spot, rooms) if spot else (rented, [])
     rest = {name: value for name, value in task["resources"].items() if name != "any_of"}
-    return task | {"resources": rest | {"ordered": [*own, *sorted(rented, key=cheapest), *last]}}
+    return task | {"resources": rest | {"ordered": [*own, *sorted(rented, key=cheapest), *sorted(rooms, key=cheapest)]}}
 
 
 def is_room(machine: dict[str, Any], task: dict[str, Any]) -> bool:
