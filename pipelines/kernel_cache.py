@@ -1,21 +1,21 @@
-"""Triton's compiled kernels outlive the machine, so that the next spot node does not compile them again.
+"""Compiled GPU code outlives the machine, so that the next spot node does not compile it again.
 
 Rank 0 packs what Triton has compiled once the first step is done, and creates it in the store as
-`cache/triton/<key>/<sha256 of the pack>.tar`; the key names Triton's version, the GPU's architecture and our kernels'
-source. A node without them fetches the pack before its first step. Nothing depends on it: whatever goes wrong costs a
-line in the log and the seconds of compiling.
+`cache/triton/<key>/<sha256 of the pack>.tar`. The key names Triton's version, the GPU's architecture and what the
+kernels are made from: our kernels' source or what torch.compile sees, and sizes. A node without them fetches the pack
+before its first step. Nothing depends on it: whatever goes wrong costs a line in the log
+and the seconds of compiling.
 
 A pack holds data only, GPU code (.cubin) and its description (.json), and an entry is used under the hash that Triton
 gives to what it is about to compile, so that one for something else is never found. What Triton has built for the CPU
-(.so) is left out. torch.compile's cache is not kept in the store at all: it consists of pickles and Python
-files, which are run when they are read, and nobody should run what lies in a bucket.
+(.so) is left out. So is what torch.compile keeps beside its kernels, traced graphs and generated Python: these are
+pickles and code, which are run when they are read, and nobody should run what lies in a bucket. They are made again.
 """
 
 import io
 import json
 import os
 import re
-import sys
 import tarfile
 import threading
 import time
@@ -33,6 +33,8 @@ from trainer.store import Store
 if TYPE_CHECKING:
     import torch
 
+    from pipelines.recipe import Recipe
+
 FOLDER = "TRITON_CACHE_DIR"  # Triton's own variable
 MOST_BYTES = 64 << 20  # unpacked; ours are some MB
 NAME = re.compile(r"[A-Za-z0-9_=-]{1,128}/[A-Za-z0-9_.=-]{1,200}\.(json|cubin)")
@@ -48,18 +50,22 @@ class KernelCache:
         self.store, self.folder, self.prefix = store, folder, f"cache/triton/{key}/"
 
     @classmethod
-    def here(cls, store: Store, cache: Path, device: "torch.device") -> "KernelCache | None":
-        """For this GPU; None where there is no Triton for it. Has Triton use a folder in `cache` if it has none."""
+    def here(cls, store: Store, cache: Path, recipe: "Recipe", device: "torch.device") -> "KernelCache | None":
+        """For what a recipe runs on this GPU; None where Triton compiles nothing. Has Triton use a folder in `cache` if
+        it has none. UserError for an engine that can't run here."""
         import torch
 
-        from trainer import config
+        from trainer.engine import choose_engine
 
         if device.type != "cuda" or not find_spec("triton"):
             return None
+        engine, _ = choose_engine(recipe.model, recipe.train, recipe.runtime, device)
+        if engine == "eager":
+            return None
         folder = Path(os.environ.setdefault(FOLDER, str(cache / "triton")))
         major, minor = torch.cuda.get_device_capability(device)
-        source = Path(config.__file__).with_name("kernels.py").read_bytes()
-        return cls(store, folder, f"{version('triton')}-sm{major}{minor}-{sha256(source).hexdigest()[:16]}")
+        made_from = sha256(sources(engine, recipe)).hexdigest()[:16]
+        return cls(store, folder, f"{version('triton')}-sm{major}{minor}-{made_from}")
 
     def fetch(self) -> int:
         """Unpack what the store has into a machine that has nothing; how many files that were."""
@@ -84,15 +90,24 @@ class KernelCache:
         return False
 
     def keep_after_the_first_step(self, phase: Callable[[], str]) -> None:
-        """Do so in the background, once `phase` tells that steps are being made, with our kernels."""
+        """Do so in the background, once `phase` tells that steps are being made."""
 
         def wait_and_keep() -> None:
             while phase() not in STEPPING:
                 time.sleep(POLL_SECONDS)
-            if "trainer.kernels" in sys.modules:
-                self.keep()
+            self.keep()
 
         threading.Thread(target=wait_and_keep, daemon=True).start()
+
+
+def sources(engine: str, recipe: "Recipe") -> bytes:
+    """What decides which kernels an engine needs, beside Triton and the GPU."""
+    from trainer import config
+
+    code = Path(config.__file__).with_name("kernels.py" if engine == "fused" else "model.py")
+    seen = {"engine": engine, "torch": version("torch"), "precision": recipe.train.precision}
+    seen |= recipe.runtime.model_dump(include={"micro_batch_size", "recompute"}) | recipe.model.model_dump()
+    return code.read_bytes() + json.dumps(seen, sort_keys=True).encode()
 
 
 @contextmanager

@@ -7,8 +7,10 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 
-from pipelines.kernel_cache import FOLDER, MOST_BYTES, KernelCache, pack, unpack
+from pipelines.kernel_cache import FOLDER, MOST_BYTES, KernelCache, pack, sources, unpack
+from pipelines.recipe import load_recipe
 from trainer.store import LocalStore
 
 KEY = "3.6.0-sm90-0123456789abcdef"
@@ -55,32 +57,31 @@ def test_the_next_machine_finds_what_the_first_has_compiled(
     assert Path(group["k.cubin"]).read_bytes() == b"\x7fELF gpu"
 
 
-def test_kernels_are_kept_once_steps_are_made_and_only_ours(
-    compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import sys
-
+def test_kernels_are_kept_once_steps_are_made(compiled: Path, tmp_path: Path) -> None:
     store, asked, phases = LocalStore(tmp_path / "store"), threading.Event(), ["compile"]
 
     def phase() -> str:
         asked.set()
         return phases[0]
 
-    def threads() -> set[threading.Thread]:
-        return set(threading.enumerate())
+    before = set(threading.enumerate())
+    KernelCache(store, compiled, KEY).keep_after_the_first_step(phase)
+    assert asked.wait(20) and not store.entries("cache/")
+    phases[0] = "train"
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+    assert store.entries("cache/")
 
-    for ours in (False, True):
-        monkeypatch.delitem(sys.modules, "trainer.kernels", raising=False)
-        if ours:
-            monkeypatch.setitem(sys.modules, "trainer.kernels", sys)
-        before, phases[0] = threads(), "compile"
-        asked.clear()
-        KernelCache(store, compiled, KEY).keep_after_the_first_step(phase)
-        assert asked.wait(20) and not store.entries("cache/")
-        phases[0] = "train"
-        for thread in threads() - before:
-            thread.join(20)
-        assert bool(store.entries("cache/")) == ours
+
+def test_each_engine_has_packs_of_its_own_and_so_has_whatever_changes_its_kernels(tmp_path: Path) -> None:
+    recipe = load_recipe("gpt2-124m")
+    changes = ("model.n_embd=1536", "train.precision=fp8", "runtime.micro_batch_size=32", "runtime.recompute=true")
+    seen = [sources(engine, recipe) for engine in ("fused", "compiled")]
+    seen += [sources("compiled", load_recipe("gpt2-124m", [change])) for change in changes]
+    assert len(set(seen)) == len(seen)
+    assert sources("compiled", load_recipe("gpt2-124m", ["train.max_steps=9000"])) == seen[1]
+    # Nothing is compiled for a CPU that another machine could use.
+    assert KernelCache.here(LocalStore(tmp_path), tmp_path, recipe, torch.device("cpu")) is None
 
 
 def test_a_damaged_pack_is_told_of_and_not_used(

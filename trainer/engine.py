@@ -13,7 +13,7 @@ may ask for the update first and read the numbers while the GPU is at work.
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -259,22 +259,32 @@ class FusedEngine:
 
 def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:
     """The quickest way that serves here, or the one asked for. UserError if that can't be."""
-    device = name_of(world.device)
-    obstacle = why_not_fused(config, train, world.device)
+    name, why = choose_engine(config, train, runtime, world.device)
+    if name == "fused":
+        return FusedEngine(config, train, runtime, world, why)
+    return PlainEngine(config, train, runtime, world, name == "compiled", why)
+
+
+def choose_engine(
+    config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, where: torch.device
+) -> tuple[Literal["fused", "compiled", "eager"], str]:
+    """Which engine that is, and in a line, on what and for what reason."""
+    device = name_of(where)
+    obstacle = why_not_fused(config, train, where)
     if train.precision.startswith("fp8") and (obstacle or runtime.engine in ("compiled", "eager")):
         raise UserError(
             f"train.precision: {train.precision} needs the fused engine: {obstacle or 'it was not asked for'}"
         )
     if runtime.engine == "fused" and obstacle:
         raise UserError(f"runtime.engine: fused can't run here: {obstacle}; use 'auto'")
-    wanted = world.device.type == "cuda" or train.precision.startswith("fp8")
+    wanted = where.type == "cuda" or train.precision.startswith("fp8")
     if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
-        return FusedEngine(config, train, runtime, world, f"fused, on {device}")
-    if runtime.engine == "compiled" or (runtime.engine == "auto" and world.device.type == "cuda"):
+        return "fused", f"fused, on {device}"
+    if runtime.engine == "compiled" or (runtime.engine == "auto" and where.type == "cuda"):
         why = "as asked" if runtime.engine == "compiled" else f"not fused: {obstacle}"
-        return PlainEngine(config, train, runtime, world, True, f"compiled, on {device}; {why}")
+        return "compiled", f"compiled, on {device}; {why}"
     why = "as asked" if runtime.engine == "eager" else "there is no CUDA device"
-    return PlainEngine(config, train, runtime, world, False, f"eager, on {device}; {why}")
+    return "eager", f"eager, on {device}; {why}"
 
 
 def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device) -> str | None:
