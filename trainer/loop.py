@@ -96,7 +96,7 @@ def train(
             # Rank 0 is the last to be done with a save: while it is busy, no other rank may call for the next.
             save_due = due.at(state.step + 1) or (world.rank == 0 and due.now() and not checkpointer.busy)
             lr = learning_rate_at(state.step, config)
-            wishes = Wishes(world, stop, save_due, data.digest(mine))
+            wishes = Wishes(world, stop, save_due, data, mine)
             flags, state.health, illness, applied = step(
                 engine, watchdog.over(batches), len(mine) // size, lr, state, config, checkpointer, wishes
             )
@@ -132,10 +132,13 @@ class Wishes:
     world: World
     stop: StopSignal
     save: bool
-    digest: int
+    data: TokenData
+    sequences: range
 
-    def agree(self, loss: float, grad_norm: float) -> Flags:
-        return self.world.agree(loss, grad_norm, self.stop.asked, self.save, self.digest)
+    def agree(self, reading: Reading) -> Flags:
+        digest = self.data.digest(self.sequences)  # some ms for 512 of them: the GPU is at work meanwhile
+        loss, grad_norm = reading.values()
+        return self.world.agree(loss, grad_norm, self.stop.asked, self.save, digest)
 
 
 def step(
@@ -160,8 +163,7 @@ def step(
     ahead = engine.guarded and config.skip_loss_zscore is None and config.skip_grad_norm_zscore is None
     if ahead:
         engine.update(learning_rate, found, number)
-    loss, grad_norm = reading.values()
-    flags = wishes.agree(loss, grad_norm)
+    flags = wishes.agree(reading)
     health, illness = state.health.after(
         state.step + 1, flags.loss, flags.grad_norm, config, overflow_allowed=engine.overflow_allowed
     )

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 from pipelines.artifacts.manifest import Plan, fetch, read_manifest
 from pipelines.artifacts.store import open_store
 from pipelines.kernel_cache import KernelCache
-from pipelines.nodes import Part, Place, interface_to, processes_on_this_node, rendezvous
+from pipelines.nodes import (
+    RAISED_AGAIN,
+    Part,
+    Place,
+    interface_to,
+    kind_and_words,
+    processes_on_this_node,
+    rendezvous,
+)
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.tracking.ledger import (
@@ -34,10 +41,10 @@ from pipelines.tracking.ledger import (
 )
 from trainer.commits import committed_state, segments, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError, grad_accum_steps
-from trainer.health import STUCK, Diverged
+from trainer.health import STUCK
 from trainer.metrics import EventLog, PhaseClock
 from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
-from trainer.store import FULL, Store, StoreUnavailable
+from trainer.store import FULL, Store
 
 if TYPE_CHECKING:
     from trainer.parallel import World
@@ -47,12 +54,7 @@ DOOMED_SECONDS = 10.0  # for ranks to fail by themselves, and say with what, onc
 SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one, and torchrun's turn may come before ours
 LOG_LINES = 30  # of a failed run, shown to the user if no rank has left word
 # A rank that fails leaves its last words in a file of its attempt's folder, because torchrun hands on none:
-# <kind>-<rank>.txt. These kinds are raised again as what they were; the first one found is the cause.
-RAISED_AGAIN: dict[str, type[Exception]] = {
-    "mistake": UserError,
-    "unavailable": StoreUnavailable,
-    "diverged": Diverged,
-}
+# <kind>-<rank>.txt. The first kind found of those that are raised again is the cause.
 
 
 def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
@@ -371,10 +373,9 @@ def main(spec_path: str) -> int:
     try:
         return train_rank(spec, folder, stop)
     except Exception as error:
-        kinds = [kind for kind, known in RAISED_AGAIN.items() if isinstance(error, known)]
-        words = str(error) if kinds else traceback.format_exc()
+        kind, words = kind_and_words(error)
         with suppress(OSError):  # a full disk: `follow` sees that for itself
-            (folder / f"{[*kinds, 'fault'][0]}-{os.environ.get('RANK', '0')}.txt").write_text(words)
+            (folder / f"{kind}-{os.environ.get('RANK', '0')}.txt").write_text(words)
         raise
 
 
@@ -402,7 +403,7 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
     world = World.start(recipe.runtime)
     clock = PhaseClock(started=spec["started"])
     log = EventLog(folder / "events.jsonl" if world.rank == 0 else None, clock, spec["reached"])
-    bring_kernels(store, Path(spec["cache"]), world, clock)
+    bring_kernels(store, Path(spec["cache"]), recipe, world, clock)
     checkpointer = Checkpointer(
         store,
         prefix,
@@ -438,9 +439,9 @@ def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
     return 0
 
 
-def bring_kernels(store: Store, cache: Path, world: "World", clock: PhaseClock) -> None:
+def bring_kernels(store: Store, cache: Path, recipe: Recipe, world: "World", clock: PhaseClock) -> None:
     """Have every node begin with the kernels that an earlier one has compiled, and keep ours for the next."""
-    if kernels := KernelCache.here(store, cache, world.device):
+    if kernels := KernelCache.here(store, cache, recipe, world.device):
         if world.local_rank == 0:
             kernels.fetch()
         world.gather(None)  # all have them
