@@ -8,8 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from rich.text import Text
 from pipelines.artifacts.manifest import Manifest, Plan, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.account import Account, AttemptAccount, Bill, market_of, reconcile, sum_of
+from pipelines.tracking.account import Account, AttemptAccount, Bill, in_rows, market_of, reconcile
 from pipelines.tracking.compare import Comparison
 from pipelines.tracking.ledger import SILENT_SECONDS, Heartbeat, attempts
 from pipelines.tracking.report import SERIES, Audit, Summary, account_of, intervals_of, read_records
@@ -58,7 +56,7 @@ def print_card(pipeline: "Pipeline") -> None:
             stage,
             f"{manifest.prefix}" + (" [dim](skipped)[/]" if pipeline.skipped[stage] else ""),
             duration(3600 * mine.hours),
-            str(sum(attempt.stage == stage for attempt in bill.attempts)),
+            str(sum(attempt.stage == stage and not attempt.waited for attempt in bill.attempts)),
             money(mine.usd, mine.unpriced_hours),
         )
     facts = Table.grid(padding=(0, 2))
@@ -228,9 +226,8 @@ def print_bill(bill: Account) -> None:
         out.print()
     heads = ("attempt", "state", "on", "began (UTC)", "time", "price an hour", "dollars", "steps", "kept", "redone")
     table = Table(*heads, box=None, pad_edge=False)
-    for waited, several in groupby(bill.attempts, key=lambda a: a.waited):
-        for row in [waiting_row(list(several))] if waited else map(attempt_row, several):
-            table.add_row(*row)
+    for number, attempt in in_rows(bill.attempts):
+        table.add_row(*attempt_row(number, attempt))
     out.print(table)
     out.print()
     lines = []
@@ -252,27 +249,17 @@ def print_bill(bill: Account) -> None:
         out.print(line)
 
 
-def attempt_row(a: AttemptAccount) -> list[str]:
+def attempt_row(number: str, a: AttemptAccount) -> list[str]:
     return [
-        f"{a.stage} {a.number}",
-        a.state + (f" ({a.notice})" if a.notice else ""),
+        f"{a.stage} {number}",
+        ("waiting for spot" if a.waited else a.state) + (f" ({a.notice})" if a.notice else ""),
         (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.get('instance') or a.host}, {market_of(a.machine)}",
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(a.started)),
-        duration(a.ended - a.started),
+        duration(sum(a.phases.values())),
         f"{'unknown' if a.price_per_hour is None else f'{a.price_per_hour:.2f}'} ({a.price_source})",
         money(a.bill.usd, a.bill.unpriced_hours),
         *(str(steps) if a.steps_done else "" for steps in (a.steps_done, a.steps_kept, a.steps_redone)),
     ]
-
-
-def waiting_row(rooms: list[AttemptAccount]) -> list[str]:
-    """Attempts in a row that waited for spot, a day of which are a hundred, as one."""
-    first, last, bill = rooms[0], rooms[-1], sum_of(room.bill for room in rooms)
-    row = attempt_row(replace(last, started=first.started, bill=bill, state="waiting for spot"))
-    if len(rooms) > 1:
-        row[0] = f"{first.stage} {first.number} to {last.number}"
-    row[4] = duration(sum(room.ended - room.started for room in rooms))
-    return row
 
 
 def sky_differences(store: Store, account: Account) -> Iterator[str]:

@@ -18,9 +18,11 @@ from pipelines.tracking.account import (
     account_table,
     account_tags,
     costs,
+    in_rows,
     market_of,
     reconcile,
     settled_phases,
+    sum_of,
 )
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Heartbeat
 
@@ -140,6 +142,20 @@ def test_waiting_for_spot_is_the_price_of_an_interruption_only_behind_one() -> N
     again = of(*rooms, *(beat(attempt=n, **made) for n, made in ((3, spot), (4, room), (5, spot))))
     assert again.interruptions.hours == pytest.approx(1 + 600 / HOUR)
     assert again.goodput == pytest.approx(1 - 600 / HOUR)
+
+
+def test_waits_in_a_row_are_shown_as_one_unless_the_launch_was_down_in_between() -> None:
+    def room(number: int, started: float) -> Heartbeat:
+        waited = {"progress": {"waiting": True}, "phases": {"idle": 600.0}, "price_per_hour": 6.0}
+        return beat(attempt=number, started=started, time=started + 600, **waited)
+
+    spot = beat(attempt=3, started=1800.0, time=1800.0 + HOUR)
+    rooms = [room(1, 0.0), room(2, 900.0), room(4, 6000.0), room(5, 90_000.0), room(6, 90_900.0), room(7, 91_800.0)]
+    shown = list(in_rows(of(spot, *rooms).attempts))
+    assert [number for number, _ in shown] == ["1 to 2", "3", "4", "5 to 7"]
+    last = shown[-1][1]
+    assert (last.started, last.ended, last.phases) == (90_000.0, 92_400.0, {"idle": 1800.0})
+    assert last.bill == Bill(0.5, 3.0) and sum_of(one.bill for _, one in shown) == of(spot, *rooms).total
 
 
 @pytest.mark.parametrize(("alive", "deaths"), [(True, 0), (None, 0), (False, 1)])

@@ -21,6 +21,7 @@ from pipelines import cli
 from pipelines.artifacts.manifest import File, Manifest, commit
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
+from pipelines.tables import print_bill
 from pipelines.tracking.ledger import Heartbeat
 from pipelines.tracking.overlay import Overlay, read_overlay
 from pipelines.tracking.page import REFERENCES, SHAPES, bind, render, run_shown, smoothed, targets, thin
@@ -91,6 +92,21 @@ def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool =
     return record(store, run, recipe, plans, "export")
 
 
+def run_that_waited(store: Store, scale: float = 1.0) -> RunRecord:
+    """An attempt at training, 59 waits for spot, and another: 26.4 hours, or `scale` times as long."""
+    told = run_in(store, f"patient-{scale}", steps=300, finished=False)
+    start, numbers = NOON, range(1, 62)
+    for number in numbers:
+        waits = number not in (numbers[0], numbers[-1])
+        seconds = scale * (600 if waits else 6_000 if number == 1 else 36_000)
+        progress = {"waiting": True, "notice": f"look {number}"} if waits else {"resumed_from": 0, "step": 250}
+        rest = {"progress": progress, "price_per_hour": 0.6 if waits else 36.0, "run": told.run}
+        phases = {"idle" if waits else "train": seconds}
+        attempted(store, told.prefixes["train"], "train", number, start, start + seconds, phases=phases, **rest)
+        start += seconds + (300 * scale if waits else 0)
+    return told
+
+
 class Parts(HTMLParser):
     """The elements of a page that could do something, as a browser's parser would find them."""
 
@@ -130,6 +146,24 @@ def test_a_page_says_what_the_store_says(store: LocalStore) -> None:
     receipt = dict(shown["receipt"])
     assert receipt["commit"] == "c0ffee with changes that no commit holds"
     assert receipt["seed"] == "1337" and receipt["hardware"].startswith("1 x cpu, fp32; ")
+
+
+def test_waits_for_spot_in_a_row_are_one_row_of_the_page_as_of_the_bill(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = run_that_waited(store)
+    shown = run_shown(store, told)
+    assert [a["number"] for a in shown["attempts"]] == ["1", "2 to 60", "61"]
+    wait = shown["attempts"][1]
+    assert wait["waited"] and wait["notice"] == "look 60" and wait["phases"] == {"idle": 59 * 600.0}
+    assert (wait["started"], wait["ended"]) == (NOON + 6_000, NOON + 6_000 + 59 * 900 - 300)
+    assert wait["bill"]["usd"] == pytest.approx(59 * 0.1)
+    assert {box["stage"]: box.get("attempts") for box in shown["lineage"]}["train"] == shown["starts"] == 2
+    monkeypatch.setenv("COLUMNS", "200")
+    print_bill(account_of(store, told))
+    bill = "\n".join(" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    rows = ["train 1 done", "train 2 to 60 waiting for spot (look 60)", "train 61 done"]
+    assert [bill.count(f"\n{row} ") for row in rows] == [1, 1, 1] and "\ntrain 3" not in bill
 
 
 def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logged(store: LocalStore) -> None:
@@ -383,6 +417,38 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
     started.process.wait(20)
 
 
+def ticks_of(browser: Browser, figure: int) -> list[str]:
+    """What stands below the axis of a figure that has no title there."""
+    clock = f"document.querySelectorAll('figure')[{figure}]"
+    return browser.js(f"[...{clock}.querySelectorAll('line.axis + text')].map((text) => text.textContent)")
+
+
+@pytest.mark.slow
+def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_bar(
+    store: LocalStore, tmp_path: Path, browser: Browser
+) -> None:
+    expected = {
+        0.0005: ["10 s", "20 s", "30 s", "40 s"],
+        0.002: ["0.5 min", "1 min", "1.5 min", "2 min", "2.5 min", "3 min"],
+        0.01: ["2 min", "4 min", "6 min", "8 min", "10 min", "12 min", "14 min"],
+        0.05: ["10 min", "20 min", "30 min", "40 min", "50 min", "60 min", "70 min"],
+        0.1: ["0.5 h", "1 h", "1.5 h", "2 h", "2.5 h"],
+        1.0: ["3 h", "6 h", "9 h", "12 h", "15 h", "18 h", "21 h", "24 h"],
+        10.0: ["2 d", "4 d", "6 d", "8 d", "10 d"],
+    }
+    path = tmp_path / "report.html"
+    path.write_text(render(store, [run_that_waited(store, scale) for scale in expected]))
+    browser.screen(1200)
+    browser.open(path)
+    first = browser.js("document.querySelectorAll('figure').length") - len(expected)
+    assert [ticks_of(browser, first + i) for i in range(len(expected))] == [
+        ["0", *ticks] for ticks in expected.values()
+    ]
+    bars = browser.js("[...document.querySelectorAll('figure g[class^=s-]')].map((bar) => bar.textContent)")
+    assert bars == ["#1✓", "#2 to 60…", "#61✓"] * len(expected)
+    assert browser.heard(*COMPLAINTS) == []
+
+
 @pytest.mark.slow
 def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_nothing(
     store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
@@ -401,6 +467,8 @@ def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_n
     assert len(figures) == 7  # loss, HellaSwag, throughput, learning rate, gradient norm; two timelines
     assert all(marks > 1 and len(name) > 40 for marks, name in figures)
     assert "3.2731" in figures[0][1] and "died without a word" in figures[5][1]
+    minutes = ["0", "1 min", "2 min", "3 min"]  # and anew behind the hour between the attempts, which is cut short
+    assert ticks_of(browser, 5) == [*minutes, "4 min", *minutes]
     browser.screen(1200)
     assert browser.js("document.querySelectorAll('figure table').length") == 7
     text = browser.js("document.body.innerText")

@@ -746,8 +746,8 @@ def test_half_written_files_of_killed_processes_go_once_nobody_can_be_writing_th
 
 
 def test_scratch_goes_once_its_attempt_is_over(store: LocalStore, tmp_path: Path) -> None:
-    def work_in(number: int, prefix: str = TRAIN) -> Path:
-        folder = scratch(tmp_path, store, prefix) / f"a{number:04d}"
+    def work_in(number: int, prefix: str = TRAIN, node: str = "") -> Path:
+        folder = scratch(tmp_path, store, prefix) / f"a{number:04d}{node}"
         (folder / "checkpoint").mkdir(parents=True)
         (folder / "checkpoint" / "train.log").write_bytes(b"1234")
         return folder
@@ -756,16 +756,17 @@ def test_scratch_goes_once_its_attempt_is_over(store: LocalStore, tmp_path: Path
     attempted(store, "train", 2, state="running", process=GONE)
     attempted(store, "train", 3, state="running", process=this_process())
     interrupted, killed, alive = (work_in(number) for number in (1, 2, 3))
+    lent, lending = work_in(1, node="-node1"), work_in(3, node="-node1")
     unknown = work_in(1, PLANS["export"].prefix)  # the store was made anew meanwhile
     of_another_store = scratch(tmp_path, LocalStore(tmp_path / "other"), TRAIN) / "a0001"
     of_another_store.mkdir(parents=True)
     going = list(leftovers(store, tmp_path, 7.0))
-    assert {leftover.path for leftover in going} == {interrupted, killed, unknown}
+    assert {leftover.path for leftover in going} == {interrupted, killed, unknown, lent}
     assert {leftover.size for leftover in going} == {4}
     for leftover in going:
         remove(store, leftover)
     assert [folder.exists() for folder in (interrupted, killed, unknown, alive)] == [False, False, False, True]
-    assert of_another_store.exists()
+    assert of_another_store.exists() and lending.exists() and not lent.exists()
 
 
 def test_a_dry_run_tells_all_and_deletes_nothing(

@@ -8,8 +8,8 @@ Hours whose price is unknown are kept apart in every sum.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Heartbeat
@@ -17,6 +17,8 @@ from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Heartbeat
 # What an attempt has to do again, or sits through, because the one before it was cut off.
 RECOVERY_PHASES = ("provision", "setup", "download", "compile", "idle")
 WASTED_PHASES = ("redone", "lost")
+# Between two attempts that wait for spot. Beyond that it was no look: the launch was taken down, and begun anew.
+LONGEST_LOOK_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,29 @@ def market_of(machine: Mapping[str, Any]) -> str:
         return "own machine"
     spot = machine.get("spot")
     return machine["cloud"] + ("" if spot is None else " spot" if spot else " on demand")
+
+
+def in_rows(attempts: Iterable[AttemptAccount]) -> Iterator[tuple[str, AttemptAccount]]:
+    """Attempts as they are shown: a number, and the attempt.
+
+    Those in a row that waited for spot, a day of which are a hundred, are one: from the start of the first to the end
+    of the last, with the phases and the bill of all of them.
+    """
+    rows: list[list[AttemptAccount]] = []
+    for one in attempts:
+        before = rows[-1][-1] if rows else None
+        if before and before.waited and one.waited and one.started - before.ended < LONGEST_LOOK_SECONDS:
+            rows[-1].append(one)
+        else:
+            rows.append([one])
+    for row in rows:
+        first, last = row[0], row[-1]
+        if first is last:
+            yield str(last.number), last
+        else:
+            phases = {phase: math.fsum(a.phases.get(phase, 0.0) for a in row) for a in row for phase in a.phases}
+            bill = sum_of(a.bill for a in row)
+            yield f"{first.number} to {last.number}", replace(last, started=first.started, phases=phases, bill=bill)
 
 
 def sum_of(bills: Iterable[Bill]) -> Bill:

@@ -21,7 +21,7 @@ import yaml
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import Account, AttemptAccount, Bill, market_of, until
+from pipelines.tracking.account import Account, AttemptAccount, Bill, in_rows, market_of, until
 from pipelines.tracking.ledger import Heartbeat
 from pipelines.tracking.overlay import Overlay, read_overlay
 from pipelines.tracking.report import RunRecord, account_of, attempts_of, run_series, sound_manifests, summarize
@@ -147,7 +147,7 @@ def run_shown(store: Store, record: RunRecord) -> dict[str, Any]:
         "starts": summary.attempts,
         "account": account_shown(account),
         "faults": summary.faults,
-        "attempts": [attempt_shown(one, account) for one in account.attempts],
+        "attempts": [attempt_shown(number, one, account) for number, one in in_rows(account.attempts)],
         "series": series_shown(rows, account),
         "lineage": lineage(record, recipe, made, account),
         "targets": targets(recipe, size, summary.steps, summary.val_loss, summary.hellaswag_acc_norm),
@@ -255,11 +255,12 @@ def account_shown(account: Account) -> dict[str, Any]:
     }
 
 
-def attempt_shown(one: AttemptAccount, account: Account) -> dict[str, Any]:
+def attempt_shown(number: str, one: AttemptAccount, account: Account) -> dict[str, Any]:
     return {
         "stage": one.stage,
-        "number": one.number,
+        "number": number,
         "state": one.state,
+        "waited": one.waited,
         "started": one.started,
         "ended": one.ended,
         "machine": machine_name(one),
@@ -300,7 +301,7 @@ def lineage(
             "name": prefix,
             "there": manifest is not None,
             "facts": contents(manifest) if manifest else ["not there yet"],
-            "attempts": sum(one.stage == stage for one in account.attempts),
+            "attempts": sum(one.stage == stage and not one.waited for one in account.attempts),
             "bill": asdict(account.by_stage.get(stage, Bill())),
         }
         if manifest:

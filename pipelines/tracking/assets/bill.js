@@ -8,7 +8,9 @@ const STATES = {
   lost: ["✕", "died without a word"],
   failed: ["!", "failed"],
   stale: ["⤳", "superseded by a later attempt"],
+  waiting: ["…", "waited for spot"],
 };
+const stateOf = (a) => (a.waited ? "waiting" : a.state);
 const PHASES = {  // in this order: its colour, and what it is
   train: ["train", "steps that count"],
   evaluate: ["evaluate", "val loss and HellaSwag"],
@@ -26,9 +28,12 @@ const PHASES = {  // in this order: its colour, and what it is
 };
 const phaseColor = (phase) => PHASES[phase]?.[0] ?? "prepare";
 const inOrder = (phases) => [...new Set([...Object.keys(PHASES), ...Object.keys(phases)])].filter((p) => p in phases);
-const TICK_SECONDS = [
-  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 2419200,
-];
+const TICKS = [  // a unit, its seconds, and how many of it may lie between two ticks
+  ["s", 1, [0.1, 0.2, 0.5, 1, 2, 5, 10]],
+  ["min", 60, [0.5, 1, 2, 5, 10]],
+  ["h", 3600, [0.5, 1, 2, 3, 6]],
+  ["d", 86400, [0.5, 1, 2, 5, 10, 20, 50, 100]],
+].flatMap(([unit, size, steps]) => steps.map((step) => ({ unit, size, step })));
 const LANE = 46;  // pixels of a stage: marks, bars, and what the seconds went to
 
 // Wall-clock time to pixels. A pause that is long beside the work is cut short, and says so.
@@ -54,17 +59,21 @@ function clock(attempts, left, right) {
   return { at, cut, busy };
 }
 
+// The clock counts from 0 again behind a pause that was cut short: "14 h 3 min" says less than what was before it.
 function drawClock(root, attempts, { at, cut, busy }, box, count) {
-  const zero = attempts[0].started, end = Math.max(...attempts.map((a) => a.ended));
-  const unit = TICK_SECONDS.find((s) => busy / s <= count) ?? busy;
+  const end = Math.max(...attempts.map((a) => a.ended));
+  const { unit, size, step } = TICKS.find((tick) => busy / (tick.step * tick.size) <= count) ?? TICKS.at(-1);
+  const begins = [attempts[0].started, ...cut.map(({ to }) => to)], ends = [...cut.map(({ from }) => from), end];
   let free = -Infinity;
-  for (let t = 0; zero + t <= end; t += unit) {
-    const x = at(zero + t);
-    if (x < free || cut.some(({ from, to }) => zero + t > from && zero + t < to)) continue;
-    free = x + 54;
-    root.append(line("axis", x, box.bottom, x, box.bottom + 4),
-      label(x, box.bottom + 18, t ? ago(t) : "start", { class: t ? "middle" : null }));
-  }
+  begins.forEach((zero, part) => {
+    for (let i = 0; zero + i * step * size <= ends[part]; i++) {
+      const x = at(zero + i * step * size);
+      if (x < free) continue;
+      free = x + 54;
+      root.append(line("axis", x, box.bottom, x, box.bottom + 4),
+        label(x, box.bottom + 18, i ? `${+(i * step).toFixed(1)} ${unit}` : "0", { class: "middle" }));
+    }
+  });
   root.append(line("axis", box.left, box.bottom, box.right, box.bottom));
   for (const { from, to } of cut) {
     const x = (at(from) + at(to)) / 2;
@@ -74,12 +83,12 @@ function drawClock(root, attempts, { at, cut, busy }, box, count) {
 }
 
 function drawAttempt({ a, x, y, width }) {
-  const open = a.state === "running";
-  const group = svg("g", { class: `s-${a.state}` },
+  const open = a.state === "running", number = `#${a.number}`;
+  const group = svg("g", { class: `s-${stateOf(a)}` },
     svg("rect", { class: open ? "bar open" : "bar", x, y: y + 11, width, height: 14, rx: Math.min(3, width / 2) }),
-    width > 26 && label(x + 5, y + 22, `#${a.number}`, { class: open ? null : "inbar" }),
-    label(x + width, y + 8, STATES[a.state]?.[0] ?? "", { class: width < 12 ? "mark middle" : "mark right" }));
-  const all = Object.values(a.phases).reduce((sum, s) => sum + s, 0) || 1;
+    width > 10 + 8 * number.length && label(x + 5, y + 22, number, { class: open ? null : "inbar" }),
+    label(x + width, y + 8, STATES[stateOf(a)]?.[0] ?? "", { class: width < 12 ? "mark middle" : "mark right" }));
+  const all = lasted(a) || 1;
   let from = x;
   for (const phase of inOrder(a.phases)) {
     const part = (width * a.phases[phase]) / all;
@@ -89,7 +98,9 @@ function drawAttempt({ a, x, y, width }) {
   return group;
 }
 
-const ending = (a) => `${STATES[a.state]?.[1] ?? a.state}${a.notice ? `: ${a.notice}` : ""}`;
+// Without what lies between attempts that are drawn as one.
+const lasted = (a) => Object.values(a.phases).reduce((sum, s) => sum + s, 0);
+const ending = (a) => `${STATES[stateOf(a)]?.[1] ?? a.state}${a.notice ? `: ${a.notice}` : ""}`;
 const steps = (a, to) => (has(a.from) ? `${full(a.from)} ${to} ${full(a.to ?? a.from)}` : "");
 function machine(a) {
   const price = has(a.price_per_hour) ? `${paid(a.bill)} at ${dollars(a.price_per_hour)} an hour` : "price unknown";
@@ -99,9 +110,9 @@ function machine(a) {
 function timeline(run) {
   const { attempts } = run;
   const stages = [...new Set(attempts.map((a) => a.stage))];
-  const states = [...new Set(attempts.map((a) => a.state))];
+  const states = [...new Set(attempts.map(stateOf))];
   const aria = () => `Attempts of ${run.name} on the clock: ` +
-    `${attempts.map((a) => `${a.stage} ${a.number} ${ending(a)}, ${seconds(a.ended - a.started)}`).join("; ")}.`;
+    `${attempts.map((a) => `${a.stage} ${a.number} ${ending(a)}, ${seconds(lasted(a))}`).join("; ")}.`;
   function draw(root, width, height) {
     const box = { left: width < 560 ? 62 : 76, right: width - 8, top: 14, bottom: height - 26 };
     const time = clock(attempts, box.left, box.right);
@@ -126,15 +137,17 @@ function timeline(run) {
   }
   const speak = ({ bar: { a } }) => [
     [el("b", {}, `${a.stage}, attempt ${a.number}`)],
-    [`${STATES[a.state]?.[0] ?? ""} ${ending(a)}`],
-    [`${moment(a.started)}, for ${seconds(a.ended - a.started)}`],
+    [`${STATES[stateOf(a)]?.[0] ?? ""} ${ending(a)}`],
+    [`${moment(a.started)}, billed for ${seconds(lasted(a))}`],
     ...(has(a.from) ? [[`steps ${steps(a, "to")}`]] : []),
     [machine(a)],
     ...inOrder(a.phases).filter((phase) => a.phases[phase] >= 0.05).map((phase) =>
       [swatch(phaseColor(phase)), phase, el("span", { class: "value" }, seconds(a.phases[phase]))]),
   ];
   const caption = () => [
-    `When ${run.name} was worked on. A bar is an attempt: `,
+    `When ${run.name} was worked on. A bar is an attempt`,
+    states.includes("waiting") && ", or a row of those that waited for spot",
+    ": ",
     states.map((state, i) => [
       i ? ", " : "", el("span", { class: `chip s-${state}` }, (STATES[state] ?? [state]).join(" ")),
     ]),
@@ -142,7 +155,7 @@ function timeline(run) {
   ];
   const heads = ["attempt", "ended", "started", "billed", "steps", "machine", "dollars"];
   const row = (a) => [
-    `${a.stage} ${a.number}`, ending(a), moment(a.started), seconds(a.ended - a.started), steps(a, "→"), a.machine,
+    `${a.stage} ${a.number}`, ending(a), moment(a.started), seconds(lasted(a)), steps(a, "→"), a.machine,
     paid(a.bill),
   ];
   const numbers = () => table(heads, attempts.map(row), { wrapped: [1] });
@@ -162,7 +175,7 @@ function bill(run) {
   const most = Math.max(...page.runs.filter((other) => hasPrice(other) === hasPrice(run)).map(billed));
   const bar = el("div", { class: "bill", "aria-hidden": "true" }, phases.map((phase) => {
     const piece = el("span", { color: phaseColor(phase), title: `${phase}: ${paid(by_phase[phase])}` });
-    piece.style.flexGrow = value(by_phase[phase]);
+    piece.style.flexGrow = (100 * value(by_phase[phase])) / all;  // below 1 in sum, they would not fill the bar
     return piece;
   }));
   bar.style.width = `${(100 * all) / most}%`;

@@ -62,11 +62,6 @@ function seconds(s) {
   if (s < 3600) return `${Math.floor(s / 60)} min ${two(s % 60)} s`;
   return s < 172800 ? `${Math.floor(s / 3600)} h ${two((s % 3600) / 60)} min` : `${(s / 86400).toFixed(1)} days`;
 }
-function ago(t) {
-  for (const [unit, name] of [[86400, "d"], [3600, "h"], [60, "min"]])
-    if (t >= (name === "d" ? 2 * unit : unit)) return `${+(t / unit).toFixed(1)} ${name}`;
-  return `${t} s`;
-}
 function bytes(n) {
   const [unit, name] = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]].find(([size]) => n >= size) ?? [1e3, "kB"];
   return `${(n / unit).toFixed(1)} ${name}`;

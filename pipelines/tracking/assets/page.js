@@ -25,6 +25,7 @@ function leads(runs) {
 function tiles(run) {
   const { total, goodput, usd_per_billion_tokens: rate } = run.account;
   const price = has(rate) ? `${dollars(rate)} per billion tokens` : "";
+  const rooms = run.attempts.some((a) => a.waited) ? ", waits for spot left out" : "";
   const tiles = [
     ["val loss", score(run.val_loss), has(run.train_loss) ? `train ${score(run.train_loss)}` : ""],
     has(run.hellaswag) && ["HellaSwag", score(run.hellaswag), "acc_norm"],
@@ -33,7 +34,7 @@ function tiles(run) {
       ["tokens/s", short(run.tokens_per_second), has(run.mfu) ? `MFU ${percent(run.mfu)}` : "median of steps"],
     ["billed", seconds(3600 * total.hours), plural(run.starts, "start")],
     costs(run) && ["dollars", dollars(total.usd), total.unpriced_hours ? `and ${paid({ ...total, usd: 0 })}` : price],
-    has(goodput) && ["goodput", percent(goodput), "of billed time trained"],
+    has(goodput) && ["goodput", percent(goodput), `of billed time trained${rooms}`],
   ].filter(Boolean);
   return el("dl", { class: "tiles" }, tiles.map(([name, value, more]) =>
     el("div", {}, more && el("dd", { class: "more" }, more), el("dt", {}, name), el("dd", {}, value))));
