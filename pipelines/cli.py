@@ -142,7 +142,7 @@ def run(
 
         screen = Screen(quiet=as_json)
         with watching(stop, screen):
-            sys.exit(lend(place, name, stage, loaded, plans["train"], opened, folder, stop, screen))
+            sys.exit(lend(place, name, stage, loaded, plans, opened, folder, stop, screen))
     tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
     pipeline = Pipeline(
         loaded,

@@ -1,23 +1,29 @@
-"""What every node but the head does: lend its GPUs to the stage train, and leave when the head needs them no more."""
+"""What every node but the head does: make its parts of the text, lend its GPUs to the stage train, and leave when the
+head needs it no more."""
 
 import shutil
 import subprocess
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from pipelines.artifacts.manifest import Plan, find, scratch
+from pipelines.artifacts.manifest import Plan, find, scratch, upload
 from pipelines.cloud.handover import waits_here
-from pipelines.nodes import Line, Place, call_head, processes_on_this_node
+from pipelines.nodes import Line, Part, Place, call_head, kind_and_words, processes_on_this_node
 from pipelines.progress import Screen
 from pipelines.recipe import Recipe
+from pipelines.stages.tokenize import Share, make, parts_of
 from pipelines.stages.train import kill_ranks, part_of, start_torchrun
 from trainer.process import Interrupted, StopSignal
 from trainer.store import Store
 
 LOOK_SECONDS = 0.2
+PARTS_SECONDS = 10.0  # for a shard that is under way; its receipt is not lost with it
 HEAD_SECONDS = 30.0  # beyond what saving takes: a head that was asked to stop and doesn't is not waited for
 
 
@@ -35,40 +41,52 @@ def lend(
     run: str,
     until: str,
     recipe: Recipe,
-    plan: Plan,
+    plans: Mapping[str, Plan],
     store: Store,
     home: Path,
     stop: StopSignal,
     screen: Screen,
 ) -> int:
-    """Take part in the training of `plan` until it is done; the exit code of this node.
+    """Take part in what several nodes do of a run up to the stage `until`; the exit code of this node.
 
     Raises Interrupted if the head does not come, or goes without a word.
     """
-    if until == "tokenize" or find(store, plan):
-        screen.note(f"node {place.rank}: nothing to train")
+    shared = [plans["tokenize"]] if recipe.tokens.parts > 1 else []
+    if until != "tokenize":
+        shared.append(plans["train"])
+    if all_there(store, shared):
+        screen.note(f"node {place.rank}: nothing to do")
         return 0
-    processes = 0 if waits_here() else processes_on_this_node(recipe.runtime)  # where there are no GPUs to count
-    screen.note(f"node {place.rank} of {place.count}: {processes} process(es) for the head, {place.head}:{place.port}")
+    without_gpus = until == "tokenize" or waits_here()
+    processes = 0 if without_gpus else processes_on_this_node(recipe.runtime)
+    hands = "parts of the text" if until == "tokenize" else f"{processes} process(es)"
+    screen.note(f"node {place.rank} of {place.count}: {hands} for the head, {place.head}:{place.port}")
     connection = call_head(place, stop)
     if connection is None:
-        return without_head(store, plan, f"the head, {place.head}:{place.port}, does not answer")
+        return without_head(store, shared, f"the head, {place.head}:{place.port}, does not answer")
     heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
     line = Line(connection, heard.put)
     line.tell(node=place.rank, run=run, processes=processes)
     line.start()
+    parts: Parts | None = None
     ranks: Ranks | None = None
     asked_at: float | None = None
     try:
         while not line.gone.is_set() or not heard.empty():
             message = next_of(heard)
-            if "train" in message:
-                ranks = start_ranks(place, message, scratch(home, store, plan.prefix), home, processes, stop)
+            if parts and ("tokenize" in message or "train" in message):
+                parts.leave()  # a rival has taken over the attempt that they were for
+            if "tokenize" in message:
+                folder = scratch(home, store, plans["tokenize"].prefix)
+                parts = Parts(place, message, recipe, plans["tokenize"], store, folder, line, screen)
+            elif "train" in message:
+                ranks = start_ranks(place, message, scratch(home, store, plans["train"].prefix), home, processes, stop)
             elif "trained" in message:
                 screen.note(f"node {place.rank}: trained; the head goes on alone")
                 return 0
             elif "end" in message:
-                screen.warn(f"node {place.rank}: the head leaves ({message['why']})")
+                say = screen.warn if message["end"] else screen.note
+                say(f"node {place.rank}: the head leaves ({message['why']})")
                 return 0  # the head's exit code speaks for all; another one of ours first, and srun would kill it
             if ranks and ranks.torchrun.poll() is not None:
                 part = part_of(place.rank, ranks.folder, ranks.torchrun.returncode)
@@ -79,20 +97,80 @@ def lend(
                 line.tell(stop=stop.reason)  # the head makes all ranks commit and leave
             if asked_at and time.monotonic() - asked_at > stop.grace_seconds + HEAD_SECONDS:
                 raise Interrupted("the head does not stop")
-        return without_head(store, plan, "the head is gone")
+        return without_head(store, shared, "the head is gone")
     finally:
+        if parts:
+            parts.leave()
         if ranks:
             kill_ranks(ranks.torchrun)
         line.close()
 
 
+class Parts:
+    """This node's parts of the text, made by a thread, so that the line is heard meanwhile."""
+
+    def __init__(
+        self,
+        place: Place,
+        call: dict[str, Any],
+        recipe: Recipe,
+        plan: Plan,
+        store: Store,
+        scratch: Path,
+        line: Line,
+        screen: Screen,
+    ) -> None:
+        self.node, self.number, self.line = place.rank, call["tokenize"], line
+        self._leaving = threading.Event()
+        folder = folder_of(place, call["attempt"], scratch)
+        self.share = Share(
+            recipe.tokens,
+            plan,
+            store,
+            parts_of(place, recipe.tokens.parts),
+            folder,
+            partial(upload, store, plan.prefix, call["attempt"]),
+            self._check,
+            screen.note,
+        )
+        # A daemon: text that does not come must not keep a node that is to leave.
+        self._thread = threading.Thread(target=self._make, daemon=True, name="parts")
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Leave off where the next attempt can go on."""
+        self._leaving.set()
+        self._thread.join(PARTS_SECONDS)
+        shutil.rmtree(self.share.folder, ignore_errors=True)
+
+    def _check(self) -> None:
+        if self._leaving.is_set():
+            raise Interrupted("the head is not waiting for these parts any more")
+
+    def _make(self) -> None:
+        part = Part(self.node)
+        try:
+            for tally in make(self.share):
+                self.line.tell(**asdict(tally))
+        except Exception as error:  # whatever it is, the head has to hear of it
+            part = Part(self.node, *kind_and_words(error))
+        if not self._leaving.is_set():
+            self.line.tell(ended=self.number, **asdict(part))
+
+
 def start_ranks(place: Place, call: dict[str, Any], work: Path, home: Path, processes: int, stop: StopSignal) -> Ranks:
-    """Do what the head calls for. The folder's name has the node in it: homes may be one, on a shared disk."""
-    folder = work / f"a{call['spec']['attempt']:04d}-node{place.rank}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Do what the head calls for."""
+    folder = folder_of(place, call["spec"]["attempt"], work)
     torchrun = start_torchrun(call["spec"], folder, home, processes, stop.grace_seconds, place, call["port"])
     return Ranks(call["train"], folder, torchrun)
+
+
+def folder_of(place: Place, attempt: int, scratch: Path) -> Path:
+    """A fresh folder. Its name has the node in it: homes may be one, on a shared disk."""
+    folder = scratch / f"a{attempt:04d}-node{place.rank}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def next_of(messages: "SimpleQueue[dict[str, Any]]") -> dict[str, Any]:
@@ -102,8 +180,12 @@ def next_of(messages: "SimpleQueue[dict[str, Any]]") -> dict[str, Any]:
         return {}
 
 
-def without_head(store: Store, plan: Plan, why: str) -> int:
-    """0 if there is nothing left to train."""
-    if find(store, plan):
+def without_head(store: Store, shared: list[Plan], why: str) -> int:
+    """0 if there is nothing left to do."""
+    if all_there(store, shared):
         return 0
     raise Interrupted(why)
+
+
+def all_there(store: Store, plans: list[Plan]) -> bool:
+    return all(find(store, plan) for plan in plans)

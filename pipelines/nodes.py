@@ -1,8 +1,8 @@
 """The nodes of a run: which of them this is, and the line between the head and the others.
 
 Every node runs the same command. Node 0, the head, runs the pipeline as if it were alone: it claims, beats,
-commits. The others only lend their GPUs to the stage train: each keeps a line (a TCP connection) to the head,
-hears of it when the ranks are to start and with what, and starts its part of torchrun. No file is shared.
+commits. The others only lend a hand: each keeps a line (a TCP connection) to the head, and hears of it when parts
+of the text are to be made into shards, or when the ranks of train are to start and with what. No file is shared.
 A line that breaks, or is silent for SILENT_SECONDS, means that the other end is gone: then all leave, resumable.
 
 Which node this is, the environment says. SkyPilot sets these; elsewhere set them by hand (under srun:
@@ -20,6 +20,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,16 +28,24 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from trainer.config import RuntimeConfig, UserError
+from trainer.health import Diverged
 from trainer.process import StopSignal
+from trainer.store import FULL, StoreUnavailable, is_full
 
 PORT = 29400
 BEAT_SECONDS = 2.0
-SILENT_SECONDS = 20.0  # ten beats: a process that only follows a file is never so busy
+SILENT_SECONDS = 20.0  # ten beats: a process that follows a file, or lets tiktoken work, is never so busy
 # From the first node that is there to the last one: SkyPilot starts them within seconds, once all are set up.
 COME_SECONDS = 300.0
 LEAVE_SECONDS = 10.0  # for the others to hear how it ended
 MOST_BYTES = 1 << 20  # of a message; a spec has a few thousand
 FAULTS = (OSError, EOFError, ValueError)
+# What ends the work of a node or of a rank, and is raised again by the head as what it was.
+RAISED_AGAIN: dict[str, type[Exception]] = {
+    "mistake": UserError,
+    "unavailable": StoreUnavailable,
+    "diverged": Diverged,
+}
 
 
 @dataclass(frozen=True)
@@ -132,11 +141,27 @@ def hear(connection: "Connection[Any, Any]", wait_seconds: float) -> dict[str, A
 
 @dataclass(frozen=True)
 class Part:
-    """How a node's part of the ranks has ended."""
+    """How a node's part of the work has ended: its ranks, or its parts of the text."""
 
     node: int
-    kind: str | None = None  # of the words that a failed rank has left
+    kind: str | None = None  # of what went wrong: one of RAISED_AGAIN, "stuck", or "fault"
     words: str = ""
+
+
+def kind_and_words(error: Exception) -> tuple[str, str]:
+    """What is to be told of an error elsewhere."""
+    for kind, known in RAISED_AGAIN.items():
+        if isinstance(error, known):
+            return kind, str(error)
+    if isinstance(error, OSError) and is_full(error):
+        return "mistake", f"{error.filename}: {FULL}"
+    return "fault", "".join(traceback.format_exception(error))
+
+
+def failure(part: Part) -> Exception:
+    """What the head is to raise for a part that has failed."""
+    assert part.kind, part
+    return RAISED_AGAIN[part.kind](part.words) if part.kind in RAISED_AGAIN else RuntimeError(part.words)
 
 
 class Head:
@@ -149,6 +174,7 @@ class Head:
         self._processes: dict[int, int] = {}
         self._round = 0
         self._parts: dict[int, Part] = {}  # of this round
+        self._tallies: dict[int, tuple[int, int]] = {}
         self._trained = False
         self._listener: Listener | None = None
 
@@ -181,11 +207,19 @@ class Head:
 
     def begin(self, spec: dict[str, Any]) -> int:
         """Let every node start its ranks; the port at which torchrun's parts meet on this node."""
-        self._round += 1
-        self._parts.clear()
+        self._next_round()
         port = free_port()
         self._tell(train=self._round, spec=spec, port=port)
         return port
+
+    def begin_parts(self, attempt: int) -> None:
+        """Let every node make its parts of the text, as part of this attempt."""
+        self._next_round()
+        self._tell(tokenize=self._round, attempt=attempt)
+
+    def told(self) -> list[tuple[int, int]]:
+        """How far each of the other nodes has told to be with its parts, in tokens: there, and new."""
+        return list(self._tallies.values())
 
     def lost(self) -> list[int]:
         """The nodes that were there and are gone."""
@@ -200,12 +234,21 @@ class Head:
         deadline = time.monotonic() + SILENT_SECONDS
         while len({*self._parts, *self.lost()}) < self.place.count - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
+        return self.ended()
+
+    def ended(self) -> list[Part]:
+        """How the parts that have ended so far did."""
         return [self._parts[node] for node in sorted(self._parts)]
 
     def trained(self) -> None:
         """The other nodes may leave: what follows is for the head alone."""
         self._trained = True
         self._tell(trained=True)
+
+    def _next_round(self) -> None:
+        self._round += 1
+        self._parts.clear()
+        self._tallies.clear()
 
     def _missing(self) -> list[int]:
         return [node for node in range(1, self.place.count) if node not in self.lines]
@@ -253,6 +296,8 @@ class Head:
             self.stop.ask(f"node {node}: {message['stop']}")
         if message.get("ended") == self._round:
             self._parts[node] = Part(node, message["kind"], message["words"])
+        if "there" in message:
+            self._tallies[node] = (message["there"], message["new"])
 
 
 def listening(port: int, stop: StopSignal) -> Listener:

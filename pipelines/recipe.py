@@ -36,6 +36,13 @@ class TokensConfig(Section):
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)  # 200 MB of uint16; the header is int32
     max_tokens: int | None = Field(default=None, ge=1)
     val_shards: int = Field(default=1, ge=1)  # the first ones, as build-nanogpt and llm.c hold them out
+    # Streams of their own, dealt out file by file, that as many nodes can make at once. They decide the bytes, whoever
+    # makes them. The bound is what two digits can name, and more nodes than any source is worth.
+    parts: int = Field(default=1, ge=1, le=100)
+
+    def tokens_of_part(self, part: int) -> int | None:
+        """The most tokens that a part may give; all of them together are max_tokens."""
+        return None if self.max_tokens is None else len(range(part, self.max_tokens, self.parts))
 
 
 class EvaluateConfig(Section):
@@ -84,10 +91,13 @@ class Recipe(Section):
                 f"{block_size} + 1 tokens; use {block_size + 1} or more"
             )
         held_out = tokens.val_shards * tokens.shard_tokens
-        if tokens.max_tokens is not None and tokens.max_tokens <= held_out + block_size:
+        first = tokens.tokens_of_part(0)
+        if first is not None and first <= held_out + block_size:
+            divided = f" in {tokens.parts} parts" if tokens.parts > 1 else ""
             raise ValueError(
-                f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: the first {tokens.val_shards} "
-                f"shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens or a smaller shard_tokens"
+                f"tokens.max_tokens {tokens.max_tokens}{divided} leaves nothing to train on: the first "
+                f"{tokens.val_shards} shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens"
+                f"{', fewer parts' if divided else ''} or a smaller shard_tokens"
             )
 
     @property

@@ -2,7 +2,8 @@
 
 A source is named by one string of a recipe. What it names has an identity (what decides the bytes: it goes
 into the fingerprint) and documents, numbered from 0 in a fixed order, so that an interrupted run goes on at
-document number n. What can't be pinned down is refused.
+document number n. Its files can be dealt out to several parts (file j is of part j mod parts); then each part
+has documents of its own, numbered from 0. What can't be pinned down is refused.
 """
 
 import difflib
@@ -16,7 +17,7 @@ import re
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -42,16 +43,24 @@ ROWS = 1_000  # at a time out of Arrow: ~5 MB of web text
 
 
 def source_identity(
-    source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None = None
+    source: str,
+    subset: str | None,
+    revision: str | None,
+    text_column: str,
+    base: Path | None = None,
+    parts: int = 1,
 ) -> dict[str, Any]:
     """What decides a source's documents, for the fingerprint: equal identities give equal documents.
 
     Local files count by the sha256 of their contents, in the order they are read, wherever they lie; the
     standard library by one sha256 over paths and contents; remote text by its revision. Reads all local
     bytes and opens no connection. Relative paths start at `base` (default: the current directory).
-    UserError for what isn't there or can't be pinned down.
+    UserError for what isn't there or can't be pinned down, or is known to have fewer files than `parts`.
     """
-    return _open(source, subset, revision, text_column, base).identity()
+    text = _open(source, subset, revision, text_column, base)
+    if (files := text.files()) is not None:
+        _check_parts(files, parts, source)
+    return text.identity()
 
 
 def source_label(source: str, subset: str | None) -> str:
@@ -71,21 +80,40 @@ def documents(
     text_column: str,
     start: int = 0,
     base: Path | None = None,
+    part: int = 0,
+    parts: int = 1,
 ) -> Texts:
-    """The source's documents in their fixed order, from number `start` on.
+    """The documents of one of the source's parts in their fixed order, from number `start` on.
 
     Parquet files that lie wholly before `start` are not read. A null text is an empty document, so that
     document numbers are row numbers. UserError as for `source_identity`, and for damaged files. Close it
     (`contextlib.closing`) when you stop before its end: `datasets` complains at the exit of Python about a
     parquet file that is still open.
     """
-    return _open(source, subset, revision, text_column, base).documents(start)
+    return _open(source, subset, revision, text_column, base).documents(start, part, parts)
 
 
 class _Source(Protocol):
     def identity(self) -> dict[str, Any]: ...
 
-    def documents(self, start: int) -> Texts: ...
+    def files(self) -> int | None:
+        """How many files there are; None if only a server knows."""
+        ...
+
+    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts: ...
+
+
+def _of_part(files: Sequence[str], part: int, parts: int, where: str) -> Sequence[str]:
+    _check_parts(len(files), parts, where)
+    return files[part::parts]
+
+
+def _check_parts(files: int, parts: int, where: str) -> None:
+    if files < parts:
+        raise UserError(
+            f"tokens.parts: {parts} are more than '{where}' has files, and every part needs one; "
+            f"{files} would be right, or fewer"
+        )
 
 
 def _open(source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None) -> _Source:
@@ -124,10 +152,14 @@ class StandardLibrary:
             digest.update(f"{content} {name}\n".encode())
         return {"source": STDLIB, "sha256": digest.hexdigest()}
 
-    def documents(self, start: int) -> Texts:
-        return _joined([], itertools.islice(self._texts(self._names()), start, None))
+    def files(self) -> int:
+        return len(self._names())
 
-    def _texts(self, names: list[str]) -> Iterator[str]:
+    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
+        names = _of_part(self._names(), part, parts, STDLIB)
+        return _joined([], itertools.islice(self._texts(names), start, None))
+
+    def _texts(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:
             try:
                 with tokenize.open(self.folder / name) as file:
@@ -167,7 +199,10 @@ class HubDataset:
             "text_column": self.column,
         }
 
-    def documents(self, start: int) -> Texts:
+    def files(self) -> None:
+        return None
+
+    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
         datasets = _datasets()
         where = f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
         try:
@@ -175,8 +210,11 @@ class HubDataset:
             files = (builder.config.data_files or {}).get("train")
             if type(builder).__name__ == "Parquet" and files:
                 # Nearly all of the Hub. Its footers tell which files `start` leaves out.
-                return Files("parquet", tuple(files), self.column, where).documents(start)
+                return Files("parquet", tuple(files), self.column, where).documents(start, part, parts)
             stream = builder.as_streaming_dataset(split="train")
+            if parts > 1:
+                _check_parts(stream.num_shards, parts, where)
+                stream = stream.shard(parts, part, contiguous=False)  # dealt out by files, as everywhere here
         except UserError:
             raise
         except Exception as error:  # anything: not found, gated, no such subset, no network
@@ -211,17 +249,28 @@ class Files:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return identity | {"sha256": list(pool.map(_sha256, self.paths))}
 
-    def documents(self, start: int) -> Texts:
-        paths = self._found()
-        texts = self._parquet(paths, start) if self.kind == "parquet" else self._text(paths, start)
+    def files(self) -> int | None:
+        return None if self._is_pattern else len(self.paths)
+
+    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
+        paths = tuple(_of_part(self._found(), part, parts, self.where))
+        texts = (
+            self._parquet(paths, start)
+            if self.kind == "parquet"
+            else self._text(paths, start, self._named(part, parts))
+        )
         first = list(itertools.islice(texts, 1))
-        if not first and not start:
+        if not first and not start and parts == 1:  # one part of several may well be empty
             raise UserError(f"tokens.source: '{self.where}' holds no documents; at least one is needed")
         return _joined(first, texts)
 
+    @property
+    def _is_pattern(self) -> bool:
+        return self.pinned is not None and glob.has_magic(self.paths[0])
+
     def _found(self) -> tuple[str, ...]:
         """The paths, with a pattern of URLs resolved: asking a server waits until documents are wanted."""
-        if self.pinned is None or not glob.has_magic(self.paths[0]):
+        if not self._is_pattern:
             return self.paths
         import fsspec
 
@@ -259,7 +308,12 @@ class Files:
         _check_column(schema, self.column, path)
         return rows
 
-    def _text(self, paths: tuple[str, ...], start: int) -> Iterator[str]:
+    def _named(self, part: int, parts: int) -> str:
+        """For messages that count documents: those of one part of several are counted by themselves."""
+        which = f" (counted in its files {part}, {part + parts}, {part + 2 * parts}, …)" if parts > 1 else ""
+        return f"'{self.where}'{which}"
+
+    def _text(self, paths: tuple[str, ...], start: int, named: str) -> Iterator[str]:
         if self.kind == "txt" and self.pinned is None and all(path.endswith("txt") for path in paths):
             return self._plain(paths[start:])
         sample_by = "line" if self.kind == "jsonl" else "document"
@@ -267,7 +321,7 @@ class Files:
         if self.kind == "txt":
             return _column(stream, "text", self.where, start)
         lines = (line for line in _column(stream, "text", self.where, 0) if line.strip())
-        return self._texts_of(itertools.islice(enumerate(lines), start, None))
+        return self._texts_of(itertools.islice(enumerate(lines), start, None), named)
 
     def _plain(self, paths: Iterable[str]) -> Iterator[str]:
         """Files as they lie here, a document each, without the second that `datasets` takes to be imported."""
@@ -278,21 +332,19 @@ class Files:
                 raise _unreadable(self.where, error) from error
             yield text
 
-    def _texts_of(self, lines: Iterator[tuple[int, str]]) -> Iterator[str]:
+    def _texts_of(self, lines: Iterator[tuple[int, str]], named: str) -> Iterator[str]:
         for number, line in lines:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise UserError(
-                    f"tokens.source: document {number} of '{self.where}' is no line of JSON ({error})"
-                ) from error
+                raise UserError(f"tokens.source: document {number} of {named} is no line of JSON ({error})") from error
             if not isinstance(row, dict) or self.column not in row:
                 names = list(row) if isinstance(row, dict) else []
-                raise _no_column(self.column, f"document {number} of '{self.where}'", names)
+                raise _no_column(self.column, f"document {number} of {named}", names)
             text = row[self.column]
             if not isinstance(text, str | None):
                 raise UserError(
-                    f"tokens.text_column: '{self.column}' of document {number} of '{self.where}' is "
+                    f"tokens.text_column: '{self.column}' of document {number} of {named} is "
                     f"{type(text).__name__}, not a string"
                 )
             yield text or ""

@@ -427,7 +427,18 @@ def skytrain(folder: Path, *arguments: str, expect: int = 0, **more: str) -> str
 @pytest.mark.slow
 def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) -> None:
     pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
-    arguments = ["launch", "tiny.yaml", "--dry-run", "--image", "none", "--nodes", "2", "--set"]
+    arguments = [
+        "launch",
+        "tiny.yaml",
+        "--dry-run",
+        "--image",
+        "none",
+        "--nodes",
+        "2",
+        "--set",
+        "tokens.parts=3",
+        "--set",
+    ]
     arguments.append(f"tokens.source={texts}/texts/*.txt")
     alone = KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()}
     unreachable = {"AWS_ENDPOINT_URL": closed_port(), "SKYTRAIN_STORE_SECONDS": "1"}
@@ -437,7 +448,7 @@ def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) ->
     done = given(texts, *arguments, "--infra", "slurm/here", **alone)
     header, *tasks = yaml.safe_load_all(done.stdout)
     assert header["name"].startswith("tiny-") and [task["name"] for task in tasks] == list(STAGES)
-    assert [task["num_nodes"] for task in tasks] == [1, 2, 1, 1]
+    assert [task["num_nodes"] for task in tasks] == [3, 2, 1, 1]
     assert "a key" not in done.stdout + done.stderr
     assert tasks[1]["envs"]["SKYTRAIN_PRICES"] == "[]"
     assert done.returncode == 0 and "SkyPilot's server: not up, so not asked" in done.stderr

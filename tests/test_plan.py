@@ -305,6 +305,23 @@ def test_with_a_catalog_stood_in_two_nodes_train_faster_and_both_are_paid(market
     assert one.usd < two.usd < 1.1 * one.usd
 
 
+def test_with_a_catalog_stood_in_every_part_of_the_tokens_has_a_node_and_all_are_paid(market, tmp_path: Path) -> None:
+    one, four = (
+        cloud_plans.cloud_plan(
+            load_recipe("gpt2-124m", ["tokens.subset=sample-350BT", f"tokens.parts={parts}"]),
+            LocalStore(tmp_path),
+            clouds=("a",),
+            train_nodes=("H100:8",),
+        )
+        .candidates[1]
+        .legs["tokenize"]
+        for parts in (1, 4)
+    )
+    assert (one.nodes, four.nodes) == (1, 4)
+    assert 0.25 * one.hours < four.hours < 0.35 * one.hours  # waiting and starting up are not divided
+    assert one.usd < four.usd < 1.3 * one.usd
+
+
 def test_with_a_catalog_stood_in_a_deadline_has_evaluate_on_what_may_have_to_finish_training(
     market, tmp_path: Path
 ) -> None:

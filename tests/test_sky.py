@@ -406,6 +406,12 @@ def test_a_cluster_of_ones_own_has_no_prices_and_one_kind_of_gpu() -> None:
     assert [task["num_nodes"] for task in tasks.values()] == [1, 2, 1, 1]
 
 
+def test_every_part_of_the_tokens_is_given_a_node() -> None:
+    for wish in ({"nodes": 2}, {"nodes": 2, "deadline": 2e9}):
+        job = documents(Wish("tiny-12345678", "s3://bucket/prefix", **wish), STAGES, parts=3)
+        assert [task["num_nodes"] for task in job[1:]] == [3, 2, 2 if "deadline" in wish else 1, 1]
+
+
 def test_without_an_image_the_work_tree_goes_along() -> None:
     for task in tasks_of(image=WORK_TREE).values():
         assert Path(task["workdir"]) == ROOT and "image_id" not in task["resources"]

@@ -3,25 +3,31 @@
 torchrun, the model and the evaluation are stand-ins; work, attempts and stores are the real ones.
 """
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from safetensors.torch import save_file
 
-from pipelines.artifacts.manifest import Manifest, Plan, upload
+from pipelines.artifacts.manifest import File, Manifest, Plan, upload
+from pipelines.nodes import Place
 from pipelines.progress import Screen
-from pipelines.recipe import Recipe, load_recipe
+from pipelines.recipe import Recipe, TokensConfig, load_recipe
 from pipelines.stage import Work
-from pipelines.stages import evaluate, export, train
+from pipelines.stages import evaluate, export, tokenize, train
 from pipelines.tracking.ledger import Billing, Heartbeat, attempts, claim, is_there
 from pipelines.tracking.mlflow import Tracker
+from trainer.config import UserError
 from trainer.model import GPT
 from trainer.process import Interrupted, StopSignal
+from trainer.shards import read_shard
 from trainer.store import LocalStore
 
 SMALL = [
@@ -215,6 +221,117 @@ def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
     assert (told["steps_done"], told["steps_redone"], told["lowest_step"], told["highest_step"]) == (6, 2, 0, 4)
     assert (told["resumed_from"], told["step"], told["committed_step"]) == (0, 4, 4)
     assert mine.ranks == (clock["phases"], "train")
+
+
+# --- tokenize
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Callable[..., tokenize.Share]:
+    """The share of some parts of four files, on a node with a folder and a store of its own."""
+    for name in range(4):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 2000)
+    config = TokensConfig(
+        source=f"{tmp_path}/*.txt", tokenizer="bytes", shard_tokens=1500, max_tokens=13_001, val_shards=2, parts=3
+    )
+    plan = Plan("tokenize", "files", {"stage": "tokenize"})
+
+    def of(parts: range, store: Path, attempt: int = 1, check: Callable[[], None] = lambda: None) -> tokenize.Share:
+        kept, folder = LocalStore(store), store.with_name(f"{store.name} scratch {attempt} {parts.start}")
+        folder.mkdir()
+        put = partial(upload, kept, plan.prefix, attempt)
+        return tokenize.Share(config, plan, kept, parts, folder, put, check, lambda said: None)
+
+    return of
+
+
+def shards_in(store: Path) -> dict[str, list[int]]:
+    return {path.name: read_shard(path).tolist() for path in sorted(store.glob("tokens/*/a*/*.bin"))}
+
+
+def test_the_shards_of_a_part_are_those_of_its_files_alone_and_share_max_tokens(
+    share: Callable[..., tokenize.Share], tmp_path: Path
+) -> None:
+    *_, tally = tokenize.make(share(range(3), tmp_path / "store"))
+    assert tally == tokenize.Tally(12_336, 12_336)  # parts 1 and 2 have one file each, of 4,001 tokens
+    shards = shards_in(tmp_path / "store")
+    assert list(shards) == sorted(shards) and {name: len(tokens) for name, tokens in shards.items()} == {
+        **{f"train_00_{n:06d}.bin": size for n, size in enumerate([1334])},
+        **{f"train_{part:02d}_{n:06d}.bin": size for part in (1, 2) for n, size in enumerate([1500, 1500, 1001])},
+        **{f"val_00_{n:06d}.bin": 1500 for n in range(2)},
+    }
+    first = shards["val_00_000000.bin"] + shards["val_00_000001.bin"] + shards["train_00_000000.bin"]
+    assert first == [256, *b"0 " * 2000, 256, *b"3 " * 166]
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+def test_shards_are_the_same_whichever_node_makes_a_part_and_however_often_it_is_interrupted(
+    nodes: int, share: Callable[..., tokenize.Share], tmp_path: Path
+) -> None:
+    *_, whole = tokenize.make(share(range(3), tmp_path / "one"))
+    new = []
+    for attempt, most in ((1, 1), (2, 2), (3, 99)):  # each node makes so many shards
+        for rank in range(nodes):
+            mine = share(tokenize.parts_of(Place(rank, nodes), 3), tmp_path / "several", attempt)
+            with closing(tokenize.make(mine)) as tallies:
+                *_, last = itertools.islice(tallies, most + 1)
+            new.append(last.new)
+    assert sum(new) == whole.new  # no shard was made twice
+    assert shards_in(tmp_path / "several") == shards_in(tmp_path / "one")
+    again = share(range(3), tmp_path / "several", 4)
+    assert list(tokenize.make(again)) == [tokenize.Tally(whole.there, 0)]
+    for path in tmp_path.glob("*.txt"):
+        path.unlink()  # what is finished is not even opened
+    assert list(tokenize.make(share(range(3), tmp_path / "several", 5))) == [tokenize.Tally(whole.there, 0)]
+
+
+def test_a_node_looks_at_every_document_whether_it_is_to_leave(
+    share: Callable[..., tokenize.Share], tmp_path: Path
+) -> None:
+    def check() -> None:
+        raise Interrupted("the head is gone")
+
+    with pytest.raises(Interrupted):
+        list(tokenize.make(share(range(3), tmp_path / "store", check=check)))
+    assert shards_in(tmp_path / "store") == {}
+
+
+def test_a_finished_artifact_without_its_manifest_is_made_anew(
+    share: Callable[..., tokenize.Share], tmp_path: Path
+) -> None:
+    def ended(number: int, state: str) -> tokenize.Tally:
+        mine = share(range(3), tmp_path / "store", number)
+        attempt = claim(mine.store, mine.plan.prefix, "tiny-1", "tokenize", number, Billing())
+        assert attempt
+        with attempt:
+            tokenize.forget_finished(mine.store, mine.plan)
+            *_, tally = tokenize.make(mine)
+            attempt.update(state=state)
+        return tally
+
+    assert ended(1, "interrupted").new == 12_336
+    assert ended(2, "done").new == 0
+    assert ended(3, "interrupted").new == 12_336  # a shard was damaged, and the manifest removed as advised
+    assert ended(4, "interrupted").new == 0  # what attempt 3 has made anew is kept
+
+
+@pytest.mark.parametrize(
+    ("parts", "tokens", "said"),
+    [
+        (2, {"train_01_000000": 1500}, r"val_shards: 2 shard\(s\) .* of the first of 2 parts, and it has 0 tokens"),
+        (2, {"val_00_000000": 1500, "val_00_000001": 9, "train_01_000000": 1500}, "and it has 1,509 tokens: use fewer"),
+        (2, {"val_00_000000": 1500, "val_00_000001": 1500, "train_01_000000": 1500}, None),
+        (2, {"val_00_000000": 1500, "val_00_000001": 1500}, "no training sequence"),
+        (1, {"val_000000": 1500, "val_000001": 9}, "no training sequence"),
+    ],
+)
+def test_as_much_is_held_out_as_was_asked_for(
+    recipe: Recipe, parts: int, tokens: dict[str, int], said: str | None
+) -> None:
+    config = recipe.tokens.model_copy(update={"parts": parts, "shard_tokens": 1500, "val_shards": 2})
+    receipts = [tokenize.Receipt(File(f"{name}.bin", "", 0, ""), n, 1, 0) for name, n in tokens.items()]
+    with pytest.raises(UserError, match=said) if said else nullcontext():
+        tokenize.check_split(recipe.model_copy(update={"tokens": config}), receipts)
 
 
 # --- evaluate, export

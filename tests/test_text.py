@@ -216,6 +216,39 @@ def test_documents_from_number_n_on_are_the_rest_of_all_documents(rows: Path) ->
             assert read(source, start) == everything[start:], (source, start)
 
 
+def test_parts_are_dealt_out_file_by_file_and_are_all_of_the_text(rows: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    for name in range(3):
+        write_lines(lines / f"{name}.jsonl", *({"text": f"{name}.{n}"} for n in range(4)))
+        (lines / f"{name}.txt").write_text(f"file {name}")
+    for source, base, size in (("*.parquet", rows, 5), ("*.jsonl", lines, 4), ("*.txt", lines, 1)):
+        whole = read(source, base=base)
+        first, second = (read(source, base=base, part=part, parts=2) for part in (0, 1))
+        assert (first, second) == (whole[:size] + whole[2 * size :], whole[size : 2 * size]), source
+        assert read(source, size, base=base, part=0, parts=2) == whole[2 * size :]  # numbered from 0 in each part
+    modules = read("python-stdlib")
+    assert [read("python-stdlib", part=part, parts=3) for part in range(3)] == [modules[n::3] for n in range(3)]
+
+
+def test_more_parts_than_files_are_refused_before_anything_is_read(rows: Path) -> None:
+    said = r"tokens.parts: 4 are more than '\*.parquet' has files, and every part needs one; 3 would be right, or fewer"
+    with pytest.raises(UserError, match=said):
+        identity("*.parquet", base=rows, parts=4)
+    with pytest.raises(UserError, match=said):
+        read("*.parquet", base=rows, part=0, parts=4)
+    with pytest.raises(UserError, match=r"'https://host.invalid/a.parquet' has files.*; 1 would be right"):
+        source_identity("https://host.invalid/a.parquet", None, "1", "text", parts=2)
+    assert source_identity("https://host.invalid/*.parquet", None, "1", "text", parts=99)  # nobody knows yet
+    assert identity("*.parquet", base=rows, parts=3) == identity("*.parquet", base=rows)
+
+
+def test_a_part_may_be_empty_where_the_text_is_not(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "1.parquet")
+    assert [read("*.parquet", base=tmp_path, part=part, parts=2) for part in (0, 1)] == [["a", "b"], []]
+
+
 def test_parquet_files_before_the_start_are_not_read(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[str, ...]] = []
     stream = text.Files._stream
@@ -403,6 +436,15 @@ def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
             read(tmp_path / name)
 
 
+def test_a_document_of_a_part_is_named_by_its_number_there(tmp_path: Path) -> None:
+    for name in range(3):
+        write_lines(tmp_path / f"{name}.jsonl", {"text": "x"}, {"text": "y"} if name < 2 else {"body": "z"})
+    with pytest.raises(
+        UserError, match=r"in document 3 of '\*.jsonl' \(counted in its files 0, 2, 4, …\); there: body"
+    ):
+        read("*.jsonl", base=tmp_path, part=0, parts=2)
+
+
 def test_local_files_are_read_without_network_noise_or_cached_copies(rows: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     code = (
@@ -528,6 +570,26 @@ def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: str, tm
     ) == [everything[:10], everything[7:10], everything[8:]]
 
 
+def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> None:
+    source = "hf://datasets/org/name"
+    parquet = ("small", COMMIT, "text", 2, None, 1, 2), (None, COMMIT, "text", 0, None, 3, 4)
+    (subset, (mistake,)) = read_apart(hub, tmp_path / "home", *((source, *call) for call in parquet))
+    assert subset == [f"document 1.{row}" for row in range(2, 5)]
+    assert "tokens.parts: 4 are more than 'hf://datasets/org/name' has files" in mistake
+
+    for path in (folder := tmp_path / "hub").iterdir():
+        path.unlink()
+    (folder / "README.md").touch()
+    for name in range(3):  # what `datasets` streams by itself
+        write_lines(folder / f"{name}.jsonl", *({"text": f"line {name}.{n}"} for n in range(2)))
+    lines = (1, None, 0, 2), (0, None, 1, 2), (0, None, 0, 4)
+    first, second, (mistake,) = read_apart(
+        hub, tmp_path / "another home", *((source, None, COMMIT, "text", *call) for call in lines)
+    )
+    assert (first, second) == (["line 0.1", "line 2.0", "line 2.1"], ["line 1.0", "line 1.1"])
+    assert "tokens.parts: 4 are more than 'hf://datasets/org/name' has files" in mistake
+
+
 def test_what_the_hub_does_not_have_is_told(hub: str, tmp_path: Path) -> None:
     source = "hf://datasets/org/name"
     (subset,), (column,), (files,), (dataset,) = read_apart(
@@ -569,7 +631,7 @@ def test_merges_and_vocabulary_recovered_from_ranks_are_openais(gpt2: tiktoken.E
     assert json.loads(files["vocab.json"]) in [json.loads(it) for it in originals if it.startswith(b"{")]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "bytes"])
 def test_transformers_gives_the_ids_of_tiktoken(name: str, shared_data: Path, tmp_path: Path) -> None:
     encoding = tokenizer(name)
     loaded = load_in_transformers(encoding, tmp_path)

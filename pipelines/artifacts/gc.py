@@ -122,6 +122,7 @@ def _scratch(store: Store, home: Path) -> Iterator[Leftover]:
     for folder in sorted(top.glob("*/*/a[0-9]*")):
         prefix = folder.parent.relative_to(top).as_posix()
         alive = {f"a{beat.attempt:04d}": is_alive(beat) for beat in attempts(store, prefix)}
-        if alive.get(folder.name, False) is False:
+        attempt, _, _ = folder.name.partition("-node")  # a node that lends a hand has a folder of its own
+        if alive.get(attempt, False) is False:
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             yield Leftover(folder.relative_to(home).as_posix(), size, "scratch of an attempt that is over", folder)

@@ -26,7 +26,7 @@ from pipelines.cloud.plan import START_SECONDS, WAIT_SECONDS
 from pipelines.cloud.prices import table_from_environment
 from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import AttemptAccount
+from pipelines.tracking.account import LONGEST_LOOK_SECONDS, AttemptAccount
 from pipelines.tracking.forecast import TRAINING_PHASES, training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat
 from pipelines.tracking.report import account_of, read_records
@@ -44,7 +44,6 @@ LEAST_SLACK_SECONDS = 3 * CHANGEOVER_SECONDS  # to begin on spot at all, or to l
 SURE_STEPS = 10  # the first one compiles
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is there already
 LOOK_SECONDS = 600.0  # in the waiting room, before SkyPilot is to look for spot again
-LONGEST_LOOK_SECONDS = 3600.0  # beyond that it was no look: the launch was taken down, and begun anew
 LOOKING = "looking for spot again"
 PURSE = 0.01  # of the bill of doing it all on demand may be lost on spot machines, before another one is tried
 SURE_ENOUGH_STEPS = 100  # to know how long all of them take: what is taken for too short here makes the run late

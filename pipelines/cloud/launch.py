@@ -106,7 +106,7 @@ def launch(
     if not stages:
         print(f"{wish.run}: all of it is in {store.uri} already; nothing to launch")
         return None
-    job = documents(wish, stages)
+    job = documents(wish, stages, recipe.tokens.parts)
     if dry_run:
         try:
             with redirect_stdout(sys.stderr):  # what is found is no part of the YAML

@@ -80,12 +80,13 @@ class Course:
 
 @dataclass(frozen=True)
 class Leg:
-    """A stage on a machine."""
+    """A stage on so many of a machine."""
 
     offer: Offer | None  # None: the artifact is there already
     hours: float
-    usd: float
+    usd: float  # of all nodes
     preemptions: float = 0.0
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -234,26 +235,28 @@ SPEED = "perf/tokens_per_second"
 def candidate(
     work: Workload, offer: Offer, nodes: int, small: dict[str, Offer | None], large: Iterable[str]
 ) -> Candidate:
-    """A run that trains on `nodes` of `offer`, and has as many nodes for every one of the `large` stages.
+    """A run that trains on `nodes` of `offer`, and has as many nodes for every one of the `large` stages; a part of the
+    tokens has a node of its own, as `launch` submits it.
 
     UserError if these GPUs can't share its batch, lack its precision, or nobody knows them.
     """
     gpus, recipe = offer.accelerators or "", work.recipe
     check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, nodes)
     speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own, recipe.train.precision)
+    several = dict.fromkeys(large, nodes) | {"tokenize": recipe.tokens.parts}
     legs: dict[str, Leg] = {}
     for stage in STAGES:
         machine = small.get(stage) or offer
         legs[stage] = Leg(None, 0.0, 0.0)
         if stage in work.todo:
-            legs[stage] = leg(job_of(stage, work, machine, speed, nodes), machine, nodes if stage in large else 1)
+            legs[stage] = leg(job_of(stage, work, machine, speed, nodes), machine, several.get(stage, 1))
     hours, usd = sum(one.hours for one in legs.values()), sum(one.usd for one in legs.values())
     return Candidate(offer, nodes, speed, legs, hours, usd)
 
 
 def leg(job: Job, offer: Offer, nodes: int) -> Leg:
     went = course(job, hours_between(offer, nodes))
-    return Leg(offer, went.hours, went.billed_hours * nodes * offer.usd_per_hour, went.preemptions)
+    return Leg(offer, went.hours, went.billed_hours * nodes * offer.usd_per_hour, went.preemptions, nodes)
 
 
 def hours_between(offer: Offer, nodes: int) -> float:
@@ -291,8 +294,8 @@ def job_of(stage: str, work: Workload, offer: Offer, speed: Speed, nodes: int) -
 
 def tokenize_job(recipe: Recipe, offer: Offer) -> Job:
     cores = offer.vcpus / 2  # two threads of one core tokenize hardly more than one
-    per_second = min(cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN)
-    hours = tokens_of(recipe) / per_second / 3600
+    per_second = min(cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN)  # of a node; it has one part
+    hours = tokens_of(recipe) / recipe.tokens.parts / per_second / 3600
     shard = min(hours, recipe.tokens.shard_tokens / per_second / 3600)
     return Job(hours, segment=shard)  # the shards go up while the next is made, or nearly so
 
@@ -413,6 +416,7 @@ def print_cloud_plan(plan: CloudPlan) -> None:
     for stage, one in plan.candidates[0].legs.items():
         if stage != "train":
             where = f"{one.offer.cloud} {one.offer.instance} {one.offer.market}" if one.offer else ""
+            where = f"{one.nodes} x {where}" if one.nodes > 1 else where
             others.add_row(stage, shown(one), escape(where))
     out.print()
     out.print(table)

@@ -57,15 +57,16 @@ def source_folder() -> Path:
     return root
 
 
-def documents(wish: Wish, stages: Iterable[str]) -> list[dict[str, Any]]:
-    """The YAML documents of the managed job: its header, then a task for every stage.
+def documents(wish: Wish, stages: Iterable[str], parts: int = 1) -> list[dict[str, Any]]:
+    """The YAML documents of the managed job: its header, then a task for every stage. Each of the `parts` of the
+    recipe's tokens gets a node.
 
     UserError for a wish that no machine can fulfil.
     """
     folder = source_folder()
     tasks = [yaml.safe_load((folder / "sky" / f"{stage}.yaml").read_text(encoding="utf8")) for stage in stages]
     for task in tasks:
-        fill(task, wish, folder)
+        fill(task, wish, folder, {"tokenize": parts, "train": wish.nodes}.get(task["name"], 1))
     if wish.deadline and (wish.spot or wish.until in ("tokenize", "train")):
         option = "--spot" if wish.spot else f"--stage {wish.until}"
         raise UserError(
@@ -81,11 +82,11 @@ def documents(wish: Wish, stages: Iterable[str]) -> list[dict[str, Any]]:
     return job
 
 
-def fill(task: dict[str, Any], wish: Wish, folder: Path) -> None:
+def fill(task: dict[str, Any], wish: Wish, folder: Path, nodes: int) -> None:
     """Put what was asked for into one of the files' tasks."""
     stage = task["name"]
     resources = task["resources"]
-    task["num_nodes"] = wish.nodes if stage == "train" else 1
+    task["num_nodes"] = nodes
     resources["labels"]["run"] = label_of(wish.run)
     resources["any_of"] = machines(resources["any_of"], wish, stage)
     if all(cloud_of(machine["infra"]) in CLUSTERS for machine in resources["any_of"]):
