@@ -269,6 +269,8 @@ def main() -> None:
             could = [usd for best, usd in pairs if best < 0.99]
             cheaper = f"{sum(usd < 1 for usd in could)} of {len(could)} where the bound is by 1%"
             print(f"{name}: {above:.3f} of the on-demand bill above the bound; cheaper than on-demand: {cheaper}")
+            means = [np.mean(bills[name]) for bills in everywhere]
+            print(f"{name}: cheaper by the mean in {sum(m < 1 for m in means)} of {len(means)} lines; {max(means):.3f}")
         print()
 
 

@@ -79,6 +79,18 @@ def test_on_every_recorded_market_a_short_changeover_makes_spot_pay_and_never_co
             assert ours < 1 or best > 0.99
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("change", SIMULATION.CHANGEOVER_TICKS)
+def test_on_every_recorded_market_what_is_launched_costs_less_than_on_demand_on_the_whole(
+    change: int, shared_data: Path
+) -> None:
+    for trace in SIMULATION.spot_traces.load(shared_data / "spot-traces"):
+        SIMULATION.STARTS = 10
+        bills = SIMULATION.bills_on(trace, slack=min(SIMULATION.SLACKS), change=change)  # asserts that it is on time
+        assert np.mean(bills["launched"]) < 1
+        assert max(bills["launched"]) <= 1 + SIMULATION.PURSE
+
+
 def test_the_bound_is_the_cheapest_of_all_schedules() -> None:
     # Seven ticks, three choices a tick: all 2187 schedules, on some markets.
     run = race(ticks=7, work=3, changeover=1)
