@@ -36,7 +36,12 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever needs radosgw is slow: it takes 20 s to start, in each worker. The quick part has moto's imitation."""
+    for item in items:
+        if "radosgw" in getattr(item, "fixturenames", ()) or "radosgw" in item.name:
+            item.add_marker(pytest.mark.slow)
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import trainer.checkpoint
 from trainer.checkpoint import Checkpointer, Piece
@@ -202,6 +200,9 @@ def test_pieces_load_at_any_number_of_ranks_however_they_were_cut(tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_own_reader_loads_what_two_ranks_stored(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp  # a second, which every worker of pytest would spend
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     each(some_ranks([LocalStore(tmp_path)] * 2), save_cut)
     (folder,) = (tmp_path / "run/checkpoints").iterdir()
     found = {name: torch.zeros(31 * 7) for name in WHOLE}

@@ -453,34 +453,36 @@ def test_a_run_that_turned_back_is_resumed_bit_for_bit(
         assert again == state and run.rows() == whole.rows() and weights(resumed) == weights(model)
 
 
-@pytest.mark.parametrize("where", ["before deleting", "after deleting", "in the next step"])
 def test_a_run_that_died_while_turning_back_takes_the_same_way(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None, where: str
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
     afflict({"spike": [30, 31]}, monkeypatch.setattr)
     whole = runner("whole", **SPIKED)
     model, state = whole.attempt()
-    run = runner("died", **SPIKED)
-    with monkeypatch.context() as dying:
-        forget_after, roll_back = training.PromptCheckpointer.forget_after, trainer.loop.roll_back
+    forget_after, roll_back = training.PromptCheckpointer.forget_after, trainer.loop.roll_back
 
-        def forget(checkpointer: Any, step: int) -> None:
-            if where == "after deleting":
-                forget_after(checkpointer, step)
-            raise KeyboardInterrupt
+    def forget_not(*args: Any) -> None:
+        raise KeyboardInterrupt
 
-        def turn_back(*args: Any) -> TrainState:
-            roll_back(*args)
-            raise KeyboardInterrupt
+    def forget(checkpointer: Any, step: int) -> None:
+        forget_after(checkpointer, step)
+        raise KeyboardInterrupt
 
-        if where == "in the next step":
-            dying.setattr(trainer.loop, "roll_back", turn_back)
-        else:
-            dying.setattr(training.PromptCheckpointer, "forget_after", forget)
-        with pytest.raises(KeyboardInterrupt):
+    def turn_back(*args: Any) -> TrainState:
+        roll_back(*args)
+        raise KeyboardInterrupt
+
+    for where, place, name, dies in (
+        ("before deleting", training.PromptCheckpointer, "forget_after", forget_not),
+        ("after deleting", training.PromptCheckpointer, "forget_after", forget),
+        ("in the next step", trainer.loop, "roll_back", turn_back),
+    ):
+        run = runner(f"died {where}", **SPIKED)
+        with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+            dying.setattr(place, name, dies)
             run.attempt()
-    resumed, again = run.attempt()
-    assert again == state and run.rows() == whole.rows() and weights(resumed) == weights(model)
+        resumed, again = run.attempt()
+        assert again == state and run.rows() == whole.rows() and weights(resumed) == weights(model), where
 
 
 def test_after_so_many_rollbacks_a_run_stops_with_a_diagnosis(
