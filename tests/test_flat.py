@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint import Checkpointer, allocate_moments, set_optimizer_steps, side_by_side, training_tensors
+from trainer.checkpoint import Checkpointer, side_by_side, training_tensors
 from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.flat import FlatState, Layout
 from trainer.metrics import EventLog, PhaseClock
 from trainer.model import GPT
-from trainer.optim import make_optimizer, set_learning_rate
+from trainer.optim import AdamW
 from trainer.parallel import World
 from trainer.store import LocalStore
 
@@ -52,8 +52,7 @@ class Reference:
     def __init__(self, world_size: int, mean: Callable[[list[Tensor]], Tensor] = lambda g: torch.stack(g).mean(0)):
         self.model, self.world_size, self.mean = GPT(MODEL), world_size, mean
         self.model.initialize(TRAIN.seed)
-        self.optimizer = make_optimizer(self.model, TRAIN)
-        allocate_moments(self.optimizer)
+        self.optimizer = AdamW(self.model, TRAIN)
 
     def step(self, number: int) -> float:
         """Update `number`, from 1; the norm before clipping."""
@@ -61,7 +60,7 @@ class Reference:
         for name, p in self.model.named_parameters():
             p.grad = self.mean([each[name] for each in ranks])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), TRAIN.grad_clip or math.inf)
-        set_learning_rate(self.optimizer, TRAIN.learning_rate / number)
+        self.optimizer.learning_rate = TRAIN.learning_rate / number
         self.optimizer.step()
         return float(norm)
 
@@ -274,7 +273,7 @@ def test_a_checkpoint_of_the_flat_state_is_one_of_the_plain_path_and_back(tmp_pa
         for piece in names.values():
             piece.live.fill_(-1)
     assert checkpointer(alone, tmp_path).load_latest(names, log) == TrainState(step=2)
-    set_optimizer_steps(plain.optimizer, 2)
+    plain.optimizer.set_steps(2)
     expected = Reference(1)
     for number in (1, 2, 3):
         expected.step(number)

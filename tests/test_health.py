@@ -33,7 +33,7 @@ from trainer.data import TokenData
 from trainer.engine import PlainEngine, make_engine
 from trainer.health import LEVEL, RECENT, Diverged, Health, Watchdog, data_step, diagnosis
 from trainer.metrics import PhaseClock
-from trainer.optim import learning_rate_at, set_learning_rate
+from trainer.optim import learning_rate_at
 from trainer.parallel import collective_timeout
 from trainer.shards import local_shards, sequences_of
 
@@ -318,7 +318,7 @@ def test_a_healthy_run_is_the_plain_loop_bit_for_bit(runner: Callable[..., Runne
     engine.initialize(c.train.seed)
     tokens = TokenData(local_shards(plain.data, "train"), plain.data.joinpath, c.model.block_size, c.train.seed)
     for number, row in enumerate(plain.rows()[1:]):
-        set_learning_rate(engine.optimizer, learning_rate_at(number, c.train))
+        engine.optimizer.learning_rate = learning_rate_at(number, c.train)
         engine.gradients.zero_()
         total = torch.zeros(())
         for batch in tokens.micro_batches(sequences_of(number, c.model, c.train, 0, 1), 2, torch.device("cpu")):

@@ -9,7 +9,7 @@ import torch
 
 from trainer.config import ModelConfig, TrainConfig
 from trainer.model import GPT
-from trainer.optim import learning_rate_at, make_optimizer, set_learning_rate
+from trainer.optim import AdamW, learning_rate_at
 from trainer.parallel import FlatGradients
 
 CONFIG = TrainConfig(batch_tokens=64, max_steps=100, learning_rate=0.5, warmup_steps=10)
@@ -95,18 +95,12 @@ def test_a_run_that_is_all_warmup_ends_at_the_peak() -> None:
     assert all(math.isfinite(learning_rate_at(step, config)) for step in range(100))
 
 
-def test_set_learning_rate_reaches_every_group() -> None:
-    optimizer = make_optimizer(small_model(), CONFIG)
-    set_learning_rate(optimizer, 0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
-
-
 # --- AdamW
 
 
 def test_matrices_decay_and_biases_and_norms_do_not() -> None:
     model = small_model()
-    optimizer = make_optimizer(model, CONFIG)
+    optimizer = AdamW(model, CONFIG)
     names = {p: name for name, p in model.named_parameters()}
     decayed, kept = ({names[p] for p in group["params"]} for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -127,7 +121,7 @@ def test_updates_equal_adamw_written_from_the_paper() -> None:
     """Loshchilov & Hutter 2019, algorithm 2, in float64."""
     model = small_model()
     config = with_(weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-6)
-    optimizer = make_optimizer(model, config)
+    optimizer = AdamW(model, config)
     parameters = list(model.parameters())
     weights = [p.detach().double() for p in parameters]
     m = [torch.zeros_like(w) for w in weights]
@@ -135,7 +129,7 @@ def test_updates_equal_adamw_written_from_the_paper() -> None:
     generator = torch.Generator().manual_seed(1)
     for t in range(1, 8):
         lr = learning_rate_at(t - 1, config)
-        set_learning_rate(optimizer, lr)
+        optimizer.learning_rate = lr
         for i, p in enumerate(parameters):
             p.grad = torch.randn(p.shape, generator=generator)
             gradient = p.grad.double()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -864,6 +865,12 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_losses(
     assert command.rows_logged() > 48  # something had to be done again
     assert command.rows() == undisturbed(ranks).rows()
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
+
+
+def test_what_compiles_nothing_imports_no_compiler(data: Path, tmp_path: Path) -> None:
+    """torch._dynamo takes seconds to import, and torch.optim's classes do so."""
+    said = Command(data, tmp_path / "out", configured(), ("-X", "importtime", "-m", "trainer")).finish()
+    assert re.search(r"\| +trainer\.optim$", said, re.M) and "torch._dynamo" not in said
 
 
 @pytest.mark.slow

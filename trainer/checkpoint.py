@@ -17,7 +17,7 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +32,7 @@ from trainer.commits import TrainState, delete_checkpoint, sealed, step_of, supe
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError
 from trainer.health import is_landmark
 from trainer.metrics import EventLog
+from trainer.optim import AdamW
 from trainer.parallel import World
 from trainer.process import StaleAttempt, moment, say
 from trainer.store import Store, sha256_of
@@ -474,27 +475,15 @@ class Checkpointer:
         return state
 
 
-def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Piece]:
+def training_tensors(model: torch.nn.Module, optimizer: AdamW) -> dict[str, Piece]:
     """Weights and moments under stable names, sharing memory with the live ones."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    pieces = {f"model.{name}": Piece.whole(p) for p, name in names.items()}
-    for p, moments in optimizer.state.items():
-        pieces |= {f"{kind}.{names[p]}": Piece.whole(moments[kind]) for kind in ("exp_avg", "exp_avg_sq")}
-    return pieces
-
-
-def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW its zero moments now rather than in the first step, so that loading can fill them."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            count_device = p.device if group["fused"] else torch.device("cpu")
-            optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=count_device),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
-
-
-def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for moments in optimizer.state.values():
-        moments["step"].fill_(steps)
+    kinds: dict[str, Mapping[Tensor, Tensor]] = {
+        "model": {p: p for p in model.parameters()},
+        "exp_avg": optimizer.exp_avg,
+        "exp_avg_sq": optimizer.exp_avg_sq,
+    }
+    return {
+        f"{kind}.{name}": Piece.whole(tensors[p])
+        for kind, tensors in kinds.items()
+        for name, p in model.named_parameters()
+    }

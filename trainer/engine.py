@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from trainer import gemm
-from trainer.checkpoint import Piece, allocate_moments, set_optimizer_steps, training_tensors
+from trainer.checkpoint import Piece, training_tensors
 from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError, batch_stages
 from trainer.model import GPT
-from trainer.optim import make_optimizer, set_learning_rate
+from trainer.optim import AdamW
 from trainer.parallel import FlatGradients, World, precision_on
 from trainer.process import moment
 
@@ -116,8 +116,7 @@ class PlainEngine:
             limits = torch._dynamo.config  # what is beyond them runs uncompiled: each size of batch has to be within
             limits.recompile_limit = max(limits.recompile_limit, len(batch_stages(train)))
             self.forward = torch.compile(self.model, dynamic=False)
-        self.optimizer = make_optimizer(self.model, train)
-        allocate_moments(self.optimizer)
+        self.optimizer = AdamW(self.model, train)
         self.gradients = FlatGradients.of(self.model)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
 
@@ -128,7 +127,8 @@ class PlainEngine:
         loss = self.backward(batches, count)
         if number:
             self.world.mean_(self.gradients.flat)
-            self.scaler.unscale_(self.optimizer)  # once an update
+            # Once an update. It asks an optimizer for its groups, and for a step, and for nothing else.
+            self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
         return torch.stack((loss, self.gradients.norm()))
 
     def backward(self, batches: Batches, count: int) -> Tensor:
@@ -148,8 +148,8 @@ class PlainEngine:
         scale = self.scaler.get_scale()
         if apply:
             self.gradients.clip_(found[1], self.train.grad_clip)
-            set_learning_rate(self.optimizer, learning_rate)
-            self.scaler.step(self.optimizer)
+            self.optimizer.learning_rate = learning_rate
+            self.scaler.step(self.optimizer)  # type: ignore[arg-type]
         self.scaler.update()
         return apply and self.scaler.get_scale() >= scale  # fp16 may overflow
 
@@ -162,7 +162,7 @@ class PlainEngine:
         return training_tensors(self.model, self.optimizer)
 
     def loaded(self, state: TrainState) -> None:
-        set_optimizer_steps(self.optimizer, state.optimizer_steps)
+        self.optimizer.set_steps(state.optimizer_steps)
         if state.loss_scale is not None:
             scale = {"scale": state.loss_scale, "_growth_tracker": state.loss_scale_growth}
             self.scaler.load_state_dict(self.scaler.state_dict() | scale)
