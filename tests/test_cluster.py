@@ -75,7 +75,7 @@ class User:
         source = {"source": str(folder / "texts" / "*.txt")}
         recipe: dict[str, Any] = TINY | {
             "name": "e2e",
-            "tokens": TINY["tokens"] | source,
+            "tokens": TINY["tokens"] | source | {"parts": 2},
             "train": TINY["train"] | {"max_steps": STEPS, "val_every": 50},
             "runtime": TINY["runtime"] | {"checkpoint_minutes": 0.005},
         }
@@ -280,6 +280,7 @@ def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: lis
     bill, intervals = user.bill, intervals_of(user.store, record.run)
     training = [attempt for attempt in bill.attempts if attempt.stage == "train"]
     assert {(a.nodes, a.price_per_hour) for a in training} == {(2, 8 * PRICE)}
+    assert {a.stage: a.nodes for a in bill.attempts} == {"tokenize": 2, "train": 2, "evaluate": 1, "export": 1}
     assert [a.state for a in training[-3:]] == ["interrupted", "interrupted", "done"]
     for attempt, taken_away in zip(training[-3:-1], preempted, strict=True):
         assert abs(attempt.ended - taken_away) < HEARTBEAT_SECONDS + HEAD_S
