@@ -153,7 +153,7 @@ class Parts:
             for tally in make(self.share):
                 self.line.tell(**asdict(tally))
         except Exception as error:  # whatever it is, the head has to hear of it
-            part = Part(self.node, *kind_and_words(error))
+            part = Part(self.node, *kind_and_words(error, self.share.folder))
         if not self._leaving.is_set():
             self.line.tell(ended=self.number, **asdict(part))
 

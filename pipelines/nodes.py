@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any
 
 from trainer.config import RuntimeConfig, UserError
@@ -148,13 +149,13 @@ class Part:
     words: str = ""
 
 
-def kind_and_words(error: Exception) -> tuple[str, str]:
-    """What is to be told of an error elsewhere."""
+def kind_and_words(error: Exception, folder: Path) -> tuple[str, str]:
+    """What is to be told elsewhere of an error in work that writes into `folder`."""
     for kind, known in RAISED_AGAIN.items():
         if isinstance(error, known):
             return kind, str(error)
     if isinstance(error, OSError) and is_full(error):
-        return "mistake", f"{error.filename}: {FULL}"
+        return "mistake", f"{error.filename or folder}: {FULL}"
     return "fault", "".join(traceback.format_exception(error))
 
 
@@ -223,7 +224,7 @@ class Head:
 
     def lost(self) -> list[int]:
         """The nodes that were there and are gone."""
-        return sorted(node for node, line in self.lines.items() if line.gone.is_set())
+        return sorted(node for node, line in list(self.lines.items()) if line.gone.is_set())
 
     def failed(self) -> bool:
         """Whether the ranks of another node can't go on."""

@@ -124,7 +124,7 @@ class Project:
     def run(self, *arguments: str, expect: int = 0, code: str = SHIPPED_CLI) -> subprocess.CompletedProcess[str]:
         """Give the command and wait for the exit code that is expected of it."""
         with self.started(*arguments, code=code) as process:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=300)
         assert process.returncode == expect, f"exit code {process.returncode}\n{out}\n{err}"
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 

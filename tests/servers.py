@@ -183,7 +183,7 @@ class Radosgw:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             env=os.environ | {"CEPH_CONF": str(self._conf)},
         )
         if done.returncode:

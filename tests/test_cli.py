@@ -58,7 +58,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
     env = environment(folder, **more)
-    return subprocess.run([*SKYTRAIN, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*SKYTRAIN, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
 # --- mistakes

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ from pipeline_runs import FOLDER_NAME, Project
 
 from pipelines.cloud import control
 from pipelines.cloud.control import Cluster, Task, status_of
+from pipelines.cloud.launch import Launched
+from pipelines.cloud.tasks import Wish
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import Billing, Heartbeat, claim
 from pipelines.tracking.report import RunRecord, read_records
@@ -167,6 +170,16 @@ def test_verbs_for_runs_that_were_not_launched_say_what_to_do(tmp_path: Path) ->
     assert "was not launched" in said and "train.log" in said
     assert "nothing of it is at work" in project.run("stop", RUN).stdout
     assert "to be stopped" in project.run("status").stdout
+
+
+def test_resuming_without_a_secret_that_the_launch_had_is_refused(tmp_path: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME)
+    recorded(project.store)
+    wish = Wish(RUN, project.store.uri, infra="slurm/here", image="none")
+    launched = Launched(wish, ["train"], [1], ["AWS_SESSION_TOKEN", "HF_TOKEN"], 0.0, [])
+    project.store.put(f"launches/{RUN}.json", json.dumps(asdict(launched)).encode())
+    said = project.run("resume", RUN, "--yes", expect=2).stderr
+    assert said == "error: --secret HF_TOKEN: it is not set here; export it first, without writing it down\n"
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def doctor(folder: Path, expect: int, **more: str) -> dict[str, Any]:
         "SKYPILOT_API_SERVER_ENDPOINT": f"http://127.0.0.1:{free_ports(1)[0]}",
     }
     command = [sys.executable, "-c", "from pipelines.cli import main; main()", "doctor", "--json"]
-    done = subprocess.run(command, cwd=folder, env=kept | ours | more, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=kept | ours | more, capture_output=True, text=True, timeout=300)
     assert done.returncode == expect, done.stdout + done.stderr
     return {finding["what"]: finding for finding in json.loads(done.stdout)}
 

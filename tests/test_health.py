@@ -629,7 +629,7 @@ def test_a_stuck_rank_interrupts_the_command_that_then_goes_on(tmp_path: Path) -
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
         os.kill(victims[0].pid, signal.SIGSTOP)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 75
     assert "interrupted (rank 0: no progress in phase " in err and "the same command goes on from here" in err
     assert project.report()["state"] == "interrupted"

@@ -194,7 +194,7 @@ def test_two_commands_at_once_make_one_of_each_and_the_second_says_that_it_waits
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
     with project.started("run", "tiny.yaml") as one, project.started("run", "tiny.yaml") as other:
-        said = [process.communicate(timeout=120)[1] for process in (one, other)]
+        said = [process.communicate(timeout=300)[1] for process in (one, other)]
     assert (one.returncode, other.returncode) == (0, 0), said
     assert project.attempts() == dict.fromkeys(STAGES, 1)
     assert "is at it; waiting" in "".join(said)

@@ -332,6 +332,10 @@ def test_an_address_of_this_machine_means_another_one_there(tmp_path: Path) -> N
     for local in ("sqlite:///mlflow.db", "file:///somewhere"):
         found = looked(store, KEYS, infra="slurm/here", variables={"MLFLOW_TRACKING_URI": local})
         assert found["network"].state == "broken"
+    for private in ("http://10.0.0.8:5000", "http://mlflow:5000"):
+        told = looked(store, KEYS, infra="aws", variables={"MLFLOW_TRACKING_URI": private})["network"]
+        assert told.state == "note" and private in told.seen and "in its network" in told.remedy
+    assert "network" not in looked(store, KEYS, infra="aws", variables={"AWS_ENDPOINT_URL": "https://8.8.8.8"})
 
 
 @pytest.mark.parametrize(
@@ -414,7 +418,7 @@ def given(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedPr
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "AWS_"))}
     ours = {"PYTHONPATH": str(ROOT), "SKYTRAIN_TRACKING": "off", "SKYTRAIN_NOTICE": "off", "HOME": str(folder)}
     return subprocess.run(
-        [*SKYTRAIN, *arguments], cwd=folder, env=kept | ours | more, capture_output=True, text=True, timeout=120
+        [*SKYTRAIN, *arguments], cwd=folder, env=kept | ours | more, capture_output=True, text=True, timeout=300
     )
 
 

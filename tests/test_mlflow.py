@@ -664,5 +664,5 @@ def test_a_leftover_log_can_be_shipped_by_hand(tmp_path: Path) -> None:
         "PYTHONPATH": str(Path(tracking.__file__).parents[2]),
     }
     command = [sys.executable, "-m", "pipelines.tracking.mlflow", str(tracker.log)]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    subprocess.run(command, env=environment, check=True, timeout=300)
     assert Seen(tracker.uri).points(f"{RUN}/train", "train/loss") == losses(5)

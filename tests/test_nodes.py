@@ -1,5 +1,6 @@
 """Several nodes train as one: they find each other, hear of each other's end, and nobody is left behind."""
 
+import errno
 import json
 import os
 import shutil
@@ -143,7 +144,9 @@ def test_a_head_hears_how_far_the_others_are_with_their_parts_and_what_went_wron
     wait_for(head.ended)
     error = failure(head.ended()[0])
     assert isinstance(error, UserError) and str(error) == "cut off"
-    assert isinstance(failure(Part(2, *kind_and_words(KeyError("x")))), RuntimeError)
+    assert isinstance(failure(Part(2, *kind_and_words(KeyError("x"), Path("work")))), RuntimeError)
+    full = failure(Part(2, *kind_and_words(OSError(errno.ENOSPC, "No space left on device"), Path("work"))))
+    assert isinstance(full, UserError) and str(full).startswith("work: no room is left on the disk")
 
 
 def test_a_node_that_is_gone_makes_the_head_leave(head: Head, stop: StopSignal) -> None:
@@ -331,7 +334,7 @@ def test_a_node_whose_text_is_damaged_says_so_by_the_heads_mouth(tmp_path: Path)
 def test_two_nodes_train_on_the_parts_that_both_have_made(tmp_path: Path) -> None:
     head, other = several_nodes(tmp_path / "nodes", 2, TINY | {"tokens": TINY["tokens"] | {"parts": 2}})
     with other.started("run", "tiny.yaml") as second, head.started("run", "tiny.yaml") as first:
-        said = [process.communicate(timeout=120) for process in (first, second)]
+        said = [process.communicate(timeout=300) for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), said
     (folder,) = head.found("tokens/*/a0001")
     facts = head.artifact("tokenize").facts

@@ -23,7 +23,10 @@ from trainer.config import UserError
 ROOT = Path(__file__).resolve().parents[1]
 SKY = ROOT / "sky"
 IMAGE = "registry.example.org/skytrain@sha256:" + "0" * 64
-MORE = (Row("aws", "one-a100", "us-east-1", "us-east-1a", 4.0, 2.0, "A100-80GB:1", 8, 100),)
+MORE = (
+    Row("aws", "one-a100", "us-east-1", "us-east-1a", 4.0, 2.0, "A100-80GB:1", 8, 100),
+    Row("aws", "m6id.4xlarge", "us-east-1", "us-east-1a", 0.95, 0.15),  # dearer than others on demand, cheaper on spot
+)
 ASKING = """
 import contextlib, io, json, sys
 from pipelines.cloud import launch
@@ -169,7 +172,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=home,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("ANSWERS")[2])
@@ -328,6 +331,17 @@ def test_a_job_knows_the_price_of_every_machine_it_may_end_up_on(answers: dict[s
         "cpu_16x_general",
     }
     assert [r["usd_per_hour"] for r in rows(answers["prices in one region"])] == [22.0]
+    for stage in STAGES:  # what SkyPilot takes of each file's machines, at its price
+        chosen = only_task(answers[stage])
+        (price,) = {
+            r["usd_per_hour"]
+            for r in rows(answers["prices"], stage)
+            if (r["cloud"], r["region"], r["instance"], r["spot"])
+            == (chosen["cloud"], chosen["region"], chosen["instance"], chosen["spot"])
+            and r["usd_per_hour"] <= chosen["usd"]
+        }
+        assert price == chosen["usd"]
+    assert only_task(answers["tokenize"])["instance"] == "m6id.4xlarge"
 
 
 @pytest.mark.slow

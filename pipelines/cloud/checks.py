@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.message import Message
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from trainer.config import UserError
@@ -105,6 +106,14 @@ def basic(user: str, password: str) -> str:
 def is_loopback(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def is_private(url: str) -> bool:
+    """Whether an address means something in its own network alone: one such as 10.0.0.8, or a name without a dot."""
+    host = urlsplit(url).hostname or ""
+    with suppress(ValueError):
+        return ip_address(host).is_private
+    return "." not in host
 
 
 # MLflow

@@ -266,7 +266,12 @@ def down(run: str, tell: Callable[[str], None]) -> None:
             raise UserError(f"down: job {left[0].job} is not over; sky jobs logs --controller {left[0].job} tells why")
         time.sleep(2)
     patience = time.monotonic() + JOB_CLUSTER_SECONDS
+    deadline = patience + DOWN_SECONDS
     while up := [cluster for cluster in clusters() if cluster.up and cluster.run == label_of(run)]:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"down: cluster {up[0].name} is not gone, and may cost money; sky down {up[0].name} tells why"
+            )
         for cluster in up if time.monotonic() > patience else []:
             tell(f"taking down {cluster.name}")
             sdk.get(sdk.down(cluster.name))

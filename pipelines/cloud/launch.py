@@ -290,11 +290,12 @@ def cheapest_of(machine: dict[str, Any]) -> float:
 
 def prices_of(machine: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of SKYTRAIN_PRICES for one of a task's machines. UserError if its price can't be known."""
-    cloud, _, region = machine["infra"].partition("/")
+    cloud, region, zone = [*machine["infra"].split("/"), "", ""][:3]
     node = machine.get("accelerators") or f"cpus:{machine['cpus']},memory:{machine['memory']}".replace("+", "")
     if cloud.lower() in CLUSTERS:
         return [cluster_price(machine, cloud.lower(), region)]
-    found = [o for o in offers(cloud.lower(), node) if o.spot == machine["use_spot"] and region in ("", o.region)]
+    found = [o for o in offers(cloud.lower(), node, region or None) if o.spot == machine["use_spot"]]
+    found = [offer for offer in found if zone in ("", offer.zone or zone)]
     if not found:
         raise UserError(f"its price list has no {node}" + (" on spot" if machine["use_spot"] else ""))
     return prices_table(found)

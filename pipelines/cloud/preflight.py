@@ -14,6 +14,7 @@ from pipelines.cloud.checks import (
     image_exists,
     image_parts,
     is_loopback,
+    is_private,
     mlflow_answers,
     store_commits,
 )
@@ -154,6 +155,10 @@ def endpoints(wish: Wish, afar: bool) -> Iterator[Finding]:
             yield broken("network", f"{name}={value} lies on this machine", "name a server, or unset it")
         if afar and "://" in value and is_loopback(value):
             yield broken("network", f"{name}={value} is this machine", "name an address that the nodes can reach")
+        elif afar and "://" in value and is_private(value):
+            yield Finding(
+                "network", f"{name}={value}", "note", "a private address: the nodes have to be in its network"
+            )
 
 
 def image(wish: Wish, secrets: Mapping[str, str]) -> Finding:

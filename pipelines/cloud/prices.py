@@ -50,8 +50,10 @@ class Offer:
         return "spot" if self.spot else "on demand"
 
 
-def offers(cloud: str, node: str) -> list[Offer]:
+def offers(cloud: str, node: str, region: str | None = None) -> list[Offer]:
     """What `cloud` offers for a node such as "H100:8", or "cpus:16,memory:32" for so many or more: cheapest first.
+
+    With a `region`, what it offers to whoever wants the node there.
 
     UserError if there is no SkyPilot, no such cloud, or no catalog to be had.
     """
@@ -68,7 +70,7 @@ def offers(cloud: str, node: str) -> list[Offer]:
     try:
         with silent_sky():
             return sorted(
-                found(catalog, cloud, node), key=lambda o: (o.usd_per_hour, o.region, o.zone or "", o.instance)
+                found(catalog, cloud, node, region), key=lambda o: (o.usd_per_hour, o.region, o.zone or "", o.instance)
             )
     except (OSError, ImportError) as error:
         raise UserError(
@@ -90,17 +92,21 @@ def silent_sky() -> Iterator[None]:
         log.setLevel(level)
 
 
-def found_in(catalog: Any, cloud: str, node: str) -> list[Offer]:
+def found_in(catalog: Any, cloud: str, node: str, region: str | None) -> list[Offer]:
     """All offers of `sky.catalog` for a node, on demand and spot."""
     name, count = parsed_node(node)
     if name == "cpus":
         memory = node.partition(",memory:")[2]
         gib = f"{memory}+" if memory else None  # without it SkyPilot looks for 4 GiB a CPU
-        instance = catalog.get_default_instance_type(cpus=f"{count}+", memory=gib, clouds=cloud)
-        on_demand = list(cpu_instances(catalog, cloud, instance)) if instance else []
+        wanted = {"cpus": f"{count}+", "memory": gib, "region": region, "clouds": cloud}
+        # SkyPilot takes the type that is cheapest on its market: on spot only under a price cap, which our tasks have.
+        steady = catalog.get_default_instance_type(**wanted)
+        spot = catalog.get_default_instance_type(**wanted, use_spot=True, max_hourly_cost=math.inf)
+        on_demand, on_spot = (list(cpu_instances(catalog, cloud, one)) if one else [] for one in (steady, spot))
     else:
-        on_demand = list(gpu_instances(catalog, cloud, name, count))
-    return [*on_demand, *(offer for one in on_demand for offer in spot_offers(catalog, one))]
+        on_demand = on_spot = list(gpu_instances(catalog, cloud, name, count))
+    found = [*on_demand, *(offer for one in on_spot for offer in spot_offers(catalog, one))]
+    return [offer for offer in found if region in (None, offer.region)]
 
 
 def parsed_node(node: str) -> tuple[str, int]:

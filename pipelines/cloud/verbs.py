@@ -196,7 +196,6 @@ def resume(
 ) -> None:
     """Launch a run that was stopped, or ended, as it was launched before; it goes on from its last commit."""
     from pipelines.cloud import launch as launching
-    from pipelines.cloud.tasks import SECRET
     from pipelines.stage import planned
     from pipelines.tracking.wish import drop_wish, wish_of
     from trainer.config import UserError
@@ -206,8 +205,8 @@ def resume(
     if before is None:
         raise UserError(f"resume: {record.run} was never launched; skytrain run run:{record.run} goes on here")
     wish = replace(before.wish, budget=budget) if budget is not None else before.wish
+    secrets = launching.secrets_here(name for name in before.secrets if name != "AWS_SESSION_TOKEN")
     loaded, plans = planned(f"run:{record.run}", [], opened)
-    secrets = launching.secrets_here(set(before.secrets) - set(SECRET))
     stopped = wish_of(opened, record.run)
 
     def agreed(question: str) -> bool:

@@ -373,7 +373,7 @@ def main(spec_path: str) -> int:
     try:
         return train_rank(spec, folder, stop)
     except Exception as error:
-        kind, words = kind_and_words(error)
+        kind, words = kind_and_words(error, folder)
         with suppress(OSError):  # a full disk: `follow` sees that for itself
             (folder / f"{kind}-{os.environ.get('RANK', '0')}.txt").write_text(words)
         raise
