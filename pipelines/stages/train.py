@@ -446,7 +446,7 @@ def bring_kernels(store: Store, cache: Path, recipe: Recipe, world: "World", clo
             kernels.fetch()
         world.gather(None)  # all have them
         if world.rank == 0:
-            kernels.keep_after_the_first_step(lambda: clock.current)
+            kernels.keep_from_the_first_step(lambda: clock.current)
 
 
 if __name__ == "__main__":
