@@ -37,7 +37,8 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, UserEr
 from trainer.metrics import mfu
 from trainer.store import LocalStore
 
-SKY = Path(__file__).resolve().parents[1] / "sky"
+ROOT = Path(__file__).resolve().parents[1]
+SKY = ROOT / "sky"
 SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
 COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
 
@@ -57,6 +58,7 @@ def test_a_run_that_was_measured_is_planned_as_measured(known: Measurement) -> N
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
     speed = speed_on(recipe.model, runtime_of(known), known.gpu, precision=precision_of(known))
     assert (speed.tokens_per_second, speed.kind) == (known.tokens_per_second, "measured")
+    assert f"{known.tokens_per_second:,}" in (ROOT / "README.md").read_text()
     gpus = int(known.gpu.partition(":")[2])
     assert mfu(known.tokens_per_second, recipe.model, gpus, 989e12) == pytest.approx(known.mfu, abs=0.001)
 
@@ -305,6 +307,17 @@ def test_with_a_catalog_stood_in_two_nodes_train_faster_and_both_are_paid(market
     assert one.usd < two.usd < 1.1 * one.usd
 
 
+def test_with_a_catalog_stood_in_a_network_that_nobody_measured_is_said_to_be_assumed(
+    market, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for nodes, said in ((1, False), (2, True)):
+        plan = planned(tmp_path, "gpt2-1558m", clouds=("a",), train_nodes=("H100:8",), nodes=nodes)
+        assert {c.speed.kind for c in plan.candidates} == {"estimated"}
+        cloud_plans.print_cloud_plan(plan)
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("assumed: no more is lost between nodes than" in shown) is said and "~" in shown
+
+
 def test_with_a_catalog_stood_in_every_part_of_the_tokens_has_a_node_and_all_are_paid(market, tmp_path: Path) -> None:
     one, four = (
         cloud_plans.cloud_plan(
@@ -331,9 +344,8 @@ def test_with_a_catalog_stood_in_a_deadline_has_evaluate_on_what_may_have_to_fin
         assert evaluate.offer and (evaluate.offer.accelerators, evaluate.offer.spot) == ("H100:8", False)
         assert evaluate.usd == pytest.approx(2 * 32.0 * (evaluate.hours - WAIT_SECONDS / 3600), rel=1e-3)
         assert one.usd == pytest.approx(sum(leg.usd for leg in one.legs.values()))
-    for elsewhere in (options | {"hand_over": False}, options | {"limits": Limits(usd=500)}):
-        small = planned(tmp_path, "gpt2-1558m", **elsewhere).candidates[0].legs["evaluate"].offer
-        assert small and small.accelerators == "L4:1"
+    small = planned(tmp_path, "gpt2-1558m", **options | {"limits": Limits(usd=500)}).candidates[0].legs["evaluate"]
+    assert small.offer and (small.offer.accelerators, small.nodes) == ("L4:1", 1)
 
 
 def test_with_a_catalog_stood_in_a_stage_is_on_spot_where_its_task_may_be(market, tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def told(task):
         "secrets": sorted(task.secrets), "yaml": json.dumps(task.to_yaml_config(use_user_specified_yaml=True)),
     }
 
-def priced(wish, stages):
+def priced(wish, stages, spent=0.0):
+    launch.spent = lambda store, run: spent
     job = launch.documents(Wish(**wish), stages)
     recipe, store = load_recipe("gpt2-124m", ["evaluate.hellaswag=null"]), LocalStore("store")
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -148,6 +149,15 @@ QUESTIONS |= {
     "a budget on an unpriced cluster": to_price(infra="kubernetes/mine", budget=5.0),
     "a budget that spot keeps": to_price(budget=16.0),
     "a budget that nothing keeps": to_price(budget=1.0),
+    "the plan in one region": to_price(infra="aws/us-west-2"),
+    "a budget in two regions": to_price(infra="aws/us-east-1,aws/us-west-2", budget=13.0),
+    "the plan on demand": to_price(STAGES, spot=False),
+    "the plan of train alone": to_price(until="train"),
+    "the plan without train": to_price(("tokenize", "evaluate")),
+    "a budget that the rest is beyond": to_price(("tokenize",), budget=0.01),
+    "a budget that is spent": to_price(("evaluate", "export"), budget=20.0) | {"spent": 25.0},
+    "a deadline that is past": to_price(("evaluate", "export"), deadline=1e9),
+    "a deadline without a price list": to_price(("train", "evaluate"), gpus="V100:8", deadline=4e9),
 }
 
 
@@ -162,7 +172,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_"))}
     deadlines = {
         "a deadline that all keep": to_price(("train", "evaluate"), deadline=time.time() + 48 * 3600),
-        "a deadline without slack for spot": to_price(("train", "evaluate"), deadline=time.time() + 1.4 * 3600),
+        "a deadline without slack for spot": to_price(("train", "evaluate"), deadline=time.time() + 1.1 * 3600),
         "a deadline that none keeps": to_price(("train", "evaluate"), deadline=time.time() + 360),
     }
     done = subprocess.run(
@@ -390,6 +400,34 @@ def test_with_a_deadline_spot_is_taken_first_and_waited_for_in_a_small_machine(
 ) -> None:
     assert place(answers[market]) == expected
     assert only_task(answers[market])["recovery"]["recover_on_exit_codes"] == [75]
+
+
+@pytest.mark.slow
+def test_the_plan_shown_is_of_the_machines_and_stages_that_would_be_rented(answers: dict[str, Any]) -> None:
+    def shown(asked: str) -> str:
+        return " ".join(answers[asked]["said"].split())
+
+    assert "us-west-2a" in shown("the plan in one region") and "us-east-1" not in shown("the plan in one region")
+    both = answers["a budget in two regions"]
+    assert [m["infra"] for m in both["train"][0]] == ["aws/us-east-1"]
+    assert (
+        "on demand" in shown("the plan on demand") and " spot " not in shown("the plan on demand").split("assumed")[0]
+    )
+    alone = shown("the plan of train alone")
+    assert "p5.48xlarge" in alone and "evaluate" not in alone.split("assumed")[0] and "in the sums" not in alone
+
+
+@pytest.mark.slow
+def test_a_launch_without_train_is_planned_and_held_to_its_limits_too(answers: dict[str, Any]) -> None:
+    said = answers["the plan without train"]["said"]
+    assert [line.split()[0] for line in said.splitlines() if " h  $" in line] == ["tokenize", "evaluate", "in"]
+    for asked, reason in {
+        "a budget that the rest is beyond": "tokenize: expected to take ",
+        "a budget that is spent": "--budget 20: $25.00 are spent already; a higher one goes on",
+        "a deadline that is past": "the deadline of tiny-12345678 is over",
+        "a deadline without a price list": "--deadline: can't be kept where no price list has train's machines (aws, ",
+    }.items():
+        assert reason in answers[asked]["error"]
 
 
 # What a launch makes of them, before SkyPilot

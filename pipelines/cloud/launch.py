@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.artifacts.manifest import Plan
 from pipelines.cloud.checks import Finding, api_server_is_up, clouds_allow, enabled_clouds, reach_api_server
 from pipelines.cloud.preflight import preflight
-from pipelines.cloud.prices import offers, prices_table
+from pipelines.cloud.prices import Offer, offers, prices_table
 from pipelines.cloud.tasks import (
     CLUSTERS,
     PLAIN,
@@ -215,18 +215,11 @@ def running_jobs(run: str) -> list[int]:
 def within_limits(
     job: list[dict[str, Any]], wish: Wish, recipe: Recipe, plans: dict[str, Plan], store: Store
 ) -> list[dict[str, Any]]:
-    """Print the plan for the clouds that have price lists; with a deadline or budget keep the training machines that
+    """Print the plan for the machines that have a price list; with a deadline or budget keep the training machines that
     are expected to meet it. UserError if none is."""
     from pipelines.cloud import plan
     from pipelines.cloud.handover import LEAST_SLACK_SECONDS
 
-    tasks = {task["name"]: task for task in job[1:]}
-    if "train" not in tasks:
-        return job
-    machines = tasks["train"]["resources"]["any_of"]
-    clouds = dict.fromkeys(cloud for m in machines if (cloud := cloud_of(m["infra"])) not in CLUSTERS)
-    if not clouds:
-        return job  # one's own machines: SkyPilot's prices, if it was told any, stand in its own table
     already = 0.0 if wish.budget is None else spent(store, wish.run)
     if wish.budget is not None and wish.budget <= already:
         raise UserError(f"--budget {wish.budget:g}: ${already:,.2f} are spent already; a higher one goes on")
@@ -234,23 +227,50 @@ def within_limits(
     if hours is not None and hours <= 0:
         raise UserError(f"launch: the deadline of {wish.run} is over; launch it anew with another --deadline")
     limits = plan.Limits(hours, None if wish.budget is None else wish.budget - already)
-    rooms = [m for m in machines if is_room(m, tasks["train"])]
-    machines = [m for m in machines if m not in rooms]
-    nodes = dict.fromkeys(m["accelerators"] for m in machines)
-    found = plan.cloud_plan(recipe, store, limits, nodes, wish.nodes, clouds, plans, hand_over=wish.spot is None)
+    tasks = {task["name"]: task for task in job[1:]}
+    market = {name: list(dict.fromkeys(o for m in rented(task) for o in places_of(m))) for name, task in tasks.items()}
+    if hours is not None and "train" in tasks and not market["train"]:
+        where = ", ".join(dict.fromkeys(m["infra"] for m in machines_of(tasks["train"])))
+        raise UserError(f"--deadline: can't be kept where no price list has train's machines ({where}); leave it out")
+    if not any(market.values()):
+        return job  # one's own machines: SkyPilot's prices, if it was told any, stand in its own table
+    work = plan.workload(recipe, store, plans)
+    several = {name: task["num_nodes"] for name, task in tasks.items()}
+    if not market.get("train"):
+        plan.print_legs(legs := plan.legs_of(work, market, several))
+        if not limits.met_by(*(needs := plan.sum_of(legs))):
+            took = f"{needs[0]:.1f} h and ${needs[1]:,.2f}"
+            raise UserError(f"launch: {', '.join(legs)}: expected to take {took}, which is not within {limits}")
+        return job
+    found = plan.compared(work, market, several, limits)
     plan.print_cloud_plan(found)
     if not str(limits):
         return job
     # A spot machine may be lost before anybody in the job has looked at the deadline.
     steady_hours = min((c.hours for c in found.candidates if not c.offer.spot), default=0.0)
     no_spot = hours is not None and wish.spot is None and hours - steady_hours < LEAST_SLACK_SECONDS / 3600
-    met = (c.offer for c in found.candidates if limits.met_by(c))
-    good = {(offer.cloud, offer.spot) for offer in met if not (offer.spot and no_spot)}
-    kept = [m for m in machines if cloud_of(m["infra"]) in CLUSTERS or (cloud_of(m["infra"]), m["use_spot"]) in good]
-    if not kept:
+    met = (c.offer for c in found.candidates if limits.met_by(c.hours, c.usd))
+    good = {offer for offer in met if not (offer.spot and no_spot)}
+    beyond = [m for m in rented(tasks["train"]) if good.isdisjoint(places_of(m))]
+    kept = [m for m in machines_of(tasks["train"]) if m not in beyond]
+    if all(is_room(m, tasks["train"]) for m in kept):
         raise UserError(f"launch: {found.notes[-1] if found.notes else f'nothing is done within {limits}'}")
-    train = tasks["train"] | {"resources": tasks["train"]["resources"] | {"any_of": [*kept, *rooms]}}
+    train = tasks["train"] | {"resources": tasks["train"]["resources"] | {"any_of": kept}}
     return [job[0], *(train if task["name"] == "train" else task for task in job[1:])]
+
+
+def rented(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a task may get and work on that is not one's own."""
+    return [m for m in machines_of(task) if cloud_of(m["infra"]) not in CLUSTERS and not is_room(m, task)]
+
+
+def places_of(machine: dict[str, Any]) -> list[Offer]:
+    """Where one of a task's machines is cheapest, by instance type; nowhere if nobody can know."""
+    from pipelines.cloud.plan import best_places
+
+    with suppress(UserError):  # with_prices says it
+        return best_places(offers_of(machine))
+    return []
 
 
 def spent(store: Store, run: str) -> float:
@@ -290,15 +310,21 @@ def cheapest_of(machine: dict[str, Any]) -> float:
 
 def prices_of(machine: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of SKYTRAIN_PRICES for one of a task's machines. UserError if its price can't be known."""
-    cloud, region, zone = [*machine["infra"].split("/"), "", ""][:3]
-    node = machine.get("accelerators") or f"cpus:{machine['cpus']},memory:{machine['memory']}".replace("+", "")
+    cloud, _, region = machine["infra"].partition("/")
     if cloud.lower() in CLUSTERS:
         return [cluster_price(machine, cloud.lower(), region)]
+    return prices_table(offers_of(machine))
+
+
+def offers_of(machine: dict[str, Any]) -> list[Offer]:
+    """What a cloud has for one of a task's machines. UserError if that can't be known, or is nothing."""
+    cloud, region, zone = [*machine["infra"].split("/"), "", ""][:3]
+    node = machine.get("accelerators") or f"cpus:{machine['cpus']},memory:{machine['memory']}".replace("+", "")
     found = [o for o in offers(cloud.lower(), node, region or None) if o.spot == machine["use_spot"]]
     found = [offer for offer in found if zone in ("", offer.zone or zone)]
     if not found:
         raise UserError(f"its price list has no {node}" + (" on spot" if machine["use_spot"] else ""))
-    return prices_table(found)
+    return found
 
 
 def cluster_price(machine: dict[str, Any], cloud: str, region: str) -> dict[str, Any]:

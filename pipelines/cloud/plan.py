@@ -57,6 +57,9 @@ ASSUMED = (
     f"text and weights travel at {BYTES_PER_SECOND / 1e6:.0f} MB/s",
     "MFU of evaluating as of eager training",
 )
+ASSUMED_BETWEEN_NODES = "no more is lost between nodes than between the GPUs of one, by NVLink; over TCP it is slower"
+
+Market = dict[str, list[Offer]]  # by stage, in their order
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,8 @@ class Limits:
     hours: float | None = None
     usd: float | None = None
 
-    def met_by(self, candidate: Candidate) -> bool:
-        return candidate.hours <= (self.hours or math.inf) and candidate.usd <= (self.usd or math.inf)
+    def met_by(self, hours: float, usd: float) -> bool:
+        return hours <= (self.hours or math.inf) and usd <= (self.usd or math.inf)
 
     def __str__(self) -> str:
         parts = [f"{self.hours:g} h" if self.hours else "", f"${self.usd:g}" if self.usd else ""]
@@ -145,36 +148,45 @@ def cloud_plan(
     nodes: int = 1,
     clouds: Iterable[str] = CLOUDS,
     plans: dict[str, Plan] | None = None,
-    hand_over: bool = True,
 ) -> CloudPlan:
     """Candidates for what is left of a run. UserError if there are no prices, or nothing that could train it.
 
-    With a deadline and `hand_over` the task evaluate is one that may have to finish training: on nodes as many and as
-    large as train's, on demand.
+    With a deadline the task evaluate is one that may have to finish training: on nodes as many and as large as train's,
+    on demand.
     """
-    market, notes = offers_of([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
-    work = workload(recipe, store, plans or plans_of(recipe))
-    small: dict[str, Offer | None] = {}
+    found, notes = offers_of([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
+    places = best_places(offer for node in train_nodes for offer in found[node])
+    if not places:
+        raise UserError(f"plan --cloud: nobody in {', '.join(clouds)} offers {', '.join(train_nodes)}")
+    market = dict.fromkeys(STAGES, places)
     for stage, kinds in SMALL_NODES.items():
-        fitting = (o for node in kinds for o in market[node] if not (o.spot and stage in ON_DEMAND_ONLY))
-        small[stage] = min(fitting, key=lambda o: o.usd_per_hour, default=None)
-    places = best_places(offer for node in train_nodes for offer in market[node])
+        fitting = [o for node in kinds for o in found[node] if not (o.spot and stage in ON_DEMAND_ONLY)]
+        market[stage] = fitting or places
+    several = {"tokenize": recipe.tokens.parts, "train": nodes}
+    work = workload(recipe, store, plans or plans_of(recipe))
     steady = [offer for offer in places if not offer.spot]
-    large = ["train"]
-    if limits.hours and hand_over and "train" in work.todo and steady and len(steady) < len(places):
-        small["evaluate"] = min(steady, key=lambda o: o.usd_per_hour)
-        large.append("evaluate")
+    if limits.hours and "train" in work.todo and steady and len(steady) < len(places):
+        market["evaluate"], several["evaluate"] = steady, nodes
+    return compared(work, market, several, limits, notes)
+
+
+def compared(
+    work: Workload, market: Market, several: dict[str, int], limits: Limits, notes: Iterable[str] = ()
+) -> CloudPlan:
+    """A candidate for every offer to train on, with the stages that the market is for, on `several` nodes where they
+    are named there. UserError if these GPUs can't train it."""
+    nodes = several["train"]
     found, faults = [], []
-    for offer in places:
+    for offer in market["train"]:
         try:
-            found.append(candidate(work, offer, nodes, small, large))
+            found.append(candidate(work, offer, market, several))
         except UserError as error:
             faults.append(f"{nodes} x {offer.accelerators}: {error}")
     if not found:
-        why = "; ".join(dict.fromkeys(faults)) or f"nobody in {', '.join(clouds)} offers {', '.join(train_nodes)}"
-        raise UserError(f"plan --cloud: {why}")
-    candidates = sorted(found, key=lambda c: (c.usd, c.hours))
-    return marked(candidates, limits, [*notes, *dict.fromkeys(faults)])
+        raise UserError("; ".join(dict.fromkeys(faults)))
+    plan = marked(sorted(found, key=lambda c: (c.usd, c.hours)), limits, [*notes, *dict.fromkeys(faults)])
+    guessed = nodes > 1 and any(c.speed.kind != "measured" for c in plan.candidates)
+    return replace(plan, assumed=(*ASSUMED, ASSUMED_BETWEEN_NODES)) if guessed else plan
 
 
 def offers_of(kinds: Iterable[str], clouds: Iterable[str]) -> tuple[dict[str, list[Offer]], list[str]]:
@@ -232,26 +244,36 @@ def own_measurements(recipe: Recipe, store: Store, prefix: str) -> list[Measurem
 SPEED = "perf/tokens_per_second"
 
 
-def candidate(
-    work: Workload, offer: Offer, nodes: int, small: dict[str, Offer | None], large: Iterable[str]
-) -> Candidate:
-    """A run that trains on `nodes` of `offer`, and has as many nodes for every one of the `large` stages; a part of the
-    tokens has a node of its own, as `launch` submits it.
+def candidate(work: Workload, offer: Offer, market: Market, several: dict[str, int]) -> Candidate:
+    """A run that trains on `offer`. UserError if these GPUs can't share its batch, lack its precision, or nobody knows
+    them."""
+    recipe, nodes = work.recipe, several["train"]
+    check_gpus(recipe.model, recipe.train, recipe.runtime, offer.accelerators or "", nodes)
+    legs = legs_of(work, market | {"train": [offer]}, several)
+    return Candidate(offer, nodes, speed_of(work, offer, nodes), legs, *sum_of(legs))
 
-    UserError if these GPUs can't share its batch, lack its precision, or nobody knows them.
-    """
-    gpus, recipe = offer.accelerators or "", work.recipe
-    check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, nodes)
-    speed = speed_on(recipe.model, recipe.runtime, gpus, nodes, work.own, recipe.train.precision)
-    several = dict.fromkeys(large, nodes) | {"tokenize": recipe.tokens.parts}
+
+def legs_of(work: Workload, market: Market, several: dict[str, int]) -> dict[str, Leg]:
+    """The stages that the market is for, each on the cheapest machine that it may have there. What nobody offers is
+    left out."""
     legs: dict[str, Leg] = {}
-    for stage in STAGES:
-        machine = small.get(stage) or offer
-        legs[stage] = Leg(None, 0.0, 0.0)
-        if stage in work.todo:
-            legs[stage] = leg(job_of(stage, work, machine, speed, nodes), machine, several.get(stage, 1))
-    hours, usd = sum(one.hours for one in legs.values()), sum(one.usd for one in legs.values())
-    return Candidate(offer, nodes, speed, legs, hours, usd)
+    for stage, found in market.items():
+        if stage not in work.todo:
+            legs[stage] = Leg(None, 0.0, 0.0)
+        elif found:
+            offer, nodes = min(found, key=lambda o: o.usd_per_hour), several.get(stage, 1)
+            legs[stage] = leg(job_of(stage, work, offer, nodes), offer, nodes)
+    return legs
+
+
+def sum_of(legs: dict[str, Leg]) -> tuple[float, float]:
+    """Hours and dollars."""
+    return sum(one.hours for one in legs.values()), sum(one.usd for one in legs.values())
+
+
+def speed_of(work: Workload, offer: Offer, nodes: int) -> Speed:
+    recipe = work.recipe
+    return speed_on(recipe.model, recipe.runtime, offer.accelerators or "", nodes, work.own, recipe.train.precision)
 
 
 def leg(job: Job, offer: Offer, nodes: int) -> Leg:
@@ -278,13 +300,13 @@ def course(job: Job, m: float, wait: float = WAIT_SECONDS / 3600) -> Course:
     return Course(billed + wait * (1 + preemptions), billed, preemptions)
 
 
-def job_of(stage: str, work: Workload, offer: Offer, speed: Speed, nodes: int) -> Job:
+def job_of(stage: str, work: Workload, offer: Offer, nodes: int) -> Job:
     """What a stage has to do on a machine."""
     recipe = work.recipe
     if stage == "tokenize":
         return tokenize_job(recipe, offer)
     if stage == "train":
-        return train_job(recipe, work.steps_left, offer, speed, nodes)
+        return train_job(work, offer, nodes)
     if stage == "evaluate":
         hours = evaluate_hours(recipe, offer)
     else:  # float32 comes, at most float32 goes
@@ -310,7 +332,8 @@ def tokens_of(recipe: Recipe) -> int:
     return recipe.train_tokens + t.val_shards * t.shard_tokens
 
 
-def train_job(recipe: Recipe, steps: int, offer: Offer, speed: Speed, nodes: int) -> Job:
+def train_job(work: Workload, offer: Offer, nodes: int) -> Job:
+    recipe, steps = work.recipe, work.steps_left
     train, runtime = recipe.train, recipe.runtime
     tokens = float(recipe.train_tokens - tokens_before(train.max_steps - steps, train))
     if train.val_every:  # the forward pass alone is a third of a step
@@ -323,7 +346,7 @@ def train_job(recipe: Recipe, steps: int, offer: Offer, speed: Speed, nodes: int
         segment = checkpoint_seconds(max(LEAST_STALL_SECONDS, stall), between) / 3600
     else:
         segment = runtime.checkpoint_minutes / 60
-    hours = tokens / speed.tokens_per_second / 3600
+    hours = tokens / speed_of(work, offer, nodes).tokens_per_second / 3600
     start = START_SECONDS + (FIRST_STEP_SECONDS if engine_of(runtime, train.precision) == "compiled" else 0)
     return Job(hours, min(segment, hours), stall / 3600, start / 3600)
 
@@ -347,7 +370,7 @@ def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
 def marked(candidates: list[Candidate], limits: Limits, notes: list[str]) -> CloudPlan:
     """Say which candidate is the cheapest, which the fastest, and which one to take under the limits."""
     fastest = min(range(len(candidates)), key=lambda i: (candidates[i].hours, candidates[i].usd))
-    meeting = [i for i, c in enumerate(candidates) if limits.met_by(c)]
+    meeting = [i for i, c in enumerate(candidates) if limits.met_by(c.hours, c.usd)]
     marks: dict[int, list[str]] = {0: ["cheapest"]}
     marks.setdefault(fastest, []).append("fastest")
     if str(limits):
@@ -412,22 +435,39 @@ def print_cloud_plan(plan: CloudPlan) -> None:
         ]
         cells += [shown(train), f"{train.preemptions:.1f} x" if o.spot else "", f"{c.hours:.2f} h  ${c.usd:,.2f}"]
         table.add_row(*map(escape, [*cells, ", ".join(c.marks)]), style="bold" if i == plan.chosen else None)
-    others = Table(box=None, pad_edge=False, show_header=False)
-    for stage, one in plan.candidates[0].legs.items():
-        if stage != "train":
-            where = f"{one.offer.cloud} {one.offer.instance} {one.offer.market}" if one.offer else ""
-            where = f"{one.nodes} x {where}" if one.nodes > 1 else where
-            others.add_row(stage, shown(one), escape(where))
     out.print()
     out.print(table)
-    out.print("[dim]besides, and in the sums:[/]")
-    out.print(others)
+    if others := {stage: one for stage, one in plan.candidates[0].legs.items() if stage != "train"}:
+        out.print("[dim]besides, and in the sums:[/]")
+        out.print(table_of(others))
     for line in dict.fromkeys(f"{c.speed.kind}: {c.speed.source}" for c in plan.candidates):
         out.print(f"[dim]tokens/s {escape(line)}[/]")
     for line in plan.assumed:
         out.print(f"[dim]assumed: {escape(line)}[/]")
     for note in plan.notes:
         out.print(f"[yellow]{escape(note)}[/]")
+
+
+def print_legs(legs: dict[str, Leg]) -> None:
+    """The plan where nothing is left to train."""
+    from pipelines.tables import console
+
+    out, (hours, usd) = console(), sum_of(legs)
+    table = table_of(legs)
+    table.add_row("in all", f"{hours:.2f} h  ${usd:,.2f}")
+    out.print()
+    out.print(table)
+    for line in ASSUMED:
+        out.print(f"[dim]assumed: {escape(line)}[/]")
+
+
+def table_of(legs: dict[str, Leg]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for stage, one in legs.items():
+        where = f"{one.offer.cloud} {one.offer.instance} {one.offer.market}" if one.offer else ""
+        where = f"{one.nodes} x {where}" if one.nodes > 1 else where
+        table.add_row(stage, shown(one), escape(where))
+    return table
 
 
 def shown(part: Leg) -> str:

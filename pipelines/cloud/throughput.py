@@ -6,9 +6,9 @@ doubling of the GPUs costs what it was measured to cost; and every GPU is taken 
 measured just so is said to be `measured`, everything else `estimated`.
 
 A check from outside, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB 94 min,
-so 60% MFU, and 1558M on 8 x H100 24 h, 50%; the latter on 16 x H100 12 h, so no loss between two nodes. On A100
-our estimate is therefore cautious; on H100, with the arithmetic of an H200 and 70% of its memory bandwidth, it
-is a little bold for small models.
+so 60% MFU, and 1558M on 8 x H100 24 h, 50%; the latter on 16 x H100 12 h, so no loss between two nodes, over
+InfiniBand. On A100 our estimate is therefore cautious; on H100, with the arithmetic of an H200 and 70% of its memory
+bandwidth, it is a little bold for small models; and on several nodes bold, where NCCL has but TCP between them.
 """
 
 import math
@@ -51,8 +51,8 @@ class Measurement:
 
 README = "README, Measured: torch 2.11, CUDA 13"
 MEASURED = (
-    Measurement(124.5e6, "H200:1", 1, "eager", 0.282, 326_171, README),
-    Measurement(124.5e6, "H200:1", 1, "compiled", 0.464, 536_237, README),
+    Measurement(124.5e6, "H200:1", 1, "eager", 0.280, 323_371, README),
+    Measurement(124.5e6, "H200:1", 1, "compiled", 0.460, 531_893, README),
     Measurement(124.5e6, "H200:1", 1, "fused", 0.539, 622_727, README),
     Measurement(124.5e6, "H200:4", 1, "compiled", 0.445, 2_057_878, README),
     Measurement(1557.7e6, "H200:1", 1, "compiled", 0.473, 45_495, README),
@@ -62,13 +62,13 @@ MEASURED = (
     Measurement(1557.7e6, "H200:1", 1, "fused fp8", 0.799, 76_856, README),
     Measurement(1557.7e6, "H200:1", 1, "fused fp8_head", 0.798, 76_768, README),
 )
-EAGER = 0.282 / 0.464  # of the compiled speed, at 124M; taken for all sizes
+EAGER = 0.280 / 0.460  # of the compiled speed, at 124M; taken for all sizes
 # What is left of the speed with a fixed order of additions (124M), and with recomputed activations (1558M fused; a
 # third of the FLOPs, the forward pass, elsewhere).
 DETERMINISTIC = {"fused": 0.989, "compiled": 1 - 0.137, "eager": 1 - 0.137}
 RECOMPUTE = {"fused": 0.975, "compiled": 1 / 1.3, "eager": 1 / 1.3}
 # What is left of the MFU with twice the GPUs, from 1 and 4 at 124M (fused: against the same four by themselves, which
-# were slower than the one above; so it is their ratio that counts).
+# were slower than the one above; the others: against an earlier compiled run; so it is their ratio that counts).
 PER_DOUBLING = {"fused": 0.982**0.5, "compiled": (0.445 / 0.464) ** 0.5, "eager": (0.445 / 0.464) ** 0.5}
 
 
