@@ -124,7 +124,7 @@ def bench(
     ] = False,
     trace: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Write the profiled steps as a Chrome trace."),
+        typer.Option(metavar="FILE", help="Write the profiled steps as a Chrome trace; of --peers, the first one's."),
     ] = None,
     set_: Changes = None,
     as_json: Json = False,
@@ -132,6 +132,7 @@ def bench(
     """Time whole optimizer steps: tokens/s, MFU, memory, clock, and the share of each kind of kernel."""
     import torch
 
+    from trainer.config import UserError
     from trainer.parallel import World
 
     name = model or ("gpt2-124m" if torch.cuda.is_available() else "smoke")
@@ -146,10 +147,13 @@ def bench(
     recipe = bench_recipe(name, changes)
     recipes = [recipe] if not peers else [bench_recipe(name, [*changes, *more]) for more in contenders(precision)]
     world = World.start(recipe.runtime)
+    if trace and world.device.type != "cuda":
+        raise UserError("--trace: kernels are profiled on CUDA devices, and there is none here; leave it out")
     with text(recipe, data) as tokens:
         rows: list[Measured | NotMeasured] = []
         if peers:
-            rows += [measured_alone(one, tokens, world, steps, trace, first=not i) for i, one in enumerate(recipes)]
+            for i, one in enumerate(recipes):
+                rows.append(measured_alone(one, tokens, world, steps, None if i else trace, first=not i))
         else:
             rows += [measured(recipe, tokens, world, steps, trace, time.perf_counter() - process_seconds())]
     world.close()

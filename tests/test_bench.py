@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from pipelines.bench import PEERS_SOURCE, contenders, lines
 from pipelines.cli import app
 from pipelines.gauges import Spread, class_of, others, shares
+from trainer.config import UserError
 from trainer.health import Diverged
 from trainer.shards import write_shard
 
@@ -42,6 +43,11 @@ def test_a_measurement_adds_up(tmp_path: Path) -> None:
     # What a CPU can't tell is left out, and said to be.
     assert [row[name] for name in ("mfu", "allocated_bytes", "sm_mhz", "watts", "kernel_shares")] == 5 * [None]
     assert "kernels" in result["left_out"][0] and result["peers"] == {}
+
+
+def test_a_trace_of_kernels_that_cannot_be_profiled_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--trace: kernels are profiled on CUDA devices"):
+        CliRunner().invoke(app, [*TINY, "--trace", str(tmp_path / "trace.json")], catch_exceptions=False)
 
 
 def test_a_person_is_told_the_same_and_beside_the_peers_what_was_not_measured_now() -> None:

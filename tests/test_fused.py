@@ -68,7 +68,7 @@ def error(a: Tensor, exact: Tensor) -> float:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    torch.manual_seed(1)
+    print(f"seed {torch.seed()}")  # another each time; pytest shows it where a test fails
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

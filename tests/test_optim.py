@@ -182,3 +182,27 @@ def test_the_flat_buffer_holds_what_backward_adds_up() -> None:
     assert torch.equal(gradients.flat, expected)
     gradients.zero_()
     assert all(p.grad is not None and not p.grad.any() for p in flat.parameters())
+
+
+def test_updates_are_those_of_torchs_class_bit_for_bit() -> None:
+    ours, theirs = small_model(), small_model()
+    config = with_(weight_decay=0.3)
+    optimizer = AdamW(ours, config)
+    parameters = list(theirs.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.3},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    reference = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+    for step in range(6):
+        for p, q in zip(ours.parameters(), parameters, strict=True):
+            q.grad = torch.randn(p.shape)
+            p.grad = q.grad.clone()
+        if step == 3:  # as a checkpoint of a run that had skipped updates, or done more
+            optimizer.set_steps(40)
+            for state in reference.state.values():
+                state["step"].fill_(40)
+        optimizer.step()
+        reference.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), parameters, strict=True))

@@ -30,7 +30,7 @@ from trainer.health import Diverged, Health, Watchdog, diagnosis, is_landmark
 from trainer.metrics import EventLog, mfu, peak_flops
 from trainer.optim import learning_rate_at
 from trainer.parallel import Flags, World
-from trainer.process import StopSignal, moment
+from trainer.process import StopSignal, moment, say
 from trainer.shards import sequences_of
 
 
@@ -258,6 +258,8 @@ def announce(engine: Engine, model: ModelConfig, state: TrainState, fit: Fit, wo
         micro_batch_size=fit.micro_batch_size,
         micro_batch_why=fit.why,
     )
+    if world.rank == 0:
+        say(f"{engine.precision}, {fit.why}; {engine.why}")
 
 
 class SaveClock:

@@ -14,8 +14,16 @@ from typing import Any, TextIO
 
 from trainer.config import ModelConfig
 
-# Dense bf16 peak by a part of the device's name, FLOP/s. Source: NVIDIA's data sheets.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+# Dense bf16 peak by a part of the device's name, the first that fits, FLOP/s. Source: NVIDIA's data sheets, which say
+# twice as much, with sparsity.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+}
 MFU_FORMULA = "MFU = tokens/s x (6N + 12·L·C·T) / (GPUs x dense bf16 peak), N without position embeddings"
 
 
