@@ -287,6 +287,9 @@ def print_status(runs: "list[Status]", notes: Iterable[str] = ()) -> None:
             hours, usd = run.to_come.hours, run.to_come.usd
             cost = f" and ${_span(usd.low, usd.middle, usd.high)}" if usd else ""
             out.print(f"  to train still: {_span(hours.low, hours.middle, hours.high)} hours{cost} (eight of ten)")
+            end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + hours.middle * 3600))
+            total = f", ${run.usd + usd.middle:,.2f} in all" if usd else ""
+            out.print(f"  trained about {end}{total}")
         if run.silent_seconds and run.silent_seconds > SILENT_SECONDS:
             out.print(f"  [yellow]no heartbeat for {duration(run.silent_seconds)}[/]")
         if run.wish:

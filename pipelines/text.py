@@ -17,17 +17,18 @@ import re
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from trainer.config import UserError
 
 Texts = Generator[str, None, None]
+T = TypeVar("T")
 
 STDLIB = "python-stdlib"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -39,6 +40,9 @@ PACKED = ("gz", "zst")
 SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, glob or URL of .parquet, .jsonl or .txt files"
 
 ENCODING = "utf-8-sig"  # UTF-8 that also takes the byte order mark some editors put in front
+# What `datasets` and the libraries below it (httpx, aiohttp) raise without a connection, by name: none need be there.
+PASSING = {"ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError"}
+PATIENCE_SECONDS = 60.0
 ROWS = 1_000  # at a time out of Arrow: ~5 MB of web text
 
 
@@ -90,7 +94,35 @@ def documents(
     (`contextlib.closing`) when you stop before its end: `datasets` complains at the exit of Python about a
     parquet file that is still open.
     """
-    return _open(source, subset, revision, text_column, base).documents(start, part, parts)
+    text = _open(source, subset, revision, text_column, base)
+    return patiently(lambda: text.documents(start, part, parts))
+
+
+def patiently(request: Callable[[], T]) -> T:
+    """What is asked of a server of texts; asked again for a minute while it is busy or out of reach. N nodes that begin
+    at once are what it may refuse, and `datasets` asks again only for what it has opened."""
+    import tenacity
+
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_may_pass),
+        wait=tenacity.wait_random_exponential(multiplier=0.5, max=10),
+        stop=tenacity.stop_before_delay(PATIENCE_SECONDS),
+        reraise=True,
+    )
+    return attempts(request)
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether time alone may cure a fault, by what it came from: no connection, or a server that is busy."""
+    if error is None:
+        return False
+    status = getattr(getattr(error, "response", error), "status_code", getattr(error, "status", None))
+    return (
+        not PASSING.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+        or status in (408, 429)
+        or (isinstance(status, int) and status >= 500)
+        or _may_pass(error.__cause__)
+    )
 
 
 class _Source(Protocol):

@@ -1,6 +1,7 @@
 """A run is told to stop, from wherever its store can be reached, and tells how it stands."""
 
 import json
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipelines.cloud import control
 from pipelines.cloud.control import Cluster, Task, status_of
 from pipelines.cloud.launch import Launched
 from pipelines.cloud.tasks import Wish
+from pipelines.tables import print_status
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import Billing, Heartbeat, claim
 from pipelines.tracking.report import RunRecord, read_records
@@ -84,7 +86,9 @@ def test_stopping_does_not_wait_for_the_dead(store: LocalStore, monkeypatch: pyt
     assert wish_of(store, RUN)
 
 
-def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(store: LocalStore) -> None:
+def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = recorded(store)
     now = time.time()
     beat = Heartbeat(
@@ -110,6 +114,8 @@ def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(store:
     assert status.silent_seconds == pytest.approx(100)
     assert status.wish == wish
     assert status.to_come and status.to_come.hours.middle >= 50 * 60 / 3600  # at the speed so far
+    print_status([status])
+    assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", capsys.readouterr().out)
 
 
 def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_up(

@@ -21,6 +21,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from servers import free_ports
 
 from pipelines import text
 from pipelines.text import documents, source_identity, source_label
@@ -471,11 +472,15 @@ class _Hub(http.server.SimpleHTTPRequestHandler):
     """The dataset org/name at one commit, served from a folder; everything else is not found."""
 
     protocol_version = "HTTP/1.1"
+    busy = 0  # so many answers are 429, too many requests
 
     def log_message(self, *_: Any) -> None:
         pass
 
     def do_GET(self) -> None:
+        if _Hub.busy:
+            _Hub.busy -= 1
+            return self._answer(b"{}", status=429)
         root = Path(self.directory)
         path = self.path.partition("?")[0]
         if path == f"/api/datasets/org/name/revision/{COMMIT}":
@@ -588,6 +593,27 @@ def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> 
     )
     assert (first, second) == (["line 0.1", "line 2.0", "line 2.1"], ["line 1.0", "line 1.1"])
     assert "tokens.parts: 4 are more than 'hf://datasets/org/name' has files" in mistake
+
+
+def test_a_hub_that_is_busy_is_asked_again(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Hub, "busy", 3)
+    (found,) = read_apart(hub, tmp_path / "home", ("hf://datasets/org/name", "small", COMMIT, "text", 7))
+    assert found == [f"document 1.{row}" for row in range(2, 5)] and _Hub.busy == 0
+
+
+def test_a_server_that_cannot_be_reached_is_told_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, int] = {}
+
+    def rows(place: str) -> int:
+        asked[place] = asked.get(place, 0) + 1
+        return text.Files("parquet", (), "text", "where")._count_rows(place)
+
+    monkeypatch.setattr(text, "PATIENCE_SECONDS", 2.0)
+    unreachable, nowhere = f"http://127.0.0.1:{free_ports(1)[0]}/0.parquet", str(tmp_path / "0.parquet")
+    for place in (unreachable, nowhere):
+        with pytest.raises(UserError, match="can't be read as parquet"):
+            text.patiently(lambda place=place: rows(place))
+    assert asked[unreachable] > 1 == asked[nowhere]
 
 
 def test_what_the_hub_does_not_have_is_told(hub: str, tmp_path: Path) -> None:

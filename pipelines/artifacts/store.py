@@ -1,6 +1,6 @@
 """The store in a bucket, and `open_store`, which finds the right store for a URI.
 
-boto3 makes one attempt a request and tenacity, here and nowhere else, decides whether another one can help.
+boto3 makes one attempt a request and tenacity, here and nowhere below, decides whether another one can help.
 What time can cure is tried again until the time limit and then raises StoreUnavailable; what it cannot cure
 is the user's to fix and raises UserError at once, with the place and the remedy.
 

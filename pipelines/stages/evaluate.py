@@ -9,6 +9,7 @@ from pipelines.artifacts.manifest import Plan
 from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.stage import Built, Work
+from pipelines.text import HUB, patiently
 from pipelines.tokenizer import tokenizer
 from trainer.config import UserError
 from trainer.process import moment
@@ -17,7 +18,6 @@ from trainer.store import sha256_of
 if TYPE_CHECKING:
     from trainer.evaluate import HellaSwagItem
 
-HUB = "hf://datasets/"
 SAMPLE_TOKENS = 200
 
 
@@ -95,7 +95,7 @@ def hub_rows(source: str) -> Iterator[dict[str, Any]]:
 
     name, _, revision = source.removeprefix(HUB).partition("@")
     try:
-        yield from datasets.load_dataset(name, split="validation", revision=revision or None)
+        yield from patiently(lambda: datasets.load_dataset(name, split="validation", revision=revision or None))
     except (OSError, ValueError) as error:
         raise UserError(
             f"evaluate.hellaswag: {source}: could not be loaded ({str(error).splitlines()[0]}); "
