@@ -35,7 +35,7 @@ class AdamW:
     """torch's fused AdamW (Loshchilov & Hutter 2019): matrices and embeddings (2-D) decay, biases and norms do not.
 
     It is torch's function over state of our own, which is there before the first step, for a checkpoint to be loaded
-    into. The class `torch.optim.AdamW` makes it in that step, and imports all of torch.compile: on a CPU, 2 of the 6 s
+    into. The class `torch.optim.AdamW` makes it in that step, and imports all of torch.compile: on a CPU, 2 of the 5 s
     that a process takes until it trains.
     """
 
