@@ -125,6 +125,7 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0) -> lis
     return losses
 
 
+@pytest.mark.slow
 def test_updates_follow_the_reference() -> None:
     one, other = engines()
     assert updates(one, 6) == pytest.approx(updates(other, 6), rel=4e-3)
@@ -162,6 +163,7 @@ def test_every_batch_of_a_ramp_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(compiled) == len(sizes)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(runner: Callable[..., Runner]) -> None:
     whole, run = (runner(name, engine="fused", **SHORT | {"max_steps": 4}) for name in ("whole", "stopped"))
     model, state = whole.attempt()
@@ -278,6 +280,7 @@ def fp8_engine(config: ModelConfig, weights: dict[str, Tensor], recompute: bool 
     return engine
 
 
+@pytest.mark.slow
 def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = a_model(1, 1, 32, 16, 140)
     train = TRAIN.model_copy(update={"precision": "fp8", "warmup_steps": 1})

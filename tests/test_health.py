@@ -453,6 +453,7 @@ def test_a_run_that_turned_back_is_resumed_bit_for_bit(
         assert again == state and run.rows() == whole.rows() and weights(resumed) == weights(model)
 
 
+@pytest.mark.slow
 def test_a_run_that_died_while_turning_back_takes_the_same_way(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:

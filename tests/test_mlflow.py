@@ -260,6 +260,7 @@ def test_a_table_is_an_artifact_of_its_run_and_one_that_has_nowhere_to_go_holds_
     assert Seen(sqlite_uri(tmp_path)).points(RUN, "cost/usd") == [(0, 2.0)]
 
 
+@pytest.mark.slow
 def test_a_journal_holds_what_every_machine_told_in_the_order_of_their_sessions(tmp_path: Path) -> None:
     store, uri, fresh = LocalStore(tmp_path / "store"), sqlite_uri(tmp_path), f"sqlite:///{tmp_path}/fresh.db"
     for machine, steps in (("z", range(1, 6)), ("a", range(4, 9))):  # by name they would come the other way round

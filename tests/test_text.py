@@ -575,6 +575,7 @@ def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: str, tm
     ) == [everything[:10], everything[7:10], everything[8:]]
 
 
+@pytest.mark.slow
 def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> None:
     source = "hf://datasets/org/name"
     parquet = ("small", COMMIT, "text", 2, None, 1, 2), (None, COMMIT, "text", 0, None, 3, 4)
@@ -595,6 +596,7 @@ def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> 
     assert "tokens.parts: 4 are more than 'hf://datasets/org/name' has files" in mistake
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_busy_is_asked_again(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Hub, "busy", 3)
     (found,) = read_apart(hub, tmp_path / "home", ("hf://datasets/org/name", "small", COMMIT, "text", 7))

@@ -868,6 +868,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_losses(
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
 
+@pytest.mark.slow
 def test_what_compiles_nothing_imports_no_compiler(data: Path, tmp_path: Path) -> None:
     """torch._dynamo takes seconds to import, and torch.optim's classes do so."""
     said = Command(data, tmp_path / "out", configured(), ("-X", "importtime", "-m", "trainer")).finish()
