@@ -18,7 +18,7 @@ import torch
 from pipelines.recipe import Recipe, load_recipe
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState, checkpoint_seconds
-from trainer.engine import Engine, Reading, make_engine
+from trainer.engine import Engine, PendingNumbers, make_engine
 from trainer.metrics import EventLog, PhaseClock
 from trainer.parallel import World
 from trainer.store import LocalStore
@@ -41,7 +41,7 @@ class Training:
         self.done += 1
         found = self.engine.accumulate(iter([(self.tokens, self.tokens)] * self.count), self.count, self.done)
         self.checkpointer.before_update()
-        reading = Reading(found)
+        reading = PendingNumbers(found)
         self.engine.update(1e-5, found, self.done)
         assert all(abs(number) < 1e6 for number in reading.values()), "a run that has died is quicker"
 

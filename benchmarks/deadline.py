@@ -7,7 +7,7 @@ through): runs of 24 h of training, begun at many moments of each trace, spot at
 every second on a machine on the bill. A changeover is one tick (3.3 min) or four (13 min). All times in seconds on one
 clock, money in dollars.
 
-- launched: what `launch --deadline` does, by the rules of pipelines.cloud.handover: spot if there is some when it is
+- launched: what `launch --deadline` does, by the rules of pipelines.cloud.deadline: spot if there is some when it is
   looked for; without it a waiting room, at ROOM of the on-demand price, from which it is looked for every ten minutes
   and a changeover (at the grid's steps); on demand to the end once the rules say so.
 
@@ -31,8 +31,8 @@ import numpy as np
 import spot_traces
 from numpy.typing import NDArray
 
-from pipelines.cloud.handover import LOOK_SECONDS, PURSE
-from pipelines.cloud.handover import Race as Rules
+from pipelines.cloud.deadline import LOOK_SECONDS, PURSE
+from pipelines.cloud.deadline import Race as Rules
 
 TICK = 200.0  # about
 HOURS = 24.0

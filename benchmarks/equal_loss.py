@@ -37,9 +37,10 @@ from torch import Tensor
 
 from pipelines.recipe import Recipe, load_recipe
 from trainer.commits import TrainState
-from trainer.config import UserError, sequences_per_step
+from trainer.config import sequences_per_step
 from trainer.data import TokenData, to_device
 from trainer.engine import Engine, make_engine
+from trainer.errors import UserError
 from trainer.parallel import World
 from trainer.shards import local_shards, sequences_of
 

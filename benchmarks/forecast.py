@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import spot_traces
 from numpy import median
 
-from pipelines.tracking.account import AttemptAccount, Seen, account
+from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import Range, forecast
 from pipelines.tracking.ledger import Heartbeat
 
@@ -77,7 +77,7 @@ def beat(number: int, begin: float, end: float, base: float, redo: float) -> Hea
 
 
 def moment(beats: list[Heartbeat], now: float, billed: float, steps_left: int) -> Moment:
-    seen = [Seen("train/run", one, alive=one is beats[-1]) for one in beats]
+    seen = [StoredHeartbeat("train/run", one, alive=one is beats[-1]) for one in beats]
     return Moment(now, billed, steps_left, account("run", seen).attempts)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from trainer import gemm
+from trainer.fused import gemm
 
 VOCAB, CHUNKS = 50_304, 4
 WARM_UP, ROUNDS = 3, 21

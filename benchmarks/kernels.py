@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer import kernels
+from trainer.fused import kernels
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -38,7 +38,7 @@ class Case:
     time: Callable[[], Any]  # the launch alone
     expected: Callable[[], dict[str, tuple[Tensor | slice, Tensor]]]  # rows that were computed, and their values
     bytes: int
-    shape: str | None = None  # the function of trainer.kernels that chooses the launch shape
+    shape: str | None = None  # the function of trainer.fused.kernels that chooses the launch shape
     others: tuple[tuple[int, ...], ...] = ()  # further ones to try
     prepare: Callable[[], Any] = lambda: None  # before each launch, not timed
 

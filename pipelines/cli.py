@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from typer.core import TyperGroup
 
-from pipelines.bench import bench
-from pipelines.cloud.verbs import cloud_app
-from pipelines.options import Changes, Json, RecipeName, StoreUri, default_tracking_uri, home, one_of, store_uri
+from pipelines.bench.measure import bench
+from pipelines.verbs.cloud import cloud_app
+from pipelines.verbs.options import Changes, Json, RecipeName, StoreUri, default_tracking_uri, home, one_of, store_uri
+from trainer.errors import EXIT_FAILED, EXIT_MISTAKE, Ending
 
 if TYPE_CHECKING:
     from pipelines.stage import Pipeline
-    from pipelines.tracking.report import RunRecord
+    from pipelines.tracking.runs import RunRecord
     from trainer.store import Store
 
 TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 PROGRAM = "skytrain"
-EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED, EXIT_STOPPED = 1, 2, 75, 76
 
 
 # click's, or that of typer's own copy of click.
@@ -47,7 +47,10 @@ class Verbs(TyperGroup):
             with usage_in_a_line():
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            sys.exit(explained(error))
+            ending = ending_of(error)
+            assert ending
+            print(ending.message, file=sys.stderr)
+            sys.exit(ending.exit_code)
         except EOFError as error:
             raise RuntimeError("a file ended too early") from error
 
@@ -109,20 +112,19 @@ def run(
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.budget import Budget
-    from pipelines.cloud.handover import handover_here
+    from pipelines.cloud.deadline import handover_here
+    from pipelines.cloud.notice import watching
     from pipelines.cloud.prices import billing_here
-    from pipelines.nodes import Head, place_of_this_node
-    from pipelines.notice import watching
-    from pipelines.progress import Screen
+    from pipelines.nodes.head import Head, this_node
+    from pipelines.show.console import Screen
     from pipelines.stage import STAGES, Pipeline, missing, planned, run_name
-    from pipelines.tracking.mlflow import Tracker
-    from pipelines.tracking.wish import drop_wish, watch_for_wish, wish_of
-    from trainer.config import UserError
-    from trainer.process import Stopped, StopSignal
-    from trainer.store import StoreUnavailable
+    from pipelines.tracking.mlflow.tracker import Tracker
+    from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, watch_stop_request
+    from trainer.errors import Stopped, StoreUnavailable, UserError
+    from trainer.process import StopSignal
 
     one_of(stage, STAGES, "--stage")
-    place = place_of_this_node()
+    place = this_node()
     stop = StopSignal()
     opened = open_store(store_uri(store))  # its mistakes show before gigabytes of text are hashed
     try:
@@ -134,15 +136,15 @@ def run(
     name = run_name(plans)
     folder = home()
     if not unless_stopped:
-        drop_wish(opened, name)
-    elif wish := wish_of(opened, name):
+        clear_stop_request(opened, name)
+    elif wish := read_stop_request(opened, name):
         raise Stopped(str(wish))
     if place.rank:
-        from pipelines.lend import lend
+        from pipelines.nodes.worker import run_worker
 
         screen = Screen(quiet=as_json)
         with watching(stop, screen):
-            sys.exit(lend(place, name, stage, loaded, plans, opened, folder, stop, screen))
+            sys.exit(run_worker(place, name, stage, loaded, plans, opened, folder, stop, screen))
     tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
     pipeline = Pipeline(
         loaded,
@@ -153,7 +155,7 @@ def run(
         Screen(quiet=as_json),
         stop,
         plans,
-        watches=[watch_for_wish(opened, name)],
+        watches=[watch_stop_request(opened, name)],
         head=Head(place, name, stop, exit_code) if place.count > 1 else None,
     )
     if handover := handover_here(pipeline.billing, loaded, stop):
@@ -170,7 +172,7 @@ def run(
         if as_json and not isinstance(sys.exception(), UserError | StoreUnavailable):
             print(json.dumps(result(pipeline)))
     if not as_json:
-        from pipelines.tables import print_card
+        from pipelines.show.tables import print_card
 
         print_card(pipeline)
 
@@ -204,9 +206,9 @@ def plan(
 ) -> None:
     """Show what `run` would make, what is there already, and why the rest is not; --cloud: what it would cost where."""
     from pipelines.artifacts.store import open_store
+    from pipelines.show.tables import plan_of, print_plan
     from pipelines.stage import planned
-    from pipelines.tables import plan_of, print_plan
-    from trainer.config import UserError
+    from trainer.errors import UserError
 
     opened = open_store(store_uri(store))
     loaded, plans = planned(recipe, set_ or [], opened)
@@ -267,9 +269,9 @@ def report(
 ) -> None:
     """What runs did and cost: state, attempts, tokens, val loss, hours, dollars."""
     from pipelines.artifacts.store import open_store
-    from pipelines.tables import print_audit, print_bill, print_runs, print_series, sky_differences
-    from pipelines.tracking.report import account_of, audit, read_records, run_series, summarize
-    from trainer.config import UserError
+    from pipelines.show.tables import print_audit, print_bill, print_runs, print_series, sky_differences
+    from pipelines.tracking.runs import account_of, audit, read_records, run_series, summarize
+    from trainer.errors import UserError
 
     if overlay and not html:
         raise UserError("--overlay: it is laid over the curves of a page; add --html FILE")
@@ -288,7 +290,7 @@ def report(
         print(json.dumps([asdict(a) for a in audits])) if as_json else print_audit(audits)
         sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
     if html:
-        from pipelines.tracking.page import write_page
+        from pipelines.show.page import write_page
 
         return write_page(html, opened, records, overlay or [])
     summaries = [summarize(opened, record) for record in records]
@@ -320,7 +322,7 @@ def sample(
 @app.command()
 def recipes(as_json: Json = False) -> None:
     """The recipes that come with skytrain: size, tokens, FLOPs, and what they cost to train."""
-    from pipelines.tables import print_recipes, shipped_rows
+    from pipelines.show.tables import print_recipes, shipped_rows
 
     print(json.dumps(shipped_rows())) if as_json else print_recipes()
 
@@ -334,8 +336,8 @@ def gc(
     ] = 7.0,
 ) -> None:
     """Remove what no manifest and no living or resumable attempt refers to."""
-    from pipelines.artifacts.gc import leftovers, remove
     from pipelines.artifacts.store import open_store
+    from pipelines.gc import leftovers, remove
 
     opened = open_store(store_uri(store))
     count = size = 0
@@ -371,7 +373,7 @@ def drill(
     """Kill a run again and again in every phase, and prove that nothing came of it: exit 0 only if so."""
     from pipelines.drill.drill import drill
     from pipelines.drill.verdict import print_report
-    from pipelines.progress import Screen
+    from pipelines.show.console import Screen
 
     done = drill(recipe, set_ or [], store_uri(store), kills, seed, kinds.split(",") if kinds else None, Screen().note)
     if report:
@@ -407,7 +409,7 @@ def image_build(
     ] = None,
 ) -> None:
     """Build the image from this clone, with its version and commit in labels."""
-    from pipelines import image
+    from pipelines.cloud import image
 
     one_of(target, image.TARGETS, "--target")
     root = Path(__file__).resolve().parents[1]
@@ -421,7 +423,7 @@ def image_push(
     target: ImageTarget = "runtime",
 ) -> None:
     """Push what was last built, and write down its digest in SKYTRAIN_HOME/image.json."""
-    from pipelines import image
+    from pipelines.cloud import image
 
     one_of(target, image.TARGETS, "--target")
     print(image.push(home(), name, target).pushed)
@@ -436,8 +438,8 @@ def image_check(
     target: ImageTarget = "runtime",
 ) -> None:
     """Look into an image and run it locked down: does it hold what it promises, and nothing it must not?"""
-    from pipelines import image
-    from trainer.config import UserError
+    from pipelines.cloud import image
+    from trainer.errors import UserError
 
     one_of(target, image.TARGETS, "--target")
     last = image.remembered(home()).get(target)
@@ -453,10 +455,10 @@ def image_check(
 
 
 def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
-    from pipelines.tables import print_comparison
+    from pipelines.show.tables import print_comparison
     from pipelines.tracking.compare import compare
-    from pipelines.tracking.report import read_records
-    from trainer.config import UserError
+    from pipelines.tracking.runs import read_records
+    from trainer.errors import UserError
 
     if len(names) != 2:
         raise UserError(f"report --compare: takes two runs, got {len(names)}; name them: report --compare A B")
@@ -466,8 +468,8 @@ def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
 
 
 def rebuild_tracking(store: "Store", records: "list[RunRecord]", to: str | None) -> None:
-    from pipelines.tracking.mlflow import rebuild, tracking_uri
-    from trainer.config import UserError
+    from pipelines.tracking.mlflow.tracker import rebuild, tracking_uri
+    from trainer.errors import UserError
 
     if not find_spec("mlflow"):
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
@@ -505,61 +507,28 @@ def main() -> None:
     try:
         app(prog_name=PROGRAM)
     except (Exception, KeyboardInterrupt) as error:
-        code = explained(error)
-        if code is None:
+        ending = ending_of(error)
+        if ending is None:
             raise
-        sys.exit(code)
+        print(ending.message, file=sys.stderr)
+        sys.exit(ending.exit_code)
 
 
-def explained(error: BaseException) -> int | None:
-    """Say what ended the command in a line and return its exit code; None for a fault of ours."""
-    from trainer.config import UserError
-    from trainer.health import Diverged
-    from trainer.process import HandedOver, Interrupted, Stopped
-    from trainer.store import FULL, StoreUnavailable, is_full
+def ending_of(error: BaseException) -> Ending | None:
+    """How `error` ends the command; None for a fault of ours."""
+    from trainer.errors import ending_of as known_ending_of
 
-    if isinstance(error, Diverged):
-        print(f"failed: {error}", file=sys.stderr)
-    elif isinstance(error, UserError):
-        print(f"error: {error}", file=sys.stderr)
-    elif isinstance(error, StoreUnavailable):
-        print(f"error: {error}; the same command goes on where this one stopped", file=sys.stderr)
-    elif isinstance(error, Stopped):
-        print(f"stopped ({error}): nothing starts it again by itself", file=sys.stderr)
-    elif isinstance(error, HandedOver):
-        print(f"handed over ({error}): the launch's next task goes on from here", file=sys.stderr)
-    elif is_silent_server(error):
-        print("error: SkyPilot's API server does not answer; sky api start, or see sky api info", file=sys.stderr)
-    elif isinstance(error, OSError) and is_full(error):
-        print(f"error: {error.filename or home()}: {FULL}", file=sys.stderr)
-    elif isinstance(error, Interrupted | KeyboardInterrupt):
-        why = f" ({error})" if str(error) else ""
-        print(f"interrupted{why}: the same command goes on from here", file=sys.stderr)
-    else:
-        return None
-    return exit_code(error)
-
-
-def is_silent_server(error: BaseException) -> bool:
-    """Whether SkyPilot's client found no server. Without an import of it, which takes seconds."""
+    # Looked up in sys.modules: importing SkyPilot takes seconds, and without it there is no such error.
     sky = sys.modules.get("sky.exceptions")
-    return sky is not None and isinstance(error, sky.ApiServerConnectionError)
+    if sky is not None and isinstance(error, sky.ApiServerConnectionError):
+        message = "error: SkyPilot's API server does not answer; start it with `sky api start`, or see `sky api info`"
+        return Ending(EXIT_MISTAKE, message)
+    return known_ending_of(error)
 
 
 def exit_code(error: BaseException) -> int:
-    from trainer.config import UserError
-    from trainer.process import HandedOver, Interrupted, Stopped
-    from trainer.store import StoreUnavailable, is_full
-
-    if isinstance(error, UserError) or is_silent_server(error) or (isinstance(error, OSError) and is_full(error)):
-        return EXIT_MISTAKE
-    if isinstance(error, Stopped):
-        return EXIT_STOPPED
-    if isinstance(error, HandedOver):
-        return 0
-    if isinstance(error, StoreUnavailable | Interrupted | KeyboardInterrupt):
-        return EXIT_INTERRUPTED
-    return EXIT_FAILED
+    ending = ending_of(error)
+    return ending.exit_code if ending else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -13,16 +13,8 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from trainer.config import (
-    ModelConfig,
-    RuntimeConfig,
-    Section,
-    TrainConfig,
-    UserError,
-    explain,
-    sequences_per_step,
-    tokens_before,
-)
+from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain, sequences_per_step, tokens_before
+from trainer.errors import UserError
 
 
 class TokensConfig(Section):
@@ -71,7 +63,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        from pipelines.tokenizer import vocab_size_of
+        from pipelines.text.tokenizer import vocab_size_of
 
         needed = vocab_size_of(self.tokens.tokenizer)
         if self.model.vocab_size < needed:

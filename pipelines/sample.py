@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.recipe import Recipe
-from pipelines.tokenizer import tokenizer
-from pipelines.tracking.report import read_records
-from trainer.config import UserError
+from pipelines.text.tokenizer import tokenizer
+from pipelines.tracking.runs import read_records
+from trainer.errors import UserError
 from trainer.store import Store
 
 if TYPE_CHECKING:

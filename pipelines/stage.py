@@ -20,9 +20,9 @@ from typing import Any, Protocol, cast
 
 from pipelines.artifacts.manifest import (
     FOLDERS,
+    ArtifactPlan,
     File,
     Manifest,
-    Plan,
     commit,
     fetch,
     find,
@@ -30,16 +30,17 @@ from pipelines.artifacts.manifest import (
     scratch,
     upload,
 )
-from pipelines.nodes import Head
-from pipelines.progress import Screen
+from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, load_recipe
-from pipelines.tracking.account import Account, Seen, account, account_table, account_tags, costs
+from pipelines.show.console import Screen
+from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, costs
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Billing, Heartbeat, attempts, claim, is_alive
-from pipelines.tracking.mlflow import Tracker
-from pipelines.tracking.report import Summary, all_seen, read_records, record, summarize
-from trainer.config import UserError, tokens_before
+from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.runs import Summary, read_records, record, stored_heartbeats, summarize
+from trainer.config import tokens_before
+from trainer.errors import Interrupted, StaleAttempt, Stopped, UserError
 from trainer.metrics import PhaseClock
-from trainer.process import Interrupted, StaleAttempt, Stopped, StopSignal, moment
+from trainer.process import StopSignal, failpoint
 from trainer.store import Store
 
 STAGES = tuple(FOLDERS)
@@ -53,7 +54,7 @@ class Work:
     """What a stage gets to work with."""
 
     recipe: Recipe
-    plan: Plan
+    plan: ArtifactPlan
     inputs: dict[str, Manifest]  # by stage
     store: Store
     home: Path  # caches and scratch of this machine
@@ -110,7 +111,7 @@ class Built:
 
 
 class Stage(Protocol):
-    def plan(self, recipe: Recipe, plans: dict[str, Plan]) -> Plan: ...
+    def plan(self, recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan: ...
 
     def build(self, work: Work) -> Built: ...
 
@@ -119,15 +120,15 @@ def stage_named(name: str) -> Stage:
     return cast(Stage, importlib.import_module(f"pipelines.stages.{name}"))
 
 
-def plans_of(recipe: Recipe, known: Mapping[str, Plan] | None = None) -> dict[str, Plan]:
+def plans_of(recipe: Recipe, known: Mapping[str, ArtifactPlan] | None = None) -> dict[str, ArtifactPlan]:
     """What every stage's artifact is to be, but for those that are known. Reads local text sources, changes nothing."""
-    plans: dict[str, Plan] = {}
+    plans: dict[str, ArtifactPlan] = {}
     for name in STAGES:
         plans[name] = (known or {}).get(name) or stage_named(name).plan(recipe, plans)
     return plans
 
 
-def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, dict[str, Plan]]:
+def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, dict[str, ArtifactPlan]]:
     """A recipe and what its stages are to make.
 
     `run:NAME` is the recipe of a run that the store has on record: how a job on another machine is told what to do.
@@ -142,7 +143,7 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     (recorded,) = read_records(store, [recipe.removeprefix(RUN)])
     loaded = Recipe.model_validate(recorded.recipe)
     tokens = read_manifest(store, recorded.prefixes["tokenize"])
-    known = {"tokenize": Plan(tokens.stage, tokens.label, tokens.identity)} if tokens else {}
+    known = {"tokenize": ArtifactPlan(tokens.stage, tokens.label, tokens.identity)} if tokens else {}
     plans = plans_of(loaded, known)
     for stage, prefix in recorded.prefixes.items():
         if plans[stage].prefix != prefix:
@@ -158,12 +159,12 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     return loaded, plans
 
 
-def missing(store: Store, plans: Mapping[str, Plan], until: str) -> list[str]:
+def missing(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> list[str]:
     """The stages up to `until` whose artifacts are not there."""
     return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]
 
 
-def run_name(plans: dict[str, Plan]) -> str:
+def run_name(plans: dict[str, ArtifactPlan]) -> str:
     """A run is its recipe's name and the fingerprint of what it trains: the same on every machine."""
     return plans["train"].name
 
@@ -179,13 +180,13 @@ class Pipeline:
     tracker: Tracker
     screen: Screen
     stop: StopSignal
-    plans: dict[str, Plan]
+    plans: dict[str, ArtifactPlan]
     # Looked at with every heartbeat, in its thread; a reason that one returns stops the run for good.
     watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
     head: Head | None = None  # of several nodes
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
-    _before: list[Seen] = field(default_factory=list)  # this run's other attempts, as the one at work began
+    _before: list[StoredHeartbeat] = field(default_factory=list)  # this run's other attempts, as the one at work began
     _told: float = 0.0  # unix seconds of the heartbeat whose costs MLflow was last told
 
     @property
@@ -218,7 +219,7 @@ class Pipeline:
     def _track_totals(self) -> None:
         """The final account: metrics, tags to search by, and a table of attempts."""
         (mine,) = read_records(self.store, [self.run])
-        seen, _ = all_seen(self.store, mine)
+        seen, _ = stored_heartbeats(self.store, mine)
         self._track_costs(None, seen, time.time())
         bill = self._account(seen)
         self.tracker.tags(None, {f"skytrain.{name}": value for name, value in account_tags(bill).items()})
@@ -226,10 +227,10 @@ class Pipeline:
         if (loss := summarize(self.store, mine).val_loss) is not None:
             self.tracker.metrics(None, 0, time.time(), {"val/loss": loss})
 
-    def _account(self, seen: Iterable[Seen]) -> Account:
+    def _account(self, seen: Iterable[StoredHeartbeat]) -> Account:
         return account(self.run, seen, lambda step: tokens_before(step, self.recipe.train))
 
-    def _track_costs(self, stage: str | None, seen: list[Seen], now: float) -> None:
+    def _track_costs(self, stage: str | None, seen: list[StoredHeartbeat], now: float) -> None:
         """Costs up to `now`, against the highest step that was ever reached: dollars are not undone with a step."""
         mine = [one for one in seen if stage in (None, one.beat.stage)]
         step = max((one.beat.progress.get("highest_step", 0) for one in mine), default=0)
@@ -265,7 +266,7 @@ class Pipeline:
                 return manifest
             number = rival.attempt + 1 if rival else 1
             (mine,) = read_records(self.store, [self.run])
-            self._before, _ = all_seen(self.store, mine)
+            self._before, _ = stored_heartbeats(self.store, mine)
             earlier = (seen.beat for seen in self._before)
             attempt = claim(
                 self.store, plan.prefix, self.run, stage, number, self.billing, self._watch, waited, earlier
@@ -287,12 +288,12 @@ class Pipeline:
                 self.stop.ask(reason, Stopped)
         if beat.time - self._told >= LIVE_SECONDS:
             self._told = beat.time
-            seen = [*self._before, Seen(self.plans[beat.stage].prefix, beat)]
+            seen = [*self._before, StoredHeartbeat(self.plans[beat.stage].prefix, beat)]
             for stage in (None, beat.stage):
                 self._track_costs(stage, seen, beat.time)
             self.tracker.keep_journal(self.store)
 
-    def _wait_for_rival(self, plan: Plan) -> Heartbeat | None:
+    def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
         """Return the newest attempt once it no longer works (None: there never was one)."""
         seen: Heartbeat | None = None
         silent_since = time.monotonic()
@@ -332,7 +333,7 @@ class Pipeline:
         shutil.rmtree(work.folder)  # a store that was deleted and made anew counts its attempts from 1 again
         try:
             built = stage_named(stage).build(work)
-            moment(f"manifest-{stage}")
+            failpoint(f"manifest-{stage}")
             attempt.check()
             manifest = commit(self.store, self._manifest(plan, attempt, built))
         except BaseException as error:
@@ -348,7 +349,7 @@ class Pipeline:
         shutil.rmtree(work.folder.parent, ignore_errors=True)
         return manifest
 
-    def _manifest(self, plan: Plan, attempt: Attempt, built: Built) -> Manifest:
+    def _manifest(self, plan: ArtifactPlan, attempt: Attempt, built: Built) -> Manifest:
         return Manifest(
             stage=plan.stage,
             label=plan.label,
@@ -378,7 +379,7 @@ class Pipeline:
         }
 
     def _track_end(self, stage: str, attempt: Attempt, manifest: Manifest) -> None:
-        self._track_costs(stage, [*self._before, Seen(attempt.prefix, attempt.latest)], attempt.latest.time)
+        self._track_costs(stage, [*self._before, StoredHeartbeat(attempt.prefix, attempt.latest)], attempt.latest.time)
         if stage != "train":  # the last loss is the end of a series, and no point at step 0
             scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
             self.tracker.metrics(stage, 0, time.time(), scores)

@@ -15,12 +15,10 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, UserError, explain
-from trainer.health import Diverged
-from trainer.process import StaleAttempt, StopSignal, die_with_parent
+from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain
+from trainer.errors import EXIT_INTERRUPTED, UserError, ending_of
+from trainer.process import StopSignal, die_with_parent
 from trainer.store import LocalStore
-
-EXIT_FAILED, EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 2, 75
 
 
 class TrainerConfig(Section):
@@ -51,15 +49,11 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         return run(read_config(arguments.config), arguments.data, arguments.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISTAKE
-    except StaleAttempt as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except Diverged as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    except Exception as error:
+        if (ending := ending_of(error)) is None:
+            raise
+        print(ending.message, file=sys.stderr)
+        return ending.exit_code
 
 
 def run(config: TrainerConfig, data: Path, out: Path) -> int:

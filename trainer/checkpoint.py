@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 
 from trainer.commits import TrainState, delete_checkpoint, sealed, step_of, superfluous, unsealed
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
+from trainer.errors import StaleAttempt, UserError
 from trainer.health import is_landmark
 from trainer.metrics import EventLog
 from trainer.optim import AdamW
 from trainer.parallel import World
-from trainer.process import StaleAttempt, moment, say
+from trainer.process import failpoint, log_line
 from trainer.store import Store, sha256_of
 
 # A rank whose receipt is not there so long after rank 0's own upload has died or lost the store: no commit.
@@ -44,7 +45,7 @@ FILES_AT_ONCE = 4  # that a node downloads and verifies
 
 
 @dataclass(frozen=True)
-class Receipt:
+class FileReceipt:
     """A file of a checkpoint, as it was uploaded."""
 
     name: str
@@ -119,7 +120,7 @@ class HostCopy:
     def _copy(self, non_blocking: bool) -> None:
         for host, live in self._host.result()[1]:
             host.copy_(live, non_blocking=non_blocking)
-            moment("copy")
+            failpoint("copy")
 
     def before_update(self) -> None:
         """Let the GPU change the live pieces only once the copy of them is taken. Waits for nothing itself."""
@@ -184,7 +185,7 @@ def share_of(pieces: dict[str, Piece], rank: int, world_size: int) -> list[str]:
     return shares[rank] + [name for name in pieces if name not in shared]
 
 
-def fill(pieces: dict[str, Piece], files: Iterable[Path]) -> None:
+def load_pieces(pieces: dict[str, Piece], files: Iterable[Path]) -> None:
     """Read what the pieces cover from all files of a checkpoint.
 
     UserError if these are the files of another model, or not all of them.
@@ -292,7 +293,7 @@ class Checkpointer:
             log.event("checkpoint", step=save.state.step, seconds=save.seconds, bytes=save.bytes)
             return
         log.event("checkpoint_failed", step=save.state.step, reason=repr(save.fault))
-        say(f"checkpoint of step {save.state.step} FAILED ({save.fault!r}); training goes on")
+        log_line(f"checkpoint of step {save.state.step} FAILED ({save.fault!r}); training goes on")
 
     def finish(self, log: EventLog) -> None:
         """Wait for the last save; raise what it failed with."""
@@ -304,13 +305,13 @@ class Checkpointer:
         """In the thread: upload this rank's file, hand in its receipt, and as rank 0 commit."""
         receipt = f"{save.folder}/receipt-{self.world.rank:05d}.json"
         try:
-            moment("upload")
+            failpoint("upload")
             mine = self._upload(save.folder, copy)
-            moment("uploaded")
+            failpoint("uploaded")
             self.store.put(receipt, json.dumps(asdict(mine)).encode())
             if self.world.rank == 0:
                 receipts = self._receipts(save.folder)
-                moment("receipts")
+                failpoint("receipts")
                 self._commit(save, receipts)
                 save.bytes = sum(r.size for r in receipts)
         except Exception as error:  # it is raised or reported by `settle`, in the thread that trains
@@ -320,26 +321,26 @@ class Checkpointer:
                     self.store.put(receipt, json.dumps({"fault": repr(error)}).encode())
         save.seconds = time.monotonic() - save.started
 
-    def _upload(self, folder: str, copy: HostCopy) -> Receipt:
+    def _upload(self, folder: str, copy: HostCopy) -> FileReceipt:
         parts = copy.safetensors()
         name = f"rank-{self.world.rank:05d}-of-{self.world.world_size:05d}.safetensors"
         digest = sha256()
         for part in parts:
             digest.update(part)
         self.store.write(parts, f"{folder}/{name}")
-        return Receipt(name, sum(len(part) for part in parts), digest.hexdigest())
+        return FileReceipt(name, sum(len(part) for part in parts), digest.hexdigest())
 
-    def _receipts(self, folder: str) -> list[Receipt]:
+    def _receipts(self, folder: str) -> list[FileReceipt]:
         """All ranks' receipts, once they are there. OSError if a rank has failed, TimeoutError if one is late."""
         deadline = time.monotonic() + RECEIPT_SECONDS
-        receipts: list[Receipt] = []
+        receipts: list[FileReceipt] = []
         while len(receipts) < self.world.world_size:
             body = self.store.get(f"{folder}/receipt-{len(receipts):05d}.json")
             if body:
                 told = json.loads(body)
                 if "fault" in told:
                     raise OSError(f"rank {len(receipts)}: {told['fault']}")
-                receipts.append(Receipt(**told))
+                receipts.append(FileReceipt(**told))
             elif time.monotonic() > deadline:
                 raise TimeoutError(f"rank {len(receipts)} handed in no receipt within {RECEIPT_SECONDS:.0f} s")
             else:
@@ -360,7 +361,7 @@ class Checkpointer:
             log.event("damaged", checkpoint=folders[0], reason=faults[0])
             if self.world.rank == 0:
                 instead = "using the one before it" if folders[1:] else "no other is left"
-                say(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {faults[0]}; {instead}")
+                log_line(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {faults[0]}; {instead}")
         return None
 
     def _listed(self, before: int | None) -> list[str]:
@@ -394,7 +395,7 @@ class Checkpointer:
         """The steps that can be resumed from, newest first."""
         return [step_of(folder) for folder in self._committed()]
 
-    def _commit(self, save: Save, files: list[Receipt]) -> None:
+    def _commit(self, save: Save, files: list[FileReceipt]) -> None:
         step = save.state.step
         self._check_current(step)
         segment = f"{self.prefix}/metrics/step-{step:08d}-a{self.attempt:04d}.jsonl"
@@ -411,7 +412,7 @@ class Checkpointer:
         self._check_current(step)
         if not self.store.create(f"{save.folder}/COMMIT.json", sealed(commit)):
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} is taken: step {step} is committed already")
-        moment("committed")
+        failpoint("committed")
         with suppress(OSError, UserError):  # what stays is deleted after the next commit, or by gc
             # Or they would pass for the newest again, and push out the sound ones.
             while self._damaged:
@@ -447,19 +448,19 @@ class Checkpointer:
         except ValueError:
             return "COMMIT.json is not what was written"
 
-        def fetched(receipt: Receipt) -> str | None:
+        def fetched(receipt: FileReceipt) -> str | None:
             path = local / "files" / receipt.name
             try:
                 self.store.download(f"{folder}/{receipt.name}", path)
             except FileNotFoundError as error:
                 return f"a file is missing: {error}"
-            moment("download")
+            failpoint("download")
             if path.stat().st_size != receipt.size or sha256_of(path) != receipt.sha256:
                 return f"{receipt.name} does not have the size and sha256 that COMMIT.json names"
             return None
 
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:  # a hash keeps a core busy, and a file comes meanwhile
-            faults = list(pool.map(fetched, (Receipt(**f) for f in commit["files"])))
+            faults = list(pool.map(fetched, (FileReceipt(**f) for f in commit["files"])))
         if found := [fault for fault in faults if fault]:
             return found[0]
         (local / "COMMIT.json").write_bytes(body)
@@ -467,7 +468,7 @@ class Checkpointer:
 
     def _load(self, pieces: dict[str, Piece]) -> TrainState:
         local = self.work / "loading"
-        fill(pieces, sorted((local / "files").iterdir()))
+        load_pieces(pieces, sorted((local / "files").iterdir()))
         state = TrainState.of(unsealed((local / "COMMIT.json").read_bytes())["state"])
         self.world.gather(None)  # all have read
         if self.world.local_rank == 0:

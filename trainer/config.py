@@ -13,14 +13,12 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from trainer.errors import UserError
+
 # What is assumed of a spot node, or one of a market that nobody knows, until a run's own attempts tell more. The seven
 # recorded markets that benchmarks/goodput.py replays had a machine for 2,833 hours in 1,328 stretches, so for 2.1 hours
 # at a time; single ones for 0.7 to 6.1.
 PRIOR_SECONDS_BETWEEN_FAILURES = 2 * 3600.0
-
-
-class UserError(ValueError):
-    """The user's mistake: one line that says what is wrong, where, and what would be right."""
 
 
 class Section(BaseModel):

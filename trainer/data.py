@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.shards import Order, Shard, read_shard, sequence_digest
 
 T = TypeVar("T")

@@ -18,14 +18,15 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from trainer import gemm
 from trainer.checkpoint import Piece, training_tensors
 from trainer.commits import TrainState
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError, batch_stages
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, batch_stages
+from trainer.errors import UserError
+from trainer.fused import gemm
 from trainer.model import GPT
 from trainer.optim import AdamW
 from trainer.parallel import FlatGradients, World, precision_on
-from trainer.process import moment
+from trainer.process import failpoint
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -85,7 +86,7 @@ class Engine(Protocol):
         ...
 
 
-class Reading:
+class PendingNumbers:
     """Numbers on their way from the device to the host: what is asked of the device afterwards, they don't wait for."""
 
     def __init__(self, numbers: Tensor) -> None:
@@ -139,7 +140,7 @@ class PlainEngine:
         for tokens, targets in batches:
             with self._autocast():
                 loss = self.forward(tokens, targets) / count
-            moment("mid-step")
+            failpoint("mid-step")
             self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
@@ -196,8 +197,8 @@ class FusedEngine:
     guarded, overflow_allowed = True, False
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
-        from trainer.flat import FlatState
-        from trainer.fused import FusedStep
+        from trainer.fused.flat import FlatState
+        from trainer.fused.step import FusedStep
 
         obstacle = gemm.why_not() if world.device.type == "cuda" else ""
         self.world, self.why = world, f"{why}; torch makes its products: {obstacle}" if obstacle else why
@@ -205,7 +206,7 @@ class FusedEngine:
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
         if self.precision.startswith("fp8"):
-            from trainer.fp8 import Fp8Step
+            from trainer.fused.fp8 import Fp8Step
 
             head = self.precision == "fp8_head"
             self.step: FusedStep = Fp8Step(
@@ -222,7 +223,7 @@ class FusedEngine:
         self.state.rehearsing = not number
         self.step.begin(number)
         for i, (tokens, targets) in enumerate(batches):
-            moment("mid-step")
+            failpoint("mid-step")
             total += self.step.backward(tokens, targets, 1 / (count * tokens.numel()), last=i == count - 1)
         return self.state.finish(total)
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.config import UserError
 from trainer.data import TokenData, to_device
+from trainer.errors import UserError
 from trainer.model import GPT
 from trainer.parallel import World
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.config import ModelConfig, UserError, micro_batch_of
+from trainer.config import ModelConfig, micro_batch_of
+from trainer.errors import UserError
 from trainer.parallel import World
 
 Batch = tuple[Tensor, Tensor]

@@ -43,10 +43,6 @@ PATIENCE = 6.0
 T = TypeVar("T")
 
 
-class Diverged(FloatingPointError):
-    """The run can't go on as it is configured: what was seen, what was tried, what could be changed."""
-
-
 @dataclass(frozen=True)
 class Health:
     """What a run remembers to judge itself by. It travels in every commit."""

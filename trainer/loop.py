@@ -23,14 +23,15 @@ from trainer.config import (
     sequences_per_step,
 )
 from trainer.data import TokenData
-from trainer.engine import Batches, Engine, Reading, make_engine, name_of
+from trainer.engine import Batches, Engine, PendingNumbers, make_engine, name_of
+from trainer.errors import Diverged
 from trainer.evaluate import validation_loss
 from trainer.fit import Fit, fit_micro_batch
-from trainer.health import Diverged, Health, Watchdog, diagnosis, is_landmark
+from trainer.health import Health, Watchdog, diagnosis, is_landmark
 from trainer.metrics import EventLog, mfu, peak_flops
 from trainer.optim import learning_rate_at
 from trainer.parallel import Flags, World
-from trainer.process import StopSignal, moment, say
+from trainer.process import StopSignal, failpoint, log_line
 from trainer.shards import sequences_of
 
 
@@ -70,7 +71,7 @@ def train(
 
         saved_step, flags = state.step, Flags()
         log.clock.enter("compile")  # the first step pays for kernels, allocations and the compiler
-        moment("first-step")
+        failpoint("first-step")
         while True:
             last = state.step >= config.max_steps
             # Asked to stop, there is no time to evaluate, unless nobody would come back to do it.
@@ -96,7 +97,7 @@ def train(
             # Rank 0 is the last to be done with a save: while it is busy, no other rank may call for the next.
             save_due = due.at(state.step + 1) or (world.rank == 0 and due.now() and not checkpointer.busy)
             lr = learning_rate_at(state.step, config)
-            wishes = Wishes(world, stop, save_due, data, mine)
+            wishes = StepVotes(world, stop, save_due, data, mine)
             flags, state.health, illness, applied = step(
                 engine, watchdog.over(batches), len(mine) // size, lr, state, config, checkpointer, wishes
             )
@@ -126,7 +127,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StepVotes:
     """What this rank brings to the exchange of flags after a step, beside loss and norm."""
 
     world: World
@@ -135,7 +136,7 @@ class Wishes:
     data: TokenData
     sequences: range
 
-    def agree(self, reading: Reading) -> Flags:
+    def agree(self, reading: PendingNumbers) -> Flags:
         digest = self.data.digest(self.sequences)  # some ms for 512 of them: the GPU is at work meanwhile
         loss, grad_norm = reading.values()
         return self.world.agree(loss, grad_norm, self.stop.asked, self.save, digest)
@@ -149,17 +150,17 @@ def step(
     state: TrainState,
     config: TrainConfig,
     checkpointer: Checkpointer,
-    wishes: Wishes,
+    wishes: StepVotes,
 ) -> tuple[Flags, Health, str | None, bool]:
     """One update: what the ranks agreed on, the health after it, why it was skipped, whether it was applied.
 
-    Reading the loss waits for the GPU. A guarded engine is asked for the update before that, so that the GPU has
+    PendingNumbers the loss waits for the GPU. A guarded engine is asked for the update before that, so that the GPU has
     work meanwhile, unless outliers are to be skipped, which the host has to find out first.
     """
     number = state.optimizer_steps + 1
     found = engine.accumulate(batches, accumulate, number)
     checkpointer.before_update()
-    reading = Reading(found)
+    reading = PendingNumbers(found)
     ahead = engine.guarded and config.skip_loss_zscore is None and config.skip_grad_norm_zscore is None
     if ahead:
         engine.update(learning_rate, found, number)
@@ -259,7 +260,7 @@ def announce(engine: Engine, model: ModelConfig, state: TrainState, fit: Fit, wo
         micro_batch_why=fit.why,
     )
     if world.rank == 0:
-        say(f"{engine.precision}, {fit.why}; {engine.why}")
+        log_line(f"{engine.precision}, {fit.why}; {engine.why}")
 
 
 class SaveClock:

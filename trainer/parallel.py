@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.config import RuntimeConfig, TrainConfig, UserError
+from trainer.config import RuntimeConfig, TrainConfig
+from trainer.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import Interrupted
+
 PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-class Interrupted(Exception):
-    """Asked to stop, and stopped where the same command can go on."""
-
-
-class Stopped(Interrupted):
-    """Somebody wants the run to stop, not only this machine: nothing may start it again by itself."""
-
-
-class HandedOver(Interrupted):
-    """This machine's part ends here: the next task of the same launch goes on, on another machine."""
-
-
-class StaleAttempt(Exception):
-    """A newer attempt has taken over: this one may neither commit nor delete."""
 
 
 class StopSignal:
@@ -59,7 +45,7 @@ class StopSignal:
         self.ask(signal.Signals(number).name)
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     """Print for whoever reads the log. Where the disk that holds it is full, nobody does."""
     with suppress(OSError):
         print(line, flush=True)
@@ -72,10 +58,10 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 DRILL = "SKYTRAIN_DRILL"  # set by `skytrain drill` alone: the folder in which it arms moments
-MOMENT_SECONDS = 60.0  # a drill that died must not hold its run for longer
+FAILPOINT_SECONDS = 60.0  # a drill that died must not hold its run for longer
 
 
-def moment(name: str) -> None:
+def failpoint(name: str) -> None:
     """A place where a blow of `skytrain drill` may fall; without a drill, nothing.
 
     The drill arms a moment by making the file `name`. The first process that comes by renames it to
@@ -89,6 +75,6 @@ def moment(name: str) -> None:
         os.rename(Path(folder, name), here)
     except FileNotFoundError:
         return
-    deadline = time.monotonic() + MOMENT_SECONDS
+    deadline = time.monotonic() + FAILPOINT_SECONDS
     while here.exists() and time.monotonic() < deadline:
         time.sleep(0.01)

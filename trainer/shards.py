@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config import ModelConfig, TrainConfig, UserError, batch_tokens_at, tokens_before
+from trainer.config import ModelConfig, TrainConfig, batch_tokens_at, tokens_before
+from trainer.errors import UserError
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS

@@ -16,15 +16,11 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from trainer.config import UserError
+from trainer.errors import FULL, UserError, is_full
 
 # A file being written carries a name of its own until it is complete. A key may not look like one, because
 # `entries` leaves such names out: what a killed process left behind must not be mistaken for an object.
 PARTIAL = ".partial-"
-
-
-class StoreUnavailable(OSError):
-    """The store stayed away until the time limit: nobody's mistake, and the same command may work later."""
 
 
 @dataclass(frozen=True)
@@ -216,14 +212,6 @@ def _partial_beside(path: Path) -> Iterator[BinaryIO]:
         if is_full(error):
             raise UserError(f"{path.parent}: {FULL}") from error
         raise
-
-
-FULL = "no room is left on the disk; make some there, or choose another folder"
-
-
-def is_full(error: OSError) -> bool:
-    """Whether a disk or a quota was used up: time alone does not cure that."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _open_partial(path: Path) -> BinaryIO:

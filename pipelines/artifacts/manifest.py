@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.store import LocalStore, Store, sha256_of
 
 FORMAT = 1
@@ -37,7 +37,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ArtifactPlan:
     """An artifact as it is meant to be: known before it exists."""
 
     stage: str
@@ -112,7 +112,7 @@ def read_manifest(store: Store, prefix: str) -> Manifest | None:
     return manifest
 
 
-def find(store: Store, plan: Plan) -> Manifest | None:
+def find(store: Store, plan: ArtifactPlan) -> Manifest | None:
     """The finished artifact that a plan asks for."""
     manifest = read_manifest(store, plan.prefix)
     assert manifest is None or manifest.fingerprint == plan.fingerprint, f"two artifacts share {plan.prefix}"

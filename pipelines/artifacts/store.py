@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from trainer.config import UserError, seconds_from_environment
-from trainer.store import Entry, LocalStore, Store, StoreUnavailable, checked_key, checked_prefix, replacing
+from trainer.config import seconds_from_environment
+from trainer.errors import StoreUnavailable, UserError
+from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, replacing
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from typing import Any
 
 from pipelines.tracking.account import AttemptAccount
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat, Meter
-from pipelines.tracking.report import account_of, read_records
-from trainer.config import UserError
-from trainer.process import Stopped, StopSignal
+from pipelines.tracking.runs import account_of, read_records
+from trainer.errors import Stopped, UserError
+from trainer.process import StopSignal
 from trainer.store import Store
 
 LEAVE_SECONDS = 10.0  # from the last commit to the last heartbeat: torchrun and its ranks end, files go up

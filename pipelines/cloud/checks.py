@@ -19,8 +19,8 @@ from email.message import Message
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from trainer.config import UserError
-from trainer.store import Store, StoreUnavailable
+from trainer.errors import StoreUnavailable, UserError
+from trainer.store import Store
 
 ANSWER_SECONDS = 10.0
 MOST_BYTES = 1 << 20

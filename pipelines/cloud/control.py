@@ -16,7 +16,7 @@ from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, Interval
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Heartbeat, is_alive
-from pipelines.tracking.report import (
+from pipelines.tracking.runs import (
     RunRecord,
     Summary,
     account_of,
@@ -25,8 +25,9 @@ from pipelines.tracking.report import (
     record_intervals,
     summarize,
 )
-from pipelines.tracking.wish import StopWish, wish_of, wish_stop
-from trainer.config import TrainConfig, UserError, steps_to_come
+from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
+from trainer.config import TrainConfig, steps_to_come
+from trainer.errors import UserError
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Status:
     usd: float
     unpriced_hours: float
     to_come: Forecast | None  # of training
-    wish: StopWish | None
+    wish: StopRequest | None
     notice: str | None  # what last asked an attempt to leave
     tasks: list[Task]
     silent_seconds: float | None  # since the last heartbeat, while one should come
@@ -100,7 +101,7 @@ def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) ->
         usd=bill.total.usd,
         unpriced_hours=bill.total.unpriced_hours,
         to_come=training_to_come(record, summary, bill, recipe.train, now),
-        wish=wish_of(store, record.run),
+        wish=read_stop_request(store, record.run),
         notice=progress.get("notice"),
         tasks=tasks,
         silent_seconds=now - newest.time if newest and newest.state == "running" else None,
@@ -223,7 +224,7 @@ def stop(
 
     The attempt's state says how it ended: 'running' if it had not after `wait_seconds`.
     """
-    wish_stop(store, record.run, reason)
+    request_stop(store, record.run, reason)
     beat = working(store, record)
     if beat is None:
         return None

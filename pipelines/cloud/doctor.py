@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipelines.artifacts.store import open_store
 from pipelines.cloud.checks import Finding, api_server_is_up, broken, enabled_clouds, mlflow_answers, store_commits
-from trainer.config import UserError
+from trainer.errors import UserError
 
 PACKAGES = ("torch", "mlflow", "boto3")
 # gpt2-124m keeps 20 GB of shards and two checkpoints of 1.5 GB on the machine that trains it.

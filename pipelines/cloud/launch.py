@@ -15,7 +15,7 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import Plan
+from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.checks import Finding, api_server_is_up, clouds_allow, enabled_clouds, reach_api_server
 from pipelines.cloud.preflight import preflight
 from pipelines.cloud.prices import Offer, offers, prices_table
@@ -23,7 +23,7 @@ from pipelines.cloud.tasks import (
     CLUSTERS,
     PLAIN,
     SECRET,
-    Wish,
+    LaunchRequest,
     cloud_of,
     clouds_of,
     dag_of,
@@ -35,9 +35,9 @@ from pipelines.cloud.tasks import (
 )
 from pipelines.recipe import Recipe
 from pipelines.stage import missing
-from pipelines.tracking.report import account_of, read_records, record
-from pipelines.tracking.wish import drop_wish
-from trainer.config import UserError
+from pipelines.tracking.runs import account_of, read_records, record
+from pipelines.tracking.stop_request import clear_stop_request
+from trainer.errors import UserError
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class Launched:
     """A launch on record."""
 
-    wish: Wish
+    wish: LaunchRequest
     stages: list[str]  # that were missing, and submitted
     jobs: list[int]  # SkyPilot's ids of managed jobs
     secrets: list[str]  # by name
@@ -58,7 +58,7 @@ class Launched:
 
 def variables_here(extra: Iterable[str] = ()) -> dict[str, str]:
     """What a job takes over from this shell, and `NAME=VALUE` besides. UserError for a secret in the open."""
-    from pipelines.image import SECRET_SETTING, SECRET_TEXT
+    from pipelines.cloud.image import SECRET_SETTING, SECRET_TEXT
 
     given = [f"{name}={os.environ[name]}" for name in PLAIN if os.environ.get(name)]
     taken = {}
@@ -87,9 +87,9 @@ def secrets_here(extra: Iterable[str] = ()) -> dict[str, str]:
 
 
 def launch(
-    wish: Wish,
+    wish: LaunchRequest,
     recipe: Recipe,
-    plans: dict[str, Plan],
+    plans: dict[str, ArtifactPlan],
     store: Store,
     secrets: Mapping[str, str],
     agreed: Callable[[str], bool],
@@ -125,9 +125,9 @@ def launch(
 
 def looked_over(
     job: list[dict[str, Any]],
-    wish: Wish,
+    wish: LaunchRequest,
     recipe: Recipe,
-    plans: dict[str, Plan],
+    plans: dict[str, ArtifactPlan],
     store: Store,
     secrets: Mapping[str, str],
     may_start: bool = True,
@@ -213,12 +213,12 @@ def running_jobs(run: str) -> list[int]:
 
 
 def within_limits(
-    job: list[dict[str, Any]], wish: Wish, recipe: Recipe, plans: dict[str, Plan], store: Store
+    job: list[dict[str, Any]], wish: LaunchRequest, recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store
 ) -> list[dict[str, Any]]:
     """Print the plan for the machines that have a price list; with a deadline or budget keep the training machines that
     are expected to meet it. UserError if none is."""
     from pipelines.cloud import plan
-    from pipelines.cloud.handover import LEAST_SLACK_SECONDS
+    from pipelines.cloud.deadline import LEAST_SLACK_SECONDS
 
     already = 0.0 if wish.budget is None else spent(store, wish.run)
     if wish.budget is not None and wish.budget <= already:
@@ -281,7 +281,7 @@ def spent(store: Store, run: str) -> float:
     return account_of(store, known).total.usd
 
 
-def with_prices(job: list[dict[str, Any]], wish: Wish) -> list[dict[str, Any]]:
+def with_prices(job: list[dict[str, Any]], wish: LaunchRequest) -> list[dict[str, Any]]:
     """The job with the price of every machine that it may end up on, in the order in which they are to be tried.
     UserError if a budget can't be kept without a price."""
     priced = [job[0]]
@@ -348,11 +348,11 @@ def cluster_price(machine: dict[str, Any], cloud: str, region: str) -> dict[str,
 
 def submit(
     dag: "Dag",
-    wish: Wish,
+    wish: LaunchRequest,
     stages: list[str],
     secrets: Iterable[str],
     recipe: Recipe,
-    plans: dict[str, Plan],
+    plans: dict[str, ArtifactPlan],
     store: Store,
 ) -> Launched:
     """Put the run on record, hand the job to SkyPilot, and put that on record."""
@@ -360,7 +360,7 @@ def submit(
     from sky.client import sdk
 
     record(store, wish.run, recipe, plans, wish.until)
-    drop_wish(store, wish.run)  # or the job would end at once
+    clear_stop_request(store, wish.run)  # or the job would end at once
     before = last_launch(store, wish.run)
     earlier = [*before.earlier, {k: getattr(before, k) for k in ("time", "stages", "jobs")}] if before else []
     launched = Launched(wish, stages, [], sorted(secrets), time.time(), earlier)
@@ -382,4 +382,4 @@ def last_launch(store: Store, run: str) -> Launched | None:
     if body is None:
         return None
     values = json.loads(body)
-    return Launched(**values | {"wish": Wish(**values["wish"])})
+    return Launched(**values | {"wish": LaunchRequest(**values["wish"])})

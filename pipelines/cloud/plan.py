@@ -16,7 +16,7 @@ from statistics import median
 from rich.markup import escape
 from rich.table import Table
 
-from pipelines.artifacts.manifest import Plan, find
+from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.cloud.prices import CLOUDS, Offer, offers
 from pipelines.cloud.throughput import (
     SECONDS_PER_LAYER,
@@ -33,7 +33,8 @@ from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from trainer.commits import checkpoint_seconds, committed_state
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError, tokens_before
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, tokens_before
+from trainer.errors import UserError
 from trainer.store import Store
 
 TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # what is looked at without --gpus
@@ -147,7 +148,7 @@ def cloud_plan(
     train_nodes: Iterable[str] = TRAIN_NODES,
     nodes: int = 1,
     clouds: Iterable[str] = CLOUDS,
-    plans: dict[str, Plan] | None = None,
+    plans: dict[str, ArtifactPlan] | None = None,
 ) -> CloudPlan:
     """Candidates for what is left of a run. UserError if there are no prices, or nothing that could train it.
 
@@ -214,7 +215,7 @@ def best_places(found: Iterable[Offer]) -> list[Offer]:
     return list(best.values())
 
 
-def workload(recipe: Recipe, store: Store, plans: dict[str, Plan]) -> Workload:
+def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan]) -> Workload:
     todo = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
     left = recipe.train.max_steps
     prefix = plans["train"].prefix
@@ -417,7 +418,7 @@ def hours_of(text: str, option: str = "--deadline") -> float:
 
 
 def print_cloud_plan(plan: CloudPlan) -> None:
-    from pipelines.tables import console
+    from pipelines.show.tables import console
 
     out = console()
     table = Table(box=None, pad_edge=False)
@@ -450,7 +451,7 @@ def print_cloud_plan(plan: CloudPlan) -> None:
 
 def print_legs(legs: dict[str, Leg]) -> None:
     """The plan where nothing is left to train."""
-    from pipelines.tables import console
+    from pipelines.show.tables import console
 
     out, (hours, usd) = console(), sum_of(legs)
     table = table_of(legs)

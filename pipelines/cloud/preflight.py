@@ -18,11 +18,11 @@ from pipelines.cloud.checks import (
     mlflow_answers,
     store_commits,
 )
-from pipelines.cloud.tasks import CLUSTERS, WORK_TREE, Wish, clouds_of
+from pipelines.cloud.tasks import CLUSTERS, WORK_TREE, LaunchRequest, clouds_of
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe
-from pipelines.text import STDLIB
-from trainer.config import UserError
+from pipelines.text.sources import STDLIB
+from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 
 # Where one asks for more. GPUs are granted by the vCPU or by the piece, and a new account has none.
@@ -36,7 +36,7 @@ QUOTAS = {
 
 
 def preflight(
-    job: list[dict[str, Any]], wish: Wish, recipe: Recipe, store: Store, secrets: Mapping[str, str]
+    job: list[dict[str, Any]], wish: LaunchRequest, recipe: Recipe, store: Store, secrets: Mapping[str, str]
 ) -> Iterator[Finding]:
     """All that could be known to fail before a machine is rented, cheapest question first."""
     clouds = clouds_of(job)
@@ -148,7 +148,7 @@ def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str])
     return Finding("credentials", "none here: the nodes' own role has to open the bucket", "note")
 
 
-def endpoints(wish: Wish, afar: bool) -> Iterator[Finding]:
+def endpoints(wish: LaunchRequest, afar: bool) -> Iterator[Finding]:
     """Addresses that mean another machine there than here."""
     for name, value in wish.variables.items():
         if name == "MLFLOW_TRACKING_URI" and value.startswith(("sqlite:", "file:", "/")):
@@ -161,7 +161,7 @@ def endpoints(wish: Wish, afar: bool) -> Iterator[Finding]:
             )
 
 
-def image(wish: Wish, secrets: Mapping[str, str]) -> Finding:
+def image(wish: LaunchRequest, secrets: Mapping[str, str]) -> Finding:
     if wish.image == WORK_TREE:
         return Finding("image", "none: the work tree is synced, and makes its environment on the node")
     image_parts(wish.image)  # a name that is none is the user's mistake, not the registry's

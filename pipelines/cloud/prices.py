@@ -20,9 +20,9 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipelines.notice import ENDPOINT, FAULTS, Azure, Ec2, Gce, Metadata, Source
+from pipelines.cloud.notice import ENDPOINT, FAULTS, Azure, Ec2, Gce, Metadata, Source
 from pipelines.tracking.ledger import Billing
-from trainer.config import UserError
+from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
 
 CLOUDS = ("aws", "gcp", "lambda")  # what `plan --cloud` asks by default: those that the extra `cloud` installs

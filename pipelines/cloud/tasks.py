@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pipelines.cloud.prices import parsed_node
-from trainer.config import UserError
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from sky import Dag
@@ -33,7 +33,7 @@ SECRET = (
 
 
 @dataclass(frozen=True)
-class Wish:
+class LaunchRequest:
     """What was asked of a launch: with the store, all that it takes to launch the run again."""
 
     run: str
@@ -57,7 +57,7 @@ def source_folder() -> Path:
     return root
 
 
-def documents(wish: Wish, stages: Iterable[str], parts: int = 1) -> list[dict[str, Any]]:
+def documents(wish: LaunchRequest, stages: Iterable[str], parts: int = 1) -> list[dict[str, Any]]:
     """The YAML documents of the managed job: its header, then a task for every stage. Each of the `parts` of the
     recipe's tokens gets a node.
 
@@ -82,7 +82,7 @@ def documents(wish: Wish, stages: Iterable[str], parts: int = 1) -> list[dict[st
     return job
 
 
-def fill(task: dict[str, Any], wish: Wish, folder: Path, nodes: int) -> None:
+def fill(task: dict[str, Any], wish: LaunchRequest, folder: Path, nodes: int) -> None:
     """Put what was asked for into one of the files' tasks."""
     stage = task["name"]
     resources = task["resources"]
@@ -154,7 +154,7 @@ def label_of(run: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "-", run)[:63]
 
 
-def machines(known: list[dict[str, Any]], wish: Wish, stage: str) -> list[dict[str, Any]]:
+def machines(known: list[dict[str, Any]], wish: LaunchRequest, stage: str) -> list[dict[str, Any]]:
     """The machines that a task may get, of those its file names or on the infrastructure that was asked for."""
     found = known
     if wish.infra:
@@ -178,7 +178,7 @@ def distinct(machines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [machine for i, machine in enumerate(several) if machine not in several[:i]]
 
 
-def gpus_of(machine: dict[str, Any], wish: Wish, stage: str) -> str:
+def gpus_of(machine: dict[str, Any], wish: LaunchRequest, stage: str) -> str:
     """The GPUs asked for, of which evaluate takes one; else those the file names."""
     if wish.gpus:
         parsed_node(wish.gpus)

@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, UserError, grad_accum_steps
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, grad_accum_steps
+from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.

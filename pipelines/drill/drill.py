@@ -21,11 +21,20 @@ from typing import Any
 
 from pipelines.artifacts.manifest import find
 from pipelines.artifacts.store import open_store
-from pipelines.drill.blows import AT_THE_START, KINDS, Blow, chosen, other_processes, s3_endpoint, schedule, unavailable
 from pipelines.drill.command import Command, Standing
+from pipelines.drill.faults import (
+    AT_THE_START,
+    KINDS,
+    Blow,
+    chosen,
+    other_processes,
+    s3_endpoint,
+    schedule,
+    unavailable,
+)
 from pipelines.drill.outages import MlflowServer, Proxy, wait_until
 from pipelines.drill.verdict import Report, outcome, points_of, verdicts
-from pipelines.nodes import processes_on_this_node
+from pipelines.nodes.head import processes_on_this_node
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, plans_of, run_name
 from pipelines.tracking.ledger import SILENT_SECONDS, attempts, latest_number

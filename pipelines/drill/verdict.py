@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipelines.drill.blows import Blow
+from pipelines.drill.faults import Blow
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Heartbeat
-from pipelines.tracking.report import attempts_of, manifests, read_records, run_series, summarize
+from pipelines.tracking.runs import attempts_of, manifests, read_records, run_series, summarize
 from trainer.store import Store
 
 SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss")
@@ -231,7 +231,7 @@ def print_report(report: Report) -> None:
     """Where each blow fell and what it cost, and then what is equal."""
     from rich.table import Table
 
-    from pipelines.tables import console
+    from pipelines.show.tables import console
 
     blows = Table("#", "blow", "at", "stage", "attempt", "step", "redone", "seconds", box=None, pad_edge=False)
     for number, b in enumerate(report.blows, 1):

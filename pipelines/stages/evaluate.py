@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import Plan
+from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.stage import Built, Work
-from pipelines.text import HUB, patiently
-from pipelines.tokenizer import tokenizer
-from trainer.config import UserError
-from trainer.process import moment
+from pipelines.text.sources import HUB, patiently
+from pipelines.text.tokenizer import tokenizer
+from trainer.errors import UserError
+from trainer.process import failpoint
 from trainer.store import sha256_of
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 SAMPLE_TOKENS = 200
 
 
-def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
+def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     identity = {
         "stage": "evaluate",
         "train": plans["train"].fingerprint,
         "val_tokens": recipe.evaluate.val_tokens,
         "hellaswag": hellaswag_identity(recipe.evaluate.hellaswag),
     }
-    return Plan("evaluate", recipe.name, identity)
+    return ArtifactPlan("evaluate", recipe.name, identity)
 
 
 def hellaswag_identity(source: str | None) -> str | None:
@@ -58,7 +58,7 @@ def build(work: Work) -> Built:
         "val/loss": validation_loss(model, val, recipe.evaluate.val_tokens, 8, world, beat=work.check)
     }
     work.report(**facts)
-    moment("evaluate")
+    failpoint("evaluate")
     work.check()
     if recipe.evaluate.hellaswag:
         items = hellaswag_items(recipe.evaluate.hellaswag)

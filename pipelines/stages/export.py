@@ -4,20 +4,20 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import Plan
+from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
-from pipelines.tokenizer import tokenizer, tokenizer_files
+from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from trainer.config import ModelConfig
-from trainer.process import moment
+from trainer.process import failpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
+def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     identity = {"stage": "export", "train": plans["train"].fingerprint, "dtype": recipe.export.dtype}
-    return Plan("export", recipe.name, identity)
+    return ArtifactPlan("export", recipe.name, identity)
 
 
 def build(work: Work) -> Built:
@@ -41,7 +41,7 @@ def build(work: Work) -> Built:
     }
     for name, body in texts.items():
         (work.folder / name).write_bytes(body)
-    moment("export")
+    failpoint("export")
     work.check()
     difference = reload_difference(work.folder / "model.safetensors", state, config, dtype)
     if difference:

@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import File, Plan
-from pipelines.nodes import Place, failure
+from pipelines.artifacts.manifest import ArtifactPlan, File
+from pipelines.nodes.head import NodeAddress, failure
 from pipelines.recipe import Recipe, TokensConfig
 from pipelines.stage import Built, Work
-from pipelines.text import documents, source_identity, source_label
-from pipelines.tokenizer import token_stream, tokenizer
+from pipelines.text.sources import documents, source_identity, source_label
+from pipelines.text.tokenizer import token_stream, tokenizer
 from pipelines.tracking.ledger import attempts
-from trainer.config import UserError
-from trainer.process import Interrupted, moment
+from trainer.errors import Interrupted, UserError
+from trainer.process import failpoint
 from trainer.store import Store
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.2  # between two looks at how far the other nodes are
 
 
-def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
+def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     t = recipe.tokens
     identity = {
         "stage": "tokenize",
@@ -47,11 +47,11 @@ def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
     }
     if t.parts > 1:  # one stream has the fingerprint that it had before there were parts
         identity["parts"] = t.parts
-    return Plan("tokenize", source_label(t.source, t.subset), identity)
+    return ArtifactPlan("tokenize", source_label(t.source, t.subset), identity)
 
 
 @dataclass(frozen=True)
-class Receipt:
+class ShardReceipt:
     """A finished shard, and where the part's stream goes on behind it."""
 
     file: File
@@ -65,7 +65,7 @@ class Share:
     """The parts that one node makes in an attempt, and with what."""
 
     config: TokensConfig
-    plan: Plan
+    plan: ArtifactPlan
     store: Store
     parts: range
     folder: Path  # scratch
@@ -82,7 +82,7 @@ class Tally:
     new: int  # of these, made by this attempt
 
 
-def parts_of(place: Place, parts: int) -> range:
+def parts_of(place: NodeAddress, parts: int) -> range:
     """The parts that a node makes; none, if there are more nodes than parts."""
     return range(place.rank, parts, place.count)
 
@@ -95,7 +95,7 @@ def build(work: Work) -> Built:
     if head:
         head.gathered(0)
         head.begin_parts(work.attempt.number)
-    place = head.place if head else Place()
+    place = head.place if head else NodeAddress()
     share = Share(
         config,
         work.plan,
@@ -165,14 +165,14 @@ def make(share: Share) -> Iterator[Tally]:
             continue
         for shard in missing_shards(share, part, made):
             made.append(save_shard(share, part, len(made), *shard))
-            moment("tokenize")
+            failpoint("tokenize")
             new += made[-1].tokens
             yield Tally(before + new, new)
         body = json.dumps([asdict(receipt) for receipt in made]).encode()
         share.store.create(finished_key(share.plan, part), body)
 
 
-def missing_shards(share: Share, part: int, receipts: list[Receipt]) -> Iterator[tuple["np.ndarray", int, int]]:
+def missing_shards(share: Share, part: int, receipts: list[ShardReceipt]) -> Iterator[tuple["np.ndarray", int, int]]:
     """The shards that are still missing of a part: tokens, and the document and offset behind them."""
     import numpy as np
 
@@ -203,12 +203,12 @@ def missing_shards(share: Share, part: int, receipts: list[Receipt]) -> Iterator
         yield buffer[:filled], document, offset
 
 
-def save_shard(share: Share, part: int, index: int, tokens: "np.ndarray", document: int, offset: int) -> Receipt:
+def save_shard(share: Share, part: int, index: int, tokens: "np.ndarray", document: int, offset: int) -> ShardReceipt:
     from trainer.shards import write_shard
 
     path = share.folder / shard_name(part, index, share.config)
     write_shard(path, tokens)
-    receipt = Receipt(share.upload(path), len(tokens), document, offset)
+    receipt = ShardReceipt(share.upload(path), len(tokens), document, offset)
     path.unlink()
     body = json.dumps(asdict(receipt)).encode()
     if not share.store.create(receipt_key(share, part, index), body):
@@ -216,7 +216,7 @@ def save_shard(share: Share, part: int, index: int, tokens: "np.ndarray", docume
     return receipt
 
 
-def read_receipts(share: Share, part: int) -> list[Receipt]:
+def read_receipts(share: Share, part: int) -> list[ShardReceipt]:
     """The shards of a part that earlier attempts have finished, from the first one on without a gap."""
     receipts = finished(share.store, share.plan, part)
     if receipts is None:
@@ -226,13 +226,13 @@ def read_receipts(share: Share, part: int) -> list[Receipt]:
     return receipts
 
 
-def finished(store: Store, plan: Plan, part: int) -> list[Receipt] | None:
+def finished(store: Store, plan: ArtifactPlan, part: int) -> list[ShardReceipt] | None:
     """All shards of a part that needs no more work."""
     body = store.get(finished_key(plan, part))
     return [receipt_of(values) for values in json.loads(body)] if body else None
 
 
-def forget_finished(store: Store, plan: Plan) -> None:
+def forget_finished(store: Store, plan: ArtifactPlan) -> None:
     """Remove the receipts of attempts up to one that finished the artifact, whose manifest is gone: whoever removed it
     wants the shards made anew, as the message about a damaged one says."""
     done = max((beat.attempt for beat in attempts(store, plan.prefix) if beat.state == "done"), default=0)
@@ -247,19 +247,19 @@ def forget_finished(store: Store, plan: Plan) -> None:
                 store.delete(entry.key)
 
 
-def attempt_of(receipt: Receipt) -> int:
+def attempt_of(receipt: ShardReceipt) -> int:
     return int(receipt.file.key.partition("/")[0].removeprefix("a"))
 
 
-def receipt_of(values: dict[str, Any]) -> Receipt:
-    return Receipt(**values | {"file": File(**values["file"])})
+def receipt_of(values: dict[str, Any]) -> ShardReceipt:
+    return ShardReceipt(**values | {"file": File(**values["file"])})
 
 
 def receipt_key(share: Share, part: int, index: int) -> str:
     return f"{share.plan.prefix}/shards/{prefix_of(part, share.config)}{index:06d}.json"
 
 
-def finished_key(plan: Plan, part: int) -> str:
+def finished_key(plan: ArtifactPlan, part: int) -> str:
     return f"{plan.prefix}/parts/{part:02d}.json"
 
 
@@ -275,7 +275,7 @@ def prefix_of(part: int, config: TokensConfig) -> str:
     return f"{part:02d}_" if config.parts > 1 else ""
 
 
-def check_split(recipe: Recipe, receipts: list[Receipt]) -> None:
+def check_split(recipe: Recipe, receipts: list[ShardReceipt]) -> None:
     """UserError unless both splits hold at least one sequence, and as much is held out as was asked for."""
     t, block = recipe.tokens, recipe.model.block_size
     first = sum(r.tokens for r in receipts if f"_{prefix_of(0, t)}" in r.file.name)

@@ -18,15 +18,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import Plan, fetch, read_manifest
+from pipelines.artifacts.kernel_cache import KernelCache
+from pipelines.artifacts.manifest import ArtifactPlan, fetch, read_manifest
 from pipelines.artifacts.store import open_store
-from pipelines.kernel_cache import KernelCache
-from pipelines.nodes import (
-    RAISED_AGAIN,
-    Part,
-    Place,
+from pipelines.nodes.head import (
+    RERAISED,
+    NodeAddress,
+    NodeResult,
     interface_to,
-    kind_and_words,
+    kind_and_message,
     processes_on_this_node,
     rendezvous,
 )
@@ -40,11 +40,12 @@ from pipelines.tracking.ledger import (
     seconds_between_failures,
 )
 from trainer.commits import committed_state, segments, series
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError, grad_accum_steps
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, grad_accum_steps
+from trainer.errors import FULL, Interrupted, StaleAttempt, UserError
 from trainer.health import STUCK
 from trainer.metrics import EventLog, PhaseClock
-from trainer.process import Interrupted, StaleAttempt, StopSignal, die_with_parent
-from trainer.store import FULL, Store
+from trainer.process import StopSignal, die_with_parent
+from trainer.store import Store
 
 if TYPE_CHECKING:
     from trainer.parallel import World
@@ -57,18 +58,18 @@ LOG_LINES = 30  # of a failed run, shown to the user if no rank has left word
 # <kind>-<rank>.txt. The first kind found of those that are raised again is the cause.
 
 
-def plan(recipe: Recipe, plans: dict[str, Plan]) -> Plan:
+def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     identity = {
         "stage": "train",
         "tokens": plans["tokenize"].fingerprint,
         "model": recipe.model.model_dump(),
         "train": recipe.train.model_dump(),
     }
-    return Plan("train", recipe.name, identity)
+    return ArtifactPlan("train", recipe.name, identity)
 
 
 def build(work: Work) -> Built:
-    from pipelines.cloud.handover import leave_at_once, wait_for_spot, waits_here  # the ranks import this module, too
+    from pipelines.cloud.deadline import leave_at_once, wait_for_spot, waits_here  # the ranks import this module, too
 
     if waits_here():
         wait_for_spot(work)
@@ -114,12 +115,12 @@ def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
         "attempt": work.attempt.number,
         "between_failures": seconds_between_failures((b for b in earlier if not b.progress.get("waiting")), prior),
     }
-    place, port = (work.head.place, work.head.begin(spec)) if work.head else (Place(), 0)
+    place, port = (work.head.place, work.head.begin(spec)) if work.head else (NodeAddress(), 0)
     return start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, place, port)
 
 
 def start_torchrun(
-    spec: dict[str, Any], folder: Path, home: Path, processes: int, grace_seconds: int, place: Place, port: int
+    spec: dict[str, Any], folder: Path, home: Path, processes: int, grace_seconds: int, place: NodeAddress, port: int
 ) -> subprocess.Popen[bytes]:
     """torchrun in a session of its own (Ctrl-C is ours to pass on), ended by the kernel if we die.
 
@@ -193,7 +194,7 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
     parts = [part_of(0, work.folder, torchrun.returncode)]
     if work.head and torchrun.returncode:
         parts += work.head.parts()
-    for kind, error in RAISED_AGAIN.items():
+    for kind, error in RERAISED.items():
         for part in (part for part in parts if part.kind == kind):
             raise error(part.words)
     if torchrun.returncode and work.head and (lost := work.head.lost()) and work.stop.ending is Interrupted:
@@ -208,17 +209,17 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
     return last
 
 
-def part_of(node: int, folder: Path, exit_code: int) -> Part:
+def part_of(node: int, folder: Path, exit_code: int) -> NodeResult:
     """How torchrun's ranks on this node have ended, from what they left in their attempt's folder."""
-    for kind in RAISED_AGAIN:
+    for kind in RERAISED:
         for words in last_words(folder, kind):
-            return Part(node, kind, words)
+            return NodeResult(node, kind, words)
     if not exit_code:
-        return Part(node)
+        return NodeResult(node)
     log = (folder / "train.log").read_text(errors="replace").splitlines()
     for line in (line for line in log if STUCK in line):
-        return Part(node, "stuck", line)
-    return Part(node, "fault", [*last_words(folder, "fault"), "\n".join(log[-LOG_LINES:])][0])
+        return NodeResult(node, "stuck", line)
+    return NodeResult(node, "fault", [*last_words(folder, "fault"), "\n".join(log[-LOG_LINES:])][0])
 
 
 def wait_or_kill(torchrun: subprocess.Popen[bytes]) -> None:
@@ -373,7 +374,7 @@ def main(spec_path: str) -> int:
     try:
         return train_rank(spec, folder, stop)
     except Exception as error:
-        kind, words = kind_and_words(error, folder)
+        kind, words = kind_and_message(error, folder)
         with suppress(OSError):  # a full disk: `follow` sees that for itself
             (folder / f"{kind}-{os.environ.get('RANK', '0')}.txt").write_text(words)
         raise

@@ -22,7 +22,7 @@ LONGEST_LOOK_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Seen:
+class StoredHeartbeat:
     """An attempt's heartbeat as it lies in the store."""
 
     prefix: str
@@ -32,7 +32,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Bill:
+class Cost:
     """Machine time and what it costs."""
 
     hours: float = 0.0  # of all nodes together, at whatever price
@@ -57,7 +57,7 @@ class AttemptAccount:
     price_per_hour: float | None  # of one node
     price_source: str
     phases: dict[str, float]  # seconds; they sum to ended - started
-    bill: Bill
+    bill: Cost
     resumed_from: int | None  # step; None if it never came to train
     step: int | None  # where it stood at last
     steps_done: int
@@ -73,14 +73,14 @@ class Account:
 
     run: str
     attempts: tuple[AttemptAccount, ...]  # in the order in which they started
-    total: Bill
-    by_stage: dict[str, Bill]
-    by_phase: dict[str, Bill]
-    by_market: dict[str, Bill]  # "own machine", "aws spot", "gcp on demand", …
+    total: Cost
+    by_stage: dict[str, Cost]
+    by_phase: dict[str, Cost]
+    by_market: dict[str, Cost]  # "own machine", "aws spot", "gcp on demand", …
     tokens: int  # trained on, steps that were done twice counted once
     goodput: float | None  # seconds of training, each step counted once, of all billed ones but those in waiting rooms
     usd_per_billion_tokens: float | None  # None while a price is unknown
-    interruptions: Bill  # what being cut off cost: work done again, time lost, the way back to where it was
+    interruptions: Cost  # what being cut off cost: work done again, time lost, the way back to where it was
     savings_usd: float | None  # against the on-demand price of the same machines, where it is known
     deaths: int  # attempts that ended without a word
     unseen_seconds: float  # bound on what is missing from the bill: a heartbeat's interval for each of them
@@ -88,18 +88,21 @@ class Account:
 
 
 def account(
-    run: str, seen: Iterable[Seen], tokens_before: Callable[[int], int] = lambda step: 0, faults: Iterable[str] = ()
+    run: str,
+    seen: Iterable[StoredHeartbeat],
+    tokens_before: Callable[[int], int] = lambda step: 0,
+    faults: Iterable[str] = (),
 ) -> Account:
     """Add up a run's attempts, in whatever order and however often their heartbeats are given.
 
     `tokens_before`: of all updates before one.
     """
     newest = newest_of_each(seen)
-    by_prefix: dict[str, list[Seen]] = {}
+    by_prefix: dict[str, list[StoredHeartbeat]] = {}
     for one in newest:
         by_prefix.setdefault(one.prefix, []).append(one)
     mine: list[AttemptAccount] = []
-    interruptions: list[Bill] = []
+    interruptions: list[Cost] = []
     kept: list[int] = []  # steps of each artifact, from its first
     for several in by_prefix.values():
         steps = steps_of([one.beat for one in several])
@@ -113,7 +116,7 @@ def account(
             if not mine[-1].waited:  # the wait is on the way back only if something was cut off before it
                 cut_off = mine[-1].state in ("interrupted", "stale", "lost")
     mine.sort(key=lambda a: (a.started, a.prefix, a.number))
-    total, tokens = sum_of(a.bill for a in mine), sum(tokens_before(steps) for steps in kept)
+    total, tokens = total_cost(a.bill for a in mine), sum(tokens_before(steps) for steps in kept)
     trained = [_phase_bill(a, "train").hours for a in mine]
     at_work = math.fsum(a.bill.hours for a in mine if not a.waited)
     savings = [b for a in mine if (b := _savings(a)) is not None]
@@ -128,7 +131,7 @@ def account(
         tokens=tokens,
         goodput=math.fsum(trained) / at_work if at_work else None,
         usd_per_billion_tokens=total.usd / (tokens / 1e9) if tokens and not total.unpriced_hours else None,
-        interruptions=sum_of(interruptions),
+        interruptions=total_cost(interruptions),
         savings_usd=math.fsum(savings) if savings else None,
         deaths=deaths,
         unseen_seconds=deaths * HEARTBEAT_SECONDS,
@@ -136,13 +139,13 @@ def account(
     )
 
 
-def newest_of_each(seen: Iterable[Seen]) -> list[Seen]:
+def newest_of_each(seen: Iterable[StoredHeartbeat]) -> list[StoredHeartbeat]:
     """The last heartbeat of every attempt, in order of prefixes and numbers."""
 
-    def age(one: Seen) -> tuple[Any, ...]:
+    def age(one: StoredHeartbeat) -> tuple[Any, ...]:
         return one.beat.time, one.beat.state != "running", json.dumps(asdict(one), sort_keys=True)
 
-    newest: dict[tuple[str, int], Seen] = {}
+    newest: dict[tuple[str, int], StoredHeartbeat] = {}
     for one in seen:
         key = (one.prefix, one.beat.attempt)
         newest[key] = max(one, newest.get(key, one), key=age)
@@ -214,27 +217,27 @@ def in_rows(attempts: Iterable[AttemptAccount]) -> Iterator[tuple[str, AttemptAc
             yield str(last.number), last
         else:
             phases = {phase: math.fsum(a.phases.get(phase, 0.0) for a in row) for a in row for phase in a.phases}
-            bill = sum_of(a.bill for a in row)
+            bill = total_cost(a.bill for a in row)
             yield f"{first.number} to {last.number}", replace(last, started=first.started, phases=phases, bill=bill)
 
 
-def sum_of(bills: Iterable[Bill]) -> Bill:
+def total_cost(bills: Iterable[Cost]) -> Cost:
     several = list(bills)
-    return Bill(
+    return Cost(
         math.fsum(b.hours for b in several),
         math.fsum(b.usd for b in several),
         math.fsum(b.unpriced_hours for b in several),
     )
 
 
-def _sums(named: Iterable[tuple[str, Bill]]) -> dict[str, Bill]:
-    groups: dict[str, list[Bill]] = {}
+def _sums(named: Iterable[tuple[str, Cost]]) -> dict[str, Cost]:
+    groups: dict[str, list[Cost]] = {}
     for name, bill in named:
         groups.setdefault(name, []).append(bill)
-    return {name: sum_of(bills) for name, bills in groups.items()}
+    return {name: total_cost(bills) for name, bills in groups.items()}
 
 
-def _attempt(one: Seen, superseded: bool, done: int, kept: int, redone: int) -> AttemptAccount:
+def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redone: int) -> AttemptAccount:
     beat = one.beat
     died = beat.state == "running" and (superseded or one.alive is False)
     return AttemptAccount(
@@ -262,11 +265,11 @@ def _attempt(one: Seen, superseded: bool, done: int, kept: int, redone: int) -> 
     )
 
 
-def _bill(hours: float, price: float | None) -> Bill:
-    return Bill(hours, 0.0, hours) if price is None else Bill(hours, hours * price)
+def _bill(hours: float, price: float | None) -> Cost:
+    return Cost(hours, 0.0, hours) if price is None else Cost(hours, hours * price)
 
 
-def _phase_bill(attempt: AttemptAccount, phase: str) -> Bill:
+def _phase_bill(attempt: AttemptAccount, phase: str) -> Cost:
     return _bill(attempt.phases.get(phase, 0.0) * attempt.nodes / 3600, attempt.price_per_hour)
 
 
@@ -277,14 +280,14 @@ def _savings(attempt: AttemptAccount) -> float | None:
     return attempt.bill.hours * (on_demand - attempt.price_per_hour)
 
 
-def until(bill: Account, moment: float) -> Bill:
+def cost_until(bill: Account, moment: float) -> Cost:
     """What had been billed by some moment, unix seconds."""
     parts = []
     for a in bill.attempts:
         wall = a.ended - a.started
         share = min(1.0, max(0.0, (moment - a.started) / wall)) if wall else 0.0
         parts.append(_bill(share * a.bill.hours, a.price_per_hour))
-    return sum_of(parts)
+    return total_cost(parts)
 
 
 def costs(bill: Account) -> dict[str, float]:
@@ -373,7 +376,7 @@ def reconcile(account: Account, intervals: Iterable[Interval], now: float) -> li
             mine.setdefault(cluster, []).append(attempt)
     found = []
     for cluster in sorted(sky.keys() | mine.keys()):
-        ours = sum_of(a.bill for a in mine.get(cluster, ()))
+        ours = total_cost(a.bill for a in mine.get(cluster, ()))
         theirs = math.fsum(sky.get(cluster, ()))
         known = ours.hours > 0 and not ours.unpriced_hours
         usd = (theirs - ours.hours) * ours.usd / ours.hours if known else None

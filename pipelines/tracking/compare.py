@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelines.artifacts.manifest import differences
-from pipelines.tracking.account import Account, market_of, until
-from pipelines.tracking.report import RunRecord, account_of, run_series, sound_manifests, summarize, tokens_axis
+from pipelines.tracking.account import Account, cost_until, market_of
+from pipelines.tracking.runs import RunRecord, account_of, run_series, sound_manifests, summarize, tokens_axis
 from trainer.store import Store
 
 PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of what both runs have come to
@@ -77,7 +77,7 @@ def by_tokens(record: RunRecord) -> Axis:
 
 
 def by_dollars(bill: Account) -> Axis:
-    return lambda row: until(bill, row["time"]).usd
+    return lambda row: cost_until(bill, row["time"]).usd
 
 
 def levels(series: tuple[list[Row], list[Row]], axes: tuple[Axis, Axis]) -> list[Level]:

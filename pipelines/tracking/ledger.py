@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, UserError
-from trainer.process import StaleAttempt
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
+from trainer.errors import StaleAttempt, UserError
 from trainer.store import Store
 
 HEARTBEAT_SECONDS = 5.0

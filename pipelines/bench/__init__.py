@@ -1,0 +1,1 @@
+"""How fast whole optimizer steps are on this machine."""

@@ -1,0 +1,335 @@
+"""The container image: built with its provenance in labels, pushed by digest, looked into before it is trusted.
+
+The outer half talks to Docker on the user's machine. `python -m pipelines.cloud.image` is the inner half: run in
+the container by `check`, it says as JSON what only the inside can tell.
+"""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainer.errors import UserError
+
+TARGETS = ("runtime", "cpu", "skypilot")
+UID = 10001
+# What a cautious cluster would allow; whatever works so, works with less caution too.
+HARDENED = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--tmpfs=/tmp")
+# The source is a label too, but a clone need not have a remote.
+LABELS = tuple(f"org.opencontainers.image.{name}" for name in ("version", "revision", "base.name"))
+
+NEEDED = ("torch", "tiktoken", "datasets", "boto3", "mlflow", "safetensors", "psutil", "pipelines.cli", "trainer.loop")
+UNWANTED = ("skypilot", "mlflow", "pytest", "moto", "transformers", "ruff", "mypy", "pip")
+
+# Names of settings that hold a secret. GPG_KEY is the fingerprint of a public key, set by the python image.
+SECRET_SETTING = re.compile(r"(?i)(?:^|_)(?:password|passwd|secret|token|key|credentials?)(?:_|$)")
+HARMLESS_SETTINGS = ("GPG_KEY",)
+SECRET_TEXT = re.compile(
+    r"AKIA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@]+@|\bgh[pousr]_\w{30,}|\bhf_\w{30,}"
+    r"|(?i:\b\w*(?:password|secret|token|api_key)=[^\s$'\"]+)"
+)
+SECRET_FILE = re.compile(
+    r"(?:^|/)(?:\.netrc|\.pypirc|\.git-credentials|\.env|\.aws/credentials|\.docker/config\.json|etc/pip\.conf"
+    r"|run/secrets/.+|id_(?:rsa|dsa|ecdsa|ed25519)|ssh_host_\w+_key|\.git/config)$"
+)
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image as this machine has built it."""
+
+    target: str
+    tag: str
+    version: str
+    revision: str  # git commit
+    dirty: bool  # built from files that no commit holds
+    id: str
+    pushed: str | None = None  # REGISTRY/NAME@sha256:…
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that `check` looked at."""
+
+    what: str
+    fault: str  # empty: as it should be
+
+    def __str__(self) -> str:
+        return f"FAILED  {self.what}: {self.fault}" if self.fault else f"    ok  {self.what}"
+
+
+# Building and pushing
+
+
+def build(
+    root: Path,
+    home: Path,
+    target: str,
+    base_image: str | None = None,
+    pip_conf: Path | None = None,
+    ca_bundle: Path | None = None,
+    network: str | None = None,
+    build_args: tuple[str, ...] = (),
+) -> Image:
+    """Build a target from the clone at `root`, and write down in `home` what was built.
+
+    `pip_conf` and `ca_bundle` reach the build as secrets, which leave nothing in a layer. UserError without
+    Docker, outside a clone, or when the build fails (its own output says why).
+    """
+    if not (root / "docker" / "Dockerfile").exists():
+        raise UserError("image build: there is no docker/Dockerfile beside this code; run it from a clone of skytrain")
+    program = docker_program()
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    revision, dirty = revision_of(root)
+    tag = f"skytrain:{tag_of(target, project['version'], revision, dirty)}"
+    arguments = {
+        "VERSION": project["version"],
+        "REVISION": revision,
+        "SOURCE": source_of(git(root, "remote", "get-url", "origin")),
+        "DIRTY": str(dirty).lower(),
+    }
+    if base_image:
+        arguments["BASE_IMAGE"] = base_image
+    command = [program, "build", "--file", str(root / "docker" / "Dockerfile"), "--target", target, "--tag", tag]
+    for argument in (*(f"{name}={value}" for name, value in arguments.items()), *build_args):
+        command += ["--build-arg", argument]
+    for name, path in (("pip_conf", pip_conf), ("ca_bundle", ca_bundle)):
+        if path:
+            if not path.is_file():
+                raise UserError(f"image build: {path}: no such file")
+            command += ["--secret", f"id={name},src={path.absolute()}"]
+    if network:
+        command += ["--network", network]
+    environment = os.environ | {"DOCKER_BUILDKIT": "1"}  # the default since Docker 23
+    done = subprocess.run([*command, str(root)], stdin=subprocess.DEVNULL, env=environment)
+    if done.returncode:
+        raise UserError(f"image build: docker ended with status {done.returncode}; what it said last is above")
+    image = Image(target, tag, project["version"], revision, dirty, docker("image", "inspect", "-f", "{{.Id}}", tag))
+    remember(home, image)
+    return image
+
+
+def push(home: Path, name: str, target: str) -> Image:
+    """Push what was last built of a target to REGISTRY/NAME, with the user's own docker login.
+
+    The registry's digest is what a launch pins: a tag can be moved, a digest can't.
+    """
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._:-]*(/[a-z0-9][a-z0-9._-]*)+", name):
+        raise UserError(f"image push {name}: not of the form REGISTRY/NAME, in lower case, without a tag")
+    image = remembered(home).get(target)
+    if image is None:
+        raise UserError(f"image push: no '{target}' was built here; `skytrain image build --target {target}` first")
+    there = f"{name}:{tag_of(target, image.version, image.revision, image.dirty)}"
+    docker("image", "tag", image.id, there)
+    done = subprocess.run([docker_program(), "push", there], stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise UserError(f"image push: docker could not push {there}; what it said last is above (docker login?)")
+    short = name.removeprefix("docker.io/")
+    digests = json.loads(docker("image", "inspect", "-f", "{{json .RepoDigests}}", there))
+    (digest,) = {digest.partition("@")[2] for digest in digests if digest.partition("@")[0] in (name, short)}
+    pushed = Image(**asdict(image) | {"pushed": f"{name}@{digest}"})
+    remember(home, pushed)
+    return pushed
+
+
+def tag_of(target: str, version: str, revision: str, dirty: bool) -> str:
+    """For people; launches go by digest."""
+    return f"{target}-{version}-{revision[:12]}" + ("-dirty" if dirty else "")
+
+
+def remember(home: Path, image: Image) -> None:
+    everything = {target: asdict(each) for target, each in (remembered(home) | {image.target: image}).items()}
+    home.mkdir(parents=True, exist_ok=True)
+    temporary = home / f"image.json.{os.getpid()}"
+    temporary.write_text(json.dumps(everything, indent=1))
+    temporary.replace(home / "image.json")
+
+
+def remembered(home: Path) -> dict[str, Image]:
+    """What this machine has last built and pushed, by target."""
+    path = home / "image.json"
+    return {t: Image(**each) for t, each in json.loads(path.read_text()).items()} if path.exists() else {}
+
+
+def revision_of(root: Path) -> tuple[str, bool]:
+    """The commit, and whether what goes into the image differs from it. Unknown and dirty outside a repository."""
+    commit = git(root, "rev-parse", "HEAD")
+    changes = git(root, "status", "--porcelain", "--", "pyproject.toml", "trainer", "pipelines", "docker")
+    return commit or "unknown", commit is None or changes != ""
+
+
+def source_of(remote: str | None) -> str:
+    """A git remote as an address one can visit, without the user and password that it may hold."""
+    if not remote:
+        return "unknown"
+    if ssh := re.fullmatch(r"(?:[^@/]+@)?([^:/]+):(?!//)(.+)", remote):
+        remote = f"https://{ssh[1]}/{ssh[2]}"
+    parts = urlsplit(remote)
+    if not parts.hostname:
+        return "unknown"  # a path on this machine
+    port = f":{parts.port}" if parts.port and parts.scheme in ("http", "https") else ""
+    scheme = parts.scheme if parts.scheme == "http" else "https"
+    return f"{scheme}://{parts.hostname}{port}{parts.path.removesuffix('.git')}"
+
+
+# Looking into an image
+
+
+def check(image: str) -> Iterator[Finding]:
+    """Everything that is promised of an image, looked at one by one. UserError if there is no such image."""
+    inspected = json.loads(docker("image", "inspect", image))[0]
+    yield from promises_of(inspected["Config"])
+    history = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", image)
+    yield Finding("no secret in the commands of its history", found_in(SECRET_TEXT.findall(history)))
+    yield Finding("no file with secrets in any layer", found_in(path for path in files_in(image) if is_secret(path)))
+    command = ["run", "--rm", *HARDENED, "--network=none", "--entrypoint=python", image, "-m", "pipelines.cloud.image"]
+    try:
+        inside = json.loads(docker(*command).splitlines()[-1])
+    except UserError as error:
+        yield Finding("runs locked down, without a network", str(error))
+        return
+    yield Finding("runs locked down, without a network", "")
+    yield Finding(f"runs as UID {UID} by itself", "" if inside["uid"] == UID else f"UID {inside['uid']}")
+    yield Finding("its files are not its user's to change", found_in(inside["writable"]))
+    yield Finding("holds what every stage imports", found_in(inside["missing"]))
+    yield Finding("holds nothing else", found_in(inside["unwanted"]))
+    yield Finding("has the GPT-2 vocabulary without a network", inside["tokenizer"])
+    yield Finding("compiles and runs a training step", inside["compiled"])
+
+
+def promises_of(config: dict[str, Any]) -> Iterator[Finding]:
+    """What the image's configuration alone tells."""
+    labels, settings = config.get("Labels") or {}, config.get("Env") or []
+    missing = [name for name in LABELS if labels.get(name, "unknown") == "unknown"]
+    yield Finding("labels name version, commit and base", found_in(missing))
+    user = str(config.get("User")).partition(":")[0]
+    yield Finding("its user is a number and not root", "" if user.isdigit() and int(user) else f"USER {user}")
+    first = (config.get("Entrypoint") or [""])[0]
+    yield Finding("tini is its first process", "" if first.endswith("/tini") else f"ENTRYPOINT {first}")
+    names = [s.partition("=")[0] for s in settings if SECRET_SETTING.search(s.partition("=")[0])]
+    texts = [text for s in settings for text in SECRET_TEXT.findall(s)]
+    yield Finding("no secret in its environment", found_in([*(n for n in names if n not in HARMLESS_SETTINGS), *texts]))
+
+
+def is_secret(path: str) -> bool:
+    return bool(SECRET_FILE.search(path)) and "/site-packages/" not in path
+
+
+def found_in(things: Any) -> str:
+    return ", ".join(map(str, things))
+
+
+def files_in(image: str) -> Iterator[str]:
+    """The path of every non-empty file of every layer, also of those that a later layer hides."""
+    with subprocess.Popen([docker_program(), "save", image], stdout=subprocess.PIPE) as save:
+        assert save.stdout
+        with tarfile.open(fileobj=save.stdout, mode="r|") as archive:
+            for member in archive:
+                # layer.tar of `docker save` before Docker 25, a blob among others since
+                layer = archive.extractfile(member) if member.isfile() else None
+                if layer:
+                    with suppress(tarfile.ReadError), tarfile.open(fileobj=layer, mode="r|*") as files:
+                        yield from (file.name for file in files if file.isfile() and file.size)
+        save.stdout.read()
+
+
+# Talking to Docker and git
+
+
+def docker_program() -> str:
+    """The docker client. UserError without one, or without an engine that answers it."""
+    program = shutil.which("docker")
+    if not program:
+        raise UserError("docker: not installed; images need Docker Engine 20.10 or newer, or Docker Desktop")
+    done = subprocess.run(
+        [program, "version", "-f", "{{.Server.Version}}"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise UserError(f"docker: no engine answers ({last_line(done.stderr)}); start it, or set DOCKER_HOST")
+    return program
+
+
+def docker(*arguments: str) -> str:
+    """What a docker command prints. UserError with the last line of what it complains about."""
+    done = subprocess.run([docker_program(), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"docker {arguments[0]}: {last_line(done.stderr)}")
+    return done.stdout.strip()
+
+
+def git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]
+
+
+# Inside the container
+
+
+def inside() -> dict[str, Any]:
+    """What only the inside can tell, for `check`."""
+    return {
+        "uid": os.getuid(),
+        "writable": [p for p in ("/", "/etc", "/opt/venv", str(Path(__file__).parent)) if os.access(p, os.W_OK)],
+        "missing": [name for name in NEEDED if not imports(name)],
+        "unwanted": [name for name in UNWANTED if name in {d.metadata["Name"].lower() for d in distributions()}],
+        "tokenizer": fault_of(load_vocabulary),
+        "compiled": fault_of(compiled_step),
+    }
+
+
+def imports(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def fault_of(action: Any) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return ""
+
+
+def load_vocabulary() -> None:
+    import tiktoken
+
+    assert tiktoken.get_encoding("gpt2").encode("skytrain") == [15688, 27432]
+
+
+def compiled_step() -> None:
+    """Forward, backward and update of a small model through torch.compile: needs gcc, g++ and a writable cache."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 1)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = torch.compile(model)(torch.ones(4, 16, device=device)).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert torch.isfinite(loss)
+
+
+if __name__ == "__main__":
+    json.dump(inside(), sys.stdout)

@@ -1,0 +1,1 @@
+"""Several machines that work on one run."""

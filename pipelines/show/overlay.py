@@ -1,0 +1,62 @@
+"""Curves that others have recorded, to be laid over ours: the `main.log` that llm.c's trainers write.
+
+A line is a step and what was measured at it: `s:250 tel:6.1565` (val loss), `s:250 trl:6.1 lr:0.0002 norm:1.2`
+(training), `s:250 eval:0.2437` (HellaSwag, completion style, by mean loss: the same as our acc_norm). The log
+tells neither time nor tokens: the tokens of a step are the user's to name.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import UserError
+
+LLMC_BATCH_TOKENS = 524_288  # of llm.c's 124M, 350M and 774M; 1558M has 1,048,576
+METRICS = {
+    "tel": "val/loss",
+    "trl": "train/loss",
+    "lr": "train/lr",
+    "norm": "train/grad_norm",
+    "eval": "eval/hellaswag_acc_norm",
+}
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Somebody else's run, as far as its log tells."""
+
+    name: str
+    batch_tokens: int
+    series: dict[str, dict[int, float]]  # metric -> step -> value
+
+
+def read_overlay(asked: str) -> Overlay:
+    """`main.log`, or `main.log@1048576` where a step has that many tokens. UserError if it is no such log."""
+    name, at, tokens = asked.rpartition("@")
+    if not (at and tokens.isdigit() and int(tokens)):
+        name, tokens = asked, str(LLMC_BATCH_TOKENS)
+    try:
+        lines = Path(name).read_text(encoding="utf8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--overlay {name}: cannot be read ({error}); name a main.log of llm.c, FILE or FILE@TOKENS_PER_STEP"
+        ) from error
+    series: dict[str, dict[int, float]] = {}
+    for number, line in enumerate(lines, start=1):
+        for metric, step, value in measured(line, f"--overlay {name}: line {number}"):
+            # llm.c appends when it resumes: a step that was done again counts as it was done last.
+            series.setdefault(metric, {})[step] = value
+    if not series:
+        raise UserError(f"--overlay {name}: holds no step; a main.log of llm.c has lines like 's:250 tel:6.1565'")
+    return Overlay(Path(name).name, int(tokens), series)
+
+
+def measured(line: str, where: str) -> list[tuple[str, int, float]]:
+    """(metric, step, value) of one line; what is not finite is left out, as it is in our series."""
+    try:
+        fields = dict(word.split(":", 1) for word in line.split())
+        step = int(fields.pop("s")) if fields else 0
+        values = [(METRICS[key], step, float(value)) for key, value in fields.items() if key in METRICS]
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{where}: {line[:60]!r} is not llm.c's; a line looks like 's:250 tel:6.1565'") from error
+    return [each for each in values if math.isfinite(each[2])]

@@ -1,0 +1,1 @@
+"""Text sources and tokenizers."""

@@ -1,0 +1,113 @@
+"""A disk without room: training goes on while it can, and otherwise a line says what is wrong and where."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import trainer_runs
+from pipeline_runs import Project
+from trainer_runs import EVERY_STEP, Runner, configured, weights
+
+from pipelines.show.console import Screen
+from pipelines.stage import Work
+from pipelines.stages import train
+from trainer.errors import FULL, UserError
+from trainer.store import LocalStore
+
+_one_thread, data = trainer_runs._one_thread, trainer_runs.data
+
+
+class Disk:
+    """A file system of 8 MB at `root`, which can be filled up."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self._ballast = root, root / "ballast"
+
+    def fill(self) -> None:
+        with self._ballast.open("ab", buffering=0) as file:
+            for size in (1 << 16, 1 << 12, 1):
+                try:
+                    while True:
+                        file.write(bytes(size))
+                except OSError as error:
+                    assert error.strerror == "No space left on device"
+
+    def empty(self) -> None:
+        self._ballast.unlink()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    (tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path / "disk")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield Disk(tmp_path / "disk")
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
+
+
+class Filling(LocalStore):
+    """A store on a disk that is full from the fourth checkpoint to the seventh."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        super().__init__(root)
+        self.disk, self.checkpoints = disk, 0
+
+    def write(self, parts: Sequence[memoryview], key: str) -> None:
+        self.checkpoints += 1
+        if self.checkpoints == 4:
+            self.disk.fill()
+        elif self.checkpoints == 8:
+            self.disk.empty()
+        super().write(parts, key)
+
+
+def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_afterwards(
+    data: Path, tmp_path: Path, disk: Disk
+) -> None:
+    whole = Runner(data, tmp_path / "whole", configured())
+    model, _ = whole.attempt()
+    run = Runner(data, disk.root / "run", configured(checkpoint_minutes=EVERY_STEP))  # its event file is there, too
+    same, _ = run.attempt(store=Filling(run.out, disk))
+    assert {e["step"] for e in run.events if e["event"] == "checkpoint_failed"} >= {4, 5}
+    assert run.commits() == [12, 11]
+    assert run.rows() == whole.rows() and weights(same) == weights(model)
+
+
+def test_ranks_that_died_of_a_full_disk_left_no_words_and_need_none(tmp_path: Path, disk: Disk) -> None:
+    folder = disk.root / "a0001"
+    folder.mkdir()
+    for name in ("mistake-0.txt", "train.log"):
+        (folder / name).touch()
+    disk.fill()
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    ended.wait()
+    nothing: Any = SimpleNamespace(highest_steps=lambda stage: {}, check=lambda: None)
+    work = SimpleNamespace(
+        folder=folder,
+        recipe=SimpleNamespace(train=SimpleNamespace(max_steps=1)),
+        screen=Screen(quiet=True),
+        tracker=nothing,
+        attempt=nothing,
+        stop=SimpleNamespace(asked=False),
+        store=LocalStore(tmp_path / "store"),
+        plan=SimpleNamespace(prefix="train/x"),
+    )
+    with pytest.raises(UserError, match="no room is left"):
+        train.follow(cast(Work, work), ended)
+
+
+def test_a_command_whose_folder_is_full_says_so_in_a_line(tmp_path: Path, disk: Disk) -> None:
+    project = Project(tmp_path / "project")
+    project.environment["SKYTRAIN_HOME"] = str(disk.root)
+    store = ("--store", str(tmp_path / "store"))
+    disk.fill()
+    said = project.run("run", "tiny.yaml", *store, expect=2).stderr
+    assert said.splitlines()[-1].startswith(f"error: {disk.root}") and said.endswith(f": {FULL}\n")
+    assert "Traceback" not in said

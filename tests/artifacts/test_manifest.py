@@ -1,0 +1,327 @@
+"""An artifact exists once its manifest does, and is only ever read as the manifest describes it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from servers import S3Account
+
+from pipelines.artifacts.manifest import (
+    ArtifactPlan,
+    DamagedArtifact,
+    File,
+    Manifest,
+    commit,
+    differences,
+    fetch,
+    find,
+    fingerprint_of,
+    read_manifest,
+    scratch,
+    upload,
+)
+from trainer.errors import UserError
+from trainer.store import LocalStore, Store
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PLAN = ArtifactPlan("export", "tiny", {"stage": "export", "train": "f" * 64, "dtype": "float32"})
+BODY = bytes(range(256)) * 4096 + b"the end"  # 1 MiB and a bit
+
+
+@pytest.fixture(params=["local", "radosgw", "moto_fallback"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return LocalStore(tmp_path / "store") if request.param == "local" else remote(request, request.param)
+
+
+@pytest.fixture(params=["radosgw", "moto_fallback"])
+def remote_store(request: pytest.FixtureRequest) -> Store:
+    return remote(request, request.param)
+
+
+def remote(request: pytest.FixtureRequest, server: str) -> Store:
+    fresh: Callable[[S3Account], Store] = request.getfixturevalue("fresh_s3_store")
+    return fresh(request.getfixturevalue("s3_server" if server == "radosgw" else "moto_server"))
+
+
+def manifest_of(plan: ArtifactPlan, files: tuple[File, ...] = (), attempt: int = 1) -> Manifest:
+    return Manifest(
+        stage=plan.stage,
+        label=plan.label,
+        fingerprint=plan.fingerprint,
+        identity=plan.identity,
+        inputs={"train": "f" * 64},
+        files=files,
+        provenance={"git_commit": None},
+        facts={"parameters": 7},
+        run="tiny-ffffffff",
+        attempt=attempt,
+        created=1.0,
+    )
+
+
+def finished(store: Store, folder: Path) -> Manifest:
+    """An artifact of one file."""
+    path = folder / "weights.bin"
+    path.write_bytes(BODY)
+    return commit(store, manifest_of(PLAN, (upload(store, PLAN.prefix, 1, path),)))
+
+
+# --- committing
+
+
+def test_an_artifact_is_not_there_before_its_manifest_and_is_what_was_committed_afterwards(
+    store: Store, tmp_path: Path
+) -> None:
+    (tmp_path / "weights.bin").write_bytes(BODY)
+    file = upload(store, PLAN.prefix, 3, tmp_path / "weights.bin", "model.bin")
+    assert find(store, PLAN) is None
+    assert file == File("model.bin", "a0003/model.bin", len(BODY), sha256(BODY).hexdigest())
+    made = commit(store, manifest_of(PLAN, (file,), attempt=3))
+    assert find(store, PLAN) == made == read_manifest(store, PLAN.prefix)
+    assert store.get(f"{PLAN.prefix}/a0003/model.bin") == BODY
+
+
+def test_of_many_that_commit_at_once_one_wins_and_all_return_its_manifest(store: Store) -> None:
+    racers = 12
+    start = threading.Barrier(racers)
+
+    def race(attempt: int) -> Manifest:
+        start.wait()
+        return commit(store, manifest_of(PLAN, attempt=attempt))
+
+    with ThreadPoolExecutor(racers) as pool:
+        returned = list(pool.map(race, range(1, racers + 1)))
+    assert {m.attempt for m in returned} == {find(store, PLAN).attempt}  # type: ignore[union-attr]
+
+
+def test_attempts_never_overwrite_each_others_files(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    for attempt in (1, 2):
+        (tmp_path / "x").write_text(f"by attempt {attempt}")
+        upload(store, PLAN.prefix, attempt, tmp_path / "x")
+    assert [store.get(f"{PLAN.prefix}/a000{n}/x") for n in (1, 2)] == [b"by attempt 1", b"by attempt 2"]
+
+
+# --- damage
+
+
+def rotten(**changes: Any) -> bytes:
+    return json.dumps(asdict(manifest_of(PLAN)) | changes).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        rotten()[:-40],
+        rotten(identity={"stage": "export", "train": "f" * 64, "dtype": "bfloat16"}),
+        rotten(identity={"loss": float("nan")}),
+        rotten(fingerprint="0" * 64),
+        rotten(fingerprint=7),
+        rotten(label="other"),
+        rotten(stage="unknown"),
+        rotten(surprise=1),
+        rotten(files=[{"name": "x"}]),
+        rotten(files=7),
+    ],
+)
+def test_a_damaged_manifest_is_named_and_refused(tmp_path: Path, body: bytes) -> None:
+    store = LocalStore(tmp_path)
+    store.put(f"{PLAN.prefix}/MANIFEST.json", body)
+    with pytest.raises(DamagedArtifact) as refused:
+        read_manifest(store, PLAN.prefix)
+    message = str(refused.value)
+    assert message.startswith(f"{store.uri}/{PLAN.prefix}/MANIFEST.json: ")
+    assert message.endswith("remove it to build the artifact again") and "\n" not in message
+
+
+def test_the_manifest_of_another_artifact_in_its_place_is_refused(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    other = replace(PLAN, label="other")
+    store.put(f"{PLAN.prefix}/MANIFEST.json", json.dumps(asdict(manifest_of(other))).encode())
+    with pytest.raises(DamagedArtifact, match="does not give its fingerprint"):
+        find(store, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (None, "it is missing"),
+        (b"", f"it is 0 bytes long where its manifest says {len(BODY)}"),
+        (BODY[:-1], f"it is {len(BODY) - 1} bytes long"),
+        (BODY + b"x", f"it is {len(BODY) + 1} bytes long"),
+        (BODY[:1000] + b"\x01" + BODY[1001:], "sha256 differs"),
+    ],
+)
+def test_a_damaged_file_is_named_and_refused_until_it_is_whole_again(
+    store: Store, tmp_path: Path, damage: bytes | None, fault: str
+) -> None:
+    manifest = finished(store, tmp_path)
+    key = f"{PLAN.prefix}/a0001/weights.bin"
+    store.delete(key) if damage is None else store.put(key, damage)
+    for _ in range(2):  # what the first try has left is no better at the second
+        with pytest.raises(DamagedArtifact) as refused:
+            fetch(store, PLAN.prefix, manifest.file("weights.bin"), tmp_path / "cache")
+        message = str(refused.value)
+        assert message.startswith(f"{store.uri}/{key}: damaged: ") and fault in message
+        assert message.endswith(f"remove {PLAN.prefix}/MANIFEST.json to build it again")
+    store.put(key, BODY)
+    assert fetch(store, PLAN.prefix, manifest.file("weights.bin"), tmp_path / "cache").read_bytes() == BODY
+
+
+def test_damage_is_the_users_to_repair_and_no_fault_of_ours() -> None:
+    assert issubclass(DamagedArtifact, UserError)
+
+
+def test_a_file_that_the_manifest_does_not_name_is_refused() -> None:
+    with pytest.raises(DamagedArtifact, match=r"export/tiny-.*/MANIFEST\.json: damaged: it names no model\.bin"):
+        manifest_of(PLAN).file("model.bin")
+
+
+# --- fetching
+
+
+def test_a_file_of_a_local_store_is_read_in_place(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    manifest = finished(store, tmp_path)
+    path = fetch(store, PLAN.prefix, manifest.files[0], tmp_path / "cache")
+    assert path == tmp_path / "store" / PLAN.prefix / "a0001" / "weights.bin"
+    assert not (tmp_path / "cache").exists()
+
+
+CHILD = """
+import os, sys, time
+from hashlib import sha256
+from pathlib import Path
+from pipelines.artifacts.manifest import fetch, read_manifest
+from pipelines.artifacts.store import open_store
+store, downloads, plain = open_store(sys.argv[1]), [], None
+plain = store.download
+def download(key, path):
+    downloads.append(key)
+    time.sleep(0.2)  # the others are waiting by now
+    plain(key, path)
+store.download = download
+file = read_manifest(store, sys.argv[2]).file("weights.bin")
+Path(sys.argv[4], f"ready-{os.getpid()}").touch()
+while not Path(sys.argv[4], "go").exists():
+    time.sleep(0.01)
+path = fetch(store, sys.argv[2], file, Path(sys.argv[3]))
+print(len(downloads), sha256(path.read_bytes()).hexdigest(), path)
+"""
+
+
+@pytest.mark.slow  # five Python processes import boto3
+def test_processes_that_want_a_file_at_once_fetch_it_once(remote_store: Store, tmp_path: Path) -> None:
+    finished(remote_store, tmp_path)
+    command = [sys.executable, "-c", CHILD, remote_store.uri, PLAN.prefix, str(tmp_path / "cache"), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    children = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (tmp_path / "go").touch()
+    said = [child.communicate(timeout=60)[0].split(" ", 2) for child in children]
+    assert [child.returncode for child in children] == [0] * 4
+    assert sum(int(downloads) for downloads, _, _ in said) == 1
+    assert {digest for _, digest, _ in said} == {sha256(BODY).hexdigest()}
+    assert len({path for _, _, path in said}) == 1
+
+
+def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_used(
+    remote_store: Store, tmp_path: Path
+) -> None:
+    manifest = finished(remote_store, tmp_path)
+    cache = tmp_path / "cache"
+    child = os.fork()
+    if child == 0:  # killed in the middle, holding the lock
+
+        def half(_key: str, path: Path) -> None:
+            path.write_bytes(BODY[: len(BODY) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        remote_store.download = half  # type: ignore[method-assign]
+        fetch(remote_store, PLAN.prefix, manifest.files[0], cache)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = [path for path in cache.rglob("*") if path.is_file() and path.stat().st_size]
+    assert [path.stat().st_size for path in left] == [len(BODY) // 2]
+    path = fetch(remote_store, PLAN.prefix, manifest.files[0], cache)
+    assert path.read_bytes() == BODY
+    assert [p for p in cache.rglob("*") if p.is_file() and p.stat().st_size] == [path]
+
+
+def test_what_was_fetched_is_not_fetched_again(remote_store: Store, tmp_path: Path) -> None:
+    manifest = finished(remote_store, tmp_path)
+    path = fetch(remote_store, PLAN.prefix, manifest.files[0], tmp_path / "cache")
+    remote_store.delete(f"{PLAN.prefix}/{manifest.files[0].key}")
+    assert fetch(remote_store, PLAN.prefix, manifest.files[0], tmp_path / "cache") == path
+
+
+def test_two_stores_have_scratch_of_their_own(tmp_path: Path) -> None:
+    one, other = (scratch(tmp_path, LocalStore(tmp_path / name), PLAN.prefix) for name in ("a", "b"))
+    assert one != other and one == scratch(tmp_path, LocalStore(tmp_path / "a"), PLAN.prefix)
+    assert one.is_relative_to(tmp_path / "work") and one.parts[-2:] == tuple(PLAN.prefix.split("/"))
+
+
+# --- identities
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.dictionaries(st.text(), inner, max_size=4) | st.lists(inner, max_size=3),
+    max_leaves=8,
+)
+IDENTITIES = st.dictionaries(st.text(), VALUES, max_size=5)
+
+
+@given(IDENTITIES)
+def test_a_fingerprint_depends_neither_on_order_nor_on_being_stored(identity: dict[str, Any]) -> None:
+    fingerprint = fingerprint_of(identity)
+    assert len(fingerprint) == 64 and int(fingerprint, 16) >= 0
+    assert fingerprint_of(dict(reversed(identity.items()))) == fingerprint
+    assert fingerprint_of(json.loads(json.dumps(identity))) == fingerprint
+
+
+def test_an_identity_without_a_canonical_form_is_no_identity() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        fingerprint_of({"loss": float("nan")})
+    with pytest.raises(TypeError):
+        fingerprint_of({"path": Path("x")})
+
+
+def test_a_fingerprint_is_the_sha256_of_sorted_json_without_spaces() -> None:
+    text = '{"a":[1,2.5,null],"b":{"c":"\\u00fc"}}'
+    assert fingerprint_of({"b": {"c": "ü"}, "a": [1, 2.5, None]}) == sha256(text.encode()).hexdigest()
+
+
+def test_differences_name_the_fields_and_both_values() -> None:
+    here = {"train": {"lr": 1e-3, "steps": 5, "clip": None}, "model": {"n": 1}, "list": [1, 2]}
+    there = {"train": {"lr": 2e-3, "steps": 5}, "model": {"n": 1, "m": 2}, "list": [1, 3], "new": "x"}
+    assert differences(here, there) == {
+        "train.lr": (1e-3, 2e-3),
+        "list": ([1, 2], [1, 3]),
+        "model.m": (None, 2),
+        "new": (None, "x"),
+    }
+
+
+@given(IDENTITIES)
+def test_an_identity_does_not_differ_from_itself(identity: dict[str, Any]) -> None:
+    assert differences(identity, json.loads(json.dumps(identity))) == {}

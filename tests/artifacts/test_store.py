@@ -1,0 +1,706 @@
+"""Promises of every store, tried on all three; then what S3Store makes of a server that fails."""
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import botocore.auth
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from servers import Daemon, Fault, FaultyProxy, S3Account, free_ports
+
+from pipelines.artifacts import store as s3
+from pipelines.artifacts.store import S3Store, open_store
+from trainer.errors import StoreUnavailable, UserError
+from trainer.store import LocalStore, Store, checked_key
+
+BIG = 40 * 2**20 + 12_345  # three parts, the last one ragged
+ODD_KEYS = ["a b/c d", "grün/日本語/🦆", "a+b&c=d?e#f%20", "quote'\"<>", ".hidden", "a/..b", "CON", "x" * 200]
+
+
+@pytest.fixture(params=["local", "radosgw", "moto_fallback"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, fresh_s3_store: Callable[[S3Account], S3Store]) -> Store:
+    if request.param == "local":
+        return LocalStore(tmp_path / "a store")
+    server = "s3_server" if request.param == "radosgw" else "moto_server"
+    return fresh_s3_store(request.getfixturevalue(server))
+
+
+class TestEveryStore:
+    def test_what_was_put_is_read_back(self, store: Store) -> None:
+        store.put("a/b.json", b"one")
+        assert store.get("a/b.json") == b"one"
+        store.put("a/b.json", b"two, longer")
+        assert store.get("a/b.json") == b"two, longer"
+
+    def test_what_is_absent_is_none_and_deleting_it_is_fine(self, store: Store, tmp_path: Path) -> None:
+        assert store.get("not/there") is None
+        store.delete("not/there")
+        assert store.entries("not") == []
+        target = tmp_path / "out" / "file"
+        with pytest.raises(FileNotFoundError, match="not/there"):
+            store.download("not/there", target)
+        assert not target.exists()
+
+    def test_a_folder_of_keys_is_no_object(self, store: Store, tmp_path: Path) -> None:
+        store.put("a/b/c", b"x")
+        assert store.get("a/b") is None
+        store.delete("a/b")
+        with pytest.raises(FileNotFoundError):
+            store.download("a/b", tmp_path / "out")
+        assert store.get("a/b/c") == b"x"
+
+    def test_create_never_replaces(self, store: Store) -> None:
+        assert store.create("commit", b"first") is True
+        assert store.create("commit", b"second") is False
+        assert store.create("commit", b"first") is False  # the bytes are equal, but it was not this call
+        assert store.get("commit") == b"first"
+        store.delete("commit")
+        assert store.create("commit", b"third") is True
+
+    def test_create_has_exactly_one_winner_among_racing_threads(self, store: Store) -> None:
+        racers, rounds = 12, 5
+        for number in range(rounds):
+            start = threading.Barrier(racers)
+
+            def race(racer: int, number: int = number, start: threading.Barrier = start) -> bool:
+                start.wait()
+                return store.create(f"race/{number}", b"racer %d" % racer)
+
+            with ThreadPoolExecutor(racers) as pool:
+                won = list(pool.map(race, range(racers)))
+            assert won.count(True) == 1
+            assert store.get(f"race/{number}") == b"racer %d" % won.index(True)
+
+    def test_readers_of_a_key_that_is_replaced_see_whole_versions_only(self, store: Store) -> None:
+        versions = [bytes([65 + n]) * (200_000 + n) for n in range(4)]
+        store.put("state", versions[0])
+        done = threading.Event()
+
+        def write() -> None:
+            for number in range(24):
+                store.put("state", versions[number % 4])
+            done.set()
+
+        seen: list[bytes | None] = []
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write)
+            while not done.is_set() and not writing.done():
+                seen.append(store.get("state"))
+            writing.result()
+        assert seen
+        assert set(seen) <= set(versions)
+
+    def test_a_big_file_comes_back_with_the_same_bytes(self, store: Store, tmp_path: Path) -> None:
+        source, target = tmp_path / "source", tmp_path / "new" / "folder" / "target"
+        source.write_bytes(os.urandom(BIG))
+        store.upload(source, "shards/train_000000.bin")
+        store.download("shards/train_000000.bin", target)
+        assert _sha256(target) == _sha256(source)
+        assert [(entry.key, entry.size) for entry in store.entries("")] == [("shards/train_000000.bin", BIG)]
+        assert os.listdir(target.parent) == ["target"]
+
+    def test_files_at_the_edges_of_a_part_come_back_whole(self, store: Store, tmp_path: Path) -> None:
+        source, target = tmp_path / "source", tmp_path / "target"
+        for size in (0, 1, s3.PART_BYTES - 1, s3.PART_BYTES, s3.PART_BYTES + 1):
+            source.write_bytes(os.urandom(size))
+            target.write_bytes(b"what was there before, longer than some" * 10)
+            store.upload(source, f"file-{size}")
+            store.download(f"file-{size}", target)
+            assert target.stat().st_size == size
+            assert _sha256(target) == _sha256(source), size
+
+    def test_empty_objects_exist(self, store: Store) -> None:
+        assert store.create("empty", b"") is True
+        assert store.create("empty", b"") is False
+        assert store.get("empty") == b""
+        assert [entry.size for entry in store.entries("empty")] == [0]
+
+    def test_upload_replaces_and_a_missing_source_stores_nothing(self, store: Store, tmp_path: Path) -> None:
+        source = tmp_path / "source"
+        source.write_bytes(b"new")
+        store.put("key", b"old, longer")
+        store.upload(source, "key")
+        assert store.get("key") == b"new"
+        with pytest.raises(FileNotFoundError):
+            store.upload(tmp_path / "absent", "other")
+        assert store.get("other") is None
+
+    def test_entries_are_sorted_and_tell_size_and_time(self, store: Store) -> None:
+        before = time.time()
+        for key in ["b", "a/2", "a/10", "a-b", "a/B", "ä"]:
+            store.put(key, key.encode())
+        found = store.entries("")
+        assert [entry.key for entry in found] == sorted(["b", "a/2", "a/10", "a-b", "a/B", "ä"])
+        assert all(entry.size == len(entry.key.encode()) for entry in found)
+        # S3 tells whole seconds.
+        assert all(before - 2 <= entry.modified <= time.time() + 2 for entry in found)
+
+    def test_a_prefix_is_text_and_hides_everything_else(self, store: Store) -> None:
+        for key in ["train/a-1/x", "train/a-1/y/z", "train/a-12/x", "trainer", "evaluate/a-1/x"]:
+            store.put(key, b"")
+
+        def keys(prefix: str) -> list[str]:
+            return [entry.key for entry in store.entries(prefix)]
+
+        assert keys("train/a-1/") == ["train/a-1/x", "train/a-1/y/z"]
+        assert keys("train/a-1") == ["train/a-1/x", "train/a-1/y/z", "train/a-12/x"]
+        assert keys("train/") == ["train/a-1/x", "train/a-1/y/z", "train/a-12/x"]
+        assert keys("train/a-1/x") == ["train/a-1/x"]
+        assert keys("train/a-1/x/") == []
+        assert keys("a-1") == []
+
+    def test_odd_keys_are_keys_like_any_other(self, store: Store, tmp_path: Path) -> None:
+        for key in ODD_KEYS:
+            assert store.create(key, b"odd") is True, key
+            assert store.create(key, b"other") is False, key
+            assert store.get(key) == b"odd", key
+            store.download(key, tmp_path / "out")
+            assert (tmp_path / "out").read_bytes() == b"odd", key
+            assert [entry.key for entry in store.entries(key[:2])] == [key]
+            store.delete(key)
+            assert store.entries("") == [], key
+            (tmp_path / "out").unlink()
+
+    def test_what_is_no_key_is_refused_by_every_operation(self, store: Store, tmp_path: Path) -> None:
+        source = tmp_path / "source"
+        source.write_bytes(b"x")
+        operations: list[Callable[[str], object]] = [
+            lambda key: store.create(key, b""),
+            lambda key: store.put(key, b""),
+            store.get,
+            lambda key: store.upload(source, key),
+            lambda key: store.download(key, tmp_path / "out"),
+            store.delete,
+        ]
+        for key in ("", "/etc/passwd", "../out", "a/../../out", "a//b", "a/", "./a", "..", "a\nb", ".partial-1/x"):
+            for operation in operations:
+                with pytest.raises(ValueError, match="not a key"):
+                    operation(key)
+        assert store.entries("") == []
+
+    def test_prefixes_that_leave_the_store_are_refused(self, store: Store) -> None:
+        for prefix in ["../", "/", "a/../"]:
+            with pytest.raises(ValueError, match="not a key"):
+                store.entries(prefix)
+
+    def test_its_uri_opens_it_again(self, store: Store) -> None:
+        store.put("a", b"here")
+        again = open_store(store.uri)
+        assert again.uri == store.uri
+        assert type(again) is type(store)
+        assert again.get("a") == b"here"
+
+    def test_another_process_finds_it_by_its_uri(self, store: Store) -> None:
+        store.put("a", b"from the child")
+        code = (
+            "import sys; from pipelines.artifacts.store import open_store; "
+            "sys.stdout.buffer.write(open_store(sys.argv[1]).get('a'))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, store.uri], capture_output=True, timeout=60, env=_with_repository()
+        )
+        assert done.stdout == b"from the child", done.stderr.decode()
+
+
+class TestLocalStore:
+    def test_files_still_being_written_are_no_objects(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+        store.put("run/a", b"x")
+        (tmp_path / "run" / ".partial-left-by-kill-9").write_bytes(b"half")
+        assert [entry.key for entry in store.entries("")] == ["run/a"]
+
+    def test_a_failed_write_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = LocalStore(tmp_path)
+        store.put("run/a", b"old")
+
+        def disk_full(_: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", disk_full)
+        for write in (lambda: store.put("run/a", b"new"), lambda: store.create("run/b", b"new")):
+            with pytest.raises(UserError, match="run: no room is left on the disk"):
+                write()
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["a"]
+        assert store.get("run/a") == b"old"
+
+    def test_killed_writers_leave_whole_objects_only(self, tmp_path: Path) -> None:
+        code = (
+            "import itertools, sys; from pathlib import Path; from trainer.store import LocalStore\n"
+            "store = LocalStore(Path(sys.argv[1]))\n"
+            "for n in itertools.count(): store.put(f'{n % 3}', b'%06d' % n * 50_000); print(n, flush=True)"
+        )
+        for _ in range(3):
+            writer = subprocess.Popen(
+                [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, env=_with_repository()
+            )
+            assert writer.stdout is not None
+            for _ in range(7):
+                writer.stdout.readline()
+            writer.kill()
+            writer.communicate()
+            for entry in LocalStore(tmp_path).entries(""):
+                body = LocalStore(tmp_path).get(entry.key)
+                assert body is not None
+                assert body == body[:6] * 50_000
+
+    def test_deleting_the_last_object_removes_its_folders(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+        store.put("a/b/c", b"")
+        store.put("a/d", b"")
+        store.delete("a/b/c")
+        assert [path.name for path in (tmp_path / "a").iterdir()] == ["d"]
+        store.delete("a/d")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_writers_survive_a_neighbour_that_empties_their_folder(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+
+        def churn(name: str) -> None:
+            for _ in range(60):
+                assert store.create(f"folder/{name}", b"x")
+                store.delete(f"folder/{name}")
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(churn, "abcd"))
+        assert store.entries("") == []
+
+    def test_artifacts_are_read_in_place(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+        store.put("a/b", b"here")
+        assert store.path_of("a/b") == tmp_path / "a" / "b"
+        assert store.path_of("a/b").read_bytes() == b"here"
+
+    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(key=st.text(max_size=40))
+    def test_no_key_leads_out_of_the_root(self, tmp_path: Path, key: str) -> None:
+        try:
+            checked_key(key)
+        except ValueError:
+            return
+        path = Path(os.path.normpath(LocalStore(tmp_path).path_of(key)))
+        assert tmp_path in path.parents
+        assert path.relative_to(tmp_path).as_posix() == key
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root, whom permissions bind")
+    def test_a_folder_that_may_not_be_written_is_the_users_to_fix(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o500)
+        with pytest.raises(UserError, match="may not be written"):
+            LocalStore(tmp_path / "store").put("a", b"")
+
+
+class TestOpenStore:
+    def test_paths_and_file_uris_are_local_and_shown_absolute(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        expected = f"file://{tmp_path}/my store"
+        for uri in ["my store", "./my store/", "file://my store", expected, f"{tmp_path}/my store"]:
+            assert open_store(uri).uri == expected
+
+    def test_opening_writes_nothing(self, tmp_path: Path) -> None:
+        assert open_store(str(tmp_path / "new")).entries("") == []
+        assert not (tmp_path / "new").exists()
+
+    @pytest.mark.parametrize("uri", ["s3://bucket", "s3://bucket/", "s3://bucket/a/b", "s3://bucket/a/b/"])
+    def test_s3_uris_have_an_optional_prefix(self, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+        monkeypatch.delenv("AWS_PROFILE", raising=False)
+        assert open_store(uri).uri == uri.rstrip("/")
+
+    @pytest.mark.parametrize("uri", ["", "gs://b/p", "s3://", "s3:/b", "file://", "https://host/x", "s3:b"])
+    def test_anything_else_is_refused_with_what_would_be_right(self, uri: str) -> None:
+        with pytest.raises(UserError, match=r"s3://BUCKET/PREFIX, file://PATH"):
+            open_store(uri)
+
+    def test_a_prefix_that_no_key_can_have_is_refused(self) -> None:
+        with pytest.raises(UserError, match="s3://bucket/../else"):
+            open_store("s3://bucket/../else")
+
+    def test_a_file_is_no_store(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(UserError, match="is a file"):
+            open_store(str(tmp_path / "file"))
+
+    def test_a_profile_that_does_not_exist_is_the_users_to_fix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("AWS_PROFILE", "nobody")
+        with pytest.raises(UserError, match="nobody"):
+            open_store("s3://bucket")
+
+
+@pytest.fixture
+def proxy(s3_server: S3Account) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(s3_server.endpoint)
+    proxy.start()
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
+
+
+@pytest.fixture
+def behind_proxy(s3_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> S3Store:
+    """The store of `s3_store`, reached through `proxy`."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    return S3Store(s3_store.bucket, "some/prefix", time_limit_s=30)
+
+
+CUT = Fault()
+LOST_ANSWER = Fault(forward=True)
+OVERLOADED = [
+    Fault(503, "SlowDown"),
+    Fault(500, "InternalError"),
+    Fault(429, "TooManyRequests"),
+    Fault(400, "RequestTimeout"),
+    CUT,
+]
+
+
+class TestS3StoreAndAServerThatFails:
+    def test_what_time_can_cure_is_tried_again(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        proxy.fail(*OVERLOADED)
+        with caplog.at_level(logging.WARNING):
+            behind_proxy.put("a", b"x")
+        assert len(proxy.requests) == len(OVERLOADED) + 1
+        assert len(caplog.records) == len(OVERLOADED)
+        assert f"put {behind_proxy.uri}/a: SlowDown (HTTP 503); trying again" in caplog.text
+        proxy.fail(*OVERLOADED[:2])
+        assert behind_proxy.get("a") == b"x"
+        proxy.fail(*OVERLOADED[:2])
+        assert [entry.key for entry in behind_proxy.entries("")] == ["a"]
+        proxy.fail(*OVERLOADED[:2])
+        behind_proxy.delete("a")
+        assert behind_proxy.get("a") is None
+
+    @pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+    def test_create_waits_for_a_conflicting_write(self, behind_proxy: S3Store, proxy: FaultyProxy, code: str) -> None:
+        proxy.fail(Fault(409, code))
+        assert behind_proxy.create("a", b"x") is True
+
+    def test_create_whose_answer_was_lost_knows_that_it_was_us(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
+        proxy.fail(LOST_ANSWER, method="PUT")
+        assert behind_proxy.create("a", b"ours") is True
+        assert [method for method, _ in proxy.requests] == ["PUT", "PUT", "GET"]
+
+    def test_create_that_lost_the_race_while_it_retried_knows_that_too(
+        self, behind_proxy: S3Store, s3_store: S3Store, proxy: FaultyProxy
+    ) -> None:
+        s3_store.put("a", b"theirs")
+        proxy.fail(CUT, Fault(503), method="PUT")
+        assert behind_proxy.create("a", b"ours") is False
+        assert s3_store.get("a") == b"theirs"
+
+    def test_many_racing_creates_over_a_bad_line_still_have_one_winner(
+        self, behind_proxy: S3Store, proxy: FaultyProxy
+    ) -> None:
+        racers = 8
+        for number in range(4):
+            proxy.fail(LOST_ANSWER, CUT, LOST_ANSWER, Fault(503), method="PUT")
+            with ThreadPoolExecutor(racers) as pool:
+                won = list(pool.map(lambda n, key=f"a/{number}": behind_proxy.create(key, b"%d" % n), range(racers)))
+            assert won.count(True) == 1
+            assert behind_proxy.get(f"a/{number}") == b"%d" % won.index(True)
+
+    def test_short_reads_are_noticed_and_read_again(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path
+    ) -> None:
+        body = os.urandom(300_000)
+        behind_proxy.put("a", body)
+        proxy.fail(Fault(body_bytes=100), Fault(body_bytes=299_999), method="GET")
+        assert behind_proxy.get("a") == body
+        proxy.fail(Fault(body_bytes=100), Fault(body_bytes=299_999), method="GET")
+        behind_proxy.download("a", tmp_path / "out")
+        assert (tmp_path / "out").read_bytes() == body
+
+    @pytest.mark.parametrize("size", [300_000, s3.PART_BYTES + 1])
+    def test_a_connection_that_is_reset_while_we_send_costs_a_repetition(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path, size: int
+    ) -> None:
+        source = tmp_path / "source"
+        source.write_bytes(os.urandom(size))
+        proxy.fail(Fault(reset_at=0), Fault(reset_at=200_000), method="PUT")
+        behind_proxy.upload(source, "a")
+        assert behind_proxy.get("a") == source.read_bytes()
+        assert len([method for method, _ in proxy.requests if method == "PUT"]) == (3 if size == 300_000 else 4)
+
+    def test_big_files_survive_faults_in_every_request(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path
+    ) -> None:
+        source = tmp_path / "source"
+        source.write_bytes(os.urandom(BIG))
+        # Begin, three parts, complete: each fails once, and the answer to the first completion is lost.
+        proxy.fail(Fault(503), LOST_ANSWER, method="POST")
+        proxy.fail(CUT, Fault(500), LOST_ANSWER, method="PUT")
+        behind_proxy.upload(source, "big")
+        proxy.fail(Fault(503), Fault(body_bytes=1_000_000), CUT, Fault(body_bytes=5), method="GET")
+        behind_proxy.download("big", tmp_path / "out")
+        assert _sha256(tmp_path / "out") == _sha256(source)
+
+    @pytest.mark.parametrize("completed", ["by us", "by nobody", "by somebody else"])
+    def test_an_upload_whose_completion_got_no_answer_succeeds_only_if_it_was_ours(
+        self, behind_proxy: S3Store, s3_store: S3Store, proxy: FaultyProxy, tmp_path: Path, completed: str
+    ) -> None:
+        source = tmp_path / "source"
+        source.write_bytes(os.urandom(s3.PART_BYTES + 1))
+        if completed == "by somebody else":
+            s3_store.put("big", b"theirs")
+        complete = behind_proxy._client.complete_multipart_upload
+        faults = [LOST_ANSWER if completed == "by us" else CUT, Fault(404, "NoSuchUpload")]
+
+        def complete_badly(**request: object) -> object:
+            if faults:
+                proxy.fail(faults.pop(0), method="POST")
+            return complete(**request)
+
+        behind_proxy._client.complete_multipart_upload = complete_badly
+        if completed == "by us":
+            behind_proxy.upload(source, "big")
+            assert s3_store.get("big") == source.read_bytes()
+        else:
+            with pytest.raises(StoreUnavailable, match="dropped the unfinished upload"):
+                behind_proxy.upload(source, "big")
+        assert not faults
+
+    def test_an_upload_that_fails_leaves_nothing_that_is_billed(
+        self, s3_store: S3Store, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        store = S3Store(s3_store.bucket, "p", time_limit_s=1)
+        source = tmp_path / "source"
+        source.write_bytes(b"\0" * BIG)
+        proxy.fail(*[Fault(503, "SlowDown")] * 50, method="PUT")
+        with pytest.raises(StoreUnavailable, match="SlowDown"):
+            store.upload(source, "big")
+        assert store.entries("") == []
+        assert "Uploads" not in s3_store._client.list_multipart_uploads(Bucket=s3_store.bucket)
+
+    def test_a_download_that_fails_leaves_the_file_as_it_was(
+        self, s3_store: S3Store, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        store = S3Store(s3_store.bucket, "p", time_limit_s=1)
+        store.put("a", b"x" * 1000)
+        target = tmp_path / "out"
+        target.write_bytes(b"before")
+        proxy.fail(*[Fault(body_bytes=999)] * 50, method="GET")
+        with pytest.raises(StoreUnavailable):
+            store.download("a", target)
+        assert target.read_bytes() == b"before"
+        assert os.listdir(tmp_path) == ["out"]
+
+    def test_a_silent_server_does_not_hold_us_for_ever(
+        self, s3_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        store = S3Store(s3_store.bucket, "p", time_limit_s=1)
+        proxy.fail(*[Fault(silence_s=600)] * 50)
+        with pytest.raises(StoreUnavailable, match="no success within 1 s; last: ReadTimeout"):
+            store.get("a")
+
+    def test_a_server_that_is_gone_is_unavailable_and_not_the_users_mistake(
+        self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        endpoint = f"http://127.0.0.1:{free_ports(1)[0]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        store = S3Store("bucket", "p", time_limit_s=1)
+        with pytest.raises(StoreUnavailable, match=endpoint) as caught:
+            store.create("a", b"x")
+        assert not isinstance(caught.value, UserError)
+
+    @pytest.mark.parametrize("size", [1000, s3.PART_BYTES + 1])
+    def test_uploads_damaged_on_the_way_are_never_stored(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path, size: int
+    ) -> None:
+        source = tmp_path / "source"
+        source.write_bytes(os.urandom(size))
+        proxy.fail(Fault(damage=True), method="PUT")
+        behind_proxy.upload(source, "a")
+        assert len([method for method, _ in proxy.requests if method == "PUT"]) == (2 if size == 1000 else 3)
+        assert behind_proxy.get("a") == source.read_bytes()
+
+
+class TestS3StoreAndTheUsersMistakes:
+    def test_a_missing_bucket_is_named(self, s3_store: S3Store, tmp_path: Path) -> None:
+        store = S3Store("no-such-bucket-here", "p")
+        source = tmp_path / "source"
+        source.write_bytes(b"\0" * (s3.PART_BYTES + 1))
+        for operation in (
+            lambda: store.create("a", b""),
+            lambda: store.get("a"),
+            lambda: store.entries(""),
+            lambda: store.download("a", tmp_path / "out"),
+            lambda: store.upload(source, "a"),
+            lambda: store.delete("a"),
+        ):
+            with pytest.raises(UserError, match=r"s3://no-such-bucket-here/p.*no such bucket"):
+                operation()
+
+    def test_a_wrong_secret_is_told_without_telling_it(
+        self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2-and-more")
+        with caplog.at_level(logging.INFO), pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY") as caught:
+            S3Store(s3_store.bucket).put("a", b"")
+        assert "hunter2" not in str(caught.value) + caplog.text
+        assert len(str(caught.value).splitlines()) == 1
+
+    def test_an_unknown_access_key_is_told(self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "who")
+        with pytest.raises(UserError, match="AWS_ACCESS_KEY_ID or AWS_PROFILE"):
+            S3Store(s3_store.bucket).put("a", b"")
+
+    def test_no_credentials_are_told(self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        with pytest.raises(UserError, match="no usable credentials"):
+            S3Store(s3_store.bucket).put("a", b"")
+
+    @pytest.mark.parametrize("bucket", ["Not A Bucket", "x" * 80])
+    def test_an_impossible_bucket_name_is_told(self, s3_store: S3Store, bucket: str) -> None:
+        with pytest.raises(UserError):
+            S3Store(bucket).put("a", b"")
+
+    def test_somebody_elses_bucket_is_told(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
+        proxy.fail(Fault(403, "AccessDenied"))
+        with pytest.raises(UserError, match=r"the credentials may not do that.*\(AccessDenied\)"):
+            behind_proxy.get("a")
+        assert len(proxy.requests) == 1
+
+    def test_a_wrong_clock_is_told_at_once(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = botocore.auth.get_current_datetime
+        with monkeypatch.context() as wrong, pytest.raises(UserError, match=r"clock.*RequestTimeTooSkewed"):
+            wrong.setattr("botocore.auth.get_current_datetime", lambda **how: now(**how) + timedelta(hours=1))
+            behind_proxy.put("a", b"x")
+        assert len(proxy.requests) == 1
+        behind_proxy.put("a", b"x")
+
+    def test_credentials_that_were_renewed_meanwhile_are_used(
+        self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        right = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+
+        def log_in(key: str, secret: str) -> None:
+            lines = ["[default]", f"aws_access_key_id={key}", f"aws_secret_access_key={secret}"]
+            (tmp_path / "credentials").write_text("\n".join(lines))
+
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+        log_in("rotated-away", right[1])
+        store = S3Store(behind_proxy.bucket, "some/prefix")
+        with pytest.raises(UserError, match="InvalidAccessKeyId"):
+            store.put("a", b"x")
+        log_in(*right)
+        store.put("a", b"x")
+        proxy.fail(Fault(400, "ExpiredToken"))  # radosgw's own tokens last for 15 minutes at least
+        assert store.create("b", b"y") is True
+        proxy.fail(*[Fault(400, "ExpiredToken")] * 2)
+        with pytest.raises(UserError, match=r"have expired; log in again \(ExpiredToken\)"):
+            store.get("b")
+        assert [entry.key for entry in store.entries("")] == ["a", "b"]
+
+    def test_a_source_that_hands_out_expired_credentials_is_told(
+        self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        handed_out = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "SessionToken": "c"}
+        (tmp_path / "old.json").write_text(json.dumps(handed_out | {"Expiration": "2020-01-01T00:00:00Z"}))
+        (tmp_path / "config").write_text(f"[default]\ncredential_process=cat {tmp_path}/old.json\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        with pytest.raises(UserError, match="have expired; log in again"):
+            S3Store(s3_store.bucket, "some/prefix").put("a", b"x")
+
+    def test_a_server_without_conditional_writes_is_refused(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
+        proxy.fail(Fault(501, "NotImplemented"))
+        with pytest.raises(UserError, match="If-None-Match"):
+            behind_proxy.create("a", b"")
+
+    def test_a_password_in_the_endpoint_is_not_shown(self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://me:hunter2@127.0.0.1:{free_ports(1)[0]}")
+        with pytest.raises(StoreUnavailable) as caught:
+            S3Store("bucket", time_limit_s=0.5).get("a")
+        assert "hunter2" not in str(caught.value)
+
+
+def test_a_listing_of_many_pages_is_complete(s3_store: S3Store) -> None:
+    keys = [f"many/{number:04}" for number in range(1_100)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda key: s3_store.put(key, b""), keys))
+    assert [entry.key for entry in s3_store.entries("many/")] == keys
+
+
+def test_stores_in_one_bucket_do_not_see_each_other(s3_store: S3Store) -> None:
+    one, two = S3Store(s3_store.bucket, "a"), S3Store(s3_store.bucket, "ab")
+    one.put("key", b"one")
+    two.put("key", b"two")
+    assert [entry.key for entry in one.entries("")] == ["key"]
+    assert one.get("key") == b"one"
+    assert [entry.key for entry in S3Store(s3_store.bucket).entries("")] == ["a/key", "ab/key"]
+
+
+@pytest.mark.slow
+def test_big_files_need_little_memory(s3_store: S3Store, tmp_path: Path) -> None:
+    """A child moves a 400 MB file both ways; its peak stays within 200 MB, most of it Python and boto3."""
+    source = tmp_path / "source"
+    with open(source, "wb") as file:
+        file.truncate(400_000_000)
+    code = (
+        "import re, sys; from pathlib import Path; from pipelines.artifacts.store import open_store\n"
+        "store, source = open_store(sys.argv[1]), Path(sys.argv[2])\n"
+        "store.upload(source, 'big'); store.download('big', source.with_name('back'))\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, s3_store.uri, source],
+        capture_output=True,
+        timeout=300,
+        env=_with_repository(),
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert int(done.stdout) * 1024 < 200_000_000
+    assert (tmp_path / "back").stat().st_size == 400_000_000
+
+
+def test_a_stopped_daemon_leaves_no_child(tmp_path: Path) -> None:
+    daemon = Daemon(["sh", "-c", "sleep 600 & echo $!; wait"], tmp_path / "out")
+    daemon.wait_until(lambda: (tmp_path / "out").read_text().endswith("\n"))
+    child = int((tmp_path / "out").read_text())
+    daemon.stop()
+    deadline = time.monotonic() + 10
+    while _alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(child)
+    assert not _alive(daemon.pid)
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process still runs; a zombie that waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _with_repository() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

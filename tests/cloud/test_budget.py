@@ -1,0 +1,199 @@
+"""`--budget`: the run has stopped on a commit before its bill is higher, whatever the bill is made of."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline_runs import FOLDER_NAME, STEPS, Project
+
+from pipelines.cloud.budget import (
+    LEAVE_SECONDS,
+    TEARDOWN_SECONDS,
+    Budget,
+    seconds_until_ask,
+    spent_by_others,
+    stopping_seconds,
+)
+from pipelines.recipe import load_recipe
+from pipelines.stage import plans_of, run_name
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, claim
+from pipelines.tracking.runs import record
+from trainer.errors import Interrupted, Stopped, UserError
+from trainer.process import DRILL, StopSignal
+from trainer.store import LocalStore
+
+# --- the rule
+
+dollars, rates, durations = st.floats(0.01, 1e5), st.floats(0.01, 1e3), st.floats(0, 600)
+
+
+@given(dollars, dollars, rates, durations)
+def test_who_works_until_asked_and_then_stops_has_spent_the_budget_and_no_more(
+    budget: float, spent: float, rate: float, stopping: float
+) -> None:
+    left = seconds_until_ask(budget, spent, rate, stopping)
+    if left >= 0:
+        assert spent + rate * (left + stopping) / 3600 == pytest.approx(budget, rel=1e-9)
+    else:
+        assert spent + rate * stopping / 3600 > budget * (1 - 1e-9)  # not even stopping at once would keep it
+
+
+def test_a_machine_that_costs_nothing_is_never_asked_to_stop() -> None:
+    assert seconds_until_ask(5.0, 4.0, 0.0, 100) == math.inf
+
+
+@given(st.floats(0.01, 1000), st.floats(1, 1e7), st.floats(1, 1000), st.booleans(), st.integers(1, 64))
+def test_a_stop_is_given_what_a_step_and_a_save_or_the_last_upload_may_take(
+    save: float, speed: float, grace: float, rented: bool, ranks: int
+) -> None:
+    fixed = LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0)
+    progress = {"save_seconds": save, "perf/tokens_per_second": speed, "world_size": ranks}
+    busy = stopping_seconds(progress, 1000, grace, rented) - fixed
+    assert busy >= min(grace, save + 1000 / speed) * (1 - 1e-9)  # the ranks are cut off after the grace
+    assert busy >= ranks * save / 3 * (1 - 1e-9)  # nobody cuts off the upload of the final weights
+    assert busy <= max(grace, ranks * save / 3) * (1 + 1e-9)
+    assert stopping_seconds({}, 1000, grace, rented) - fixed == pytest.approx(grace)  # not measured yet: the worst
+
+
+# --- the bill
+
+
+class Signal(StopSignal):
+    """pytest keeps its signals."""
+
+    def __init__(self) -> None:
+        self.heard = threading.Event()
+
+    def ask(self, reason: str, ending: type[Interrupted] = Interrupted) -> None:
+        super().ask(reason, ending)
+        self.heard.set()
+
+
+class Bench:
+    """A run in a store of its own, and attempts of which we say when they began and ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = LocalStore(folder)
+        recipe = load_recipe("smoke")
+        self.plans = plans_of(recipe)
+        self.run = run_name(self.plans)
+        self.stop = Signal()
+        record(self.store, self.run, recipe, self.plans, "export")
+
+    def attempt(self, stage: str, number: int, seconds: float, price: float | None, nodes: int = 1) -> Any:
+        """An attempt that ended a minute ago after so many seconds."""
+        claimed = claim(self.store, self.plans[stage].prefix, self.run, stage, number, Billing(price, "test", nodes))
+        assert claimed is not None
+        end = time.time() - 60
+        claimed.update(started=end - seconds, state="interrupted", time=end)
+        key = f"{self.plans[stage].prefix}/attempts/{number:04d}/heartbeat.json"
+        self.store.put(key, json.dumps(vars(claimed.latest)).encode())
+        return claimed
+
+    def budget(self, usd: float, price: float | None = 3600.0, nodes: int = 1, **machine: Any) -> Budget:
+        return Budget(usd, Billing(price, "test", nodes, machine), self.store, self.run, 2048, self.stop)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_all_attempts_of_all_stages_are_on_the_bill_and_none_of_another_run(bench: Bench) -> None:
+    bench.attempt("tokenize", 1, 100, 36.0)  # $1
+    bench.attempt("train", 1, 100, 72.0, nodes=3)  # $6
+    bench.attempt("train", 2, 50, None)  # of unknown price: as if it had been here, at $3600/h
+    mine = bench.attempt("train", 3, 10, 3600.0)
+    assert spent_by_others(bench.store, bench.run, None, 3600.0) == pytest.approx(1 + 6 + 50 + 10)
+    assert spent_by_others(bench.store, bench.run, mine.latest, 3600.0) == pytest.approx(1 + 6 + 50)
+    assert spent_by_others(bench.store, "another-12345678", None, 3600.0) == 0.0
+
+
+def test_the_timer_asks_on_time_even_if_no_heartbeat_comes_any_more(bench: Bench) -> None:
+    bench.attempt("tokenize", 1, 100, 3600.0)
+    stopping = stopping_seconds({}, 2048, bench.stop.grace_seconds, rented=False)
+    mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
+    assert mine is not None
+    budget = bench.budget(100 + stopping + 0.5)  # half a second after the claim it is time
+    assert budget.watch(mine.latest) is None
+    assert bench.stop.heard.wait(20)
+    assert bench.stop.ending is Stopped
+    assert (bench.stop.reason or "").startswith("budget: $100.")
+    reason = budget.watch(mine.latest)
+    assert reason is not None and reason.endswith("are spent; a higher --budget goes on")
+
+
+def test_a_later_heartbeat_that_knows_more_puts_the_stop_off(bench: Bench) -> None:
+    """A save that was measured takes less than the whole grace, so there is more left to work with."""
+    mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
+    assert mine is not None
+    usd = stopping_seconds({}, 2048, bench.stop.grace_seconds, rented=False) + 0.5
+    budget = bench.budget(usd)
+    assert budget.watch(mine.latest) is None
+    mine.update(progress={"save_seconds": 0.5, "perf/tokens_per_second": 1e6})
+    assert budget.watch(mine.latest) is None
+    assert not bench.stop.heard.wait(1.5)  # it would have been asked by now
+
+
+def test_what_is_left_of_a_spent_budget_begins_nothing(bench: Bench) -> None:
+    bench.attempt("train", 1, 100, 3600.0)
+    with pytest.raises(Stopped, match=r"budget: \$100 of \$110 are spent; a higher --budget goes on"):
+        bench.budget(110).begin()
+    bench.budget(110, price=0.0).begin()  # a machine that costs nothing may
+    bench.budget(200).begin()
+    with pytest.raises(Stopped):
+        bench.budget(200, cluster="sky-1", nodes=2).begin()  # whose end is paid for, too
+    assert not bench.stop.asked
+
+
+def test_a_budget_that_always_was_too_small_is_the_users_mistake(bench: Bench) -> None:
+    bench.run = "another-12345678"
+    with pytest.raises(UserError, match=r"--budget 40: too little to begin: to stop in order may take \$45 here"):
+        bench.budget(40).begin()
+
+
+@pytest.mark.parametrize("billing", [Billing(None, "unknown: why ever"), Billing()])
+def test_no_budget_can_be_kept_where_nobody_has_told_the_price(bench: Bench, billing: Billing) -> None:
+    with pytest.raises(UserError, match=r"--budget: what this machine costs nobody has told \((unknown|own)"):
+        Budget(100, billing, bench.store, bench.run, 2048, bench.stop)
+
+
+# --- the command
+
+
+@pytest.mark.slow
+def test_a_run_stops_on_a_commit_within_its_budget_and_goes_on_with_more_to_the_same_losses(
+    tmp_path: Path, undisturbed: Callable[[int], Project]
+) -> None:
+    """At a dollar a second. Its 8th step is held up until the budget has asked, however fast the machine is."""
+    project = Project(tmp_path / FOLDER_NAME)
+    moments = tmp_path / "moments"
+    moments.mkdir()
+    command = ("run", "tiny.yaml", "--stage", "train", "--price-per-hour", "3600", "--budget")
+    project.environment |= {DRILL: str(moments), "SKYTRAIN_GRACE_SECONDS": "15"}
+    with project.started(*command, "60") as process:
+        project.wait_until(lambda: project.rows_logged() >= 7, process)
+        (moments / "mid-step").touch()
+        project.wait_until(lambda: any("notice" in beat["progress"] for beat in project.heartbeats()), process)
+        (moments / "mid-step.here").unlink()
+        err = process.communicate(timeout=60)[1]
+    assert process.returncode == 76, err
+    assert "stopped (budget: $" in err and "of $60 are spent; a higher --budget goes on)" in err
+    del project.environment[DRILL]
+    steps = project.rows_committed()
+    commits = project.found("train/*/checkpoints/*/COMMIT.json")
+    assert 7 <= max(json.loads(commit.read_text())["step"] for commit in commits) == steps < STEPS
+    report = project.report()
+    assert report["state"] == "stopped" and 15 < report["usd"] <= 60
+    assert not project.alive()
+
+    project.run(*command, "10000")
+    assert project.series() == undisturbed(1).series()
+    assert project.rows_committed() == STEPS  # no step was done twice

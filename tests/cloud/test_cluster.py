@@ -1,0 +1,309 @@
+"""A launched run from end to end: real SkyPilot, two Slurm nodes, S3, MLflow; preempted, and none the worse for it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import boto3
+import psutil
+import pytest
+import yaml
+from local_cloud import NODES, PRICE, LocalCloud, what_is_missing
+from pipeline_runs import TINY, told, write_texts
+from servers import MlflowServer, S3Account
+
+from pipelines.artifacts.manifest import read_manifest
+from pipelines.artifacts.store import S3Store
+from pipelines.cloud.deadline import DEADLINE
+from pipelines.stage import STAGES
+from pipelines.tracking.account import Account
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS
+from pipelines.tracking.runs import (
+    RunRecord,
+    Summary,
+    account_of,
+    intervals_of,
+    read_records,
+    run_series,
+    summarize,
+)
+from trainer.process import DRILL
+
+pytestmark = pytest.mark.slow
+
+STEPS = 200
+# Of two nodes, of which 85 are kept for stopping. On an idle machine training begins after half a minute. On a very
+# slow one all may be spent before that; then the run has stopped there, and the rest of the test is the same.
+BUDGET_S = 200
+HEAD_S = 10.0  # from SkyPilot's word that a cluster is there, or gone, until ours: 1 to 5 s on a busy machine
+LIMIT_S = 900.0  # of any one wait: an idle machine takes a minute for the longest
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCloud]:
+    if missing := what_is_missing():
+        pytest.skip(f"needs {missing}")
+    cloud = LocalCloud(tmp_path_factory.mktemp("cloud")).start()
+    try:
+        yield cloud
+    finally:
+        cloud.stop()
+
+
+@pytest.fixture
+def mlflow_uri(tmp_path: Path) -> Iterator[str]:
+    server = MlflowServer(tmp_path / "mlflow")
+    server.start()
+    yield server.uri
+    server.stop()
+
+
+class User:
+    """Somebody at a shell, with a recipe and a bucket."""
+
+    def __init__(self, folder: Path, cloud: LocalCloud, account: S3Account, **environment: str) -> None:
+        self.recipe, self.moments = folder / "e2e.yaml", folder / "moments"
+        self.moments.mkdir()
+        write_texts(folder / "texts")
+        source = {"source": str(folder / "texts" / "*.txt")}
+        recipe: dict[str, Any] = TINY | {
+            "name": "e2e",
+            "tokens": TINY["tokens"] | source | {"parts": 2},
+            "train": TINY["train"] | {"max_steps": STEPS, "val_every": 50},
+            "runtime": TINY["runtime"] | {"checkpoint_minutes": 0.005},
+        }
+        self.recipe.write_text(yaml.safe_dump(recipe))
+        self.bucket = f"e2e-{os.urandom(4).hex()}"
+        self.account = account
+        credentials = {"aws_access_key_id": account.access_key, "aws_secret_access_key": account.secret_key}
+        boto3.client("s3", endpoint_url=account.endpoint, region_name="us-east-1", **credentials).create_bucket(
+            Bucket=self.bucket
+        )
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_", "SKYPILOT_"))}
+        self.environment = {
+            **inherited,
+            **account.environment,
+            **cloud.environment,
+            "SKYTRAIN_STORE": f"s3://{self.bucket}/runs",
+            "SKYTRAIN_HOME": str(folder / "home"),
+            "SKYTRAIN_NOTICE": "off",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+
+    def skytrain(self, *words: str, expect: int = 0, **environment: str) -> str:
+        """What the command prints, both ways."""
+        done = subprocess.run(
+            [sys.executable, "-m", "pipelines.cli", *words],
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    def launch(self, *options: str, expect: int = 0) -> str:
+        where = ("--infra", "slurm/local", "--image", "none", "--yes")
+        variables = {"SKYTRAIN_VENV": sys.prefix, "SKYTRAIN_GRACE_SECONDS": "10", DRILL: str(self.moments)}
+        given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+        return self.skytrain("launch", str(self.recipe), *where, *given, *options, expect=expect)
+
+    @cached_property
+    def store(self) -> S3Store:
+        return S3Store(self.bucket, "runs")
+
+    @property
+    def record(self) -> RunRecord:
+        (record,) = read_records(self.store)
+        return record
+
+    @property
+    def summary(self) -> Summary:
+        return summarize(self.store, self.record)
+
+    def wait_until(self, condition: Callable[[], object], poll_s: float = 2.0) -> None:
+        """Look into the store now and then: that costs a hundredth of what the verb costs."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, self.skytrain("status")
+            time.sleep(poll_s)
+
+    @property
+    def bill(self) -> Account:
+        return account_of(self.store, self.record)
+
+    def stand_still_until(self, condition: Callable[[], object]) -> None:
+        """Whoever trains makes no step before that, or one a minute."""
+        step = self.moments / "mid-step"
+
+        def held() -> object:
+            step.touch()  # also while one is here: it goes on after a minute
+            return condition()
+
+        self.wait_until(held)
+        step.unlink(missing_ok=True)
+        here(step).unlink(missing_ok=True)
+
+    def preempted_in_mid_training(self, cloud: LocalCloud) -> float:
+        """Take the machines away, as a cloud does, from a step behind the attempt's first commit; when that was."""
+        armed = [self.moments / name for name in ("committed", "mid-step")]
+        for moment in armed:
+            moment.touch()
+            self.wait_until(here(moment).exists, 0.05)
+        jobs = [line.split() for line in cloud.slurm("squeue", "-h", "-o", "%i %j").splitlines()]
+        (training,) = [number for number, name in jobs if name.startswith("train-")]
+        cloud.slurm("scancel", training)
+        for moment in armed:
+            here(moment).unlink()
+        return time.time()
+
+
+def here(moment: Path) -> Path:
+    """What becomes of an armed moment once somebody has come there."""
+    return moment.with_name(f"{moment.name}.here")
+
+
+def test_a_launched_run_stopped_by_its_budget_and_preempted_twice_ends_as_the_undisturbed_one(
+    tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = User(tmp_path, cloud, s3_server, MLFLOW_TRACKING_URI=mlflow_uri)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    assert "error: launch: no machine fits" in user.launch("--gpus", "A100:8", expect=2)
+
+    budget = 2 * BUDGET_S / 3600 * 8 * PRICE
+    assert "is launched as managed job" in user.launch("--nodes", "2", "--budget", f"{budget:.3f}")
+    user.stand_still_until(lambda: user.summary.state == "stopped" or any(a.notice for a in user.bill.attempts))
+    user.wait_until(lambda: user.summary.state == "stopped")
+    assert user.bill.total.usd < budget
+    user.wait_until(lambda: not cloud.slurm("squeue", "-h"))
+
+    assert "is launched as managed job" in user.skytrain("resume", user.record.run, "--budget", "1000", "--yes")
+    preempted = [user.preempted_in_mid_training(cloud)]
+    cloud.sky("api", "stop")
+    cloud.sky("api", "start")
+    preempted.append(user.preempted_in_mid_training(cloud))
+    user.wait_until(lambda: user.summary.state == "done")
+    (status,) = json.loads(user.skytrain("status", "--json"))
+    recoveries = {task["stage"]: task["recoveries"] for task in status["tasks"]}
+    assert recoveries == {"train": 2, "evaluate": 0, "export": 0}
+    user.skytrain("down", user.record.run)
+    assert cloud.slurm("squeue", "-h") == ""
+    user.skytrain("orphans")
+
+    undisturbed = S3Store(user.bucket, "undisturbed")
+    alone = ("--set", "runtime.processes=2", "--store", undisturbed.uri)
+    user.skytrain("run", str(user.recipe), *alone, SKYTRAIN_TRACKING="off", GLOO_SOCKET_IFNAME="lo")
+    record = user.record
+    assert losses(user.store, record) == losses(undisturbed, record)
+    for stage in ("train", "export"):
+        assert weights(user.store, record, stage) == weights(undisturbed, record, stage)
+
+    _, stages = told(mlflow_uri, record.run)
+    assert {one.info.status for one in stages.values()} == {"FINISHED"}
+    assert_billed_as_skypilot_says(user, record, preempted)
+
+
+# `launch --deadline` refuses clusters that have no spot market; so machines that are taken are made to play spot.
+SUBMIT = """
+import sys
+from pipelines.artifacts.store import open_store
+from pipelines.cloud import launch
+from pipelines.cloud.deadline import DEADLINE
+from pipelines.cloud.tasks import ROOM, Wish, dag_of, documents
+from pipelines.stage import planned, run_name
+
+uri, recipe, deadline = sys.argv[1:]
+store = open_store(uri)
+loaded, plans = planned(recipe, [], store)
+variables = launch.variables_here([f"SKYTRAIN_VENV={sys.prefix}", "SKYTRAIN_NOTICE=off"])
+wish = Wish(run_name(plans), uri, until="train", infra="slurm/local", variables=variables)
+job = launch.with_prices(documents(wish, ["train"]), wish)
+resources = job[1]["resources"]
+resources["ordered"].append({"infra": wish.infra, **ROOM, "use_spot": False})
+job[1]["envs"][DEADLINE] = deadline
+secrets = launch.secrets_here()
+launch.submit(dag_of(job, secrets), wish, ["train"], secrets, loaded, plans, store)
+"""
+
+
+@pytest.mark.skipif("SKYTRAIN_LONG_TESTS" not in os.environ, reason="needs five minutes: SKYTRAIN_LONG_TESTS=1")
+def test_where_no_gpus_are_to_be_had_a_job_with_a_deadline_waits_in_a_room_and_looks_again(
+    tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = User(tmp_path, cloud, s3_server)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    user.skytrain("run", str(user.recipe), "--stage", "tokenize")
+    for node in NODES:
+        taken = ("--gres=gpu:8", "--mem=1G", "--cpus-per-task=1", "--output=/dev/null", "--wrap", "sleep 3600")
+        cloud.slurm("sbatch", "--job-name=others", "--nodelist", node, *taken)
+    deadline = f"{time.time() + 36_000:.0f}"
+    arguments = [user.environment["SKYTRAIN_STORE"], str(user.recipe), deadline]
+    subprocess.run([sys.executable, "-c", SUBMIT, *arguments], env=user.environment, check=True, timeout=LIMIT_S)
+    user.wait_until(lambda: any(a.waited for a in user.bill.attempts))
+    assert f"{user.record.run}  waiting in train" in user.skytrain("status")
+    cloud.slurm("scancel", "--name=others")
+    (room,) = processes_with(DEADLINE, "run", f"run:{user.record.run}")
+    room.terminate()  # as it does itself after ten minutes: exit code 75
+    user.wait_until(lambda: user.summary.state == "done")
+    waited, trained = (a for a in user.bill.attempts if a.stage == "train")
+    assert (waited.waited, waited.machine.get("accelerators"), waited.state) == (True, None, "interrupted")
+    assert (trained.waited, trained.machine.get("accelerators"), trained.state) == (False, "H100:8", "done")
+    user.skytrain("down", user.record.run)
+
+
+def processes_with(variable: str, *words: str) -> list[psutil.Process]:
+    """Processes that have a variable in their environment and these words in their command line."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if set(words) <= set(process.cmdline()) and variable in process.environ():
+                found.append(process)
+    return found
+
+
+def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: list[float]) -> None:
+    """An attempt is on the bill from the first seconds of SkyPilot's cluster until the last word from there.
+
+    SkyPilot's own time goes on until it has looked for the job, and taken down what is left. What `scancel` ends is
+    over for SkyPilot at once, and has its last word while Slurm still kills it: up to 5 s later on a busy machine.
+    """
+    bill, intervals = user.bill, intervals_of(user.store, record.run)
+    training = [attempt for attempt in bill.attempts if attempt.stage == "train"]
+    assert {(a.nodes, a.price_per_hour) for a in training} == {(2, 8 * PRICE)}
+    assert {a.stage: a.nodes for a in bill.attempts} == {"tokenize": 2, "train": 2, "evaluate": 1, "export": 1}
+    assert [a.state for a in training[-3:]] == ["interrupted", "interrupted", "done"]
+    for attempt, taken_away in zip(training[-3:-1], preempted, strict=True):
+        assert abs(attempt.ended - taken_away) < HEARTBEAT_SECONDS + HEAD_S
+
+    # The restart of the API server may have cut a recovery short, which SkyPilot then begins anew.
+    clusters = len(STAGES) + 3
+    assert len(intervals) in (clusters, clusters + 1) and len(bill.attempts) <= clusters
+    beyond_usd = 0.0
+    for attempt in bill.attempts:
+        mine = [i for i in intervals if i.cluster == attempt.machine["cluster"] and i.started <= attempt.started + 1]
+        interval = max(mine, key=lambda i: i.started)
+        assert interval.nodes == attempt.nodes and (interval.ended or 0.0) > attempt.ended - HEAD_S
+        assert attempt.started - interval.started < HEAD_S
+        seconds = attempt.ended - interval.started
+        beyond_usd += attempt.nodes * seconds * (attempt.price_per_hour or 0.0) / 3600 - attempt.bill.usd
+    assert abs(beyond_usd) < len(training) * 2 * HEAD_S * 8 * PRICE / 3600
+
+
+def losses(store: S3Store, record: RunRecord) -> list[tuple[int, float]]:
+    return [(row["step"], row["train/loss"]) for row in run_series(store, record) if "train/loss" in row]
+
+
+def weights(store: S3Store, record: RunRecord, stage: str) -> str:
+    manifest = read_manifest(store, record.prefixes[stage])
+    assert manifest
+    return manifest.file("model.safetensors").sha256

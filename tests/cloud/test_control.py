@@ -1,0 +1,215 @@
+"""A run is told to stop, from wherever its store can be reached, and tells how it stands."""
+
+import json
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pipeline_runs import FOLDER_NAME, Project
+
+from pipelines.cloud import control
+from pipelines.cloud.control import Cluster, Task, status_of
+from pipelines.cloud.launch import Launched
+from pipelines.cloud.tasks import LaunchRequest
+from pipelines.show.tables import print_status
+from pipelines.tracking import ledger
+from pipelines.tracking.ledger import Billing, Heartbeat, claim
+from pipelines.tracking.runs import RunRecord, read_records
+from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
+from trainer.store import LocalStore
+
+RUN = "tiny-01234567"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def test_a_wish_stands_until_it_is_dropped_and_the_first_one_counts(store: LocalStore) -> None:
+    watch = watch_stop_request(store, RUN)
+    beat = Heartbeat(RUN, "train", 1, "running", 0.0, 0.0, 0.0)
+    assert (read_stop_request(store, RUN), watch(beat)) == (None, None)
+    request_stop(store, RUN, "too dear")
+    wish = request_stop(store, RUN, "another")
+    assert wish.reason == "too dear"
+    assert watch(beat) == f"{wish.by}: too dear"
+    clear_stop_request(store, RUN)
+    assert (read_stop_request(store, RUN), watch(beat)) == (None, None)
+
+
+def recorded(store: LocalStore) -> RunRecord:
+    """A run on record, with nothing done yet."""
+    recipe = {
+        "name": "tiny",
+        "tokens": {"source": "texts/*.txt", "tokenizer": "bytes"},
+        "model": {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 16, "vocab_size": 257},
+        "train": {"batch_tokens": 1024, "max_steps": 100, "learning_rate": 0.1, "warmup_steps": 1},
+    }
+    record = RunRecord(RUN, recipe, "train", {"tokenize": "tokens/t-0", "train": f"train/{RUN}"}, time.time())
+    store.put(f"runs/{RUN}.json", json.dumps(record.__dict__).encode())
+    return record
+
+
+def test_stopping_tells_where_the_attempt_at_work_has_stopped(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
+    record = recorded(store)
+    assert control.stop(store, record, "enough", 10, lambda text: None) is None  # nothing is at work
+    clear_stop_request(store, RUN)
+    told: list[str] = []
+    watch = watch_stop_request(store, RUN)
+
+    def leave_if_wished(beat: Heartbeat) -> None:
+        if watch(beat) and attempt.latest.state == "running":
+            attempt.update(state="stopped", progress={"step": 17})
+
+    attempt = claim(store, f"train/{RUN}", RUN, "train", 1, Billing(), leave_if_wished)
+    assert attempt
+    with attempt:
+        ended = control.stop(store, record, "enough", 20, told.append)
+    assert ended and (ended.state, ended.progress["step"]) == ("stopped", 17)
+    assert told == ["train: attempt 1 is asked to commit and leave"]
+
+
+def test_stopping_does_not_wait_for_the_dead(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SILENT_SECONDS", 1.0)
+    record = recorded(store)
+    elsewhere = Heartbeat(RUN, "train", 1, "running", time.time(), time.time(), 0.0, {"machine": "far/away", "pid": 1})
+    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", json.dumps(elsewhere.__dict__).encode())
+    assert control.stop(store, record, "enough", 60, lambda text: None) is None
+    assert read_stop_request(store, RUN)
+
+
+def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = recorded(store)
+    now = time.time()
+    beat = Heartbeat(
+        RUN,
+        "train",
+        1,
+        "running",
+        now - 3600,
+        now - 100,
+        10.0,
+        {"machine": "far/away", "pid": 1},
+        {"setup": 500.0, "train": 3000.0},
+        {"step": 50, "highest_step": 50, "resumed_from": 0, "train/loss": 2.5, "perf/tokens_per_second": 1e3},
+        nodes=2,
+    )
+    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
+    wish = request_stop(store, RUN, "enough")
+    job = Task(3, "train", "RECOVERING", 2, "train-3", "preempted", over=False)
+    status = status_of(store, record, [job], now)
+    assert (status.stage, status.step, status.max_steps) == ("train", 50, 100)
+    assert (status.train_loss, status.tokens_per_second, status.recoveries) == (2.5, 1e3, 2)
+    assert status.usd == pytest.approx(2 * 10.0 * 3500 / 3600)
+    assert status.silent_seconds == pytest.approx(100)
+    assert status.wish == wish
+    assert status.to_come and status.to_come.hours.middle >= 50 * 60 / 3600  # at the speed so far
+    print_status([status])
+    assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", capsys.readouterr().out)
+
+
+def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_up(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    recorded(store)
+    long_ago, up = now - 7200, [(now - 7200, None)]
+    jobs = [
+        job_record(1, RUN, "RUNNING", long_ago, "train-1"),
+        job_record(2, RUN, "SUCCEEDED", long_ago, "train-2"),
+        job_record(3, RUN, "PENDING", long_ago, None),
+        job_record(4, "somebody-elses", "RUNNING", long_ago, "theirs-4"),
+    ]
+    clusters = [
+        Cluster("train-1", RUN, 2, up),  # the job's, which is told of already
+        Cluster("train-2", RUN, 2, up),
+        Cluster("gone", RUN, 2, [(now - 7200, now - 3600)]),
+        Cluster("new", RUN, 2, [(now - 60, None)]),  # it is being set up
+        Cluster("by-hand", None, 1, up),
+        Cluster("strange", "other-run", 1, up),
+    ]
+    monkeypatch.setattr(control, "managed_jobs", lambda run=None: jobs)
+    monkeypatch.setattr(control, "clusters", lambda: clusters)
+
+    def found() -> list[str]:
+        return [orphan.what for orphan in control.orphans(store, now)]
+
+    left_over = ["cluster train-2", "cluster by-hand", "cluster strange"]
+    assert found() == [f"job 1 ({RUN}, train)", *left_over]
+    beat = Heartbeat(
+        RUN,
+        "train",
+        1,
+        "running",
+        now - 600,
+        now,
+        0.0,
+        {"machine": "far/away", "pid": 1},
+        machine={"cluster": "by-hand"},
+    )
+    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
+    assert found() == ["cluster strange"]  # the run is alive, and who knows what else it needs
+
+
+def job_record(number: int, run: str, status: str, submitted: float, cluster: str | None) -> Any:
+    names = {"job_id": number, "job_name": run, "task_name": "train", "recovery_count": 0, "submitted_at": submitted}
+    state = SimpleNamespace(value=status, is_terminal=lambda: status == "SUCCEEDED")
+    return SimpleNamespace(**names, status=state, current_cluster_name=cluster, failure_reason=None, details=None)
+
+
+def test_verbs_for_runs_that_were_not_launched_say_what_to_do(tmp_path: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME)
+    recorded(project.store)
+    said = project.run("resume", RUN, expect=2).stderr
+    assert said == f"error: resume: {RUN} was never launched; skytrain run run:{RUN} goes on here\n"
+    said = project.run("logs", RUN, expect=2).stderr
+    assert "was not launched" in said and "train.log" in said
+    assert "nothing of it is at work" in project.run("stop", RUN).stdout
+    assert "to be stopped" in project.run("status").stdout
+
+
+def test_resuming_without_a_secret_that_the_launch_had_is_refused(tmp_path: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME)
+    recorded(project.store)
+    wish = LaunchRequest(RUN, project.store.uri, infra="slurm/here", image="none")
+    launched = Launched(wish, ["train"], [1], ["AWS_SESSION_TOKEN", "HF_TOKEN"], 0.0, [])
+    project.store.put(f"launches/{RUN}.json", json.dumps(asdict(launched)).encode())
+    said = project.run("resume", RUN, "--yes", expect=2).stderr
+    assert said == "error: --secret HF_TOKEN: it is not set here; export it first, without writing it down\n"
+
+
+@pytest.mark.slow
+def test_a_run_told_to_stop_commits_leaves_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME)
+    # So long that only a wish ends it; and what is committed was committed because of that.
+    endless = ["--set", "train.max_steps=1000000", "--set", "runtime.checkpoint_minutes=1000"]
+    command = ("run", "tiny.yaml", "--stage", "train", *endless)
+    with project.started(*command, "--unless-stopped") as process:
+        project.wait_until(project.rows_logged, process)
+        (record,) = read_records(project.store)
+        said = Project(project.folder).run("stop", record.run, "--reason", "lunch").stdout
+        assert process.wait(30) == 76
+    assert project.report()["state"] == "stopped"
+    stopped_at = project.rows_committed()
+    assert f"attempt 1 is stopped at step {stopped_at}" in said
+    assert stopped_at > 0
+
+    said = project.run(*command, "--unless-stopped", expect=76).stderr
+    assert "lunch): nothing starts it again by itself" in said
+    assert project.claims("train") == 1
+    status: dict[str, Any] = json.loads(project.run("status", record.run, "--json").stdout)[0]
+    assert (status["state"], status["step"], status["wish"]["reason"]) == ("stopped", stopped_at, "lunch")
+
+    with project.started(*command) as process:  # by hand: who gives it wants the run to go on
+        project.wait_until(lambda: project.claims("train") == 2, process)
+    assert read_stop_request(project.store, record.run) is None

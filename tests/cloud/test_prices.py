@@ -1,0 +1,261 @@
+"""Prices: what SkyPilot's catalog offers, and what a machine finds out about its own price inside a job."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from metadata_servers import AzureCloud, Cloud, Ec2Cloud, GceCloud
+from sky_catalog import sky_environment, write_catalog
+
+from pipelines.cloud import prices
+from pipelines.cloud.prices import Offer, billing_here, parsed_node, prices_table
+from trainer.errors import UserError
+
+EVERYWHERE = [
+    Offer("aws", "us-east-1", None, "p5.48xlarge", False, 56.0, 56.0, "H100:8", 192),
+    Offer("aws", "us-east-1", "us-east-1a", "p5.48xlarge", True, 24.0, 56.0, "H100:8", 192),
+    Offer("aws", "us-east-1", "us-east-1b", "p5.48xlarge", True, 20.0, 56.0, "H100:8", 192),
+    Offer("aws", "us-east-1", None, "m6i.4xlarge", False, 0.8, 0.8, None, 16),
+    Offer("gcp", "us-central1", None, "a3-highgpu-8g", False, 72.0, 72.0, "H100:8", 208),
+    Offer("gcp", "us-central1", "us-central1-a", "a3-highgpu-8g", True, 26.0, 72.0, "H100:8", 208),
+    Offer("azure", "eastus", None, "Standard_ND96isr_H100_v5", False, 98.0, 98.0, "H100:8", 96),
+    Offer("azure", "eastus", None, "Standard_ND96isr_H100_v5", True, 49.0, 98.0, "H100:8", 96),
+    Offer("lambda", "us-east-1", None, "gpu_8x_h100_sxm5", False, 31.92, 31.92, "H100:8", 208),
+    Offer("lambda", "us-east-1", None, "cpu_16x_general", False, 0.64, 0.64, None, 16),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No SkyPilot around, no GPU, and a metadata service that is never a real one."""
+    for name in [*os.environ]:
+        if name.startswith(("SKYPILOT_", "SKYTRAIN_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SKYTRAIN_NOTICE_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(prices, "gpus_here", dict)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The environment of a job that SkyPilot has started somewhere."""
+
+    def started(cloud: str, region: str, zone: str | None = None, gpus: int | None = 8, table: Any = None) -> None:
+        info = {"cluster_name": "sky-1", "cloud": cloud, "region": region, "zone": zone}
+        monkeypatch.setenv("SKYPILOT_CLUSTER_INFO", json.dumps(info))
+        monkeypatch.setenv("SKYTRAIN_PRICES", json.dumps(prices_table(EVERYWHERE) if table is None else table))
+        if gpus is not None:
+            monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", str(gpus))
+
+    return started
+
+
+@pytest.fixture
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Cloud], Cloud]]:
+    clouds: list[Cloud] = []
+
+    def serve(cloud: Cloud) -> Cloud:
+        clouds.append(cloud)
+        monkeypatch.setenv("SKYTRAIN_NOTICE_ENDPOINT", cloud.endpoint)
+        return cloud
+
+    yield serve
+    for cloud in clouds:
+        cloud.close()
+
+
+def ec2(spot: bool, zone: str = "us-east-1b", instance: str = "p5.48xlarge") -> Ec2Cloud:
+    cloud = Ec2Cloud()
+    cloud.items |= {"placement/region": "us-east-1", "placement/availability-zone": zone, "instance-type": instance}
+    cloud.items["instance-life-cycle"] = "spot" if spot else "on-demand"
+    return cloud
+
+
+def gce(spot: bool) -> GceCloud:
+    cloud = GceCloud()
+    cloud.items |= {"zone": "projects/7/zones/us-central1-a", "machine-type": "projects/7/machineTypes/a3-highgpu-8g"}
+    cloud.items["scheduling/preemptible"] = "TRUE" if spot else "FALSE"
+    return cloud
+
+
+class PricedAzure(AzureCloud):
+    def __init__(self, spot: bool) -> None:
+        super().__init__()
+        self.compute = {"name": "t", "location": "eastus", "zone": "", "vmSize": "Standard_ND96isr_H100_v5"}
+        self.compute["priority"] = "Spot" if spot else ""
+
+    def answer(self, request: Any) -> None:
+        if request.path.startswith("/metadata/instance/compute"):
+            return request.say(200, json.dumps(self.compute))
+        return super().answer(request)
+
+
+# --- this machine's own price
+
+
+def test_ones_own_machine_costs_nothing_unless_told() -> None:
+    assert (billing_here(None).price_per_hour, billing_here(None).price_source) == (0.0, "own machine")
+    asked = billing_here(2.5)
+    assert (asked.price_per_hour, asked.price_source, asked.nodes) == (2.5, "--price-per-hour", 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "service", "usd", "source"),
+    [
+        (("AWS", "us-east-1", "us-east-1b"), lambda: ec2(spot=True), 20.0, "aws/us-east-1b/p5.48xlarge/spot"),
+        (
+            ("AWS", "us-east-1", None),
+            lambda: ec2(spot=True, zone="us-east-1a"),
+            24.0,
+            "aws/us-east-1a/p5.48xlarge/spot",
+        ),
+        (("AWS", "us-east-1", "us-east-1b"), lambda: ec2(spot=False), 56.0, "aws/us-east-1/p5.48xlarge/on-demand"),
+        (("GCP", "us-central1", "us-central1-a"), lambda: gce(True), 26.0, "gcp/us-central1-a/a3-highgpu-8g/spot"),
+        (("GCP", "us-central1", "us-central1-a"), lambda: gce(False), 72.0, "gcp/us-central1/a3-highgpu-8g/on-demand"),
+        (("Azure", "eastus", None), lambda: PricedAzure(True), 49.0, "azure/eastus/Standard_ND96isr_H100_v5/spot"),
+        (
+            ("Azure", "eastus", None),
+            lambda: PricedAzure(False),
+            98.0,
+            "azure/eastus/Standard_ND96isr_H100_v5/on-demand",
+        ),
+    ],
+)
+def test_a_machine_finds_its_price_wherever_it_is_recovered(
+    job: Callable[..., None], metadata: Callable[[Cloud], Cloud], where: Any, service: Any, usd: float, source: str
+) -> None:
+    job(*where)
+    metadata(service())
+    billing = billing_here(None)
+    assert (billing.price_per_hour, billing.price_source) == (usd, f"catalog {source}")
+    assert billing.machine["spot"] is source.endswith("/spot")
+    assert billing.machine["on_demand_per_hour"] >= usd
+    assert (billing.machine["cloud"], billing.machine["accelerators"]) == (where[0].lower(), "H100:8")
+    assert billing.machine["cluster"] == "sky-1"
+
+
+def test_where_only_one_price_can_be_meant_nobody_is_asked(
+    job: Callable[..., None], metadata: Callable[[Cloud], Cloud]
+) -> None:
+    cloud = metadata(ec2(spot=True))
+    job("Lambda", "us-east-1")  # which has no metadata service; the GPUs tell the node from the CPU node
+    assert billing_here(None).price_per_hour == 31.92
+    job("Lambda", "us-east-1", gpus=0)
+    billing = billing_here(None)
+    assert (billing.price_per_hour, billing.machine["instance"]) == (0.64, "cpu_16x_general")
+    assert "accelerators" not in billing.machine
+    assert cloud.requests == []
+
+
+def test_a_price_that_cannot_be_told_is_unknown_and_says_why(
+    job: Callable[..., None], metadata: Callable[[Cloud], Cloud], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def source() -> str:
+        billing = billing_here(None)
+        assert billing.price_per_hour is None
+        return billing.price_source
+
+    job("AWS", "us-east-1", "us-east-1a")  # spot or not? nobody answers
+    assert source() == "unknown: aws/us-east-1/p5.48xlarge may be any of 2 rows of SKYTRAIN_PRICES"
+    metadata(ec2(spot=True, instance="p5en.48xlarge"))
+    assert source() == "unknown: aws/us-east-1b/p5en.48xlarge/spot is not in SKYTRAIN_PRICES"
+    job("AWS", "eu-north-1")
+    monkeypatch.setenv("SKYTRAIN_NOTICE", "off")
+    assert source() == "unknown: aws/eu-north-1 is not in SKYTRAIN_PRICES"
+    job("Slurm", "local", table=[])
+    assert source() == "unknown: neither SKYTRAIN_PRICES nor --price-per-hour is given"
+    assert billing_here(3.0).price_per_hour == 3.0  # what the user says holds
+
+
+def test_a_table_may_name_a_cloud_alone_and_every_node_is_billed(
+    job: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job("Slurm", "local", "debug", gpus=4, table=[{"cloud": "slurm", "usd_per_hour": 4.5, "accelerators": "H100:4"}])
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", "3")
+    billing = billing_here(None)
+    assert (billing.price_per_hour, billing.nodes) == (4.5, 3)
+    assert billing.machine == {
+        "cloud": "slurm",
+        "cluster": "sky-1",
+        "region": "local",
+        "zone": "debug",
+        "accelerators": "H100:4",
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '[{"cloud": "aws"}]', '[{"usd_per_hour": "20"}]', '[{"usd_per_hour": -1}]']
+)
+def test_a_table_that_is_none_is_the_users_mistake(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYTRAIN_PRICES", text)
+    with pytest.raises(UserError, match="SKYTRAIN_PRICES: not a JSON list"):
+        billing_here(None)
+
+
+@pytest.mark.parametrize(
+    "node", ["H100", "H100:", "H100:x", "H100:0", ":8", "H 100:8", "cpus", "cpus:4,32", "cpus:4,memory:"]
+)
+def test_a_node_is_a_gpu_and_how_many(node: str) -> None:
+    with pytest.raises(UserError, match="no node; write"):
+        parsed_node(node)
+
+
+# --- the catalog, in a process of its own whose HOME holds it
+
+ASK = """
+import json, sys
+from dataclasses import asdict
+from pipelines.cloud.prices import offers
+from trainer.config import UserError
+found = {}
+for cloud, node in json.loads(sys.argv[1]):
+    try:
+        found[f"{cloud} {node}"] = [asdict(offer) for offer in offers(cloud, node)]
+    except UserError as error:
+        found[f"{cloud} {node}"] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path: Path) -> None:
+    pytest.importorskip("sky", reason="needs skypilot (pip)")
+    write_catalog(tmp_path)
+    nodes = [("aws", "h100:8"), ("gcp", "H100:8"), ("lambda", "H100:8"), ("aws", "cpus:16"), ("gcp", "H200:8")]
+    nodes += [("aws", "cpus:16,memory:32")]
+    nodes += [("azure", "H100:8"), ("nocloud", "H100:8")]
+    # A proxy that refuses: whatever SkyPilot would download can't be had, also on a machine with a network.
+    environment = os.environ | sky_environment(tmp_path) | {"HTTPS_PROXY": "http://127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(nodes)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # and nothing of SkyPilot's besides
+
+    def told(name: str) -> list[tuple[Any, ...]]:
+        return [(o["region"], o["zone"], o["spot"], o["usd_per_hour"]) for o in found[name]]
+
+    assert told("aws h100:8") == [
+        ("us-east-1", "us-east-1b", True, 20.0),
+        ("us-west-2", "us-west-2a", True, 22.0),
+        ("us-east-1", "us-east-1a", True, 24.0),
+        ("us-east-1", None, False, 56.0),
+        ("us-west-2", None, False, 60.0),
+    ]
+    assert {o["accelerators"] for o in found["aws h100:8"]} == {"H100:8"}
+    assert {o["on_demand_usd_per_hour"] for o in found["aws h100:8"] if o["region"] == "us-west-2"} == {60.0}
+    # GCP sells machine and GPUs apart.
+    assert told("gcp H100:8") == [("us-central1", "us-central1-a", True, 26.0), ("us-central1", None, False, 72.0)]
+    assert told("lambda H100:8") == [("us-east-1", None, False, 31.92)]
+    assert told("aws cpus:16")[0] == ("us-east-1", "us-east-1a", True, 0.3)
+    assert {(o["instance"], o["vcpus"], o["accelerators"]) for o in found["aws cpus:16"]} == {
+        ("m6i.4xlarge", 16.0, None)
+    }
+    assert found["aws cpus:16,memory:32"][0]["instance"] == "c6i.4xlarge"
+    assert found["gcp H200:8"] == []
+    assert found["azure H100:8"].startswith("azure: there is no price list of it here and none can be fetched")
+    assert found["nocloud H100:8"].startswith("nocloud: no cloud that SkyPilot knows")

@@ -1,0 +1,488 @@
+"""The SkyPilot tasks in sky/, put before SkyPilot's own schema and optimizer with a small price catalog.
+
+Both run for real, in one child process for all questions (importing SkyPilot takes 4 s), and without its server.
+Only the answer to "which clouds are enabled" is given to them: it would take accounts.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from sky_catalog import ROWS, Row, sky_environment, write_catalog
+
+from pipelines.cloud.tasks import WORK_TREE, LaunchRequest, as_yaml, documents, in_order, shown
+from pipelines.stage import STAGES
+from trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SKY = ROOT / "sky"
+IMAGE = "registry.example.org/skytrain@sha256:" + "0" * 64
+MORE = (
+    Row("aws", "one-a100", "us-east-1", "us-east-1a", 4.0, 2.0, "A100-80GB:1", 8, 100),
+    Row("aws", "m6id.4xlarge", "us-east-1", "us-east-1a", 0.95, 0.15),  # dearer than others on demand, cheaper on spot
+)
+ASKING = """
+import contextlib, io, json, sys
+from pipelines.cloud import launch
+from pipelines.cloud.tasks import LaunchRequest
+from pipelines.recipe import load_recipe
+from pipelines.stage import plans_of
+from trainer.store import LocalStore
+from sky import Resources, check, execution, optimizer
+from sky.catalog import aws_catalog
+from sky.client import sdk
+from sky.utils import dag_utils, registry
+
+enabled = []
+check.get_cached_enabled_clouds_or_refresh = lambda *a, **k: [registry.CLOUD_REGISTRY.from_str(c) for c in enabled]
+check.check_capability = lambda *a, **k: None
+aws_catalog._get_az_mappings = lambda *a, **k: None
+sdk.optimize, sdk.get = lambda dag: dag, lambda dag: optimizer.Optimizer.optimize(dag, quiet=True)
+
+def answer(question):
+    enabled[:] = question["enabled"]
+    secrets = list(question["secrets"].items())
+    dag = dag_utils.load_chain_dag_from_yaml_str(question["yaml"], list(question["envs"].items()), secrets)
+    launch.ask_optimizer(dag, quiet=True)
+    execution._resolve_managed_secrets(dag)  # what a launch does next
+    if gone := question.get("gone"):  # as while it provisions
+        blocked = [Resources(**machine) for machine in gone]
+        optimizer.Optimizer.optimize(dag, blocked_resources=blocked, quiet=True)
+    return {"name": dag.name, "tasks": [told(task) for task in dag.tasks]}
+
+def told(task):
+    best = task.best_resources
+    return {
+        "name": task.name, "nodes": task.num_nodes, "cloud": str(best.cloud).lower(), "region": best.region,
+        "instance": best.instance_type, "spot": best.use_spot, "usd": best.get_cost(3600),
+        "recovery": best.job_recovery, "labels": best.labels, "image": best.image_id,
+        "down": best.autostop_config and best.autostop_config.down,
+        "secrets": sorted(task.secrets), "yaml": json.dumps(task.to_yaml_config(use_user_specified_yaml=True)),
+    }
+
+def priced(wish, stages, spent=0.0):
+    launch.spent = lambda store, run: spent
+    job = launch.documents(LaunchRequest(**wish), stages)
+    recipe, store = load_recipe("gpt2-124m", ["evaluate.hellaswag=null"]), LocalStore("store")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        job = launch.within_limits(job, LaunchRequest(**wish), recipe, plans_of(recipe), store)
+        job = launch.with_prices(job, LaunchRequest(**wish))
+    tasks = {
+        task["name"]: [launch.machines_of(task), json.loads(task["envs"]["SKYTRAIN_PRICES"])] for task in job[1:]
+    }
+    ordered = [task["name"] for task in job[1:] if "ordered" in task["resources"]]
+    return tasks | {"said": said.getvalue(), "ordered": ordered}
+
+answers = {}
+for name, question in json.load(sys.stdin).items():
+    try:
+        answers[name] = priced(**question) if "wish" in question else answer(question)
+    except Exception as error:
+        answers[name] = {"error": f"{type(error).__name__}: {error}"}
+print("ANSWERS" + json.dumps(answers))
+"""
+CLOUDS = ("aws", "gcp", "lambda")
+GIVEN = {"SKYTRAIN_RECIPE": "smoke", "SKYTRAIN_STORE": "s3://bucket/prefix"}
+KEYS = {"AWS_ACCESS_KEY_ID": "an id", "AWS_SECRET_ACCESS_KEY": "a very secret key"}
+
+
+def question(
+    text: str, envs: dict[str, str] = GIVEN, enabled: tuple[str, ...] = CLOUDS, secrets: dict[str, str] = KEYS
+) -> dict[str, Any]:
+    return {"yaml": text, "envs": envs, "enabled": enabled, "secrets": secrets}
+
+
+def wished(stages: tuple[str, ...] = ("train",), **wish: Any) -> str:
+    asked = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", **{"image": IMAGE} | wish)
+    return as_yaml(documents(asked, stages))
+
+
+def waiting(*gone: dict[str, Any]) -> dict[str, Any]:
+    """What is tried next for training with a deadline where some machines can't be had."""
+    wish = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", image=IMAGE, deadline=2e9)
+    prices = {"aws": 20.0, "gcp": 26.0}
+    header, train, _ = documents(wish, ("train", "evaluate"))
+    task = in_order(train, lambda machine: prices[machine["infra"]] if machine["use_spot"] else 0.1)
+    return question(as_yaml([header, task]), {}) | {"gone": gone}
+
+
+def capped(usd: float) -> str:
+    return (SKY / "train.yaml").read_text().replace("max_hourly_cost: 60", f"max_hourly_cost: {usd}")
+
+
+QUESTIONS = {
+    **{stage: question((SKY / f"{stage}.yaml").read_text()) for stage in STAGES},
+    "pipeline": question((SKY / "pipeline.yaml").read_text()),
+    "no store": question((SKY / "train.yaml").read_text(), {"SKYTRAIN_RECIPE": "smoke"}),
+    "no keys": question((SKY / "train.yaml").read_text(), secrets={}),
+    "no cloud but lambda": question((SKY / "train.yaml").read_text(), enabled=("lambda",)),
+    "a cap of $19": question(capped(19), enabled=("aws", "lambda")),
+    "a cap below spot": question(capped(20), enabled=("aws", "lambda")),
+    "nothing cheap enough": question(capped(19), enabled=("lambda",)),
+    "on demand": question(wished(spot=False), {}),
+    "spot on gcp": question(wished(spot=True, infra="gcp"), {}),
+    "two nodes in one region": question(wished(nodes=2, infra="aws/us-west-2"), {}),
+    "other gpus": question(wished(("train", "evaluate"), gpus="A100-80GB:8", infra="aws"), {}),
+    "gpus that nobody has": question(wished(gpus="V100:8"), {}),
+    "all stages": question(wished(STAGES, budget=25.0), {}),
+    "spot is there": waiting(),
+    "spot is gone on aws": waiting({"infra": "aws", "accelerators": "H100:8", "use_spot": True}),
+    "spot is gone": waiting({"accelerators": "H100:8", "use_spot": True}),
+}
+
+
+def to_price(stages: tuple[str, ...] = ("train",), **wish: Any) -> dict[str, Any]:
+    return {"wish": {"run": "tiny-12345678", "store": "s3://bucket/prefix"} | wish, "stages": stages}
+
+
+QUESTIONS |= {
+    "prices": to_price(STAGES),
+    "prices in one region": to_price(infra="aws/us-west-2"),
+    "prices on slurm": to_price(("tokenize", "train"), infra="slurm/local"),
+    "prices of an unpriced cluster": to_price(infra="kubernetes/mine"),
+    "a budget on an unpriced cluster": to_price(infra="kubernetes/mine", budget=5.0),
+    "a budget that spot keeps": to_price(budget=16.0),
+    "a budget that nothing keeps": to_price(budget=1.0),
+    "the plan in one region": to_price(infra="aws/us-west-2"),
+    "a budget in two regions": to_price(infra="aws/us-east-1,aws/us-west-2", budget=13.0),
+    "the plan on demand": to_price(STAGES, spot=False),
+    "the plan of train alone": to_price(until="train"),
+    "the plan without train": to_price(("tokenize", "evaluate")),
+    "a budget that the rest is beyond": to_price(("tokenize",), budget=0.01),
+    "a budget that is spent": to_price(("evaluate", "export"), budget=20.0) | {"spent": 25.0},
+    "a deadline that is past": to_price(("evaluate", "export"), deadline=1e9),
+    "a deadline without a price list": to_price(("train", "evaluate"), gpus="V100:8", deadline=4e9),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What SkyPilot says to every question."""
+    pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
+    home = tmp_path_factory.mktemp("sky-home")
+    write_catalog(home, ROWS + MORE)
+    pricing = {"slurm": {"cluster_configs": {"local": {"pricing": {"cpu": 0.01, "accelerators": {"H100": 3.5}}}}}}
+    (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(pricing))
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_"))}
+    deadlines = {
+        "a deadline that all keep": to_price(("train", "evaluate"), deadline=time.time() + 48 * 3600),
+        "a deadline without slack for spot": to_price(("train", "evaluate"), deadline=time.time() + 1.1 * 3600),
+        "a deadline that none keeps": to_price(("train", "evaluate"), deadline=time.time() + 360),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ASKING],
+        input=json.dumps(QUESTIONS | deadlines),
+        env=inherited | sky_environment(home) | {"PYTHONPATH": str(ROOT)},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.rpartition("ANSWERS")[2])
+
+
+def only_task(answer: dict[str, Any]) -> dict[str, Any]:
+    assert "error" not in answer, answer["error"]
+    (task,) = answer["tasks"]
+    return task
+
+
+def place(answer: dict[str, Any]) -> tuple[Any, ...]:
+    task = only_task(answer)
+    return task["cloud"], task["region"], task["spot"], task["usd"]
+
+
+# What the files are
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_pipelines_tasks_are_those_of_the_single_files_word_for_word(stage: str) -> None:
+    parts = (SKY / "pipeline.yaml").read_text().split("\n---\n")
+    assert len(parts) == 1 + len(STAGES)
+    assert parts[1 + STAGES.index(stage)].strip() == (SKY / f"{stage}.yaml").read_text().strip()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_task_runs_its_stage_until_it_is_stopped_and_promises_the_budget(stage: str) -> None:
+    run = yaml.safe_load((SKY / f"{stage}.yaml").read_text())["run"]
+    assert f'run "$SKYTRAIN_RECIPE" --stage {stage} ' in run and "--unless-stopped" in run
+    assert "${SKYTRAIN_BUDGET:+--budget " in run
+
+
+def test_the_meter_starts_once_and_not_before_a_machine_was_ours(tmp_path: Path) -> None:
+    setup = yaml.safe_load((SKY / "train.yaml").read_text())["setup"]
+
+    def meter(**environment: str) -> int:
+        command = ["bash", "-euc", setup]
+        subprocess.run(command, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]} | environment, cwd=tmp_path)
+        return int((tmp_path / ".skytrain-meter").read_text())
+
+    handed_over = int(time.time()) - 100
+    (tmp_path / ".hushlogin").touch()
+    os.utime(tmp_path / ".hushlogin", (handed_over, handed_over))
+    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == handed_over  # Slurm
+    assert meter(SKY_RUNTIME_DIR="") == handed_over  # a second job on the same machine
+    recovered = int(time.time()) + 5
+    os.utime(tmp_path / ".hushlogin", (recovered, recovered))
+    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == recovered  # another cluster in the same home
+    (tmp_path / ".skytrain-meter").unlink()
+    uptime, now = float(Path("/proc/uptime").read_text().split()[0]), time.time()
+    booted = now - uptime if uptime < 1800 else now
+    assert abs(meter(SKY_RUNTIME_DIR="") - booted) <= 2
+
+
+# What SkyPilot makes of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answers: dict[str, Any], stage: str) -> None:
+    task = only_task(answers[stage])
+    assert task["name"] == stage
+    assert task["recovery"] == {"strategy": "EAGER_NEXT_REGION", "recover_on_exit_codes": [75]}
+    assert task["down"] is True
+    assert task["labels"] == {"project": "skytrain"}
+    assert list(task["image"].values()) == ["docker:ghcr.io/your-name/skytrain:skypilot"]
+
+
+@pytest.mark.slow
+def test_the_pipeline_is_a_chain_of_the_four_stages(answers: dict[str, Any]) -> None:
+    assert answers["pipeline"]["name"] == "skytrain"
+    assert [task["name"] for task in answers["pipeline"]["tasks"]] == list(STAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ("train", ("aws", "us-east-1", True, 20.0)),  # the cheapest zone's spot price
+        ("no cloud but lambda", ("lambda", "us-east-1", False, 31.92)),
+        ("a cap below spot", ("aws", "us-east-1", True, 20.0)),
+        ("on demand", ("lambda", "us-east-1", False, 31.92)),
+        ("spot on gcp", ("gcp", "us-central1", True, 26.0)),
+        ("two nodes in one region", ("aws", "us-west-2", True, 22.0)),
+    ],
+)
+def test_the_cheapest_machine_wins_of_those_one_may_have(answers: dict[str, Any], asked: str, given: Any) -> None:
+    assert place(answers[asked]) == given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["a cap of $19", "nothing cheap enough", "gpus that nobody has"])
+def test_where_no_machine_fits_or_is_below_the_price_cap_a_launch_says_so_in_a_line(
+    answers: dict[str, Any], asked: str
+) -> None:
+    said = answers[asked]["error"]
+    assert said.startswith("UserError: launch: no machine fits: ") and "\n" not in said
+    assert said.endswith("; try another --infra or --gpus, or without --spot")
+
+
+@pytest.mark.slow
+def test_other_gpus_are_asked_for_eight_to_train_and_one_to_evaluate(answers: dict[str, Any]) -> None:
+    assert [task["instance"] for task in answers["other gpus"]["tasks"]] == ["p4de.24xlarge", "one-a100"]
+
+
+@pytest.mark.slow
+def test_several_nodes_train_and_one_does_the_rest(answers: dict[str, Any]) -> None:
+    assert only_task(answers["two nodes in one region"])["nodes"] == 2
+    assert [task["nodes"] for task in answers["all stages"]["tasks"]] == [1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_what_is_required_and_not_given_is_named_at_once(answers: dict[str, Any]) -> None:
+    assert "'SKYTRAIN_STORE' is None" in answers["no store"]["error"]
+    assert "secret(s): AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in answers["no keys"]["error"]
+
+
+@pytest.mark.slow
+def test_a_launch_bears_the_runs_name_in_labels_that_every_cloud_takes(answers: dict[str, Any]) -> None:
+    for task in answers["all stages"]["tasks"]:
+        assert task["labels"] == {"project": "skytrain", "run": "tiny-v1-12345678"}
+        assert list(task["image"].values()) == [f"docker:{IMAGE}"]
+
+
+@pytest.mark.slow
+def test_secrets_reach_skypilot_and_no_text_of_a_task(answers: dict[str, Any]) -> None:
+    for name in ("train", "all stages"):
+        for task in answers[name]["tasks"]:
+            assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= set(task["secrets"])
+            assert KEYS["AWS_SECRET_ACCESS_KEY"] not in task["yaml"]
+
+
+# What they cost
+
+
+def rows(answer: dict[str, Any], stage: str = "train") -> list[dict[str, Any]]:
+    assert "error" not in answer, answer["error"]
+    return answer[stage][1]
+
+
+@pytest.mark.slow
+def test_a_job_knows_the_price_of_every_machine_it_may_end_up_on(answers: dict[str, Any]) -> None:
+    known = {(r["cloud"], r["zone"] or r["region"], r["spot"], r["usd_per_hour"]) for r in rows(answers["prices"])}
+    assert known == {
+        ("aws", "us-east-1a", True, 24.0),
+        ("aws", "us-east-1b", True, 20.0),
+        ("aws", "us-west-2a", True, 22.0),
+        ("gcp", "us-central1-a", True, 26.0),
+        ("lambda", "us-east-1", False, 31.92),
+    }
+    assert {r["accelerators"] for r in rows(answers["prices"])} == {"H100:8"}
+    assert {r["instance"] for r in rows(answers["prices"], "export")} == {
+        "m6i.xlarge",
+        "n2-standard-16",
+        "cpu_16x_general",
+    }
+    assert [r["usd_per_hour"] for r in rows(answers["prices in one region"])] == [22.0]
+    for stage in STAGES:  # what SkyPilot takes of each file's machines, at its price
+        chosen = only_task(answers[stage])
+        (price,) = {
+            r["usd_per_hour"]
+            for r in rows(answers["prices"], stage)
+            if (r["cloud"], r["region"], r["instance"], r["spot"])
+            == (chosen["cloud"], chosen["region"], chosen["instance"], chosen["spot"])
+            and r["usd_per_hour"] <= chosen["usd"]
+        }
+        assert price == chosen["usd"]
+    assert only_task(answers["tokenize"])["instance"] == "m6id.4xlarge"
+
+
+@pytest.mark.slow
+def test_a_cluster_of_ones_own_costs_what_skypilot_was_told(answers: dict[str, Any]) -> None:
+    (train,) = rows(answers["prices on slurm"])
+    assert (train["cloud"], train["region"], train["usd_per_hour"]) == ("slurm", "local", 28.0)
+    (tokenize,) = rows(answers["prices on slurm"], "tokenize")
+    assert (tokenize["usd_per_hour"], tokenize["accelerators"]) == (0.16, None)
+
+
+@pytest.mark.slow
+def test_an_unknown_price_is_said_and_with_a_budget_refused(answers: dict[str, Any]) -> None:
+    assert rows(answers["prices of an unpriced cluster"]) == []
+    assert "SkyPilot was told no kubernetes.pricing" in answers["prices of an unpriced cluster"]["said"]
+    refused = answers["a budget on an unpriced cluster"]["error"]
+    assert "--budget: can't be promised where a price is unknown" in refused
+
+
+@pytest.mark.slow
+def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: dict[str, Any]) -> None:
+    kept = answers["a deadline that all keep"]
+    *spot, room, _ = kept["train"][0]
+    assert [(m["infra"], m["use_spot"]) for m in spot] == [("aws", True), ("gcp", True)]
+    assert kept["ordered"] == ["train", "evaluate"] and "accelerators" not in room
+    assert {row["instance"] for row in rows(kept) if not row["accelerators"]} == {"m6i.xlarge", "n2-standard-16"}
+    assert {m["use_spot"] for m in kept["evaluate"][0]} == {False}
+    tight = answers["a deadline without slack for spot"]["train"][0]
+    assert tight and not any(m["use_spot"] or "accelerators" not in m for m in tight)
+    kept = answers["a budget that spot keeps"]
+    assert kept.get("train") and {m["use_spot"] for m in kept["train"][0]} == {True}
+    for nothing in ("a budget that nothing keeps", "a deadline that none keeps"):
+        assert answers[nothing]["error"].startswith("UserError: launch: nothing is done within")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("market", "expected"),
+    [
+        ("spot is there", ("aws", "us-east-1", True, 20.0)),
+        ("spot is gone on aws", ("gcp", "us-central1", True, 26.0)),
+        ("spot is gone", ("aws", "us-east-1", False, 0.2)),
+    ],
+)
+def test_with_a_deadline_spot_is_taken_first_and_waited_for_in_a_small_machine(
+    answers: dict[str, Any], market: str, expected: tuple[Any, ...]
+) -> None:
+    assert place(answers[market]) == expected
+    assert only_task(answers[market])["recovery"]["recover_on_exit_codes"] == [75]
+
+
+@pytest.mark.slow
+def test_the_plan_shown_is_of_the_machines_and_stages_that_would_be_rented(answers: dict[str, Any]) -> None:
+    def shown(asked: str) -> str:
+        return " ".join(answers[asked]["said"].split())
+
+    assert "us-west-2a" in shown("the plan in one region") and "us-east-1" not in shown("the plan in one region")
+    both = answers["a budget in two regions"]
+    assert [m["infra"] for m in both["train"][0]] == ["aws/us-east-1"]
+    assert (
+        "on demand" in shown("the plan on demand") and " spot " not in shown("the plan on demand").split("assumed")[0]
+    )
+    alone = shown("the plan of train alone")
+    assert "p5.48xlarge" in alone and "evaluate" not in alone.split("assumed")[0] and "in the sums" not in alone
+
+
+@pytest.mark.slow
+def test_a_launch_without_train_is_planned_and_held_to_its_limits_too(answers: dict[str, Any]) -> None:
+    said = answers["the plan without train"]["said"]
+    assert [line.split()[0] for line in said.splitlines() if " h  $" in line] == ["tokenize", "evaluate", "in"]
+    for asked, reason in {
+        "a budget that the rest is beyond": "tokenize: expected to take ",
+        "a budget that is spent": "--budget 20: $25.00 are spent already; a higher one goes on",
+        "a deadline that is past": "the deadline of tiny-12345678 is over",
+        "a deadline without a price list": "--deadline: can't be kept where no price list has train's machines (aws, ",
+    }.items():
+        assert reason in answers[asked]["error"]
+
+
+# What a launch makes of them, before SkyPilot
+
+
+def tasks_of(stages: tuple[str, ...] = STAGES, **wish: Any) -> dict[str, Any]:
+    asked = LaunchRequest("tiny-12345678", "s3://bucket/prefix", **wish)
+    return {task["name"]: task for task in documents(asked, stages)[1:]}
+
+
+def test_lambda_sells_no_spot_and_slurm_has_none() -> None:
+    for infra in ("lambda", "slurm/here"):
+        with pytest.raises(UserError, match=f"{infra} sells no spot machines"):
+            tasks_of(infra=infra, spot=True)
+
+
+def test_only_the_missing_stages_become_tasks() -> None:
+    assert list(tasks_of(("evaluate", "export"))) == ["evaluate", "export"]
+
+
+def test_a_cluster_of_ones_own_has_no_prices_and_one_kind_of_gpu() -> None:
+    tasks = tasks_of(infra="slurm/here", gpus="H100:4", nodes=2)
+    for task in tasks.values():
+        assert not {"max_hourly_cost", "autostop", "disk_size"} & set(task["resources"])
+        assert [machine["infra"] for machine in task["resources"]["any_of"]] == ["slurm/here"]
+    gpus = [task["resources"]["any_of"][0].get("accelerators") for task in tasks.values()]
+    assert gpus == [None, "H100:4", "H100:1", None]
+    assert [task["num_nodes"] for task in tasks.values()] == [1, 2, 1, 1]
+
+
+def test_every_part_of_the_tokens_is_given_a_node() -> None:
+    for wish in ({"nodes": 2}, {"nodes": 2, "deadline": 2e9}):
+        job = documents(LaunchRequest("tiny-12345678", "s3://bucket/prefix", **wish), STAGES, parts=3)
+        assert [task["num_nodes"] for task in job[1:]] == [3, 2, 2 if "deadline" in wish else 1, 1]
+
+
+def test_without_an_image_the_work_tree_goes_along() -> None:
+    for task in tasks_of(image=WORK_TREE).values():
+        assert Path(task["workdir"]) == ROOT and "image_id" not in task["resources"]
+    for task in tasks_of(image=IMAGE).values():
+        assert "workdir" not in task and task["envs"]["SKYTRAIN_IMAGE"] == IMAGE
+
+
+def test_a_job_is_told_the_runs_name_and_its_store() -> None:
+    envs = tasks_of(budget=12.5, variables={"MLFLOW_TRACKING_URI": "https://mlflow.example.org"})["train"]["envs"]
+    assert envs["SKYTRAIN_RECIPE"] == "run:tiny-12345678"
+    assert envs["SKYTRAIN_STORE"] == "s3://bucket/prefix"
+    assert envs["SKYTRAIN_BUDGET"] == "12.5"
+    assert envs["SKYTRAIN_TRACKING"] == "on" and envs["MLFLOW_TRACKING_URI"] == "https://mlflow.example.org"
+
+
+def test_a_dry_run_shows_every_line_but_no_secret() -> None:
+    job = documents(LaunchRequest("tiny-12345678", "s3://bucket/prefix"), STAGES)
+    text = shown(job, KEYS)
+    assert [task["name"] for task in list(yaml.safe_load_all(text))[1:]] == list(STAGES)
+    assert text.count("AWS_SECRET_ACCESS_KEY: (from your environment, not shown)") == len(STAGES)
+    assert not any(value in text for value in KEYS.values())
+    assert "  exec skytrain run" in text  # scripts as one reads them

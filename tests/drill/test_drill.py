@@ -1,0 +1,414 @@
+"""The drill itself: its blows fall where they should, and it fails when anything differs."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_runs import FOLDER_NAME, TINY, Project
+from typer.testing import CliRunner
+
+from pipelines.artifacts.store import S3Store
+from pipelines.drill.command import Standing
+from pipelines.drill.faults import KINDS, PLACES, Blow, chosen, schedule, unavailable
+from pipelines.drill.outages import LOOPBACK, Proxy
+from pipelines.drill.verdict import Life, Outcome, Points, Report, Verdict, verdicts
+from pipelines.recipe import Recipe
+from pipelines.stage import STAGES
+from pipelines.tracking.ledger import Heartbeat, this_process
+from trainer.errors import UserError
+from trainer.process import DRILL, failpoint
+
+# --- moments
+
+
+def test_a_moment_without_a_drill_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DRILL, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "copy").touch()
+    failpoint("copy")
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_the_first_to_reach_an_armed_moment_waits_there_and_others_run_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DRILL, str(tmp_path))
+    failpoint("copy")  # not armed
+    (tmp_path / "copy").touch()
+    failpoint("upload")  # another one
+    first = threading.Thread(target=failpoint, args=("copy",))
+    first.start()
+    while not (tmp_path / "copy.here").exists():
+        time.sleep(0.001)
+    failpoint("copy")  # whoever comes now
+    assert first.is_alive() and not (tmp_path / "copy").exists()
+    (tmp_path / "copy.here").unlink()
+    first.join(10)
+    assert not first.is_alive()
+
+
+def test_a_drill_that_died_holds_its_run_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DRILL, str(tmp_path))
+    monkeypatch.setattr("trainer.process.FAILPOINT_SECONDS", 0.05)
+    (tmp_path / "copy").touch()
+    failpoint("copy")
+    assert (tmp_path / "copy.here").exists()
+
+
+def test_every_place_is_a_moment_in_the_code() -> None:
+    root = Path(__file__).resolve().parents[2]
+    code = "\n".join(path.read_text() for folder in ("trainer", "pipelines") for path in (root / folder).rglob("*.py"))
+    for place in PLACES:
+        assert f'failpoint("{place}")' in code or place in [f"manifest-{stage}" for stage in STAGES]
+    assert 'failpoint(f"manifest-{stage}")' in code
+
+
+def test_one_machine_can_pretend_to_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = this_process()
+    monkeypatch.setenv("SKYTRAIN_DRILL_MACHINE", "drill-2")
+    assert this_process() == here | {"machine": "drill-2"}
+
+
+def test_how_far_training_is_stands_in_the_newest_attempts_events(tmp_path: Path) -> None:
+    assert Standing.of(tmp_path) is None
+    folder = tmp_path / "work" / "store" / "train" / "tiny-1"
+    for number, lines in ((1, [start(0), row_event(7)]), (2, [start(5)])):
+        log = folder / f"a{number:04d}" / "events.jsonl"
+        log.parent.mkdir(parents=True)
+        log.write_text("".join(lines))
+    assert Standing.of(tmp_path) == Standing(2, resumed_from=5, step=5, time=0.0)
+    with log.open("a") as file:
+        file.write("".join(row_event(step, note="x" * 2000) for step in range(6, 40)) + row_event(40)[:-5])
+    assert Standing.of(tmp_path) == Standing(2, resumed_from=5, step=39, time=139.0)
+
+
+def start(step: int) -> str:
+    return json.dumps({"event": "start", "step": step}) + "\n"
+
+
+def row_event(step: int, **more: str) -> str:
+    return json.dumps({"event": "row", "step": step, "time": 100.0 + step, **more}) + "\n"
+
+
+# --- the schedule
+
+
+def test_equal_seeds_give_equal_blows_and_other_seeds_others() -> None:
+    kinds = list(KINDS)
+    assert schedule(30, 1, kinds, 200) == schedule(30, 1, kinds, 200)
+    assert schedule(30, 1, kinds, 200) != schedule(30, 2, kinds, 200)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_kind_and_every_place_gets_its_blow_where_it_means_something(seed: int) -> None:
+    blows = schedule(50, seed, list(KINDS), 200)
+    assert len(blows) == 50
+    assert {blow.kind for blow in blows} == set(KINDS)
+    assert {blow.place for blow in blows} == set(PLACES)
+    assert all(blow.stage in KINDS[blow.kind] and blow.stage == PLACES[blow.place] for blow in blows)
+    assert all(0 <= blow.step < 200 for blow in blows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blows_fall_in_the_order_in_which_a_run_passes_them(seed: int) -> None:
+    blows = schedule(40, seed, list(KINDS), 100)
+    assert [b.stage for b in blows] == sorted((b.stage for b in blows), key=STAGES.index)
+    training = [b.step for b in blows if b.stage == "train" and b.place != "manifest-train"]
+    assert training == sorted(training)
+    last = [b.place == "manifest-train" for b in blows if b.stage == "train"]
+    assert last == sorted(last)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_planned_where_an_outage_has_let_the_run_pass(seed: int) -> None:
+    blows = schedule(40, seed, list(KINDS), 100)
+    for number, blow in enumerate(blows):
+        if blow.kind in ("cut", "mlflow") and (blow.stage != "train" or blow.place == "manifest-train"):
+            assert blow.place not in {later.place for later in blows[number + 1 :]}
+
+
+def test_no_blow_at_all_is_a_schedule_too() -> None:
+    assert schedule(0, 1, ["kill"], 10) == []
+
+
+def test_kinds_that_cannot_fall_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = Recipe.model_validate(TINY)
+    assert set(unavailable("file://somewhere", recipe, 1)) == {"cut", "mlflow"}
+    assert "plain http" in unavailable("s3://bucket", recipe, 1)["cut"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.delenv("SKYTRAIN_TRACKING")
+    assert unavailable("s3://bucket", recipe, 1) == {}
+    odd = recipe.model_copy(update={"train": recipe.train.model_copy(update={"batch_tokens": 32 * 4})})
+    assert "not a multiple" in unavailable("s3://bucket", odd, 1)["world"]
+
+    assert chosen(None, {"cut": "no S3"}) == [kind for kind in KINDS if kind != "cut"]
+    with pytest.raises(UserError, match="--kinds cut: not here: no S3"):
+        chosen(["kill", "cut"], {"cut": "no S3"})
+    with pytest.raises(UserError, match="--kinds hammer: unknown; there are kill, "):
+        chosen(["hammer"], {})
+
+
+# --- the verdict
+
+
+def beat(stage: str, number: int, started: float, ended: float, pid: int) -> Heartbeat:
+    state = "done" if number > 1 or stage != "train" else "running"
+    return Heartbeat("run", stage, number, state, started, ended, 0.0, {"pid": pid})
+
+
+ROWS: tuple[dict[str, Any], ...] = (
+    {"step": 0, "val/loss": 5.5},
+    {"step": 1, "train/loss": 5.0, "train/lr": 0.1, "train/grad_norm": 1.0, "data/digest": 11},
+    {"step": 2, "train/loss": 4.0, "train/lr": 0.2, "train/grad_norm": 2.0, "data/digest": 12, "val/loss": 4.5},
+)
+FILES = {
+    "tokenize": {"train_000000.bin": "t"},
+    "train": {"model.safetensors": "w"},
+    "evaluate": {"report.json": "r"},
+    "export": {"model.safetensors": "e"},
+}
+POINTS: Points = {
+    "train/loss": [(1, 5.0), (2, 4.0)],
+    "train/lr": [(1, 0.1), (2, 0.2)],
+    "train/grad_norm": [(1, 1.0), (2, 2.0)],
+    "val/loss": [(0, 5.5), (2, 4.5)],
+}
+CALM = Outcome(ROWS, FILES, 4.4, {}, 1, 0.0)
+# Killed once in training: at 107, after the last heartbeat at 105.
+BEATS = {
+    "tokenize": [beat("tokenize", 1, 101, 102, 7)],
+    "train": [beat("train", 1, 102, 105, 7), beat("train", 2, 111, 115, 8)],
+    "evaluate": [beat("evaluate", 1, 115, 116, 8)],
+    "export": [beat("export", 1, 116, 117, 8)],
+}
+STRUCK = Outcome(ROWS, FILES, 4.4, BEATS, 2, 10 / 3600)
+BLOWS = (Blow("kill", "mid-step", "train", 1, fell=107.0, attempt=1, interrupted=True),)
+LIVES = (Life(7, 100, 107, True), Life(8, 108, 118, False))
+
+
+def judged(
+    struck: Outcome = STRUCK,
+    blows: tuple[Blow, ...] = BLOWS,
+    lives: tuple[Life, ...] = LIVES,
+    points: Points | None = POINTS,
+) -> dict[str, bool | None]:
+    return {verdict.what: verdict.equal for verdict in verdicts(CALM, struck, blows, lives, points)}
+
+
+def test_what_is_equal_passes() -> None:
+    assert set(judged().values()) == {True}
+    assert judged(points=None)["MLflow series"] is None
+
+
+def row(number: int, **changes: Any) -> Outcome:
+    rows = [dict(each) for each in ROWS]
+    rows[number] |= changes
+    return replace(STRUCK, rows=tuple(rows))
+
+
+def files(stage: str, name: str) -> Outcome:
+    return replace(STRUCK, files=FILES | {stage: FILES[stage] | {name: "other"}})
+
+
+@pytest.mark.parametrize(
+    ("struck", "what"),
+    [
+        (row(2, **{"data/digest": 13}), "data digests"),
+        (row(2, **{"train/loss": 4.000001}), "losses, rates, gradient norms"),
+        (row(1, **{"train/lr": 0.11}), "losses, rates, gradient norms"),
+        (row(1, **{"train/grad_norm": None}), "losses, rates, gradient norms"),
+        (row(0, **{"val/loss": 5.6}), "losses, rates, gradient norms"),
+        (replace(STRUCK, rows=ROWS[:2]), "data digests"),
+        (replace(STRUCK, rows=(ROWS[0], ROWS[2], ROWS[1])), "losses, rates, gradient norms"),
+        (files("train", "model.safetensors"), "final weights"),
+        (files("tokenize", "train_000000.bin"), "artifacts"),
+        (files("export", "config.json"), "artifacts"),
+        (replace(STRUCK, val_loss=4.41), "artifacts"),
+        (replace(STRUCK, attempts=3), "ledger: attempts"),
+        (replace(STRUCK, beats=BEATS | {"train": BEATS["train"][1:]}), "ledger: attempts"),
+        (replace(STRUCK, billed_hours=11 / 3600), "ledger: billed time"),
+    ],
+)
+def test_one_thing_that_differs_fails_the_drill(struck: Outcome, what: str) -> None:
+    assert judged(struck)[what] is False
+
+
+def attempt_changed(number: int, **changes: Any) -> Outcome:
+    train = list(BEATS["train"])
+    train[number] = replace(train[number], **changes)
+    beats = BEATS | {"train": train}
+    hours = sum(b.billed_hours for stage in beats.values() for b in stage)
+    return replace(STRUCK, beats=beats, billed_hours=hours)
+
+
+@pytest.mark.parametrize(
+    ("struck", "lives"),
+    [
+        (attempt_changed(0, time=107.5), LIVES),  # beyond its death
+        (STRUCK, (replace(LIVES[0], ended=130), LIVES[1])),  # 25 s before its death
+        (attempt_changed(1, process={"pid": 9}), LIVES),  # by a process that nobody started
+        (attempt_changed(1, started=107.5), LIVES),  # before its process began
+    ],
+)
+def test_a_ledger_that_disagrees_with_the_stopwatch_fails_the_drill(struck: Outcome, lives: tuple[Life, ...]) -> None:
+    assert judged(struck, lives=lives)["ledger: billed time"] is False
+
+
+@pytest.mark.parametrize(
+    "doctored",
+    [
+        {"train/loss": [(1, 5.0)]},
+        {"train/loss": [(1, 5.0), (2, 4.0), (2, 4.0)]},
+        {"val/loss": [(0, 5.5), (2, 4.6)]},
+        {"train/lr": []},
+        {"train/lr": [*POINTS["train/lr"], (3, 0.3)]},
+    ],
+)
+def test_an_mlflow_that_missed_or_doubled_a_point_fails_the_drill(doctored: Points) -> None:
+    assert judged(points=POINTS | doctored)["MLflow series"] is False
+
+
+def test_a_broken_promise_fails_the_drill() -> None:
+    assert judged(blows=(replace(BLOWS[0], fault="it ended with 1 where 75 was promised"),))["blows"] is False
+
+
+def test_an_attempt_that_no_blow_explains_fails_the_drill() -> None:
+    assert judged(blows=(replace(BLOWS[0], interrupted=False),))["ledger: attempts"] is False
+
+
+def test_after_another_world_size_losses_are_compared_to_tolerance_and_digests_exactly() -> None:
+    world = (replace(BLOWS[0], kind="world"),)
+    close = judged(row(2, **{"train/loss": 4.001}), world)  # MLflow has been told of step 2 before it was redone
+    assert close["losses, rates, gradient norms"] is close["MLflow series"] is True and close["final weights"] is None
+    assert judged(row(2, **{"train/loss": 4.001}))["MLflow series"] is False
+    assert judged(blows=world, points=POINTS | {"train/loss": [(1, 5.0)]})["MLflow series"] is False
+    assert judged(files("train", "model.safetensors"), world)["artifacts"] is True
+    assert judged(row(2, **{"train/loss": 4.5}), world)["losses, rates, gradient norms"] is False
+    assert judged(row(2, **{"data/digest": 13}), world)["data digests"] is False
+
+
+@pytest.mark.parametrize(("equal", "code"), [(True, 0), (None, 0), (False, 1)])
+def test_the_exit_code_is_the_verdict_and_the_report_holds_it_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, equal: bool | None, code: int
+) -> None:
+    from pipelines.cli import app
+
+    made = Report("smoke", 3, "file://there", list(BLOWS), [Verdict("weights", equal, "…")], {"cut": "no S3"}, 1.0)
+    asked: list[Any] = []
+    monkeypatch.setattr("pipelines.drill.drill.drill", lambda *words: asked.append(words) or made)
+    words = ["drill", "--kills", "1", "--seed", "3", "--kinds", "kill,term", "--store", "file://x"]
+    done = CliRunner().invoke(app, [*words, "--report", str(tmp_path / "out.json"), "--set", "train.seed=1"])
+    assert done.exit_code == code, done.output
+    assert asked[0][:6] == ("smoke", ["train.seed=1"], "file://x", 1, 3, ["kill", "term"])
+    assert "mid-step" in done.output and "weights" in done.output
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["passed"] is (code == 0)
+    assert told["blows"][0]["place"] == "mid-step" and told["verdicts"][0]["equal"] is equal
+
+
+# --- outages
+
+
+@contextmanager
+def echo() -> Iterator[str]:
+    """A server that sends back what it gets."""
+    listener = socket.create_server((LOOPBACK, 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(ConnectionError):
+            while data := connection.recv(1024):
+                connection.sendall(data)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def through(proxy: Proxy) -> socket.socket:
+    return socket.create_connection((LOOPBACK, int(proxy.endpoint.rpartition(":")[2])), timeout=5)
+
+
+def talk(connection: socket.socket) -> bytes:
+    connection.sendall(b"hello")
+    return connection.recv(1024)
+
+
+def test_the_proxy_resets_or_swallows_and_lets_through_again() -> None:
+    with echo() as endpoint, Proxy(endpoint) as proxy:
+        with through(proxy) as connection:
+            assert talk(connection) == b"hello"
+            proxy.cut(silent=False)
+            with pytest.raises(ConnectionError):
+                talk(connection)
+        with pytest.raises(ConnectionError), through(proxy) as connection:
+            talk(connection)
+        proxy.restore()
+        with through(proxy) as connection:
+            assert talk(connection) == b"hello"
+            proxy.cut(silent=True)
+            connection.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                talk(connection)
+            proxy.restore()
+            with pytest.raises(ConnectionError):
+                talk(connection)
+        with through(proxy) as connection:
+            assert talk(connection) == b"hello"
+
+
+# --- whole drills
+
+
+def drilled(project: Project, *words: str) -> dict[str, Any]:
+    """What a drill of the tiny recipe reports; it has to pass, and to leave nothing."""
+    with project.started("drill", "tiny.yaml", *words, "--report", "out.json") as process:
+        out, err = process.communicate(timeout=400)
+        assert process.returncode == 0, f"exit code {process.returncode}\n{out}\n{err}"
+        assert project.alive() == []
+    report = json.loads((project.folder / "out.json").read_text())
+    assert report["passed"]
+    assert all(blow["fell"] and blow["attempt"] for blow in report["blows"])
+    return report
+
+
+@pytest.mark.slow
+def test_a_run_on_disk_survives_kills_stops_damage_and_a_rival(tmp_path: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME)
+    report = drilled(project, "--kills", "4", "--seed", "189", "--kinds", "kill,term,corrupt,rival")
+    assert {"kill", "term", "corrupt", "rival"} == {blow["kind"] for blow in report["blows"]}
+    verdicts = {verdict["what"]: verdict["equal"] for verdict in report["verdicts"]}
+    assert verdicts.pop("MLflow series") is None and set(verdicts.values()) == {True}
+    assert project.found("**/*.json") == []  # a drill that passed cleans up behind itself
+
+
+@pytest.mark.slow
+def test_a_run_on_s3_survives_an_s3_and_an_mlflow_that_go_away_and_tells_mlflow_everything(
+    s3_store: S3Store, tmp_path: Path
+) -> None:
+    project = Project(tmp_path / FOLDER_NAME)
+    del project.environment["SKYTRAIN_TRACKING"]
+    report = drilled(project, "--kills", "4", "--seed", "16", "--kinds", "cut,mlflow,term", "--store", s3_store.uri)
+    assert {"cut", "mlflow", "term"} == {blow["kind"] for blow in report["blows"]}
+    assert {verdict["equal"] for verdict in report["verdicts"]} == {True}
+    assert s3_store.entries("") == []

@@ -1,0 +1,72 @@
+"""Attention by hand: packed gradients against float64, on a GPU if there is one."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.fused.attention import Attention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def exact(qkv: Tensor, gradient: Tensor, B: int, heads: int) -> tuple[Tensor, Tensor]:
+    """Output and packed gradient in float64, from the definition."""
+    qkv = qkv.double().requires_grad_()
+    q, k, v = (t.transpose(1, 2) for t in qkv.view(B, -1, 3, heads, qkv.size(1) // 3 // heads).unbind(2))
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    seen = torch.ones_like(scores, dtype=torch.bool).tril()
+    output = (scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(1, 2).reshape(gradient.shape)
+    output.backward(gradient.double())
+    assert qkv.grad is not None
+    return output.detach(), qkv.grad
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("B", "T", "heads", "head"), [(2, 100, 3, 64), (1, 77, 25, 64), (3, 37, 4, 16)])
+def test_output_and_packed_gradients_agree_with_float64(
+    B: int, T: int, heads: int, head: int, deterministic: bool
+) -> None:
+    C = heads * head
+    qkv, gradient = (torch.randn(B * T, n, device=DEVICE).bfloat16() for n in (3 * C, C))
+    attention = Attention(heads, C, DEVICE, deterministic)
+    output, saved = attention.forward(qkv, B)
+    packed = attention.backward(gradient, qkv, B, saved)
+    right, right_packed = exact(qkv, gradient, B, heads)
+    assert packed.shape == qkv.shape and packed.dtype == torch.bfloat16
+    for made, expected in ((output, right), *zip(packed.split(C, 1), right_packed.split(C, 1), strict=True)):
+        assert (made.double() - expected).norm() < 0.005 * expected.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_deterministic_one_is_cudnns_and_gives_the_same_bits() -> None:
+    pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
+    qkv, gradient = (torch.randn(8 * 1000, n, device=DEVICE).bfloat16() for n in (3 * 768, 768))
+    attention = Attention(12, 768, DEVICE, deterministic=True)
+    _, saved = attention.forward(qkv, 8)
+    assert list(attention.graphs) == [(8, 1000)] and None not in attention.graphs.values()
+    first, *others = (attention.backward(gradient, qkv, 8, saved) for _ in range(10))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("tried to allocate"), RuntimeError("CUDNN_STATUS_ALLOC_FAILED")]
+)
+def test_a_shape_that_memory_was_short_for_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter([error, RuntimeError("no plan supports the graph")])
+
+    def graphs(*_: object) -> None:
+        raise next(outcomes)
+
+    monkeypatch.setattr("trainer.fused.attention.Graphs", graphs)
+    attention = Attention(1, 16, torch.device("cpu"), deterministic=False)
+    attention.cudnn = SimpleNamespace(cudnnGraphNotSupportedError=KeyError)
+    qkv = torch.randn(8, 48).bfloat16()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        attention.forward(qkv, 2)
+    assert attention.refused() == []
+    for _ in range(2):
+        attention.forward(qkv, 2)
+    assert attention.refused() == ["cuDNN has no packed attention for 2 x 4 tokens; torch's math does it"]

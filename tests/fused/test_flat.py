@@ -1,0 +1,319 @@
+"""The flat state: where everything lies in it, and that its ranks together do what AdamW does to the mean gradient.
+
+The ranks are three processes that speak over gloo, and where there are three GPUs over NCCL, too; they start once, for
+all tests: first two of them are a world, then all three. Each writes down what a job of its world failed with.
+"""
+
+import math
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.checkpoint import Checkpointer, side_by_side, training_tensors
+from trainer.commits import TrainState
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.fused.flat import FlatState, Layout
+from trainer.metrics import EventLog, PhaseClock
+from trainer.model import GPT
+from trainer.optim import AdamW
+from trainer.parallel import World
+from trainer.store import LocalStore
+
+# A width that leaves gaps between parameters, and a vocabulary with padding.
+MODEL = ModelConfig(n_layer=2, n_head=3, n_embd=24, block_size=16, vocab_size=70)
+TRAIN = TrainConfig(batch_tokens=64, max_steps=9, learning_rate=0.01, weight_decay=0.3, beta2=0.9)
+STEPS = 3
+
+
+def gradients(step: int, rank: int) -> dict[str, Tensor]:
+    """What a rank's backward pass would find: enough to be clipped, and nothing in the padding of the vocabulary."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    found = {name: torch.randn(place.shape, generator=generator) for name, place in Layout(MODEL, 1).places.items()}
+    found["wte.weight"][MODEL.vocab_size :] = 0
+    return found
+
+
+def rounded_mean(gradients: list[Tensor]) -> Tensor:
+    """Of two gradients that travel in bf16: halved, which is exact, and added up there."""
+    first, second = (gradient.bfloat16() / 2 for gradient in gradients)
+    return (first + second).float()
+
+
+class Reference:
+    """The plain model and torch's AdamW on the mean gradient."""
+
+    def __init__(self, world_size: int, mean: Callable[[list[Tensor]], Tensor] = lambda g: torch.stack(g).mean(0)):
+        self.model, self.world_size, self.mean = GPT(MODEL), world_size, mean
+        self.model.initialize(TRAIN.seed)
+        self.optimizer = AdamW(self.model, TRAIN)
+
+    def step(self, number: int) -> float:
+        """Update `number`, from 1; the norm before clipping."""
+        ranks = [gradients(number, rank) for rank in range(self.world_size)]
+        for name, p in self.model.named_parameters():
+            p.grad = self.mean([each[name] for each in ranks])
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), TRAIN.grad_clip or math.inf)
+        self.optimizer.learning_rate = TRAIN.learning_rate / number
+        self.optimizer.step()
+        return float(norm)
+
+
+def flat_state(world: World, data_parallel: str = "zero1", reduce_dtype: str = "fp32") -> FlatState:
+    runtime = RuntimeConfig(data_parallel=data_parallel, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+    state = FlatState(MODEL, TRAIN, runtime, world)
+    state.initialize(TRAIN.seed)
+    return state
+
+
+def backward(state: FlatState, found: dict[str, Tensor], loss: float = 0.0) -> Tensor:
+    """As a backward pass leaves it, last block first; what `finish` makes of it."""
+    for name, gradient in found.items():
+        state.gradients[name].copy_(gradient)
+    for bucket in (*reversed(range(MODEL.n_layer)), MODEL.n_layer):
+        state.begin_reduce(bucket)
+    return state.finish(torch.tensor(loss, device=state.master.device))
+
+
+def assert_agrees(state: FlatState, reference: Reference) -> None:
+    """Rank 0 is given all weights of the reference, and every rank has them in bf16, its own part just so rounded."""
+    state.ready()
+    weights, pieces = state.full_weights(), state.pieces()
+    assert weights.keys() == (reference.model.state_dict().keys() if state.world.rank == 0 else set())
+    for name, expected in reference.model.state_dict().items():
+        rounded = state.weights[name].cpu()
+        torch.testing.assert_close(rounded.float(), expected, atol=1e-6, rtol=2**-7)
+        if piece := pieces.get(f"model.{name}"):
+            assert torch.equal(rounded.view(-1)[piece.start : piece.end], piece.live.cpu().bfloat16()), name
+        if state.world.rank == 0:
+            torch.testing.assert_close(weights[name], expected, atol=1e-6, rtol=1e-5)
+            assert torch.equal(rounded, weights[name].bfloat16()), name
+
+
+# --- what ranks do
+
+
+def updates_are_adamws(world: World, folder: Path, **options: str) -> None:
+    rounded = options.get("reduce_dtype") == "bf16" and world.world_size > 1
+    reference = Reference(world.world_size, rounded_mean) if rounded else Reference(world.world_size)
+    state = flat_state(world, **options)
+    assert_agrees(state, reference)
+    for number in range(1, STEPS + 1):
+        norm = reference.step(number)
+        found = backward(state, gradients(number, world.rank), loss=float(world.rank))
+        torch.testing.assert_close(found.cpu(), torch.tensor([(world.world_size - 1) / 2, norm]))
+        state.update(TRAIN.learning_rate / number, number, found)
+        assert_agrees(state, reference)
+    held = sum(tensor.numel() for tensor in (state.master, state.exp_avg, state.exp_avg_sq))
+    cut = 1 if options.get("data_parallel") == "all_reduce" else world.world_size
+    assert held == 3 * state.layout.size // cut
+
+
+def all_reduce_is_adamw(world: World, folder: Path) -> None:
+    updates_are_adamws(world, folder, data_parallel="all_reduce")
+
+
+def bf16_on_the_wire_is_adamw(world: World, folder: Path) -> None:
+    updates_are_adamws(world, folder, reduce_dtype="bf16")
+
+
+def one_ranks_nan_changes_nothing(world: World, folder: Path) -> None:
+    reference, state = Reference(world.world_size), flat_state(world)
+    held = (state.master, state.exp_avg, state.exp_avg_sq)
+    reference.step(1)
+    state.update(TRAIN.learning_rate, 1, backward(state, gradients(1, world.rank)))
+    before = [tensor.clone() for tensor in held]
+    last_rank = world.rank == world.world_size - 1
+    broken = gradients(2, world.rank)
+    broken["h.1.ln_2.bias"][3] = math.nan if last_rank else 0.0
+    for found in (
+        backward(state, broken),
+        backward(state, gradients(2, world.rank), loss=math.inf if last_rank else 0.0),
+    ):
+        assert not found.isfinite().all()
+        state.update(TRAIN.learning_rate, 2, found)
+        assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
+    reference.step(2)
+    state.update(TRAIN.learning_rate / 2, 2, backward(state, gradients(2, world.rank)))
+    assert_agrees(state, reference)
+
+
+def checkpointer(world: World, folder: Path) -> Checkpointer:
+    return Checkpointer(LocalStore(folder), "run", world, folder / f"work-of-{world.world_size}", world.world_size)
+
+
+def saves_after_two_updates(world: World, folder: Path) -> None:
+    state, log = flat_state(world), EventLog(None, PhaseClock())
+    for number in (1, 2):
+        state.update(TRAIN.learning_rate / number, number, backward(state, gradients(number, world.rank)))
+    saving = checkpointer(world, folder)
+    saving.save(TrainState(step=2), state.pieces(), log)
+    saving.finish(log)
+
+
+def goes_on_from_two_ranks(world: World, folder: Path) -> None:
+    """Loads what two ranks of ZeRO-1 saved, and takes the third step as those two would have."""
+    for mode in ("zero1", "all_reduce"):
+        reference, state = Reference(2), flat_state(world, data_parallel=mode)
+        log = EventLog(None, PhaseClock())
+        assert checkpointer(world, folder).load_latest(state.pieces(), log) == TrainState(step=2)
+        state.loaded()
+        for number in (1, 2):
+            reference.step(number)
+        assert_agrees(state, reference)
+        reference.step(3)
+        # As many ranks as there may be, their mean gradient is that of the two.
+        both = zip(gradients(3, 0).items(), gradients(3, 1).values(), strict=True)
+        found = backward(state, {name: (a + b) / 2 for (name, a), b in both})
+        state.update(TRAIN.learning_rate / 3, 3, found)
+        assert_agrees(state, reference)
+
+
+Job = Callable[[World, Path], None]
+JOBS: dict[int, list[Job]] = {
+    1: [updates_are_adamws, all_reduce_is_adamw, bf16_on_the_wire_is_adamw, one_ranks_nan_changes_nothing]
+    + [goes_on_from_two_ranks],
+    2: [updates_are_adamws, all_reduce_is_adamw, bf16_on_the_wire_is_adamw, saves_after_two_updates],
+    3: [updates_are_adamws, all_reduce_is_adamw, one_ranks_nan_changes_nothing, goes_on_from_two_ranks],
+}
+
+
+def do_jobs(rank: int, folder: Path, kind: str, worlds: tuple[int, ...] = (2, 3)) -> None:
+    """One of three processes, or the test's own."""
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    for world_size in worlds:
+        if rank >= world_size:
+            continue
+        if world_size > 1:
+            meeting = f"file://{folder}/meeting-{world_size}"
+            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+            dist.init_process_group(backend, meeting, timedelta(seconds=60), rank=rank, world_size=world_size)
+        for job in JOBS[world_size]:
+            try:
+                job(World(rank, rank, world_size, device), folder)
+            except BaseException:
+                outcome(folder, job, world_size, rank).write_text(traceback.format_exc())
+                return  # the other ranks may wait for this one: nothing that follows would tell anything
+            outcome(folder, job, world_size, rank).write_text("done")
+        if world_size > 1:
+            dist.destroy_process_group()
+
+
+def outcome(folder: Path, job: Job, world_size: int, rank: int) -> Path:
+    return folder / f"{job.__name__}-{rank}-of-{world_size}"
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[int, Job], None]:
+    """Has done all jobs; asserts of one that no rank of a world of so many failed in it."""
+    kind: str = request.param
+    if kind == "cuda" and torch.cuda.device_count() < 3:
+        pytest.skip("needs three GPUs")
+    folder = tmp_path_factory.mktemp("flat")
+    processes = [multiprocessing.get_context("spawn").Process(target=do_jobs, args=(r, folder, kind)) for r in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(150)
+        process.kill()
+    do_jobs(0, folder, kind, worlds=(1,))
+
+    def did(world_size: int, job: Job) -> None:
+        for rank in range(world_size):
+            path = outcome(folder, job, world_size, rank)
+            assert path.exists(), f"rank {rank} did not come to it"
+            assert path.read_text() == "done"
+
+    return did
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_updates_of_any_number_of_ranks_are_adamws_on_the_mean_gradient(
+    ranks: Callable[[int, Job], None], world_size: int
+) -> None:
+    ranks(world_size, updates_are_adamws)
+    ranks(world_size, all_reduce_is_adamw)
+
+
+@pytest.mark.slow
+def test_gradients_that_travel_in_bf16_are_rounded_and_nothing_else(ranks: Callable[[int, Job], None]) -> None:
+    ranks(2, bf16_on_the_wire_is_adamw)
+    ranks(1, bf16_on_the_wire_is_adamw)  # nothing travels, nothing is rounded
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: Callable[[int, Job], None]) -> None:
+    ranks(1, one_ranks_nan_changes_nothing)
+    ranks(3, one_ranks_nan_changes_nothing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_two_ranks_saved_goes_on_at_one_and_at_three(ranks: Callable[[int, Job], None], world_size: int) -> None:
+    ranks(2, saves_after_two_updates)
+    ranks(world_size, goes_on_from_two_ranks)
+
+
+def test_a_checkpoint_of_the_flat_state_is_one_of_the_plain_path_and_back(tmp_path: Path) -> None:
+    alone, log = World(0, 0, 1, torch.device("cpu")), EventLog(None, PhaseClock())
+    saves_after_two_updates(alone, tmp_path)
+    plain = Reference(1)
+    names = training_tensors(plain.model, plain.optimizer)
+    with torch.no_grad():
+        for piece in names.values():
+            piece.live.fill_(-1)
+    assert checkpointer(alone, tmp_path).load_latest(names, log) == TrainState(step=2)
+    plain.optimizer.set_steps(2)
+    expected = Reference(1)
+    for number in (1, 2, 3):
+        expected.step(number)
+    plain.step(3)
+    for name, p in plain.model.state_dict().items():
+        torch.testing.assert_close(p, expected.model.state_dict()[name], atol=1e-6, rtol=1e-5)
+
+    saving = checkpointer(alone, tmp_path)
+    saving.save(TrainState(step=3), names, log)
+    saving.finish(log)
+    state = flat_state(alone)
+    assert checkpointer(alone, tmp_path).load_latest(state.pieces(), log) == TrainState(step=3)
+    state.loaded()
+    assert_agrees(state, plain)
+
+
+def test_a_checkpoints_copy_is_one_for_weights_and_one_for_each_moment() -> None:
+    alone = World(0, 0, 1, torch.device("cpu"))
+    state, plain = flat_state(alone), Reference(1)
+    lives = {name: piece.live for name, piece in state.pieces().items()}
+    runs = side_by_side(lives)
+    assert len(runs) == 3 and sorted(sum(runs, [])) == sorted(lives)
+    apart = {name: piece.live for name, piece in training_tensors(plain.model, plain.optimizer).items()}
+    assert sorted(side_by_side(apart)) == sorted([name] for name in apart)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("n_embd", [24, 128])
+def test_everything_has_its_own_aligned_place_and_matrices_come_first(world_size: int, n_embd: int) -> None:
+    layout = Layout(MODEL.model_copy(update={"n_embd": n_embd}), world_size)
+    with torch.device("meta"):
+        shapes = {n: tuple(p.shape) for n, p in GPT(MODEL.model_copy(update={"n_embd": n_embd})).named_parameters()}
+    assert {name: place.shape for name, place in layout.places.items()} == shapes
+    taken = torch.zeros(layout.size)
+    for name, place in layout.places.items():
+        bucket = layout.buckets[place.bucket]
+        assert place.offset % 8 == bucket.start % 8 == 0
+        assert (place.end <= bucket.decayed) if len(place.shape) == 2 else (place.offset >= bucket.decayed), name
+        assert place.end <= bucket.length
+        taken[bucket.start + place.offset : bucket.start + place.end] += 1
+    assert taken.max() == 1 and taken.sum() == sum(math.prod(shape) for shape in shapes.values())
+    assert all(bucket.length % (world_size * 128) == 0 for bucket in layout.buckets)
+    assert len({bucket.length for bucket in layout.buckets[:-1]}) == 1  # blocks are alike

@@ -1,0 +1,365 @@
+"""The fused step against the reference: the same loss and the same gradients, as near as bf16 lets them come.
+
+On a CPU its kernels run in Triton's interpreter and its products in plain torch, so shapes are small; they are odd.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import trainer_runs
+from torch import Tensor
+from trainer_runs import Runner, weights
+
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.engine import FusedEngine, PlainEngine, make_engine
+from trainer.errors import UserError
+from trainer.fused.flat import FlatState
+from trainer.fused.gemm import DEFAULT, Request
+from trainer.model import GPT
+from trainer.parallel import World
+
+fused = pytest.importorskip("trainer.fused.step", reason="needs triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs Triton's interpreter: here is a GPU, TRITON_INTERPRET=1 does without", allow_module_level=True)
+data, runner = trainer_runs.data, trainer_runs.runner  # fixtures
+ALONE = World(0, 0, 1, torch.device("cpu"))
+TRAIN = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=1e-3, weight_decay=0.1)
+SHORT: dict[str, Any] = {"max_steps": 6, "val_every": 3, "val_tokens": 64, "batch_tokens": 64}
+SHAPES = {  # layers, heads, width, tokens, vocabulary, sequences, micro-batches
+    "25 heads, one sequence": (2, 25, 200, 19, 257, 1, 2),
+    "a prime number of tokens": (2, 4, 64, 37, 300, 3, 1),
+    "one layer": (1, 2, 48, 11, 130, 2, 3),
+}
+
+
+def a_model(layers: int, heads: int, width: int, tokens: int, vocabulary: int) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A shape, and weights that bf16 holds exactly and that make every gradient large."""
+    config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=tokens, vocab_size=vocabulary)
+    weights = {}
+    for name, w in GPT(config).state_dict().items():
+        norm = w.dim() == 1 and name.endswith("weight")
+        weights[name] = (torch.randn(w.shape) * 0.1 + norm).bfloat16().float()
+    weights["wte.weight"][vocabulary:] = 0
+    return config, weights
+
+
+def gradients(
+    model: GPT, batches: list[tuple[Tensor, Tensor]], autocast: bool = False
+) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss over the batches and its gradients, by autograd."""
+    total = 0.0
+    for tokens, targets in batches:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model.head(model.hidden(tokens)).flatten(0, 1)
+        if autocast:
+            logits = logits.float()
+        loss = torch.nn.functional.cross_entropy(logits, targets.flatten()) / len(batches)
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def error(a: Tensor, exact: Tensor) -> float:
+    return float((a.double() - exact).norm() / exact.norm())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    print(f"seed {torch.seed()}")  # another each time; pytest shows it where a test fails
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_loss_and_every_gradient_are_as_near_to_float64_as_autocasts(
+    shape: tuple[int, ...], recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *model, vocabulary, sequences, count = shape
+    config, weights = a_model(*model, vocabulary)
+    tokens = torch.randint(0, vocabulary, (count, sequences, config.block_size + 1))
+    batches = [(t[:, :-1], t[:, 1:]) for t in tokens]
+    monkeypatch.setattr(fused, "LOGIT_BYTES", 2 * config.padded_vocab_size * 16)  # several chunks, the last one short
+    state = FlatState(config, TRAIN, RuntimeConfig(), ALONE)
+    state.load(weights)
+    step = fused.FusedStep(config, state, recompute, False)
+    for gradient in state.gradients.values():
+        gradient.fill_(torch.nan)  # nothing of what was there before may stay
+    scale = 1 / (count * sequences * config.block_size)
+    step.begin(1)
+    losses = [float(step.backward(*batch, scale, last=i == count - 1)) for i, batch in enumerate(batches)]
+    exact_model, plain_model = GPT(config).double(), GPT(config)
+    for other in (exact_model, plain_model):
+        other.load_state_dict(weights)
+    exact_loss, exact = gradients(exact_model, batches)
+    plain_loss, plain = gradients(plain_model, batches, autocast=True)
+    assert sum(losses) == pytest.approx(exact_loss, abs=0.01 + 2 * abs(plain_loss - exact_loss))
+    for name, gradient in exact.items():
+        assert error(state.gradients[name], gradient) < 2 * error(plain[name], gradient) + 0.01, name
+    assert float(step.loss(*batches[0])) == pytest.approx(count * losses[0], rel=1e-5)
+
+
+def engines(runtime: dict[str, Any] | None = None) -> tuple[FusedEngine, PlainEngine]:
+    config, weights = a_model(2, 2, 32, 16, 140)
+    ways = [RuntimeConfig(engine=way, **(runtime or {})) for way in ("fused", "eager")]
+    one, other = (make_engine(config, TRAIN, way, ALONE) for way in ways)
+    assert isinstance(one, FusedEngine) and isinstance(other, PlainEngine)
+    one.state.load(weights)
+    other.model.load_state_dict(weights)
+    return one, other
+
+
+def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0) -> list[float]:
+    """Losses of a few updates on random tokens."""
+    noise, losses = torch.Generator().manual_seed(seed), []
+    for number in range(1, count + 1):
+        tokens = torch.randint(0, 140, (2, 2, 17), generator=noise)
+        found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2, number)
+        assert engine.update(1e-2, found, number)
+        losses.append(float(found[0]))
+    return losses
+
+
+@pytest.mark.slow
+def test_updates_follow_the_reference() -> None:
+    one, other = engines()
+    assert updates(one, 6) == pytest.approx(updates(other, 6), rel=4e-3)
+
+
+def test_what_is_not_finite_changes_nothing() -> None:
+    one, _ = engines()
+    before = {name: w.clone() for name, w in one.weights().items()}
+    one.state.weights["h.0.ln_1.bias"][0] = torch.nan
+    tokens = torch.randint(0, 140, (2, 17))
+    found = one.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 1)
+    one.update(1e-2, found, 1)
+    assert not torch.isfinite(found).all()
+    assert all(torch.equal(before[name], w) for name, w in one.weights().items())
+
+
+@pytest.mark.slow
+def test_every_batch_of_a_ramp_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
+    torch._dynamo.reset()
+    config, _ = a_model(1, 1, 16, 8, 140)
+    sizes = range(1, 10)  # one more than dynamo would take by itself
+    ramp = {"batch_ramp_from": 8, "batch_ramp_tokens": 800, "batch_tokens": 8 * len(sizes)}
+    engine = make_engine(config, TRAIN.model_copy(update=ramp), RuntimeConfig(engine="compiled"), ALONE)
+    engine.initialize(1)
+    for size in sizes:
+        tokens = torch.randint(0, 140, (size, 9))
+        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, size)
+    assert len(compiled) == len(sizes)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_goes_on_bit_for_bit(runner: Callable[..., Runner]) -> None:
+    whole, run = (runner(name, engine="fused", **SHORT | {"max_steps": 4}) for name in ("whole", "stopped"))
+    model, state = whole.attempt()
+    run.attempt(stop_after=2)
+    resumed, state_resumed = run.attempt()
+    assert weights(resumed) == weights(model) and run.rows() == whole.rows() and state_resumed == state
+    assert whole.rows()[-1]["train/loss"] < whole.rows()[1]["train/loss"]
+
+
+def test_the_reference_goes_on_from_a_commit_of_the_fused_engine_and_back(runner: Callable[..., Runner]) -> None:
+    plain, mixed = (runner(name, engine="eager", **SHORT) for name in ("plain", "mixed"))
+    plain.attempt()
+    for stop_after, engine in ((2, "eager"), (2, "fused"), (None, "eager")):
+        runtime = mixed.config.runtime.model_copy(update={"engine": engine})
+        mixed.config = mixed.config.model_copy(update={"runtime": runtime})
+        mixed.attempt(stop_after)
+    for a, b in zip(plain.rows(), mixed.rows(), strict=True):
+        assert a.get("train/loss", 0) == pytest.approx(b.get("train/loss", 0), rel=5e-3)
+
+
+def test_the_reference_may_be_rehearsed_in_fp16() -> None:
+    config, _ = a_model(1, 1, 32, 16, 140)
+    engine = make_engine(config, TRAIN.model_copy(update={"precision": "fp16"}), RuntimeConfig(engine="eager"), ALONE)
+    engine.initialize(1)
+    tokens = torch.randint(0, 140, (2, 17))
+    for number in (0, 0, 1):
+        found = engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)
+    assert engine.update(1e-3, found, 1) and found.isfinite().all()
+
+
+@pytest.mark.parametrize(("way", "precision"), [("eager", "auto"), ("fused", "auto"), ("fused", "fp8")])
+def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
+    config, _ = a_model(1, 1, 32, 16, 140)
+    runtime = RuntimeConfig(engine=way, data_parallel="all_reduce")  # type: ignore[arg-type]
+    of_two = World(0, 0, 2, torch.device("cpu"))  # and the other one never comes: there is no group to speak to
+    engine = make_engine(config, TRAIN.model_copy(update={"precision": precision}), runtime, of_two)
+    engine.initialize(1)
+    tokens = torch.randint(0, 140, (2, 17))
+    for number in (0, 0):
+        assert engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)[0].isfinite()
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 1)
+
+
+def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(n_layer=1, n_head=1, n_embd=12, block_size=4)
+    with pytest.raises(UserError, match="runtime.engine: fused can't run here: heads of 12 are not a multiple of 8"):
+        make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UserError, match="it needs a CUDA device, this is cpu; use 'auto'"):
+        make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
+    assert make_engine(config, TRAIN, RuntimeConfig(), ALONE).why == "eager, on cpu; there is no CUDA device"
+
+
+def test_products_that_cublaslt_refuses_are_told_once(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right, out = (
+        (dtype, torch.Size(shape), (shape[1], 1))
+        for dtype, shape in ((torch.bfloat16, (9, 7)), (torch.bfloat16, (9, 24)), (torch.float32, (7, 24)))
+    )
+    refused = Request(left, right, out, (True, False), DEFAULT, False, None, False)
+    monkeypatch.setattr("trainer.fused.gemm.refused", lambda: [refused])
+    run = runner(engine="fused", **SHORT | {"max_steps": 2, "warmup_steps": 0})
+    run.attempt()
+    words = "cuBLASLt does not make bfloat16 9x7ᵀ @ bfloat16 9x24 -> float32 7x24 (epilogue 1); torch does"
+    assert [(e["step"], e["reason"]) for e in run.events if e["event"] == "slow"] == [(1, words)]
+
+
+# --- fp8
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [((25, 200, 16), "model.n_embd 200 is not a multiple of 16"), ((2, 64, 24), "model.block_size 24 is not a mult")],
+)
+def test_fp8_is_refused_where_its_products_would_not_be_in_fp8(shape: tuple[int, int, int], words: str) -> None:
+    config, _ = a_model(1, *shape, 140)
+    with pytest.raises(UserError, match=f"train.precision: fp8 needs the fused engine: {words}"):
+        make_engine(config, TRAIN.model_copy(update={"precision": "fp8"}), RuntimeConfig(engine="fused"), ALONE)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_head"])
+def test_fp8_gradients_point_where_the_exact_ones_do(precision: str) -> None:
+    config, weights = a_model(2, 2, 64, 16, 140)
+    tokens = torch.randint(0, 140, (2, 3, 17))
+    batches = [(t[:, :-1], t[:, 1:]) for t in tokens]
+    train = TRAIN.model_copy(update={"precision": precision})
+    engine = make_engine(config, train, RuntimeConfig(engine="fused"), ALONE)
+    assert isinstance(engine, FusedEngine) and engine.precision == precision
+    engine.state.load(weights)
+    exact_model = GPT(config).double()
+    exact_model.load_state_dict(weights)
+    exact_loss, exact = gradients(exact_model, batches)
+    for number in (1, 100):  # the first one has to find its scales before, and each hundredth counts
+        found = engine.accumulate(iter(batches), 2, number)
+        assert float(found[0]) == pytest.approx(exact_loss, rel=0.01)
+        for name, gradient in exact.items():
+            # e5m2 keeps 2 bits behind the point: rounding is off by 7% on average, of every factor.
+            assert error(engine.state.gradients[name], gradient) < 0.25, name
+    told = engine.measures()
+    assert set(told) == {
+        f"fp8/{k}_{what}" for k in ("activations", "gradients") for what in ("saturated", "underflown")
+    }
+    assert told["fp8/activations_saturated"] == 0 and 0 < told["fp8/gradients_underflown"] < 0.2
+    assert engine.measures() == {}
+
+
+def fp8_engine(config: ModelConfig, weights: dict[str, Tensor], recompute: bool = False, **train: Any) -> FusedEngine:
+    runtime = RuntimeConfig(engine="fused", recompute=recompute)
+    engine = make_engine(config, TRAIN.model_copy(update={"precision": "fp8"} | train), runtime, ALONE)
+    assert isinstance(engine, FusedEngine)
+    engine.state.load(weights)
+    return engine
+
+
+@pytest.mark.slow
+def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = a_model(1, 1, 32, 16, 140)
+    train = TRAIN.model_copy(update={"precision": "fp8", "warmup_steps": 1})
+    one, other = (make_engine(config, train, RuntimeConfig(engine="fused"), ALONE) for _ in range(2))
+    tokens = torch.randint(0, 140, (2, 17))
+    batch = (tokens[:, :-1], tokens[:, 1:])
+    found = []
+    for engine in (one, other):
+        assert isinstance(engine, FusedEngine)
+        engine.state.load(weights)
+        if engine is other:
+            engine.accumulate(iter(2 * [batch]), 2)
+        assert not engine.pieces()["fp8.magnitudes"].live.any()
+        saved = engine.pieces()["fp8.magnitudes"].live
+        found.append([engine.accumulate(iter([batch]), 1, number) for number in (1, 2)])
+        if engine is other:  # as when a run goes on: what the scales are is known
+            with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
+                patch.setattr(engine.step, "_embed_backward", out_of_memory)
+                engine.accumulate(iter([(tokens[:, 1:], tokens[:, 1:])]), 1)
+        found[-1].append(engine.accumulate(iter([batch]), 1, 2))
+        assert not saved.any()  # a checkpoint's copy may still be on its way while micro-batches are done
+        assert engine.pieces()["fp8.magnitudes"].live.any()
+    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+def test_fp8_gradients_stay_in_range_where_the_batch_is_cut_up_otherwise() -> None:
+    engine = fp8_engine(*a_model(1, 2, 32, 16, 140))
+    tokens = torch.randint(0, 140, (2, 17))
+    found = []
+    for number, scale in ((1, 1 / 512), (2, 1 / 16)):
+        engine.step.begin(number)
+        engine.step.backward(tokens[:, :-1], tokens[:, 1:], scale, last=True)
+        found.append({name: gradient / scale for name, gradient in engine.state.gradients.items()})
+    assert all(error(found[1][name], gradient.double()) < 0.1 for name, gradient in found[0].items())
+
+
+@pytest.mark.slow
+def test_recomputing_gelu_in_fp8_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, weights = a_model(2, 2, 32, 16, 140)
+    tokens = torch.randint(0, 140, (2, 17))
+    cast8, casts, found = fused.kernels.cast8, [], []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        casts.extend(arguments[3:4])
+        return cast8(*arguments, **options)
+
+    monkeypatch.setattr(fused.kernels, "cast8", counted)
+    for recompute, times in ((False, 2), (True, 4)):
+        engine = fp8_engine(config, weights, recompute, warmup_steps=1)
+        for number in (1, 2, 3):
+            casts.clear()
+            engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)
+        assert casts.count("gelu") == times
+        found.append(torch.cat([gradient.flatten() for gradient in engine.state.gradients.values()]))
+    assert torch.equal(*found)
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.cuda.OutOfMemoryError
+
+
+def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:
+    engine = fp8_engine(*a_model(1, 1, 32, 16, 140))
+    tokens, bias = torch.randint(0, 140, (2, 17)), engine.state.weights["h.0.ln_1.bias"]
+    batch = (tokens[:, :-1], tokens[:, 1:])
+    engine.accumulate(iter([batch]), 1, 1)
+    bias[0] = torch.inf
+    engine.accumulate(iter([batch]), 1, 2)
+    bias[0] = 0.0
+    assert engine.accumulate(iter([batch]), 1, 3).isfinite().all()
+
+
+@pytest.mark.slow
+def test_an_fp8_run_that_is_stopped_goes_on_bit_for_bit(runner: Callable[..., Runner]) -> None:
+    changes = SHORT | {"max_steps": 4, "warmup_steps": 1, "precision": "fp8_head", "engine": "fused", "n_layer": 1}
+    whole, run = (runner(name, **changes) for name in ("whole", "stopped"))
+    model, _ = whole.attempt()
+    run.attempt(stop_after=3)
+    resumed, _ = run.attempt()
+    assert weights(resumed) == weights(model) and run.rows() == whole.rows()

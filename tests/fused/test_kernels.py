@@ -1,0 +1,245 @@
+"""Every kernel of the fused step against the same arithmetic in float64, on sizes that no block divides.
+
+On a CPU they run in Triton's interpreter; where there is a GPU, on that.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton (pip)")
+
+from trainer.fused import kernels  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16 = torch.bfloat16
+SIZES = [(77, 40), (1, 72), (130, 200)]
+ROUNDED = 2.0**-8  # half the distance of two bf16 numbers, at most, in parts of the smaller
+
+
+@pytest.fixture(autouse=True)
+def _memory_that_nobody_wrote_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(8, device=DEVICE, dtype=BF16).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def fresh(*shape: int, scale: float = 1.0) -> Tensor:
+    torch.seed()
+    return (scale * torch.randn(shape)).to(DEVICE, BF16)
+
+
+def near(actual: Tensor, expected: Tensor, relative: float = ROUNDED, absolute: float = 1e-5) -> None:
+    """`absolute` in parts of the largest: float32 sums cancel, and the GPU's tanh is good to 2^-11."""
+    error = (actual.double() - expected).abs()
+    allowed = relative * expected.abs() + absolute * expected.abs().max()
+    assert (error <= allowed).all(), (error - allowed).max()
+
+
+@pytest.mark.parametrize(("M", "C"), SIZES)
+def test_norms_agree_with_float64(M: int, C: int) -> None:
+    x, delta, delta_bias, weight, bias = fresh(M, C, scale=3), fresh(M, C), fresh(C), fresh(C), fresh(C)
+    x_new, y, mean, rstd = kernels.add_norm(x, delta, delta_bias, weight, bias)
+    total = x.double() + delta.double() + delta_bias.double()
+    near(x_new, total, absolute=1e-7)
+    near(y, F.layer_norm(x_new.double(), (C,), weight.double(), bias.double()))
+    near(mean, x_new.double().mean(1), 1e-5)
+    near(rstd, (x_new.double().var(1, correction=0) + 1e-5).rsqrt(), 1e-5)
+
+    assert torch.equal(kernels.add_norm(x, delta, None, weight, bias)[0], (x.float() + delta.float()).to(BF16))
+    assert torch.equal(kernels.norm_again(x_new, mean, rstd, weight, bias), y)
+
+
+def test_embeddings_wrap_at_the_length_of_a_sequence() -> None:
+    T, C, V = 11, 72, 50
+    wte, wpe, weight, bias = fresh(V, C), fresh(T, C), fresh(C), fresh(C)
+    tokens = torch.randint(V, (3 * T,), device=DEVICE)
+    x, y, _, _ = kernels.embed_norm(tokens, wte, wpe, weight, bias)
+    assert torch.equal(x, (wte[tokens].float() + wpe.repeat(3, 1).float()).to(BF16))
+    near(y, F.layer_norm(x.double(), (C,), weight.double(), bias.double()))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(("M", "C"), SIZES)
+def test_the_gradient_of_a_norm_agrees_with_float64(M: int, C: int, residual: bool) -> None:
+    x, dy, weight, bias, beside = fresh(M, C, scale=2), fresh(M, C), fresh(C), fresh(C), fresh(M, C)
+    _, _, mean, rstd = kernels.add_norm(x, torch.zeros_like(x), None, weight, bias)
+    sums = torch.ones(3, kernels.norm_partials(C, DEVICE), C, device=DEVICE)
+    dx = kernels.norm_backward(dy, x, mean, rstd, weight, beside if residual else None, sums)
+
+    exact = [t.double().requires_grad_() for t in (x, weight, bias)]
+    F.layer_norm(exact[0], (C,), exact[1], exact[2]).backward(dy.double())
+    assert exact[0].grad is not None and exact[1].grad is not None and exact[2].grad is not None
+    near(dx, exact[0].grad + (beside.double() if residual else 0))
+    added = sums.double().sum(1) - sums.shape[1]  # they were 1 before
+    near(added[0], exact[1].grad, 0, 1e-4)
+    near(added[1], exact[2].grad, 0, 1e-4)
+    near(added[2], dx.double().sum(0), 0, 1e-4)
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_gelu_agrees_with_float64(M: int, N: int) -> None:
+    h = fresh(M, N, scale=2)
+    near(kernels.gelu(h), F.gelu(h.double(), approximate="tanh"), absolute=2**-10)
+
+
+@pytest.mark.parametrize(("M", "C"), SIZES)
+def test_columns_are_summed_also_where_they_are_some_of_a_wider_tensor(M: int, C: int) -> None:
+    wide = fresh(M, 3 * C)
+    for part in (wide, wide[:, C : 2 * C]):
+        sums = torch.ones(kernels.column_partials(DEVICE), part.shape[1], device=DEVICE)
+        kernels.column_sums(part, sums)
+        near(sums.double().sum(0) - sums.shape[0], part.double().sum(0), 0, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("M", "vocab_size", "V"),
+    [(77, 300, 320), (33, 1000, 1024), (5, 512, 512), pytest.param(2, 50257, 50304, marks=pytest.mark.slow)],
+)
+def test_cross_entropy_and_its_gradient_agree_with_float64(M: int, vocab_size: int, V: int) -> None:
+    around = fresh(M + 2, V, scale=8)
+    around[:, vocab_size:] = float("nan")  # padding may hold anything
+    logits = around[1:-1]
+    targets = torch.randint(vocab_size, (M,), device=DEVICE)
+    targets[0], targets[-1] = 0, vocab_size - 1
+    scale = torch.rand(1, device=DEVICE)
+    before = around.clone()
+
+    exact = logits[:, :vocab_size].double().requires_grad_()
+    loss = F.cross_entropy(exact, targets, reduction="none")
+    (loss.sum() * scale.double()).backward()
+    assert exact.grad is not None
+
+    losses = torch.empty(M, device=DEVICE)
+    kernels.cross_entropy(logits, targets, vocab_size, scale, losses, backward=False)
+    assert torch.equal(around.nan_to_num(7), before.nan_to_num(7))
+    near(losses, loss.detach(), 1e-5)
+    again = torch.empty(M, device=DEVICE)
+    kernels.cross_entropy(logits, targets, vocab_size, scale, again, backward=True)
+    assert torch.equal(again, losses)
+    # Where softmax is near 1 the gradient is a small difference, good to float32's rounding of 1.
+    near(logits[:, :vocab_size], exact.grad, absolute=1e-6)
+    assert (logits[:, vocab_size:] == 0).all()
+    assert torch.equal(around[:: M + 1].nan_to_num(7), before[:: M + 1].nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_adamw_is_torchs(dtype: torch.dtype) -> None:
+    n, around = 1003, 8
+    inside = slice(around, around + n)
+    buffers = [torch.full((n + 2 * around,), 9.0, device=DEVICE) for _ in range(3)]
+    master, exp_avg, exp_avg_sq = (buffer[inside] for buffer in buffers)
+    master.copy_(fresh(n))
+    exp_avg.zero_(), exp_avg_sq.zero_()
+    weights16 = torch.full((n + 2 * around,), 9.0, device=DEVICE, dtype=BF16)
+    parameter = master.double().requires_grad_()
+    optimizer = torch.optim.AdamW([parameter], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(1, 4):
+        grad = fresh(n).to(dtype)
+        numbers = torch.tensor([0.01, 1 / (1 - 0.9**step), 1 / (1 - 0.95**step), 0.5, 1.0], device=DEVICE)
+        kernels.adamw(weights16[inside], master, exp_avg, exp_avg_sq, grad, numbers, 0.1, 0.9, 0.95, 1e-8)
+        parameter.grad = grad.double() * 0.5
+        optimizer.step()
+    near(master, parameter.detach(), 1e-5)
+    assert torch.equal(weights16[inside], master.to(BF16))
+    assert all((t[:around] == 9).all() and (t[-around:] == 9).all() for t in (*buffers, weights16))
+
+
+@pytest.mark.parametrize(("grad_scale", "apply"), [(0.5, 0.0), (float("nan"), 1.0), (float("inf"), 1.0)])
+def test_adamw_changes_nothing_where_a_number_is_not_finite_or_it_is_told_so(grad_scale: float, apply: float) -> None:
+    state = [fresh(100).float() for _ in range(3)]
+    before = [t.clone() for t in state]
+    weights16 = torch.zeros(100, device=DEVICE, dtype=BF16)
+    numbers = torch.tensor([0.01, 1.0, 1.0, grad_scale, apply], device=DEVICE)
+    kernels.adamw(weights16, state[0], state[1], state[2], fresh(100), numbers, 0.1, 0.9, 0.95, 1e-8)
+    assert all(torch.equal(now, then) for now, then in zip(state, before, strict=True)) and not weights16.any()
+
+
+def fp8_out(scale: float) -> kernels.Fp8Out:
+    return kernels.Fp8Out(torch.tensor([scale], device=DEVICE), torch.tensor([0.125], device=DEVICE))
+
+
+def cast_by_torch(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+@pytest.mark.parametrize(("gradient", "dtype"), [(False, torch.float8_e4m3fn), (True, torch.float8_e5m2)])
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_fp8_casts_and_transposes_are_torchs(M: int, N: int, gradient: bool, dtype: torch.dtype) -> None:
+    x = fresh(M, N) * torch.exp2(6 * fresh(M, N))  # from what vanishes to what saturates
+    x[0, :4] = torch.tensor([0.0, 1e6, -1e6, 1e-7])
+    out, sums = fp8_out(3.0), torch.ones(kernels.column_partials(DEVICE), N, device=DEVICE)
+    x8, x8t = kernels.cast8(x, out, transposed=True, sums=sums, gradient=gradient)
+    expected = cast_by_torch(x, 3.0, dtype)
+    assert x8.dtype == dtype and torch.equal(x8.float(), expected.float())
+    assert x8t is not None and torch.equal(x8t.view(torch.uint8), x8.t().view(torch.uint8))
+    assert out.amax.item() == x.abs().max().float().item()
+    near(sums.double().sum(0) - sums.shape[0], x.double().sum(0), 0, 1e-4)
+    assert torch.equal(kernels.transpose8(x8).view(torch.uint8), x8t.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_results_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:
+    """Off by half of what the format keeps, 2^-4 or 2^-3, or of its smallest number, 2^-9 or 2^-16."""
+    h, da, weight, bias = fresh(M, N, scale=2), fresh(M, N), fresh(N), fresh(N)
+    exact = h.double().requires_grad_()
+    activation = F.gelu(exact, approximate="tanh")
+    activation.backward(da.double())
+    assert exact.grad is not None
+
+    def agree(x8: Tensor, expected: Tensor, out: kernels.Fp8Out, relative: float, smallest: float) -> None:
+        error = (x8.double() / out.scale.double() - expected).abs()
+        assert (error <= (relative + 0.001) * expected.abs() + smallest / out.scale.double() + 1e-3).all()
+        assert out.amax.item() == pytest.approx(max(0.125, expected.abs().max().item()), rel=2**-8)
+
+    out = fp8_out(20.0)
+    agree(kernels.cast8(h, out, kind="gelu")[0], activation.detach(), out, 2**-4, 2**-10)
+    out, sums = fp8_out(1000.0), torch.zeros(kernels.column_partials(DEVICE), N, device=DEVICE)
+    dh8, dh8t = kernels.cast8(da, out, transposed=True, kind="dgelu", h=h, sums=sums, gradient=True)
+    agree(dh8, exact.grad, out, 2**-3, 2**-17)
+    assert dh8t is not None and torch.equal(dh8t.t().view(torch.uint8), dh8.view(torch.uint8))
+    near(sums.double().sum(0), exact.grad.sum(0), 0, 1e-3)
+
+    out = fp8_out(30.0)
+    normal = F.layer_norm(h.double(), (N,), weight.double(), bias.double())
+    _, y8, mean, rstd = kernels.add_norm(h, torch.zeros_like(h), None, weight, bias, out)
+    agree(y8, normal, out, 2**-4, 2**-10)
+    out, sums = fp8_out(500.0), torch.zeros(3, kernels.norm_partials(N, DEVICE), N, device=DEVICE)
+    dx, dx8 = kernels.norm_backward8(da, h, mean, rstd, weight, da, sums, out)
+    again = torch.zeros_like(sums)
+    near(dx, kernels.norm_backward(da, h, mean, rstd, weight, da, again).double())
+    agree(dx8, dx.double(), out, 2**-3 + 2**-8, 2**-17)
+    near(sums.sum(1).double(), again.sum(1).double(), 0, 1e-3)
+
+
+def test_the_fp8_gradient_of_the_logits_is_right_on_average() -> None:
+    """Over many tokens with the same logits, whose probabilities reach far below e5m2's smallest number."""
+    M, vocab_size, V = 1500, 120, 128
+    logits = (4 * torch.randn(V)).to(DEVICE, BF16).repeat(M, 1)
+    targets = torch.full((M,), 7, device=DEVICE)
+    scale, q = torch.tensor([1 / M], device=DEVICE), torch.tensor([4.0 * M], device=DEVICE)
+    losses, before = torch.empty(M, device=DEVICE), logits.clone()
+
+    def gradient(seed: int) -> Tensor:
+        number = torch.tensor([seed], device=DEVICE, dtype=torch.int32)
+        return kernels.cross_entropy8(logits, targets, vocab_size, scale, losses, q, number)
+
+    first = gradient(-5)
+    assert torch.equal(logits, before)
+    exact = logits[0, :vocab_size].double().softmax(0)
+    near(losses, -exact[7].log().expand(M), 1e-5)
+    exact[7] -= 1
+    exact = F.pad(4 * exact, (0, V - vocab_size))
+    step = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2**-14))) - 2)
+    values = first.double()
+    assert ((values - exact).abs() <= 1.0001 * step).all() and (values[:, vocab_size:] == 0).all()
+    # A value is one of two neighbours: its deviation is half a step at most. (1e-6: exact itself is float32's.)
+    odds = (exact.abs() / step) % 1
+    deviation = step * (odds * (1 - odds)).sqrt()
+    assert ((values.mean(0) - exact).abs() <= 6 * deviation / M**0.5 + 1e-6 * exact.abs() + 1e-3 * step).all()
+    assert not torch.equal(first.view(torch.uint8), gradient(6).view(torch.uint8))

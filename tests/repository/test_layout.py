@@ -1,0 +1,166 @@
+"""What the folders promise: ours shadow no package, trainer knows no pipelines, and no machine leaks in."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("trainer", "pipelines", "docker", "sky", "infra", "tests", "benchmarks", ".ci", ".github")
+FILES = ("README.md", "pyproject.toml", "constraints.txt", "Makefile", "LICENSE", ".gitignore")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# What runs on a rented GPU node has to work where none of these is installed.
+UNKNOWN_TO_TRAINER = {
+    "pipelines",
+    "sky",
+    "mlflow",
+    "boto3",
+    "botocore",
+    "docker",
+    "datasets",
+    "typer",
+    "rich",
+}
+
+# Written so that no pattern matches its own source. A path counts only where it starts: not in a URL.
+FOREIGN = {
+    "a path of one machine": re.compile(
+        r"(?:file://|(?<![\w.~/}$-]))/(?:(?:work|root)\b|(?:home|Users|tmp)/\w|opt/(?:wheels|pypi))"
+    ),
+    "the host of a package registry": re.compile(r"pypi\.(?:org|python)|python(?:hosted)|download\.(?:pytorch)"),
+}
+
+
+def sources_in(folder: str) -> list[Path]:
+    """Every file below a folder of the project, without what Python leaves there."""
+    return [path for path in sorted((ROOT / folder).rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+
+
+def python_in_clone(code: str, home: Path) -> str:
+    """What `code` prints when run in the clone's root, with that root first on the module search path."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imports_of(source: Path) -> set[str]:
+    """Top-level names of all modules that a file imports absolutely, wherever in the file it does so."""
+    found = set()
+    for node in ast.walk(ast.parse(source.read_text(), filename=str(source))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("folder", ["sky", "docker", "infra"])
+def test_folders_that_bear_a_packages_name_hold_no_python(folder: str) -> None:
+    assert (ROOT / folder).is_dir()
+    assert [path for path in sources_in(folder) if path.suffix in {".py", ".pyi", ".so"}] == []
+
+
+def test_no_module_of_ours_stands_in_front_of_an_installed_one() -> None:
+    # The root is on the search path in a shell there, tests/ is put on it by pytest.
+    modules = {path.stem for folder in (ROOT, ROOT / "tests") for path in folder.glob("*.py")}
+    packages = {path.parent.name for path in (ROOT / "tests").rglob("__init__.py")}
+    assert packages == set(), "tests/ is flat and no package"
+    taken = sys.stdlib_module_names | {"sky", "docker", "datasets", "mlflow", "torch", "tests"}
+    assert modules & taken == set()
+
+
+def test_the_docker_sdk_is_found_from_the_root_of_the_clone(tmp_path: Path) -> None:
+    found = python_in_clone("import docker; docker.from_env; print(docker.__file__)", tmp_path)
+    assert not Path(found.strip()).is_relative_to(ROOT / "docker")
+
+
+@pytest.mark.slow
+def test_skypilot_is_found_from_the_root_of_the_clone(tmp_path: Path) -> None:
+    try:
+        version("skypilot")
+    except PackageNotFoundError:
+        pytest.skip("needs skypilot (pip install '.[cloud]')")
+    code = (
+        "import sky; from sky import Task, jobs; "
+        "assert sky.Task is Task; jobs.launch; print(Task(run='true').run, sky.__file__)"
+    )
+    run, _, found = python_in_clone(code, tmp_path).strip().splitlines()[-1].partition(" ")
+    assert run == "true"
+    assert not Path(found).is_relative_to(ROOT / "sky")
+
+
+def test_trainer_imports_nothing_of_pipelines_and_no_cloud() -> None:
+    sources = [path for path in sources_in("trainer") if path.suffix == ".py"]
+    assert sources
+    wrong = {path.name: imports_of(path) & UNKNOWN_TO_TRAINER for path in sources}
+    assert {name: names for name, names in wrong.items() if names} == {}
+
+
+def test_every_package_folder_is_installed() -> None:
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for top in ("trainer", "pipelines")
+        for path in sources_in(top)
+        if path.suffix == ".py"
+    }
+    assert folders == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_every_declared_dependency_is_pinned() -> None:
+    def canonical(requirement: str) -> str:
+        name = re.match(r"[\w.-]+", requirement)
+        assert name, requirement
+        return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)] == []
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = {canonical(each) for each in sum(extras.values(), PROJECT["project"]["dependencies"])}
+    assert {"torch", "tiktoken", "datasets", "boto3", "skypilot", "mlflow", "tenacity"} <= declared
+    assert declared - {canonical(pin) for pin in pins} == set()
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_no_file_of_the_project_names(what: str) -> None:
+    paths = [ROOT / name for name in FILES] + [path for folder in FOLDERS for path in sources_in(folder)]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in paths
+        if path.is_file()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
+        if FOREIGN[what].search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("line", "is_foreign"),
+    [
+        ("cd /" + "work/main", True),
+        ("'/" + "root/.cache'", True),
+        ("see /" + "tmp/notes.txt", True),
+        ("file:///" + "tmp/x", True),
+        ("https://example.org/work/of/others", False),
+        ("a/root/b, $HOME/work, ~/work", False),
+        ("tokens/second", False),
+        ("/workspace", False),
+    ],
+)
+def test_a_machines_path_is_told_from_other_slashes(line: str, is_foreign: bool) -> None:
+    assert bool(FOREIGN["a path of one machine"].search(line)) is is_foreign

@@ -1,0 +1,515 @@
+"""The report page: it says what the store says, nothing in it becomes markup, and a browser draws it alone."""
+
+import base64
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines import cli
+from pipelines.artifacts.manifest import File, Manifest, commit
+from pipelines.recipe import load_recipe
+from pipelines.show.overlay import Overlay, read_overlay
+from pipelines.show.page import REFERENCES, SHAPES, bind, render, run_shown, smoothed, targets, thin
+from pipelines.show.tables import print_bill
+from pipelines.stage import plans_of, run_name
+from pipelines.tracking.ledger import Heartbeat
+from pipelines.tracking.runs import RunRecord, account_of, record
+from trainer.errors import UserError
+from trainer.store import LocalStore, Store
+
+NOON = 1_800_000_000.0
+HOSTILE = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'><!--<script>"
+CHANGES = [
+    "tokens.source=hf://datasets/a/b",
+    f"tokens.subset={HOSTILE}",
+    f"tokens.revision={'a' * 40}",
+    "train.max_steps=400",
+]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def attempted(store: Store, prefix: str, stage: str, number: int, start: float, end: float, **changes: Any) -> None:
+    values: dict[str, Any] = {"state": "done", "price_per_hour": 36.0, "process": {"machine": HOSTILE}}
+    values |= {"run": changes.pop("run"), "phases": {"setup": 10.0, "train": end - start - 10}} | changes
+    beat = Heartbeat(stage=stage, attempt=number, started=start, time=end, **values)
+    store.put(f"{prefix}/attempts/{number:04d}/heartbeat.json", json.dumps(asdict(beat)).encode())
+
+
+def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool = True, **prices: Any) -> RunRecord:
+    """A run that was killed at step 250, a commit after step 200, and went on an hour later."""
+    recipe = load_recipe("smoke", [f"name={name}", *CHANGES])
+    plans = plans_of(recipe)
+    run, train = run_name(plans), plans["train"].prefix
+    for attempt, first, last, start in ((1, 1, 200, NOON), (2, 201, steps, NOON + 3850)):
+        rows = [
+            {
+                "step": step,
+                "time": start + 10 + step - first + 1,
+                "train/loss": 5 * math.exp(-step / 100) + 2 + 0.1 * math.sin(step),
+                "train/lr": 1e-3,
+                "train/grad_norm": 1.0,
+                "perf/tokens_per_second": 2048.0,
+                **({"val/loss": 5 * math.exp(-step / 100) + 2.1} if step % 50 == 0 else {}),
+            }
+            for step in range(first, last + 1)
+        ]
+        body = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        store.put(f"{train}/metrics/step-{last:08d}-a{attempt:04d}.jsonl", body)
+    told = {"resumed_from": 0, "step": 250, "device": "cpu", "world_size": 1, "precision": "fp32"}
+    attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=told, **prices)
+    told |= {"resumed_from": 200, "step": steps}
+    attempted(store, train, "train", 2, NOON + 3850, NOON + 3850 + 10 + steps - 200, run=run, progress=told, **prices)
+    if finished:
+        facts = {"steps": steps, "tokens": 2048 * steps, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
+        for stage, found in {
+            "tokenize": {"tokens": 8_000_000},
+            "train": facts | {"perf/tokens_per_second": 2048.0, "rollbacks": []},
+            "evaluate": {"val/loss": 2.0625, "sample": HOSTILE},
+            "export": {"parameters": 7},
+        }.items():
+            plan = plans[stage]
+            origin = {"git_commit": "c0ffee", "git_dirty": True, "python": "3.11", "versions": {"torch": "2.13"}}
+            files = (File("x", "a0001/x", 1000, "0" * 64),)
+            made_by = "other-12345678" if stage == "tokenize" else run
+            values = (plan.stage, plan.label, plan.fingerprint, plan.identity, {}, files, origin, found, made_by)
+            commit(store, Manifest(*values, 1, NOON))
+    return record(store, run, recipe, plans, "export")
+
+
+def run_that_waited(store: Store, scale: float = 1.0) -> RunRecord:
+    """An attempt at training, 59 waits for spot, and another: 26.4 hours, or `scale` times as long."""
+    told = run_in(store, f"patient-{scale}", steps=300, finished=False)
+    start, numbers = NOON, range(1, 62)
+    for number in numbers:
+        waits = number not in (numbers[0], numbers[-1])
+        seconds = scale * (600 if waits else 6_000 if number == 1 else 36_000)
+        progress = {"waiting": True, "notice": f"look {number}"} if waits else {"resumed_from": 0, "step": 250}
+        rest = {"progress": progress, "price_per_hour": 0.6 if waits else 36.0, "run": told.run}
+        phases = {"idle" if waits else "train": seconds}
+        attempted(store, told.prefixes["train"], "train", number, start, start + seconds, phases=phases, **rest)
+        start += seconds + (300 * scale if waits else 0)
+    return told
+
+
+class Parts(HTMLParser):
+    """The elements of a page that could do something, as a browser's parser would find them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if data.strip() and self.found:
+            self.texts.setdefault(self.found[-1][0], []).append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+# --- what the page says
+
+
+def test_a_page_says_what_the_store_says(store: LocalStore) -> None:
+    told = run_in(store)
+    shown, account = run_shown(store, told), account_of(store, told)
+    assert (shown["state"], shown["steps"], shown["starts"]) == ("done", 400, 2)
+    assert shown["account"]["total"] == asdict(account.total)
+    assert account.total.usd == pytest.approx(36.0 * (250 + 210) / 3600)
+    assert [(a["state"], a["from"], a["to"]) for a in shown["attempts"]] == [("lost", 0, 250), ("done", 200, 400)]
+    assert shown["attempts"][1]["billed_before"]["usd"] == pytest.approx(2.5)
+    assert shown["series"]["train/loss"]["raw"]["step"] == list(range(1, 401))
+    boxes = {box["stage"]: box for box in shown["lineage"]}
+    assert list(boxes) == ["text", "tokenize", "train", "evaluate", "export"]
+    assert boxes["tokenize"]["facts"] == ["8,000,000 tokens", "made by other-12345678"]
+    assert boxes["evaluate"]["facts"] == ["val loss 2.0625"]
+    receipt = dict(shown["receipt"])
+    assert receipt["commit"] == "c0ffee with changes that no commit holds"
+    assert receipt["seed"] == "1337" and receipt["hardware"].startswith("1 x cpu, fp32; ")
+
+
+def test_waits_for_spot_in_a_row_are_one_row_of_the_page_as_of_the_bill(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = run_that_waited(store)
+    shown = run_shown(store, told)
+    assert [a["number"] for a in shown["attempts"]] == ["1", "2 to 60", "61"]
+    wait = shown["attempts"][1]
+    assert wait["waited"] and wait["notice"] == "look 60" and wait["phases"] == {"idle": 59 * 600.0}
+    assert (wait["started"], wait["ended"]) == (NOON + 6_000, NOON + 6_000 + 59 * 900 - 300)
+    assert wait["bill"]["usd"] == pytest.approx(59 * 0.1)
+    assert {box["stage"]: box.get("attempts") for box in shown["lineage"]}["train"] == shown["starts"] == 2
+    monkeypatch.setenv("COLUMNS", "200")
+    print_bill(account_of(store, told))
+    bill = "\n".join(" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    rows = ["train 1 done", "train 2 to 60 waiting for spot (look 60)", "train 61 done"]
+    assert [bill.count(f"\n{row} ") for row in rows] == [1, 1, 1] and "\ntrain 3" not in bill
+
+
+def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logged(store: LocalStore) -> None:
+    line = run_shown(store, run_in(store))["series"]["val/loss"]["line"]
+    bill = dict(zip(line["step"], zip(line["hours"], line["usd"], strict=True), strict=True))
+    assert bill[50] == pytest.approx((60 / 3600, 0.6), abs=1e-5)
+    # Step 250 as it stands was done by the second attempt; the first one, lost work and all, is on the bill before it.
+    # The hour between them is on nobody's.
+    assert bill[250] == pytest.approx(((250 + 60) / 3600, 3.1), abs=1e-5)
+
+
+def test_a_run_without_a_known_price_has_hours_and_no_dollars(store: LocalStore) -> None:
+    shown = run_shown(store, run_in(store, price_per_hour=None))
+    line = shown["series"]["val/loss"]["line"]
+    assert line["usd"] == [] and len(line["hours"]) == len(line["step"])
+    assert shown["account"]["total"]["usd"] == 0 and shown["account"]["total"]["unpriced_hours"] > 0
+
+
+def test_an_unfinished_run_has_a_page_too(store: LocalStore) -> None:
+    shown = run_shown(store, run_in(store, steps=300, finished=False))
+    assert [box.get("there") for box in shown["lineage"]] == [None, False, False, False, False]
+    assert shown["targets"] == [{"what": "steps", "target": 400, "got": 300, "met": None}]
+    assert shown["sample"] is None
+
+
+def test_targets_are_met_missed_or_not_yet_measured() -> None:
+    recipe = load_recipe("gpt2-124m")
+    verdicts = [row["met"] for row in targets(recipe, "124M", recipe.train.max_steps, 3.5, 0.30)]
+    assert verdicts == [True, False, True]
+    assert [row["met"] for row in targets(recipe, "124M", 5, None, None)] == [None, None, None]
+    assert len(targets(load_recipe("smoke"), None, 600, 1.0, None)) == 1  # no weights of OpenAI's are of that size
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_every_size_of_gpt2_is_that_of_a_shipped_recipe_and_has_its_references(size: str) -> None:
+    model = load_recipe(f"gpt2-{size.lower()}").model
+    assert SHAPES[size] == (model.n_layer, model.n_head, model.n_embd)
+    assert {metric: sum(s == size for _, s, _ in known) for metric, known in REFERENCES.items()} == {
+        "val/loss": 1,
+        "eval/hellaswag_acc_norm": 2,
+    }
+
+
+# --- curves
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(10, 300))
+def test_a_thinned_curve_keeps_its_ends_and_extremes_within_the_limit(values: Sequence[float], limit: int) -> None:
+    kept = thin(values, limit)
+    assert kept == sorted(set(kept)) and len(kept) <= max(limit, 2)
+    assert (kept[0], kept[-1]) == (0, len(values) - 1)
+    left = [values[i] for i in kept]
+    assert (min(left), max(left)) == (min(values), max(values))
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=300), st.integers(0, 50))
+def test_a_running_mean_is_the_mean_of_the_neighbours(values: Sequence[float], reach: int) -> None:
+    means = smoothed(values, reach)
+    assert len(means) == len(values)
+    for i, mean in enumerate(means):
+        near = min(reach, i // 4)
+        window = values[i - near : i + near + 1]
+        assert mean == pytest.approx(sum(window) / len(window), abs=1e-6)
+
+
+# --- overlays
+
+
+def test_a_log_of_llmc_is_read_as_it_was_written(tmp_path: Path) -> None:
+    log = tmp_path / "main.log"
+    log.write_text("s:0 tel:11.0\ns:0 trl:11.5 lr:0.000001 norm:14.96\ns:1 trl:9.0 lr:0.1 norm:nan\ns:1 eval:0.25\n")
+    assert read_overlay(str(log)) == Overlay(
+        "main.log",
+        524_288,
+        {
+            "val/loss": {0: 11.0},
+            "train/loss": {0: 11.5, 1: 9.0},
+            "train/lr": {0: 1e-6, 1: 0.1},
+            "train/grad_norm": {0: 14.96},  # what is not finite is left out
+            "eval/hellaswag_acc_norm": {1: 0.25},
+        },
+    )
+    assert read_overlay(f"{log}@1048576").batch_tokens == 1_048_576
+    log.write_text("s:5 trl:3.0\ns:6 trl:2.9\ns:5 trl:3.1\n")  # it was resumed, and did step 5 again
+    assert read_overlay(str(log)).series["train/loss"] == {5: 3.1, 6: 2.9}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        ("", "holds no step; a main.log of llm.c has lines like 's:250 tel:6.1565'"),
+        ("s:1 trl:2.0\nstep 2: loss 3\n", "line 2: 'step 2: loss 3' is not llm.c's"),
+        ("s:1 trl:2.0\ntrl:3.0\n", "line 2: 'trl:3.0' is not llm.c's"),
+        ("s:1 trl:two\n", "line 1: 's:1 trl:two' is not llm.c's"),
+    ],
+)
+def test_another_file_is_refused_in_one_line(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "main.log").write_text(text)
+    with pytest.raises(UserError) as error:
+        read_overlay(str(tmp_path / "main.log"))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_recorded_log_of_a_real_llmc_run_is_read_whole(shared_data: Path) -> None:
+    overlay = read_overlay(str(shared_data / "llmc_124M_main.log"))
+    assert {metric: len(points) for metric, points in overlay.series.items()} == {
+        "train/loss": 19_552,
+        "train/lr": 19_552,
+        "train/grad_norm": 19_552,
+        "val/loss": 80,
+        "eval/hellaswag_acc_norm": 79,
+    }
+    assert (overlay.series["val/loss"][19_552], overlay.series["eval/hellaswag_acc_norm"][19_552]) == (3.2731, 0.3054)
+
+
+# --- one file, safe to open
+
+
+def test_no_text_of_a_run_becomes_markup(store: LocalStore) -> None:
+    page = render(store, [run_in(store)], [Overlay(HOSTILE, 1, {"val/loss": {1: 2.0}})])
+    parts = Parts(page)
+    assert [script.get("type") for script in parts.all("script")] == ["application/json", None]
+    assert parts.all("img") == [] and "window.broken" in page  # said, and escaped
+    data = json.loads("".join(parts.texts["script"][:1]))
+    assert data["runs"][0]["sample"] == HOSTILE and data["overlays"][0]["name"] == HOSTILE
+
+
+def test_what_the_data_says_is_not_taken_for_a_part_of_the_template() -> None:
+    page = bind({"runs": [{"name": "{{script}}{{style}}{{data}}"}]})
+    assert page.count('"use strict"') == 1 and '"name":"{{script}}{{style}}{{data}}"' in page
+
+
+def test_the_policy_admits_the_pages_own_style_and_script_and_nothing_else(store: LocalStore) -> None:
+    parts = Parts(render(store, [run_in(store)]))
+    (policy,) = [m["content"] for m in parts.all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+    digests = {
+        kind: "sha256-" + base64.b64encode(hashlib.sha256(parts.texts[kind][-1].encode()).digest()).decode()
+        for kind in ("style", "script")
+    }
+    assert policy == (
+        f"default-src 'none'; style-src '{digests['style']}'; script-src '{digests['script']}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    assert not any(attributes.get("src") or attributes.get("href") for _, attributes in parts.found)
+
+
+def test_a_long_run_makes_a_page_of_less_than_a_megabyte(store: LocalStore, shared_data: Path) -> None:
+    page = render(store, [run_in(store, steps=20_000)], [read_overlay(str(shared_data / "llmc_124M_main.log"))])
+    assert len(page) < 1_000_000
+
+
+def test_report_writes_the_page_where_it_is_told(
+    store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.html"
+    with pytest.raises(UserError, match="no runs in .* yet; `skytrain run smoke` makes one"):
+        cli.report(store=store.uri, html=path)
+    run = run_in(store).run
+    cli.report([run[:7]], store=store.uri, html=path)
+    assert run in path.read_text() and str(path) in capsys.readouterr().out
+    with pytest.raises(UserError, match="cannot be written"):
+        cli.report(store=store.uri, html=tmp_path / "nowhere" / "report.html")
+    with pytest.raises(UserError, match="add --html FILE"):
+        cli.report(store=store.uri, overlay=["main.log"])
+
+
+# --- in a real browser
+
+
+class Browser:
+    """Debian's chromium without a window, driven over a pair of pipes with its DevTools protocol."""
+
+    FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
+    FLAGS += ("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe")
+
+    def __init__(self, profile: Path) -> None:
+        theirs_to_read, self.to = os.pipe()
+        self.back, theirs_to_write = os.pipe()
+        pipes = f'exec "$@" 3<&{theirs_to_read} 4>&{theirs_to_write}'  # the numbers that chromium expects
+        self.process = subprocess.Popen(
+            ["bash", "-c", pipes, "-", "chromium", *self.FLAGS, f"--user-data-dir={profile}"],
+            pass_fds=(theirs_to_read, theirs_to_write),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_to_read)
+        os.close(theirs_to_write)
+        self.rest, self.number, self.session = b"", 0, ""
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params}
+        message |= {"sessionId": self.session} if self.session else {}
+        os.write(self.to, json.dumps(message).encode() + b"\0")
+        while (answer := self.read()).get("id") != self.number:
+            self.events.append(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def read(self) -> dict[str, Any]:
+        while b"\0" not in self.rest:
+            arrived = os.read(self.back, 1 << 16)
+            assert arrived, "chromium has gone"
+            self.rest += arrived
+        message, _, self.rest = self.rest.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, path: Path) -> None:
+        self.call("Page.navigate", url=path.as_uri())
+        while not self.heard("Page.loadEventFired"):
+            self.events.append(self.read())
+
+    def js(self, expression: str) -> Any:
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        self.call("Input.dispatchKeyEvent", type="rawKeyDown", key=key, code=key, windowsVirtualKeyCode=KEYS[key])
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=KEYS[key])
+
+    def screen(self, width: int, scheme: str = "light") -> None:
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
+        )
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def heard(self, *methods: str) -> list[dict[str, Any]]:
+        return [event["params"] for event in self.events if event.get("method") in methods]
+
+
+KEYS = {"Tab": 9, "ArrowLeft": 37}
+COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    if not shutil.which("chromium"):
+        pytest.skip("needs chromium (apt)")
+    started = Browser(tmp_path / "profile")
+    yield started
+    started.process.terminate()
+    started.process.wait(20)
+
+
+def ticks_of(browser: Browser, figure: int) -> list[str]:
+    """What stands below the axis of a figure that has no title there."""
+    clock = f"document.querySelectorAll('figure')[{figure}]"
+    return browser.js(f"[...{clock}.querySelectorAll('line.axis + text')].map((text) => text.textContent)")
+
+
+@pytest.mark.slow
+def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_bar(
+    store: LocalStore, tmp_path: Path, browser: Browser
+) -> None:
+    expected = {
+        0.0005: ["10 s", "20 s", "30 s", "40 s"],
+        0.002: ["0.5 min", "1 min", "1.5 min", "2 min", "2.5 min", "3 min"],
+        0.01: ["2 min", "4 min", "6 min", "8 min", "10 min", "12 min", "14 min"],
+        0.05: ["10 min", "20 min", "30 min", "40 min", "50 min", "60 min", "70 min"],
+        0.1: ["0.5 h", "1 h", "1.5 h", "2 h", "2.5 h"],
+        1.0: ["3 h", "6 h", "9 h", "12 h", "15 h", "18 h", "21 h", "24 h"],
+        10.0: ["2 d", "4 d", "6 d", "8 d", "10 d"],
+    }
+    path = tmp_path / "report.html"
+    path.write_text(render(store, [run_that_waited(store, scale) for scale in expected]))
+    browser.screen(1200)
+    browser.open(path)
+    first = browser.js("document.querySelectorAll('figure').length") - len(expected)
+    assert [ticks_of(browser, first + i) for i in range(len(expected))] == [
+        ["0", *ticks] for ticks in expected.values()
+    ]
+    bars = browser.js("[...document.querySelectorAll('figure g[class^=s-]')].map((bar) => bar.textContent)")
+    assert bars == ["#1✓", "#2 to 60…", "#61✓"] * len(expected)
+    assert browser.heard(*COMPLAINTS) == []
+
+
+@pytest.mark.slow
+def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_nothing(
+    store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
+) -> None:
+    runs = [run_in(store), run_in(store, "dear", price_per_hour=None)]
+    path = tmp_path / "report.html"
+    path.write_text(render(store, runs, [read_overlay(str(shared_data / "llmc_124M_main.log"))]))
+    browser.screen(1200)
+    browser.open(path)
+
+    # Every figure is drawn, has a name for those who don't see it, and its numbers in a table.
+    figures = browser.js(
+        "[...document.querySelectorAll('figure')].map((f) => { f.querySelector('details').open = true; return ["
+        "f.querySelectorAll('path, rect').length, f.querySelector('svg[role=img]').getAttribute('aria-label')]; })"
+    )
+    assert len(figures) == 7  # loss, HellaSwag, throughput, learning rate, gradient norm; two timelines
+    assert all(marks > 1 and len(name) > 40 for marks, name in figures)
+    assert "3.2731" in figures[0][1] and "died without a word" in figures[5][1]
+    minutes = ["0", "1 min", "2 min", "3 min"]  # and anew behind the hour between the attempts, which is cut short
+    assert ticks_of(browser, 5) == [*minutes, "4 min", *minutes]
+    browser.screen(1200)
+    assert browser.js("document.querySelectorAll('figure table').length") == 7
+    text = browser.js("document.body.innerText")
+    assert f"{HOSTILE}" in text and browser.js("window.broken") is None
+    assert "$4.60" in text and "unpriced" in text
+
+    # The axis: dollars for the run that has a price; the others are named as missing.
+    browser.js("document.querySelector('input[name=axis][value=usd]').click()")
+    names = browser.js("document.querySelector('figure svg').getAttribute('aria-label')")
+    assert names.startswith("Loss, nats per token against dollars") and "main.log" not in names and "dear" not in names
+    said = browser.js("document.querySelector('figcaption').innerText")
+    assert "No price is known for dear-" in said and "tells neither time nor money" in said
+
+    # The keyboard reads values: Tab leads to the figure, arrows walk along it.
+    browser.js("document.querySelector('.check input').focus()")
+    browser.press("Tab")
+    at_the_end = browser.js("document.activeElement.getAttribute('aria-valuetext')")
+    browser.press("ArrowLeft")
+    spoken = browser.js("document.activeElement.getAttribute('aria-valuetext')")
+    assert spoken.startswith("$") and "quick-" in spoken and spoken != at_the_end
+    assert browser.js("!document.querySelector('.tip').hidden")
+
+    # Night, by the system's wish and by the page's own switch; and a phone.
+    ground = "getComputedStyle(document.body).backgroundColor"
+    day = browser.js(ground)
+    browser.screen(1200, "dark")
+    night = browser.js(ground)
+    browser.js("document.querySelector('input[name=theme][value=light]').click()")
+    assert day == "rgb(255, 255, 255)" and night != day and browser.js(ground) == day
+    browser.screen(375)
+    wide = "document.documentElement.scrollWidth > 375"
+    frames = f"(async () => {{ for (let i = 0; i < 300 && {wide}; i++) await new Promise(requestAnimationFrame); }})()"
+    browser.js(frames)  # a page that was made narrower is drawn anew with a later frame
+    assert browser.js("document.documentElement.scrollWidth") == 375
+
+    asked = {request["request"]["url"] for request in browser.heard("Network.requestWillBeSent")}
+    assert asked == {path.as_uri()}
+    assert browser.heard(*COMPLAINTS) == []
+
+    # And it could not if it would: the policy stops a script that comes from elsewhere, and every request.
+    tried = "fetch('data:text/plain,x').then(() => 'went', () => 'stopped')"
+    assert browser.js(tried) == "stopped"
+    browser.js("document.body.append(Object.assign(document.createElement('script'), {text: 'window.broken = 1'}))")
+    assert browser.js("window.broken") is None

@@ -1,0 +1,431 @@
+"""A recipe says everything once, refuses what it does not understand, and decides the fingerprints."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig, load_recipe, shipped
+from pipelines.show.tables import shipped_rows
+from pipelines.stage import STAGES, plans_of, run_name
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# name: layers, heads, width, context, batch_tokens, steps, peak learning rate
+TABLE = {
+    "gpt2-124m": (12, 12, 768, 1024, 524_288, 18_865, 6e-4),
+    "gpt2-350m": (24, 16, 1024, 1024, 524_288, 60_000, 3e-4),
+    "gpt2-774m": (36, 20, 1280, 1024, 524_288, 286_102, 2.5e-4),
+    "gpt2-1558m": (48, 25, 1600, 1024, 1_048_576, 32_000, 6e-4),
+    "gpt3-125m": (12, 12, 768, 2048, 524_288, 572_204, 6e-4),
+}
+
+# The artifacts of gpt2-124m.
+PINNED = {
+    "tokenize": "7210dafe1f319f8733f11860ffe4aa803966a6c2b75d7b19b9b2e6ec5c09cde7",
+    "train": "7c762e5f7e980b95b33440de4d0fb26c90d4a8b4790c512dee44a67ba5ec4e24",
+    "evaluate": "97aa05899f1d4c80e7377366d09d952626cda7626551fe8a4eeacb347fd24d24",
+    "export": "c86ce9b873df7002a7209567d65fa00dd957a00987fcbdada2cabf5e5d310cad",
+}
+
+# A field of each section of gpt2-124m with a value that it does not have there.
+OTHER: dict[str, dict[str, Any]] = {
+    "tokens": {
+        "source": "hf://datasets/HuggingFaceFW/fineweb",
+        "subset": "sample-100BT",
+        "revision": "0" * 40,
+        "text_column": "content",
+        "tokenizer": "bytes",
+        "shard_tokens": 50_000_000,
+        "max_tokens": 1_000_000_000,
+        "val_shards": 2,
+        "parts": 4,
+    },
+    "model": {"n_layer": 13, "n_head": 6, "n_embd": 1536, "block_size": 512, "vocab_size": 50_304},
+    "train": {
+        "batch_tokens": 262_144,
+        "batch_ramp_from": 32_768,
+        "batch_ramp_tokens": 1_000_000_000,
+        "max_steps": 1000,
+        "learning_rate": 5e-4,
+        "warmup_steps": 10,
+        "schedule": "wsd",
+        "min_lr_fraction": 0.1,
+        "wsd_decay_fraction": 0.3,
+        "weight_decay": 0.0,
+        "beta1": 0.8,
+        "beta2": 0.99,
+        "epsilon": 1e-7,
+        "grad_clip": None,
+        "skip_loss_zscore": 6.0,
+        "skip_grad_norm_zscore": 6.0,
+        "rollback_above_nats": 0.5,
+        "max_rollbacks": 1,
+        "seed": 1,
+        "val_every": None,
+        "val_tokens": 1_048_576,
+        "precision": "fp32",
+    },
+    "evaluate": {"val_tokens": 1024, "hellaswag": None},
+    "export": {"dtype": "float32"},
+    "runtime": {
+        "micro_batch_size": 1,
+        "processes": 2,
+        "engine": "eager",
+        "data_parallel": "all_reduce",
+        "reduce_dtype": "bf16",
+        "recompute": True,
+        "checkpoint_minutes": 3.0,
+        "keep_last": 5,
+        "keep_every_steps": 1000,
+        "deterministic": True,
+        "device": "cpu",
+        "watchdog_minutes": 5.0,
+    },
+}
+DOWNSTREAM = {
+    "tokens": {"tokenize", "train", "evaluate", "export"},
+    "model": {"train", "evaluate", "export"},
+    "train": {"train", "evaluate", "export"},
+    "evaluate": {"evaluate"},
+    "export": {"export"},
+    "runtime": set(),
+}
+FIELDS = [(section, field) for section, fields in OTHER.items() for field in fields]
+
+
+def write_recipe(folder: Path, **changes: Any) -> Path:
+    """The recipe smoke with whole sections or single values replaced, as a file."""
+    values = yaml.safe_load(shipped()["smoke"].read_text())
+    for section, value in changes.items():
+        values[section] = values[section] | value if isinstance(value, dict) else value
+    path = folder / "my.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def complaint(recipe: str | Path, *changes: str) -> str:
+    with pytest.raises(UserError) as mistake:
+        load_recipe(str(recipe), changes)
+    assert "\n" not in str(mistake.value)
+    return str(mistake.value)
+
+
+def fingerprints(recipe: Recipe) -> dict[str, str]:
+    return {stage: plan.fingerprint for stage, plan in plans_of(recipe).items()}
+
+
+def parameters(layers: int, width: int, context: int) -> int:
+    """GPT-2 counted tensor by tensor, with the vocabulary padded from 50,257 to 50,304 rows."""
+    attention = 3 * width * width + 3 * width + width * width + width
+    mlp = width * 4 * width + 4 * width + 4 * width * width + width
+    norms = 2 * 2 * width
+    return 50_304 * width + context * width + layers * (attention + mlp + norms) + 2 * width
+
+
+# --- the shipped ones
+
+
+def test_the_recipes_of_the_project_are_shipped_smallest_first() -> None:
+    assert list(shipped()) == ["smoke", "gpt2-124m", "gpt3-125m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
+    assert [load_recipe(name).name for name in shipped()] == list(shipped())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_shipped_recipe_has_the_published_numbers(name: str) -> None:
+    layers, heads, width, context, batch_tokens, steps, rate = TABLE[name]
+    recipe = load_recipe(name)
+    m, t = recipe.model, recipe.train
+    assert (m.n_layer, m.n_head, m.n_embd, m.block_size, m.vocab_size) == (layers, heads, width, context, 50_257)
+    assert (t.batch_tokens, t.max_steps, t.learning_rate) == (batch_tokens, steps, rate)
+    assert (t.warmup_steps, t.schedule, t.weight_decay, t.grad_clip) == (700, "cosine", 0.1, 1.0)
+    assert (t.beta1, t.beta2, t.epsilon) == (0.9, 0.95, 1e-8)
+    assert recipe.tokens.tokenizer == "gpt2" and recipe.tokens.shard_tokens == 100_000_000
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+@pytest.mark.parametrize("name", TABLE)
+def test_a_shipped_recipe_divides_its_batch_over_one_gpu_and_over_eight(name: str, processes: int) -> None:
+    recipe = load_recipe(name)
+    sequences = recipe.train.batch_tokens // recipe.model.block_size
+    assert sequences % (recipe.runtime.micro_batch_size * processes) == 0
+
+
+def test_smoke_needs_no_network_and_no_account() -> None:
+    recipe = load_recipe("smoke")
+    assert (recipe.tokens.source, recipe.tokens.tokenizer) == ("python-stdlib", "bytes")
+    assert recipe.evaluate.hellaswag is None
+
+
+def test_the_cost_of_a_recipe_is_the_arithmetic_it_states() -> None:
+    rows = {row["recipe"]: row for row in shipped_rows()}
+    assert list(rows) == list(shipped())
+    for name, (layers, _, width, context, batch_tokens, steps, _) in TABLE.items():
+        n, tokens = parameters(layers, width, context), batch_tokens * steps
+        flops = tokens * (6 * (n - context * width) + 12 * layers * width * context)
+        hours = flops / (8 * 989e12 * 0.5) / 3600
+        assert rows[name]["parameters"] == n
+        assert rows[name]["tokens"] == tokens
+        assert rows[name]["flops"] == pytest.approx(flops, rel=1e-12)
+        assert rows[name]["node_hours"] == pytest.approx(hours, rel=1e-12)
+        assert rows[name]["usd"] == pytest.approx(hours * 31.92, rel=1e-12)
+        # The comment beside max_steps tells the same.
+        shown = f"{tokens / 1e9:.1f}B tokens; {flops:.1e} FLOPs; {hours:.1f} h on 8xH100 at 50% MFU"
+        assert f"{shown}: ~${hours * 31.92:,.0f} at $31.92/h" in shipped()[name].read_text()
+
+
+def test_124m_has_the_parameters_that_llm_c_reports() -> None:
+    assert load_recipe("gpt2-124m").model.parameters == 124_475_904
+
+
+# --- mistakes
+
+
+def test_an_unknown_recipe_is_told_the_nearest_one() -> None:
+    assert complaint("smoek") == "smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"
+    assert "shipped are smoke, gpt2-124m" in complaint("zzz")
+    assert "shipped are smoke, gpt2-124m" in complaint("a" * 300)  # longer than a file's name may be
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("train.learning_rte=1", "my.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?"),
+        ("trian.max_steps=1", "my.yaml: trian: unknown field; did you mean 'train'?"),
+        ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; known here: source, subset, "),
+        ("train.max_steps=fast", "my.yaml: train.max_steps: input should be a valid integer (got 'fast')"),
+        ("train.max_steps=1.5", "my.yaml: train.max_steps: input should be a valid integer (got 1.5)"),
+        ("train.max_steps=", "my.yaml: train.max_steps: input should be a valid integer (got None)"),
+        ("train.schedule=sine", "my.yaml: train.schedule: input should be 'cosine', 'wsd', 'linear' or 'constant'"),
+        ("train=5", "my.yaml: train: input should be a valid dictionary"),
+        ("name=Big Run", "my.yaml: name: string should match pattern"),
+        ("tokens.tokenizer=gpt3", "my.yaml: tokens.tokenizer: input should be 'gpt2' or 'bytes' (got 'gpt3')"),
+        ("export.dtype=int8", "my.yaml: export.dtype: input should be 'float32', 'bfloat16' or 'float16' (got 'int8')"),
+        # Impossible together
+        (
+            "train.batch_tokens=1000",
+            "train.batch_tokens: 1000 is not a multiple of model.block_size 128; 1024 would be",
+        ),
+        (
+            "train={batch_tokens: 2048, max_steps: 9, learning_rate: 1, batch_ramp_from: 64, batch_ramp_tokens: 9}",
+            "train.batch_ramp_from: 64 is not a multiple of model.block_size 128; 128 would be",
+        ),
+        (
+            "train={batch_tokens: 2048, max_steps: 9, learning_rate: 1, batch_ramp_from: 768, batch_ramp_tokens: 9}",
+            "train: batch_ramp_from 768 does not divide batch_tokens 2048; 512 would",
+        ),
+        (
+            "train.batch_ramp_from=512",
+            "train: batch_ramp_from is given without batch_ramp_tokens; a ramp needs both, a constant batch neither",
+        ),
+        ("model.n_head=3", "my.yaml: model: n_embd 128 is not divisible by n_head 3; 126 would be"),
+        (
+            "model.vocab_size=256",
+            "model.vocab_size 256 is smaller than the 257 ids of tokens.tokenizer 'bytes'; use 257",
+        ),
+        ("tokens.tokenizer=gpt2", "model.vocab_size 257 is smaller than the 50257 ids of tokens.tokenizer 'gpt2'"),
+        ("train.warmup_steps=601", "my.yaml: train: warmup_steps 601 is more than max_steps 600"),
+        ("tokens.max_tokens=2_000_128", "tokens.max_tokens 2000128 leaves nothing to train on"),
+        (
+            "tokens.val_shards=4",
+            "tokens.max_tokens 8000000 leaves nothing to train on: the first 4 shard(s) of 2000000",
+        ),
+        ("tokens.parts=101", "my.yaml: tokens.parts: input should be less than or equal to 100 (got 101)"),
+        (
+            "tokens.parts=4",
+            "tokens.max_tokens 8000000 in 4 parts leaves nothing to train on: the first 1 shard(s) of 2000000 tokens "
+            "are held out; use more tokens, fewer parts or a smaller shard_tokens",
+        ),
+        # --set itself
+        ("train.max_steps", "--set train.max_steps: not of the form section.field=value, such as train.max_steps=50"),
+        ("train.a.b=1", "--set train.a.b=1: not of the form section.field=value"),
+        ("=1", "--set =1: not of the form section.field=value"),
+        ("train.=1", "--set train.=1: not of the form section.field=value"),
+        ("name.x=1", "--set name.x=1: name has no fields"),
+        ("train.max_steps=[1", "--set train.max_steps=[1: '[1' is not a YAML value"),
+        # PyYAML takes these for a date and for an integer, and fails in its own way.
+        ("tokens.revision=2024-13-45", "'2024-13-45' is not a YAML value"),
+        ("tokens.shard_tokens=0x_", "'0x_' is not a YAML value"),
+    ],
+)
+def test_a_mistake_is_one_line_with_file_and_field(tmp_path: Path, change: str, line: str) -> None:
+    message = complaint(write_recipe(tmp_path), change)
+    assert line in message
+    assert message.startswith(("--set ", str(tmp_path / "my.yaml: ")))
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7, 100])
+def test_parts_share_max_tokens_evenly_and_give_no_token_more(parts: int) -> None:
+    tokens = load_recipe("gpt2-124m", ["tokens.max_tokens=99_999_999_999", f"tokens.parts={parts}"]).tokens
+    shares = [tokens.tokens_of_part(part) for part in range(parts)]
+    assert sum(filter(None, shares)) == 99_999_999_999 and len({*shares}) <= 2
+    assert load_recipe("gpt2-124m", [f"tokens.parts={parts}"]).tokens.tokens_of_part(0) is None
+
+
+def test_a_shard_holds_at_least_one_sequence(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, model={"block_size": 2048})
+    assert "tokens.shard_tokens 2048 holds no sequence of model.block_size 2048 + 1 tokens; use 2049 or more" in (
+        complaint(path, "tokens.shard_tokens=2048")
+    )
+    assert load_recipe(str(path), ["tokens.shard_tokens=2049"]).tokens.shard_tokens == 2049
+
+
+def test_every_mistake_of_a_recipe_is_told_at_once(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, train={"max_stepps": 1, "learning_rate": "fast"}, model={"n_layer": 0})
+    with pytest.raises(UserError) as mistake:
+        load_recipe(str(path))
+    fields = [line.split(": ")[1] for line in str(mistake.value).splitlines()]
+    assert sorted(fields) == ["model.n_layer", "train.learning_rate", "train.max_stepps"]
+
+
+@pytest.mark.parametrize("section", ["name", "tokens", "model", "train"])
+def test_a_section_without_defaults_must_be_there(tmp_path: Path, section: str) -> None:
+    path = write_recipe(tmp_path)
+    values = yaml.safe_load(path.read_text())
+    del values[section]
+    path.write_text(yaml.safe_dump(values))
+    assert complaint(path) == f"{path}: {section}: missing; a value is required here"
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", "a recipe has sections"),
+        (b"- a\n- b\n", "a recipe has sections"),
+        (b"just words\n", "a recipe has sections"),
+        (b"\x80\x81\xfe\xff", "not a YAML file"),
+        (b"a\0b", "not a YAML file"),
+        (b"name: [x\n", "not a YAML file"),
+        (b"name: !!python/object:os.system x\n", "not a YAML file"),
+        (b"name: 2024-13-45\n", "not a YAML file: month must be in 1..12"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_said_to_be_none(tmp_path: Path, content: bytes, line: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_bytes(content)
+    assert complaint(path).startswith(f"{path}: {line}")
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    assert "neither a shipped recipe nor a file" in complaint(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_the_users_mistake() -> None:
+    unreadable = Path("/proc/self/mem")  # at address 0 nothing is mapped
+    if not unreadable.is_file():
+        pytest.skip("needs /proc")
+    assert complaint(unreadable).startswith(f"{unreadable}: may not be read")
+
+
+# --- changes
+
+
+def test_set_changes_one_field_with_the_types_of_yaml(tmp_path: Path) -> None:
+    changes = ["train.max_steps=50", "train.learning_rate=6e-4", "train.grad_clip=null", "runtime.engine=compiled"]
+    changes += ["name=other", "export.dtype=bfloat16", "evaluate={val_tokens: 300}", "train.max_steps=1_000"]
+    before, recipe = load_recipe("smoke"), load_recipe("smoke", changes)
+    assert recipe.train.max_steps == 1000  # the last one wins
+    assert (recipe.train.learning_rate, recipe.train.grad_clip) == (6e-4, None)
+    assert (recipe.runtime.engine, recipe.name, recipe.export.dtype) == ("compiled", "other", "bfloat16")
+    assert recipe.evaluate == EvaluateConfig(val_tokens=300)
+    assert recipe.tokens == before.tokens and recipe.model == before.model
+    assert load_recipe("smoke") == before
+
+
+def test_set_reaches_sections_that_the_file_leaves_out(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    values = yaml.safe_load(path.read_text())
+    del values["runtime"], values["export"]
+    path.write_text(yaml.safe_dump(values))
+    recipe = load_recipe(str(path), ["runtime.keep_last=7", "export.dtype=float16"])
+    assert (recipe.runtime.keep_last, recipe.export.dtype) == (7, "float16")
+
+
+# --- fingerprints
+
+
+def test_the_table_of_changes_covers_every_field() -> None:
+    sections: dict[str, Any] = {
+        "tokens": TokensConfig,
+        "model": ModelConfig,
+        "train": TrainConfig,
+        "evaluate": EvaluateConfig,
+        "export": ExportConfig,
+        "runtime": RuntimeConfig,
+    }
+    assert {s: set(OTHER[s]) for s in sections} == {s: set(c.model_fields) for s, c in sections.items()}
+    assert set(Recipe.model_fields) == {"name", *sections}
+
+
+@pytest.mark.parametrize(("section", "field"), FIELDS)
+def test_a_field_changes_the_fingerprints_downstream_and_no_others(section: str, field: str) -> None:
+    ramp = ["train.batch_ramp_from=16384", "train.batch_ramp_tokens=1"]  # one does not go without the other
+    recipe = load_recipe("gpt2-124m", ramp if field.startswith("batch_ramp") else [])
+    values = recipe.model_dump()
+    assert values[section][field] != OTHER[section][field]
+    values[section][field] = OTHER[section][field]
+    before, after = fingerprints(recipe), fingerprints(Recipe.model_validate(values))
+    assert {stage for stage in STAGES if before[stage] != after[stage]} == DOWNSTREAM[section]
+
+
+def test_the_name_of_a_recipe_is_in_no_fingerprint() -> None:
+    one, other = load_recipe("gpt2-124m"), load_recipe("gpt2-124m", ["name=other"])
+    assert fingerprints(one) == fingerprints(other)
+    assert run_name(plans_of(other)) == run_name(plans_of(one)).replace("gpt2-124m", "other")
+
+
+def test_equal_numbers_written_differently_give_one_fingerprint() -> None:
+    one = load_recipe("gpt2-124m", ["train.grad_clip=1", "train.learning_rate=6e-4", "train.max_steps=18865"])
+    assert fingerprints(one) == fingerprints(load_recipe("gpt2-124m"))
+
+
+def test_fingerprints_stay_what_they_were_when_artifacts_were_made() -> None:
+    """If this fails, every artifact in every store will be made anew: is that meant?"""
+    assert fingerprints(load_recipe("gpt2-124m")) == PINNED
+
+
+def test_every_process_finds_the_same_fingerprints(tmp_path: Path) -> None:
+    code = (
+        "from pipelines.recipe import load_recipe; from pipelines.stage import plans_of\n"
+        "print(*(p.fingerprint for r in ('gpt2-124m', 'smoke') for p in plans_of(load_recipe(r)).values()))"
+    )
+    expected = [f for name in ("gpt2-124m", "smoke") for f in fingerprints(load_recipe(name)).values()]
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == expected
+
+
+def test_text_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "one.txt").write_text("Weights and measures.\n" * 30)
+    (tmp_path / "b" / "other name.txt").write_text("Weights and measures.\n" * 30)
+    (tmp_path / "b" / "third.txt").write_text("Weights and measure.\n" * 30)
+
+    def tokens_of(path: Path) -> str:
+        return fingerprints(load_recipe("smoke", [f"tokens.source={path}"]))["tokenize"]
+
+    first = tokens_of(tmp_path / "a" / "one.txt")
+    assert tokens_of(tmp_path / "b" / "other name.txt") == first
+    assert tokens_of(tmp_path / "b" / "third.txt") != first
+
+
+def test_hellaswag_from_a_file_counts_by_its_content(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", "{}\n"), ("b.jsonl", "{}\n"), ("c.jsonl", "{} \n")):
+        (tmp_path / name).write_text(text)
+    a, b, c = (
+        fingerprints(load_recipe("gpt2-124m", [f"evaluate.hellaswag={tmp_path / n}"]))["evaluate"]
+        for n in ("a.jsonl", "b.jsonl", "c.jsonl")
+    )
+    assert a == b != c
+    with pytest.raises(UserError, match=r"^evaluate\.hellaswag: .*/d\.jsonl: no such file; use hf://"):
+        plans_of(load_recipe("gpt2-124m", [f"evaluate.hellaswag={tmp_path / 'd.jsonl'}"]))

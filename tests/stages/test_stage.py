@@ -1,0 +1,567 @@
+"""The stage runner: what exists is skipped, what is missing is built once, and every start is on the account.
+
+The stages here are small stand-ins; store, ledger, manifests and processes are the real ones.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import stage
+from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, Manifest, commit, find, read_manifest
+from pipelines.recipe import Recipe, load_recipe
+from pipelines.show.console import Screen
+from pipelines.stage import STAGES, Built, Pipeline, Work, provenance
+from pipelines.tracking import ledger
+from pipelines.tracking.ledger import Billing, Heartbeat, attempts, claim, seconds_between_failures, this_process
+from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.runs import Summary
+from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
+from trainer.process import StopSignal
+from trainer.store import LocalStore, Store
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PLANS = {name: ArtifactPlan(name, "tiny", {"stage": name, "version": 1}) for name in STAGES}
+TOKENS = PLANS["tokenize"].prefix
+ELSEWHERE = {"machine": "other/boot", "pid": 1, "started": "1"}
+
+Build = Callable[[Work], Built]
+
+
+class NeverAsked(StopSignal):
+    """The tests' own signals stay pytest's."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+
+class StandIns:
+    """All four stages; `build` replaces what one of them does. `built` lists who was built, in order."""
+
+    def __init__(self) -> None:
+        self.built: list[str] = []
+        self.builds: dict[str, Build] = {}
+
+    def named(self, name: str) -> "StandIn":
+        return StandIn(self, name)
+
+
+class StandIn:
+    def __init__(self, all_of_them: StandIns, name: str) -> None:
+        self.all, self.name = all_of_them, name
+
+    def plan(self, recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
+        return PLANS[self.name]
+
+    def build(self, work: Work) -> Built:
+        self.all.built.append(self.name)
+        return self.all.builds.get(self.name, write_a_file)(work)
+
+
+def write_a_file(work: Work) -> Built:
+    path = work.folder / "out.txt"
+    path.write_text(f"by attempt {work.attempt.number}")
+    facts = {"steps": 5, "train/loss": 2.0} if work.plan.stage == "train" else {}
+    return Built([work.upload(path)], facts)
+
+
+@pytest.fixture(autouse=True)
+def no_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    stand_ins = StandIns()
+    monkeypatch.setattr(stage, "stage_named", stand_ins.named)
+    return stand_ins
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def pipeline(store: Store, home: Path, price: float = 0.0, stop: StopSignal | None = None) -> Pipeline:
+    name = PLANS["train"].name
+    tracker = Tracker(home / "tracking", name, default_uri="sqlite:///unused.db")
+    recipe = load_recipe("smoke")
+    return Pipeline(recipe, store, home, Billing(price), tracker, Screen(quiet=True), stop or NeverAsked(), dict(PLANS))
+
+
+def execute(store: Store, home: Path, until: str = "tokenize", **options: Any) -> Pipeline:
+    made = pipeline(store, home, **options)
+    made.execute(until)
+    return made
+
+
+def states(store: Store, prefix: str = TOKENS) -> list[str]:
+    return [beat.state for beat in attempts(store, prefix)]
+
+
+def raising(error: BaseException) -> Build:
+    def build(work: Work) -> Built:
+        write_a_file(work)
+        raise error
+
+    return build
+
+
+# --- what exists, and what doesn't
+
+
+def test_what_is_missing_is_built_in_order_and_what_exists_is_skipped(
+    stages: StandIns, store: LocalStore, tmp_path: Path
+) -> None:
+    first = execute(store, tmp_path, "export")
+    assert stages.built == list(STAGES)
+    assert first.skipped == dict.fromkeys(STAGES, False)
+    again = execute(store, tmp_path, "export")
+    assert stages.built == list(STAGES)
+    assert again.skipped == dict.fromkeys(STAGES, True)
+    assert again.made == first.made
+    assert again.summary().state == "done" and again.summary().attempts == 1
+
+
+def test_only_the_stages_up_to_the_one_asked_for_are_built(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
+    execute(store, tmp_path, "train")
+    assert stages.built == ["tokenize", "train"]
+    execute(store, tmp_path, "export")
+    assert stages.built == list(STAGES)
+
+
+def test_an_artifact_names_its_inputs_its_files_and_where_it_comes_from(
+    stages: StandIns, store: LocalStore, tmp_path: Path
+) -> None:
+    execute(store, tmp_path, "train")
+    made = find(store, PLANS["train"])
+    assert made is not None
+    assert made.inputs == {"tokenize": PLANS["tokenize"].fingerprint}
+    assert [(f.name, f.key) for f in made.files] == [("out.txt", "a0001/out.txt")]
+    assert (made.run, made.attempt) == (PLANS["train"].name, 1)
+    assert set(made.provenance) == {"git_commit", "git_dirty", "image", "python", "platform", "versions"}
+    assert made.provenance["versions"]["torch"] is not None
+
+
+def test_a_manifest_that_was_removed_is_built_again_by_a_new_attempt(
+    stages: StandIns, store: LocalStore, tmp_path: Path
+) -> None:
+    execute(store, tmp_path)
+    store.delete(f"{TOKENS}/MANIFEST.json")
+    assert execute(store, tmp_path).made["tokenize"].attempt == 2
+    assert states(store) == ["done", "done"]
+
+
+def test_a_damaged_artifact_stops_the_run_before_anything_is_built(
+    stages: StandIns, store: LocalStore, tmp_path: Path
+) -> None:
+    store.put(f"{TOKENS}/MANIFEST.json", b"{}")
+    with pytest.raises(UserError, match=f"{TOKENS}/MANIFEST.json: damaged"):
+        execute(store, tmp_path)
+    assert stages.built == []
+
+
+# --- what ends early
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (RuntimeError("boom"), "failed"),
+        (UserError("no such column"), "failed"),
+        (StoreUnavailable("away"), "failed"),
+        (Interrupted(), "interrupted"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_a_stage_that_ends_early_leaves_nothing_that_looks_finished_and_the_next_run_tries_again(
+    stages: StandIns, store: LocalStore, tmp_path: Path, error: BaseException, state: str
+) -> None:
+    stages.builds["tokenize"] = raising(error)
+    with pytest.raises(type(error)):
+        execute(store, tmp_path)
+    assert find(store, PLANS["tokenize"]) is None
+    assert states(store) == [state]
+    assert pipeline(store, tmp_path).summary().state == state
+    stages.builds.clear()
+    again = execute(store, tmp_path)
+    assert again.made["tokenize"].attempt == 2 and again.made["tokenize"].files[0].key == "a0002/out.txt"
+    assert states(store) == [state, "done"]
+    assert (again.summary().state, again.summary().attempts) == ("done", 2)
+
+
+def test_a_stage_after_the_first_that_fails_keeps_what_came_before(
+    stages: StandIns, store: LocalStore, tmp_path: Path
+) -> None:
+    stages.builds["train"] = raising(RuntimeError("boom"))
+    with pytest.raises(RuntimeError):
+        execute(store, tmp_path, "export")
+    stages.builds.clear()
+    again = execute(store, tmp_path, "export")
+    assert stages.built == ["tokenize", "train", "train", "evaluate", "export"]
+    assert again.skipped == {"tokenize": True, "train": False, "evaluate": False, "export": False}
+
+
+def test_dollars_and_hours_are_summed_over_all_attempts(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
+    def slow_and_lost(work: Work) -> Built:
+        time.sleep(0.2)
+        work.report(tokens=7)
+        raise Interrupted
+
+    stages.builds["tokenize"] = slow_and_lost
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            execute(store, tmp_path, price=3600.0)  # a dollar a second
+    stages.builds.clear()
+    summary: Summary = execute(store, tmp_path, price=7200.0).summary()
+    beats = attempts(store, TOKENS)
+    assert [b.price_per_hour for b in beats] == [3600.0, 3600.0, 7200.0]
+    assert beats[0].progress == {"tokens": 7}
+    lasted = [b.time - b.started for b in beats]
+    assert summary.attempts == 3
+    assert summary.billed_hours == pytest.approx(sum(lasted) / 3600)
+    assert summary.usd == pytest.approx(lasted[0] + lasted[1] + 2 * lasted[2])
+    assert summary.usd >= 0.4
+    assert sum(summary.phases.values()) == pytest.approx(sum(lasted), abs=0.2)
+
+
+def test_a_run_asked_to_stop_starts_no_further_stage(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
+    stop = NeverAsked()
+
+    def asked_meanwhile(work: Work) -> Built:
+        stop.asked = True
+        return write_a_file(work)
+
+    stages.builds["tokenize"] = asked_meanwhile
+    with pytest.raises(Interrupted):
+        execute(store, tmp_path, "export", stop=stop)
+    assert stages.built == ["tokenize"]
+    assert find(store, PLANS["tokenize"]) is not None  # what was ready is not thrown away
+
+
+def test_a_store_that_goes_away_does_not_hide_why_the_run_ended(
+    stages: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "store")
+
+    def away(*_: Any) -> Any:
+        raise StoreUnavailable("no route to the store")
+
+    def fails_with_its_store(work: Work) -> Built:
+        for method in ("put", "get", "create", "entries"):
+            monkeypatch.setattr(store, method, away)
+        raise RuntimeError("boom")
+
+    stages.builds["tokenize"] = fails_with_its_store
+    with pytest.raises(RuntimeError, match="boom"):
+        execute(store, tmp_path)
+
+
+def test_a_watch_that_gives_a_reason_stops_the_run_for_good(
+    stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    stop = NeverAsked()
+
+    def long(work: Work) -> Built:
+        for _ in range(1000):
+            work.check()
+            time.sleep(0.01)
+        raise AssertionError("nobody stopped it")
+
+    stages.builds["tokenize"] = long
+    made = pipeline(store, tmp_path, stop=stop)
+    made.watches = [lambda beat: None, lambda beat: "budget of 3 dollars" if beat.attempt == 1 else None]
+    with pytest.raises(Stopped, match="budget of 3 dollars"):
+        made.execute("tokenize")
+    (seen,) = attempts(store, TOKENS)
+    assert (seen.state, seen.progress["notice"]) == ("stopped", "budget of 3 dollars")
+    assert made.summary().state == "stopped"
+    assert seconds_between_failures([seen], 100.0) == pytest.approx(100.0 + 3600 * seen.billed_hours)  # no death
+
+
+def test_a_machine_that_goes_away_before_the_wish_to_stop_leaves_the_run_to_be_recovered() -> None:
+    stop = NeverAsked()
+    stop.ask("SIGTERM")
+    stop.ask("budget", Stopped)
+    with pytest.raises(Interrupted) as raised:
+        stop.check()
+    assert not isinstance(raised.value, Stopped) and stop.reason == "SIGTERM"
+
+
+# --- scratch
+
+
+def test_the_scratch_of_a_finished_stage_is_gone_with_what_earlier_attempts_left(
+    stages: StandIns, store: LocalStore, tmp_path: Path
+) -> None:
+    stages.builds["tokenize"] = raising(RuntimeError("boom"))
+    with pytest.raises(RuntimeError):
+        execute(store, tmp_path)
+    assert [p.name for p in (tmp_path / "work").rglob("*") if p.is_file()] == ["out.txt"]
+    stages.builds.clear()
+    execute(store, tmp_path)
+    assert [p for p in (tmp_path / "work").rglob("*") if p.is_file()] == []
+
+
+def test_an_attempt_starts_with_empty_scratch_although_its_store_was_deleted_and_made_anew(
+    stages: StandIns, store: LocalStore, tmp_path: Path
+) -> None:
+    found: list[list[str]] = []
+
+    def looks_around(work: Work) -> Built:
+        found.append([p.name for p in work.folder.iterdir()])
+        (work.folder / "mistake-1.txt").write_text("of this attempt")
+        raise Interrupted
+
+    stages.builds["tokenize"] = looks_around
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            execute(store, tmp_path)
+        for entry in store.entries(""):
+            store.delete(entry.key)
+    assert found == [[], []]
+
+
+def test_runs_of_one_recipe_into_two_stores_do_not_meet_in_their_scratch(stages: StandIns, tmp_path: Path) -> None:
+    one, other = LocalStore(tmp_path / "one"), LocalStore(tmp_path / "other")
+
+    def meanwhile_the_other(work: Work) -> Built:
+        built = write_a_file(work)
+        stages.builds.clear()
+        execute(other, tmp_path)
+        assert (work.folder / "out.txt").read_text() == "by attempt 1"
+        return built
+
+    stages.builds["tokenize"] = meanwhile_the_other
+    execute(one, tmp_path)
+    assert stages.built == ["tokenize", "tokenize"]
+    assert find(one, PLANS["tokenize"]) and find(other, PLANS["tokenize"])
+
+
+# --- rivals in this process
+
+
+def finish(store: Store, attempt: int) -> Manifest:
+    plan = PLANS["tokenize"]
+    made = Manifest("tokenize", plan.label, plan.fingerprint, plan.identity, {}, (), {}, {}, "other", attempt, 1.0)
+    return commit(store, made)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_an_attempt_that_was_superseded_commits_nothing_and_waits_for_the_winner(
+    stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: bool
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    winners: list[threading.Thread] = []
+
+    def win() -> None:
+        with claim(store, TOKENS, "other", "tokenize", 2, Billing()) as rival:  # type: ignore[union-attr]
+            time.sleep(0.5)
+            finish(store, rival.number)
+
+    def is_overtaken(work: Work) -> Built:
+        winners.append(threading.Thread(target=win))
+        winners[0].start()
+        deadline = time.monotonic() + 10
+        while not work.attempt.superseded() or (looks and not work.attempt.lost):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if looks:
+            work.check()
+            raise AssertionError("check lets a stale attempt go on")
+        assert find(store, PLANS["tokenize"]) is None
+        return write_a_file(work)
+
+    stages.builds["tokenize"] = is_overtaken
+    done = execute(store, tmp_path)
+    winners[0].join()
+    assert done.made["tokenize"].attempt == 2 and done.skipped["tokenize"]
+    assert states(store) == ["stale", "done"]
+    assert stages.built == ["tokenize"]
+
+
+def put_heartbeat(store: Store, **changes: Any) -> None:
+    """Attempt 1 of tokenize as another machine's process last reported it."""
+    assert claim(store, TOKENS, "other", "tokenize", 1, Billing())
+    now = time.time()
+    beat = replace(Heartbeat("other", "tokenize", 1, "running", now, now, 0.0, ELSEWHERE), **changes)
+    store.put(f"{TOKENS}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
+
+
+def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent(
+    stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "SILENT_SECONDS", 0.5)
+    put_heartbeat(store)
+    started = time.monotonic()
+    assert execute(store, tmp_path).made["tokenize"].attempt == 2
+    assert time.monotonic() - started > 0.5  # not before the silence is over
+    assert states(store) == ["running", "done"]
+
+
+@pytest.mark.parametrize("state", ["failed", "interrupted", "done"])
+def test_an_attempt_that_has_ended_is_not_waited_for(
+    stages: StandIns, store: LocalStore, tmp_path: Path, state: str
+) -> None:
+    put_heartbeat(store, state=state, process=this_process())
+    assert execute(store, tmp_path).made["tokenize"].attempt == 2
+
+
+def test_an_attempt_on_another_machine_is_left_alone_while_it_beats(
+    stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(stage, "SILENT_SECONDS", 1.5)
+    rival = claim(store, TOKENS, "other", "tokenize", 1, Billing())
+    assert rival is not None
+    rival.update(process=ELSEWHERE)
+
+    def work_for_a_while() -> None:
+        with rival:
+            time.sleep(2.5)
+            finish(store, 1)
+
+    thread = threading.Thread(target=work_for_a_while)
+    thread.start()
+    done = execute(store, tmp_path)
+    thread.join()
+    assert stages.built == [] and done.skipped["tokenize"]
+    assert states(store) == ["done"]
+
+
+def test_a_stop_is_heard_while_waiting_for_a_rival(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
+    put_heartbeat(store)
+    stop = NeverAsked()
+    threading.Timer(0.3, lambda: setattr(stop, "asked", True)).start()
+    with pytest.raises(Interrupted):
+        execute(store, tmp_path, stop=stop)
+    assert stages.built == [] and states(store) == ["running"]
+
+
+# --- rivals in other processes
+
+
+def child(store: str, home: str, seconds: str) -> None:
+    """A process that executes tokenize, which takes `seconds`; prints what came of it."""
+    stand_ins = StandIns()
+
+    def slowly(work: Work) -> Built:
+        Path(home, f"building-{os.getpid()}").touch()
+        deadline = time.monotonic() + float(seconds)
+        while time.monotonic() < deadline:
+            work.check()
+            time.sleep(0.02)
+        return write_a_file(work)
+
+    stand_ins.builds["tokenize"] = slowly
+    stage.stage_named = stand_ins.named  # type: ignore[assignment]
+    stop = StopSignal()
+    while not Path(home, "go").exists():
+        time.sleep(0.005)
+    try:
+        done = execute(LocalStore(Path(store)), Path(home), stop=stop)
+    except Interrupted:
+        sys.exit(75)
+    print(json.dumps({"built": stand_ins.built, "attempt": done.made["tokenize"].attempt}))
+
+
+class Processes:
+    """Children of the test that share a store and a home."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.running = folder, list[subprocess.Popen[str]]()
+
+    def start(self, seconds: float) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", "import sys, test_stage; test_stage.child(*sys.argv[1:])"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+        arguments = [str(self.folder / "store"), str(self.folder), str(seconds)]
+        started = subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
+        self.running.append(started)
+        return started
+
+    def go(self) -> None:
+        (self.folder / "go").touch()
+
+    def wait_until_it_builds(self, process: "subprocess.Popen[str]") -> None:
+        deadline = time.monotonic() + 60
+        while not (self.folder / f"building-{process.pid}").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def result(self, process: "subprocess.Popen[str]") -> dict[str, Any]:
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        return json.loads(out)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    for process in started.running:
+        process.kill()
+        process.wait()
+
+
+def test_processes_that_start_at_once_build_one_artifact_and_all_succeed(
+    processes: Processes, store: LocalStore
+) -> None:
+    started = [processes.start(seconds=0.3) for _ in range(3)]
+    time.sleep(1.5)  # they are imported by now; if not, they only start less equally
+    processes.go()
+    results = [processes.result(process) for process in started]
+    assert sorted(len(r["built"]) for r in results) == [0, 0, 1]
+    assert [r["attempt"] for r in results] == [1, 1, 1]
+    assert states(store) == ["done"]
+
+
+def test_a_process_that_comes_while_another_builds_waits_for_it(processes: Processes, store: LocalStore) -> None:
+    processes.go()
+    first = processes.start(seconds=3)
+    processes.wait_until_it_builds(first)
+    second = processes.start(seconds=0)
+    assert processes.result(second) == {"built": [], "attempt": 1}
+    assert processes.result(first) == {"built": ["tokenize"], "attempt": 1}
+    assert states(store) == ["done"]
+
+
+@pytest.mark.parametrize(("number", "code", "left"), [(9, -9, "running"), (15, 75, "interrupted")])
+def test_a_process_that_dies_while_another_waits_is_replaced_by_it(
+    processes: Processes, store: LocalStore, number: int, code: int, left: str
+) -> None:
+    processes.go()
+    first = processes.start(seconds=60)
+    processes.wait_until_it_builds(first)
+    second = processes.start(seconds=0.1)
+    time.sleep(1.5)
+    assert not (processes.folder / f"building-{second.pid}").exists()
+    first.send_signal(signal.Signals(number))
+    assert processes.result(second) == {"built": ["tokenize"], "attempt": 2}
+    assert first.wait(timeout=30) == code
+    assert states(store) == [left, "done"]
+    made = read_manifest(store, TOKENS)
+    assert made is not None and [f.key for f in made.files] == ["a0002/out.txt"]
+
+
+def test_provenance_says_which_code_on_which_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYTRAIN_IMAGE", "registry/skytrain@sha256:1234")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-for-anyone")
+    known = provenance()
+    assert known["image"] == "registry/skytrain@sha256:1234"
+    assert known["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert "not-for-anyone" not in json.dumps(known)
+
+
+def test_every_stage_has_a_folder_of_its_own() -> None:
+    assert tuple(FOLDERS) == STAGES and len(set(FOLDERS.values())) == len(STAGES)

@@ -1,0 +1,316 @@
+"""SkyPilot for real and no cloud: two Slurm nodes with pretended GPUs on this machine, and the API server.
+
+Everything listens on loopback and lies in one folder. Outside it there are, while the cloud is up, a login in
+/etc/passwd (root by another name and with another home: tests run where no other user can read), two names in
+/etc/hosts and a file in /etc/profile.d; `stop` removes them all. Needs root.
+
+Not as on a real cloud: GPUs are /dev/null by another name, there are no containers and no spot market; `scancel` is
+the preemption. Nodes install no SkyPilot of their own. It asks two public addresses whether the network is up before it
+believes in a preemption, and here one of ours.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+import yaml
+from servers import LOOPBACK, Daemon, free_ports, wait_until
+from sky_catalog import sky_environment, write_catalog
+
+LOGIN = "skytrain-cloud"
+NODES = ("st-n1", "st-n2")
+PROGRAMS = {
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "munged": "munge",
+    "sshd": "openssh-server",
+    "rsync": "rsync",
+    "curl": "curl",
+}
+PROFILE = Path("/etc/profile.d/skytrain-local-cloud.sh")
+HOSTS, PASSWORDS = Path("/etc/hosts"), Path("/etc/passwd")
+HOST_LINES = "".join(f"127.0.1.{i} {node}\n" for i, node in enumerate(NODES, start=1))
+PRICE = 3.6  # dollars an hour and GPU: 8 of them cost 0.8 cents a second
+
+# The nodes would download uv, a Python and SkyPilot: here they take this Python, and the SkyPilot beside it. Left to
+# itself every cluster copies half a gigabyte of packages, which on two cores takes longer than all that is tried.
+SHIMS = {
+    "curl": """for word in "$@"; do
+  case $word in *uv/install.sh*) echo 'mkdir -p "$UV_INSTALL_DIR"; ln -sf {shims}/uv "$UV_INSTALL_DIR/uv"'; exit ;; esac
+done
+exec /usr/bin/curl "$@"
+""",
+    "uv": """case "$1 $2 $4" in
+  "venv --seed --python") {python} -m venv --without-pip "$3"
+    echo "import site; site.addsitedir('{packages}')" > "$(echo "$3"/lib/python3.*/site-packages)/beside.pth" ;;
+  venv*) exit 1 ;;  # an environment for users' own commands, which SkyPilot can do without
+esac
+""",
+    "sudo": """while [[ $1 == -* ]]; do shift; done
+exec "$@"
+""",
+}
+SLURM_CONF = """ClusterName=local
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool/%n
+StateSaveLocation={folder}/state
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
+ReturnToService=2
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+GresTypes=gpu
+KillWait=2
+SchedulerParameters=sched_interval=5,bf_interval=5
+{nodes}
+PartitionName=gpu Nodes={names} Default=YES MaxTime=12:00:00 State=UP
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 RealMemory=262144 Gres=gpu:h100:8"
+# Changes names in SkyPilot's modules, in its API server and what that starts: {changes}, by module.
+SITECUSTOMIZE = """import importlib.abc, importlib.util, sys
+CHANGES = {changes!r}
+class Changer(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name not in CHANGES:
+            return None
+        changes = CHANGES.pop(name)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            vars(module).update(changes)
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Changer())
+"""
+
+
+def what_is_missing() -> str | None:
+    """Why there can be no local cloud on this machine."""
+    if os.geteuid() != 0:
+        return "root"
+    if packages := sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)}):
+        return f"{' '.join(packages)} (apt)"
+    if " " in sys.executable:
+        return "a Python whose path has no space: SkyPilot's API server does not quote it"
+    return None
+
+
+class LocalCloud:
+    """Up between `start` and `stop`. `environment` leads SkyPilot, and `skytrain launch`, to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.client = self.folder / "client"  # home of SkyPilot's client and API server
+        self.home = self.folder / "home"  # of the jobs, on all nodes
+        self.probe_port, self.ssh_port, self.api_port, self.slurm_port, *self.node_ports = free_ports(6)
+        self.environment = {
+            **sky_environment(self.client),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{Path(__file__).resolve().parents[2]}:{self.client / 'site'}",
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.api_port),
+            "SKYPILOT_POD_MEMORY_GB_LIMIT": "6",  # or the API server has as many workers as this machine's memory holds
+        }
+        # Its user by SkyPilot's lights: nodes keep things in /tmp, under names that end so.
+        self.user_hash = os.urandom(4).hex()
+        self._stack = ExitStack()
+
+    def start(self) -> "LocalCloud":
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        self._stack.close()
+
+    def slurm(self, *command: str) -> str:
+        """The output of one of Slurm's commands."""
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | self.environment, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def sky(self, *words: str, expect: int | None = 0) -> str:
+        """The output of SkyPilot's command line."""
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / "sky"), *words],
+            capture_output=True,
+            text=True,
+            env=os.environ | self.environment,
+            timeout=300,
+        )
+        assert expect in (None, done.returncode), f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def _start(self) -> None:
+        self._change_machine()
+        self._start_slurm()
+        self._start_sshd()
+        self._daemon([sys.executable, "-m", "http.server", str(self.probe_port), "--bind", LOOPBACK], "probe")
+        self._write_client()
+        self._stack.callback(self.sky, "api", "stop", expect=None)
+        self.sky("api", "start")
+        self.sky("check", "slurm")
+
+    def _daemon(self, command: list[str], name: str, env: dict[str, str] | None = None) -> Daemon:
+        daemon = Daemon(command, self.folder / f"{name}.log", env=env)
+        self._stack.callback(daemon.stop)
+        return daemon
+
+    def _end_jobs(self) -> None:
+        """Slurm's own processes of a job outlive its daemons, and nothing tells whose they are."""
+        with suppress(AssertionError, TimeoutError, subprocess.TimeoutExpired):
+            self.slurm("scancel", "--partition=gpu")
+            wait_until(lambda: not self.slurm("squeue", "-h"), "the end of Slurm's jobs", 30)
+
+    def _end_processes(self) -> None:
+        """What SkyPilot leaves running, on the nodes and here: whatever is at home, or has Slurm, in our folder; and
+        sshd's part of its connections, which hides its environment behind the name of our login."""
+        ours = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                environment = process.environ()
+                at_home = [Path(environment.get(name, "/")) for name in ("HOME", "SLURM_CONF")]
+                connection = "".join(process.cmdline()).startswith(f"sshd: {LOGIN}@")
+                if connection or any(path.is_relative_to(self.folder) for path in at_home):
+                    process.kill()
+                    ours.append(process)
+        psutil.wait_procs(ours, 10)
+        for folder in Path("/tmp").glob(f"*-{self.user_hash}"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _change_machine(self) -> None:
+        self._stack.callback(self._end_processes)
+        self.home.mkdir()
+        self._add_lines(HOSTS, HOST_LINES)
+        self._add_lines(PASSWORDS, f"{LOGIN}:*:0:0::{self.home}:/bin/bash\n")
+        shims = self.folder / "shims"
+        shims.mkdir()
+        values = {"shims": shims, "python": sys.executable, "packages": sysconfig.get_path("purelib")}
+        for name, text in SHIMS.items():
+            path = shims / name
+            path.write_text("#!/bin/bash\n" + text.format(**values))
+            path.chmod(0o755)
+        self._stack.callback(PROFILE.unlink, missing_ok=True)
+        PROFILE.write_text(f"case $HOME/ in {self.home}/*) export PATH={shims}:$PATH ;; esac\n")
+
+    def _add_lines(self, file: Path, lines: str) -> None:
+        before = file.read_text()
+        assert NODES[0] not in before and LOGIN not in before, f"{file}: another local cloud is up, or was killed"
+        self._stack.callback(lambda: file.write_text(file.read_text().replace(lines, "")))
+        file.write_text(f"{before.rstrip()}\n{lines}")
+
+    def _start_slurm(self) -> None:
+        folder, host = self.folder, socket.gethostname().partition(".")[0]
+        for name in ("state", "spool", "munge", "gpus"):
+            (folder / name).mkdir()
+        (folder / "munge" / "key").write_bytes(os.urandom(1024))
+        (folder / "munge" / "key").chmod(0o600)
+        munged = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={folder}/munge/key",
+            f"--socket={folder}/munge/socket",
+        ]
+        munged += [f"--{name}-file={folder}/munge/{name}" for name in ("pid", "log", "seed")]
+        munge = self._daemon(munged, "munge")
+        munge.wait_until((folder / "munge" / "socket").exists)
+        for i in range(8):
+            os.mknod(folder / "gpus" / f"gpu{i}", 0o20666, os.makedev(1, 3))
+        (folder / "gres.conf").write_text(
+            f"NodeName={','.join(NODES)} Name=gpu Type=h100 File={folder}/gpus/gpu[0-7]\n"
+        )
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        nodes = [NODE.format(name=n, host=host, port=p) for n, p in zip(NODES, self.node_ports, strict=True)]
+        (folder / "slurm.conf").write_text(
+            SLURM_CONF.format(
+                host=host, folder=folder, port=self.slurm_port, nodes="\n".join(nodes), names=",".join(NODES)
+            )
+        )
+        environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemon(["slurmctld", "-D", "-c"], "slurmctld", environment)
+        for node in NODES:
+            daemon = self._daemon(["slurmd", "-D", "-N", node], node, environment)
+        daemon.wait_until(lambda: self._sinfo().count("idle") == len(NODES))
+        self._stack.callback(self._end_jobs)
+
+    def _sinfo(self) -> str:
+        done = subprocess.run(
+            ["sinfo", "-hN", "-o", "%T"], capture_output=True, text=True, env=os.environ | self.environment
+        )
+        return done.stdout
+
+    def _start_sshd(self) -> None:
+        for name in ("host", "client"):
+            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / f"{name}-key")
+        authorized = self.home / ".ssh" / "authorized_keys"
+        authorized.parent.mkdir(mode=0o700)
+        shutil.copy(self.folder / "client-key.pub", authorized)
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, which a package's service would make
+        sshd = [str(shutil.which("sshd")), "-D", "-e", "-f", os.devnull, "-p", str(self.ssh_port)]
+        options = {
+            "ListenAddress": LOOPBACK,
+            "HostKey": self.folder / "host-key",
+            "PidFile": "none",
+            "StrictModes": "no",
+            "PasswordAuthentication": "no",
+            "MaxStartups": "100",
+            "MaxSessions": "100",
+            "SetEnv": f"SLURM_CONF={self.folder}/slurm.conf",  # rsync is started in no login shell
+        }
+        daemon = self._daemon([*sshd, *(f"-o{name}={value}" for name, value in options.items())], "sshd")
+        daemon.wait_until(lambda: listens(self.ssh_port))
+
+    def _write_client(self) -> None:
+        for name in (".slurm", ".sky", "site"):
+            (self.client / name).mkdir(parents=True)
+        write_catalog(self.client)
+        (self.client / ".sky" / "user_hash").write_text(self.user_hash)
+        (self.client / "none").touch()  # what sky_environment names as AWS's files: on Slurm SkyPilot opens it
+        (self.client / ".slurm" / "config").write_text(
+            f"Host local\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {LOGIN}\n"
+            f"  IdentityFile {self.folder}/client-key\n  IdentitiesOnly yes\n"
+        )
+        config = {
+            "allowed_clouds": ["slurm"],
+            "slurm": {
+                "provision_timeout": 60,
+                "cluster_configs": {"local": {"pricing": {"accelerators": {"H100": PRICE}}}},
+            },
+            "jobs": {"controller": {"consolidation_mode": True}, "force_disable_cloud_bucket": True},
+        }
+        (self.client / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
+        changes = {"sky.backends.backend_utils": {"_TEST_IP_LIST": [f"http://{LOOPBACK}:{self.probe_port}"]}}
+        (self.client / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE.format(changes=changes))
+
+
+def run(*command: str | Path) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]}: {done.stderr}")
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0

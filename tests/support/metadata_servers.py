@@ -1,0 +1,178 @@
+"""Servers that speak the metadata protocol of each cloud."""
+
+import json
+import secrets
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+END = "2026-11-20T10:02:00Z"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Hands every request to the cloud that the server belongs to."""
+
+    server: "Server"
+
+    def do_GET(self) -> None:
+        self.server.cloud.requests.append((self.command, self.path))
+        self.server.cloud.answer(self)
+
+    do_PUT = do_GET
+
+    def say(self, status: int, body: str = "", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body.encode())))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    cloud: "Cloud"
+
+    def handle_error(self, *_: Any) -> None:
+        """A watcher that hangs up is no news."""
+
+
+class Cloud:
+    """A metadata service on loopback."""
+
+    name = "none"
+    grace_seconds = 30
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str]] = []
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.server.cloud = self
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, request: Handler) -> None:
+        request.say(404)
+
+    def threaten(self) -> None:
+        """Say what must stop nothing."""
+
+    def preempt(self) -> None:
+        """Give notice."""
+
+
+class Ec2Cloud(Cloud):
+    """IMDSv2: nothing without a token that is still valid, 404 for what is not announced."""
+
+    name, grace_seconds = "ec2", 110
+    why = "EC2 spot: terminate at 2026-11-20 10:02:00 UTC"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[str] = []
+        self.expired = False
+        self.items: dict[str, str] = {}
+
+    def answer(self, request: Handler) -> None:
+        if request.path == "/latest/api/token":
+            seconds = int(request.headers.get("X-aws-ec2-metadata-token-ttl-seconds", 0))
+            if request.command != "PUT" or not 1 <= seconds <= 21600:
+                return request.say(400)
+            self.tokens.append(secrets.token_urlsafe(40) + "==")
+            self.expired = False
+            return request.say(200, self.tokens[-1])
+        if self.expired or request.headers.get("X-aws-ec2-metadata-token") not in self.tokens[-1:]:
+            return request.say(401)
+        item = self.items.get(request.path.removeprefix("/latest/meta-data/"))
+        return request.say(404) if item is None else request.say(200, item)
+
+    def threaten(self) -> None:
+        self.items["events/recommendations/rebalance"] = json.dumps({"noticeTime": END})
+
+    def preempt(self) -> None:
+        self.items["spot/instance-action"] = json.dumps({"action": "terminate", "time": END})
+
+
+class GceCloud(Cloud):
+    """403 without the header; every true answer has it too."""
+
+    name, grace_seconds = "gce", 25
+    why = "GCE: preempted"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = {"preempted": "FALSE", "maintenance-event": "NONE"}
+
+    def answer(self, request: Handler) -> None:
+        if request.headers.get("Metadata-Flavor") != "Google":
+            return request.say(403)
+        item = self.items.get(request.path.removeprefix("/computeMetadata/v1/instance/"))
+        return request.say(404) if item is None else request.say(200, item, Metadata_Flavor="Google")
+
+    def threaten(self) -> None:
+        self.items["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
+
+    def preempt(self) -> None:
+        self.items["preempted"] = "TRUE"
+
+
+class AzureCloud(Cloud):
+    """400 without the header or the version; one list of events for all machines of a set."""
+
+    name, grace_seconds = "azure", 25
+    why = "Azure: preempted at 2026-11-20 10:02:00 UTC"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, Any]] = []
+
+    def answer(self, request: Handler) -> None:
+        path, _, query = request.path.partition("?api-version=")
+        if request.headers.get("Metadata") != "true" or not query:
+            return request.say(400, json.dumps({"error": "Bad request"}))
+        if path == "/metadata/instance/compute":
+            return request.say(200, json.dumps({"name": "Trainer_7", "vmId": "1", "azEnvironment": "AzurePublicCloud"}))
+        if path == "/metadata/scheduledevents":
+            return request.say(200, json.dumps({"DocumentIncarnation": len(self.events), "Events": self.events}))
+        return request.say(404)
+
+    def announce(self, kind: str, *machines: str) -> None:
+        self.events.append(
+            {
+                "EventId": secrets.token_hex(8),
+                "EventType": kind,
+                "ResourceType": "VirtualMachine",
+                "Resources": list(machines),
+                "EventStatus": "Scheduled",
+                "NotBefore": "Fri, 20 Nov 2026 10:02:00 GMT",
+                "EventSource": "Platform",
+            }
+        )
+
+    def threaten(self) -> None:
+        self.announce("Preempt", "trainer_8", "trainer_9")  # neighbours
+        self.announce("Freeze", "trainer_7")
+
+    def preempt(self) -> None:
+        self.announce("Preempt", "trainer_8", "trainer_7")
+
+
+class Everything(Cloud):
+    """One answer to whatever is asked."""
+
+    def __init__(self, status: int = 200, body: str = "", **headers: str) -> None:
+        super().__init__()
+        self.what = (status, body, headers)
+
+    def answer(self, request: Handler) -> None:
+        status, body, headers = self.what
+        request.say(status, body, **headers)

@@ -1,0 +1,266 @@
+"""Whole runs of the trainer, in this process and in processes of their own, and the tiny data that they read."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+
+from trainer.__main__ import TrainerConfig
+from trainer.checkpoint import Checkpointer
+from trainer.commits import TrainState, series
+from trainer.data import TokenData
+from trainer.loop import train
+from trainer.metrics import EventLog, PhaseClock
+from trainer.model import GPT
+from trainer.parallel import World
+from trainer.process import StopSignal
+from trainer.shards import local_shards, write_shard
+from trainer.store import LocalStore, Store
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ALONE = World(0, 0, 1, torch.device("cpu"))
+SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "data/digest")
+EVERY_STEP = 1e-9  # minutes between checkpoints
+
+CONFIG: dict[str, dict[str, Any]] = {
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 70},
+    "train": {
+        "batch_tokens": 256,
+        "max_steps": 12,
+        "learning_rate": 0.01,
+        "warmup_steps": 3,
+        "val_every": 5,
+        "val_tokens": 400,
+    },
+    "runtime": {"micro_batch_size": 2, "device": "cpu", "checkpoint_minutes": 1000},
+}
+
+
+def configured(**changes: Any) -> TrainerConfig:
+    """CONFIG with some fields changed, whichever section they are in."""
+    sections = {
+        name: values | {k: changes.pop(k) for k in list(changes) if k in FIELDS[name]}
+        for name, values in CONFIG.items()
+    }
+    assert not changes, changes
+    return TrainerConfig.model_validate(sections)
+
+
+FIELDS = {name: f.annotation.model_fields for name, f in TrainerConfig.model_fields.items() if f.annotation}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # Operations this small spend their time in waking a second thread, ten times over on a busy machine.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of a language that can be learned: each word follows from the one before, with some noise."""
+    folder = tmp_path_factory.mktemp("data")
+    noise = np.random.RandomState(0)
+    for name, n in (("train_000000", 900), ("train_000001", 1500), ("train_000002", 700), ("val_000000", 600)):
+        tokens = np.zeros(n, dtype=np.uint16)
+        for i in range(1, n):
+            tokens[i] = noise.randint(70) if noise.rand() < 0.1 else (5 * int(tokens[i - 1]) + 3) % 70
+        write_shard(folder / f"{name}.bin", tokens)
+    return folder
+
+
+# --- runs inside this process
+
+
+@dataclass
+class StopAt:
+    """Asked to stop in the given step of this attempt (the loop looks once a step)."""
+
+    step: int | None = None
+    looks: int = 0
+
+    @property
+    def asked(self) -> bool:
+        self.looks += 1
+        return self.step is not None and self.looks >= self.step
+
+
+class PromptCheckpointer(Checkpointer):
+    """Never too busy for the next save: with it a run saves after every step, however fast the steps are."""
+
+    busy = False  # type: ignore[assignment]
+
+
+@dataclass
+class Runner:
+    """Attempts of one run in a folder, each with the next attempt number."""
+
+    data: Path
+    out: Path
+    config: TrainerConfig
+    attempts: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def attempt(
+        self,
+        stop_after: int | None = None,
+        store: Store | None = None,
+        superseded: Callable[[], bool] = lambda: False,
+        world: World = ALONE,
+    ) -> tuple[GPT, TrainState]:
+        self.attempts += 1
+        c = self.config
+        train_data, val_data = (
+            TokenData(local_shards(self.data, s), self.data.joinpath, c.model.block_size, c.train.seed)
+            for s in ("train", "val")
+        )
+        self.out.mkdir(exist_ok=True, parents=True)
+        log = EventLog(self.out / "events.jsonl", PhaseClock())
+        stop = cast(StopSignal, StopAt(stop_after))
+        checkpointer = PromptCheckpointer(
+            store or self.store,
+            "run",
+            world,
+            self.out / "work",
+            self.attempts,
+            c.runtime.keep_last,
+            superseded,
+            c.runtime.keep_every_steps,
+        )
+        try:
+            engine, state = train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log)
+            model = GPT(c.model)
+            model.load_state_dict(engine.weights())
+            return model, state
+        finally:
+            self.events = [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
+
+    @property
+    def store(self) -> LocalStore:
+        return LocalStore(self.out)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return kept(series(self.store, "run"))
+
+    def commits(self) -> list[int]:
+        """Steps that can be resumed from, newest first."""
+        return Checkpointer(self.store, "run", ALONE, self.out / "work").committed_steps()
+
+    def newest(self) -> Path:
+        return max((self.out / "run/checkpoints").iterdir())
+
+
+def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must be equal between two runs: no times, no speeds."""
+    return [{k: row[k] for k in ("step", *SERIES) if k in row} for row in rows]
+
+
+def weights(model: GPT) -> str:
+    digest = hashlib.sha256()
+    for name, p in sorted(model.state_dict().items()):
+        digest.update(name.encode() + p.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture
+def runner(data: Path, tmp_path: Path) -> Callable[..., Runner]:
+    def make(name: str = "run", **changes: Any) -> Runner:
+        return Runner(data, tmp_path / name, configured(**changes))
+
+    return make
+
+
+class Command:
+    """`python -m trainer` (or torchrun) on a folder, as a user starts it."""
+
+    def __init__(
+        self, data: Path, out: Path, config: TrainerConfig, program: Sequence[str] = ("-m", "trainer")
+    ) -> None:
+        self.data, self.out, self.program = data, out, program
+        self.config = out.parent / f"{out.name}.yaml"
+        self.config.write_text(yaml.safe_dump(config.model_dump()))
+
+    @contextmanager
+    def started(self, ranks: int = 1) -> Iterator[subprocess.Popen[str]]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        arguments = [*self.program, str(self.config), "--data", str(self.data), "--out", str(self.out)]
+        process = subprocess.Popen(
+            [sys.executable, *(torchrun if ranks > 1 else []), *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            kill_tree(process)
+            process.communicate()
+
+    def finish(self, ranks: int = 1) -> str:
+        with self.started(ranks) as process:
+            said, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, said
+            return said
+
+    def rows_logged(self) -> int:
+        """Steps done by all attempts together, redone ones too."""
+        with suppress(FileNotFoundError):
+            return (self.out / "events.jsonl").read_text().count('"train/loss"')
+        return 0
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
+
+    def wait_for_rows(self, n: int, process: subprocess.Popen[str]) -> None:
+        """Until this attempt did `n` steps."""
+        wanted, deadline = self.rows_logged() + n, time.monotonic() + 120
+        while self.rows_logged() < wanted and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def commits(self) -> list[Path]:
+        return sorted((self.out / "run/checkpoints").glob("*/COMMIT.json"))
+
+    def wait_for_commits(self, n: int, process: subprocess.Popen[str]) -> None:
+        """Until `n` commits are there: steps go on while a save is under way, so rows alone promise none."""
+        deadline = time.monotonic() + 120
+        while len(self.commits()) < n and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return kept([json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()])
+
+    def model_sha256(self) -> str:
+        return hashlib.sha256((self.out / "model.safetensors").read_bytes()).hexdigest()
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a process and all that descend from it, so that nobody can clean up."""
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        for one in [parent, *parent.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait()
+
+
+# 48 steps, a checkpoint about every 30 ms: most of the time is spent in saving, where it hurts most.
+LONG = {"max_steps": 48, "checkpoint_minutes": 0.0005}

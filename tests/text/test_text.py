@@ -1,0 +1,695 @@
+"""Promises of text and tokenizers: the same documents every time, the same ids as everyone else's."""
+
+import functools
+import gzip
+import http.server
+import itertools
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import free_ports
+
+from pipelines.text import sources as text
+from pipelines.text.sources import documents, source_identity, source_label
+from pipelines.text.tokenizer import (
+    byte_symbols,
+    merges_of,
+    split_at_long_spaces,
+    token_stream,
+    tokenizer,
+    tokenizer_files,
+    vocab_size_of,
+)
+from trainer.errors import UserError
+
+COMMIT = "0123456789" * 4
+
+ODD_TEXTS = [
+    "",
+    " ",
+    "\n\n  x",
+    "x \n\t y  ",
+    "I'm you'LL 're  ' s don't",
+    "\u3000\u3000x",
+    "e\u0301 é 👩‍👩‍👧 \ufeffz ﷽",
+    "a\x1cb \x1d\x85 c\xa0 d",
+    "\0\0 \x7f",
+    " " * 700 + "x" * 700 + "\n" * 700,
+    "tabs\t\tand 1234567 ½ Ⅷ ٣",
+]
+
+
+@pytest.fixture
+def gpt2(shared_data: Path) -> tiktoken.Encoding:
+    return tokenizer("gpt2")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Three parquet files of 5 rows in a folder whose name a shell or a glob would stumble over."""
+    folder = tmp_path / "da [x] ta*"
+    folder.mkdir()
+    for part in range(3):
+        texts = [f"document {part}.{row}" for row in range(5)]
+        table = pa.table({"id": list(range(5)), "text": texts, "url": texts})
+        pq.write_table(table, folder / f"part-{part}.parquet", row_group_size=2)
+    return folder
+
+
+def read(source: str | Path, start: int = 0, column: str = "text", **options: Any) -> list[str]:
+    return list(documents(str(source), None, None, column, start, **options))
+
+
+def identity(source: str | Path, column: str = "text", **options: Any) -> dict[str, Any]:
+    return source_identity(str(source), None, None, column, **options)
+
+
+def write_lines(path: Path, *values: Any) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+# Tokenizers
+
+
+def test_the_bytes_tokenizer_is_utf8_plus_one_end_of_text() -> None:
+    encoding = tokenizer("bytes")
+    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
+    for odd in ODD_TEXTS:
+        assert encoding.encode_ordinary(odd) == list(odd.encode())
+        assert encoding.decode(encoding.encode_ordinary(odd)) == odd
+
+
+def test_vocabulary_sizes_are_known_without_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("downloads"))
+    assert vocab_size_of("gpt2") == 50_257
+    assert vocab_size_of("bytes") == tokenizer("bytes").n_vocab
+
+
+def test_gpt2_is_openais(gpt2: tiktoken.Encoding) -> None:
+    assert gpt2.n_vocab == vocab_size_of("gpt2") and gpt2.eot_token == 50_256
+    assert gpt2.encode_ordinary("hello world") == [31373, 995]
+
+
+@pytest.mark.parametrize("ask", [vocab_size_of, tokenizer])
+def test_an_unknown_tokenizer_is_told_the_known_ones(ask: Any) -> None:
+    with pytest.raises(UserError, match=r"'gpt-2'; did you mean 'gpt2'\? There are gpt2 and bytes"):
+        ask("gpt-2")
+
+
+def test_a_vocabulary_that_cannot_be_had_names_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
+    with pytest.raises(UserError, match=r"no route to host.*TIKTOKEN_CACHE_DIR"):
+        tokenizer.__wrapped__("gpt2")
+
+
+# Token streams
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_stream_is_end_of_text_and_encode_ordinary_of_every_document_in_order(
+    gpt2: tiktoken.Encoding, shared_data: Path, threads: int
+) -> None:
+    texts = read(shared_data / "corpus" / "000_00000.parquet")[:150] + ODD_TEXTS
+    arrays = list(token_stream(gpt2, iter(texts), threads))
+    assert all(array.dtype == np.uint16 for array in arrays)
+    assert [array.tolist() for array in arrays] == [[50_256, *gpt2.encode_ordinary(text)] for text in texts]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_a_literal_end_of_text_in_a_document_stays_text(name: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("shared_data")
+    encoding = tokenizer(name)
+    literal = "one<|endoftext|>two <|endoftext|>"
+    (array,) = token_stream(encoding, [literal], 1)
+    assert array.tolist().count(encoding.eot_token) == 1
+    assert encoding.decode(array[1:].tolist()) == literal
+
+
+def test_lone_surrogates_become_the_replacement_character_and_pairs_become_one() -> None:
+    encoding = tokenizer("bytes")
+    (array,) = token_stream(encoding, ["a\ud800b\ud83d\ude00"], 1)
+    assert encoding.decode(array[1:].tolist()) == "a\ufffdb😀"
+
+
+def test_a_million_spaces_before_a_word_do_not_exhaust_the_regex(gpt2: tiktoken.Encoding) -> None:
+    spaces = " " * 1_200_000
+    (array,) = token_stream(gpt2, [f"see {spaces}word\n{spaces}"], 1)
+    assert gpt2.decode(array[1:].tolist()) == f"see {spaces}word\n{spaces}"
+
+
+def test_cutting_long_spaces_leaves_the_tokens_as_they_were(gpt2: tiktoken.Encoding) -> None:
+    @settings(max_examples=300, deadline=None)
+    @given(st.text(alphabet=" \n\t\r\u3000\x1c\x85ab1'.s", max_size=40))
+    def check(document: str) -> None:
+        parts = split_at_long_spaces(document, longest=2)
+        assert "".join(parts) == document
+        apart = [token for part in parts for token in gpt2.encode_ordinary(part)]
+        assert apart == gpt2.encode_ordinary(document)
+
+    check()
+    assert split_at_long_spaces("a    b", longest=2) == ["a   ", " b"]
+
+
+def test_a_stream_reads_only_a_few_batches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.text.tokenizer.BATCH_CHARACTERS", 100)
+    taken = itertools.count()
+    texts = ("x" * 50 for _ in taken)  # endless
+    stream = token_stream(tokenizer("bytes"), texts, threads=2)
+    assert [len(next(stream)) for _ in range(10)] == [51] * 10
+    stream.close()
+    assert next(taken) <= 10 + 2 * (2 * 2)
+
+
+# Sources
+
+
+def test_the_standard_library_is_read_sorted_and_without_tests_and_installed_packages() -> None:
+    texts = read("python-stdlib")
+    assert len(texts) > 300
+    library = Path(sysconfig.get_path("stdlib"))
+    first = min(path.name for path in library.glob("*.py"))
+    assert texts[0] == (library / first).read_text()
+    assert (library / "json" / "decoder.py").read_text() in texts
+    assert not any(path.read_text() in texts for path in (library / "test").glob("test_z*.py"))
+    assert Path(pytest.__file__).read_text() not in texts
+
+
+def test_a_library_module_that_cannot_be_decoded_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "b.py").write_bytes("# coding: latin-1\n# é".encode("latin-1"))
+    (tmp_path / "a.py").write_bytes(b"# \xff")
+    (tmp_path / "c.py").write_bytes(b"# coding: klingon\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "d.py").write_bytes(b"left out")
+    library = text.StandardLibrary(tmp_path)
+    assert list(library.documents(0)) == ["# coding: latin-1\n# é"]
+    before = library.identity()
+    (tmp_path / "b.py").rename(tmp_path / "z.py")
+    assert library.identity() != before
+
+
+def test_documents_from_number_n_on_are_the_rest_of_all_documents(rows: Path) -> None:
+    lines = write_lines(rows / "l.jsonl", *({"text": str(n)} for n in range(12)))
+    for n in range(4):
+        (rows / f"{n}.txt").write_text(f"file {n}")
+    for source in (rows / "*.parquet", lines, rows / "*.txt"):
+        source = Path(str(source).replace("da [x] ta*", "da [[]x] ta[*]"))
+        everything = read(source)
+        assert len(everything) in (15, 12, 4)
+        for start in range(len(everything) + 2):
+            assert read(source, start) == everything[start:], (source, start)
+
+
+def test_parts_are_dealt_out_file_by_file_and_are_all_of_the_text(rows: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    for name in range(3):
+        write_lines(lines / f"{name}.jsonl", *({"text": f"{name}.{n}"} for n in range(4)))
+        (lines / f"{name}.txt").write_text(f"file {name}")
+    for source, base, size in (("*.parquet", rows, 5), ("*.jsonl", lines, 4), ("*.txt", lines, 1)):
+        whole = read(source, base=base)
+        first, second = (read(source, base=base, part=part, parts=2) for part in (0, 1))
+        assert (first, second) == (whole[:size] + whole[2 * size :], whole[size : 2 * size]), source
+        assert read(source, size, base=base, part=0, parts=2) == whole[2 * size :]  # numbered from 0 in each part
+    modules = read("python-stdlib")
+    assert [read("python-stdlib", part=part, parts=3) for part in range(3)] == [modules[n::3] for n in range(3)]
+
+
+def test_more_parts_than_files_are_refused_before_anything_is_read(rows: Path) -> None:
+    said = r"tokens.parts: 4 are more than '\*.parquet' has files, and every part needs one; 3 would be right, or fewer"
+    with pytest.raises(UserError, match=said):
+        identity("*.parquet", base=rows, parts=4)
+    with pytest.raises(UserError, match=said):
+        read("*.parquet", base=rows, part=0, parts=4)
+    with pytest.raises(UserError, match=r"'https://host.invalid/a.parquet' has files.*; 1 would be right"):
+        source_identity("https://host.invalid/a.parquet", None, "1", "text", parts=2)
+    assert source_identity("https://host.invalid/*.parquet", None, "1", "text", parts=99)  # nobody knows yet
+    assert identity("*.parquet", base=rows, parts=3) == identity("*.parquet", base=rows)
+
+
+def test_a_part_may_be_empty_where_the_text_is_not(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "1.parquet")
+    assert [read("*.parquet", base=tmp_path, part=part, parts=2) for part in (0, 1)] == [["a", "b"], []]
+
+
+def test_parquet_files_before_the_start_are_not_read(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, ...]] = []
+    stream = text.Files._stream
+
+    def noted(self: Any, builder: str, paths: Any, **options: Any) -> Any:
+        opened.append(tuple(Path(path).name for path in paths))
+        return stream(self, builder, paths, **options)
+
+    monkeypatch.setattr(text.Files, "_stream", noted)
+    monkeypatch.chdir(rows)
+    assert read("*.parquet", 11) == [f"document 2.{row}" for row in range(1, 5)]
+    assert opened == [("part-2.parquet",)]
+
+
+def test_files_are_named_by_path_or_glob_from_the_current_or_a_given_folder(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = [f"document 1.{row}" for row in range(5)]
+    assert read(rows / "part-1.parquet") == one  # a name that is there is no pattern
+    assert read("part-[1].parquet", base=rows) == one
+    monkeypatch.chdir(rows)
+    assert read("part-1.parquet") == one
+    assert read("part-*.parquet")[5:10] == one
+    assert read("**/part-1.parquet") == one
+
+
+def test_null_texts_are_empty_documents_so_that_numbers_are_rows(tmp_path: Path) -> None:
+    path = tmp_path / "n.parquet"
+    pq.write_table(pa.table({"text": ["a", None, "b"]}), path)
+    assert read(path) == ["a", "", "b"]
+    assert read(path, 1) == ["", "b"]
+    assert read(write_lines(tmp_path / "n.jsonl", {"text": None}, {"text": "b"})) == ["", "b"]
+
+
+def test_json_lines_may_be_blank_differ_in_fields_and_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "l.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a\\nb"}\r\n\n{"id": [1], "text": "\\u00e9"}\n  \n{"text": "\xc3\xa9"}')
+    assert read(path) == ["a\nb", "é", "é"]
+    assert read(path, 1) == ["é", "é"]
+
+
+def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"two\r\n\r\nlines\xff")
+    (tmp_path / "a.txt").write_bytes(b"one")
+    assert read(tmp_path / "*.txt") == ["one", "two\n\nlines\ufffd"]
+
+
+def test_packed_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "l.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n{"text": "y"}\n'))
+    assert read(tmp_path / "a.txt.gz") == ["packed"]
+    assert read(tmp_path / "l.jsonl.gz") == ["x", "y"]
+
+
+def test_a_packing_that_needs_a_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsspec.utils.compressions", {"gz": "gzip"})
+    (tmp_path / "a.txt.zst").write_bytes(b"")
+    with pytest.raises(UserError, match=r"a.txt.zst': .zst needs the package zstandard"):
+        read(tmp_path / "a.txt.zst")
+
+
+def test_the_identity_of_files_is_what_they_hold_in_reading_order(rows: Path, tmp_path: Path) -> None:
+    monday = identity("part-*.parquet", base=rows.rename(tmp_path / "monday"))
+    moved = (tmp_path / "monday").rename(tmp_path / "tuesday")
+    assert identity("part-*.parquet", base=moved) == monday
+    assert len(monday["sha256"]) == 3
+    assert identity("part-*.parquet", base=moved, column="url") != monday
+    (moved / "part-0.parquet").rename(moved / "part-9.parquet")  # read last now: other tokens
+    reordered = identity("part-*.parquet", base=moved)
+    assert reordered != monday and sorted(reordered["sha256"]) == sorted(monday["sha256"])
+    pq.write_table(pa.table({"text": ["changed"]}), moved / "part-9.parquet")
+    assert identity("part-*.parquet", base=moved) != reordered
+
+
+def test_identities_of_remote_text_are_made_without_a_connection() -> None:
+    hub = source_identity("hf://datasets/org/name", "small", COMMIT, "text")
+    assert hub == {
+        "source": "hf://datasets/org/name", "subset": "small", "revision": COMMIT, "text_column": "text"
+    }  # fmt: skip
+    url = "https://example.invalid/a.parquet"
+    assert source_identity(url, None, "2026-11", "text")["revision"] == "2026-11"
+    assert source_identity(url, None, "2026-11", "text") != source_identity(url, None, "2026-12", "text")
+    assert "text_column" not in source_identity("s3://bucket/*.txt", None, "1", "text")
+
+
+def test_labels_are_short_names_fit_for_folders() -> None:
+    assert source_label("python-stdlib", None) == "python-stdlib"
+    assert source_label("hf://datasets/HuggingFaceFW/fineweb-edu", "sample-10BT") == "fineweb-edu-sample-10BT"
+    assert source_label("hf://datasets/org/name", None) == "name"
+    assert source_label("hf://datasets/org/name", "a/b c") == "name-a-b-c"
+    assert source_label("hf://datasets/org/name/data/*.parquet", None) == "files"
+    assert source_label("data/*.parquet", None) == "files"
+
+
+@pytest.mark.parametrize(
+    ("source", "subset", "revision", "said"),
+    [
+        ("python-stdlibs", None, None, r"no file matches.*did you mean 'python-stdlib'"),
+        ("nowhere/*.parquet", None, None, r"no file matches 'nowhere/\*\.parquet'"),
+        (".", None, None, r"is a folder"),
+        (
+            "gs://bucket/a.parquet",
+            None,
+            None,
+            r"unknown scheme 'gs'; would be right: .*hf://datasets/ORG/NAME",
+        ),
+        ("hf://org/name", None, COMMIT, r"'hf://datasets/ORG/NAME' would be"),
+        ("hf://datasets/name", None, COMMIT, r"'hf://datasets/ORG/NAME' would be"),
+        ("hf://datasets/org/name@main", None, COMMIT, r"with the commit in tokens.revision"),
+        (
+            "hf://datasets/org/name",
+            None,
+            None,
+            r"tokens.revision: none is given.*40 hex digits.*git ls-remote",
+        ),
+        ("hf://datasets/org/name", None, "main", r"tokens.revision: 'main' can move.*git ls-remote"),
+        ("hf://datasets/org/name/a.parquet", None, "main", r"'main' can move"),
+        ("https://host.invalid/a.parquet", None, None, r"tokens.revision: .*label of your own"),
+        ("https://host.invalid/a.csv", None, "1", r"unknown kind of file; .parquet, .jsonl and .txt"),
+        ("https://me:secret@host.invalid/a.txt", None, "1", r"'https://host.invalid/a.txt' has a user name"),
+        ("https://host.invalid/a.txt?sig=secret", None, "1", r"'https://host.invalid/a.txt' has a user name"),
+        ("python-stdlib", None, "3.11", r"tokens.revision: .*remove the revision"),
+        ("python-stdlib", "small", None, r"tokens.subset: .*remove it"),
+    ],
+)
+def test_a_source_that_cannot_be_right_is_refused_before_it_is_opened(
+    source: str, subset: str | None, revision: str | None, said: str
+) -> None:
+    for ask in (source_identity, documents):
+        with pytest.raises(UserError, match=said) as caught:
+            ask(source, subset, revision, "text")
+        assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_mixed_and_unknown_kinds_of_files_are_refused(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(rows)
+    write_lines(rows / "part-9.jsonl", {"text": "x"})
+    with pytest.raises(UserError, match=r"several kinds \(jsonl, parquet\)"):
+        identity("part-*")
+    (rows / "a.csv").write_text("x")
+    (rows / "a.parquet.gz").write_text("x")
+    for name in ("a.csv", "a.parquet.gz"):
+        with pytest.raises(UserError, match=rf"{name}': unknown kind of file; .parquet, .jsonl and .txt"):
+            identity(name)
+
+
+def test_a_wrong_column_is_told_the_columns_there_are(rows: Path, tmp_path: Path) -> None:
+    parquet = rows / "part-0.parquet"
+    lines = write_lines(tmp_path / "l.jsonl", {"text": "x", "id": 1}, {"body": "y"}, ["z"])
+    for ask in (identity, read):
+        with pytest.raises(UserError, match=r"no 'body' in '.*part-0.parquet'; there: id, text, url"):
+            ask(parquet, column="body")
+        with pytest.raises(UserError, match=r"'id' in '.*part-0.parquet' holds int64, not strings"):
+            ask(parquet, column="id")
+        with pytest.raises(UserError, match=r"no 'body' in document 0 of '.*l.jsonl'; there: text, id"):
+            ask(lines, column="body")
+        with pytest.raises(UserError, match=r"'id' of document 0 of '.*l.jsonl' is int, not a string"):
+            ask(lines, column="id")
+    with pytest.raises(UserError, match=r"no 'text' in document 1 of '.*l.jsonl'; there: body"):
+        read(lines)
+    with pytest.raises(UserError, match=r"no 'text' in document 2 of '.*l.jsonl'; there: none"):
+        read(lines, 2)
+
+
+def test_a_later_parquet_file_without_the_column_is_named_before_reading_starts(rows: Path) -> None:
+    pq.write_table(pa.table({"body": ["x"]}), rows / "part-2.parquet")
+    with pytest.raises(UserError, match=r"no 'text' in '.*part-2.parquet'; there: body"):
+        documents("part-*.parquet", None, None, "text", base=Path(str(rows)))
+
+
+def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": ')
+    (tmp_path / "bad.txt.gz").write_bytes(gzip.compress(os.urandom(9_000))[:5_000])
+    for name, said in {
+        "empty.parquet": "holds no documents",
+        "empty.jsonl": "holds no documents",
+        "bad.parquet": "can't be read as parquet",
+        "bad.jsonl": r"document 1 of '.*bad.jsonl' is no line of JSON",
+        "bad.txt.gz": "can't be read on",
+    }.items():
+        with pytest.raises(UserError, match=rf"{name}.* {said}|{said}"):
+            read(tmp_path / name)
+
+
+def test_a_document_of_a_part_is_named_by_its_number_there(tmp_path: Path) -> None:
+    for name in range(3):
+        write_lines(tmp_path / f"{name}.jsonl", {"text": "x"}, {"text": "y"} if name < 2 else {"body": "z"})
+    with pytest.raises(
+        UserError, match=r"in document 3 of '\*.jsonl' \(counted in its files 0, 2, 4, …\); there: body"
+    ):
+        read("*.jsonl", base=tmp_path, part=0, parts=2)
+
+
+def test_local_files_are_read_without_network_noise_or_cached_copies(rows: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    code = (
+        "import sys; from pipelines.text.sources import documents\n"
+        "print(len(list(documents(sys.argv[1], None, None, 'text'))))\n"
+        "unfinished = documents(sys.argv[1], None, None, 'text'); next(unfinished); unfinished.close()"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(rows / "part-0.parquet")],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (run.stdout, run.stderr) == ("5\n", "")
+    assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 1_000  # lock files
+
+
+# Remote sources, from a small server that speaks what the Hub speaks
+
+
+class _Hub(http.server.SimpleHTTPRequestHandler):
+    """The dataset org/name at one commit, served from a folder; everything else is not found."""
+
+    protocol_version = "HTTP/1.1"
+    busy = 0  # so many answers are 429, too many requests
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if _Hub.busy:
+            _Hub.busy -= 1
+            return self._answer(b"{}", status=429)
+        root = Path(self.directory)
+        path = self.path.partition("?")[0]
+        if path == f"/api/datasets/org/name/revision/{COMMIT}":
+            names = [{"rfilename": entry["path"]} for entry in self._entries(root)]
+            return self._answer(json.dumps({"id": "org/name", "sha": COMMIT, "siblings": names}).encode())
+        if path.startswith(tree := f"/api/datasets/org/name/tree/{COMMIT}"):
+            folder = path.removeprefix(tree).strip("/")
+            return self._answer(json.dumps(self._entries(root, folder)).encode())
+        file = root / path.removeprefix(f"/datasets/org/name/resolve/{COMMIT}/").lstrip("/")
+        if not file.is_file():
+            return self._answer(b"{}", status=404)
+        body = file.read_bytes()
+        wanted = self.headers.get("Range")
+        if wanted is None:
+            return self._answer(body)
+        first, last = wanted.removeprefix("bytes=").split("-")
+        part = body[int(first) : int(last or len(body)) + 1]
+        place = f"bytes {first}-{int(first) + len(part) - 1}/{len(body)}"
+        return self._answer(part, status=206, headers={"Content-Range": place})
+
+    do_HEAD = do_GET
+
+    def _entries(self, root: Path, folder: str = "") -> list[dict[str, Any]]:
+        files = sorted(path for path in (root / folder).rglob("*") if path.is_file())
+        return [
+            {
+                "type": "file",
+                "path": path.relative_to(root).as_posix(),
+                "size": path.stat().st_size,
+                "oid": "0",
+            }
+            for path in files
+        ]
+
+    def _answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        fixed = {"ETag": '"1"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        for name, value in {"Content-Length": str(len(body)), **fixed, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(rows: Path, tmp_path: Path) -> Iterator[str]:
+    """URL of a Hub that has `rows` as the dataset org/name with the subset "small" (its first two files)."""
+    folder = rows.rename(tmp_path / "hub")
+    subset = {"config_name": "small", "data_files": [{"split": "train", "path": "part-[01].parquet"}]}
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps([subset])}\n---\n")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Hub, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def read_apart(hub: str, home: Path, *calls: tuple[Any, ...]) -> list[list[str]]:
+    """`documents(*call)` of each, in a process of its own: the Hub's address is fixed on import.
+
+    A UserError takes the place of the documents.
+    """
+    code = (
+        "import json, sys; from pipelines.text.sources import documents; from trainer.config import UserError\n"
+        "for call in json.loads(sys.argv[1]):\n"
+        "    try: print(json.dumps(list(documents(*call))))\n"
+        "    except UserError as error: print(json.dumps([f'UserError: {error}']))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    run = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(calls)],
+        cwd=Path(__file__).parents[2],
+        env=environment | {"HF_ENDPOINT": hub, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: str, tmp_path: Path) -> None:
+    source = "hf://datasets/org/name"
+    everything = [f"document {part}.{row}" for part in range(3) for row in range(5)]
+    assert read_apart(
+        hub,
+        tmp_path / "home",
+        (source, "small", COMMIT, "text"),
+        (source, "small", COMMIT, "text", 7),
+        (f"{source}/part-*.parquet", None, COMMIT, "text", 8),
+    ) == [everything[:10], everything[7:10], everything[8:]]
+
+
+@pytest.mark.slow
+def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> None:
+    source = "hf://datasets/org/name"
+    parquet = ("small", COMMIT, "text", 2, None, 1, 2), (None, COMMIT, "text", 0, None, 3, 4)
+    (subset, (mistake,)) = read_apart(hub, tmp_path / "home", *((source, *call) for call in parquet))
+    assert subset == [f"document 1.{row}" for row in range(2, 5)]
+    assert "tokens.parts: 4 are more than 'hf://datasets/org/name' has files" in mistake
+
+    for path in (folder := tmp_path / "hub").iterdir():
+        path.unlink()
+    (folder / "README.md").touch()
+    for name in range(3):  # what `datasets` streams by itself
+        write_lines(folder / f"{name}.jsonl", *({"text": f"line {name}.{n}"} for n in range(2)))
+    lines = (1, None, 0, 2), (0, None, 1, 2), (0, None, 0, 4)
+    first, second, (mistake,) = read_apart(
+        hub, tmp_path / "another home", *((source, None, COMMIT, "text", *call) for call in lines)
+    )
+    assert (first, second) == (["line 0.1", "line 2.0", "line 2.1"], ["line 1.0", "line 1.1"])
+    assert "tokens.parts: 4 are more than 'hf://datasets/org/name' has files" in mistake
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_busy_is_asked_again(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Hub, "busy", 3)
+    (found,) = read_apart(hub, tmp_path / "home", ("hf://datasets/org/name", "small", COMMIT, "text", 7))
+    assert found == [f"document 1.{row}" for row in range(2, 5)] and _Hub.busy == 0
+
+
+def test_a_server_that_cannot_be_reached_is_told_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, int] = {}
+
+    def rows(place: str) -> int:
+        asked[place] = asked.get(place, 0) + 1
+        return text.Files("parquet", (), "text", "where")._count_rows(place)
+
+    monkeypatch.setattr(text, "PATIENCE_SECONDS", 2.0)
+    unreachable, nowhere = f"http://127.0.0.1:{free_ports(1)[0]}/0.parquet", str(tmp_path / "0.parquet")
+    for place in (unreachable, nowhere):
+        with pytest.raises(UserError, match="can't be read as parquet"):
+            text.patiently(lambda place=place: rows(place))
+    assert asked[unreachable] > 1 == asked[nowhere]
+
+
+def test_what_the_hub_does_not_have_is_told(hub: str, tmp_path: Path) -> None:
+    source = "hf://datasets/org/name"
+    (subset,), (column,), (files,), (dataset,) = read_apart(
+        hub,
+        tmp_path / "home",
+        (source, "large", COMMIT, "text"),
+        (source, "small", COMMIT, "body"),
+        (f"{source}/nothing-*.parquet", None, COMMIT, "text"),
+        ("hf://datasets/org/other", None, COMMIT, "text"),
+    )
+    assert subset.startswith("UserError") and "'large' not found. Available: ['small']" in subset
+    assert column.endswith("no 'body' in 'hf://datasets/org/name (small)'; there: id, text, url")
+    assert files.endswith("no file matches 'hf://datasets/org/name/nothing-*.parquet'")
+    assert dataset.startswith("UserError: tokens.source: hf://datasets/org/other at 012345678901 could not be")
+
+
+def test_remote_files_are_read_by_url(hub: str) -> None:
+    last = [f"document 2.{row}" for row in range(5)]
+    assert list(documents(f"{hub}/part-2.parquet", None, "a label", "text")) == last
+    assert list(documents(f"{hub}/part-2.parquet", None, "a label", "text", 4)) == last[4:]
+    with pytest.raises(UserError, match=r"part-7.parquet' can't be read as parquet \(FileNotFoundError"):
+        documents(f"{hub}/part-7.parquet", None, "a label", "text")
+
+
+# Tokenizer files
+
+
+def load_in_transformers(encoding: tiktoken.Encoding, folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
+    for name, content in tokenizer_files(encoding, model_max_length=1024).items():
+        (folder / name).write_bytes(content)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_merges_and_vocabulary_recovered_from_ranks_are_openais(gpt2: tiktoken.Encoding, shared_data: Path) -> None:
+    files = tokenizer_files(gpt2, model_max_length=1024)
+    originals = [path.read_bytes() for path in (shared_data / "tiktoken").iterdir()]
+    assert files["merges.txt"] in originals
+    assert json.loads(files["vocab.json"]) in [json.loads(it) for it in originals if it.startswith(b"{")]
+
+
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "bytes"])
+def test_transformers_gives_the_ids_of_tiktoken(name: str, shared_data: Path, tmp_path: Path) -> None:
+    encoding = tokenizer(name)
+    loaded = load_in_transformers(encoding, tmp_path)
+    texts = read(shared_data / "corpus" / "001_00000.parquet")[::35] + ODD_TEXTS
+    texts += ["".join(map(chr, range(low, low + 4096))) for low in range(0, 0xD000, 4096)]
+    around = [f"a{chr(code)} {chr(code)}{chr(code)}b\n {chr(code)}'s" for code in range(0x3100)]
+    texts += ["".join(around[low : low + 64]) for low in range(0, len(around), 64)]
+    for document in texts:
+        assert loaded(document)["input_ids"] == encoding.encode_ordinary(document), document[:80]
+    for odd in ODD_TEXTS:
+        assert loaded.decode(encoding.encode_ordinary(odd)) == odd
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_transformers_knows_the_end_of_text_and_the_longest_input(name: str, shared_data: Path, tmp_path: Path) -> None:
+    encoding = tokenizer(name)
+    loaded = load_in_transformers(encoding, tmp_path)
+    assert (len(loaded), loaded.model_max_length) == (encoding.n_vocab, 1024)
+    assert loaded.bos_token_id == loaded.eos_token_id == encoding.eot_token
+    both = "a<|endoftext|> b"
+    assert loaded(both)["input_ids"] == encoding.encode(both, allowed_special="all")
+
+
+def test_every_byte_has_a_visible_symbol_of_its_own() -> None:
+    symbols = byte_symbols()
+    assert len(set(symbols)) == 256
+    assert all(symbol.isprintable() and not symbol.isspace() for symbol in symbols)
+    assert symbols[ord(" ")] == "Ġ" and symbols[ord("\n")] == "Ċ" and symbols[ord("A")] == "A"
+
+
+def test_merges_are_ordered_by_rank_and_split_as_they_were_merged() -> None:
+    ranks = {b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"abc": 4, b"ab": 5, b"abab": 6}
+    assert merges_of(ranks) == [(b"b", b"c"), (b"a", b"bc"), (b"a", b"b"), (b"ab", b"ab")]

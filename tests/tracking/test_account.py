@@ -1,0 +1,241 @@
+"""What a run cost adds up: every second has a phase, every node a price or none, and nothing counts twice."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.tracking.account import (
+    Account,
+    Cost,
+    Interval,
+    StoredHeartbeat,
+    account,
+    account_table,
+    account_tags,
+    costs,
+    in_rows,
+    market_of,
+    reconcile,
+    settled_phases,
+    total_cost,
+)
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Heartbeat
+
+HOUR = 3600.0
+PREFIX = "train/tiny-1a2b3c4d"
+
+
+def beat(**changes: Any) -> Heartbeat:
+    """An attempt of an hour at a dollar."""
+    return replace(
+        Heartbeat("tiny-1a2b3c4d", "train", 1, "done", 0.0, HOUR, 1.0, {"machine": "node-7/boot"}), **changes
+    )
+
+
+def of(*beats: Heartbeat, **options: Any) -> Account:
+    return account("tiny-1a2b3c4d", [StoredHeartbeat(f"{b.stage}/tiny-1a2b3c4d", b) for b in beats], **options)
+
+
+# --- hours and dollars
+
+
+def test_hours_and_dollars_are_the_time_between_start_and_last_heartbeat_at_each_ones_price() -> None:
+    first = beat(started=1000.0, time=1000.0 + 5400, price_per_hour=31.92, phases={"train": 5000.0, "setup": 400.0})
+    second = beat(attempt=2, started=9000.0, time=9000.0 + 1800, price_per_hour=12.0, phases={"train": 1800.0})
+    clock_set_back = beat(attempt=3, started=9000.0, time=8000.0, price_per_hour=12.0, phases={"train": 7.0})
+    bill = of(first, second, clock_set_back)
+    assert (bill.total.hours, bill.total.usd, len(bill.attempts)) == (2.0, pytest.approx(47.88 + 6.0), 3)
+    assert {phase: 3600 * part.hours for phase, part in bill.by_phase.items()} == {"train": 6800.0, "setup": 400.0}
+    assert of().total == Cost() and of().goodput is None
+
+
+def test_every_node_is_billed_and_hours_of_unknown_price_are_kept_apart_in_every_sum() -> None:
+    four_nodes = beat(price_per_hour=2.0, nodes=4, phases={"train": HOUR})
+    unknown = beat(attempt=2, price_per_hour=None, nodes=2, phases={"train": HOUR})
+    bill = of(four_nodes, unknown, tokens_before=lambda step: 1000 * step)
+    assert bill.total == bill.by_stage["train"] == bill.by_phase["train"] == Cost(6.0, 8.0, 2.0)
+    assert costs(bill)["time/unpriced_hours"] == 2.0
+    unknown = of(beat(price_per_hour=None))
+    assert "cost/usd" not in costs(unknown) and account_tags(unknown)["usd"] == "unknown"
+    assert bill.usd_per_billion_tokens is None and "cost/usd_per_billion_tokens" not in costs(bill)
+    assert "time/goodput" in costs(bill) and "time/goodput" not in costs(of(beat(stage="tokenize")))
+
+
+def test_dollars_are_told_by_stage_by_phase_and_by_market() -> None:
+    spot = {"cloud": "aws", "spot": True, "on_demand_per_hour": 3.0}
+    bill = of(
+        beat(stage="tokenize", phases={"tokenize": HOUR}),
+        beat(machine=spot, phases={"train": 0.75 * HOUR, "setup": 0.25 * HOUR}),
+        beat(attempt=2, machine=spot | {"spot": False}, price_per_hour=3.0, phases={"train": HOUR}),
+    )
+    assert {stage: part.usd for stage, part in bill.by_stage.items()} == {"tokenize": 1.0, "train": 4.0}
+    assert {phase: part.usd for phase, part in bill.by_phase.items()} == {"tokenize": 1.0, "train": 3.75, "setup": 0.25}
+    markets = {market: part.usd for market, part in bill.by_market.items()}
+    assert markets == {"own machine": 1.0, "aws spot": 1.0, "aws on demand": 3.0}
+    assert bill.savings_usd == 2.0  # an hour of spot at 1 instead of 3
+    assert bill.goodput == pytest.approx(1.75 / 3)
+    assert market_of({"cloud": "gcp"}) == "gcp"
+    assert account_tags(bill)["usd_by_market"] == "aws on demand 3.0000, aws spot 1.0000, own machine 1.0000"
+
+
+def test_a_tables_rows_are_the_attempts() -> None:
+    table = account_table(of(beat(phases={"train": HOUR}), beat(attempt=2, price_per_hour=None, nodes=2)))
+    assert {len(column) for column in table.values()} == {2}
+    assert (table["usd"], table["hours"], table["train_seconds"]) == ([1.0, None], [1.0, 2.0], [HOUR, 0.0])
+
+
+# --- steps, and what being cut off costs
+
+
+def steps(resumed_from: int, step: int, **more: Any) -> dict[str, Any]:
+    return {"resumed_from": resumed_from, "step": step, **more}
+
+
+def test_steps_behind_which_a_later_attempt_went_back_are_not_kept() -> None:
+    bill = of(
+        beat(attempt=1, state="running", progress=steps(0, 57)),
+        beat(attempt=2, state="interrupted", progress=steps(50, 80, steps_done=30, steps_redone=7)),
+        beat(attempt=3, state="failed"),  # never came to train
+        beat(attempt=4, state="running", progress=steps(80, 88)),  # died 2 steps after its last word
+        beat(attempt=5, progress=steps(90, 100)),
+        tokens_before=lambda step: 10_000_000 * step,
+    )
+    assert [(a.steps_done, a.steps_kept, a.steps_redone) for a in bill.attempts] == [
+        (57, 50, 0),
+        (30, 30, 7),
+        (0, 0, 0),
+        (10, 10, 0),
+        (10, 10, 0),
+    ]
+    assert bill.tokens == 100 * 10_000_000
+    assert bill.usd_per_billion_tokens == pytest.approx(5.0)
+
+
+def test_a_rollback_behind_the_attempts_own_start_takes_steps_from_the_one_before() -> None:
+    bill = of(
+        beat(attempt=1, state="interrupted", progress=steps(0, 100)),
+        beat(attempt=2, progress=steps(100, 120, lowest_step=80, steps_done=60)),
+    )
+    assert [(a.steps_done, a.steps_kept) for a in bill.attempts] == [(100, 80), (60, 40)]
+
+
+@pytest.mark.parametrize(("state", "lost"), [("running", 0.3), ("interrupted", 0.3), ("done", 0.1), ("failed", 0.1)])
+def test_an_interruption_costs_the_way_back_and_what_is_done_again(state: str, lost: float) -> None:
+    phases = {"setup": 0.2 * HOUR, "redone": 0.1 * HOUR, "train": 0.7 * HOUR}
+    bill = of(beat(state=state, phases={"setup": 0.5 * HOUR, "train": 0.5 * HOUR}), beat(attempt=2, phases=phases))
+    assert bill.interruptions.usd == pytest.approx(lost)
+    assert bill.deaths == (state == "running")
+    assert bill.unseen_seconds == (HEARTBEAT_SECONDS if state == "running" else 0.0)
+    assert bill.attempts[0].state == ("lost" if state == "running" else state)
+
+
+def test_waiting_for_spot_is_the_price_of_an_interruption_only_behind_one() -> None:
+    room = {"state": "interrupted", "progress": {"waiting": True}, "phases": {"idle": HOUR}}
+    spot = {"state": "interrupted", "phases": {"setup": 600.0, "train": HOUR - 600}}
+    rooms = beat(**room), beat(attempt=2, **room)
+    assert of(*rooms, beat(attempt=3, **spot)).interruptions.hours == 0
+    again = of(*rooms, *(beat(attempt=n, **made) for n, made in ((3, spot), (4, room), (5, spot))))
+    assert again.interruptions.hours == pytest.approx(1 + 600 / HOUR)
+    assert again.goodput == pytest.approx(1 - 600 / HOUR)
+
+
+def test_waits_in_a_row_are_shown_as_one_unless_the_launch_was_down_in_between() -> None:
+    def room(number: int, started: float) -> Heartbeat:
+        waited = {"progress": {"waiting": True}, "phases": {"idle": 600.0}, "price_per_hour": 6.0}
+        return beat(attempt=number, started=started, time=started + 600, **waited)
+
+    spot = beat(attempt=3, started=1800.0, time=1800.0 + HOUR)
+    rooms = [room(1, 0.0), room(2, 900.0), room(4, 6000.0), room(5, 90_000.0), room(6, 90_900.0), room(7, 91_800.0)]
+    shown = list(in_rows(of(spot, *rooms).attempts))
+    assert [number for number, _ in shown] == ["1 to 2", "3", "4", "5 to 7"]
+    last = shown[-1][1]
+    assert (last.started, last.ended, last.phases) == (90_000.0, 92_400.0, {"idle": 1800.0})
+    assert last.bill == Cost(0.5, 3.0) and total_cost(one.bill for _, one in shown) == of(spot, *rooms).total
+
+
+@pytest.mark.parametrize(("alive", "deaths"), [(True, 0), (None, 0), (False, 1)])
+def test_an_attempt_that_may_still_live_is_not_lost(alive: bool | None, deaths: int) -> None:
+    assert account("run", [StoredHeartbeat(PREFIX, beat(state="running"), None, alive)]).deaths == deaths
+
+
+def test_the_stores_clock_shows_how_far_a_nodes_is_off() -> None:
+    bill = account("run", [StoredHeartbeat(PREFIX, beat(), stored=HOUR + 90.0)])
+    assert bill.attempts[0].skew_seconds == 90.0 and bill.total.hours == 1.0
+
+
+# --- SkyPilot's own book
+
+
+def test_hours_that_only_skypilot_knows_show_as_a_difference() -> None:
+    ours = beat(nodes=2, machine={"cloud": "aws", "cluster": "one"}, price_per_hour=3.0)
+    theirs = [Interval("one", 2, -360.0, HOUR), Interval("one", 2, HOUR, HOUR + 360.0), Interval("two", 1, 0.0, None)]
+    one, two = reconcile(of(ours, beat(attempt=2)), theirs, now=1800.0)
+    assert (one.cluster, one.sky_hours, one.ledger_hours) == ("one", pytest.approx(2.4), 2.0)
+    assert one.usd == pytest.approx(0.4 * 3.0)
+    assert (two.cluster, two.sky_hours, two.ledger_hours, two.usd) == ("two", 0.5, 0.0, None)
+
+
+# --- whatever the attempts are
+
+
+SECONDS = st.floats(0, 1e6)
+PHASES = ["setup", "train", "redone", "checkpoint", "evaluate", "idle", "lost"]
+BEATS = st.builds(
+    lambda attempt, state, started, lasted, price, nodes, phases: beat(
+        attempt=attempt,
+        state=state,
+        started=started,
+        time=started + lasted,
+        price_per_hour=price,
+        nodes=nodes,
+        phases=phases,
+    ),
+    st.integers(1, 5),
+    st.sampled_from(["running", "done", "interrupted", "failed", "stale", "stopped"]),
+    SECONDS,
+    st.floats(-1e6, 1e6),
+    st.one_of(st.none(), st.floats(0, 100)),
+    st.integers(1, 8),
+    st.dictionaries(st.sampled_from(PHASES), st.floats(-10, 1e6)),
+)
+
+
+@given(BEATS)
+def test_the_phases_of_an_attempt_sum_to_its_wall_time(one: Heartbeat) -> None:
+    wall = max(0.0, one.time - one.started)
+    phases = settled_phases(one)
+    assert math.fsum(phases.values()) == pytest.approx(wall, rel=1e-6, abs=1e-9)
+    assert all(seconds >= 0 for seconds in phases.values())
+
+
+@given(st.lists(BEATS, max_size=8), st.randoms(use_true_random=False))
+def test_totals_depend_neither_on_the_order_of_heartbeats_nor_on_how_often_one_is_seen(
+    beats: list[Heartbeat], random: Any
+) -> None:
+    again = [*beats, *random.choices(beats, k=3)] if beats else []
+    random.shuffle(again)
+    one, other = of(*beats), of(*again)
+    assert one == other
+
+
+@given(st.lists(BEATS, max_size=8))
+def test_every_way_to_divide_the_bill_has_the_same_sum(beats: list[Heartbeat]) -> None:
+    bill = of(*beats)
+    for parts in (bill.by_stage, bill.by_phase, bill.by_market):
+        for field in ("hours", "usd", "unpriced_hours"):
+            assert math.fsum(getattr(part, field) for part in parts.values()) == pytest.approx(
+                getattr(bill.total, field), rel=1e-5, abs=1e-9
+            )
+    assert bill.total.unpriced_hours <= bill.total.hours
+    assert bill.interruptions.hours <= bill.total.hours * (1 + 1e-6)
+    assert bill.goodput is None or 0 <= bill.goodput <= 1 + 1e-6
+
+
+@given(BEATS)
+def test_a_heartbeat_survives_the_store(one: Heartbeat) -> None:
+    assert Heartbeat(**json.loads(json.dumps(asdict(one)))) == one

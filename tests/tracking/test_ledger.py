@@ -1,0 +1,471 @@
+"""The ledger knows who worked on an artifact, whether they still do, and what it cost, whatever became of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.tracking import ledger
+from pipelines.tracking.ledger import (
+    STEADY_SECONDS_BETWEEN_FAILURES,
+    Attempt,
+    Billing,
+    Heartbeat,
+    attempts,
+    claim,
+    is_alive,
+    is_there,
+    latest_number,
+    prior_seconds_between_failures,
+    process_started,
+    seconds_between_failures,
+    this_process,
+)
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
+from trainer.errors import StaleAttempt, StoreUnavailable, UserError
+from trainer.store import LocalStore
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PREFIX = "train/tiny-1a2b3c4d"
+
+
+def claimed(store: LocalStore, number: int, price: float = 0.0) -> Attempt:
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", number, Billing(price))
+    assert attempt is not None
+    return attempt
+
+
+def beat(**changes: Any) -> Heartbeat:
+    now = time.time()
+    return replace(Heartbeat("tiny-1a2b3c4d", "train", 1, "running", now, now, 0.0, this_process()), **changes)
+
+
+def until(reached: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+# --- claiming
+
+
+def test_of_many_that_claim_an_attempt_one_gets_it(tmp_path: Path) -> None:
+    store, racers = LocalStore(tmp_path), 16
+    start = threading.Barrier(racers)
+
+    def race(_: int) -> Attempt | None:
+        start.wait()
+        return claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing())
+
+    with ThreadPoolExecutor(racers) as pool:
+        won = [attempt for attempt in pool.map(race, range(racers)) if attempt]
+    assert len(won) == 1 and won[0].number == 1
+    assert len(attempts(store, PREFIX)) == 1
+
+
+def test_a_claimed_attempt_is_in_the_ledger_before_it_has_said_anything(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    claimed(store, 1, price=2.5)
+    (seen,) = attempts(store, PREFIX)
+    assert (seen.attempt, seen.state, seen.price_per_hour, seen.process) == (1, "running", 2.5, this_process())
+    assert is_alive(seen) is True
+
+
+def test_attempts_come_in_order_and_the_newest_has_the_highest_number(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    assert attempts(store, PREFIX) == [] and latest_number(store, PREFIX) == 0
+    for number in (2, 10, 1):
+        claimed(store, number)
+    assert [b.attempt for b in attempts(store, PREFIX)] == [1, 2, 10]
+    assert latest_number(store, PREFIX) == 10
+
+
+def test_an_attempt_is_stale_once_a_later_one_is_claimed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    first = claimed(store, 1)
+    first.check()
+    second = claimed(store, 2)
+    second.check()
+    assert first.superseded() and not second.superseded()
+    with pytest.raises(StaleAttempt, match=f"attempt 1 of {PREFIX} was superseded"):
+        first.check()
+    assert first.latest.state == "stale"
+
+
+def test_a_working_attempt_notices_within_a_heartbeat_that_it_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    store = LocalStore(tmp_path)
+    with claimed(store, 1) as attempt:
+        assert not attempt.lost
+        claimed(store, 2)
+        until(lambda: attempt.lost, "the attempt knows")
+
+
+# --- reporting
+
+
+def test_progress_is_merged_and_the_last_state_and_phases_stay(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with claimed(store, 1) as attempt:
+        attempt.update(progress={"step": 3, "loss": 2.0})
+        attempt.update(progress={"step": 4})
+        attempt.clock = lambda now: {"train": 2.0, "upload": 0.5}
+    (seen,) = attempts(store, PREFIX)
+    assert seen.progress == {"step": 4, "loss": 2.0}
+    assert seen.phases == {"train": 2.0, "upload": 0.5}
+    assert seen.state == "done" and is_alive(seen) is False
+
+
+def test_a_heartbeat_that_was_slow_does_not_undo_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(ledger, "SILENT_SECONDS", 0.05)  # that the end waits for the thread
+    on_its_way = threading.Event()
+
+    class Slow(LocalStore):
+        def put(self, key: str, body: bytes) -> None:
+            if threading.current_thread().name == "heartbeat":
+                on_its_way.set()
+                time.sleep(0.5)
+            super().put(key, body)
+
+    with claimed(Slow(tmp_path), 1):
+        on_its_way.wait(20)
+    assert attempts(LocalStore(tmp_path), PREFIX)[0].state == "done"
+    time.sleep(0.6)
+    assert attempts(LocalStore(tmp_path), PREFIX)[0].state == "done"
+
+
+@pytest.mark.parametrize("state", ["interrupted", "stale", "done"])
+def test_a_state_that_was_told_is_not_overwritten_at_the_end(tmp_path: Path, state: str) -> None:
+    store = LocalStore(tmp_path)
+    with pytest.raises(RuntimeError), claimed(store, 1) as attempt:
+        attempt.update(state=state)
+        raise RuntimeError
+    assert attempts(store, PREFIX)[0].state == state
+
+
+def test_work_that_raises_has_failed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    with pytest.raises(RuntimeError, match="boom"), claimed(store, 1):
+        raise RuntimeError("boom")
+    assert attempts(store, PREFIX)[0].state == "failed"
+
+
+def test_heartbeats_go_on_while_the_work_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    store = LocalStore(tmp_path)
+    with claimed(store, 1) as attempt:
+        attempt.update(progress={"step": 7})
+        until(lambda: attempts(store, PREFIX)[0].progress == {"step": 7}, "the heartbeat says step 7")
+        first = attempts(store, PREFIX)[0].time
+        until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_what_watches_an_attempt_sees_every_heartbeat_also_while_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    seen: list[float] = []
+
+    def watch(beat: Heartbeat) -> None:
+        seen.append(beat.time)
+        raise StoreUnavailable("a watch may ask the store too")
+
+    store = Away(tmp_path)
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(), watch)
+    assert attempt is not None
+    with attempt:
+        store.fault = StoreUnavailable("no route") if away else None
+        until(lambda: len(set(seen)) >= 3, "three heartbeats were seen, each later than the one before")
+        store.fault = None
+
+
+def test_a_fault_in_what_watches_an_attempt_stops_no_heartbeat_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+
+    def watch(beat: Heartbeat) -> None:
+        raise KeyError("step")
+
+    store = LocalStore(tmp_path)
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(), watch)
+    assert attempt is not None
+    with attempt:
+        until(lambda: "watch_failed" in attempts(store, PREFIX)[0].progress, "the fault is told")
+        first = attempts(store, PREFIX)[0].time
+        until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
+
+
+class Away(LocalStore):
+    """A store that raises `fault` while it is set."""
+
+    fault: Exception | None = None
+    refused = 0
+
+    def put(self, key: str, body: bytes) -> None:
+        if self.fault:
+            self.refused += 1
+            raise self.fault
+        super().put(key, body)
+
+
+@pytest.mark.parametrize("fault", [StoreUnavailable("no route"), OSError("disk full"), UserError("expired")])
+def test_a_store_that_fails_for_a_while_stops_neither_heartbeat_nor_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    store = Away(tmp_path)
+    with claimed(store, 1) as attempt:
+        store.fault = fault
+        attempt.update(progress={"step": 9})
+        until(lambda: store.refused >= 3, "three heartbeats were refused")
+        store.fault = None
+        until(lambda: attempts(store, PREFIX)[0].progress == {"step": 9}, "the heartbeat is back")
+    assert attempts(store, PREFIX)[0].state == "done"
+
+
+@pytest.mark.parametrize("fault", [StoreUnavailable("no route"), UserError("expired")])
+def test_a_store_that_is_away_at_the_end_does_not_hide_why_the_work_ended(tmp_path: Path, fault: Exception) -> None:
+    store = Away(tmp_path)
+    with pytest.raises(RuntimeError, match="boom"), claimed(store, 1):
+        store.fault = fault
+        raise RuntimeError("boom")
+
+
+# --- dying
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from pipelines.tracking import ledger
+from trainer.store import LocalStore
+ledger.HEARTBEAT_SECONDS = 0.05
+store, billing = LocalStore(Path(sys.argv[1])), ledger.Billing(3600.0)
+with ledger.claim(store, sys.argv[2], "tiny-1a2b3c4d", "train", 1, billing) as attempt:
+    attempt.clock = lambda now: {"train": now - attempt.latest.started}
+    attempt.update(progress={"step": 5})
+    time.sleep(600)
+"""
+
+
+def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_known_to_be_dead_at_once(
+    tmp_path: Path,
+) -> None:
+    store = LocalStore(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), PREFIX], env=environment)
+
+    def heard() -> bool:
+        seen = attempts(store, PREFIX)
+        return bool(seen) and seen[0].progress == {"step": 5} and seen[0].time - seen[0].started > 0.2
+
+    try:
+        until(heard, "the child beats")
+        assert is_alive(attempts(store, PREFIX)[0]) is True
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+    # A zombie until somebody asks for its exit code.
+    until(lambda: is_alive(attempts(store, PREFIX)[0]) is False, "a process that nobody has reaped is dead", 5)
+    child.wait()
+    killed = time.time()
+    time.sleep(0.3)
+    (seen,) = attempts(store, PREFIX)
+    assert is_alive(seen) is False
+    assert seen.state == "running"  # it had no time to say otherwise
+    assert 0.2 < seen.time - seen.started <= killed - seen.started
+    assert seen.usd == pytest.approx(seen.time - seen.started)  # at a dollar a second
+    assert seen.progress == {"step": 5}
+    assert seen.phases == pytest.approx({"train": seen.time - seen.started})
+
+
+def test_another_process_with_the_same_pid_does_not_pass_for_the_attempt() -> None:
+    mine = beat()
+    assert is_alive(mine) is True
+    assert is_alive(replace(mine, process=mine.process | {"started": "1"})) is False
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert process_started(gone.pid) is None
+    assert is_alive(replace(mine, process=mine.process | {"pid": gone.pid})) is False
+
+
+def test_an_attempt_is_there_as_long_as_what_it_started_is() -> None:
+    dead = this_process() | {"started": "1"}
+    here = {"pid": os.getpid(), "started": process_started(os.getpid())}
+    assert is_there(beat(process=dead | {"children": [here]})) is True
+    assert is_there(beat(process=dead | {"children": [here | {"started": "1"}]})) is False
+
+
+def test_a_process_of_another_machine_can_only_be_watched_until_it_is_silent_for_long() -> None:
+    elsewhere = this_process() | {"machine": "other/boot"}
+    assert is_alive(beat(process=elsewhere)) is None
+    assert is_alive(beat(process=elsewhere, time=time.time() - 7200)) is False
+    assert is_there(beat(process=elsewhere, state="done")) is None
+
+
+def test_containers_of_one_host_are_machines_of_their_own() -> None:
+    namespace = Path("/proc/self/ns/pid")
+    if not namespace.is_symlink():
+        pytest.skip("needs Linux")
+    assert os.readlink(namespace) in this_process()["machine"]
+
+
+def test_an_attempt_that_has_ended_is_not_alive_although_its_process_is() -> None:
+    for state in ("done", "interrupted", "failed", "stale"):
+        ended = beat(state=state)
+        assert is_alive(ended) is False and is_there(ended) is True
+
+
+def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_on_the_bill(tmp_path: Path) -> None:
+    store, machine = LocalStore(tmp_path), {"cloud": "aws", "spot": True, "on_demand_per_hour": 98.3}
+    since = time.time() - 90
+    billing = Billing(None, "unknown: no table", 2, machine, since)
+    attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, billing)
+    assert attempt and attempts(store, PREFIX)[0].started > since  # a claim alone bills nothing
+    with attempt:
+        pass
+    (seen,) = attempts(store, PREFIX)
+    assert (seen.price_per_hour, seen.price_source, seen.nodes) == (None, "unknown: no table", 2)
+    assert (seen.machine, seen.started) == (machine, since) and seen.billed_hours >= 90 / 3600
+
+
+def test_a_heartbeat_of_before_there_were_nodes_and_sources_is_still_read(tmp_path: Path) -> None:
+    store, old = LocalStore(tmp_path), asdict(beat(price_per_hour=3.0))
+    for field in ("price_source", "nodes", "machine"):
+        del old[field]
+    store.put(f"{PREFIX}/attempts/0001/heartbeat.json", json.dumps(old).encode())
+    (seen,) = attempts(store, PREFIX)
+    assert (seen.price_per_hour, seen.nodes) == (3.0, 1)
+
+
+# --- the meter: what is on no bill yet
+
+
+@pytest.fixture
+def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "meter"
+    monkeypatch.setenv("SKYTRAIN_METER", str(path))
+    return path
+
+
+def test_the_first_attempt_pays_for_setting_the_machine_up_and_the_next_for_what_lies_between(
+    tmp_path: Path, meter: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    up = ledger.process_began() - 1000
+    meter.write_text(f"{up:.0f}\n")  # as `date +%s` does
+    with claimed(store, 1, price=3600.0) as first:
+        pass
+    assert first.latest.started == pytest.approx(up, abs=1)
+    assert set(first.latest.phases) == {"provision", "setup"}
+    assert sum(first.latest.phases.values()) == pytest.approx(time.time() - up, abs=2)
+    assert first.latest.phases["provision"] == pytest.approx(1000, abs=2)
+    time.sleep(0.1)
+    with claimed(store, 2) as second:
+        pass
+    assert second.latest.started == pytest.approx(first.latest.time)
+    assert set(second.latest.phases) == {"setup"}  # of the same process: nobody was idle
+    billed = sum(b.time - b.started for b in attempts(store, PREFIX))
+    assert billed == pytest.approx(second.latest.time - up, abs=1)  # no second twice, none left out
+
+
+def test_what_a_killed_attempt_may_still_have_done_is_lost_and_what_follows_idle(tmp_path: Path, meter: Path) -> None:
+    store, began = LocalStore(tmp_path / "store"), ledger.process_began()
+    with claimed(store, 1):
+        assert meter.read_text().split()[1] == "lost"
+        meter.write_text(f"{began - 60} lost\n")  # the last that it could say, a minute before this process began
+        second = claimed(store, 2)
+    assert second.latest.phases["lost"] == ledger.HEARTBEAT_SECONDS
+    assert second.latest.phases["idle"] == pytest.approx(60 - ledger.HEARTBEAT_SECONDS, abs=0.1)
+    assert second.latest.time - second.latest.started == pytest.approx(sum(second.latest.phases.values()))
+
+
+def test_a_kill_between_a_heartbeat_and_the_meter_bills_nothing_twice(tmp_path: Path, meter: Path) -> None:
+    store, up = LocalStore(tmp_path / "store"), time.time() - 500
+    meter.write_text(f"{up}")
+    with claimed(store, 1) as first:
+        pass
+    meter.write_text(f"{up}")  # as if it had not come to that
+    second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(), earlier=[first.latest])
+    assert second is not None and second.latest.started == pytest.approx(first.latest.time)
+
+
+def test_waiting_for_a_rival_is_idle_time(tmp_path: Path, meter: Path) -> None:
+    now = time.time()
+    meter.write_text(f"{now - 30} idle")
+    phases = ledger.Meter(meter).before(now, idle=0.0)
+    waited = ledger.Meter(meter).before(now, idle=0.2)
+    assert waited["idle"] == pytest.approx(phases.get("idle", 0.0) + 0.2, abs=0.02)
+    assert sum(waited.values()) == pytest.approx(sum(phases.values())) == pytest.approx(30, abs=0.1)
+
+
+def test_the_meter_stands_where_the_bill_in_the_store_ends(
+    tmp_path: Path, meter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    store = Away(tmp_path / "store")
+    with claimed(store, 1):
+        until(lambda: attempts(store, PREFIX)[0].time > attempts(store, PREFIX)[0].started + 0.1, "it beats")
+        store.fault = StoreUnavailable("no route")
+        until(lambda: store.refused >= 3, "three heartbeats were refused")
+        assert float(meter.read_text().split()[0]) == attempts(store, PREFIX)[0].time
+        store.fault = None
+    (seen,) = attempts(store, PREFIX)
+    assert meter.read_text().split() == [str(seen.time), "idle"]
+
+
+@pytest.mark.parametrize("content", ["", "soon", "\n"])
+def test_a_meter_that_holds_no_time_is_a_mistake_that_is_named(tmp_path: Path, meter: Path, content: str) -> None:
+    meter.write_text(content)
+    with pytest.raises(UserError, match="SKYTRAIN_METER: .* holds no unix seconds"):
+        claimed(LocalStore(tmp_path / "store"), 1)
+
+
+def test_a_meter_in_a_folder_that_is_not_there_is_a_mistake_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_METER", str(tmp_path / "nowhere" / "meter"))
+    with pytest.raises(UserError, match="nowhere/meter: there is no such folder"):
+        claimed(LocalStore(tmp_path / "store"), 1)
+    assert attempts(LocalStore(tmp_path / "store"), PREFIX) == []
+
+
+def test_a_meter_of_a_clock_that_was_set_back_bills_nothing_twice(tmp_path: Path, meter: Path) -> None:
+    meter.write_text(f"{time.time() + 3600}")
+    with claimed(LocalStore(tmp_path / "store"), 1) as attempt:
+        pass
+    assert 0 <= attempt.latest.time - attempt.latest.started < 60 and attempt.latest.phases == {}
+
+
+def test_own_and_on_demand_machines_are_trusted_for_longer_than_spot_and_what_nobody_knows() -> None:
+    steady = [prior_seconds_between_failures(machine) for machine in ({}, {"cloud": "aws", "spot": False})]
+    assert steady == [STEADY_SECONDS_BETWEEN_FAILURES] * 2
+    for market in ({"cloud": "aws", "spot": True}, {"cloud": "slurm"}):
+        assert prior_seconds_between_failures(market) == PRIOR_SECONDS_BETWEEN_FAILURES < min(steady)
+        assert prior_seconds_between_failures(market, nodes=2) == PRIOR_SECONDS_BETWEEN_FAILURES / 2
+
+
+def test_deaths_without_a_word_shorten_the_time_that_is_expected_until_the_next() -> None:
+    def beat(state: str, hours: float) -> Heartbeat:
+        return Heartbeat("run", "train", 1, state, 0.0, 3600 * hours, 0.0)
+
+    prior = 4 * 3600.0
+    assert seconds_between_failures([], prior) == prior
+    assert seconds_between_failures([beat("interrupted", 4), beat("failed", 1)], prior) == 9 * 3600
+    died = [beat("running", 0.5)] * 3
+    assert seconds_between_failures(died, prior) == pytest.approx((4 + 1.5) / 4 * 3600)

@@ -1,0 +1,313 @@
+"""Checkpoints among ranks and rivals: none waits for the dead, deletes what is not its own or takes trouble for damage.
+
+The ranks are threads of this process, each with its Checkpointer; the store and what lies in it are real.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trainer.checkpoint
+from trainer.checkpoint import Checkpointer, Piece
+from trainer.commits import TrainState, unsealed
+from trainer.errors import StaleAttempt, StoreUnavailable, UserError
+from trainer.metrics import EventLog, PhaseClock
+from trainer.parallel import World
+from trainer.store import LocalStore
+
+CPU = torch.device("cpu")
+ALONE = World(0, 0, 1, CPU)
+
+
+def pieces(value: float) -> dict[str, Piece]:
+    return {
+        "model.a": Piece.whole(torch.full((30, 10), float(value))),
+        "model.b": Piece.whole(torch.full((200,), float(value))),
+        "exp_avg.a": Piece.whole(torch.ones(30, 10)),
+    }
+
+
+def quiet_log(step: int = 0) -> EventLog:
+    log = EventLog(None, PhaseClock())
+    if step:
+        log.row(step, **{"train/loss": 1.0})
+    return log
+
+
+def checkpointer(store: LocalStore, world: World = ALONE, attempt: int = 1, **options: Any) -> Checkpointer:
+    return Checkpointer(store, "run", world, store.root / f"work-{world.rank}", attempt, **options)
+
+
+def committed(store: LocalStore, step: int, attempt: int = 1, value: float | None = None, **options: Any) -> None:
+    """Commit a checkpoint as an attempt of its own would."""
+    one = checkpointer(store, attempt=attempt, **options)
+    one.save(TrainState(step=step), pieces(step if value is None else value), log := quiet_log(step))
+    one.finish(log)
+
+
+def folders(store: LocalStore) -> list[str]:
+    return sorted({entry.key.split("/")[2] for entry in store.entries("run/checkpoints/")})
+
+
+class Interfering(LocalStore):
+    """Calls `before[method](key)` ahead of that method."""
+
+    def __init__(self, root: Path, **before: Callable[[str], None]) -> None:
+        super().__init__(root)
+        self.before = before
+
+    def _tell(self, method: str, key: str) -> None:
+        self.before.get(method, lambda key: None)(key)
+
+    def write(self, parts: Sequence[memoryview], key: str) -> None:
+        self._tell("write", key)
+        super().write(parts, key)
+
+    def download(self, key: str, path: Path) -> None:
+        self._tell("download", key)
+        super().download(key, path)
+
+
+# --- ranks
+
+
+@dataclass(frozen=True)
+class Rank(World):
+    """One of some ranks that are threads, each on a node of its own; what they gather goes through `table`."""
+
+    table: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        values, barrier = self.table
+        values[self.rank] = value
+        barrier.wait(20)
+        found = list(values)
+        barrier.wait(20)
+        return found
+
+
+def some_ranks(stores: Sequence[LocalStore], **options: Any) -> list[Checkpointer]:
+    n = len(stores)
+    table = ([None] * n, threading.Barrier(n))
+    return [checkpointer(store, Rank(r, 0, n, CPU, table), **options) for r, store in enumerate(stores)]
+
+
+def each(ranks: Sequence[Checkpointer], work: Callable[[Checkpointer], Any]) -> list[Any]:
+    """What each rank's `work` returns, or the exception that it raised."""
+
+    def outcome(rank: Checkpointer) -> Any:
+        try:
+            return work(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(outcome, ranks))
+
+
+def save(step: int, value: float) -> Callable[[Checkpointer], EventLog]:
+    def saving(rank: Checkpointer) -> EventLog:
+        rank.save(TrainState(step=step), pieces(value), log := quiet_log(step))
+        rank.finish(log)
+        return log
+
+    return saving
+
+
+def loaded(rank: Checkpointer) -> tuple[int, float]:
+    found = pieces(-1)
+    state = rank.load_latest(found, quiet_log())
+    return (state.step, float(found["model.b"].live[0])) if state else (-1, -1)
+
+
+def test_a_rank_that_cannot_upload_says_so_and_nobody_waits_or_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 20.0)  # its fault has to be told sooner
+
+    def full(key: str) -> None:
+        if "step-00000002" in key:
+            raise OSError(28, "No space left on device")
+
+    ranks = some_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=full)])
+    assert [type(log) for log in each(ranks, save(1, 1.0))] == [EventLog, EventLog]
+    first, second = each(ranks, save(2, 2.0))
+    assert isinstance(first, OSError) and "rank 1: OSError" in str(first) and "No space left" in str(first)
+    assert isinstance(second, OSError)
+    assert ranks[0].committed_steps() == [1]
+    each(ranks, save(3, 3.0))  # the next one makes up for it
+    assert ranks[0].committed_steps() == [3, 1]
+    commit = unsealed(LocalStore(tmp_path).get("run/checkpoints/step-00000003-a0001/COMMIT.json") or b"")
+    assert [file["name"] for file in commit["files"]] == [
+        "rank-00000-of-00002.safetensors",
+        "rank-00001-of-00002.safetensors",
+    ]
+
+
+def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 0.3)
+    (first, _) = some_ranks([LocalStore(tmp_path)] * 2)  # the other is gone
+    log = quiet_log(1)
+    first.save(TrainState(step=1), pieces(1), log)
+    with pytest.raises(TimeoutError, match=r"rank 1 handed in no receipt within 0 s"):
+        first.finish(log)
+    assert first.committed_steps() == [] and len(log.uncommitted) == 1
+
+
+# --- pieces
+
+WHOLE = {name: torch.randn(31, 7) for name in ("model.a", "exp_avg.a", "model.b")}
+
+
+def cut(rank: Checkpointer, tensors: dict[str, Tensor]) -> dict[str, Piece]:
+    """This rank's part of each: of all but model.b, which every rank has, an uneven one, maybe none."""
+    n, found = rank.world.world_size, {"model.b": Piece.whole(tensors["model.b"])}
+    for name in ("model.a", "exp_avg.a"):
+        edges = [0, *sorted((61 * k * len(name)) % 217 for k in range(1, n)), 217]
+        start, end = edges[rank.world.rank : rank.world.rank + 2]
+        if start < end:
+            found[name] = Piece(tensors[name].view(-1)[start:end], start, (31, 7), replicated=False)
+    return found
+
+
+def save_cut(rank: Checkpointer) -> None:
+    rank.save(TrainState(step=1), cut(rank, WHOLE), log := quiet_log(1))
+    rank.finish(log)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 3])
+def test_pieces_load_at_any_number_of_ranks_however_they_were_cut(tmp_path: Path, saved_by: int) -> None:
+    store = LocalStore(tmp_path)
+    assert each(some_ranks([store] * saved_by), save_cut) == [None] * saved_by
+    for loaded_by in (1, 2, 3):
+        ranks = some_ranks([store] * loaded_by)
+        found = [{name: torch.zeros(31, 7) for name in WHOLE} for _ in ranks]
+        outcome = each(ranks, lambda rank, f=found: rank.load_latest(cut(rank, f[rank.world.rank]), quiet_log()))  # type: ignore[misc]
+        assert [state.step for state in outcome] == [1] * loaded_by
+        assert all(torch.equal(f["model.b"], WHOLE["model.b"]) for f in found)
+        for name in ("model.a", "exp_avg.a"):  # what a rank did not ask for stayed 0
+            assert torch.equal(sum(f[name] for f in found), WHOLE[name])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_reader_loads_what_two_ranks_stored(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp  # a second, which every worker of pytest would spend
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    each(some_ranks([LocalStore(tmp_path)] * 2), save_cut)
+    (folder,) = (tmp_path / "run/checkpoints").iterdir()
+    found = {name: torch.zeros(31 * 7) for name in WHOLE}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert all(torch.equal(found[name].view(31, 7), tensor) for name, tensor in WHOLE.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "complaint"),
+    [("model.b", (7, 31), r"model.b is \[31, 7\]; this model's is \(7, 31\)"), ("model.c", (5,), "model.c is not")],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, name: str, shape: tuple[int, ...], complaint: str
+) -> None:
+    store = LocalStore(tmp_path)
+    each(some_ranks([store]), save_cut)
+    with pytest.raises(UserError, match=complaint):
+        checkpointer(store).load_latest({name: Piece.whole(torch.zeros(shape))}, quiet_log())
+
+
+# --- turning back
+
+
+def test_what_was_never_committed_of_a_way_not_taken_vouches_for_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for step in (2, 4):
+        committed(store, step, keep_last=9)
+    # Step 6: rank 0 died before its upload, rank 1 had handed in a receipt.
+    store.put("run/checkpoints/step-00000006-a0001/receipt-00001.json", b"{}")
+    store.put("run/metrics/step-00000006-a0001.jsonl", b"{}")
+    checkpointer(store).forget_after(2)
+    assert folders(store) == ["step-00000002-a0001"]
+    assert [entry.key for entry in store.entries("run/metrics/")] == ["run/metrics/step-00000002-a0001.jsonl"]
+
+
+def test_a_stale_attempt_that_turns_back_forgets_nothing_and_says_so_on_every_rank(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    committed(store, 4)
+    ranks = some_ranks([store] * 2, superseded=lambda: True)
+    told = each(ranks, lambda rank: rank.forget_after(0))
+    assert [type(answer) for answer in told] == [StaleAttempt, StaleAttempt]
+    assert folders(store) == ["step-00000004-a0001"]
+
+
+# --- rivals
+
+
+def test_an_attempt_that_has_not_yet_heard_of_its_successor_deletes_nothing_of_it(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    committed(store, 1)
+    for step in (2, 4):
+        committed(store, step, attempt=2, keep_last=9)
+    committed(store, 9, attempt=1, keep_last=1)  # it believes to be the newest
+    assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002", "step-00000009-a0001"]
+    checkpointer(store, attempt=1).forget_after(0)
+    assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002"]
+    assert [e.key for e in store.entries("run/metrics/")] == [
+        "run/metrics/step-00000002-a0002.jsonl",
+        "run/metrics/step-00000004-a0002.jsonl",
+    ]
+
+
+def test_a_checkpoint_deleted_while_it_is_read_gives_way_to_the_one_that_replaced_it(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for step in (3, 5):
+        committed(store, step, keep_last=2)
+
+    def replace_it(key: str) -> None:
+        if "step-00000005" in key:  # the attempt before this one, dying, commits once more and deletes
+            committed(store, 8, keep_last=1)
+
+    assert loaded(checkpointer(Interfering(tmp_path, download=replace_it), attempt=2)) == (8, 8.0)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        UserError("s3://b/k: the credentials have expired; log in again (ExpiredToken)"),
+        StoreUnavailable("s3://b/k: no success within 120 s"),
+        OSError(28, "No space left on device"),
+    ],
+)
+def test_a_store_that_refuses_is_not_taken_for_damage(tmp_path: Path, trouble: Exception) -> None:
+    store = LocalStore(tmp_path)
+    committed(store, 5)
+
+    def refuse(key: str) -> None:
+        raise trouble
+
+    with pytest.raises(type(trouble)):
+        loaded(checkpointer(Interfering(tmp_path, download=refuse), attempt=2))
+    shutil.rmtree(tmp_path / "work-0", ignore_errors=True)
+    assert loaded(checkpointer(store, attempt=2)) == (5, 5.0)
+
+
+# --- the copy
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_next_update_waits_for_the_copy(tmp_path: Path) -> None:
+    ones = torch.ones(1 << 26, device="cuda")  # 256 MB: some 5 ms on the bus
+    big = {"model.a": Piece.whole(ones)}
+    one = checkpointer(LocalStore(tmp_path))
+    one.prepare(big)
+    one.save(TrainState(step=1), big, log := quiet_log())
+    one.before_update()
+    ones.add_(1)
+    one.finish(log)
+    assert one.load_latest(big, log) and bool((ones == 1).all())

@@ -1,0 +1,246 @@
+"""Each mistake in a configuration is one line that says what is wrong, where, and what would be right."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainer.__main__ import TrainerConfig
+from trainer.config import (
+    ModelConfig,
+    RuntimeConfig,
+    TrainConfig,
+    explain,
+    grad_accum_steps,
+    micro_batch_of,
+    sequences_per_step,
+)
+from trainer.errors import UserError
+
+GOOD: dict[str, dict[str, Any]] = {
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "vocab_size": 257},
+    "train": {"batch_tokens": 64, "max_steps": 10, "learning_rate": 0.001},
+    "runtime": {"micro_batch_size": 2},
+}
+
+
+def configured(section: str, **changes: Any) -> TrainerConfig:
+    """GOOD with changes; a mistake as its one line."""
+    sections = copy.deepcopy(GOOD)
+    sections[section] |= changes
+    try:
+        return TrainerConfig.model_validate(sections)
+    except ValidationError as error:
+        raise explain(error, TrainerConfig, "my.yaml") from error
+
+
+def complaint(section: str, **changes: Any) -> str:
+    with pytest.raises(UserError) as mistake:
+        configured(section, **changes)
+    return str(mistake.value)
+
+
+def parts(batch_tokens: int = 64, micro_batch_size: int = 2) -> tuple[ModelConfig, TrainConfig, RuntimeConfig]:
+    config = configured("train", batch_tokens=batch_tokens)
+    return config.model, config.train, RuntimeConfig(micro_batch_size=micro_batch_size)
+
+
+# --- fields and types
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "line"),
+    [
+        ("train", "learning_rte", "my.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?"),
+        ("model", "n_layers", "my.yaml: model.n_layers: unknown field; did you mean 'n_layer'?"),
+        (
+            "runtime",
+            "micro_batchsize",
+            "my.yaml: runtime.micro_batchsize: unknown field; did you mean 'micro_batch_size'?",
+        ),
+        # Names that begin like a type are fields as well.
+        ("train", "strategy", "my.yaml: train.strategy: unknown field; known here: batch_tokens, batch_ramp_from,"),
+        ("train", "int", "my.yaml: train.int: unknown field;"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest_known_one(section: str, field: str, line: str) -> None:
+    message = complaint(section, **{field: 1})
+    assert message.startswith(line) and "\n" not in message
+
+
+@pytest.mark.parametrize("value", [True, 12.0, "12", None, [12]])
+@pytest.mark.parametrize(("section", "field"), [("model", "n_layer"), ("train", "max_steps"), ("runtime", "keep_last")])
+def test_only_a_whole_number_is_a_whole_number(section: str, field: str, value: object) -> None:
+    assert complaint(section, **{field: value}) == (
+        f"my.yaml: {section}.{field}: input should be a valid integer (got {value!r})"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("6e-4", 6e-4), ("1E-3", 1e-3), (1, 1.0), (0.25, 0.25), ("2.5e-4", 2.5e-4)]
+)
+def test_a_rate_without_a_dot_is_a_number_although_yaml_reads_a_string(written: object, meant: float) -> None:
+    rate = configured("train", learning_rate=written).train.learning_rate
+    assert rate == meant and isinstance(rate, float)
+    assert configured("train", grad_clip=written).train.grad_clip == meant  # float | None
+    assert configured("runtime", checkpoint_minutes=written).runtime.checkpoint_minutes == meant  # float | "auto"
+
+
+@pytest.mark.parametrize("value", ["fast", True, None, "1e", [1.0]])
+def test_what_is_no_number_is_no_rate(value: object) -> None:
+    assert complaint("train", learning_rate=value) == (
+        f"my.yaml: train.learning_rate: input should be a valid number (got {value!r})"
+    )
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", math.nan, math.inf, "-inf"])
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ("train", "learning_rate"),
+        ("train", "weight_decay"),
+        ("train", "grad_clip"),
+        ("train", "epsilon"),
+        ("train", "min_lr_fraction"),
+        ("train", "wsd_decay_fraction"),
+        ("train", "beta1"),
+        ("train", "beta2"),
+        ("runtime", "checkpoint_minutes"),
+    ],
+)
+def test_no_number_is_infinite_or_none_at_all(section: str, field: str, value: object) -> None:
+    message = complaint(section, **{field: value})
+    assert message.startswith(f"my.yaml: {section}.{field}: ") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "right"),
+    [
+        ("model", "n_layer", 0, "greater than or equal to 1"),
+        ("model", "block_size", -1, "greater than or equal to 1"),
+        ("model", "vocab_size", 65_537, "less than or equal to 65536"),
+        ("model", "vocab_size", 1, "greater than or equal to 2"),
+        ("train", "max_steps", 0, "greater than or equal to 1"),
+        ("train", "batch_tokens", 0, "greater than or equal to 1"),
+        ("train", "learning_rate", 0, "greater than 0"),
+        ("train", "learning_rate", -1e-3, "greater than 0"),
+        ("train", "warmup_steps", -1, "greater than or equal to 0"),
+        ("train", "weight_decay", -0.1, "greater than or equal to 0"),
+        ("train", "grad_clip", 0, "greater than 0"),
+        ("train", "beta2", 1.0, "less than 1"),
+        ("train", "epsilon", 0.0, "greater than 0"),
+        ("train", "min_lr_fraction", 1.1, "less than or equal to 1"),
+        ("train", "wsd_decay_fraction", 0, "greater than 0"),
+        ("train", "seed", -1, "greater than or equal to 0"),
+        ("train", "seed", 2**63, "less than 9223372036854775808"),
+        ("train", "val_every", 0, "greater than or equal to 1"),
+        ("train", "val_tokens", 0, "greater than or equal to 1"),
+        ("train", "schedule", "cosin", "'cosine', 'wsd', 'linear' or 'constant'"),
+        ("train", "precision", "int4", "'auto', 'fp32', 'bf16', 'fp16', 'fp8' or 'fp8_head'"),
+        ("runtime", "micro_batch_size", 0, "use 1 or more, or 'auto'"),
+        ("runtime", "keep_last", 0, "greater than or equal to 1"),
+        ("runtime", "device", "gpu", "'auto', 'cpu', 'cuda' or 'mps'"),
+        ("runtime", "recompute", "yes", "valid boolean"),
+        ("runtime", "recompute", 1, "valid boolean"),
+        ("runtime", "processes", 0, "use 1 or more, or 'auto'"),
+        ("runtime", "processes", "all", "'auto'"),
+        ("runtime", "processes", True, "'auto'"),
+        ("runtime", "checkpoint_minutes", 0, "use a positive number, or 'auto'"),
+        ("runtime", "checkpoint_minutes", "often", "'auto'"),
+        ("runtime", "checkpoint_minutes", True, "'auto'"),
+    ],
+)
+def test_a_value_out_of_bounds_names_the_field_and_the_bounds(
+    section: str, field: str, value: object, right: str
+) -> None:
+    message = complaint(section, **{field: value})
+    assert message.startswith(f"my.yaml: {section}.{field}: ")
+    assert right in message and "\n" not in message
+
+
+def test_a_missing_field_or_section_is_named() -> None:
+    with pytest.raises(ValidationError) as error:
+        TrainerConfig.model_validate({"train": {"batch_tokens": 64, "learning_rate": 0.1}})
+    assert str(explain(error.value, TrainerConfig, "my.yaml")).splitlines() == [
+        "my.yaml: model: missing; a value is required here",
+        "my.yaml: train.max_steps: missing; a value is required here",
+    ]
+
+
+def test_off_is_none() -> None:
+    config = configured("train", grad_clip=None, val_every=None)
+    assert config.train.grad_clip is None and config.train.val_every is None
+
+
+def test_a_configuration_can_not_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        configured("train").train.max_steps = 11
+
+
+# --- combinations
+
+
+def test_width_must_be_divisible_by_heads() -> None:
+    message = complaint("model", n_embd=10, n_head=4)
+    assert message == "my.yaml: model: n_embd 10 is not divisible by n_head 4; 8 would be"
+    assert complaint("model", n_embd=3, n_head=4).endswith("; 4 would be")
+
+
+def test_warmup_must_end() -> None:
+    assert complaint("train", warmup_steps=11) == (
+        "my.yaml: train: warmup_steps 11 is more than max_steps 10; it would never reach learning_rate"
+    )
+    assert configured("train", warmup_steps=10).train.warmup_steps == 10
+
+
+@pytest.mark.parametrize(("batch_tokens", "nearest"), [(100, 96), (1, 16), (130, 128)])
+def test_a_batch_must_be_whole_sequences(batch_tokens: int, nearest: int) -> None:
+    model, train, _ = parts(batch_tokens)
+    with pytest.raises(UserError) as mistake:
+        sequences_per_step(model, train)
+    assert str(mistake.value) == (
+        f"train.batch_tokens: {batch_tokens} is not a multiple of model.block_size 16; {nearest} would be"
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "steps"), [(1, 1, 12), (1, 4, 3), (2, 2, 3), (4, 3, 1), (12, 1, 1)]
+)
+def test_accumulation_follows_from_the_world_size(world_size: int, micro_batch_size: int, steps: int) -> None:
+    assert grad_accum_steps(*parts(12 * 16, micro_batch_size), world_size) == steps
+
+
+def test_a_batch_that_ranks_can_not_share_is_refused_with_what_can_be_done() -> None:
+    with pytest.raises(UserError) as mistake:
+        grad_accum_steps(*parts(12 * 16, 5), 2)
+    assert str(mistake.value) == (
+        "train.batch_tokens: 192 is 12 sequences of 16 tokens, not a multiple of runtime.micro_batch_size 5 "
+        "x 2 process(es); use a micro_batch_size that divides 6"
+    )
+    with pytest.raises(UserError) as mistake:
+        grad_accum_steps(*parts(12 * 16, 1), 8)
+    assert str(mistake.value) == (
+        "train.batch_tokens: 192 is 12 sequences of 16 tokens, which 8 processes can't share equally; "
+        "use a number of processes that divides 12"
+    )
+
+
+def test_a_ramp_begins_with_a_batch_that_every_rank_can_share() -> None:
+    model, _, runtime = parts(12 * 16, 2)
+    train = configured("train", batch_tokens=12 * 16, batch_ramp_from=3 * 16, batch_ramp_tokens=1000).train
+    assert grad_accum_steps(model, train, runtime, 3) == 2
+    with pytest.raises(UserError) as mistake:
+        grad_accum_steps(model, train, runtime, 2)
+    assert str(mistake.value) == (
+        "train.batch_ramp_from: 48 is 3 sequences of 16 tokens, which 2 processes can't share equally; "
+        "use a multiple of 32"
+    )
+    assert [micro_batch_of(share, 4) for share in (1, 3, 4, 6, 7, 10, 12)] == [1, 3, 4, 3, 1, 2, 4]
+
+
+def test_a_large_batch_is_written_out_in_full() -> None:
+    config = configured("train", batch_tokens=16 * 5_000_000)
+    with pytest.raises(UserError, match="use a micro_batch_size that divides 5000000$"):
+        grad_accum_steps(config.model, config.train, RuntimeConfig(micro_batch_size=3), 1)

@@ -1,0 +1,359 @@
+"""Shards are llm.c's, byte for byte; the order reads every window once, whoever reads it."""
+
+import struct
+import threading
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config import ModelConfig, TrainConfig, batch_tokens_at, steps_to_come, tokens_before
+from trainer.data import AHEAD, Ahead, TokenData
+from trainer.errors import UserError
+from trainer.shards import Order, Shard, local_shards, read_shard, sequences_of, write_shard
+
+MODEL = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=1000)
+CPU = torch.device("cpu")
+
+
+def shards_of(sizes: list[int]) -> list[Shard]:
+    return [Shard(f"train_{i:06d}.bin", tokens) for i, tokens in enumerate(sizes)]
+
+
+def numbered_data(folder: Path, sizes: list[int], block_size: int, seed: int = 0) -> TokenData:
+    """Shards whose every token tells where it stands: 1000 x shard + position."""
+    shards = shards_of(sizes)
+    for i, shard in enumerate(shards):
+        write_shard(folder / shard.name, (1000 * i + np.arange(shard.tokens)).astype(np.uint16))
+    return TokenData(shards, folder.joinpath, block_size, seed)
+
+
+# --- the file format
+
+
+def test_a_shard_is_written_as_llmc_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "train_000000.bin"
+    write_shard(path, np.array([50256, 0, 65535, 7], dtype=np.uint16))
+    body = path.read_bytes()
+    assert len(body) == 1024 + 8
+    header = struct.unpack("<256i", body[:1024])
+    assert header == (20240520, 1, 4) + (0,) * 253
+    assert struct.unpack("<4H", body[1024:]) == (50256, 0, 65535, 7)
+
+
+def test_a_shard_that_llmc_wrote_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "fineweb_train_000001.bin"
+    path.write_bytes(struct.pack("<256i", 20240520, 1, 3, *range(253)) + struct.pack("<3H", 50256, 40000, 1))
+    tokens = read_shard(path)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == [50256, 40000, 1]
+
+
+def test_an_empty_shard_is_a_shard(tmp_path: Path) -> None:
+    path = tmp_path / "train_000000.bin"
+    write_shard(path, np.zeros(0, dtype=np.uint16))
+    assert path.stat().st_size == 1024
+    assert len(read_shard(path)) == 0
+
+
+GOOD = struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + struct.pack("<3H", 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"", "not a token shard"),
+        (b"hello", "not a token shard"),
+        (b"PAR1" * 400, "not a token shard"),
+        (struct.pack("<256i", 20240520, 2, 3, *[0] * 253) + bytes(12), "not a token shard"),
+        (struct.pack("<256i", 20240801, 7, 3, *[0] * 253) + bytes(12), "not a token shard"),
+        (GOOD[:-1], "1029 bytes where its header says 1030"),
+        (GOOD[:1024], "1024 bytes where its header says 1030"),
+        (GOOD[:600], "600 bytes where its header says 1030"),
+        (GOOD + b"\0\0", "1032 bytes where its header says 1030"),
+        (struct.pack("<256i", 20240520, 1, -5, *[0] * 253), "1024 bytes where its header says 1014"),
+    ],
+)
+def test_a_cut_off_or_foreign_file_is_named_and_refused(tmp_path: Path, body: bytes, complaint: str) -> None:
+    path = tmp_path / "train_000000.bin"
+    path.write_bytes(body)
+    with pytest.raises(UserError, match=complaint) as refusal:
+        read_shard(path)
+    assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_shards_of_a_folder_are_found_by_split_and_in_order(tmp_path: Path) -> None:
+    for name, tokens in (("train_000001.bin", 5), ("train_000000.bin", 9), ("val_000000.bin", 3)):
+        write_shard(tmp_path / name, np.zeros(tokens, dtype=np.uint16))
+    assert local_shards(tmp_path, "train") == [Shard("train_000000.bin", 9), Shard("train_000001.bin", 5)]
+    assert local_shards(tmp_path, "val") == [Shard("val_000000.bin", 3)]
+    with pytest.raises(UserError, match=r"no test_\*\.bin shards there"):
+        local_shards(tmp_path, "test")
+
+
+# --- the order
+
+sizes = st.lists(st.integers(0, 60), min_size=1, max_size=6)
+seeds = st.integers(0, 2**63 - 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes, st.integers(1, 9), seeds, st.integers(0, 3))
+def test_every_window_is_read_exactly_once_an_epoch(sizes: list[int], block: int, seed: int, epoch: int) -> None:
+    shards = shards_of(sizes)
+    # Written from the format's definition: window w of a shard needs tokens w·block … w·block + block.
+    expected = {(s, w) for s, n in enumerate(sizes) for w in range(n) if w * block + block + 1 <= n}
+    if not expected:
+        with pytest.raises(UserError, match="no shard holds a sequence"):
+            Order(shards, block, seed)
+        return
+    order = Order(shards, block, seed)
+    assert order.sequences_per_epoch == len(expected)
+    first = epoch * len(expected)
+    read = [order[g] for g in range(first, first + len(expected))]
+    assert len(read) == len(set(read)) and set(read) == expected
+    # A shard's windows come in one piece: only so can training start with one shard local.
+    changes = sum(a[0] != b[0] for a, b in zip(read, read[1:], strict=False))
+    assert changes == len({s for s, _ in expected}) - 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes, seeds, st.sampled_from([1, 2, 4]), st.integers(0, 40), st.integers(1, 5))
+def test_ranks_share_a_step_without_gap_or_overlap(
+    sizes: list[int], seed: int, world_size: int, step: int, share: int
+) -> None:
+    per_step = 4 * share
+    train = TrainConfig(batch_tokens=4 * per_step, max_steps=50, learning_rate=0.1)
+    whole = list(sequences_of(step, MODEL, train, 0, 1))
+    assert whole == list(range(step * per_step, (step + 1) * per_step))
+    parts = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
+    assert [g for part in parts for g in part] == whole
+    if sum((n - 1) // 4 for n in sizes if n > 0) > 0:
+        data = TokenData(shards_of(sizes), Path, 4, seed)
+        assert sum(data.digest(part) for part in parts) == data.digest(range(whole[0], whole[-1] + 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3000), st.sampled_from([1, 2]))
+def test_steps_that_grow_read_everything_once_and_as_gpt3_did(
+    first: int, multiples: int, ramp: int, world_size: int
+) -> None:
+    first *= 2 * MODEL.block_size
+    full = first * multiples
+    train = TrainConfig(
+        batch_tokens=full, batch_ramp_from=first, batch_ramp_tokens=ramp, max_steps=400, learning_rate=0.1
+    )
+    read = 0
+    for step in range(400):
+        of_ranks = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
+        assert len({len(mine) for mine in of_ranks}) == 1
+        assert [g for mine in of_ranks for g in mine] == list(range(read, read + sum(map(len, of_ranks))))
+        tokens, read = read * MODEL.block_size, read + sum(map(len, of_ranks))
+        batch = read * MODEL.block_size - tokens
+        # Brown et al. 2020: linear from the first batch to the full one over the first tokens; in multiples here.
+        line = full if tokens >= ramp else first + (full - first) * Fraction(tokens, ramp)
+        assert batch == line // first * first
+        assert (batch_tokens_at(step, train), tokens_before(step, train)) == (batch, tokens)
+    # The steps that are left take as long as tokens do, seen from any step.
+    to_come = steps_to_come(100, train) * tokens_before(100, train) / 100
+    assert to_come == pytest.approx(tokens_before(400, train) - tokens_before(100, train))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, seeds, st.lists(st.integers(0, 500), min_size=1, max_size=30))
+def test_the_order_remembers_nothing(sizes: list[int], seed: int, sequences: list[int]) -> None:
+    shards = shards_of([*sizes, 30])
+    used = Order(shards, 3, seed)
+    assert [used[g] for g in sequences] == [Order(shards, 3, seed)[g] for g in sequences]
+
+
+def test_each_epoch_and_each_seed_has_another_order() -> None:
+    shards = shards_of([400, 700, 300, 500])
+
+    def epoch(seed: int, number: int) -> list[tuple[int, int]]:
+        order = Order(shards, 4, seed)
+        n = order.sequences_per_epoch
+        return [order[g] for g in range(number * n, (number + 1) * n)]
+
+    # The last two seeds share their lower 32 bits with the first: all 63 must count.
+    orders = [epoch(7, 0), epoch(7, 1), epoch(7, 2), epoch(8, 0), epoch(7 + 2**32, 0), epoch(7 + 2**62, 0)]
+    assert all(sorted(o) == sorted(orders[0]) for o in orders)
+    assert len({tuple(o) for o in orders}) == len(orders)
+    assert len({tuple(dict.fromkeys(s for s, _ in epoch(7, e))) for e in range(20)}) > 5  # shards move too
+    assert orders[0] != sorted(orders[0])
+
+
+def test_the_order_of_a_seed_is_set_in_stone() -> None:
+    # Runs begun with an older version go on with this one: these numbers never change.
+    order = Order(shards_of([20, 0, 33, 9]), 4, 1337)
+    assert [order[g] for g in range(18)] == PINNED
+
+
+# fmt: off
+PINNED = [
+    (2, 1), (2, 3), (2, 5), (2, 0), (2, 7), (2, 6), (2, 4), (2, 2), (3, 0), (3, 1), (0, 2), (0, 1), (0, 0), (0, 3),
+    (3, 0), (3, 1), (2, 1), (2, 3),
+]
+# fmt: on
+
+
+# --- reading
+
+
+def test_a_window_is_inputs_and_targets_of_one_sequence(tmp_path: Path) -> None:
+    data = numbered_data(tmp_path, [22, 9], block_size=5)
+    assert data.window(0, 3).tolist() == [15, 16, 17, 18, 19, 20]
+    assert data.window(1, 0).tolist() == [1000, 1001, 1002, 1003, 1004, 1005]
+    read = []
+    for tokens, targets in data.micro_batches(range(0, 5), 2, CPU):
+        assert tokens.dtype == targets.dtype == torch.int64
+        assert torch.equal(tokens + 1, targets)
+        read += tokens[:, 0].tolist()
+    assert len(read) == 5
+    assert read == [1000 * s + 5 * w for s, w in (data.order[g] for g in range(5))]
+
+
+def test_micro_batch_size_changes_nothing_that_is_read(tmp_path: Path) -> None:
+    data = numbered_data(tmp_path, [100, 80, 90], block_size=4)
+
+    def rows(size: int) -> list[list[int]]:
+        return [row for tokens, _ in data.micro_batches(range(3, 27), size, CPU) for row in tokens.tolist()]
+
+    assert rows(1) == rows(4) == rows(24)
+
+
+def test_micro_batches_are_made_before_they_are_asked_for_and_in_order() -> None:
+    begun: list[range] = []
+    made: dict[range, threading.Event] = {}
+
+    def make(part: range) -> list[int]:
+        begun.append(part)
+        made.setdefault(part, threading.Event()).set()
+        return list(part)
+
+    def parts(first: int, n: int) -> list[range]:
+        return [range(i, i + 2) for i in range(first, first + 2 * n, 2)]
+
+    def is_made(part: range) -> bool:
+        return made.setdefault(part, threading.Event()).wait(20)
+
+    ahead = Ahead(make)
+    step = ahead.each(parts(0, 4), parts(8, 4))
+    assert begun == []
+    assert next(step) == [0, 1] and all(is_made(part) for part in parts(2, AHEAD))
+    assert len(begun) == 1 + AHEAD  # and no more: what lies there is device memory
+    assert list(step) == [[2, 3], [4, 5], [6, 7]]
+    assert all(is_made(part) for part in parts(8, AHEAD))  # the next step's, with nobody asking yet
+    assert list(ahead.each(parts(8, 4), parts(16, 4))) == [list(part) for part in parts(8, 4)]
+    # After a rollback another step follows than was expected: what was begun for it is made once more, later.
+    assert list(ahead.each(parts(40, 2), [])) == [[40, 41], [42, 43]]
+    assert list(ahead.each(parts(16, 2), [])) == [[16, 17], [18, 19]]
+    assert sorted(r.start for r in begun) == sorted([*range(0, 20, 2), 16, 18, 40, 42])
+
+
+def test_a_micro_batch_that_could_not_be_made_is_reported_where_it_is_needed() -> None:
+    def make(part: range) -> int:
+        if part.start == 2:
+            raise ConnectionError("the store is away")
+        return part.start
+
+    step = Ahead(make).each([range(0, 1), range(1, 2), range(2, 3)], [])
+    assert [next(step), next(step)] == [0, 1]
+    with pytest.raises(ConnectionError, match="the store is away"):
+        next(step)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_fed_the_same_tokens_while_it_is_busy(tmp_path: Path) -> None:
+    gpu = torch.device("cuda", 0)
+    ids = np.random.RandomState(0).randint(0, 2**16, 40_000).astype(np.uint16)  # the upper half is negative as int16
+    write_shard(tmp_path / "train_000000.bin", ids)
+    data = TokenData(local_shards(tmp_path, "train"), tmp_path.joinpath, 33, seed=5)
+    work, fed = torch.randn(2048, 2048, device=gpu), []
+    for step in range(20):
+        mine, then = range(24 * step, 24 * step + 24), range(24 * step + 24, 24 * step + 48)
+        for tokens, targets in data.micro_batches(mine, 8, gpu, then):
+            for _ in range(20):  # the memory of a micro-batch may not be reused before this is through
+                work = work @ work / work.norm()
+            fed.append((tokens.clone(), targets.clone()))
+    expected = data.micro_batches(range(480), 8, CPU)
+    for (tokens, targets), (right_tokens, right_targets) in zip(fed, expected, strict=True):
+        assert tokens.dtype == torch.int64 and tokens.is_contiguous() and targets.is_contiguous()
+        assert torch.equal(tokens.cpu(), right_tokens) and torch.equal(targets.cpu(), right_targets)
+
+
+def test_training_starts_when_only_the_first_shard_is_local(tmp_path: Path) -> None:
+    sizes = [41, 41, 41]
+    numbered_data(tmp_path, sizes, block_size=4)
+    fetched: list[str] = []
+    second_wanted, second_there = threading.Event(), threading.Event()
+
+    def fetch(name: str) -> Path:
+        fetched.append(name)
+        if len(fetched) == 2:
+            second_wanted.set()
+            assert second_there.wait(20)
+        return tmp_path / name
+
+    data = TokenData(shards_of(sizes), fetch, 4, seed=3)
+    assert fetched == []  # nothing before the first read
+    first, second = data.order[0][0], data.order[10][0]
+    list(data.micro_batches(range(0, 2), 2, CPU))
+    assert fetched[0] == f"train_{first:06d}.bin"
+    assert second_wanted.wait(20)  # prefetched while nobody has read it
+    assert fetched[1] == f"train_{second:06d}.bin"
+    rest = [t for tokens, _ in data.micro_batches(range(2, 10), 2, CPU) for t in tokens[:, 0].tolist()]
+    assert len(rest) == 8  # the first shard to its end, with the second still on its way
+    second_there.set()
+    ((tokens, _),) = data.micro_batches(range(10, 11), 1, CPU)
+    assert tokens[0, 0] // 1000 == second
+    assert fetched.count(f"train_{second:06d}.bin") == 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(sizes, seeds, st.integers(0, 300))
+def test_the_shard_to_prefetch_is_the_one_that_is_read_next(sizes: list[int], seed: int, sequence: int) -> None:
+    order = Order(shards_of([*sizes, 30]), 3, seed)
+    here = order[sequence][0]
+    next_epoch = (sequence // order.sequences_per_epoch + 1) * order.sequences_per_epoch
+    later = (order[g][0] for g in range(sequence + 1, next_epoch))
+    # After the epoch's last shard comes the next epoch's first, which may be the same one.
+    assert order.next_shard(sequence) == next((s for s in later if s != here), order[next_epoch][0])
+
+
+def test_a_failed_prefetch_is_no_news_and_the_read_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = [41, 41]
+    numbered_data(tmp_path, sizes, block_size=4)
+    broken = threading.Event()
+
+    def fetch(name: str) -> Path:
+        if name == lost:
+            broken.set()
+            raise ConnectionError("the store is away")
+        return tmp_path / name
+
+    data = TokenData(shards_of(sizes), fetch, 4, seed=0)
+    lost = data.shards[data.order[10][0]].name
+    list(data.micro_batches(range(0, 1), 1, CPU))
+    assert broken.wait(20)
+    with pytest.raises(ConnectionError, match="the store is away"):
+        list(data.micro_batches(range(10, 11), 1, CPU))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_shard_with_another_number_of_tokens_than_announced_is_refused(tmp_path: Path) -> None:
+    numbered_data(tmp_path, [41], block_size=4)
+    data = TokenData([Shard("train_000000.bin", 40)], tmp_path.joinpath, 4, seed=0)
+    with pytest.raises(UserError, match="41 tokens where 40 were announced"):
+        data.window(0, 0)
+
+
+def test_a_digest_tells_other_data_from_the_same(tmp_path: Path) -> None:
+    data = numbered_data(tmp_path, [200, 150], block_size=4)
+    digests = [data.digest(range(8 * step, 8 * step + 8)) for step in range(10)]
+    assert len(set(digests)) == 10
+    # A step's sum travels as a float64: exact up to 2^53.
+    assert data.digest(range(8192)) < 2**53

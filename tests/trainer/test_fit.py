@@ -1,0 +1,93 @@
+"""The micro-batch that is found by itself is the largest that fits, and nothing larger is ever tried."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.commits import TrainState
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.engine import make_engine
+from trainer.errors import UserError
+from trainer.fit import fit_micro_batch, largest_that_fits
+from trainer.loop import fit_here
+from trainer.parallel import World
+
+MODEL = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=100)
+
+
+def recorded(law: Callable[[int], float], tried: list[int]) -> Callable[[int], int]:
+    def peak(size: int) -> int:
+        tried.append(size)
+        return math.ceil(law(size))
+
+    return peak
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 4096),  # share
+    st.integers(1, 256),  # most
+    st.integers(0, 10_000),  # weights
+    st.integers(1, 5_000),  # a sequence
+    st.integers(0, 3_000),  # a sequence in the head, up to a chunk of some
+    st.integers(1, 16),
+    st.integers(0, 500_000),  # room beyond one sequence
+)
+def test_the_largest_divisor_that_fits_is_found_without_running_out_of_memory(
+    share: int, most: int, weights: int, each: int, head: int, chunk: int, more: int
+) -> None:
+    def law(size: int) -> float:
+        return weights + each * size + head * min(size, chunk)
+
+    tried: list[int] = []
+    room = int(law(1)) + more
+    size, used = largest_that_fits(recorded(law, tried), share, most, room)
+    # A head that goes in chunks makes the line too steep at its beginning: a little may be left then.
+    surely = max(n for n in range(1, most + 1) if share % n == 0 and (n == 1 or law(n) + head * n <= room))
+    fits = max(n for n in range(1, most + 1) if share % n == 0 and law(n) <= room)
+    assert used == law(size) <= room and surely <= size <= fits and (head or size == fits)
+    assert all(law(n) <= room for n in tried if n != 2) and len(tried) < 12
+
+
+def test_an_estimate_that_was_too_bold_is_taken_back() -> None:
+    tried: list[int] = []
+
+    def law(size: int) -> float:  # convex: what no engine should be
+        return 100 + size + size**2 / 10
+
+    size, used = largest_that_fits(recorded(law, tried), 64, 64, 300)
+    assert (size, used) == (32, 235) and 64 in tried
+
+
+def test_a_model_of_which_no_sequence_fits_is_the_users_to_change() -> None:
+    with pytest.raises(UserError, match=r"one sequence takes 3\.0 GiB of GPU memory where 2\.0 may be used"):
+        largest_that_fits(lambda size: 3 * 2**30, 64, 64, 2 * 2**30)
+
+
+def test_on_a_cpu_nothing_is_measured() -> None:
+    def never(*_: object) -> torch.Tensor:
+        raise AssertionError
+
+    world = World(0, 0, 1, torch.device("cpu"))
+    assert [fit_micro_batch(never, MODEL, share, world).micro_batch_size for share in (16, 12, 7, 11, 3)] == [
+        8, 6, 7, 1, 3,
+    ]  # fmt: skip
+    assert "micro-batches of 8" in fit_micro_batch(never, MODEL, 16, world).why
+
+
+def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None:
+    world, runtime = World(0, 0, 1, torch.device("cpu")), RuntimeConfig(micro_batch_size="auto")
+    train = TrainConfig(batch_tokens=48 * MODEL.block_size, max_steps=1, learning_rate=1.0)
+    engine = make_engine(MODEL, train, runtime, world)
+    found = "micro-batches of 8: the most up to 8 that divide 48 sequences"
+    for ranks, devices, why in (
+        (1, "cpu", "micro-batches of 3, as before"),
+        (2, "cpu", found),
+        (1, "NVIDIA H200 (sm_90)", found),
+    ):
+        state = TrainState(micro_batch_size=3, world_size=ranks, devices=devices)
+        assert fit_here(engine, MODEL, train, runtime, state, world).why == why

@@ -1,0 +1,128 @@
+"""What `skytrain bench` tells is measured, adds up, and is refused where the numbers are not finite."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from pipelines.bench.gauges import Spread, class_of, others, shares
+from pipelines.bench.measure import PEERS_SOURCE, contenders, lines
+from pipelines.cli import app
+from trainer.errors import Diverged, UserError
+from trainer.shards import write_shard
+
+TINY = [
+    "bench", "smoke", "--batch-tokens", "256", "--set", "runtime.device=cpu",
+    "--set", "model={n_layer: 1, n_head: 2, n_embd: 16, block_size: 32, vocab_size: 257}",
+]  # fmt: skip
+
+
+def benched(*options: str) -> Any:
+    done = CliRunner().invoke(app, [*TINY, *options], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_a_measurement_adds_up(tmp_path: Path) -> None:
+    write_shard(tmp_path / "train_000000.bin", (np.arange(5000) % 250).astype(np.uint16))
+    result = json.loads(benched("--json", "--steps", "21", "--data", str(tmp_path)).stdout)
+    (row,) = result["measured"]
+    assert (result["device"], result["world_size"], result["text"]) == ("CPU", 1, str(tmp_path))
+    assert row["engine"].startswith("eager") and row["precision"] == "fp32"
+    assert row["micro_batch_size"] * row["accumulated"] * 32 == row["batch_tokens"] == 256
+    speed, step = row["tokens_per_second"], row["step_seconds"]
+    assert speed["median"] == pytest.approx(256 / step["median"])  # of an odd number of steps
+    assert speed["least"] <= speed["low_quartile"] <= speed["median"] <= speed["high_quartile"] <= speed["most"]
+    assert step["least"] <= 256 / row["sustained_tokens_per_second"] <= step["most"]
+    assert 0 < row["last_loss"] < row["first_loss"] < 6 and row["first_step_seconds"] > step["least"]
+    # What a CPU can't tell is left out, and said to be.
+    assert [row[name] for name in ("mfu", "allocated_bytes", "sm_mhz", "watts", "kernel_shares")] == 5 * [None]
+    assert "kernels" in result["left_out"][0] and result["peers"] == {}
+
+
+def test_a_trace_of_kernels_that_cannot_be_profiled_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--trace: kernels are profiled on CUDA devices"):
+        CliRunner().invoke(app, [*TINY, "--trace", str(tmp_path / "trace.json")], catch_exceptions=False)
+
+
+def test_a_person_is_told_the_same_and_beside_the_peers_what_was_not_measured_now() -> None:
+    text = benched("--micro-batch", "2").stdout
+    assert "tokens by Zipf's law" in text or "Zipf's law" in text
+    assert "micro-batches of 2, as asked" in text and "all finite" in text and "MFU = tokens/s" in text
+    result = json.loads(benched("--json").stdout)
+    row = result["measured"][0]
+    slower = row | {"engine": "slower", "tokens_per_second": {k: v / 2 for k, v in row["tokens_per_second"].items()}}
+    ours = row["tokens_per_second"]["median"]
+    result |= {"measured": [slower, row], "peers": {"llm.c": ours / 4}, "peers_source": PEERS_SOURCE}
+    shown = list(lines(result))
+    place = shown.index(f"{PEERS_SOURCE}:")
+    assert "not in this run" in PEERS_SOURCE and re.search(r" 4\.000  llm\.c$", shown[place + 1])
+    assert any(re.search(r" 2\.000  slower; fp32$", line) for line in shown[:place])
+
+
+def test_a_loss_that_is_not_finite_measures_nothing() -> None:
+    with pytest.raises(Diverged, match=r"the loss of step \d+ is nan; .* nothing was measured"):
+        benched("--json", "--set", "train.learning_rate=1.0e+30")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--steps", "19"], "--steps"),
+        (["--micro-batch", "3"], "use a micro_batch_size that divides 8"),
+        (["--micro-batch", "some"], "runtime.micro_batch_size"),
+        (["--precision", "fp8"], "train.precision: fp8 needs the fused engine: it needs a CUDA device"),
+        (["--engine", "fused"], "runtime.engine: fused can't run here: it needs a CUDA device"),
+    ],
+)
+def test_a_measurement_that_can_not_be_is_refused(options: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, [*TINY, *options], env={"TRITON_INTERPRET": None})
+    assert done.exit_code != 0 and words in f"{done.output} {done.exception}"
+
+
+def test_the_engines_are_compared_in_a_precision_they_share() -> None:
+    assert [change[1:] for change in contenders("auto")] == [[], [], []]
+    several = contenders("fp8_head")
+    assert several[:3] == [[f"runtime.engine={e}", "train.precision=bf16"] for e in ("eager", "compiled", "fused")]
+    assert several[3] == ["runtime.engine=fused"]
+
+
+def test_every_kernel_of_ours_has_a_class_and_the_shares_sum_to_one() -> None:
+    source = (Path(__file__).resolve().parents[2] / "trainer" / "fused" / "kernels.py").read_text()
+    ours = re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE)
+    assert len(ours) >= 8
+    classes = {kernel: class_of(kernel) for kernel in ours}
+    assert "other" not in classes.values(), classes
+    assert classes["_norm_backward_kernel"] == "norm" and classes["_adamw_kernel"] == "optimizer"
+    foreign = {
+        "nvjet_tst_192x192_64x4_1x2_h_bz_coopA_NTN": "gemm",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize2x1x1_cublas": "gemm",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x64x64_4x1x1": "attention",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4> >": "attention",
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float> >": "optimizer",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float> > >": (
+            "optimizer"
+        ),
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float>": "cross-entropy",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>": "norm",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&)>": (
+            "gelu"
+        ),
+        "Memcpy HtoD (Pinned -> Device)": "casts and copies",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >": "other",
+    }
+    assert {kernel: class_of(kernel) for kernel in foreign} == foreign
+    times = {kernel: 1.0 + i for i, kernel in enumerate([*ours, *foreign])}
+    parts = shares(times)
+    assert sum(parts.values()) == pytest.approx(1) and list(parts.values()) == sorted(parts.values(), reverse=True)
+    assert others(times) == ["void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >"]
+
+
+def test_a_spread_is_the_middle_its_half_and_the_ends() -> None:
+    assert Spread.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Spread(3.0, 2.0, 4.0, 1.0, 5.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 7.0, 7.0)

@@ -1,0 +1,323 @@
+"""The command as programs and people meet it: exit codes, one clear line for a mistake, and no secret anywhere."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_runs import Project
+from servers import S3Account
+
+from trainer.store import Store
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SKYTRAIN = [sys.executable, "-c", "from pipelines.cli import main; main()"]
+# Commands one after the other in one process, which says at the end how each of them ended.
+SEVERAL = """
+import json, sys
+from pipelines.cli import main
+codes = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["skytrain", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        codes.append(end.code)
+print("exit codes", codes, file=sys.stderr)
+"""
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+HEAVY = ["torch", "mlflow", "boto3", "datasets", "transformers", "sky", "tiktoken", "numpy", "pydantic", "yaml"]
+
+TINY = """
+name: tiny
+tokens: {source: python-stdlib, tokenizer: bytes, shard_tokens: 1024, max_tokens: 4096}
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16, vocab_size: 257}
+train: {batch_tokens: 64, max_steps: 2, learning_rate: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_", "AWS_"))}
+    path = os.pathsep.join([more.pop("first", ""), str(REPOSITORY)]).strip(os.pathsep)
+    ours = {"PYTHONPATH": path, "SKYTRAIN_TRACKING": "off", "SKYTRAIN_NOTICE": "off", "AWS_SECRET_ACCESS_KEY": SECRET}
+    return kept | ours | more
+
+
+def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
+    env = environment(folder, **more)
+    return subprocess.run([*SKYTRAIN, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["run", "smoek"], "error: smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"),
+        (
+            ["run", "tiny.yaml", "--set", "train.learning_rte=1"],
+            "error: tiny.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?",
+        ),
+        (
+            ["run", "tiny.yaml", "--set", "train.max_steps"],
+            "error: --set train.max_steps: not of the form section.field=value, such as train.max_steps=50",
+        ),
+        (
+            ["run", "tiny.yaml", "--stage", "trian"],
+            "error: --stage trian: unknown; it is one of tokenize, train, evaluate, export",
+        ),
+        (
+            ["run", "tiny.yaml", "--store", "ftp://host/x"],
+            "error: store 'ftp://host/x': not a store; give s3://BUCKET/PREFIX, file://PATH or a path (./NAME)",
+        ),
+        (["plan", "tiny.yaml", "--store", "tiny.yaml"], "error: store 'tiny.yaml': "),
+        (["plan", "tiny.yaml", "--set", "tokens.source=nowhere/*.txt"], "error: tokens.source: no file matches"),
+        (["report", "nope"], "error: nope: no such run in file://"),
+        (["sample", "nope", "--prompt", "def "], "error: nope: no such run in file://"),
+        (
+            ["run", "tiny.yaml", "--json", "--set", "model.n_head=3"],
+            "error: tiny.yaml: model: n_embd 8 is not divisible",
+        ),
+    ],
+)
+def test_a_mistake_ends_with_2_and_one_line_before_anything_is_started(
+    folder: Path, arguments: list[str], line: str
+) -> None:
+    done = skytrain(folder, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["run"], "RECIPE"),
+        (["run", "tiny.yaml", "--price-per-hour", "-1"], "--price-per-hour"),
+        (["run", "tiny.yaml", "--price-per-hour", "nan"], "--price-per-hour"),
+        (["run", "tiny.yaml", "--price-per-hour", "cheap"], "--price-per-hour"),
+        (["run", "tiny.yaml", "--pric-per-hour", "1"], "--pric-per-hour"),
+        (["rnu", "tiny.yaml"], "rnu"),
+        (["--jsn"], "--jsn"),
+        (["image", "biuld"], "biuld"),
+        (["launch", "tiny.yaml", "--nodes", "0"], "error: launch: invalid value for '--nodes': "),
+        (["sample", "x", "--tokens", "0"], "--tokens"),
+        (["gc", "--older-than-days", "-1"], "--older-than-days"),
+    ],
+)
+def test_a_wrong_option_ends_with_2_and_is_named(folder: Path, arguments: list[str], word: str) -> None:
+    done = skytrain(folder, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert word in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert done.stderr.endswith("--help tells what it takes\n")
+
+
+def broken(folder: Path, error: str) -> str:
+    """A folder that makes `load_recipe` raise in every Python that has it first in its path."""
+    first = folder.parent / f"{folder.name}-first"
+    first.mkdir()
+    (first / "sitecustomize.py").write_text(
+        "import sys\nif any('pipelines.cli' in a for a in sys.orig_argv):\n"
+        "    import pipelines.recipe, trainer.process, trainer.store\n"
+        f"    def load_recipe(*_): raise {error}\n"
+        "    pipelines.recipe.load_recipe = load_recipe\n"
+    )
+    return str(first)
+
+
+@pytest.mark.parametrize(
+    "error", ["RuntimeError('wheels came off')", "ValueError('wheels came off')", "EOFError('wheels came off')"]
+)
+def test_a_fault_of_ours_ends_with_1_and_its_traceback(folder: Path, error: str) -> None:
+    done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, error))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" in done.stderr and "wheels came off" in done.stderr and "in load_recipe" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ("trainer.errors.Interrupted", "interrupted: the same command goes on from here\n"),
+        ("KeyboardInterrupt", "interrupted: the same command goes on from here\n"),
+        (
+            "trainer.errors.StoreUnavailable('no route to s3')",
+            "error: no route to s3; the same command goes on where this one stopped\n",
+        ),
+    ],
+)
+def test_what_the_same_command_can_resume_ends_with_75(folder: Path, error: str, line: str) -> None:
+    done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, error))
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", line)
+
+
+def test_a_run_that_somebody_stopped_ends_with_76_which_nothing_recovers(folder: Path) -> None:
+    done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, "trainer.errors.Stopped('budget')"))
+    line = "stopped (budget): nothing starts it again by itself\n"
+    assert (done.returncode, done.stdout, done.stderr) == (76, "", line)
+
+
+# --- what is imported
+
+
+# The command, which says at the end which of the heavy modules it has loaded.
+CONFESSING = (
+    "import atexit, json, sys\nfrom pipelines.cli import main\n"
+    f"atexit.register(lambda: print(json.dumps([m for m in {HEAVY} if m in sys.modules]), file=sys.stderr))\nmain()"
+)
+
+
+def test_help_and_recipes_import_nothing_heavy(folder: Path) -> None:
+    expected: dict[str, list[str]] = {"--help": [], "recipes": ["pydantic", "yaml"]}
+    for verb, loaded in expected.items():
+        command = [sys.executable, "-c", CONFESSING, verb]
+        done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True)
+        assert json.loads(done.stderr) == loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["report"], ["report", "--series"], ["status"], ["plan", "tiny.yaml"], ["gc"]])
+def test_a_look_at_a_run_loads_no_torch(undisturbed: Callable[[int], Project], arguments: list[str]) -> None:
+    done = undisturbed(1).run(*arguments, code=CONFESSING)
+    assert set(json.loads(done.stderr)) <= {"pydantic", "yaml"}
+
+
+def test_help_names_every_verb_and_every_verb_has_help(folder: Path) -> None:
+    verbs = ["run", "plan", "report", "sample", "recipes", "gc"]
+    top = skytrain(folder, "--help")
+    assert top.returncode == 0 and all(verb in top.stdout for verb in verbs)
+    run = skytrain(folder, "run", "--help")
+    for option in ("--stage", "--store", "--set", "--price-per-hour", "--json"):
+        assert option in run.stdout
+
+
+# --- output
+
+
+def test_results_go_to_stdout_as_one_object_and_all_else_to_stderr(folder: Path) -> None:
+    done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--json", "--price-per-hour", "3.5")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert set(told) == {"run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"}
+    assert (told["state"], told["attempts"], told["val_loss"]) == ("done", 1, None)
+    assert told["usd"] == pytest.approx(3.5 * told["billed_hours"]) and told["usd"] > 0
+    tokens = told["artifacts"]["tokenize"]
+    assert tokens["skipped"] is False and len(tokens["fingerprint"]) == 64
+    assert tokens["uri"] == f"file://{folder}/.skytrain/store/tokens/python-stdlib-{tokens['fingerprint'][:8]}"
+    again = json.loads(skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--json").stdout)
+    assert again == told | {"artifacts": {"tokenize": tokens | {"skipped": True}}}
+
+
+def test_the_secret_key_is_in_no_output_and_no_object(
+    folder: Path, moto_server: S3Account, fresh_s3_store: Callable[[S3Account], Store]
+) -> None:
+    store = fresh_s3_store(moto_server)
+    aws = moto_server.environment | {"AWS_SECRET_ACCESS_KEY": SECRET}
+    said = ""
+    for options in ([], ["--json"]):
+        done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--store", store.uri, *options, **aws)
+        assert done.returncode == 0, done.stderr
+        said += done.stdout + done.stderr
+    looks = [["plan", "tiny.yaml"], ["report"], ["report", "--json"], ["gc", "--dry-run"], ["report", "nope"]]
+    command = [sys.executable, "-c", SEVERAL, json.dumps([[*look, "--store", store.uri] for look in looks])]
+    done = subprocess.run(command, cwd=folder, env=environment(folder, **aws), capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "exit codes [0, 0, 0, 0, 2]", done.stderr
+    said += done.stdout + done.stderr
+    objects = [store.get(entry.key) or b"" for entry in store.entries("")]
+    left = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    assert "tiny-" in said and any(b"git_commit" in body for body in objects)
+    assert SECRET not in said and not any(SECRET.encode() in body for body in [*objects, *left])
+
+
+def test_a_server_that_refuses_the_secret_key_is_quoted_without_it(
+    folder: Path, s3_server: S3Account, fresh_s3_store: Callable[[S3Account], Store]
+) -> None:
+    store = fresh_s3_store(s3_server)
+    aws = s3_server.environment | {"AWS_SECRET_ACCESS_KEY": SECRET}
+    done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--store", store.uri, **aws)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the secret key does not belong to the access key" in done.stderr and SECRET not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def in_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
+    """What a terminal of so many columns is sent, line ends and colours removed."""
+    ours, theirs = pty.openpty()
+    env = environment(folder, COLUMNS=str(columns), LINES="30", TERM="dumb", NO_COLOR="1")
+    process = subprocess.Popen([*SKYTRAIN, *arguments], cwd=folder, env=env, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    sent = b""
+    while True:
+        try:
+            sent += (chunk := os.read(ours, 65_536))
+        except OSError:  # Linux' way to say that the other end is closed
+            break
+        if not chunk:
+            break
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    return sent.decode().replace("\r\n", "\n")
+
+
+def test_neither_a_narrow_terminal_nor_a_pipe_cuts_a_name(folder: Path) -> None:
+    plan = ["plan", "gpt2-124m", "--set", f"name={'a' * 63}"]
+    told = json.loads(skytrain(folder, *plan, "--json").stdout)
+    names = [told["run"], *(stage["artifact"] for stage in told["stages"].values())]
+    for shown in (in_a_terminal(folder, 30, *plan), skytrain(folder, *plan).stdout):
+        assert all(name in shown for name in names) and "…" not in shown
+    for shown in (in_a_terminal(folder, 30, "recipes"), skytrain(folder, "recipes").stdout):
+        assert "gpt2-1558m" in shown and "1,557.7M" in shown and "…" not in shown
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback(folder: Path) -> None:
+    process = subprocess.Popen(
+        [*SKYTRAIN, "recipes", "--json"],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+    process.wait(timeout=60)
+
+
+def test_ctrl_c_before_the_work_has_begun_ends_with_75(folder: Path) -> None:
+    first = folder.parent / f"{folder.name}-first"
+    first.mkdir()
+    (first / "sitecustomize.py").write_text(
+        "import sys, pathlib\nif any('pipelines.cli' in a for a in sys.orig_argv):\n"
+        "    import pipelines.recipe, time\n"
+        "    def load_recipe(*_): pathlib.Path('loading').touch(); time.sleep(60)\n"
+        "    pipelines.recipe.load_recipe = load_recipe\n"
+    )
+    env = environment(folder, first=str(first))
+    process: subprocess.Popen[Any] = subprocess.Popen(
+        [*SKYTRAIN, "plan", "tiny.yaml"],
+        cwd=folder,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "loading").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (75, "interrupted: the same command goes on from here\n")

@@ -1,0 +1,79 @@
+"""Every exception that ends a command with a message, with its exit code and the prefix of that message.
+
+Any other exception is a fault of ours: it keeps its traceback, and the exit code is EXIT_FAILED.
+"""
+
+import errno
+from dataclasses import dataclass
+
+EXIT_DONE = 0
+EXIT_FAILED = 1  # a fault of ours, or a run that diverged
+EXIT_MISTAKE = 2
+EXIT_INTERRUPTED = 75  # the same command resumes the run; a managed job does that by itself
+EXIT_STOPPED = 76  # nothing restarts the run automatically
+
+FULL = "no space left on the disk; free some space, or choose another folder"
+
+
+class UserError(ValueError):
+    """A mistake that the user can correct. The message names what is wrong, where, and what would be right."""
+
+
+class Interrupted(Exception):
+    """The process was asked to stop, and stopped at a point from which the same command resumes."""
+
+
+class Stopped(Interrupted):
+    """The whole run was asked to stop, not only this machine: nothing may restart it automatically."""
+
+
+class HandedOver(Interrupted):
+    """This machine's part ends here: the next task of the same launch continues on another machine."""
+
+
+class StaleAttempt(Exception):
+    """A newer attempt has taken over: this one may neither commit nor delete."""
+
+
+class Diverged(FloatingPointError):
+    """The run cannot continue as configured. The message says what was seen, what was tried and what to change."""
+
+
+class StoreUnavailable(OSError):
+    """The store did not answer within the time limit. Nobody's mistake: the same command may work later."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a command prints on stderr as it ends, and its exit code."""
+
+    exit_code: int
+    message: str
+
+
+def ending_of(error: BaseException) -> Ending | None:
+    """How `error` ends a command; None for a fault of ours, which keeps its traceback."""
+    reason = f" ({error})" if str(error) else ""
+    match error:
+        case Diverged():
+            return Ending(EXIT_FAILED, f"failed: {error}")
+        case UserError():
+            return Ending(EXIT_MISTAKE, f"error: {error}")
+        case StoreUnavailable():
+            return Ending(EXIT_INTERRUPTED, f"error: {error}; run the same command to resume")
+        case StaleAttempt():
+            return Ending(EXIT_INTERRUPTED, f"superseded: {error}")
+        case Stopped():
+            return Ending(EXIT_STOPPED, f"stopped{reason}: nothing restarts this run automatically")
+        case HandedOver():
+            return Ending(EXIT_DONE, f"handed over{reason}: the next task of this launch continues")
+        case Interrupted() | KeyboardInterrupt():
+            return Ending(EXIT_INTERRUPTED, f"interrupted{reason}: run the same command to resume")
+        case OSError() if is_full(error):
+            return Ending(EXIT_MISTAKE, f"error: {error.filename or 'disk'}: {FULL}")
+    return None
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk or a quota is used up, which waiting does not cure."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
