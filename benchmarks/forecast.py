@@ -19,7 +19,7 @@ from numpy import median
 
 from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import Range, forecast
-from pipelines.tracking.ledger import Heartbeat
+from pipelines.tracking.records import Heartbeat
 
 START_UP, COMMIT_EVERY = 60.0, 60.0
 WORK_HOURS = (6.0, 24.0)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import spot_traces
 
-from pipelines.tracking.ledger import Heartbeat, seconds_between_failures
+from pipelines.tracking.ledger import seconds_between_failures
+from pipelines.tracking.records import Heartbeat
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
 from trainer.loop import SaveClock
 

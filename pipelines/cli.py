@@ -116,7 +116,7 @@ def run(
     from pipelines.cloud.notice import watching
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes.head import Head, this_node
-    from pipelines.show.console import Screen
+    from pipelines.show.console import TerminalScreen
     from pipelines.stage import STAGES, Pipeline, missing, planned, run_name
     from pipelines.tracking.mlflow.tracker import Tracker
     from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, watch_stop_request
@@ -142,7 +142,7 @@ def run(
     if place.rank:
         from pipelines.nodes.worker import run_worker
 
-        screen = Screen(quiet=as_json)
+        screen = TerminalScreen(quiet=as_json)
         with watching(stop, screen):
             sys.exit(run_worker(place, name, stage, loaded, plans, opened, folder, stop, screen))
     tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
@@ -152,7 +152,7 @@ def run(
         folder,
         billing_here(price_per_hour),
         tracker,
-        Screen(quiet=as_json),
+        TerminalScreen(quiet=as_json),
         stop,
         plans,
         watches=[watch_stop_request(opened, name)],
@@ -373,9 +373,11 @@ def drill(
     """Kill a run again and again in every phase, and prove that nothing came of it: exit 0 only if so."""
     from pipelines.drill.drill import drill
     from pipelines.drill.verdict import print_report
-    from pipelines.show.console import Screen
+    from pipelines.show.console import TerminalScreen
 
-    done = drill(recipe, set_ or [], store_uri(store), kills, seed, kinds.split(",") if kinds else None, Screen().note)
+    done = drill(
+        recipe, set_ or [], store_uri(store), kills, seed, kinds.split(",") if kinds else None, TerminalScreen().note
+    )
     if report:
         report.write_text(done.json())
     print_report(done)

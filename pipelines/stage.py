@@ -32,10 +32,11 @@ from pipelines.artifacts.manifest import (
 )
 from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, load_recipe
-from pipelines.show.console import Screen
+from pipelines.screen import Screen
 from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, costs
-from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, Billing, Heartbeat, attempts, claim, is_alive
+from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, is_alive
 from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Summary, read_records, record, stored_heartbeats, summarize
 from trainer.config import tokens_before
 from trainer.errors import Interrupted, StaleAttempt, Stopped, UserError
@@ -86,9 +87,9 @@ class Work:
         with self.clock.phase("upload"):
             return upload(self.store, self.plan.prefix, self.attempt.number, path, name)
 
-    def report(self, **progress: Any) -> None:
-        """Let the heartbeat carry how far the stage is."""
-        self.attempt.update(progress=progress)
+    def report(self, metrics: Mapping[str, float] | None = None, **progress: Any) -> None:
+        """Let the heartbeat carry how far the stage is: fields of Progress, and metrics by name."""
+        self.attempt.report(metrics, **progress)
 
     def phases(self, now: float) -> dict[str, float]:
         """Seconds by phase so far, of this process and of the ranks it waited for. From any thread."""
@@ -233,7 +234,7 @@ class Pipeline:
     def _track_costs(self, stage: str | None, seen: list[StoredHeartbeat], now: float) -> None:
         """Costs up to `now`, against the highest step that was ever reached: dollars are not undone with a step."""
         mine = [one for one in seen if stage in (None, one.beat.stage)]
-        step = max((one.beat.progress.get("highest_step", 0) for one in mine), default=0)
+        step = max((one.beat.progress.highest_step or 0 for one in mine), default=0)
         self.tracker.metrics(stage, step, now, costs(self._account(mine)))
 
     def summary(self) -> Summary:
@@ -301,7 +302,7 @@ class Pipeline:
             newest = beats[-1]
             if seen is None or (newest.attempt, newest.time) != (seen.attempt, seen.time):
                 if seen is None and is_alive(newest) is not False:
-                    where = newest.process.get("machine", "").partition("/")[0]
+                    where = newest.process.host
                     self.screen.note(
                         f"  {plan.stage}: attempt {newest.attempt} on {where} is at it; waiting "
                         f"(it is taken over after {SILENT_SECONDS:.0f} s of silence)"
@@ -341,7 +342,7 @@ class Pipeline:
             if not isinstance(error, StaleAttempt):
                 attempt.update(state=ended_as(error))
             if interrupted and self.stop.reason:
-                attempt.update(progress={"notice": self.stop.reason})
+                attempt.report(notice=self.stop.reason)
             self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
             raise
         attempt.update(state="done")

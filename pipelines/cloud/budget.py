@@ -9,10 +9,10 @@ timer asks then; the command ends with exit code 76, which no launcher starts ag
 import math
 import threading
 import time
-from typing import Any
 
 from pipelines.tracking.account import AttemptAccount
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat, Meter
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Meter
+from pipelines.tracking.records import Billing, Heartbeat, Progress
 from pipelines.tracking.runs import account_of, read_records
 from trainer.errors import Stopped, UserError
 from trainer.process import StopSignal
@@ -29,23 +29,24 @@ def seconds_until_ask(budget: float, spent: float, usd_per_hour: float, stopping
     return 3600 * (budget - spent) / usd_per_hour - stopping_seconds
 
 
-def stopping_seconds(progress: dict[str, Any], batch_tokens: int, grace_seconds: float, rented: bool) -> float:
+def stopping_seconds(progress: Progress, batch_tokens: int, grace_seconds: float, rented: bool) -> float:
     """What a stop takes at most, by the steps and saves that were measured.
 
     Ranks that are saving are cut off after the grace; nobody cuts off a process that has begun to upload the final
     weights. They are a third of a commit, and one process uploads what all ranks did.
     """
     busy = grace_seconds
-    if "save_seconds" in progress and progress.get("perf/tokens_per_second"):
-        save, step = progress["save_seconds"], batch_tokens / progress["perf/tokens_per_second"]
+    speed, save = progress.metrics.get("perf/tokens_per_second"), progress.save_seconds
+    if save is not None and speed:
+        step = batch_tokens / speed
         saving = min(grace_seconds, 2 * (step + save))  # twice, as no two are alike
-        busy = max(saving, progress.get("world_size", 1) * save / 3)
+        busy = max(saving, (progress.world_size or 1) * save / 3)
     return busy + LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0.0)
 
 
 def teardown_usd(attempt: AttemptAccount) -> float:
     """What taking down an attempt's rented machines may have cost after its last heartbeat."""
-    if "cluster" not in attempt.machine:
+    if attempt.machine.cluster is None:
         return 0.0
     return TEARDOWN_SECONDS / 3600 * attempt.nodes * (attempt.price_per_hour or 0.0)
 
@@ -74,7 +75,7 @@ class Budget:
                 "give it as --price-per-hour"
             )
         self.usd, self.store, self.run, self.batch_tokens, self.stop = usd, store, run, batch_tokens, stop
-        self.price_per_hour, self.rented = billing.price_per_hour, "cluster" in billing.machine
+        self.price_per_hour, self.rented = billing.price_per_hour, billing.machine.cluster is not None
         self.usd_per_hour = billing.price_per_hour * billing.nodes
         self._before = 0.0  # dollars of all attempts but the one that is beating
         self._attempt: tuple[str, int] | None = None
@@ -85,7 +86,7 @@ class Budget:
         self._before = spent_by_others(self.store, self.run, None, self.price_per_hour)
         told = Meter.here().read()
         started = told[0] if told else time.time()
-        left = self._arm(started, {})
+        left = self._arm(started, Progress())
         if left > 0:
             return
         if self.begun():
@@ -106,7 +107,7 @@ class Budget:
     def begun(self) -> bool:
         return self.store.get(f"runs/{self.run}.json") is not None
 
-    def _arm(self, started: float, progress: dict[str, Any]) -> float:
+    def _arm(self, started: float, progress: Progress) -> float:
         """Set the timer anew; seconds until it asks."""
         stopping = stopping_seconds(progress, self.batch_tokens, self.stop.grace_seconds, self.rented)
         left = seconds_until_ask(self.usd, self.spent(started), self.usd_per_hour, stopping)

@@ -15,7 +15,8 @@ from pipelines.cloud.tasks import label_of
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, Interval
 from pipelines.tracking.forecast import Forecast, forecast
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, Heartbeat, is_alive
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, is_alive
+from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.runs import (
     RunRecord,
     Summary,
@@ -84,16 +85,16 @@ def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) ->
     beats = [beat for stage in attempts_of(store, record).values() for beat in stage]
     newest = max(beats, key=lambda beat: beat.started, default=None)
     recipe = Recipe.model_validate(record.recipe)
-    progress = newest.progress if newest else {}
+    progress = newest.progress if newest else Progress()
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
-    waiting |= summary.state == "running" and progress.get("waiting", False)
+    waiting |= summary.state == "running" and bool(progress.waiting)
     return Status(
         run=record.run,
         state="waiting" if waiting else summary.state,
         stage=newest.stage if newest else None,
         step=summary.steps,
         max_steps=recipe.train.max_steps,
-        tokens_per_second=progress.get("perf/tokens_per_second"),
+        tokens_per_second=progress.metrics.get("perf/tokens_per_second"),
         train_loss=summary.train_loss,
         val_loss=summary.val_loss,
         attempts=summary.attempts,
@@ -102,7 +103,7 @@ def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) ->
         unpriced_hours=bill.total.unpriced_hours,
         to_come=training_to_come(record, summary, bill, recipe.train, now),
         wish=read_stop_request(store, record.run),
-        notice=progress.get("notice"),
+        notice=progress.notice,
         tasks=tasks,
         silent_seconds=now - newest.time if newest and newest.state == "running" else None,
     )
@@ -306,7 +307,7 @@ def orphans(store: Store, now: float) -> Iterator[Orphan]:
             continue
         if why := needless(store, records[run], submitted, now):
             yield Orphan(f"job {task.job} ({run}, {task.stage})", why, f"skytrain down {run}")
-    busy = {task.cluster for _, _, task in tasks if not task.over} | {b.machine.get("cluster") for b in at_work}
+    busy = {task.cluster for _, _, task in tasks if not task.over} | {b.machine.cluster for b in at_work}
     if all(task.over for _, _, task in tasks):
         for name in controllers():
             yield Orphan(

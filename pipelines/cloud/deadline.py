@@ -28,7 +28,8 @@ from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import LONGEST_LOOK_SECONDS, AttemptAccount
 from pipelines.tracking.forecast import TRAINING_PHASES, training_seconds
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, Heartbeat
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS
+from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import account_of, read_records
 from trainer.commits import committed_state
 from trainer.config import TrainConfig, tokens_before
@@ -93,7 +94,7 @@ def waits_here() -> bool:
 def handover_here(billing: Billing, recipe: Recipe, stop: StopSignal) -> "Handover | None":
     """What watches the deadline on a spot machine; None without a deadline, and elsewhere."""
     deadline = deadline_here()
-    return Handover(deadline, recipe, stop) if deadline and billing.machine.get("spot") is True else None
+    return Handover(deadline, recipe, stop) if deadline and billing.machine.spot else None
 
 
 def deadline_here() -> float | None:
@@ -115,8 +116,8 @@ class Handover:
 
     def watch(self, beat: Heartbeat) -> None:
         """Ask to leave once there is too little slack for another lost machine."""
-        train, done = self.recipe.train, beat.progress.get("steps_done", 0)
-        step = beat.progress.get("step", 0)
+        train, done = self.recipe.train, beat.progress.steps_done or 0
+        step = beat.progress.step or 0
         if beat.stage != "train" or done < SURE_STEPS or not step:  # how fast it is decides
             return
         # Over all steps, with what lies between them (validation, checkpoints): one step may be slow for once.
@@ -136,11 +137,11 @@ def leave_at_once(work: "Work") -> None:
     SkyPilot replaces a lost machine by itself, so nobody has asked since. Raises HandedOver.
     """
     mine = work.attempt.latest
-    if not deadline_here() or mine.machine.get("spot") is not True:
+    if not deadline_here() or not mine.machine.spot:
         return
     (record,) = read_records(work.store, [mine.run])
     attempts = [a for a in account_of(work.store, record).attempts if a.stage == "train"]
-    gpus = str(mine.machine.get("accelerators"))
+    gpus = str(mine.machine.accelerators)
     if seconds_per_token(work.recipe.train, [gpus], mine.nodes, attempts) is None:
         return  # an estimate is no reason to leave
     race, left = race_from(work, attempts)
@@ -212,7 +213,7 @@ def seconds_per_token(train: TrainConfig, gpus: list[str], nodes: int, attempts:
     steps, tokens, seconds = 0, 0, 0.0
     for one in attempts:
         first, last = one.resumed_from, one.step
-        if one.nodes != nodes or one.machine.get("accelerators") not in gpus or first is None or last is None:
+        if one.nodes != nodes or one.machine.accelerators not in gpus or first is None or last is None:
             continue
         if last > first:  # the first step is in the phase "compile"
             steps += last - first - 1

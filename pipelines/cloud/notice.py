@@ -22,7 +22,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from pipelines.show.console import Screen
+from pipelines.screen import Screen
+from pipelines.tracking.records import Machine
 from trainer.errors import UserError
 from trainer.process import StopSignal
 
@@ -73,16 +74,6 @@ class Metadata:
             connection.close()
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a cloud says that this machine is, named as in price lists."""
-
-    region: str
-    zone: str
-    instance: str
-    spot: bool
-
-
 class Source(Protocol):
     """A cloud's way to announce the end."""
 
@@ -129,7 +120,7 @@ class Ec2:
         region, zone, instance, life_cycle = (item or "" for item in items)
         if not (region and instance and life_cycle):
             raise ValueError("no machine of EC2's")
-        return Machine(region, zone, instance, spot=life_cycle == "spot")
+        return located(region, zone, instance, spot=life_cycle == "spot")
 
     def _read(self, item: str) -> str | None:
         """An item's value, None if there is no such item (404)."""
@@ -179,7 +170,12 @@ class Gce:
         region = zone.rpartition("-")[0]
         if not (region and instance):
             raise ValueError("no machine of GCE's")
-        return Machine(region, zone, instance, spot=self._read("scheduling/preemptible") == "TRUE")
+        return Machine(
+            region=region or None,
+            zone=zone or None,
+            instance=instance or None,
+            spot=self._read("scheduling/preemptible") == "TRUE",
+        )
 
     def _read(self, item: str, timeout_s: float = ANSWER_SECONDS) -> str:
         answer = ok(self._metadata.ask(f"/computeMetadata/v1/instance/{item}", self.HEADERS, timeout_s))
@@ -223,7 +219,9 @@ class Azure:
         region, zone, instance = (str(compute.get(name) or "") for name in ("location", "zone", "vmSize"))
         if not (region and instance):
             raise ValueError("no machine of Azure's")
-        return Machine(region, zone, instance, spot=compute.get("priority") == "Spot")
+        return Machine(
+            region=region or None, zone=zone or None, instance=instance or None, spot=compute.get("priority") == "Spot"
+        )
 
     def _ends_this_machine(self, event: dict[str, Any]) -> bool:
         machines = event.get("Resources")
@@ -242,6 +240,11 @@ class Azure:
 
 
 SOURCES: dict[str, Callable[[Metadata], Source]] = {"ec2": Ec2, "gce": Gce, "azure": Azure}
+
+
+def located(region: str, zone: str, instance: str, spot: bool) -> Machine:
+    """A machine by the answers of its metadata service; an empty one says nothing."""
+    return Machine(region=region or None, zone=zone or None, instance=instance or None, spot=spot)
 
 
 def ok(answer: Answer) -> Answer:

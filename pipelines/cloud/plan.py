@@ -32,6 +32,7 @@ from pipelines.cloud.throughput import (
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
+from pipelines.tracking.records import Machine
 from trainer.commits import checkpoint_seconds, committed_state
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, tokens_before
 from trainer.errors import UserError
@@ -234,7 +235,7 @@ def own_measurements(recipe: Recipe, store: Store, prefix: str) -> list[Measurem
         speeds.setdefault(attempt, []).extend(r[SPEED] for r in rows if SPEED in r)
     found = []
     for beat in reversed(attempts(store, prefix)):
-        machine, mine = beat.machine.get("accelerators"), speeds.get(beat.attempt, [])[2:]  # the first steps compile
+        machine, mine = beat.machine.accelerators, speeds.get(beat.attempt, [])[2:]  # the first steps compile
         if machine and mine:
             n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision)
             where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine}"
@@ -284,7 +285,7 @@ def leg(job: Job, offer: Offer, nodes: int) -> Leg:
 
 def hours_between(offer: Offer, nodes: int) -> float:
     """How long a job on several nodes is undisturbed: the first that goes interrupts it."""
-    return prior_seconds_between_failures({"cloud": offer.cloud, "spot": offer.spot}, nodes) / 3600
+    return prior_seconds_between_failures(Machine(cloud=offer.cloud, spot=offer.spot), nodes) / 3600
 
 
 def course(job: Job, m: float, wait: float = WAIT_SECONDS / 3600) -> Course:

@@ -17,11 +17,11 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipelines.cloud.notice import ENDPOINT, FAULTS, Azure, Ec2, Gce, Metadata, Source
-from pipelines.tracking.ledger import Billing
+from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
 
@@ -169,17 +169,17 @@ def billing_here(asked: float | None) -> Billing:
     """What this machine costs: as `--price-per-hour` says, or the table, or nothing if it is nobody's cloud."""
     table, machine = table_from_environment(), machine_from_skypilot()
     nodes = int(os.environ.get("SKYPILOT_NUM_NODES") or 1)
-    if not machine and not table:
+    if machine == Machine() and not table:
         price, source = (0.0, "own machine") if asked is None else (asked, "--price-per-hour")
-        return Billing(price, source, nodes, gpus_here())
+        return Billing(price, source, nodes, Machine(accelerators=gpus_here()))
     rows = rows_of(table, machine)
-    if "usd_per_hour" not in agreed(rows) and (told := told_by_cloud(machine.get("cloud"))):
-        machine |= told
+    if "usd_per_hour" not in agreed(rows):
+        machine = machine.updated(**machine_by_metadata(machine.cloud).to_json())
         rows = rows_of(table, machine)
     sure = agreed(rows)
-    machine = gpus_here() | machine | {name: sure[name] for name in (*PLACE, "accelerators") if name in sure}
-    if "on_demand_usd_per_hour" in sure:
-        machine["on_demand_per_hour"] = sure["on_demand_usd_per_hour"]
+    machine = replace(machine, accelerators=machine.accelerators or gpus_here())
+    machine = machine.updated(**{name: sure.get(name) for name in (*PLACE, "accelerators")})
+    machine = machine.updated(on_demand_per_hour=sure.get("on_demand_usd_per_hour"))
     if asked is not None:
         return Billing(asked, "--price-per-hour", nodes, machine)
     if "usd_per_hour" in sure:
@@ -193,7 +193,7 @@ def agreed(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {k: v for k, v in first.items() if v is not None and all(row.get(k) == v for row in others)}
 
 
-def why_unknown(table: list[dict[str, Any]], rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
+def why_unknown(table: list[dict[str, Any]], rows: list[dict[str, Any]], machine: Machine) -> str:
     if not table:
         return "neither SKYTRAIN_PRICES nor --price-per-hour is given"
     if not rows:
@@ -201,21 +201,23 @@ def why_unknown(table: list[dict[str, Any]], rows: list[dict[str, Any]], machine
     return f"{place_of(machine)} may be any of {len(rows)} rows of SKYTRAIN_PRICES"
 
 
-def place_of(machine: dict[str, Any]) -> str:
+def place_of(machine: Machine) -> str:
     """aws/us-east-1/p5.48xlarge/spot, as far as it is known."""
-    market = {True: "spot", False: "on-demand", None: None}[machine.get("spot")]
-    where = [machine.get("zone") if market == "spot" else None, machine.get("region")]
-    parts = (machine.get("cloud"), next(filter(None, where), None), machine.get("instance"), market)
+    market = {True: "spot", False: "on-demand", None: None}[machine.spot]
+    where = [machine.zone if market == "spot" else None, machine.region]
+    parts = (machine.cloud, next(filter(None, where), None), machine.instance, market)
     return "/".join(part for part in parts if part) or "this machine"
 
 
-def rows_of(table: list[dict[str, Any]], machine: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(table: list[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
     """The rows that this machine may be, by what is known of it."""
 
     gpus = os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE")
 
+    known = asdict(machine)
+
     def fits(row: dict[str, Any]) -> bool:
-        if any(None not in (row.get(name), machine.get(name)) and row[name] != machine[name] for name in PLACE):
+        if any(None not in (row.get(name), known[name]) and row[name] != known[name] for name in PLACE):
             return False
         return gpus is None or int(gpus) == gpus_of(row)
 
@@ -237,21 +239,24 @@ def table_from_environment() -> list[dict[str, Any]]:
         raise UserError("SKYTRAIN_PRICES: not a JSON list of objects that have usd_per_hour") from error
 
 
-def machine_from_skypilot() -> dict[str, Any]:
-    """What SkyPilot's job environment says of this node; empty without SkyPilot."""
+def machine_from_skypilot() -> Machine:
+    """This node by SkyPilot's job environment; nothing is known without SkyPilot."""
     text = os.environ.get("SKYPILOT_CLUSTER_INFO")
     if not text:
-        return {}
+        return Machine()
     info = json.loads(text)
-    known = {"cloud": str(info["cloud"]).lower(), "cluster": info.get("cluster_name")}
-    known |= {name: info.get(name) for name in ("region", "zone")}
-    return {name: value for name, value in known.items() if value is not None}
+    return Machine(
+        cloud=str(info["cloud"]).lower(),
+        region=info.get("region"),
+        zone=info.get("zone"),
+        cluster=info.get("cluster_name"),
+    )
 
 
-def told_by_cloud(cloud: str | None) -> dict[str, Any]:
-    """What the metadata service says that this machine is; empty if none answers, or none may be asked."""
+def machine_by_metadata(cloud: str | None) -> Machine:
+    """This machine by its metadata service; nothing is known if none answers, or none may be asked."""
     if os.environ.get("SKYTRAIN_NOTICE") == "off":
-        return {}
+        return Machine()
     metadata = Metadata(os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT)
     for name, source in METADATA.items() if cloud is None else [(cloud, METADATA.get(cloud))]:
         if source is None:
@@ -260,17 +265,17 @@ def told_by_cloud(cloud: str | None) -> dict[str, Any]:
             with suppress(*FAULTS):
                 here = source(metadata)
                 here.greet()
-                return {"cloud": name} | {k: v for k, v in asdict(here.machine()).items() if v != ""}
-    return {}
+                return replace(here.machine(), cloud=name)
+    return Machine()
 
 
-def gpus_here() -> dict[str, str]:
-    """The GPUs of this node as SkyPilot would write them, {} without any: speeds are compared by them."""
+def gpus_here() -> str | None:
+    """The GPUs of this node as SkyPilot writes them ("H100:8"); None without any. Speeds are compared by them."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
-        return {}
+        return None
     names = [name for name in listed if name.strip()]
     known = next((gpu for gpu in PEAK_FLOPS if names and gpu in names[0]), None)
-    return {"accelerators": f"{known}:{len(names)}"} if known else {}
+    return f"{known}:{len(names)}" if known else None

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipelines.drill.faults import Blow
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Heartbeat
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS
+from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import attempts_of, manifests, read_records, run_series, summarize
 from trainer.store import Store
 
@@ -174,7 +175,7 @@ def _hours(struck: Outcome, lives: Sequence[Life], outages: bool) -> Verdict:
     if abs(3600 * struck.billed_hours - billed) > 1e-3:
         faults.append(f"the report says {3600 * struck.billed_hours:.1f} s, its attempts {billed:.1f} s")
     for life in lives:
-        mine = [b for b in beats if b.process["pid"] == life.pid and life.began <= b.started <= life.ended]
+        mine = [b for b in beats if b.process.pid == life.pid and life.began <= b.started <= life.ended]
         beats = [b for b in beats if b not in mine]
         if mine and max(b.time for b in mine) > life.ended:
             faults.append(f"process {life.pid}: billed beyond its end")

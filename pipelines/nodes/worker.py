@@ -16,7 +16,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, find, scratch, upload
 from pipelines.cloud.deadline import waits_here
 from pipelines.nodes.head import Line, NodeAddress, NodeResult, call_head, kind_and_message, processes_on_this_node
 from pipelines.recipe import Recipe
-from pipelines.show.console import Screen
+from pipelines.screen import Screen
 from pipelines.stages.tokenize import Share, make, parts_of
 from pipelines.stages.train import kill_ranks, part_of, start_torchrun
 from trainer.errors import Interrupted

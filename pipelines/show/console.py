@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 LINE_SECONDS = 10.0  # between two lines of the same bar where nothing can be redrawn
 
 
-class Screen:
+class TerminalScreen:
     """Notes and bars. `quiet` shows only what went wrong."""
 
     def __init__(self, quiet: bool = False) -> None:
@@ -25,7 +25,7 @@ class Screen:
         self.console.print(f"[yellow]warning:[/] {text}")
 
     @contextmanager
-    def bar(self, title: str, total: float | None) -> Iterator["Bar"]:
+    def bar(self, title: str, total: float | None) -> Iterator["TerminalBar"]:
         """A bar of `total` units (None: unknown) that is gone, or done, at the end of the block."""
         progress = Progress(
             TextColumn("  [bold]{task.description:9}[/]"),
@@ -37,13 +37,15 @@ class Screen:
             disable=self.quiet or not self.console.is_terminal,
         )
         with progress:
-            yield Bar(self, progress, progress.add_task(title, total=total, note=""), title, total)
+            yield TerminalBar(self, progress, progress.add_task(title, total=total, note=""), title, total)
 
 
-class Bar:
+class TerminalBar:
     """One piece of work on the screen."""
 
-    def __init__(self, screen: Screen, progress: Progress, task: TaskID, title: str, total: float | None) -> None:
+    def __init__(
+        self, screen: TerminalScreen, progress: Progress, task: TaskID, title: str, total: float | None
+    ) -> None:
         self.screen, self.progress, self.task, self.title, self.total = screen, progress, task, title, total
         self._line_at = time.monotonic()
 

@@ -23,7 +23,7 @@ from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, in_rows, market_of
-from pipelines.tracking.ledger import Heartbeat
+from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import RunRecord, account_of, attempts_of, run_series, sound_manifests, summarize
 from trainer.config import batch_stages
 from trainer.errors import UserError
@@ -280,9 +280,9 @@ def attempt_shown(number: str, one: AttemptAccount, account: Account) -> dict[st
 
 def machine_name(one: AttemptAccount) -> str:
     """What it ran on, as one orders it; at home, the host's name."""
-    told = one.machine
-    parts = [told.get("instance") or told.get("accelerators"), told.get("zone") or told.get("region")]
-    return ", ".join([market_of(told), *(str(part) for part in parts if part)]) if told.get("cloud") else one.host
+    machine = one.machine
+    parts = [machine.instance or machine.accelerators, machine.zone or machine.region]
+    return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host
 
 
 def lineage(
@@ -362,9 +362,9 @@ def receipt(
         if one.stage == "train" and not one.waited
     )
     devices = dict.fromkeys(
-        f"{beat.progress['world_size']} x {beat.progress['device']}, {beat.progress['precision']}"
+        f"{beat.progress.world_size} x {beat.progress.device}, {beat.progress.precision}"
         for beat in beats
-        if "device" in beat.progress
+        if beat.progress.device is not None
     )
     told = {
         "recipe": f"{recipe.name}, fingerprint {train.fingerprint}" if train else recipe.name,

@@ -22,7 +22,8 @@ from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.account import Account, AttemptAccount, Cost, in_rows, market_of, reconcile
 from pipelines.tracking.compare import Comparison
-from pipelines.tracking.ledger import SILENT_SECONDS, Heartbeat, attempts
+from pipelines.tracking.ledger import SILENT_SECONDS, attempts
+from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import SERIES, Audit, Summary, account_of, intervals_of, read_records
 from trainer.store import LocalStore, Store
 
@@ -155,7 +156,8 @@ def _planned(store: Store, plan: ArtifactPlan) -> dict[str, Any]:
         return shown
     tried = attempts(store, plan.prefix)
     if tried:
-        where = "".join(f", {k} {tried[-1].progress[k]:,}" for k in ("step", "tokens") if k in tried[-1].progress)
+        counts = {"step": tried[-1].progress.step, "tokens": tried[-1].progress.tokens}
+        where = "".join(f", {name} {count:,}" for name, count in counts.items() if count is not None)
         shown["why"] = f"attempt {tried[-1].attempt} is {tried[-1].state}{where}: run goes on from its last commit"
         return shown
     sibling, different = nearest_sibling(store, plan)
@@ -253,7 +255,7 @@ def attempt_row(number: str, a: AttemptAccount) -> list[str]:
     return [
         f"{a.stage} {number}",
         ("waiting for spot" if a.waited else a.state) + (f" ({a.notice})" if a.notice else ""),
-        (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.get('instance') or a.host}, {market_of(a.machine)}",
+        (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.instance or a.host}, {market_of(a.machine)}",
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(a.started)),
         duration(sum(a.phases.values())),
         f"{'unknown' if a.price_per_hour is None else f'{a.price_per_hour:.2f}'} ({a.price_source})",
@@ -313,7 +315,7 @@ def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, l
     elif after.state == "running":
         print(f"{run}: {after.stage}: attempt {after.attempt} is still at it; the wish stands, it will leave")
     else:
-        step = f" at step {after.progress['step']:,}" if "step" in after.progress else ""
+        step = "" if after.progress.step is None else f" at step {after.progress.step:,}"
         go_on = f"resume {run}" if launched else f"run run:{run}"
         print(f"{run}: {after.stage}: attempt {after.attempt} is {after.state}{step}; skytrain {go_on} goes on")
 

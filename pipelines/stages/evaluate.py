@@ -57,7 +57,7 @@ def build(work: Work) -> Built:
     facts: dict[str, Any] = {
         "val/loss": validation_loss(model, val, recipe.evaluate.val_tokens, 8, world, beat=work.check)
     }
-    work.report(**facts)
+    work.report(metrics=facts)
     failpoint("evaluate")
     work.check()
     if recipe.evaluate.hellaswag:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from pipelines.tracking.ledger import (
     process_started,
     seconds_between_failures,
 )
+from pipelines.tracking.records import ProcessId
 from trainer.commits import committed_state, segments, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, grad_accum_steps
 from trainer.errors import FULL, Interrupted, StaleAttempt, UserError
@@ -83,8 +85,9 @@ def build(work: Work) -> Built:
     work.clock.enter("ranks")
     torchrun = start_ranks(work, processes)
     # As long as the ranks hold the GPUs, this attempt is there, whatever becomes of us.
-    child = {"pid": torchrun.pid, "started": process_started(torchrun.pid)}
-    work.attempt.update(process=work.attempt.latest.process | {"children": [child]})
+    mine = work.attempt.latest.process
+    child = ProcessId(mine.machine, torchrun.pid, process_started(torchrun.pid))
+    work.attempt.update(process=replace(mine, children=(child,)))
     try:
         last = follow(work, torchrun)
     except BaseException:
@@ -100,10 +103,10 @@ def build(work: Work) -> Built:
 def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
     """Start torchrun here, and let the other nodes start theirs."""
     earlier = [beat for beat in attempts(work.store, work.plan.prefix) if beat.attempt < work.attempt.number]
-    reached = max((beat.progress.get("highest_step", 0) for beat in earlier), default=0)
+    reached = max((beat.progress.highest_step or 0 for beat in earlier), default=0)
     work.report(highest_step=reached)
     mine, prior = work.attempt.latest, PRIOR_SECONDS_BETWEEN_FAILURES
-    if mine.machine.get("cloud"):  # one's own is steady, too, but for whoever works on it
+    if mine.machine.cloud:  # one's own is steady, too, but for whoever works on it
         prior = prior_seconds_between_failures(mine.machine, mine.nodes)
     spec = {
         "started": time.time(),  # the ranks' clock begins where ours enters the phase "ranks"
@@ -113,7 +116,7 @@ def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
         "tokens": work.inputs["tokenize"].prefix,
         "prefix": work.plan.prefix,
         "attempt": work.attempt.number,
-        "between_failures": seconds_between_failures((b for b in earlier if not b.progress.get("waiting")), prior),
+        "between_failures": seconds_between_failures((b for b in earlier if not b.progress.waiting), prior),
     }
     place, port = (work.head.place, work.head.begin(spec)) if work.head else (NodeAddress(), 0)
     return start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, place, port)
@@ -169,7 +172,7 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
                 bar.update(last["step"], describe(last))
                 work.ranks = event["phases"], event["phase"]
                 count_step(work, event)
-                work.report(**last)
+                work.report({k: v for k, v in last.items() if "/" in k}, step=last["step"], time=last["time"])
             elif event.get("event") == "phase":
                 work.ranks = event["phases"], event["phase"]
             elif event:
@@ -293,12 +296,12 @@ def track_row(work: Work, event: dict[str, Any], tracked: dict[str, int], again:
 
 def count_step(work: Work, row: dict[str, Any]) -> None:
     """Keep count of the steps that this attempt has done, and of those that had been done before."""
-    told = work.attempt.latest.progress
+    progress = work.attempt.latest.progress
     if "train/loss" in row:
-        highest = told.get("highest_step", 0)
+        highest = progress.highest_step or 0
         work.report(
-            steps_done=told.get("steps_done", 0) + 1,
-            steps_redone=told.get("steps_redone", 0) + (row["step"] <= highest),
+            steps_done=(progress.steps_done or 0) + 1,
+            steps_redone=(progress.steps_redone or 0) + (row["step"] <= highest),
             highest_step=max(highest, row["step"]),
         )
 
@@ -335,11 +338,11 @@ def note_event(work: Work, event: dict[str, Any]) -> None:
     elif event["event"] == "slow":
         work.screen.warn(f"slower than it could be: {event['reason']}")
     elif event["event"] == "rollback":
-        turns = work.attempt.latest.progress.get("rollbacks", 0) + 1
+        turns = (work.attempt.latest.progress.rollbacks or 0) + 1
         text = f"from step {event['step']} to {event['to']}; of two points at a step the later one counts"
         work.tracker.tags("train", {f"skytrain.rollback.a{work.attempt.number:04d}.{turns}": text})
         work.report(rollbacks=turns)
-        work.report(lowest_step=min(event["to"], work.attempt.latest.progress["lowest_step"]))
+        work.report(lowest_step=min(event["to"], work.attempt.latest.progress.lowest_step or 0))
         work.screen.warn(f"rolled back from step {event['step']:,} to {event['to']:,}: {event['reason']}")
 
 

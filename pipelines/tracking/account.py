@@ -8,11 +8,12 @@ Hours whose price is unknown are kept apart in every sum.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Heartbeat
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS
+from pipelines.tracking.records import Heartbeat, Machine
 
 # What an attempt has to do again, or sits through, because the one before it was cut off.
 RECOVERY_PHASES = ("provision", "setup", "download", "compile", "idle")
@@ -53,7 +54,7 @@ class AttemptAccount:
     skew_seconds: float | None  # the store's clock minus its own, as its last heartbeat arrived (with its way there)
     host: str
     nodes: int
-    machine: dict[str, Any]  # cloud, region, instance, spot, accelerators, …: as far as they are known
+    machine: Machine
     price_per_hour: float | None  # of one node
     price_source: str
     phases: dict[str, float]  # seconds; they sum to ended - started
@@ -178,24 +179,23 @@ def steps_of(beats: list[Heartbeat]) -> list[tuple[int, int, int]]:
     rows: list[tuple[int, int, int]] = []
     later: int | None = None
     for beat in reversed(beats):
-        told = beat.progress
-        if "resumed_from" not in told or "step" not in told:
+        progress = beat.progress
+        if progress.resumed_from is None or progress.step is None:
             rows.append((0, 0, 0))
             continue
-        low = told.get("lowest_step", told["resumed_from"])
-        kept = max(0, (told["step"] if later is None else later) - low)
-        done = max(kept, told.get("steps_done", told["step"] - low))
-        rows.append((done, kept, told.get("steps_redone", 0)))
+        low = progress.resumed_from if progress.lowest_step is None else progress.lowest_step
+        kept = max(0, (progress.step if later is None else later) - low)
+        done = max(kept, progress.step - low if progress.steps_done is None else progress.steps_done)
+        rows.append((done, kept, progress.steps_redone or 0))
         later = low if later is None else min(later, low)
     return rows[::-1]
 
 
-def market_of(machine: Mapping[str, Any]) -> str:
+def market_of(machine: Machine) -> str:
     """Whose machine it is, and on what terms."""
-    if not machine.get("cloud"):
+    if not machine.cloud:
         return "own machine"
-    spot = machine.get("spot")
-    return machine["cloud"] + ("" if spot is None else " spot" if spot else " on demand")
+    return machine.cloud + ("" if machine.spot is None else " spot" if machine.spot else " on demand")
 
 
 def in_rows(attempts: Iterable[AttemptAccount]) -> Iterator[tuple[str, AttemptAccount]]:
@@ -248,20 +248,20 @@ def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redon
         started=beat.started,
         ended=max(beat.time, beat.started),
         skew_seconds=None if one.stored is None else one.stored - beat.time,
-        host=str(beat.process.get("machine", "")).partition("/")[0],
+        host=beat.process.host,
         nodes=beat.nodes,
         machine=beat.machine,
         price_per_hour=beat.price_per_hour,
         price_source=beat.price_source,
         phases=settled_phases(beat),
         bill=_bill(beat.billed_hours * beat.nodes, beat.price_per_hour),
-        resumed_from=beat.progress.get("resumed_from"),
-        step=beat.progress.get("step"),
+        resumed_from=beat.progress.resumed_from,
+        step=beat.progress.step,
         steps_done=done,
         steps_kept=kept,
         steps_redone=redone,
-        notice=beat.progress.get("notice"),
-        waited=beat.progress.get("waiting", False),
+        notice=beat.progress.notice,
+        waited=bool(beat.progress.waiting),
     )
 
 
@@ -274,7 +274,7 @@ def _phase_bill(attempt: AttemptAccount, phase: str) -> Cost:
 
 
 def _savings(attempt: AttemptAccount) -> float | None:
-    on_demand = attempt.machine.get("on_demand_per_hour")
+    on_demand = attempt.machine.on_demand_per_hour
     if on_demand is None or attempt.price_per_hour is None:
         return None
     return attempt.bill.hours * (on_demand - attempt.price_per_hour)
@@ -372,7 +372,7 @@ def reconcile(account: Account, intervals: Iterable[Interval], now: float) -> li
         sky.setdefault(one.cluster, []).append(one.nodes * seconds / 3600)
     mine: dict[str, list[AttemptAccount]] = {}
     for attempt in account.attempts:
-        if cluster := attempt.machine.get("cluster"):
+        if cluster := attempt.machine.cluster:
             mine.setdefault(cluster, []).append(attempt)
     found = []
     for cluster in sorted(sky.keys() | mine.keys()):

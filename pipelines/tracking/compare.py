@@ -64,7 +64,7 @@ def conditions(store: Store, record: RunRecord) -> dict[str, Any]:
         "code": {k: train.provenance.get(k) for k in ("git_commit", "image", "python", "versions")} if train else {},
         "machines": {
             "market": ", ".join(sorted({market_of(a.machine) for a in attempts})),
-            "accelerators": ", ".join(sorted({str(a.machine.get("accelerators", "")) for a in attempts})),
+            "accelerators": ", ".join(sorted({a.machine.accelerators or "" for a in attempts})),
             "nodes": max((a.nodes for a in attempts), default=0),
             "price_per_hour": ", ".join(sorted({f"{a.price_per_hour}" for a in attempts})),
         },

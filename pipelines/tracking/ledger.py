@@ -6,17 +6,17 @@ An attempt that dies without a word is billed up to its last heartbeat: HEARTBEA
 missing. The ledger is the source of truth for time and money; MLflow only mirrors it.
 """
 
-import json
 import math
 import os
 import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
 from trainer.store import Store
@@ -29,47 +29,6 @@ LONG_AGO_SECONDS = 3600.0
 # Own and on-demand machines: Llama 3's 16,384 GPUs had 419 unplanned interruptions in 54 days (Dubey et al. 2024),
 # so eight of them one in about 260 days. Nobody's first rented machine is so sure.
 STEADY_SECONDS_BETWEEN_FAILURES = 30 * 86_400.0
-
-
-@dataclass(frozen=True)
-class Billing:
-    """What an attempt costs, and how we know."""
-
-    price_per_hour: float | None = 0.0  # dollars, of one node; None: unknown, which no sum counts as 0
-    price_source: str = "own machine"
-    nodes: int = 1  # every one is billed
-    # cloud, region, zone, instance, spot, accelerators, on_demand_per_hour, cluster: as far as they are known
-    machine: dict[str, Any] = field(default_factory=dict)
-    since: float | None = None  # unix seconds from which the machine is on this attempt's bill; None: its claim
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """One attempt as it last reported. Times in unix seconds by its own clock, phases in seconds."""
-
-    run: str
-    stage: str
-    attempt: int
-    state: str  # running, done, interrupted, stopped, failed, stale
-    started: float  # from here on the machine is on its bill
-    time: float
-    price_per_hour: float | None  # dollars, of one node; None: unknown
-    process: dict[str, Any] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
-    progress: dict[str, Any] = field(default_factory=dict)  # step, loss, tokens/s, resumed_from, …
-    price_source: str = "own machine"
-    nodes: int = 1
-    machine: dict[str, Any] = field(default_factory=dict)  # as in Billing
-
-    @property
-    def billed_hours(self) -> float:
-        """Hours of the attempt. Each of its nodes is billed for all of them."""
-        return max(0.0, self.time - self.started) / 3600
-
-    @property
-    def usd(self) -> float | None:
-        """Dollars of all nodes; None if the price is unknown."""
-        return None if self.price_per_hour is None else self.billed_hours * self.nodes * self.price_per_hour
 
 
 class Meter:
@@ -168,11 +127,14 @@ class Attempt:
                 raise
 
     def update(self, **changes: Any) -> None:
-        """Change what the next heartbeat says; `progress` is merged."""
+        """Change fields of the next heartbeat."""
         with self._lock:
-            if "progress" in changes:
-                changes["progress"] = {**self.latest.progress, **changes["progress"]}
             self.latest = replace(self.latest, **changes)
+
+    def report(self, metrics: Mapping[str, float] | None = None, **progress: Any) -> None:
+        """Change fields of the next heartbeat's progress; metrics are merged."""
+        with self._lock:
+            self.latest = replace(self.latest, progress=self.latest.progress.updated(metrics, **progress))
 
     def superseded(self) -> bool:
         """Whether a later attempt has been claimed."""
@@ -198,7 +160,7 @@ class Attempt:
             except (OSError, UserError):
                 pass
             except Exception as error:  # a fault of ours there must not make a living attempt look dead
-                self.update(progress={"watch_failed": repr(error)})
+                self.report(watch_failed=repr(error))
 
     def _report(self) -> None:
         key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
@@ -206,7 +168,7 @@ class Attempt:
             now = time.time()
             self.update(time=now, phases=self.phases(now))
             told = self.latest
-            self.store.put(key, json.dumps(asdict(told), indent=1).encode())
+            self.store.put(key, told.to_json())
             # Nobody forwards the meter of an attempt that is killed, so the phase behind each beat is the worst.
             self.meter.forward(now, "lost" if told.state == "running" else "idle")
 
@@ -234,7 +196,7 @@ def claim(
     """
     now, meter = time.time(), Meter.here()
     here = this_process()
-    billed = max((b.time for b in earlier if b.process.get("machine") == here["machine"]), default=0.0)
+    billed = max((b.time for b in earlier if b.process.machine == here.machine), default=0.0)
     before = meter.before(now, idle, billed)
     heartbeat = Heartbeat(
         run,
@@ -252,7 +214,7 @@ def claim(
     )
     key = f"{prefix}/attempts/{number:04d}/claim.json"
     # The claim bills nothing: killed before the first heartbeat, it leaves all that to the next attempt.
-    if not store.create(key, json.dumps(asdict(replace(heartbeat, started=now, phases={})), indent=1).encode()):
+    if not store.create(key, replace(heartbeat, started=now, phases={}).to_json()):
         return None
     return Attempt(store, prefix, heartbeat, watch, meter)
 
@@ -262,7 +224,7 @@ def attempts(store: Store, prefix: str) -> list[Heartbeat]:
     # claim.json sorts before heartbeat.json, and is not read if that is there
     newest = {entry.key.split("/")[-2]: entry.key for entry in store.entries(f"{prefix}/attempts/")}
     bodies = (store.get(newest[number]) for number in sorted(newest))
-    return [Heartbeat(**json.loads(body)) for body in bodies if body is not None]
+    return [Heartbeat.from_json(body) for body in bodies if body is not None]
 
 
 def latest_number(store: Store, prefix: str) -> int:
@@ -278,22 +240,22 @@ def is_alive(heartbeat: Heartbeat) -> bool | None:
 def is_there(heartbeat: Heartbeat) -> bool | None:
     """Whether the process of an attempt still exists; None if that can't be told from here."""
     here, there = this_process(), heartbeat.process
-    if here["machine"] == there["machine"]:
-        parts = [there, *there.get("children", [])]
-        return any(process_started(part["pid"]) == part["started"] for part in parts)
+    if here.machine == there.machine:
+        processes = ((process.pid, process.started) for process in (there, *there.children))
+        return any(pid is not None and process_started(pid) == started for pid, started in processes)
     if abs(time.time() - heartbeat.time) > LONG_AGO_SECONDS:
         return False
     return None
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> ProcessId:
     """What tells this process from every other: machine (boot and container), pid and its start time."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     # Containers of one host share its boot and may share its name; a pid means something in one of them only.
     parts = [boot.read_text().strip() if boot.exists() else "", os.readlink(pids) if pids.is_symlink() else ""]
     machine = "/".join([platform.node(), *filter(None, parts)])
     machine = os.environ.get("SKYTRAIN_DRILL_MACHINE", machine)  # for drills only: one machine plays several
-    return {"machine": machine, "pid": os.getpid(), "started": process_started(os.getpid())}
+    return ProcessId(machine, os.getpid(), process_started(os.getpid()))
 
 
 def process_started(pid: int) -> str | None:
@@ -332,12 +294,12 @@ def added(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return sums
 
 
-def prior_seconds_between_failures(machine: Mapping[str, Any], nodes: int = 1) -> float:
+def prior_seconds_between_failures(machine: Machine, nodes: int = 1) -> float:
     """What is assumed, until a run's own attempts tell more, of the time until the first of so many nodes is lost.
 
     `machine` as in Billing: one's own and those on demand are steady; one of unknown market may be spot.
     """
-    steady = not machine.get("cloud") or machine.get("spot") is False
+    steady = not machine.cloud or machine.spot is False
     return (STEADY_SECONDS_BETWEEN_FAILURES if steady else PRIOR_SECONDS_BETWEEN_FAILURES) / nodes
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, Interval, StoredHeartbeat, account
-from pipelines.tracking.ledger import SILENT_SECONDS, Heartbeat, is_alive, is_there
+from pipelines.tracking.ledger import SILENT_SECONDS, is_alive, is_there
+from pipelines.tracking.records import Heartbeat
 from trainer.commits import committed_state, series
 from trainer.config import TrainConfig, tokens_before
 from trainer.errors import UserError
@@ -138,9 +139,9 @@ def stored_attempts(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
         if (number := entry.key.split("/")[-2]) in found:
             continue  # a launch that waits for spot has hundreds, and every get takes its time
         try:
-            beat = Heartbeat(**json.loads(store.get(entry.key) or b""))
+            beat = Heartbeat.from_json(store.get(entry.key) or b"")
             found[number] = StoredHeartbeat(prefix, beat, entry.modified, is_alive(beat))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             faults.append(f"{store.uri}/{entry.key}: damaged ({error!r}), so this attempt may miss on the bill")
     return [found[number] for number in sorted(found) if found[number].beat.run == run], faults
 
@@ -180,13 +181,14 @@ def tokens_axis(record: RunRecord) -> Callable[[int], int]:
 def summarize(store: Store, record: RunRecord) -> Summary:
     made, faults = sound_manifests(store, record)
     beats, bill = attempts_of(store, record), account_of(store, record)
-    progress: dict[str, Any] = {}
+    step, metrics = 0, dict[str, float]()
     for beat in beats.get("train", []):
-        progress |= beat.progress
+        step = step if beat.progress.step is None else beat.progress.step
+        metrics |= beat.progress.metrics
     train, evaluated = made.get("train"), made.get("evaluate")
-    facts = {**progress, **(train.facts if train else {}), **(evaluated.facts if evaluated else {})}
+    facts = {**metrics, **(train.facts if train else {}), **(evaluated.facts if evaluated else {})}
     worked = [attempt for attempt in bill.attempts if not attempt.waited]
-    steps = train.facts["steps"] if train else int(progress.get("step", 0))
+    steps = train.facts["steps"] if train else step
     return Summary(
         run=record.run,
         state="damaged" if faults else state_of(made, beats),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from pipelines.tracking.ledger import Heartbeat
+from pipelines.tracking.records import Heartbeat
 from trainer.store import Store
 
 

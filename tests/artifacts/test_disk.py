@@ -12,7 +12,7 @@ import trainer_runs
 from pipeline_runs import Project
 from trainer_runs import EVERY_STEP, Runner, configured, weights
 
-from pipelines.show.console import Screen
+from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import train
 from trainer.errors import FULL, UserError
@@ -92,7 +92,7 @@ def test_ranks_that_died_of_a_full_disk_left_no_words_and_need_none(tmp_path: Pa
     work = SimpleNamespace(
         folder=folder,
         recipe=SimpleNamespace(train=SimpleNamespace(max_steps=1)),
-        screen=Screen(quiet=True),
+        screen=TerminalScreen(quiet=True),
         tracker=nothing,
         attempt=nothing,
         stop=SimpleNamespace(asked=False),

@@ -23,7 +23,8 @@ from pipelines.cloud.budget import (
 )
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Billing, claim
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, claim
+from pipelines.tracking.records import Billing, Progress
 from pipelines.tracking.runs import record
 from trainer.errors import Interrupted, Stopped, UserError
 from trainer.process import DRILL, StopSignal
@@ -137,7 +138,7 @@ def test_a_later_heartbeat_that_knows_more_puts_the_stop_off(bench: Bench) -> No
     usd = stopping_seconds({}, 2048, bench.stop.grace_seconds, rented=False) + 0.5
     budget = bench.budget(usd)
     assert budget.watch(mine.latest) is None
-    mine.update(progress={"save_seconds": 0.5, "perf/tokens_per_second": 1e6})
+    mine.update(progress=Progress.from_json({"save_seconds": 0.5, "perf/tokens_per_second": 1e6}))
     assert budget.watch(mine.latest) is None
     assert not bench.stop.heard.wait(1.5)  # it would have been asked by now
 

@@ -17,7 +17,8 @@ from pipelines.cloud.launch import Launched
 from pipelines.cloud.tasks import LaunchRequest
 from pipelines.show.tables import print_status
 from pipelines.tracking import ledger
-from pipelines.tracking.ledger import Billing, Heartbeat, claim
+from pipelines.tracking.ledger import claim
+from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
 from pipelines.tracking.runs import RunRecord, read_records
 from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
 from trainer.store import LocalStore
@@ -67,7 +68,7 @@ def test_stopping_tells_where_the_attempt_at_work_has_stopped(
 
     def leave_if_wished(beat: Heartbeat) -> None:
         if watch(beat) and attempt.latest.state == "running":
-            attempt.update(state="stopped", progress={"step": 17})
+            attempt.update(state="stopped", progress=Progress.from_json({"step": 17}))
 
     attempt = claim(store, f"train/{RUN}", RUN, "train", 1, Billing(), leave_if_wished)
     assert attempt
@@ -155,7 +156,7 @@ def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_u
         now,
         0.0,
         {"machine": "far/away", "pid": 1},
-        machine={"cluster": "by-hand"},
+        machine=Machine.from_json({"cluster": "by-hand"}),
     )
     store.put(f"train/{RUN}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
     assert found() == ["cluster strange"]  # the run is alive, and who knows what else it needs

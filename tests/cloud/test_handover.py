@@ -25,14 +25,17 @@ from pipelines.cloud.tasks import LaunchRequest, documents, in_order
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.account import StoredHeartbeat, account
-from pipelines.tracking.ledger import Billing, Heartbeat
+from pipelines.tracking.records import Billing, Heartbeat, Machine
 from trainer.errors import HandedOver, UserError
 from trainer.process import StopSignal
 
 RECIPE = load_recipe("gpt2-124m")
 SECONDS_PER_STEP = 0.5
 SECONDS = SECONDS_PER_STEP * RECIPE.train.max_steps
-SPOT, STEADY = Billing(1.0, machine={"spot": True}), Billing(3.0, machine={"spot": False})
+SPOT, STEADY = (
+    Billing(1.0, machine=Machine.from_json({"spot": True})),
+    Billing(3.0, machine=Machine.from_json({"spot": False})),
+)
 
 
 class Signal(StopSignal):

@@ -19,7 +19,7 @@ from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
 
 from pipelines.cloud import notice
 from pipelines.cloud.notice import utc_time, watching
-from pipelines.show.console import Screen
+from pipelines.show.console import TerminalScreen
 from trainer.errors import UserError
 from trainer.process import StopSignal
 
@@ -63,7 +63,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         if named:
             monkeypatch.setenv("SKYTRAIN_NOTICE", named)
         stop = StopSignal.__new__(StopSignal)  # pytest keeps its signals
-        with watching(stop, Screen()):
+        with watching(stop, TerminalScreen()):
             yield stop
 
     return watch

@@ -21,7 +21,8 @@ from pipelines.drill.outages import LOOPBACK, Proxy
 from pipelines.drill.verdict import Life, Outcome, Points, Report, Verdict, verdicts
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
-from pipelines.tracking.ledger import Heartbeat, this_process
+from pipelines.tracking.ledger import this_process
+from pipelines.tracking.records import Heartbeat, ProcessId
 from trainer.errors import UserError
 from trainer.process import DRILL, failpoint
 
@@ -73,7 +74,7 @@ def test_every_place_is_a_moment_in_the_code() -> None:
 def test_one_machine_can_pretend_to_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
     here = this_process()
     monkeypatch.setenv("SKYTRAIN_DRILL_MACHINE", "drill-2")
-    assert this_process() == here | {"machine": "drill-2"}
+    assert this_process() == replace(here, machine="drill-2")
 
 
 def test_how_far_training_is_stands_in_the_newest_attempts_events(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_kinds_that_cannot_fall_are_left_out_or_refused(monkeypatch: pytest.Monk
 
 def beat(stage: str, number: int, started: float, ended: float, pid: int) -> Heartbeat:
     state = "done" if number > 1 or stage != "train" else "running"
-    return Heartbeat("run", stage, number, state, started, ended, 0.0, {"pid": pid})
+    return Heartbeat("run", stage, number, state, started, ended, 0.0, ProcessId(pid=pid))
 
 
 ROWS: tuple[dict[str, Any], ...] = (
@@ -256,7 +257,7 @@ def attempt_changed(number: int, **changes: Any) -> Outcome:
     [
         (attempt_changed(0, time=107.5), LIVES),  # beyond its death
         (STRUCK, (replace(LIVES[0], ended=130), LIVES[1])),  # 25 s before its death
-        (attempt_changed(1, process={"pid": 9}), LIVES),  # by a process that nobody started
+        (attempt_changed(1, process=ProcessId.from_json({"pid": 9})), LIVES),  # by a process that nobody started
         (attempt_changed(1, started=107.5), LIVES),  # before its process began
     ],
 )

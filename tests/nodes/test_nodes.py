@@ -32,7 +32,7 @@ from pipelines.nodes.head import (
 )
 from pipelines.nodes.worker import run_worker
 from pipelines.recipe import load_recipe
-from pipelines.show.console import Screen
+from pipelines.show.console import TerminalScreen
 from trainer.errors import Interrupted, UserError
 from trainer.process import DRILL, StopSignal
 from trainer.shards import local_shards
@@ -382,7 +382,7 @@ def lending(tmp_path: Path, stop: StopSignal) -> Iterator[tuple["Connection[Any,
     plans = {stage: ArtifactPlan(stage, "smoke", {"stage": stage}) for stage in ("tokenize", "train")}
     port = free_ports(1)[0]
     with Listener((LOOPBACK, port)) as listener, ThreadPoolExecutor(1) as threads:
-        store, screen = LocalStore(tmp_path / "store"), Screen(quiet=True)
+        store, screen = LocalStore(tmp_path / "store"), TerminalScreen(quiet=True)
         node = NodeAddress(1, 2, LOOPBACK, port)
         result = threads.submit(run_worker, node, "tiny-0123", "train", recipe, plans, store, tmp_path, stop, screen)
         with listener.accept() as head:

@@ -24,7 +24,7 @@ from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.show.page import REFERENCES, SHAPES, bind, render, run_shown, smoothed, targets, thin
 from pipelines.show.tables import print_bill
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.ledger import Heartbeat
+from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.runs import RunRecord, account_of, record
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
@@ -72,9 +72,30 @@ def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool =
         body = "".join(json.dumps(row) + "\n" for row in rows).encode()
         store.put(f"{train}/metrics/step-{last:08d}-a{attempt:04d}.jsonl", body)
     told = {"resumed_from": 0, "step": 250, "device": "cpu", "world_size": 1, "precision": "fp32"}
-    attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=told, **prices)
+    attempted(
+        store,
+        train,
+        "train",
+        1,
+        NOON,
+        NOON + 250,
+        run=run,
+        state="running",
+        progress=Progress.from_json(told),
+        **prices,
+    )
     told |= {"resumed_from": 200, "step": steps}
-    attempted(store, train, "train", 2, NOON + 3850, NOON + 3850 + 10 + steps - 200, run=run, progress=told, **prices)
+    attempted(
+        store,
+        train,
+        "train",
+        2,
+        NOON + 3850,
+        NOON + 3850 + 10 + steps - 200,
+        run=run,
+        progress=Progress.from_json(told),
+        **prices,
+    )
     if finished:
         facts = {"steps": steps, "tokens": 2048 * steps, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
         for stage, found in {

@@ -20,11 +20,12 @@ import pytest
 from pipelines import stage
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, Manifest, commit, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe
-from pipelines.show.console import Screen
+from pipelines.show.console import TerminalScreen
 from pipelines.stage import STAGES, Built, Pipeline, Work, provenance
 from pipelines.tracking import ledger
-from pipelines.tracking.ledger import Billing, Heartbeat, attempts, claim, seconds_between_failures, this_process
+from pipelines.tracking.ledger import attempts, claim, seconds_between_failures, this_process
 from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Summary
 from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal
@@ -96,7 +97,9 @@ def pipeline(store: Store, home: Path, price: float = 0.0, stop: StopSignal | No
     name = PLANS["train"].name
     tracker = Tracker(home / "tracking", name, default_uri="sqlite:///unused.db")
     recipe = load_recipe("smoke")
-    return Pipeline(recipe, store, home, Billing(price), tracker, Screen(quiet=True), stop or NeverAsked(), dict(PLANS))
+    return Pipeline(
+        recipe, store, home, Billing(price), tracker, TerminalScreen(quiet=True), stop or NeverAsked(), dict(PLANS)
+    )
 
 
 def execute(store: Store, home: Path, until: str = "tokenize", **options: Any) -> Pipeline:

@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 from pipelines.artifacts.manifest import ArtifactPlan, File, Manifest, upload
 from pipelines.nodes.head import NodeAddress
 from pipelines.recipe import Recipe, TokensConfig, load_recipe
-from pipelines.show.console import Screen
+from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import evaluate, export, tokenize, train
-from pipelines.tracking.ledger import Billing, Heartbeat, attempts, claim, is_there
+from pipelines.tracking.ledger import attempts, claim, is_there
 from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.records import Billing, Heartbeat
 from trainer.errors import Interrupted, UserError
 from trainer.model import GPT
 from trainer.process import StopSignal
@@ -93,7 +94,9 @@ def work(recipe: Recipe, tmp_path: Path) -> Callable[[str], Work]:
                 made, "tiny", its.fingerprint, its.identity, {}, (file,), {}, facts, "tiny-1", 1, 1.0
             )
         tracker = Tracker(tmp_path / "tracking", "tiny-1", default_uri="sqlite:///unused.db")
-        return Work(recipe, plan, inputs, store, tmp_path / "home", attempt, tracker, Screen(quiet=True), Asked())
+        return Work(
+            recipe, plan, inputs, store, tmp_path / "home", attempt, tracker, TerminalScreen(quiet=True), Asked()
+        )
 
     return of
 
@@ -139,7 +142,7 @@ def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
 
 def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
     mine = work("train")
-    mine.screen = cast(Screen, heard := Heard())
+    mine.screen = cast(TerminalScreen, heard := Heard())
     train.note_event(mine, {"event": "checkpoint_failed", "step": 1200, "reason": "OSError(28)"})
     assert heard.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training goes on"]
     assert mine.attempt.latest.progress["checkpoint_failed"] == 1200
@@ -184,7 +187,7 @@ START = {
 
 def test_how_a_run_is_carried_out_and_why_is_said_and_tagged(work: Callable[[str], Work]) -> None:
     mine = work("train")
-    mine.tracker, mine.screen = cast(Tracker, heard := Heard()), cast(Screen, heard)
+    mine.tracker, mine.screen = cast(Tracker, heard := Heard()), cast(TerminalScreen, heard)
     train.note_event(mine, START)
     train.note_event(mine, {"event": "slow", "step": 1, "reason": "torch multiplies"})
     assert heard.notes == [f"  7 parameters, 1 x cpu, fp32, {START['micro_batch_why']}; {START['engine']}"]

@@ -24,7 +24,8 @@ from pipelines.tracking.account import (
     settled_phases,
     total_cost,
 )
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Heartbeat
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS
+from pipelines.tracking.records import Heartbeat, Machine
 
 HOUR = 3600.0
 PREFIX = "train/tiny-1a2b3c4d"
@@ -172,7 +173,7 @@ def test_the_stores_clock_shows_how_far_a_nodes_is_off() -> None:
 
 
 def test_hours_that_only_skypilot_knows_show_as_a_difference() -> None:
-    ours = beat(nodes=2, machine={"cloud": "aws", "cluster": "one"}, price_per_hour=3.0)
+    ours = beat(nodes=2, machine=Machine.from_json({"cloud": "aws", "cluster": "one"}), price_per_hour=3.0)
     theirs = [Interval("one", 2, -360.0, HOUR), Interval("one", 2, HOUR, HOUR + 360.0), Interval("two", 1, 0.0, None)]
     one, two = reconcile(of(ours, beat(attempt=2)), theirs, now=1800.0)
     assert (one.cluster, one.sky_hours, one.ledger_hours) == ("one", pytest.approx(2.4), 2.0)

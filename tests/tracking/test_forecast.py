@@ -15,7 +15,7 @@ import pytest
 
 from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import Forecast, forecast
-from pipelines.tracking.ledger import Heartbeat
+from pipelines.tracking.records import Heartbeat, Machine, Progress
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OWN: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def attempts(
                 3600 * end,
                 price,
                 phases={"setup": 3600 * (end - begin) - trained, "train": trained},
-                progress={"resumed_from": base, "step": base + steps},
+                progress=Progress.from_json({"resumed_from": base, "step": base + steps}),
                 machine=machine,
                 nodes=nodes,
             )
@@ -81,7 +81,9 @@ def test_losses_make_a_run_later_and_dearer_and_less_sure() -> None:
     assert troubled.hours.middle > calm.hours.middle
     assert troubled.usd.middle > calm.usd.middle
     assert troubled.hours.high - troubled.hours.low > calm.hours.high - calm.hours.low
-    steady = forecast(attempts((0, 10.0), machine={"cloud": "aws", "spot": False}), 400, now=36_000.0)
+    steady = forecast(
+        attempts((0, 10.0), machine=Machine.from_json({"cloud": "aws", "spot": False})), 400, now=36_000.0
+    )
     assert steady is not None and steady.hours.high < calm.hours.high
 
 

@@ -19,8 +19,6 @@ from pipelines.tracking import ledger
 from pipelines.tracking.ledger import (
     STEADY_SECONDS_BETWEEN_FAILURES,
     Attempt,
-    Billing,
-    Heartbeat,
     attempts,
     claim,
     is_alive,
@@ -31,6 +29,7 @@ from pipelines.tracking.ledger import (
     seconds_between_failures,
     this_process,
 )
+from pipelines.tracking.records import Billing, Heartbeat, Progress
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
 from trainer.store import LocalStore
@@ -120,8 +119,8 @@ def test_a_working_attempt_notices_within_a_heartbeat_that_it_is_stale(
 def test_progress_is_merged_and_the_last_state_and_phases_stay(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     with claimed(store, 1) as attempt:
-        attempt.update(progress={"step": 3, "loss": 2.0})
-        attempt.update(progress={"step": 4})
+        attempt.update(progress=Progress.from_json({"step": 3, "loss": 2.0}))
+        attempt.update(progress=Progress.from_json({"step": 4}))
         attempt.clock = lambda now: {"train": 2.0, "upload": 0.5}
     (seen,) = attempts(store, PREFIX)
     assert seen.progress == {"step": 4, "loss": 2.0}
@@ -168,7 +167,7 @@ def test_heartbeats_go_on_while_the_work_does(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
     store = LocalStore(tmp_path)
     with claimed(store, 1) as attempt:
-        attempt.update(progress={"step": 7})
+        attempt.update(progress=Progress.from_json({"step": 7}))
         until(lambda: attempts(store, PREFIX)[0].progress == {"step": 7}, "the heartbeat says step 7")
         first = attempts(store, PREFIX)[0].time
         until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
@@ -232,7 +231,7 @@ def test_a_store_that_fails_for_a_while_stops_neither_heartbeat_nor_work(
     store = Away(tmp_path)
     with claimed(store, 1) as attempt:
         store.fault = fault
-        attempt.update(progress={"step": 9})
+        attempt.update(progress=Progress.from_json({"step": 9}))
         until(lambda: store.refused >= 3, "three heartbeats were refused")
         store.fault = None
         until(lambda: attempts(store, PREFIX)[0].progress == {"step": 9}, "the heartbeat is back")
@@ -259,7 +258,7 @@ ledger.HEARTBEAT_SECONDS = 0.05
 store, billing = LocalStore(Path(sys.argv[1])), ledger.Billing(3600.0)
 with ledger.claim(store, sys.argv[2], "tiny-1a2b3c4d", "train", 1, billing) as attempt:
     attempt.clock = lambda now: {"train": now - attempt.latest.started}
-    attempt.update(progress={"step": 5})
+    attempt.update(progress=Progress.from_json({"step": 5}))
     time.sleep(600)
 """
 

@@ -17,7 +17,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, File, Manifest, commit, s
 from pipelines.gc import Leftover, leftovers, remove
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.show import tables
-from pipelines.show.console import Screen
+from pipelines.show.console import TerminalScreen
 from pipelines.show.tables import (
     card_facts,
     duration,
@@ -32,8 +32,9 @@ from pipelines.show.tables import (
 from pipelines.stage import STAGES, Pipeline, plans_of, run_name
 from pipelines.tracking.account import Interval
 from pipelines.tracking.compare import compare
-from pipelines.tracking.ledger import Billing, Heartbeat, claim, this_process
+from pipelines.tracking.ledger import claim, this_process
 from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
 from pipelines.tracking.runs import (
     Audit,
     RunRecord,
@@ -158,8 +159,14 @@ def test_a_run_that_never_started_working_is_interrupted(store: LocalStore) -> N
 
 
 def test_how_far_an_unfinished_run_came_is_in_its_heartbeats(store: LocalStore) -> None:
-    attempted(store, "train", 1, state="interrupted", progress={"step": 120, "train/loss": 3.0, "val/loss": 3.1})
-    attempted(store, "train", 2, state="interrupted", progress={"step": 150, "train/loss": 2.9})
+    attempted(
+        store,
+        "train",
+        1,
+        state="interrupted",
+        progress=Progress.from_json({"step": 120, "train/loss": 3.0, "val/loss": 3.1}),
+    )
+    attempted(store, "train", 2, state="interrupted", progress=Progress.from_json({"step": 150, "train/loss": 2.9}))
     summary = summarize(store, recorded(store))
     assert (summary.steps, summary.tokens) == (150, 150 * 8192)
     assert (summary.train_loss, summary.val_loss) == (2.9, 3.1)
@@ -250,7 +257,7 @@ def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.Mon
     tracker = Tracker(tmp_path / "tracking", RUN, default_uri="sqlite:///some folder/mlflow.db")
     stop = StopSignal.__new__(StopSignal)  # pytest keeps its signals
     stop.asked = False
-    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), tracker, Screen(quiet=True), stop, PLANS)
+    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), tracker, TerminalScreen(quiet=True), stop, PLANS)
     file = File("config.json", "a0001/config.json", 0, "")
     pipeline.made = {stage: finished(store, stage) for stage in STAGES}
     pipeline.made["export"] = replace(pipeline.made["export"], files=(file,))
@@ -366,7 +373,9 @@ def test_what_skypilot_says_of_a_runs_clusters_stands_below_the_table(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done_run(store)
-    attempted(store, "train", hours=0.5, price_per_hour=10.0, machine={"cloud": "aws", "cluster": "spot-7"})
+    attempted(
+        store, "train", hours=0.5, price_per_hour=10.0, machine=Machine.from_json({"cloud": "aws", "cluster": "spot-7"})
+    )
     record_intervals(store, RUN, [Interval("spot-7", 1, 0.0, 1800.0), Interval("spot-7", 1, 3600.0, 3960.0)])
     cli.report(None, store=store.uri)
     assert capsys.readouterr().out.splitlines()[-1] == (
@@ -539,7 +548,7 @@ def load_recipe_with(*changes: str) -> Recipe:
 
 
 def test_a_plan_says_how_far_an_unfinished_stage_is(store: LocalStore) -> None:
-    attempted(store, "train", 3, state="interrupted", progress={"step": 12_000})
+    attempted(store, "train", 3, state="interrupted", progress=Progress.from_json({"step": 12_000}))
     why = plan_of(RECIPE, store)["stages"]["train"]["why"]
     assert why == "attempt 3 is interrupted, step 12,000: run goes on from its last commit"
 

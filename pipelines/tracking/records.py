@@ -1,0 +1,177 @@
+"""What an attempt writes about itself: its machine, its price, its progress, and the heartbeat that carries them.
+
+Each record has one writer (`to_json`) and one reader (`from_json`). A record without the field `format` has format 1.
+Fields that are unknown, or not known yet, are left out of the JSON.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
+
+from trainer.errors import UserError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine as far as it is known: nothing but None on one's own."""
+
+    cloud: str | None = None  # as SkyPilot spells it; None: one's own machine
+    region: str | None = None
+    zone: str | None = None
+    instance: str | None = None
+    spot: bool | None = None
+    accelerators: str | None = None  # "H100:8", of one node
+    on_demand_per_hour: float | None = None  # dollars of one node, on demand
+    cluster: str | None = None  # SkyPilot's name of the cluster
+
+    def to_json(self) -> dict[str, Any]:
+        return without_none(asdict(self))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """TypeError for a field that this version does not know."""
+        return cls(**values)
+
+    def updated(self, **changes: Any) -> Self:
+        """This machine with the changes that are not None."""
+        return replace(self, **without_none(changes))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an attempt is. `metrics` holds the last value of each metric that a stage logged ("train/loss", …)."""
+
+    step: int | None = None  # updates done
+    time: float | None = None  # unix seconds of the last row
+    resumed_from: int | None = None  # step
+    lowest_step: int | None = None  # to which the attempt went back, at least `resumed_from`
+    highest_step: int | None = None  # of this and all earlier attempts
+    steps_done: int | None = None  # by this attempt
+    steps_redone: int | None = None  # of them, those that an earlier attempt had done
+    rollbacks: int | None = None
+    committed_step: int | None = None
+    checkpoint_failed: int | None = None  # step of the last checkpoint that failed
+    save_seconds: float | None = None  # of the last checkpoint
+    world_size: int | None = None  # ranks
+    device: str | None = None
+    precision: str | None = None
+    tokens: int | None = None  # tokenize: in the store
+    tokens_per_second: float | None = None  # tokenize
+    waiting: bool | None = None  # on a standby machine, for a machine that trains
+    notice: str | None = None  # why the attempt was asked to stop
+    watch_failed: str | None = None  # a fault of ours in a watch
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object: a metric's name has a slash, no field's name has one."""
+        values = without_none(asdict(self))
+        return values | values.pop("metrics")
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """TypeError for a field that this version does not know."""
+        plain = {name: value for name, value in values.items() if "/" not in name}
+        return cls(**plain, metrics={name: value for name, value in values.items() if "/" in name})
+
+    def updated(self, metrics: Mapping[str, float] | None = None, **changes: Any) -> Self:
+        """This progress with the changes; metrics are merged."""
+        return replace(self, **changes, metrics={**self.metrics, **(metrics or {})})
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process, told apart from every other: by machine (host, boot, container), pid and start time.
+
+    An attempt lives while its process or one of the `children` does, which are on the same machine.
+    """
+
+    machine: str = ""
+    pid: int | None = None
+    started: str | None = None  # clock ticks since boot; None: there is no such process
+    children: tuple["ProcessId", ...] = ()
+
+    @property
+    def host(self) -> str:
+        return self.machine.partition("/")[0]
+
+    def to_json(self) -> dict[str, Any]:
+        if self == ProcessId():
+            return {}
+        values = {"machine": self.machine, "pid": self.pid, "started": self.started}
+        children = [{"pid": child.pid, "started": child.started} for child in self.children]
+        return values | ({"children": children} if children else {})
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        machine = values.get("machine", "")
+        children = (cls(machine, child["pid"], child["started"]) for child in values.get("children", ()))
+        return cls(machine, values.get("pid"), values.get("started"), tuple(children))
+
+
+@dataclass(frozen=True)
+class Billing:
+    """The price of an attempt, and its source."""
+
+    price_per_hour: float | None = 0.0  # dollars, of one node; None: unknown, which no sum counts as 0
+    price_source: str = "own machine"
+    nodes: int = 1  # every one is billed
+    machine: Machine = Machine()
+    since: float | None = None  # unix seconds from which the machine is on this attempt's bill; None: its claim
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """One attempt as it last reported. Times in unix seconds by its own clock, phases in seconds."""
+
+    run: str
+    stage: str
+    attempt: int
+    state: str  # running, done, interrupted, stopped, failed, stale
+    started: float  # from here on the machine is on its bill
+    time: float
+    price_per_hour: float | None  # dollars, of one node; None: unknown
+    process: ProcessId = ProcessId()
+    phases: dict[str, float] = field(default_factory=dict)
+    progress: Progress = Progress()
+    price_source: str = "own machine"
+    nodes: int = 1
+    machine: Machine = Machine()
+
+    @property
+    def billed_hours(self) -> float:
+        """Hours of the attempt. Each of its nodes is billed for all of them."""
+        return max(0.0, self.time - self.started) / 3600
+
+    @property
+    def usd(self) -> float | None:
+        """Dollars of all nodes; None if the price is unknown."""
+        return None if self.price_per_hour is None else self.billed_hours * self.nodes * self.price_per_hour
+
+    def to_json(self) -> bytes:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        nested = {
+            "process": self.process.to_json(),
+            "progress": self.progress.to_json(),
+            "machine": self.machine.to_json(),
+        }
+        return json.dumps(values | nested, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Self:
+        """ValueError, TypeError or KeyError for a damaged record, UserError for one of a newer format."""
+        values = json.loads(body)
+        if (written := values.pop("format", FORMAT)) != FORMAT:
+            raise UserError(f"a heartbeat of format {written}; this version reads format {FORMAT}: upgrade skytrain")
+        typed = {
+            "process": ProcessId.from_json(values.get("process", {})),
+            "progress": Progress.from_json(values.get("progress", {})),
+            "machine": Machine.from_json(values.get("machine", {})),
+        }
+        return cls(**values | typed)
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
