@@ -1,6 +1,7 @@
-"""A recipe: one YAML file that says what to tokenize, what to train on it, how to judge and export it.
+"""A recipe: one YAML file with the text to tokenize, the model to train on it, its evaluation and its export.
 
-Five sections decide the result and enter the fingerprints of the stages' artifacts; `runtime` does not.
+Five sections decide the result and enter the fingerprints of the stages' artifacts; `runtime` does not. The
+descriptions of the fields are the source of docs/recipes.md; a unit stands in brackets at their end.
 """
 
 import difflib
@@ -18,42 +19,72 @@ from trainer.errors import UserError
 
 
 class TokensConfig(Section):
-    """Text and how it becomes token shards. `source` is explained in pipelines/text.py."""
+    """The text, and how it becomes token shards. `pipelines/text/sources.py` documents the sources."""
 
-    source: str
-    subset: str | None = None
-    revision: str | None = None
-    text_column: str = "text"
-    tokenizer: Literal["gpt2", "bytes"] = "gpt2"
-    shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)  # 200 MB of uint16; the header is int32
-    max_tokens: int | None = Field(default=None, ge=1)
-    val_shards: int = Field(default=1, ge=1)  # the first ones, as build-nanogpt and llm.c hold them out
-    # Streams of their own, dealt out file by file, that as many nodes can make at once. They decide the bytes, whoever
-    # makes them. The bound is what two digits can name, and more nodes than any source is worth.
-    parts: int = Field(default=1, ge=1, le=100)
+    source: str = Field(
+        description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or URL of .parquet, .jsonl or .txt files"
+    )
+    subset: str | None = Field(default=None, description="Configuration of a Hugging Face data set; null: its default")
+    revision: str | None = Field(
+        default=None,
+        description="Version of a remote source, required there: the 40 hex digits of a Hugging Face commit, or a "
+        "label of your own for another URL; null for local text",
+    )
+    text_column: str = Field(default="text", description="Column of parquet, or key of jsonl, that holds the text")
+    tokenizer: Literal["gpt2", "bytes"] = Field(
+        default="gpt2", description="gpt2: tiktoken's BPE, 50,257 ids; bytes: one id a byte, 257 ids"
+    )
+    shard_tokens: int = Field(
+        default=100_000_000,
+        ge=1024,
+        lt=2**31,
+        description="Size of a shard; the default is 200 MB of uint16, the header counts in int32 [tokens]",
+    )
+    max_tokens: int | None = Field(default=None, ge=1, description="End of the text; null: all of it [tokens]")
+    val_shards: int = Field(
+        default=1,
+        ge=1,
+        description="Number of shards held out for validation: the first, as in build-nanogpt and llm.c",
+    )
+    # Two digits name a part, and no source is worth more nodes.
+    parts: int = Field(
+        default=1,
+        ge=1,
+        le=100,
+        description="Number of streams that the source's files are dealt out to. Up to this many nodes work at once; "
+        "the number decides the bytes, the number of nodes does not",
+    )
 
     def tokens_of_part(self, part: int) -> int | None:
-        """The most tokens that a part may give; all of them together are max_tokens."""
+        """Upper limit of a part's tokens; the limits of all parts add up to max_tokens."""
         return None if self.max_tokens is None else len(range(part, self.max_tokens, self.parts))
 
 
 class EvaluateConfig(Section):
-    """What the trained model is judged by."""
+    """The measures of the trained model."""
 
-    val_tokens: int = Field(default=10_485_760, ge=1)
-    hellaswag: str | None = None  # hf://datasets/Rowan/hellaswag[@commit], or a jsonl file
+    val_tokens: int = Field(
+        default=10_485_760, ge=1, description="Size of the validation, at most the held-out shards [tokens]"
+    )
+    hellaswag: str | None = Field(
+        default=None,
+        description="hf://datasets/Rowan/hellaswag, with @COMMIT if wanted, or a jsonl file; null: skip it",
+    )
 
 
 class ExportConfig(Section):
-    """How the Hugging Face checkpoint is written."""
+    """The format of the Hugging Face checkpoint."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="bfloat16", description="Number format of weights")
 
 
 class Recipe(Section):
-    """Everything a run is told."""
+    """A whole run: data, model, training, evaluation, export and the way it is carried out."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="Name of the run and of its artifacts: up to 63 of a-z, 0-9, '.', '_' and '-'",
+    )
     tokens: TokensConfig
     model: ModelConfig
     train: TrainConfig
@@ -111,7 +142,7 @@ def shipped() -> dict[str, Path]:
 
 
 def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
-    """A shipped recipe or a file, with `section.field=value` changes. UserError says what is wrong where."""
+    """A shipped recipe or a file, with `section.field=value` changes. UserError names the wrong field and file."""
     path = shipped().get(name_or_path) or Path(name_or_path)
     if not os.path.isfile(path):
         near = difflib.get_close_matches(name_or_path, shipped(), 1)
@@ -119,12 +150,12 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
         raise UserError(f"{name_or_path}: neither a shipped recipe nor a file; {hint}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf8"))
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML lets int() and date() speak for themselves
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML passes errors of int() and date() on
         raise UserError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from error
     except OSError as error:
-        raise UserError(f"{path}: may not be read ({error.strerror}); name a recipe that may be") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: a recipe has sections (name, tokens, model, train, …); this file has none")
+        raise UserError(f"{path}: a recipe has sections (name, tokens, model, train, …); none found")
     for change in changes:
         _apply(values, change)
     try:

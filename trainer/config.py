@@ -1,7 +1,8 @@
-"""What a training run is told: three frozen sections that a recipe shares with the trainer.
+"""The configuration of a training run: three frozen sections that a recipe shares with the trainer.
 
-`model` and `train` decide the bytes of the result; `runtime` only how fast and how safely they come
-about, so it may differ between two attempts of one run.
+`model` and `train` decide the bytes of the result. `runtime` decides only speed and safety, so it may differ between
+two attempts of one run. The descriptions of the fields are the source of docs/recipes.md; a unit stands in brackets at
+their end.
 """
 
 import difflib
@@ -15,9 +16,9 @@ from pydantic_core import ErrorDetails
 
 from trainer.errors import UserError
 
-# What is assumed of a spot node, or one of a market that nobody knows, until a run's own attempts tell more. The seven
-# recorded markets that benchmarks/goodput.py replays had a machine for 2,833 hours in 1,328 stretches, so for 2.1 hours
-# at a time; single ones for 0.7 to 6.1.
+# The assumed life of a spot node, or of a node of an unknown market, until a run has attempts of its own. In the seven
+# recorded markets that benchmarks/goodput.py replays, machines were available for 2,833 hours in 1,328 stretches: 2.1
+# hours at a time on average, 0.7 to 6.1 in single markets.
 PRIOR_SECONDS_BETWEEN_FAILURES = 2 * 3600.0
 
 
@@ -40,13 +41,20 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """GPT-2's shape. 124M/350M/774M/1558M are n_layer 12/24/36/48."""
+    """The shape of a GPT-2. 124M/350M/774M/1558M have n_layer 12/24/36/48."""
 
-    n_layer: int = Field(ge=1)
-    n_head: int = Field(ge=1)
-    n_embd: int = Field(ge=1)
-    block_size: int = Field(ge=1)
-    vocab_size: int = Field(default=50_257, ge=2, le=65_536)  # shards hold uint16
+    n_layer: int = Field(ge=1, description="Number of transformer blocks")
+    n_head: int = Field(ge=1, description="Number of attention heads; must divide n_embd")
+    n_embd: int = Field(ge=1, description="Width of the residual stream; a multiple of n_head")
+    block_size: int = Field(
+        ge=1, description="Length of a training sequence, T, and of the position embeddings [tokens]"
+    )
+    vocab_size: int = Field(
+        default=50_257,
+        ge=2,
+        le=65_536,
+        description="Number of token ids; shards hold uint16. The embedding is padded to a multiple of 128 rows",
+    )
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -59,7 +67,7 @@ class ModelConfig(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: a multiple of 128, which tensor cores like (50257 -> 50304)."""
+        """Rows of the embedding: a multiple of 128, which suits tensor cores (50257 -> 50304)."""
         return -(-self.vocab_size // 128) * 128
 
     @property
@@ -80,35 +88,85 @@ class ModelConfig(Section):
 
 
 class TrainConfig(Section):
-    """What is optimized, for how long and in which order. Batches are counted in tokens."""
+    """The optimization: batch, length, schedule and data order. These fields decide the trained weights."""
 
-    batch_tokens: int = Field(ge=1)
-    # GPT-3's ramp: from the first step's tokens linearly to batch_tokens over the first so many tokens of the run.
-    batch_ramp_from: int | None = Field(default=None, ge=1)
-    batch_ramp_tokens: int | None = Field(default=None, ge=1)
-    max_steps: int = Field(ge=1)
-    learning_rate: float = Field(gt=0, allow_inf_nan=False)
-    warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    min_lr_fraction: float = Field(default=0.0, ge=0, le=1)  # where cosine, linear and wsd end
-    wsd_decay_fraction: float = Field(default=0.2, gt=0, le=1)  # the last part of the steps, only for wsd
-    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
-    grad_clip: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
-    # Updates whose loss or gradient norm lies that many standard deviations above its last 128 are skipped.
-    skip_loss_zscore: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    skip_grad_norm_zscore: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    # A mean loss over 32 updates that far above the best one over 128 is divergence. 0.5 is a good value where
-    # all shards are alike; off by default, as shards of prose and of code may differ by more than a nat.
-    rollback_above_nats: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    max_rollbacks: int = Field(default=3, ge=0)  # then it stops with a diagnosis
-    seed: int = Field(default=1337, ge=0, lt=2**63)
-    val_every: int | None = Field(default=250, ge=1)
-    val_tokens: int = Field(default=10_485_760, ge=1)  # 20 x 524,288, as llm.c; at most what the shards hold
-    # fp8: Hopper, fused engine; equal to bf16 at 124M and 1558M, in short runs (benchmarks/README.md).
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = "auto"
+    batch_tokens: int = Field(
+        ge=1, description="Size of an optimizer step over all ranks; a multiple of model.block_size [tokens]"
+    )
+    batch_ramp_from: int | None = Field(
+        default=None,
+        ge=1,
+        description="Size of the first step when the batch grows linearly to batch_tokens (GPT-3's ramp); must divide "
+        "batch_tokens; null: a constant batch [tokens]",
+    )
+    batch_ramp_tokens: int | None = Field(
+        default=None, ge=1, description="Length of the ramp, from the start of the run [tokens]"
+    )
+    max_steps: int = Field(ge=1, description="Length of the training [optimizer steps]")
+    learning_rate: float = Field(gt=0, allow_inf_nan=False, description="Peak learning rate")
+    warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up from 0 to the peak [optimizer steps]")
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = Field(
+        default="cosine", description="Learning rate after the warm-up; wsd: constant, then a linear decay"
+    )
+    min_lr_fraction: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Learning rate at the end of cosine, linear and wsd [fraction of the peak]",
+    )
+    wsd_decay_fraction: float = Field(
+        default=0.2, gt=0, le=1, description="Length of the decay of wsd, at the end [fraction of max_steps]"
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0, allow_inf_nan=False, description="AdamW's decay of the two-dimensional tensors"
+    )
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
+    epsilon: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="AdamW's epsilon")
+    grad_clip: float | None = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="Largest global gradient norm; null: no clipping"
+    )
+    skip_loss_zscore: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Skip an update whose loss is this far above the mean of the last 128; null: off "
+        "[standard deviations]",
+    )
+    skip_grad_norm_zscore: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Skip an update whose gradient norm is this far above the mean of the last 128; null: off "
+        "[standard deviations]",
+    )
+    rollback_above_nats: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Divergence: the mean loss of 32 updates is this far above the lowest mean of 128 updates so "
+        "far. The run then rolls back to a commit from before the rise. 0.5 is good where all shards are "
+        "alike; shards of prose and of code may differ by more than 1; null: off [nats]",
+    )
+    max_rollbacks: int = Field(default=3, ge=0, description="After this many rollbacks the run fails with a diagnosis")
+    seed: int = Field(default=1337, ge=0, lt=2**63, description="Seed of the initial weights and of the data order")
+    val_every: int | None = Field(
+        default=250,
+        ge=1,
+        description="Interval between validations; also one at the start and one at the end; null: none "
+        "[optimizer steps]",
+    )
+    val_tokens: int = Field(
+        default=10_485_760,
+        ge=1,
+        description="Size of a validation, at most the held-out shards; 20 x 524,288, as llm.c [tokens]",
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = Field(
+        default="auto",
+        description="Number format of the matrix products. auto: bf16 where the GPU has it, else fp16; fp32 on a CPU. "
+        "fp8 (the blocks) and fp8_head (the blocks and the head) need the fused engine and a GPU with fp8 (Hopper); "
+        "short runs at 124M and 1558M ended at the loss of bf16 (docs/measurements.md)",
+    )
 
     @model_validator(mode="after")
     def _ramp_fits(self) -> Self:
@@ -132,24 +190,55 @@ class TrainConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """How the run is carried out. Nothing here changes what is learned."""
+    """How the run is carried out. No field here changes the result, so none is part of a fingerprint."""
 
-    # Sequences a rank pushes through at once; auto = the most that fit.
-    micro_batch_size: int | Literal["auto"] = 8
-    processes: int | Literal["auto"] = "auto"  # ranks on this node; auto = GPUs, or 1 on a CPU
-    # How a step is run. fused: our own forward and backward for CUDA; compiled: torch.compile; eager: plain PyTorch.
-    engine: Literal["auto", "fused", "compiled", "eager"] = "auto"
-    # Less memory: the backward pass computes again GELU and LayerNorm (fused; in fp8 GELU alone), or whole blocks
-    # (~30% more FLOPs).
-    recompute: bool = False
-    data_parallel: Literal["zero1", "all_reduce"] = "zero1"  # of the fused engine; the others add up by all-reduce
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients on the wire, in the fused engine
-    checkpoint_minutes: float | Literal["auto"] = "auto"
-    keep_last: int = Field(default=2, ge=1)
-    keep_every_steps: int | None = Field(default=None, ge=1)  # commits that stay for good
-    deterministic: bool = False
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    watchdog_minutes: float | Literal["auto"] | None = "auto"  # without progress in a step; auto = 10, or 20 steps
+    micro_batch_size: int | Literal["auto"] = Field(
+        default=8,
+        description="Sequences that a rank processes at once; auto: the most that fit into memory [sequences]",
+    )
+    processes: int | Literal["auto"] = Field(
+        default="auto", description="Ranks on each node; auto: one a GPU, or 1 on a CPU"
+    )
+    engine: Literal["auto", "fused", "compiled", "eager"] = Field(
+        default="auto",
+        description="Implementation of a step. fused: our own forward and backward pass for CUDA; compiled: "
+        "torch.compile; eager: plain PyTorch; auto: fused where it runs, else compiled on a GPU, else eager",
+    )
+    recompute: bool = Field(
+        default=False,
+        description="Save memory: the backward pass computes GELU and LayerNorm again (fused; in fp8 GELU alone), or "
+        "whole blocks (the other engines; about 30% more FLOPs)",
+    )
+    data_parallel: Literal["zero1", "all_reduce"] = Field(
+        default="zero1",
+        description="Division of the optimizer state over the ranks of the fused engine; the other engines all-reduce",
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Number format of gradients between ranks, in the fused engine"
+    )
+    checkpoint_minutes: float | Literal["auto"] = Field(
+        default="auto",
+        description="Interval between checkpoints; auto: from the cost of a save and the run's own failures (Young "
+        "1974) [minutes]",
+    )
+    keep_last: int = Field(default=2, ge=1, description="Number of latest checkpoints to keep")
+    keep_every_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Also keep the checkpoints at multiples of this for good; null: none [optimizer steps]",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Bitwise equal results on the same number of ranks, at some cost of speed; a CPU always has them",
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        default="auto", description="Device of the ranks; auto: the first of cuda, mps, cpu that exists"
+    )
+    watchdog_minutes: float | Literal["auto"] | None = Field(
+        default="auto",
+        description="End a rank whose step makes no progress for this long (other phases: six times this); auto: "
+        "10, or 20 steps if that is longer; null: never [minutes]",
+    )
 
     @field_validator("processes", "micro_batch_size")
     @classmethod
@@ -171,7 +260,7 @@ def batch_stages(train: TrainConfig) -> tuple[tuple[int, int, int], ...]:
     """(step, tokens before it, tokens of each step from there on) for each size of batch, from step 0.
 
     The ramp is GPT-3's (Brown et al. 2020, 2.3): linear in the tokens seen. Every batch is a multiple of the
-    first, so that ranks which can share that one equally can share them all.
+    first, so the ranks that can share the first equally can share all of them.
     """
     full = train.batch_tokens
     first, ramp = train.batch_ramp_from or full, train.batch_ramp_tokens or 0
@@ -201,7 +290,7 @@ def tokens_before(step: int, train: TrainConfig) -> int:
 
 
 def steps_to_come(done: int, train: TrainConfig) -> float:
-    """What is left to do after `done` steps, counted in steps of their mean size (at the start: of the first's)."""
+    """Remaining work after `done` steps, in steps of their mean size (at the start: of the first step's size)."""
     mean = tokens_before(done, train) / done if done else batch_tokens_at(0, train)
     return (tokens_before(train.max_steps, train) - tokens_before(done, train)) / mean
 
@@ -248,7 +337,7 @@ def micro_batch_of(share: int, most: int) -> int:
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:
     """pydantic's errors as one line each: `where: train.learning_rte: unknown field; did you mean …`."""
-    lines: dict[str, list[str]] = {}  # a union complains once for each of its members: one line for the field
+    lines: dict[str, list[str]] = {}  # a union reports one error for each member: join them into one line a field
     for e in error.errors():
         path, message = _one_line(e, model)
         lines.setdefault(path, []).append(message)
@@ -257,7 +346,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserE
 
 
 def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
-    """The field, and what is wrong with it."""
+    """The path of the field, and its error."""
     path = [str(p) for p in error["loc"]]
     if error["type"] == "extra_forbidden":
         known = list(_fields_at(model, path[:-1]))
@@ -266,7 +355,7 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
         return ".".join(path), f"unknown field; {hint}"
     if error["type"] == "missing":
         return ".".join(path), "missing; a value is required here"
-    # Unions put the name of their member ('int', 'literal[…]') at the end of loc: it says nothing to a user.
+    # Unions put the name of their member ('int', 'literal[…]') at the end of loc: it does not help a user.
     if len(path) > 1 and path[-1] not in _fields_at(model, path[:-1]):
         path = path[:-1]
     message = error["msg"].removeprefix("Value error, ")
@@ -285,7 +374,7 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> dict[str, Any]:
 
 
 def seconds_from_environment(name: str, default: float) -> float:
-    """A duration that the user may set. UserError if it is none."""
+    """A duration in seconds from an environment variable. UserError if it is not a number of seconds."""
     text = os.environ.get(name) or str(default)
     try:
         seconds = float(text)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from pipelines.bench.gauges import Sensors, Spread, kernel_seconds, others, shares
+from pipelines.bench.measurements import PEERS_DATE, measurements
 from pipelines.verbs.options import Changes, Json
 
 if TYPE_CHECKING:
@@ -48,23 +49,7 @@ TEXT_OF_NOBODY = "tokens drawn by Zipf's law; --data FOLDER reads llm.c's shards
 ENGINES = ("eager", "compiled", "fused")
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A trainer that somebody else wrote, and its tokens a second on one H200."""
-
-    name: str
-    tokens_per_second: dict[str, float]  # by size
-
-
-# 524,288 tokens a step at 124M in micro-batches of 64 x 1024, 65,536 at 1558M in 16 x 1024, bf16, sustained.
-PEERS = (
-    Peer("llm.c, its best flags (-r 0 -ge 2)", {"124M": 590_800, "1558M": 53_000}),
-    Peer("llm.c, as its published run (-ge 1)", {"124M": 580_400, "1558M": 52_300}),
-    Peer("build-nanogpt, compiled", {"124M": 518_400, "1558M": 48_900}),
-    Peer("nanoGPT, compiled", {"124M": 512_700, "1558M": 48_500}),
-)
-PEERS_SOURCE = "measured earlier, in November 2026, on another H200: not in this run"
-SIZES = {(12, 768): "124M", (48, 1600): "1558M"}
+PEERS_SOURCE = f"measured earlier, in {PEERS_DATE}, on another H200: not in this run"
 
 
 @dataclass(frozen=True)
@@ -386,7 +371,8 @@ def told(
 
     on_gpu = world.device.type == "cuda"
     device = torch.cuda.get_device_name(world.device) if on_gpu else "CPU"
-    size = SIZES.get((recipe.model.n_layer, recipe.model.n_embd)) if peers else None
+    figures = measurements()
+    size = figures.size_of(recipe.model.n_layer, recipe.model.n_embd) if peers else None
     return {
         "recipe": name,
         "device": device,
@@ -398,7 +384,7 @@ def told(
         "formula": MFU_FORMULA,
         "measured": [asdict(row) for row in rows if isinstance(row, Measured)],
         "not_measured": [asdict(row) for row in rows if isinstance(row, NotMeasured)],
-        "peers": {peer.name: peer.tokens_per_second[size] for peer in PEERS} if size else {},
+        "peers": {name: speeds[size] for name, speeds in figures.peers().items()} if size else {},
         "peers_source": PEERS_SOURCE if size else None,
         "left_out": [] if on_gpu else ["memory, clock, power, MFU and kernels: they are told of CUDA devices only"],
     }

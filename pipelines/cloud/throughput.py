@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from pipelines.bench.measurements import measurements
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, grad_accum_steps
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
@@ -50,27 +51,33 @@ class Measurement:
     source: str
 
 
-README = "README, Measured: torch 2.11, CUDA 13"
-MEASURED = (
-    Measurement(124.5e6, "H200:1", 1, "eager", 0.280, 323_371, README),
-    Measurement(124.5e6, "H200:1", 1, "compiled", 0.460, 531_893, README),
-    Measurement(124.5e6, "H200:1", 1, "fused", 0.539, 622_727, README),
-    Measurement(124.5e6, "H200:4", 1, "compiled", 0.445, 2_057_878, README),
-    Measurement(1557.7e6, "H200:1", 1, "compiled", 0.473, 45_495, README),
-    Measurement(1557.7e6, "H200:1", 1, "fused", 0.596, 57_295, README),
-    Measurement(124.5e6, "H200:1", 1, "fused fp8", 0.626, 723_527, README),
-    Measurement(124.5e6, "H200:1", 1, "fused fp8_head", 0.672, 776_912, README),
-    Measurement(1557.7e6, "H200:1", 1, "fused fp8", 0.799, 76_856, README),
-    Measurement(1557.7e6, "H200:1", 1, "fused fp8_head", 0.798, 76_768, README),
+SOURCE = "docs/measurements.md: torch 2.11, CUDA 13"
+FIGURES = measurements()
+MEASURED = tuple(
+    Measurement(
+        FIGURES.sizes[speed.size].parameters,
+        speed.gpus,
+        1,
+        f"{speed.engine}" if speed.precision == "bf16" else f"{speed.engine} {speed.precision}",
+        speed.mfu,
+        speed.tokens_per_second,
+        SOURCE,
+    )
+    for speed in FIGURES.speeds
+    if speed.plan and speed.mfu is not None
 )
-EAGER = 0.280 / 0.460  # of the compiled speed, at 124M; taken for all sizes
-# What is left of the speed with a fixed order of additions (124M), and with recomputed activations (1558M fused; a
-# third of the FLOPs, the forward pass, elsewhere).
-DETERMINISTIC = {"fused": 0.989, "compiled": 1 - 0.137, "eager": 1 - 0.137}
-RECOMPUTE = {"fused": 0.975, "compiled": 1 / 1.3, "eager": 1 / 1.3}
-# What is left of the MFU with twice the GPUs, from 1 and 4 at 124M (fused: against the same four by themselves, which
-# were slower than the one above; the others: against an earlier compiled run; so it is their ratio that counts).
-PER_DOUBLING = {"fused": 0.982**0.5, "compiled": (0.445 / 0.464) ** 0.5, "eager": (0.445 / 0.464) ** 0.5}
+MFU_AT_124M = {known.engine: known.mfu for known in MEASURED if known.parameters < 2e8 and known.gpu == "H200:1"}
+EAGER = MFU_AT_124M["eager"] / MFU_AT_124M["compiled"]  # of the compiled speed; taken for all sizes
+# The share of the speed that is left with a fixed order of additions (124M), and with recomputed activations (1558M
+# fused; elsewhere the forward pass again, a third of the FLOPs: computed, not measured).
+DETERMINISTIC = {"fused": FIGURES.value("deterministic_fused_124m")}
+DETERMINISTIC |= dict.fromkeys(("compiled", "eager"), FIGURES.value("deterministic_eager_124m"))
+RECOMPUTE = {"fused": FIGURES.value("recompute_fused_1558m"), "compiled": 1 / 1.3, "eager": 1 / 1.3}
+# The share of the MFU that is left with twice the GPUs, from 1 and 4 at 124M. Baselines differ per engine (fused: the
+# same four by themselves; the others: an earlier compiled run); only the ratios are meaningful.
+FOUR_COMPILED = next(known.mfu for known in MEASURED if (known.gpu, known.engine) == ("H200:4", "compiled"))
+PER_DOUBLING = {"fused": FIGURES.value("four_gpus_fused_124m") ** 0.5}
+PER_DOUBLING |= dict.fromkeys(("compiled", "eager"), (FOUR_COMPILED / FIGURES.value("one_gpu_compiled_124m")) ** 0.5)
 
 
 def peak_of(accelerators: str) -> float | None:

@@ -60,7 +60,7 @@ def test_a_run_that_was_measured_is_planned_as_measured(known: Measurement) -> N
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
     speed = speed_on(recipe.model, runtime_of(known), known.gpu, precision=precision_of(known))
     assert (speed.tokens_per_second, speed.kind) == (known.tokens_per_second, "measured")
-    assert f"{known.tokens_per_second:,}" in (ROOT / "README.md").read_text()
+    assert f"{known.tokens_per_second:,}" in (ROOT / "docs" / "measurements.md").read_text()
     gpus = int(known.gpu.partition(":")[2])
     assert mfu(known.tokens_per_second, recipe.model, gpus, 989e12) == pytest.approx(known.mfu, abs=0.001)
 

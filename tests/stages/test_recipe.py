@@ -320,7 +320,7 @@ def test_a_file_that_cannot_be_read_is_the_users_mistake() -> None:
     unreadable = Path("/proc/self/mem")  # at address 0 nothing is mapped
     if not unreadable.is_file():
         pytest.skip("needs /proc")
-    assert complaint(unreadable).startswith(f"{unreadable}: may not be read")
+    assert complaint(unreadable).startswith(f"{unreadable}: cannot be read")
 
 
 # --- changes
