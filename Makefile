@@ -7,13 +7,15 @@ PY := .venv/bin/python
 # name because a venv does not survive a move: its scripts, and the link to this source tree, are absolute.
 INSTALLED := .venv/installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 
-.PHONY: help install demo test fast lint clean
+.PHONY: help install demo test test-all format lint clean
 
 help:
 	@echo "make demo     set up, then run the recipe 'smoke' through all stages (minutes, on a CPU)"
-	@echo "make test     set up, then all tests;  make fast: without the slow ones"
-	@echo "make install  set up .venv only;  PYTHON=python3.12 chooses the interpreter"
+	@echo "make test     set up, then the tests of every promise that matters (3 to 8 minutes on two cores)"
+	@echo "make test-all the same, then the slow tests: containers, the Slurm cloud, long drills"
+	@echo "make format   ruff: format, and fix imports"
 	@echo "make lint     ruff and mypy"
+	@echo "make install  set up .venv only;  PYTHON=python3.12 chooses the interpreter"
 	@echo "make clean    remove .venv and caches; runs under .skytrain/ stay"
 
 install: $(INSTALLED)
@@ -33,15 +35,21 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	.venv/bin/skytrain run smoke
 
-# Three modules at a time, for two cores: the tests of one share servers and clouds, and wait for much. The order is
-# tests/conftest.py's.
+# Three workers on two cores: the tests wait for servers and processes half of the time. A worker takes a whole module,
+# because the tests of a module share servers and clouds. tests/conftest.py sets the order: the longest module first.
 PYTEST := $(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
+# One marker decides: `slow` leaves a test to `make test-all`. `.venv/bin/python -m pytest -m slow --collect-only -q`
+# lists those tests. `make test test-all` runs each test once; so does CI.
 test: install
-	$(PYTEST)
-
-fast: install
 	$(PYTEST) -m "not slow"
+
+test-all: test
+	$(PYTEST) -m slow
+
+format: install
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
 
 lint: install
 	$(PY) -m ruff check .
@@ -50,4 +58,4 @@ lint: install
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find trainer pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find trainer pipelines tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """How good is the forecast of what a run will still take and cost?
 
-    python benchmarks/forecast.py --traces DIR
+    python -m benchmarks.forecast --traces DIR
 
 Replays recorded spot markets: runs of 6 and of 24 h of training, begun at many moments of each trace, on a
 machine whenever there is one (start-up 60 s, a commit a minute, deaths without a word). At 25, 50 and 75% of
@@ -14,9 +14,9 @@ the steps pipelines.tracking.forecast is asked what is left, and told afterwards
 
 from dataclasses import dataclass
 
-import spot_traces
 from numpy import median
 
+from benchmarks import spot_traces
 from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import Range, forecast
 from pipelines.tracking.records import Heartbeat
@@ -117,7 +117,7 @@ def scores(
     trace: spot_traces.Trace, hours: float, everything: dict[float, tuple[Scores, Scores]]
 ) -> dict[float, tuple[Scores, Scores]]:
     mine = {share: (Scores([], [], []), Scores([], [], [])) for share in AT}
-    for start in trace.starts(STARTS, room=trace.seconds / 3):
+    for start in trace.starts(STARTS, margin=trace.seconds / 3):
         went = replay(trace.spells(start), 3600 * hours)
         if went is None:
             continue

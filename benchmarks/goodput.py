@@ -1,6 +1,6 @@
 """Of the seconds that are paid for, how many does a run keep? `auto` checkpoints against fixed intervals.
 
-    python benchmarks/goodput.py --traces DIR
+    python -m benchmarks.goodput --traces DIR
 
 Replays recorded spot markets: a machine is ours whenever one can be had, and dies without a word (the worst
 case: with the cloud's notice nothing is redone, whatever the interval) when none can. The interval is what
@@ -11,8 +11,7 @@ ones of benchmarks/README.md (one H200).
 
 from dataclasses import dataclass, field
 
-import spot_traces
-
+from benchmarks import spot_traces
 from pipelines.tracking.ledger import seconds_between_failures
 from pipelines.tracking.records import Heartbeat
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
@@ -114,7 +113,7 @@ def row(name: str, goodputs: dict[float | str, float]) -> str:
 
 def over_starts(trace: spot_traces.Trace, rule: float | str, size: Size, hours: float) -> float:
     """Goodput of the first hours on a machine, of runs begun at many moments."""
-    starts = trace.starts(STARTS, room=trace.seconds / 2)
+    starts = trace.starts(STARTS, margin=trace.seconds / 2)
     tallies = [replay(trace.spells(start), rule, size, 3600 * hours) for start in starts]
     return sum(tally.kept for tally in tallies) / sum(tally.billed for tally in tallies)
 

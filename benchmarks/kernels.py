@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -244,9 +245,9 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
             yield Case(
                 f"cast8 {kind}",
                 size,
-                lambda kind=kind: both(kind),
-                lambda kind=kind, transposed=transposed: cast(kind, transposed),
-                lambda kind=kind: expected(kind),
+                partial(both, kind),
+                partial(cast, kind, transposed),
+                partial(expected, kind),
                 (3 + transposed + (2 + transposed if kind == "dgelu" else 0)) * M * N,
                 "_cast8_shape",
                 tiles if tune and C > 1024 and not (transposed and kind == "dgelu") else (),

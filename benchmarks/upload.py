@@ -1,6 +1,6 @@
 """A checkpoint's bytes on their way from memory to S3: our boto3 multipart against obstore's.
 
-`python benchmarks/upload.py s3://BUCKET/PREFIX [GIB] [REPEATS]` with the AWS_* environment of the server (a plain
+`python -m benchmarks.upload s3://BUCKET/PREFIX [GIB] [REPEATS]` with the AWS_* environment of the server (a plain
 http endpoint) and `pip install obstore`, which the project itself does not need. The parts have the sizes of
 GPT-2 124M's tensors, 16 MiB a request, 4 requests at once. Every upload is a process of its own, alternating; printed
 are MB/s and the CPU seconds of that process per GiB: median [min … max].
@@ -19,7 +19,8 @@ WAYS = ("boto3", "obstore", "obstore-unsigned")
 
 
 def parts_of(gib: float) -> list[memoryview]:
-    parts, left = [], int(gib * 2**30)
+    parts: list[memoryview] = []
+    left = int(gib * 2**30)
     while left:
         size = min(left, SIZES[len(parts) % len(SIZES)])
         parts.append(memoryview(os.urandom(min(size, 1 << 20)) * -(-size >> 20))[:size])
@@ -62,7 +63,9 @@ def main(uri: str, gib: float, repeats: int) -> None:
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(repeats):
         for way in WAYS:
-            done = subprocess.run([sys.executable, __file__, uri, str(gib), way], capture_output=True, text=True)
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks.upload", uri, str(gib), way], capture_output=True, text=True
+            )
             if done.returncode:
                 sys.exit(done.stderr)
             wall, cpu = map(float, done.stdout.split())

@@ -253,7 +253,7 @@ def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_us
     child = os.fork()
     if child == 0:  # killed in the middle, holding the lock
 
-        def half(_key: str, path: Path) -> None:
+        def half(key: str, path: Path) -> None:
             path.write_bytes(BODY[: len(BODY) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 

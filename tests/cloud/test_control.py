@@ -67,6 +67,7 @@ def test_stopping_tells_where_the_attempt_at_work_has_stopped(
     watch = watch_stop_request(store, RUN)
 
     def leave_if_wished(beat: Heartbeat) -> None:
+        assert attempt
         if watch(beat) and attempt.latest.state == "running":
             attempt.update(state="stopped", progress=Progress.from_json({"step": 17}))
 
@@ -124,7 +125,8 @@ def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_u
 ) -> None:
     now = time.time()
     recorded(store)
-    long_ago, up = now - 7200, [(now - 7200, None)]
+    long_ago = now - 7200
+    up: list[tuple[float, float | None]] = [(long_ago, None)]
     jobs = [
         job_record(1, RUN, "RUNNING", long_ago, "train-1"),
         job_record(2, RUN, "SUCCEEDED", long_ago, "train-2"),

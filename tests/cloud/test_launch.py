@@ -149,12 +149,14 @@ def test_a_registry_that_gives_tokens_is_asked_for_one_imitated() -> None:
     """Docker Hub and GHCR do so; neither can be reached from everywhere that tests run."""
 
     class Hub(http.server.BaseHTTPRequestHandler):
+        server: http.server.HTTPServer
+
         def do_HEAD(self) -> None:
             if self.headers.get("Authorization") == "Bearer granted":
                 self.answer(200)
             else:
-                realm = f"http://127.0.0.1:{self.server.server_address[1]}/token"
-                self.answer(401, **{"WWW-Authenticate": f'Bearer realm="{realm}",service="hub"'})
+                realm = f"http://127.0.0.1:{self.server.server_port}/token"
+                self.answer(401, b"", **{"WWW-Authenticate": f'Bearer realm="{realm}",service="hub"'})
 
         def do_GET(self) -> None:
             assert self.path == "/token?service=hub&scope=repository%3Ateam%2Fskytrain%3Apull"
@@ -311,7 +313,7 @@ def test_text_that_lies_here_is_tokenized_here(tmp_path: Path) -> None:
 
 def test_gpus_that_cannot_train_the_recipe_are_not_waited_for(tmp_path: Path) -> None:
     def found(gpus: str, *changes: str, nodes: int = 1) -> Finding | None:
-        where = {"infra": "slurm/here", "gpus": gpus, "nodes": nodes}
+        where: dict[str, Any] = {"infra": "slurm/here", "gpus": gpus, "nodes": nodes}
         return looked(LocalStore(tmp_path), KEYS, changes=changes, **where).get("GPUs")
 
     assert found("H100:1") is None

@@ -28,7 +28,7 @@ from pipelines.cloud.plan import (
     tokens_of,
 )
 from pipelines.cloud.prices import Offer
-from pipelines.cloud.throughput import MEASURED, Measurement, Speed, check_gpus, speed_on
+from pipelines.cloud.throughput import MEASURED, Measurement, Speed, check_gpus, engine_of, speed_on
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import claim
@@ -87,7 +87,11 @@ def test_llmc_as_published_is_faster_than_our_estimate_but_not_by_half(
 
 def test_a_runs_own_measurement_is_the_answer_there_and_corrects_the_estimate_elsewhere() -> None:
     plain = {gpus: speed_on(SMALL.model, COMPILED, gpus).tokens_per_second for gpus in ("H100:8", "A100-80GB:8")}
-    own = [Measurement(124.5e6, "H100:8", 1, True, 0.0, 0.8 * plain["H100:8"], "measured by attempt 3")]
+    own = [
+        Measurement(
+            124.5e6, "H100:8", 1, engine_of(COMPILED, "bf16"), 0.0, 0.8 * plain["H100:8"], "measured by attempt 3"
+        )
+    ]
     there, elsewhere = (speed_on(SMALL.model, COMPILED, gpus, own=own) for gpus in plain)
     assert (there.tokens_per_second, there.kind) == (0.8 * plain["H100:8"], "measured")
     assert elsewhere.tokens_per_second == pytest.approx(0.8 * plain["A100-80GB:8"])

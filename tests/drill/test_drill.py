@@ -306,7 +306,12 @@ def test_the_exit_code_is_the_verdict_and_the_report_holds_it_all(
 
     made = Report("smoke", 3, "file://there", list(BLOWS), [Verdict("weights", equal, "…")], {"cut": "no S3"}, 1.0)
     asked: list[Any] = []
-    monkeypatch.setattr("pipelines.drill.drill.drill", lambda *words: asked.append(words) or made)
+
+    def drill(*words: Any) -> Report:
+        asked.append(words)
+        return made
+
+    monkeypatch.setattr("pipelines.drill.drill.drill", drill)
     words = ["drill", "--kills", "1", "--seed", "3", "--kinds", "kill,term", "--store", "file://x"]
     done = CliRunner().invoke(app, [*words, "--report", str(tmp_path / "out.json"), "--set", "train.seed=1"])
     assert done.exit_code == code, done.output

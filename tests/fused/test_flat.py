@@ -177,8 +177,13 @@ def goes_on_from_two_ranks(world: World, folder: Path) -> None:
 
 Job = Callable[[World, Path], None]
 JOBS: dict[int, list[Job]] = {
-    1: [updates_are_adamws, all_reduce_is_adamw, bf16_on_the_wire_is_adamw, one_ranks_nan_changes_nothing]
-    + [goes_on_from_two_ranks],
+    1: [
+        updates_are_adamws,
+        all_reduce_is_adamw,
+        bf16_on_the_wire_is_adamw,
+        one_ranks_nan_changes_nothing,
+        goes_on_from_two_ranks,
+    ],
     2: [updates_are_adamws, all_reduce_is_adamw, bf16_on_the_wire_is_adamw, saves_after_two_updates],
     3: [updates_are_adamws, all_reduce_is_adamw, one_ranks_nan_changes_nothing, goes_on_from_two_ranks],
 }

@@ -81,8 +81,8 @@ def _one_thread() -> Iterator[None]:
 def test_loss_and_every_gradient_are_as_near_to_float64_as_autocasts(
     shape: tuple[int, ...], recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *model, vocabulary, sequences, count = shape
-    config, weights = a_model(*model, vocabulary)
+    layers, heads, width, block, vocabulary, sequences, count = shape
+    config, weights = a_model(layers, heads, width, block, vocabulary)
     tokens = torch.randint(0, vocabulary, (count, sequences, config.block_size + 1))
     batches = [(t[:, :-1], t[:, 1:]) for t in tokens]
     monkeypatch.setattr(fused, "LOGIT_BYTES", 2 * config.padded_vocab_size * 16)  # several chunks, the last one short
@@ -323,7 +323,8 @@ def test_fp8_gradients_stay_in_range_where_the_batch_is_cut_up_otherwise() -> No
 def test_recomputing_gelu_in_fp8_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = a_model(2, 2, 32, 16, 140)
     tokens = torch.randint(0, 140, (2, 17))
-    cast8, casts, found = fused.kernels.cast8, [], []
+    cast8, found = fused.kernels.cast8, []
+    casts: list[str] = []
 
     def counted(*arguments: Any, **options: Any) -> Any:
         casts.extend(arguments[3:4])

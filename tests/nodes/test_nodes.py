@@ -179,16 +179,16 @@ def test_a_node_that_is_asked_to_stop_stops_all(head: Head, stop: StopSignal) ->
 
 
 def test_a_head_that_ends_tells_the_others_with_which_code(place: NodeAddress, stop: StopSignal) -> None:
-    told = []
+    told: list[dict[str, Any]] = []
 
     def leave_when_told() -> None:
-        with call(head, 1) as connection:
+        with call(ending, 1) as connection:
             told.append(next_told(connection))
 
     node = threading.Thread(target=leave_when_told)
-    with pytest.raises(Interrupted), Head(place, "tiny-0123", stop, lambda error: 75) as head:
+    with pytest.raises(Interrupted), Head(place, "tiny-0123", stop, lambda error: 75) as ending:
         node.start()
-        wait_for(lambda: head.lines)
+        wait_for(lambda: ending.lines)
         raise Interrupted("SIGTERM")
     assert told == [{"end": 75, "why": "SIGTERM"}]  # it has waited for that
 
@@ -307,8 +307,8 @@ def test_a_node_that_is_killed_amid_its_part_loses_no_finished_shard(
     assert [name for name in done if name.startswith("train_01")] == ["train_01_000000.bin"]
 
     with other.started(*TOKENIZE) as second, head.started(*TOKENIZE) as first:
-        said = [process.communicate(timeout=90) for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), said
+        ended = [process.communicate(timeout=90) for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), ended
     made = head.artifact("tokenize")
     assert sums(made) == three_parts
     assert sorted(path.name for path in head.found("tokens/*/a0002/*")) == sorted(

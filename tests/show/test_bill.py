@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_hours_and_dollars_of_a_run_killed_ten_times_are_right_to_within_a_heart
     began = time.monotonic()  # by the stopwatch
     for kill in range(KILLS):
         with project.started("run", "tiny.yaml", *DOLLAR_A_SECOND) as process:
-            project.wait_until(lambda n=kill: len(project.heartbeats()) > n, process)
+            project.wait_until(partial(lambda n: len(project.heartbeats()) > n, kill), process)
             time.sleep(chance.uniform(0.0, 3.0) * (kill % 2))
             project.kill_all(process)
             seconds = time.monotonic() - began

@@ -98,18 +98,19 @@ def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool =
     )
     if finished:
         facts = {"steps": steps, "tokens": 2048 * steps, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
-        for stage, found in {
+        made: dict[str, dict[str, Any]] = {
             "tokenize": {"tokens": 8_000_000},
             "train": facts | {"perf/tokens_per_second": 2048.0, "rollbacks": []},
             "evaluate": {"val/loss": 2.0625, "sample": HOSTILE},
             "export": {"parameters": 7},
-        }.items():
+        }
+        for stage, found in made.items():
             plan = plans[stage]
             origin = {"git_commit": "c0ffee", "git_dirty": True, "python": "3.11", "versions": {"torch": "2.13"}}
             files = (File("x", "a0001/x", 1000, "0" * 64),)
             made_by = "other-12345678" if stage == "tokenize" else run
-            values = (plan.stage, plan.label, plan.fingerprint, plan.identity, {}, files, origin, found, made_by)
-            commit(store, Manifest(*values, 1, NOON))
+            about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
+            commit(store, Manifest(*about, {}, files, origin, found, made_by, 1, NOON))
     return record(store, run, recipe, plans, "export")
 
 
@@ -359,7 +360,14 @@ def test_report_writes_the_page_where_it_is_told(
 class Browser:
     """Debian's chromium without a window, driven over a pair of pipes with its DevTools protocol."""
 
-    FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
+    FLAGS: tuple[str, ...] = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    )
     FLAGS += ("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe")
 
     def __init__(self, profile: Path) -> None:

@@ -154,6 +154,7 @@ def test_a_shipped_recipe_has_the_published_numbers(name: str) -> None:
 def test_a_shipped_recipe_divides_its_batch_over_one_gpu_and_over_eight(name: str, processes: int) -> None:
     recipe = load_recipe(name)
     sequences = recipe.train.batch_tokens // recipe.model.block_size
+    assert isinstance(recipe.runtime.micro_batch_size, int)
     assert sequences % (recipe.runtime.micro_batch_size * processes) == 0
 
 

@@ -468,7 +468,7 @@ def child(store: str, home: str, seconds: str) -> None:
         return write_a_file(work)
 
     stand_ins.builds["tokenize"] = slowly
-    stage.stage_named = stand_ins.named  # type: ignore[assignment]
+    stage.stage_named = stand_ins.named
     stop = StopSignal()
     while not Path(home, "go").exists():
         time.sleep(0.005)

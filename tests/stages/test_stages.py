@@ -6,7 +6,7 @@ torchrun, the model and the evaluation are stand-ins; work, attempts and stores 
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -276,7 +276,7 @@ def test_shards_are_the_same_whichever_node_makes_a_part_and_however_often_it_is
     for attempt, most in ((1, 1), (2, 2), (3, 99)):  # each node makes so many shards
         for rank in range(nodes):
             mine = share(tokenize.parts_of(NodeAddress(rank, nodes), 3), tmp_path / "several", attempt)
-            with closing(tokenize.make(mine)) as tallies:
+            with closing(cast(Generator[tokenize.Tally], tokenize.make(mine))) as tallies:
                 *_, last = itertools.islice(tallies, most + 1)
             new.append(last.new)
     assert sum(new) == whole.new  # no shard was made twice
@@ -332,7 +332,7 @@ def test_as_much_is_held_out_as_was_asked_for(
     recipe: Recipe, parts: int, tokens: dict[str, int], said: str | None
 ) -> None:
     config = recipe.tokens.model_copy(update={"parts": parts, "shard_tokens": 1500, "val_shards": 2})
-    receipts = [tokenize.Receipt(File(f"{name}.bin", "", 0, ""), n, 1, 0) for name, n in tokens.items()]
+    receipts = [tokenize.ShardReceipt(File(f"{name}.bin", "", 0, ""), n, 1, 0) for name, n in tokens.items()]
     with pytest.raises(UserError, match=said) if said else nullcontext():
         tokenize.check_split(recipe.model_copy(update={"tokens": config}), receipts)
 

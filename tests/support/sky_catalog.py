@@ -67,7 +67,7 @@ def write_catalog(home: Path, rows: tuple[Row, ...] = ROWS) -> None:
         write_csv(home / V8 / name, header.split(","), [])
     gpus = sorted({row.gpus.partition(":")[0] for row in rows if row.gpus})
     clouds = {gpu: sorted({r.cloud for r in rows if r.gpus.startswith(f"{gpu}:")}) for gpu in gpus}
-    common = [{"AcceleratorName": gpu, "Clouds": str(names)} for gpu, names in clouds.items()]
+    common: list[dict[str, object]] = [{"AcceleratorName": gpu, "Clouds": str(names)} for gpu, names in clouds.items()]
     write_csv(home / V8 / "common" / "accelerators.csv", ["AcceleratorName", "Clouds"], common)
 
 

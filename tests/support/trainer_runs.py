@@ -103,7 +103,7 @@ class StopAt:
 class PromptCheckpointer(Checkpointer):
     """Never too busy for the next save: with it a run saves after every step, however fast the steps are."""
 
-    busy = False  # type: ignore[assignment]
+    busy = False
 
 
 @dataclass

@@ -614,7 +614,7 @@ def test_a_server_that_cannot_be_reached_is_told_in_the_end(tmp_path: Path, monk
     unreachable, nowhere = f"http://127.0.0.1:{free_ports(1)[0]}/0.parquet", str(tmp_path / "0.parquet")
     for place in (unreachable, nowhere):
         with pytest.raises(UserError, match="can't be read as parquet"):
-            text.patiently(lambda place=place: rows(place))
+            text.patiently(functools.partial(rows, place))
     assert asked[unreachable] > 1 == asked[nowhere]
 
 

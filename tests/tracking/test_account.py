@@ -61,8 +61,8 @@ def test_every_node_is_billed_and_hours_of_unknown_price_are_kept_apart_in_every
     bill = of(four_nodes, unknown, tokens_before=lambda step: 1000 * step)
     assert bill.total == bill.by_stage["train"] == bill.by_phase["train"] == Cost(6.0, 8.0, 2.0)
     assert costs(bill)["time/unpriced_hours"] == 2.0
-    unknown = of(beat(price_per_hour=None))
-    assert "cost/usd" not in costs(unknown) and account_tags(unknown)["usd"] == "unknown"
+    unpriced = of(beat(price_per_hour=None))
+    assert "cost/usd" not in costs(unpriced) and account_tags(unpriced)["usd"] == "unknown"
     assert bill.usd_per_billion_tokens is None and "cost/usd_per_billion_tokens" not in costs(bill)
     assert "time/goodput" in costs(bill) and "time/goodput" not in costs(of(beat(stage="tokenize")))
 

@@ -3,34 +3,21 @@
 The replay is that of benchmarks/forecast.py.
 """
 
-import importlib
 import math
 import random
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks import forecast as simulation
+from benchmarks import spot_traces
 from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.records import Heartbeat, Machine, Progress
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OWN: dict[str, Any] = {}
 SPOT = {"cloud": "aws", "spot": True}
-
-
-def simulation() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("forecast")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-SIMULATION = simulation()
 
 
 def attempts(
@@ -126,26 +113,31 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 def test_where_the_model_is_true_the_interval_holds_what_it_promises() -> None:
     draw = random.Random(1)
-    scores = SIMULATION.Scores([], [], [])
+    scores = simulation.Scores([], [], [])
     for _ in range(100):
         spells, now = [], 0.0
         for _ in range(120):
             life, wait = draw.expovariate(1 / 7200), draw.expovariate(1 / 5760)
             spells.append((now, now + life))
             now += life + wait
-        asked, end = SIMULATION.replay(spells, 12 * 3600.0)
+        replayed = simulation.replay(spells, 12 * 3600.0)
+        assert replayed
+        asked, end = replayed
         at = asked[1]
         told = forecast(at.attempts, at.steps_left, at.now)
+        assert told
         scores.add(told.hours, (end.now - at.now) / 3600, at.now / 3600)
     # 80 of them, give or take 12 at three sigmas; here it is wider than it need be, as real markets need it.
     assert 68 <= sum(scores.held) <= 99
 
 
-def test_on_recorded_markets_the_dollars_are_right_to_a_few_percent(shared_data: Path) -> None:
-    SIMULATION.STARTS = 3
-    everything = {share: (SIMULATION.Scores([], [], []), SIMULATION.Scores([], [], [])) for share in SIMULATION.AT}
-    for trace in SIMULATION.spot_traces.load(shared_data / "spot-traces"):
-        SIMULATION.scores(trace, 6.0, everything)
+def test_on_recorded_markets_the_dollars_are_right_to_a_few_percent(
+    shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulation, "STARTS", 3)
+    everything = {share: (simulation.Scores([], [], []), simulation.Scores([], [], [])) for share in simulation.AT}
+    for trace in spot_traces.load(shared_data / "spot-traces"):
+        simulation.scores(trace, 6.0, everything)
     for usd, _ in everything.values():
         assert len(usd.held) >= 15
         assert sorted(usd.of_rest)[len(usd.of_rest) // 2] < 0.05

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,10 @@ def store(tmp_path: Path) -> LocalStore:
 
 def finished(store: Store, stage: str, files: tuple[File, ...] = (), **facts: Any) -> Manifest:
     plan = PLANS[stage]
-    values = (plan.stage, plan.label, plan.fingerprint, plan.identity, {}, files, {})
-    return commit(store, Manifest(*values, FACTS[stage] | facts, RUN, 1, 1.0))
+    manifest = Manifest(
+        plan.stage, plan.label, plan.fingerprint, plan.identity, {}, files, {}, FACTS[stage] | facts, RUN, 1, 1.0
+    )
+    return commit(store, manifest)
 
 
 def attempted(store: Store, stage: str, number: int = 1, hours: float = 1.0, **changes: Any) -> Heartbeat:
@@ -389,7 +392,7 @@ def test_the_report_of_one_run_says_for_what_and_at_what_price(
     done_run(store)
     spot = {"cloud": "aws", "spot": True, "instance": "p5.48xlarge", "on_demand_per_hour": 12.0}
     steps = {"resumed_from": 0, "step": 70, "notice": "SIGTERM"}
-    half = {"hours": 0.5, "price_per_hour": 10.0, "machine": spot, "price_source": "catalog aws"}
+    half: dict[str, Any] = {"hours": 0.5, "price_per_hour": 10.0, "machine": spot, "price_source": "catalog aws"}
     attempted(store, "train", 1, state="interrupted", progress=steps, **half)
     attempted(store, "train", 2, price_per_hour=None, phases={"setup": 900.0, "train": 2700.0}, nodes=2)
     cli.report([RUN], store=store.uri)
@@ -727,8 +730,8 @@ def test_an_artifact_that_is_finished_while_we_look_loses_nothing(tmp_path: Path
             return how(*arguments)
 
         plain = LocalStore(fresh.root)
-        fresh.entries = lambda prefix, look=look, plain=plain: look(plain.entries, prefix)  # type: ignore[method-assign]
-        fresh.get = lambda key, look=look, plain=plain: look(plain.get, key)  # type: ignore[method-assign]
+        fresh.entries = partial(look, plain.entries)  # type: ignore[method-assign]
+        fresh.get = partial(look, plain.get)  # type: ignore[method-assign]
         going = found(fresh, tmp_path, days=0.0)
         assert model not in going and f"{TRAIN}/MANIFEST.json" not in going, f"look {number}"
 

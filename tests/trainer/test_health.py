@@ -148,7 +148,10 @@ def test_the_calm_step_lies_before_the_rise_whatever_its_shape() -> None:
 def test_data_that_was_left_out_is_never_read_and_nothing_is_read_twice() -> None:
     dice = random.Random(3)
     for _ in range(100):
-        step, rollbacks, path, read = 0, [], {}, []
+        rollbacks: list[tuple[int, int]] = []
+        path: dict[int, int] = {}
+        read: list[int] = []
+        step = 0
         for _ in range(200):
             path[step] = data_step(step, rollbacks)
             read.append(path[step])
@@ -525,8 +528,14 @@ def test_a_superseded_attempt_deletes_nothing_when_it_diverges(
 
     monkeypatch.setattr(trainer.loop, "resume", noted)
     before: list[int] = []
+
+    def superseded() -> bool:
+        if turning["back"]:
+            before.extend(run.commits())
+        return turning["back"]
+
     with pytest.raises(StaleAttempt, match="nothing is rolled back"):
-        run.attempt(superseded=lambda: turning["back"] and not before.extend(run.commits()))
+        run.attempt(superseded=superseded)
     assert run.commits() == before and max(before) > 30
 
 
@@ -548,8 +557,8 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return run
 
 
-@pytest.fixture
-def troubled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(name="troubled")
+def _troubled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROUBLE", json.dumps(TROUBLE))
 
 
