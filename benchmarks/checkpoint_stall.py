@@ -19,7 +19,8 @@ from pipelines.recipe import Recipe, load_recipe
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState, checkpoint_seconds
 from trainer.engine import Engine, PendingNumbers, make_engine
-from trainer.metrics import EventLog, PhaseClock
+from trainer.events import EventLog
+from trainer.metrics import PhaseClock
 from trainer.parallel import World
 from trainer.store import LocalStore
 

@@ -105,7 +105,7 @@ def run_steps(
 
     started = time.perf_counter()
     for step, rate in enumerate(rates):
-        batches = data.micro_batches(mine(step), size, world.device, then=mine(step + 1))
+        batches = data.micro_batches(mine(step), size, world.device, upcoming=mine(step + 1))
         found = engine.accumulate(batches, len(mine(step)) // size, done + step + 1)
         loss, norm = found.tolist()
         loss = world.sum(loss)[0] / world.world_size
@@ -191,7 +191,7 @@ def branched(bench: Bench, precision: str, snapshot: dict[str, Tensor], steps: i
         for name, piece in engine.pieces().items():
             if name in snapshot:  # fp8's history begins with the branch
                 piece.live.copy_(snapshot[name])
-    engine.loaded(TrainState(step=steps, optimizer_steps=steps))
+    engine.restore(TrainState(step=steps, optimizer_steps=steps))
     return engine
 
 

@@ -1,8 +1,9 @@
 """`torchrun --standalone --nproc-per-node N -m trainer CONFIG.yaml --data FOLDER --out FOLDER`
 
-Trains on a folder of shards, without pipelines: CONFIG holds the sections model, train and runtime (a
-recipe serves: its other sections are left alone). Checkpoints and metrics go to `--out`; the same
-command goes on where it stopped. Exit code 0 done, 1 failed, 2 a mistake in what was asked, 75 interrupted.
+Train a model on a folder of token shards, without pipelines. CONFIG is a YAML file with the sections model, train and
+runtime; other sections are ignored, so a recipe works, too. Checkpoints, metrics and the final model go to --out. The
+same command resumes an interrupted run. Exit codes: 0 done, 1 failed, 2 a mistake in the command or its files,
+75 interrupted.
 """
 
 import argparse
@@ -11,14 +12,20 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import ValidationError
 
 from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain
-from trainer.errors import EXIT_INTERRUPTED, UserError, ending_of
+from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import LocalStore
+
+if TYPE_CHECKING:
+    from trainer.parallel import World
+
+PREFIX = "run"  # of the run in its store
 
 
 class TrainerConfig(Section):
@@ -42,8 +49,9 @@ def read_config(path: Path) -> TrainerConfig:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__.splitlines()[2])
-    parser.add_argument("config", type=Path, help="YAML with sections model, train, runtime")
+    description = __doc__.split("\n\n", 1)[1]
+    parser = argparse.ArgumentParser(prog="python -m trainer", description=description)
+    parser.add_argument("config", type=Path, help="YAML file with sections model, train, runtime")
     parser.add_argument("--data", type=Path, required=True, help="folder of train_*.bin and val_*.bin shards")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics and the model")
     arguments = parser.parse_args()
@@ -57,70 +65,62 @@ def main() -> int:
 
 
 def run(config: TrainerConfig, data: Path, out: Path) -> int:
-    stop = StopSignal()  # before the seconds that importing torch takes
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # or ranks whose torchrun was killed would hold the GPUs, and train on
+    stop = StopSignal()  # first: importing torch takes seconds
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that outlive torchrun would hold the GPUs and continue to train
         die_with_parent()
-    from safetensors.torch import save_file
-
-    from trainer.checkpoint import Checkpointer
     from trainer.commits import series
-    from trainer.data import TokenData
-    from trainer.loop import train
-    from trainer.metrics import EventLog, PhaseClock
-    from trainer.parallel import World
+    from trainer.rank import RankJob, run_rank
     from trainer.shards import local_shards
 
-    train_data, val_data = (
-        TokenData(local_shards(data, split), data.joinpath, config.model.block_size, config.train.seed)
-        for split in ("train", "val")
-    )
-    world = World.start(config.runtime)
     store = LocalStore(out)
-    claim(store, out, config, {shard.name: shard.tokens for shard in train_data.shards + val_data.shards})
-    attempt = world.gather(take_attempt(store) if world.rank == 0 else 0)[0]
-    log = EventLog(out / "events.jsonl" if world.rank == 0 else None, PhaseClock())
-    checkpointer = Checkpointer(
-        store,
-        "run",
-        world,
-        out / "work",
-        attempt,
-        config.runtime.keep_last,
-        superseded=lambda: store.get(attempt_key(attempt + 1)) is not None,
-        keep_every=config.runtime.keep_every_steps,
+    train_shards, val_shards = local_shards(data, "train"), local_shards(data, "val")
+
+    def begin(world: "World") -> int:
+        claim(store, out, config, {shard.name: shard.tokens for shard in train_shards + val_shards})
+        return world.gather(take_attempt(store) if world.rank == 0 else 0)[0]
+
+    outcome = run_rank(
+        RankJob(
+            model=config.model,
+            train=config.train,
+            runtime=config.runtime,
+            train_shards=train_shards,
+            val_shards=val_shards,
+            fetch=data.joinpath,
+            store=store,
+            prefix=PREFIX,
+            folder=out,
+            checkpoint_folder=out / "work",
+            begin=begin,
+            superseded=lambda attempt: store.get(attempt_key(attempt + 1)) is not None,
+        ),
+        stop,
     )
-    engine, state = train(
-        config.model, config.train, config.runtime, train_data, val_data, checkpointer, world, stop, log
-    )
-    done = state.step == config.train.max_steps
-    weights = engine.weights() if done else {}
-    if world.rank == 0:
-        (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in series(store, "run")))
-        if done:
-            save_file(weights, out / "model.safetensors")
-        print(f"step {state.step} of {config.train.max_steps}, val loss {state.val_loss}: {out}")
-    world.close()
-    return 0 if done else EXIT_INTERRUPTED
+    if outcome.rank == 0:
+        (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in series(store, PREFIX)))
+        print(f"step {outcome.state.step} of {config.train.max_steps}, val loss {outcome.state.val_loss}: {out}")
+    return EXIT_DONE if outcome.done else EXIT_INTERRUPTED
 
 
 def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str, int]) -> None:
-    """Write down what is trained in a new folder. UserError if something else was begun there."""
+    """Record model, training and data of a new run. UserError if the folder holds another run."""
     sections = {"model": config.model.model_dump(), "train": config.train.model_dump(), "data": shards}
     body = json.dumps(sections, indent=1).encode()
-    if store.create("run/config.json", body) or store.get("run/config.json") == body:
+    key = f"{PREFIX}/config.json"
+    if store.create(key, body) or store.get(key) == body:
         return
-    begun = json.loads(store.get("run/config.json") or b"{}")
+    existing = json.loads(store.get(key) or b"{}")
     changed = [
         f"{section}.{field}"
         for section, values in sections.items()
-        for field in values.keys() | begun[section].keys()
-        if values.get(field) != begun[section].get(field)
+        for field in values.keys() | existing[section].keys()
+        if values.get(field) != existing[section].get(field)
     ]
     raise UserError(f"{out}: holds a run with another {', '.join(sorted(changed))}; use another --out, or remove it")
 
 
 def take_attempt(store: LocalStore) -> int:
-    """The next free attempt number, from 1, taken by creating its file."""
+    """The next free attempt number, from 1. Creating its file reserves it."""
     attempt = 1
     while not store.create(attempt_key(attempt), json.dumps({"time": time.time()}).encode()):
         attempt += 1
@@ -128,7 +128,7 @@ def take_attempt(store: LocalStore) -> int:
 
 
 def attempt_key(attempt: int) -> str:
-    return f"run/attempts/{attempt:04d}.json"
+    return f"{PREFIX}/attempts/{attempt:04d}.json"
 
 
 if __name__ == "__main__":

@@ -1,47 +1,48 @@
-"""What a run has committed, as it lies in the store: states, rows, folders. No torch in it, so that series and plans
-are there at once. How a checkpoint comes there and is read again: trainer/checkpoint.py.
+"""The commits of a run in the store: their state, rows and folders. No torch in this module, so that series and plans
+load fast. trainer/checkpoint.py writes the checkpoints and loads them.
 """
 
 import json
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
-from trainer.health import Health, data_step, is_landmark
+from trainer.health import Health, data_step, is_rollback_point
 from trainer.metrics import merge_rows
 from trainer.store import Store
 
 
 @dataclass
 class TrainState:
-    """Where a run is. Everything else that resuming needs is weights and moments."""
+    """How far a run is: together with weights and moments, all that resuming needs."""
 
-    step: int = 0  # updates done, skipped ones included
+    step: int = 0  # updates done, including skipped ones
     tokens_seen: int = 0
-    optimizer_steps: int = 0  # updates applied: AdamW's own count
-    val_step: int = -1  # where val loss was last measured
+    optimizer_steps: int = 0  # updates applied: the step count of AdamW
+    val_step: int = -1  # of the last validation
     val_loss: float | None = None
     loss_scale: float | None = None  # fp16 only
     loss_scale_growth: int = 0
-    micro_batch_size: int = 0  # on so many ranks and such devices: a resumed run adds up in the same order
+    # A run that resumes on as many ranks and the same devices keeps the size, to add gradients in the same order.
+    micro_batch_size: int = 0
     world_size: int = 0
     devices: str = ""
     health: Health = field(default_factory=Health)
-    rollbacks: tuple[tuple[int, int], ...] = ()  # step returned to, steps of data left out there
+    rollbacks: tuple[tuple[int, int], ...] = ()  # (step that the run returned to, steps of data that it skips there)
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> "TrainState":
-        """From what `asdict` and JSON made of it."""
+    def from_json(cls, values: dict[str, Any]) -> "TrainState":
+        """The state from `asdict` after a way through JSON."""
         rollbacks = tuple((returned_to, left_out) for returned_to, left_out in values["rollbacks"])
-        return cls(**{**values, "health": Health.of(values["health"]), "rollbacks": rollbacks})
+        return cls(**{**values, "health": Health.from_json(values["health"]), "rollbacks": rollbacks})
 
     @property
     def data_step(self) -> int:
-        """The place in the data order that the next update reads."""
+        """The position in the data order that the next update reads."""
         return data_step(self.step, self.rollbacks)
 
     def advance(self, batch_tokens: int, applied: bool) -> None:
@@ -50,57 +51,88 @@ class TrainState:
         self.optimizer_steps += applied
 
 
-def sealed(commit: dict[str, Any]) -> bytes:
-    """A commit as JSON that carries the sha256 of its other fields: nothing else vouches for it."""
-    return json.dumps({**commit, "sha256": sha256(json.dumps(commit).encode()).hexdigest()}, indent=1).encode()
+@dataclass(frozen=True)
+class FileReceipt:
+    """A file of a checkpoint, as a rank uploaded it."""
+
+    name: str
+    size: int
+    sha256: str
 
 
-def unsealed(body: bytes) -> dict[str, Any]:
-    """The commit in `body`. ValueError if it is not what `sealed` made."""
-    commit = json.loads(body)
-    if not isinstance(commit, dict):
-        raise ValueError("no JSON object")
-    seal = commit.pop("sha256", None)
-    if seal != sha256(json.dumps(commit).encode()).hexdigest():
-        raise ValueError("its sha256 is not that of its other fields")
-    return commit
+@dataclass(frozen=True)
+class Commit:
+    """COMMIT.json: the state of a checkpoint, and the files that it consists of."""
+
+    step: int
+    attempt: int
+    world_size: int
+    time: float  # unix seconds
+    state: TrainState
+    metrics: str  # key of the rows since the commit before, relative to the run
+    files: tuple[FileReceipt, ...]
+
+    def encode(self) -> bytes:
+        """The commit as JSON with the sha256 of its other fields, because no other file names that of COMMIT.json."""
+        values = asdict(self)
+        return json.dumps({**values, "sha256": _digest(values)}, indent=1).encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> "Commit":
+        """The commit that `encode` wrote. ValueError if the body is damaged."""
+        values = json.loads(body)
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+        if values.pop("sha256", None) != _digest(values):
+            raise ValueError("the sha256 does not match the other fields")
+        files = tuple(FileReceipt(**file) for file in values["files"])
+        return cls(**{**values, "state": TrainState.from_json(values["state"]), "files": files})
 
 
-def superfluous(
+def _digest(values: dict[str, Any]) -> str:
+    return sha256(json.dumps(values).encode()).hexdigest()
+
+
+def deletable_checkpoints(
     committed: list[str], keep_last: int, calm_step: int | None, keep_every: int | None = None
 ) -> list[str]:
-    """Of the committed folders, newest first, those that need not stay: the last ones do, and every M steps one.
+    """The folders of `committed` (newest first) that may be deleted. The last ones stay, and one every M steps.
 
-    Where a rollback may be wanted, two landmarks more do: the newest from before any rise of the loss, to
-    return to, and the one after it, which will take its place.
+    With rollbacks on, two rollback points stay, too: the newest one before any rise of the loss, and the one after
+    it, which will take its place.
     """
-    spared = [folder for folder in committed if keep_every and step_of(folder) % keep_every == 0]
+    kept = [folder for folder in committed if keep_every and step_of(folder) % keep_every == 0]
     if calm_step is not None:
-        landmarks = [folder for folder in committed if is_landmark(step_of(folder))]
-        newer = sum(step_of(folder) > calm_step for folder in landmarks)
-        spared += landmarks[max(0, newer - 1) : newer + 1]
-    return [folder for folder in committed[keep_last:] if folder not in spared]
+        rollback_points = [folder for folder in committed if is_rollback_point(step_of(folder))]
+        newer = sum(step_of(folder) > calm_step for folder in rollback_points)
+        kept += rollback_points[max(0, newer - 1) : newer + 1]
+    return [folder for folder in committed[keep_last:] if folder not in kept]
 
 
 def delete_checkpoint(store: Store, folder: str) -> None:
-    """Remove a checkpoint, the marker first: what is half deleted was never committed."""
+    """Remove a checkpoint, COMMIT.json first: a half-deleted checkpoint is not committed."""
     store.delete(f"{folder}/COMMIT.json")
     for entry in store.entries(f"{folder}/"):
         store.delete(entry.key)
 
 
+def committed_folders(store: Store, prefix: str) -> list[str]:
+    """Folders with a COMMIT.json, newest step first; at equal steps the later attempt first."""
+    keys = (entry.key for entry in store.entries(f"{prefix}/checkpoints/"))
+    return sorted((k.removesuffix("/COMMIT.json") for k in keys if k.endswith("/COMMIT.json")), reverse=True)
+
+
 def committed_state(store: Store, prefix: str) -> TrainState | None:
-    """Where the newest commit of a run stands; None if there is none that can be read."""
-    keys = [e.key for e in store.entries(f"{prefix}/checkpoints/") if e.key.endswith("/COMMIT.json")]
-    for key in sorted(keys, reverse=True):
-        body = store.get(key) or b""  # a store that refuses raises a ValueError, too: that is no damage
+    """The state of a run's newest commit; None without a readable commit."""
+    for folder in committed_folders(store, prefix):
+        body = store.get(f"{folder}/COMMIT.json") or b""  # outside: a store's refusal is a ValueError, too, not damage
         with suppress(ValueError):
-            return TrainState.of(unsealed(body)["state"])
+            return Commit.decode(body).state
     return None
 
 
 def series(store: Store, prefix: str) -> list[dict[str, Any]]:
-    """The committed rows of a run, one a step, whatever was interrupted in between."""
+    """The committed rows of a run, one a step, however often the run was interrupted."""
     return merge_rows(segments(store, prefix))
 
 
@@ -111,27 +143,27 @@ def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
         yield list(_rows(f"{store.uri}/{key}", store.get(key) or b""))
 
 
-def _rows(where: str, body: bytes) -> Iterator[dict[str, Any]]:
-    """The rows of a segment. One that is damaged is left out, loudly: weights do not depend on it."""
+def _rows(source: str, body: bytes) -> Iterator[dict[str, Any]]:
+    """The rows of a segment, without damaged ones. Those cause a warning only: no weight depends on a row."""
     for number, line in enumerate(body.splitlines(), 1):
         try:
             row = json.loads(line)
             row["step"]
         except (ValueError, TypeError, KeyError):
-            logging.getLogger(__name__).warning("%s: line %d is DAMAGED; the series lacks its step", where, number)
+            logging.getLogger(__name__).warning("%s: line %d is DAMAGED; the series lacks its step", source, number)
         else:
             yield row
 
 
 def checkpoint_seconds(save_seconds: float, between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES) -> float:
-    """The interval that loses least: sqrt(2 · cost of a save · mean time between failures).
+    """The interval between checkpoints that loses least: sqrt(2 · seconds of a save · mean seconds between failures).
 
-    Source: Young 1974, "A first order approximation to the optimum checkpoint interval". Between 30 s
-    and 30 min: below, listing the store costs more than it saves; above, the prior is too sure of itself.
+    Source: Young 1974, "A first order approximation to the optimum checkpoint interval". Limited to 30 s … 30 min:
+    below, listing the store costs more than the interval saves; above, the estimate of the failures is too uncertain.
     """
     return min(1800.0, max(30.0, (2 * save_seconds * between_failures) ** 0.5))
 
 
-def step_of(folder: str) -> int:
-    """The step of a checkpoint's folder, or of what lies in it."""
-    return int(folder.rsplit("/step-", 1)[1].split("-")[0])
+def step_of(key: str) -> int:
+    """The step in the name of a checkpoint's folder, or in the key of an object in it."""
+    return int(key.rsplit("/step-", 1)[1].split("-")[0])

@@ -43,18 +43,18 @@ class TokenData:
         return self._shard(shard)[start : start + self.block_size + 1]
 
     def micro_batches(
-        self, sequences: range, micro_batch_size: int, device: torch.device, then: range = range(0)
+        self, sequences: range, micro_batch_size: int, device: torch.device, upcoming: range = range(0)
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets, int64 (micro_batch_size, block_size) each, for the given sequence numbers.
 
-        `then`: the sequences that are likely to be asked for next. On a GPU the first of them are made ready too.
+        `upcoming`: the sequences that the next call will probably request. On a GPU the first of them are prefetched.
         """
-        parts, next_parts = (cut(several, micro_batch_size) for several in (sequences, then))
+        batches, upcoming_batches = (cut(several, micro_batch_size) for several in (sequences, upcoming))
         if device.type == "cuda":
             self._feed = self._feed or GpuFeed(self._windows, device)
-            yield from self._feed.batches(parts, next_parts)
+            yield from self._feed.batches(batches, upcoming_batches)
         else:
-            yield from (to_device(self._windows(part), device) for part in parts)
+            yield from (to_device(self._windows(batch), device) for batch in batches)
         self._prefetch(self.order.next_shard(sequences[-1]))
 
     def _windows(self, sequences: range) -> np.ndarray:

@@ -1,13 +1,13 @@
-"""How a step is run: three ways to the same update, behind one interface.
+"""Engines: three implementations of the same update behind one interface.
 
-*fused* (`trainer/fused.py`) is for GPUs with bf16 and Triton: sm_80 and later. *compiled* is `torch.compile` over the
-plain module, for GPUs where the fused kernels don't serve. *eager* is the plain module, the reference that the
-others agree with, and what runs on a CPU. All keep weights and moments in float32 under the same names, so that a
-checkpoint of one is a checkpoint of the others.
+*fused* (trainer/fused/step.py) is for GPUs with bf16 and Triton: sm_80 and later. *compiled* is `torch.compile` over
+the plain module, for GPUs without support for the fused kernels. *eager* is the plain module: the reference for the
+others, and the engine on a CPU. All keep weights and moments in float32 under the same names, so each can load the
+checkpoints of the others.
 
-A step is `accumulate`, whose result [loss, gradient norm] stays on the device, and `update`. An engine that is
-`guarded` looks at these numbers on the device itself and changes nothing where they are not finite: then the host
-may ask for the update first and read the numbers while the GPU is at work.
+A step is `accumulate`, whose result [loss, gradient norm] stays on the device, and `update`. A `guarded` engine checks
+these numbers on the device, and changes nothing if they are not finite. So the host can launch the update first and
+read the numbers while the GPU is busy.
 """
 
 import importlib.util
@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import Piece, training_tensors
 from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, batch_stages
 from trainer.errors import UserError
@@ -26,6 +25,7 @@ from trainer.fused import gemm
 from trainer.model import GPT
 from trainer.optim import AdamW
 from trainer.parallel import FlatGradients, World, precision_on
+from trainer.pieces import Piece, training_tensors
 from trainer.process import failpoint
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,24 +34,26 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class Engine(Protocol):
-    """What the training loop needs of a way to run a step. B sequences of T tokens are a micro-batch."""
+    """The interface between the training loop and an implementation of its step. A micro-batch is B sequences of T
+    tokens."""
 
-    why: str  # which way this is, on what, and for what reason
+    why: str  # name of the engine, its device, and the reason for the choice
     precision: str
-    guarded: bool
+    guarded: bool  # `update` itself leaves out an update whose numbers are not finite
 
     def initialize(self, seed: int) -> None: ...
 
     def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
-        """Gradients of the mean loss over `count` micro-batches (B, T) a rank; [loss, norm of the mean gradient] (2,)
-        in float32 on the device. The norm is of all ranks' gradient, before clipping; the loss may be this rank's.
+        """Gradients of the mean loss over `count` micro-batches (B, T) on each rank. Returns [loss, norm of the mean
+        gradient] (2,), float32 on the device. The norm is that of all ranks' mean gradient, before clipping; the loss
+        may be that of this rank.
 
-        `number` is that of the update that is to follow; 0: none will, and no other rank is waited for.
+        `number` is the number of the update that follows; 0: no update follows, and the ranks do not communicate.
         """
         ...
 
-    def update(self, learning_rate: float, found: Tensor, number: int, apply: bool = True) -> bool:
-        """Clip the gradient and apply it as AdamW's update `number` (from 1), unless not to; whether that was done."""
+    def update(self, learning_rate: float, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
+        """Clip the gradient and apply it as AdamW's update `number` (from 1) if `apply`. Returns whether it did."""
         ...
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -59,35 +61,35 @@ class Engine(Protocol):
         ...
 
     def pieces(self) -> dict[str, Piece]:
-        """What this rank holds of weights and moments, for a checkpoint to save and to fill."""
+        """The weights and moments of this rank, for a checkpoint to save and to fill."""
         ...
 
-    def loaded(self, state: TrainState) -> None:
-        """The pieces have been filled, with what `state` tells of."""
+    def restore(self, state: TrainState) -> None:
+        """Continue from `state`, after a checkpoint has filled the pieces."""
 
-    def saving(self, state: TrainState) -> None:
-        """Add to `state` what the engine knows beyond the pieces."""
+    def record(self, state: TrainState) -> None:
+        """Put the engine's values that are not in the pieces into `state`."""
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights in float32 under the model's names, on rank 0. Every rank has to ask."""
+        """All weights in float32 under the model's names, on rank 0. A collective call."""
         ...
 
-    def measures(self) -> dict[str, float]:
-        """What else there is to log of the last step."""
+    def extra_metrics(self) -> dict[str, float]:
+        """Metrics of the last step that only this engine has, by name."""
         ...
 
-    def remarks(self) -> list[str]:
-        """What slows this way down and was not told yet, in a line each."""
+    def warnings(self) -> list[str]:
+        """New reasons why this engine is slower than it could be, one line each."""
         ...
 
     @property
     def overflow_allowed(self) -> bool:
-        """Whether a gradient that is not finite may be fp16's overflow: the scaler skips it and scales less."""
+        """Whether a gradient that is not finite may be an overflow of fp16, which the loss scaler handles."""
         ...
 
 
 class PendingNumbers:
-    """Numbers on their way from the device to the host: what is asked of the device afterwards, they don't wait for."""
+    """Numbers on the way from the device to the host. They do not wait for later work of the device."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # MPS has no event to wait for
@@ -110,12 +112,13 @@ class PlainEngine:
         self.world, self.train, self.why = world, train, why
         self.precision = precision_on(world.device, train)
         if world.device.type == "cuda":
-            torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it, for what autocast leaves alone
+            torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it, for products outside autocast
         self.model = GPT(config, recompute=runtime.recompute).to(world.device)
         self.forward: Any = self.model
         if compiled:
-            limits = torch._dynamo.config  # what is beyond them runs uncompiled: each size of batch has to be within
-            limits.recompile_limit = max(limits.recompile_limit, len(batch_stages(train)))
+            # torch does not compile beyond this limit: it must cover every batch size of the ramp.
+            dynamo = torch._dynamo.config
+            dynamo.recompile_limit = max(dynamo.recompile_limit, len(batch_stages(train)))
             self.forward = torch.compile(self.model, dynamic=False)
         self.optimizer = AdamW(self.model, train)
         self.gradients = FlatGradients.of(self.model)
@@ -128,12 +131,12 @@ class PlainEngine:
         loss = self.backward(batches, count)
         if number:
             self.world.mean_(self.gradients.flat)
-            # Once an update. It asks an optimizer for its groups, and for a step, and for nothing else.
+            # Once an update. GradScaler uses only the optimizer's groups and its step.
             self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
         return torch.stack((loss, self.gradients.norm()))
 
     def backward(self, batches: Batches, count: int) -> Tensor:
-        """Add up the gradients of this rank's micro-batches; their mean loss."""
+        """Add up the gradients of this rank's micro-batches. Returns their mean loss."""
         self.model.train()
         self.gradients.zero_()
         total = torch.zeros((), device=self.world.device)
@@ -145,10 +148,10 @@ class PlainEngine:
             total += loss.detach()
         return total
 
-    def update(self, learning_rate: float, found: Tensor, number: int, apply: bool = True) -> bool:
+    def update(self, learning_rate: float, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
         scale = self.scaler.get_scale()
         if apply:
-            self.gradients.clip_(found[1], self.train.grad_clip)
+            self.gradients.clip_(loss_and_norm[1], self.train.grad_clip)
             self.optimizer.learning_rate = learning_rate
             self.scaler.step(self.optimizer)  # type: ignore[arg-type]
         self.scaler.update()
@@ -162,13 +165,13 @@ class PlainEngine:
     def pieces(self) -> dict[str, Piece]:
         return training_tensors(self.model, self.optimizer)
 
-    def loaded(self, state: TrainState) -> None:
+    def restore(self, state: TrainState) -> None:
         self.optimizer.set_steps(state.optimizer_steps)
         if state.loss_scale is not None:
             scale = {"scale": state.loss_scale, "_growth_tracker": state.loss_scale_growth}
             self.scaler.load_state_dict(self.scaler.state_dict() | scale)
 
-    def saving(self, state: TrainState) -> None:
+    def record(self, state: TrainState) -> None:
         if self.scaler.is_enabled():
             scale = self.scaler.state_dict()
             state.loss_scale, state.loss_scale_growth = scale["scale"], scale["_growth_tracker"]
@@ -176,10 +179,10 @@ class PlainEngine:
     def weights(self) -> dict[str, Tensor]:
         return self.model.state_dict()
 
-    def measures(self) -> dict[str, float]:
+    def extra_metrics(self) -> dict[str, float]:
         return {}
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         return []
 
     @property
@@ -192,7 +195,7 @@ class PlainEngine:
 
 
 class FusedEngine:
-    """The step of `trainer/fused.py` over the flat buffers of `trainer/flat.py`."""
+    """The step of trainer/fused/step.py on the flat buffers of trainer/fused/flat.py."""
 
     guarded, overflow_allowed = True, False
 
@@ -201,8 +204,8 @@ class FusedEngine:
         from trainer.fused.step import FusedStep
 
         obstacle = gemm.why_not() if world.device.type == "cuda" else ""
-        self.world, self.why = world, f"{why}; torch makes its products: {obstacle}" if obstacle else why
-        self.remarked: list[str] = []
+        self.world, self.why = world, f"{why}; torch computes its matrix products: {obstacle}" if obstacle else why
+        self.warned: set[str] = set()
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
         if self.precision.startswith("fp8"):
@@ -227,9 +230,9 @@ class FusedEngine:
             total += self.step.backward(tokens, targets, 1 / (count * tokens.numel()), last=i == count - 1)
         return self.state.finish(total)
 
-    def update(self, learning_rate: float, found: Tensor, number: int, apply: bool = True) -> bool:
+    def update(self, learning_rate: float, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
         if apply:
-            self.state.update(learning_rate, number, found)
+            self.state.update(learning_rate, number, loss_and_norm)
         return apply
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -238,28 +241,28 @@ class FusedEngine:
     def pieces(self) -> dict[str, Piece]:
         return self.state.pieces() | self.step.pieces()
 
-    def loaded(self, state: TrainState) -> None:
+    def restore(self, state: TrainState) -> None:
         self.state.loaded()
         self.step.loaded()
 
-    def saving(self, state: TrainState) -> None:
-        """Nothing but the pieces."""
+    def record(self, state: TrainState) -> None:
+        """All values are in the pieces."""
 
     def weights(self) -> dict[str, Tensor]:
         return self.state.full_weights()
 
-    def measures(self) -> dict[str, float]:
+    def extra_metrics(self) -> dict[str, float]:
         return self.step.measures()
 
-    def remarks(self) -> list[str]:
-        slow = [f"cuBLASLt does not make {product}; torch does" for product in gemm.refused()]
-        new = [line for line in slow + self.step.attention.refused() if line not in self.remarked]
-        self.remarked += new
+    def warnings(self) -> list[str]:
+        slow = [f"cuBLASLt cannot compute {product}; torch does" for product in gemm.refused()]
+        new = [line for line in slow + self.step.attention.refused() if line not in self.warned]
+        self.warned.update(new)
         return new
 
 
 def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> Engine:
-    """The quickest way that serves here, or the one asked for. UserError if that can't be."""
+    """The fastest engine that works here, or the configured one. UserError if it does not work here."""
     name, why = choose_engine(config, train, runtime, world.device)
     if name == "fused":
         return FusedEngine(config, train, runtime, world, why)
@@ -269,27 +272,26 @@ def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig,
 def choose_engine(
     config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, where: torch.device
 ) -> tuple[Literal["fused", "compiled", "eager"], str]:
-    """Which engine that is, and in a line, on what and for what reason."""
+    """The name of that engine; and in one line its name, its device and the reason for the choice."""
     device = name_of(where)
     obstacle = why_not_fused(config, train, where)
     if train.precision.startswith("fp8") and (obstacle or runtime.engine in ("compiled", "eager")):
-        raise UserError(
-            f"train.precision: {train.precision} needs the fused engine: {obstacle or 'it was not asked for'}"
-        )
+        reason = obstacle or f"runtime.engine is {runtime.engine}"
+        raise UserError(f"train.precision: {train.precision} needs the fused engine: {reason}")
     if runtime.engine == "fused" and obstacle:
-        raise UserError(f"runtime.engine: fused can't run here: {obstacle}; use 'auto'")
+        raise UserError(f"runtime.engine: fused cannot run here: {obstacle}; use 'auto'")
     wanted = where.type == "cuda" or train.precision.startswith("fp8")
     if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
         return "fused", f"fused, on {device}"
     if runtime.engine == "compiled" or (runtime.engine == "auto" and where.type == "cuda"):
-        why = "as asked" if runtime.engine == "compiled" else f"not fused: {obstacle}"
+        why = "as configured" if runtime.engine == "compiled" else f"not fused: {obstacle}"
         return "compiled", f"compiled, on {device}; {why}"
-    why = "as asked" if runtime.engine == "eager" else "there is no CUDA device"
+    why = "as configured" if runtime.engine == "eager" else "there is no CUDA device"
     return "eager", f"eager, on {device}; {why}"
 
 
 def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device) -> str | None:
-    """What stands in the way of the fused engine, None if nothing does."""
+    """Why the fused engine cannot run here; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -297,17 +299,17 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
     if torch.version.hip:
         return "its kernels are written for CUDA, this is ROCm"
     if train.precision in ("fp32", "fp16"):
-        return f"it computes in bf16, train.precision is {train.precision}"
+        return f"it computes in bf16, but train.precision is {train.precision}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{name_of(device)} has no bf16"
     if train.precision.startswith("fp8"):
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-            return f"{name_of(device)} has no fp8 of Hopper's kind"
-        for field in ("n_embd", "block_size"):  # products in 8 bits take rows of 16, and sum over tokens by 16
+            return f"{name_of(device)} does not have Hopper's fp8"
+        for field in ("n_embd", "block_size"):  # fp8 products need rows of 16, and sum over tokens in groups of 16
             if (value := getattr(config, field)) % 16:
-                return f"model.{field} {value} is not a multiple of 16, as products in 8 bits want it"
+                return f"model.{field} {value} is not a multiple of 16, which fp8 products need"
     if config.n_embd // config.n_head % 8 or config.n_embd // config.n_head > 128:
-        return f"heads of {config.n_embd // config.n_head} are not a multiple of 8 up to 128"
+        return f"the head size {config.n_embd // config.n_head} is not a multiple of 8 up to 128"
     return None
 
 

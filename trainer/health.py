@@ -1,13 +1,15 @@
-"""Whether a run is well, and what is done when it is not.
+"""Anomalies of a run, and the reaction to each.
 
-Three illnesses, three cures. *One bad batch* (a loss or gradient that is not finite, or far outside its own
-recent window): the update is skipped; weights and moments stay as they are. *Divergence* (the loss stays
-above its own best level, or is not finite time after time): the run goes back to a commit from before the
-rise and never reads the data in between again; if that doesn't cure it, it stops with a diagnosis. *A step
-that never ends* (a hung collective, a dead peer, a frozen disk): the process exits, so that it is started anew.
+- *A bad batch*: a loss or gradient that is not finite, or far above its own recent window. The run skips the update;
+  weights and moments do not change.
+- *Divergence*: the loss stays above its own best level, or is not finite many times in a row. The run returns to a
+  commit from before the rise, and never reads the data in between again. If that does not help, it stops with a
+  diagnosis.
+- *A step that never ends*: a hung collective, a dead peer, a frozen disk. The process exits, and its launcher starts
+  it again.
 
-What is judged is what all ranks agreed on, and what is remembered is a frozen value inside the commit: every
-rank decides alike, and a resumed run decides as the undisturbed one.
+All ranks judge the same numbers, those of `World.agree`, and Health is a frozen value inside the commit. So every rank
+decides alike, and a resumed run decides like an undisturbed one.
 """
 
 import faulthandler
@@ -23,69 +25,70 @@ from statistics import median
 from typing import Any, TypeVar
 
 from trainer.config import RuntimeConfig, TrainConfig
+from trainer.errors import EXIT_INTERRUPTED
 from trainer.metrics import PhaseClock
 
-OUTLIER_WINDOW = 128  # values that a z-score compares with, as in llm.c; before there are so many, none is an outlier
-# A limit of 0.5 nats on a mean of 32 is an area of 16 nat-steps: 4 steps at +4, or 32 at +0.5. A batch's own
-# noise (about 0.03 at 0.5M tokens, so 0.005 on the mean) is far below.
+OUTLIER_WINDOW = 128  # values that a z-score compares with, as in llm.c; with fewer values nothing is an outlier
+# A limit of 0.5 nats on a mean of 32 is an area of 16 nat-steps: 4 steps at +4, or 32 at +0.5. The noise of a batch
+# (about 0.03 at 0.5M tokens, so 0.005 on the mean) is far below.
 RECENT, LEVEL = 32, 128
-# Where rollbacks are on, every 128th step is committed, and only those are returned to: which other commits
-# there are depends on the clock, and a run that was killed must turn back to where the undisturbed one does.
-LANDMARK_STEPS = 128
-NOT_FINITE_IN_A_ROW = 8  # single bad batches don't come in rows: by then the weights are ruined
+# With rollbacks on, the run commits every 128th step and returns only to such a step. The other commits depend on the
+# clock, and a run that was killed must return to the same step as an undisturbed one.
+ROLLBACK_POINT_STEPS = 128
+NOT_FINITE_IN_A_ROW = 8  # bad batches do not come in such rows: by then the weights are ruined
 
-STUCK = "no progress"  # with these words a rank says why it exits
-EXIT_STUCK = 75  # as when interrupted: the same command goes on
+STUCK = "no progress"  # marks the line in which a rank reports why it exits
 STUCK_MINUTES, STUCK_STEPS = 10.0, 20
-# Compiling, loading 19 GB, the last upload: nothing of that tells how far it is.
-PATIENCE = 6.0
+# Compiling, loading 19 GB and the last upload report no progress of their own.
+OUTSIDE_STEPS_FACTOR = 6.0
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Health:
-    """What a run remembers to judge itself by. It travels in every commit."""
+    """The recent numbers that a run judges the next ones by. Every commit holds them."""
 
     losses: tuple[float, ...] = ()  # the last LEVEL + RECENT finite ones
     grad_norms: tuple[float, ...] = ()  # the last OUTLIER_WINDOW finite ones
-    skipped: int = 0  # updates not applied because of an illness
-    not_finite: int = 0  # of them in a row, up to now
+    skipped: int = 0  # updates not applied because of an anomaly
+    not_finite: int = 0  # updates in a row, up to now, whose numbers were not finite
     best_level: float | None = None  # the lowest mean of LEVEL losses in a row
-    calm_step: int | None = None  # the last step that is known to lie before any rise; None with rollbacks off
+    calm_step: int | None = None  # the last step that surely lies before any rise; None with rollbacks off
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> "Health":
-        """From what `asdict` and JSON made of it."""
+    def from_json(cls, values: dict[str, Any]) -> "Health":
+        """The health from `asdict` after a way through JSON."""
         lists: dict[str, Any] = {name: tuple(values[name]) for name in ("losses", "grad_norms")}
         return cls(**{**values, **lists})
 
     def after(
         self, step: int, loss: float, grad_norm: float, config: TrainConfig, overflow_allowed: bool = False
     ) -> tuple["Health", str | None]:
-        """The health after update number `step` (from 1) with what the ranks agreed on; why to skip it, or None.
+        """The health after update number `step` (from 1), and the anomaly for which to skip that update, or None.
 
-        With `overflow_allowed` a gradient that is not finite is left to fp16's loss scaler, if the loss is.
+        With `overflow_allowed`, fp16's loss scaler handles a gradient that is not finite, if the loss is finite.
         """
         finite = math.isfinite(loss) and (math.isfinite(grad_norm) or overflow_allowed)
         if not finite:
-            why = f"train/loss is {loss}, train/grad_norm {grad_norm}"
-            return replace(self, skipped=self.skipped + 1, not_finite=self.not_finite + 1), why
+            anomaly = f"train/loss is {loss}, train/grad_norm {grad_norm}"
+            return replace(self, skipped=self.skipped + 1, not_finite=self.not_finite + 1), anomaly
         loss_z, norm_z = config.skip_loss_zscore, config.skip_grad_norm_zscore
-        kept_loss, why_loss = bounded("train/loss", loss, self.losses[-OUTLIER_WINDOW:], loss_z)
-        kept_norm, why_norm = bounded("train/grad_norm", grad_norm, self.grad_norms, norm_z)
-        reason = ", ".join(why for why in (why_loss, why_norm) if why) or None
-        known = replace(
+        bounded_loss, high_loss = bounded("train/loss", loss, self.losses[-OUTLIER_WINDOW:], loss_z)
+        bounded_norm, high_norm = bounded("train/grad_norm", grad_norm, self.grad_norms, norm_z)
+        outliers = ", ".join(outlier for outlier in (high_loss, high_norm) if outlier) or None
+        grad_norms = (*self.grad_norms, bounded_norm)[-OUTLIER_WINDOW:]
+        health = replace(
             self,
-            losses=(*self.losses, kept_loss)[-LEVEL - RECENT :],
-            grad_norms=(*self.grad_norms, kept_norm)[-OUTLIER_WINDOW:] if math.isfinite(grad_norm) else self.grad_norms,
-            skipped=self.skipped + bool(reason),
+            losses=(*self.losses, bounded_loss)[-LEVEL - RECENT :],
+            grad_norms=grad_norms if math.isfinite(grad_norm) else self.grad_norms,
+            skipped=self.skipped + bool(outliers),
             not_finite=0,
         )
-        return known.levelled(step, config.rollback_above_nats), reason
+        return health.with_level(step, config.rollback_above_nats), outliers
 
-    def levelled(self, step: int, limit_nats: float | None) -> "Health":
-        """With `best_level` and `calm_step` brought up to date."""
+    def with_level(self, step: int, limit_nats: float | None) -> "Health":
+        """This health with `best_level` and `calm_step` updated by the losses up to `step`."""
         if limit_nats is None:
             return self
         calm_step = self.calm_step or 0
@@ -93,12 +96,12 @@ class Health:
             return replace(self, calm_step=calm_step)
         best = mean(self.losses[:LEVEL])
         best = best if self.best_level is None else min(best, self.best_level)
-        # Had the loss risen by the time these RECENT began, their mean would be above half the limit.
+        # If the loss had risen before these RECENT losses, their mean would exceed half the limit.
         calm = mean(self.losses[-RECENT:]) <= best + limit_nats / 2
         return replace(self, best_level=best, calm_step=max(calm_step, step - RECENT) if calm else calm_step)
 
     def diverged(self, config: TrainConfig) -> str | None:
-        """What shows that single skipped updates don't cure this run; None if it is well."""
+        """The evidence that the run diverges, so that skipping single updates does not help; None if it is healthy."""
         if self.not_finite >= NOT_FINITE_IN_A_ROW:
             return f"loss or gradient were not finite in {self.not_finite} updates in a row"
         if config.rollback_above_nats is None or self.best_level is None:
@@ -109,16 +112,16 @@ class Health:
         return f"train/loss was {recent:.3f} over the last {RECENT} updates, {self.best_level:.3f} at its best before"
 
 
-def is_landmark(step: int) -> bool:
-    return step % LANDMARK_STEPS == 0
+def is_rollback_point(step: int) -> bool:
+    return step % ROLLBACK_POINT_STEPS == 0
 
 
 def bounded(name: str, value: float, window: Sequence[float], limit: float | None) -> tuple[float, str | None]:
-    """`value`, or `limit` standard deviations above the window's mean if it lies beyond; and the words for that.
+    """`value`, limited to `limit` standard deviations above the mean of the window, and a description if it is above.
 
-    The z-score is llm.c's (-sl, -sg), over the values before. There an outlier enters the window as it is, and
-    one of 1e30 blinds it for 128 steps. Left out, outliers could be skipped forever. Cut to the limit they
-    widen the window a little each: a lasting rise is accepted in the end.
+    The z-score is that of llm.c (-sl, -sg), over the values before. In llm.c an outlier enters the window unchanged, so
+    that one of 1e30 hides all others for 128 steps. If outliers never entered the window, a run could skip updates
+    forever. A limited outlier widens the window a little: the run accepts a lasting rise in the end.
     """
     if limit is None or len(window) < OUTLIER_WINDOW:
         return value, None
@@ -135,38 +138,38 @@ def mean(values: Sequence[float]) -> float:
 
 
 def data_step(step: int, rollbacks: Sequence[tuple[int, int]]) -> int:
-    """The place in the data order that update `step` (from 0) reads.
+    """The position in the data order that update `step` (from 0) reads.
 
-    Each of `rollbacks` (step returned to, steps of data left out there) moves all steps from there on.
+    Each of `rollbacks` (step returned to, steps of data skipped there) shifts all steps from that one on.
     """
     return step + sum(left_out for returned_to, left_out in rollbacks if step >= returned_to)
 
 
-def diagnosis(step: int, seen: str, rollbacks: Sequence[tuple[int, int]], config: TrainConfig) -> str:
-    """What was seen, what was tried, what could be changed: for whoever finds the run stopped."""
+def diagnosis(step: int, evidence: str, rollbacks: Sequence[tuple[int, int]], config: TrainConfig) -> str:
+    """The message of a run that stops because it diverges: the evidence, the rollbacks so far, and possible changes."""
     if config.rollback_above_nats is None:
         tried = "Nothing was tried: train.rollback_above_nats is off"
     elif not rollbacks:
-        tried = "Nothing was tried: there was no commit to return to, or train.max_rollbacks is 0"
+        tried = "Nothing was tried: there is no commit to return to, or train.max_rollbacks is 0"
     else:
         returns = ", ".join(f"from step {to + left_out} to {to}" for to, left_out in rollbacks)
-        tried = f"Tried: {len(rollbacks)} rollback(s) ({returns}), each leaving out the data in between"
+        tried = f"Tried: {len(rollbacks)} rollback(s) ({returns}), each skipping the data in between"
     return (
-        f"training diverged at step {step}: {seen}. {tried}; the last commit stays. "
-        f"What may help: a lower train.learning_rate (now {config.learning_rate:g}), a longer train.warmup_steps "
+        f"training diverged at step {step}: {evidence}. {tried}; the last commit stays. "
+        f"Possible remedies: a lower train.learning_rate (now {config.learning_rate:g}), a longer train.warmup_steps "
         f"(now {config.warmup_steps}), train.grad_clip 1.0 (now {config.grad_clip}), "
         f"train.skip_grad_norm_zscore 6 (now {config.skip_grad_norm_zscore}), "
-        f"or a look at the data around step {step}"
+        f"or other data around step {step}"
     )
 
 
 class Watchdog:
-    """Ends the process when nothing has moved for too long.
+    """Ends the process after too long a time without progress.
 
-    A thread looks at the run once in a while and counts its own looks, not the time between them: while the
-    machine was suspended or the process stopped, it wasn't looking either. `beat` tells it that something
-    moved; so does a change of phase. It needs the interpreter: a rank that hangs while it holds the lock is
-    ended by its peers, which wait for it.
+    Calls of `progress` and changes of phase are progress. A thread polls for them. It adds up its own polling
+    intervals instead of reading the clock: a machine that was suspended, or a process that was stopped, did not poll.
+    The thread needs the interpreter: the peers of a rank that hangs while it holds the GIL end it, because they wait
+    for it.
     """
 
     def __init__(
@@ -175,12 +178,12 @@ class Watchdog:
         clock: PhaseClock,
         rank: int = 0,
         on_stuck: Callable[[str], None] | None = None,
-        look_seconds: float = 1.0,
+        poll_seconds: float = 1.0,
     ) -> None:
         self.minutes, self.clock, self.rank = runtime.watchdog_minutes, clock, rank
-        self.on_stuck, self.look_seconds = on_stuck or leave, look_seconds
-        self.steps: deque[float] = deque(maxlen=101)  # seconds
-        self.beats = 0
+        self.on_stuck, self.poll_seconds = on_stuck or exit_stuck, poll_seconds
+        self.step_seconds: deque[float] = deque(maxlen=101)
+        self.count = 0  # of calls of `progress`
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -192,42 +195,46 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def beat(self) -> None:
-        self.beats += 1
+    def progress(self) -> None:
+        """Record that the run moves."""
+        self.count += 1
 
-    def stepped(self, seconds: float) -> None:
-        """A step is done, and took so long."""
-        self.steps.append(seconds)
-        self.beat()
+    def step_done(self, seconds: float) -> None:
+        """Record a step, and how long it took."""
+        self.step_seconds.append(seconds)
+        self.progress()
 
-    def over(self, items: Iterable[T]) -> Iterator[T]:
-        """The items; each is progress."""
+    def each(self, items: Iterable[T]) -> Iterator[T]:
+        """The items. Each one is progress."""
         for item in items:
-            self.beat()
+            self.progress()
             yield item
 
     def limit_seconds(self) -> float:
-        """How long nothing may move: in a step 10 min or 20 median steps, elsewhere six times that."""
+        """The longest time without progress: in a step 10 min or 20 median steps, in other phases six times that."""
         if self.minutes is None:
             return math.inf
-        usual = median(list(self.steps)) if self.steps else 0.0
+        usual = median(list(self.step_seconds)) if self.step_seconds else 0.0
         limit = max(60 * STUCK_MINUTES, STUCK_STEPS * usual) if self.minutes == "auto" else 60 * float(self.minutes)
-        return limit if self.clock.current in ("train", "redone") else PATIENCE * limit
+        return limit if self.clock.current in ("train", "redone") else OUTSIDE_STEPS_FACTOR * limit
 
     def _watch(self) -> None:
-        seen, still, looked = (self.beats, self.clock.current), 0.0, time.monotonic()
-        while not self._ended.wait(self.look_seconds):
-            passed, looked = time.monotonic() - looked, time.monotonic()
-            still += min(passed, 2 * self.look_seconds)
-            if seen != (self.beats, self.clock.current):
-                seen, still = (self.beats, self.clock.current), 0.0
-            elif still > self.limit_seconds():
-                self.on_stuck(f"rank {self.rank}: {STUCK} in phase '{seen[1]}' for {still:.0f} s; leaving")
+        last, idle_seconds, polled = (self.count, self.clock.current), 0.0, time.monotonic()
+        while not self._ended.wait(self.poll_seconds):
+            passed, polled = time.monotonic() - polled, time.monotonic()
+            idle_seconds += min(passed, 2 * self.poll_seconds)
+            if last != (self.count, self.clock.current):
+                last, idle_seconds = (self.count, self.clock.current), 0.0
+            elif idle_seconds > self.limit_seconds():
+                self.on_stuck(f"rank {self.rank}: {STUCK} in phase '{last[1]}' for {idle_seconds:.0f} s; exiting")
                 return
 
 
-def leave(reason: str) -> None:
-    """Exit at once, with every thread's traceback: what hangs can't be asked to clean up."""
+def exit_stuck(reason: str) -> None:
+    """Exit at once with the traceback of every thread: a process that hangs cannot clean up.
+
+    The exit code is that of an interruption: the same command resumes the run.
+    """
     print(reason, file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr)
-    os._exit(EXIT_STUCK)
+    os._exit(EXIT_INTERRUPTED)

@@ -1,10 +1,9 @@
-"""The ranks of a run: who they are, how they add up gradients, and how they agree to leave together.
+"""The ranks of a run: their places, the mean of their gradients, and their agreement after each step.
 
-The plain module's gradients live in one flat float32 buffer that is averaged by a single all-reduce
-after the last micro-batch (the fused step's: trainer/flat.py). torch's DistributedDataParallel would
-overlap it with the backward pass, but it rebuilds its buckets after the first step, so a resumed run
-would add in another order than the undisturbed one: with more than two ranks the losses would no
-longer be equal bit for bit.
+The gradients of the plain module are one flat float32 buffer. A single all-reduce after the last micro-batch averages
+it (for the fused step see trainer/fused/flat.py). torch's DistributedDataParallel would overlap the all-reduce with the
+backward pass, but it rebuilds its buckets after the first step. A resumed run would then add in another order than an
+undisturbed one: with more than two ranks the losses would no longer be equal bit for bit.
 """
 
 import os
@@ -21,14 +20,14 @@ from trainer.errors import UserError
 
 
 @dataclass(frozen=True)
-class Flags:
-    """What the ranks agreed on after a step."""
+class Agreement:
+    """The values of a step that are equal on all ranks."""
 
     loss: float = 0.0  # mean over ranks
     grad_norm: float = 0.0  # of the mean gradient, before clipping
     stop: bool = False  # any rank was asked to stop
     save: bool = False  # a checkpoint is due
-    digest: int = 0  # sum over ranks of the windows they read
+    digest: int = 0  # of the windows that all ranks read, see `sequence_digest`
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class World:
 
     @classmethod
     def start(cls, runtime: RuntimeConfig) -> "World":
-        """Join the ranks that torchrun started (or be alone without it)."""
+        """Join the ranks that torchrun started; without torchrun, a single rank."""
         rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in RANK_VARIABLES.items())
         kind = device_kind(runtime)
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
@@ -50,21 +49,21 @@ class World:
             if local_rank >= torch.cuda.device_count():
                 raise UserError(
                     f"runtime.processes: rank {local_rank} on this node has no GPU of its own "
-                    f"({torch.cuda.device_count()} there); use one process a GPU, or 'auto'"
+                    f"(the node has {torch.cuda.device_count()}); use one process a GPU, or 'auto'"
                 )
             torch.cuda.set_device(device)
         if runtime.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         if world_size > 1:
-            # Flags go over gloo, so that they never queue behind GPU work. The timeout holds for both.
+            # Numbers of the host go over gloo, so that they never queue behind GPU work. The timeout holds for both.
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=collective_timeout(runtime))
         return cls(rank, local_rank, world_size, device)
 
     @classmethod
     def alone(cls, runtime: RuntimeConfig) -> "World":
-        """A single process on the best device, whoever else there may be."""
+        """A single process on the best device, whatever torchrun started."""
         return cls(0, 0, 1, torch.device(device_kind(runtime)))
 
     def close(self) -> None:
@@ -84,14 +83,14 @@ class World:
             dist.all_reduce(numbers)
         return numbers.tolist()
 
-    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Flags:
-        """One small all-reduce a step: no rank leaves, saves, skips or gives up alone.
+    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Agreement:
+        """One small all-reduce a step, so that all ranks stop, save, skip an update or give up together.
 
-        The norm is that of the mean gradient, equal on all ranks; its mean is exact, as float32 fits twice
-        into float64, and a rank that computed another one can't decide alone.
+        The norm of the mean gradient is equal on all ranks. Its mean is exact, because float64 holds the sum of
+        float32 numbers; a rank that computed another norm still decides like the others.
         """
         loss, grad_norm, stops, saves, digests = self.sum(loss, grad_norm, stop, save, digest)
-        return Flags(loss / self.world_size, grad_norm / self.world_size, stops > 0, saves > 0, int(digests))
+        return Agreement(loss / self.world_size, grad_norm / self.world_size, stops > 0, saves > 0, int(digests))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of ranks, on every rank."""
@@ -136,26 +135,28 @@ class FlatGradients:
 
 
 def collective_timeout(runtime: RuntimeConfig) -> timedelta:
-    """When a hung collective ends by itself: later than the watchdog's longest patience (six times its limit), whose
-    exit is one that the launcher recovers; a collective that gives up looks like a fault of ours."""
+    """The timeout of a collective: later than the watchdog's longest limit (six times that of a step). The launcher
+    recovers from the watchdog's exit, but treats a failed collective as a fault of the program."""
     if runtime.watchdog_minutes is None:
         return timedelta(minutes=10)
     return timedelta(minutes=7 * (10 if runtime.watchdog_minutes == "auto" else max(1.5, runtime.watchdog_minutes)))
 
 
 def device_kind(runtime: RuntimeConfig) -> str:
-    """'cuda', 'mps' or 'cpu': the best this machine has, or the one asked for. UserError if it isn't there."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """'cuda', 'mps' or 'cpu': the best of this machine, or the configured one. UserError if the machine lacks it."""
+    exists = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [kind for kind in exists if exists[kind]]
     if runtime.device == "auto":
-        return next(kind for kind, there in available.items() if there)
-    if not available[runtime.device]:
-        there = ", ".join(kind for kind, is_there in available.items() if is_there)
-        raise UserError(f"runtime.device: no {runtime.device} device on this machine; there is: {there}")
+        return available[0]
+    if runtime.device not in available:
+        raise UserError(
+            f"runtime.device: no {runtime.device} device on this machine; available: {', '.join(available)}"
+        )
     return runtime.device
 
 
 def precision_on(device: torch.device, train: TrainConfig) -> str:
-    """'bf16', 'fp16' or 'fp32': as asked; auto is bf16 where the GPU has it, else fp16; fp32 elsewhere."""
+    """The precision: as configured; auto is bf16 or, on a GPU without bf16, fp16; without a GPU it is fp32."""
     if train.precision != "auto":
         return train.precision
     if device.type != "cuda":

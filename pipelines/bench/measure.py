@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pipelines.recipe import Recipe
     from trainer.data import TokenData
-    from trainer.engine import Engine
+    from trainer.engine import Engine, PendingNumbers
     from trainer.parallel import World
 
 LEAST_STEPS = 20
@@ -253,7 +253,7 @@ def measured(
         mfu=mfu(speeds.median, model, world.world_size, peak) if peak else None,
         first_loss=first_loss,
         last_loss=run.loss,
-        remarks=engine.remarks(),
+        remarks=engine.warnings(),
         first_step_seconds=first_step_seconds,
         allocated_bytes=memory[0],
         reserved_bytes=memory[1],
@@ -266,7 +266,7 @@ def measured(
 
 
 class Steps:
-    """Steps as the training loop makes them: a guarded engine is asked for its update before the loss is read."""
+    """Steps of the training loop, with this rank's loss and without the exchange between ranks after each."""
 
     def __init__(
         self, recipe: "Recipe", engine: "Engine", data: "TokenData", world: "World", micro_batch_size: int
@@ -276,21 +276,27 @@ class Steps:
         self.done, self.loss = 0, math.nan
 
     def step(self) -> float:
-        """Make a step; its loss. Diverged if that is not finite."""
-        from trainer.engine import PendingNumbers
+        """Make a step and return its loss. Diverged if the loss is not finite."""
         from trainer.errors import Diverged
+        from trainer.health import Health
+        from trainer.loop import Verdict, step
+        from trainer.parallel import Agreement
 
-        mine = self.mine(self.done)
-        batches = self.data.micro_batches(mine, self.micro_batch_size, self.world.device, then=self.mine(self.done + 1))
-        rate, number = self.recipe.train.learning_rate, self.done + 1
-        found = self.engine.accumulate(batches, len(mine) // self.micro_batch_size, number)
-        reading = PendingNumbers(found)
-        if self.engine.guarded:
-            self.engine.update(rate, found, number)
-            self.loss = reading.values()[0]
-        else:
-            self.loss = reading.values()[0]
-            self.engine.update(rate, found, number)
+        def alone(numbers: "PendingNumbers") -> Verdict:
+            loss, grad_norm = numbers.values()
+            return Verdict(Agreement(loss, grad_norm), Health())
+
+        sequences, upcoming = self.sequences_at(self.done), self.sequences_at(self.done + 1)
+        verdict, _ = step(
+            self.engine,
+            self.data.micro_batches(sequences, self.micro_batch_size, self.world.device, upcoming),
+            len(sequences) // self.micro_batch_size,
+            self.recipe.train.learning_rate,
+            self.done + 1,
+            alone,
+            update_first=self.engine.guarded,
+        )
+        self.loss = verdict.agreed.loss
         self.done += 1
         if not math.isfinite(self.loss):
             raise Diverged(
@@ -303,7 +309,7 @@ class Steps:
         for _ in range(PROFILED_STEPS):
             self.step()
 
-    def mine(self, step: int) -> range:
+    def sequences_at(self, step: int) -> range:
         from trainer.shards import sequences_of
 
         return sequences_of(step, self.recipe.model, self.recipe.train, self.world.rank, self.world.world_size)

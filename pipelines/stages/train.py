@@ -45,7 +45,7 @@ from trainer.commits import committed_state, segments, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, grad_accum_steps
 from trainer.errors import FULL, Interrupted, StaleAttempt, UserError
 from trainer.health import STUCK
-from trainer.metrics import EventLog, PhaseClock
+from trainer.metrics import PhaseClock
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import Store
 
@@ -384,62 +384,44 @@ def main(spec_path: str) -> int:
 
 
 def train_rank(spec: dict[str, Any], folder: Path, stop: StopSignal) -> int:
-    from safetensors.torch import save_file
-
-    from trainer.checkpoint import Checkpointer
-    from trainer.data import TokenData
-    from trainer.loop import train
-    from trainer.parallel import World
+    from trainer.rank import RankJob, run_rank
     from trainer.shards import Shard
 
     recipe = Recipe.model_validate(spec["recipe"])
-    store, prefix, attempt = open_store(spec["store"]), spec["prefix"], spec["attempt"]
+    store, prefix, cache = open_store(spec["store"]), spec["prefix"], Path(spec["cache"])
     tokens = read_manifest(store, spec["tokens"])
     assert tokens is not None, spec["tokens"]
-
-    def local(name: str) -> Path:
-        return fetch(store, tokens.prefix, tokens.file(name), Path(spec["cache"]))
-
-    def split(name: str) -> TokenData:
-        shards = [Shard(s, n) for s, n in tokens.facts["shards"].items() if s.startswith(name)]
-        return TokenData(shards, local, recipe.model.block_size, recipe.train.seed)
-
-    world = World.start(recipe.runtime)
     clock = PhaseClock(started=spec["started"])
-    log = EventLog(folder / "events.jsonl" if world.rank == 0 else None, clock, spec["reached"])
-    bring_kernels(store, Path(spec["cache"]), recipe, world, clock)
-    checkpointer = Checkpointer(
-        store,
-        prefix,
-        world,
-        folder / "checkpoint",
-        attempt,
-        recipe.runtime.keep_last,
-        superseded=lambda: latest_number(store, prefix) > attempt,
-        keep_every=recipe.runtime.keep_every_steps,
+
+    def shards(split: str) -> list[Shard]:
+        return [Shard(name, n) for name, n in tokens.facts["shards"].items() if name.startswith(split)]
+
+    def begin(world: "World") -> int:
+        bring_kernels(store, cache, recipe, world, clock)
+        return spec["attempt"]
+
+    job = RankJob(
+        model=recipe.model,
+        train=recipe.train,
+        runtime=recipe.runtime,
+        train_shards=shards("train"),
+        val_shards=shards("val"),
+        fetch=lambda name: fetch(store, tokens.prefix, tokens.file(name), cache),
+        store=store,
+        prefix=prefix,
+        folder=folder,
+        checkpoint_folder=folder / "checkpoint",
+        begin=begin,
+        superseded=lambda attempt: latest_number(store, prefix) > attempt,
+        clock=clock,
+        reached=spec["reached"],
         between_failures=spec["between_failures"],
     )
     try:
-        engine, state = train(
-            recipe.model,
-            recipe.train,
-            recipe.runtime,
-            split("train"),
-            split("val"),
-            checkpointer,
-            world,
-            stop,
-            log,
-        )
+        run_rank(job, stop)
     except StaleAttempt as error:
         print(error, file=sys.stderr)
-        return 1  # the pipeline's process sees for itself that it is stale
-    if state.step == recipe.train.max_steps:
-        log.clock.enter("checkpoint")
-        weights = engine.weights()
-        if world.rank == 0:
-            save_file(weights, folder / "model.safetensors")
-    world.close()
+        return 1  # the pipeline's process finds by itself that the attempt is stale
     return 0
 
 

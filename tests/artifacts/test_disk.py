@@ -16,6 +16,7 @@ from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import train
 from trainer.errors import FULL, UserError
+from trainer.events import CheckpointFailed
 from trainer.store import LocalStore
 
 _one_thread, data = trainer_runs._one_thread, trainer_runs.data
@@ -75,7 +76,7 @@ def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_af
     model, _ = whole.attempt()
     run = Runner(data, disk.root / "run", configured(checkpoint_minutes=EVERY_STEP))  # its event file is there, too
     same, _ = run.attempt(store=Filling(run.out, disk))
-    assert {e["step"] for e in run.events if e["event"] == "checkpoint_failed"} >= {4, 5}
+    assert {e.step for e in run.events_of(CheckpointFailed)} >= {4, 5}
     assert run.commits() == [12, 11]
     assert run.rows() == whole.rows() and weights(same) == weights(model)
 

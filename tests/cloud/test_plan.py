@@ -5,7 +5,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Machine
-from trainer.commits import TrainState, sealed
+from trainer.commits import Commit, TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
 from trainer.errors import UserError
 from trainer.metrics import mfu
@@ -293,8 +293,8 @@ def test_with_a_catalog_stood_in_the_rest_of_a_run_is_planned_at_its_own_speed(m
     )
     rows = [{"step": i, "perf/tokens_per_second": 1e5 if i < 3 else 2e6 + i} for i in range(1, 8)]  # two compile
     store.put(f"{train}/metrics/step-00000007-a0001.jsonl", "\n".join(map(json.dumps, rows)).encode())
-    halfway = asdict(TrainState(step=SMALL.train.max_steps // 2))
-    store.put(f"{train}/checkpoints/step-00009432-a0001/COMMIT.json", sealed({"state": halfway}))
+    halfway = Commit(9432, 1, 8, 0.0, TrainState(step=SMALL.train.max_steps // 2), "", ())
+    store.put(f"{train}/checkpoints/step-00009432-a0001/COMMIT.json", halfway.encode())
     rest = planned(tmp_path, **options).candidates
     for before, now in zip(sorted(whole, key=by_machine), sorted(rest, key=by_machine), strict=True):
         assert now.speed.kind == ("measured" if now.offer.accelerators == "H100:8" else "estimated")

@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint import Checkpointer, side_by_side, training_tensors
+from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.events import EventLog
 from trainer.fused.flat import FlatState, Layout
-from trainer.metrics import EventLog, PhaseClock
+from trainer.metrics import PhaseClock
 from trainer.model import GPT
 from trainer.optim import AdamW
 from trainer.parallel import World
+from trainer.pieces import contiguous_runs, training_tensors
 from trainer.store import LocalStore
 
 # A width that leaves gaps between parameters, and a vocabulary with padding.
@@ -299,10 +301,10 @@ def test_a_checkpoints_copy_is_one_for_weights_and_one_for_each_moment() -> None
     alone = World(0, 0, 1, torch.device("cpu"))
     state, plain = flat_state(alone), Reference(1)
     lives = {name: piece.live for name, piece in state.pieces().items()}
-    runs = side_by_side(lives)
+    runs = contiguous_runs(lives)
     assert len(runs) == 3 and sorted(sum(runs, [])) == sorted(lives)
     apart = {name: piece.live for name, piece in training_tensors(plain.model, plain.optimizer).items()}
-    assert sorted(side_by_side(apart)) == sorted([name] for name in apart)
+    assert sorted(contiguous_runs(apart)) == sorted([name] for name in apart)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])

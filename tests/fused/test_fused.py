@@ -17,6 +17,7 @@ from trainer_runs import Runner, weights
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.engine import FusedEngine, PlainEngine, make_engine
 from trainer.errors import UserError
+from trainer.events import Slow
 from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
 from trainer.model import GPT
@@ -211,7 +212,9 @@ def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
 
 def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(n_layer=1, n_head=1, n_embd=12, block_size=4)
-    with pytest.raises(UserError, match="runtime.engine: fused can't run here: heads of 12 are not a multiple of 8"):
+    with pytest.raises(
+        UserError, match="runtime.engine: fused cannot run here: the head size 12 is not a multiple of 8"
+    ):
         make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="it needs a CUDA device, this is cpu; use 'auto'"):
@@ -230,8 +233,8 @@ def test_products_that_cublaslt_refuses_are_told_once(
     monkeypatch.setattr("trainer.fused.gemm.refused", lambda: [refused])
     run = runner(engine="fused", **SHORT | {"max_steps": 2, "warmup_steps": 0})
     run.attempt()
-    words = "cuBLASLt does not make bfloat16 9x7ᵀ @ bfloat16 9x24 -> float32 7x24 (epilogue 1); torch does"
-    assert [(e["step"], e["reason"]) for e in run.events if e["event"] == "slow"] == [(1, words)]
+    words = "cuBLASLt cannot compute bfloat16 9x7ᵀ @ bfloat16 9x24 -> float32 7x24 (epilogue 1); torch does"
+    assert [(e.step, e.reason) for e in run.events_of(Slow)] == [(1, words)]
 
 
 # --- fp8
@@ -265,12 +268,12 @@ def test_fp8_gradients_point_where_the_exact_ones_do(precision: str) -> None:
         for name, gradient in exact.items():
             # e5m2 keeps 2 bits behind the point: rounding is off by 7% on average, of every factor.
             assert error(engine.state.gradients[name], gradient) < 0.25, name
-    told = engine.measures()
+    told = engine.extra_metrics()
     assert set(told) == {
         f"fp8/{k}_{what}" for k in ("activations", "gradients") for what in ("saturated", "underflown")
     }
     assert told["fp8/activations_saturated"] == 0 and 0 < told["fp8/gradients_underflown"] < 0.2
-    assert engine.measures() == {}
+    assert engine.extra_metrics() == {}
 
 
 def fp8_engine(config: ModelConfig, weights: dict[str, Tensor], recompute: bool = False, **train: Any) -> FusedEngine:

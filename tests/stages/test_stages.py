@@ -181,7 +181,7 @@ START = {
     "precision": "fp32",
     "engine": "eager, on cpu; there is no CUDA device",
     "micro_batch_size": 1,
-    "micro_batch_why": "micro-batches of 1, as asked",
+    "micro_batch_why": "micro-batches of 1, as configured",
 }
 
 

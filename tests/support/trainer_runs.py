@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import psutil
@@ -20,10 +20,11 @@ import yaml
 
 from trainer.__main__ import TrainerConfig
 from trainer.checkpoint import Checkpointer
-from trainer.commits import TrainState, series
+from trainer.commits import TrainState, committed_folders, series, step_of
 from trainer.data import TokenData
+from trainer.events import Event, EventLog, read_events
 from trainer.loop import train
-from trainer.metrics import EventLog, PhaseClock
+from trainer.metrics import PhaseClock
 from trainer.model import GPT
 from trainer.parallel import World
 from trainer.process import StopSignal
@@ -34,6 +35,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = World(0, 0, 1, torch.device("cpu"))
 SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss", "data/digest")
 EVERY_STEP = 1e-9  # minutes between checkpoints
+
+E = TypeVar("E", bound=Event)
 
 CONFIG: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 70},
@@ -114,7 +117,7 @@ class Runner:
     out: Path
     config: TrainerConfig
     attempts: int = 0
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     def attempt(
         self,
@@ -148,7 +151,11 @@ class Runner:
             model.load_state_dict(engine.weights())
             return model, state
         finally:
-            self.events = [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
+            self.events = read_events(self.out / "events.jsonl")
+
+    def events_of(self, kind: type[E]) -> list[E]:
+        """The events of one kind, of all attempts, in order."""
+        return [event for event in self.events if isinstance(event, kind)]
 
     @property
     def store(self) -> LocalStore:
@@ -159,15 +166,27 @@ class Runner:
 
     def commits(self) -> list[int]:
         """Steps that can be resumed from, newest first."""
-        return Checkpointer(self.store, "run", ALONE, self.out / "work").committed_steps()
+        return committed_steps(self.store)
 
     def newest(self) -> Path:
         return max((self.out / "run/checkpoints").iterdir())
 
 
+def committed_steps(store: Store) -> list[int]:
+    """Steps that a run can resume from, newest first."""
+    return [step_of(folder) for folder in committed_folders(store, "run")]
+
+
 def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What must be equal between two runs: no times, no speeds."""
     return [{k: row[k] for k in ("step", *SERIES) if k in row} for row in rows]
+
+
+def flip_a_byte(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    body = bytearray(path.read_bytes())
+    body[-5] ^= 1
+    path.write_bytes(body)
 
 
 def weights(model: GPT) -> str:
@@ -225,8 +244,9 @@ class Command:
             return (self.out / "events.jsonl").read_text().count('"train/loss"')
         return 0
 
-    def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
+    def events_of(self, kind: type[E]) -> list[E]:
+        """The events of one kind, of all attempts, in order."""
+        return [event for event in read_events(self.out / "events.jsonl") if isinstance(event, kind)]
 
     def wait_for_rows(self, n: int, process: subprocess.Popen[str]) -> None:
         """Until this attempt did `n` steps."""

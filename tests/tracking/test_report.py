@@ -49,7 +49,7 @@ from pipelines.tracking.runs import (
     run_series,
     summarize,
 )
-from trainer.commits import TrainState, sealed
+from trainer.commits import Commit, TrainState
 from trainer.errors import UserError
 from trainer.process import StopSignal
 from trainer.shards import Order, Shard, sequence_digest, sequences_of
@@ -580,8 +580,8 @@ def test_a_printed_plan_cuts_and_swallows_nothing(capsys: pytest.CaptureFixture[
 
 
 def committed(store: Store, step: int, attempt: int, rollbacks: tuple[tuple[int, int], ...] = ()) -> None:
-    commit = sealed({"step": step, "state": asdict(TrainState(step=step, rollbacks=rollbacks))})
-    store.put(f"{TRAIN}/checkpoints/step-{step:08d}-a{attempt:04d}/COMMIT.json", commit)
+    commit = Commit(step, attempt, 1, 0.0, TrainState(step=step, rollbacks=rollbacks), "", ())
+    store.put(f"{TRAIN}/checkpoints/step-{step:08d}-a{attempt:04d}/COMMIT.json", commit.encode())
 
 
 def read_at(step: int, shards: dict[str, int], place: int | None = None) -> dict[str, Any]:

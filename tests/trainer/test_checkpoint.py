@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from trainer_runs import committed_steps
 
 import trainer.checkpoint
-from trainer.checkpoint import Checkpointer, Piece
-from trainer.commits import TrainState, unsealed
+from trainer.checkpoint import Checkpointer
+from trainer.commits import Commit, TrainState
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
-from trainer.metrics import EventLog, PhaseClock
+from trainer.events import EventLog
+from trainer.metrics import PhaseClock
 from trainer.parallel import World
+from trainer.pieces import Piece
 from trainer.store import LocalStore
 
 CPU = torch.device("cpu")
@@ -142,11 +145,11 @@ def test_a_rank_that_cannot_upload_says_so_and_nobody_waits_or_commits(
     first, second = each(ranks, save(2, 2.0))
     assert isinstance(first, OSError) and "rank 1: OSError" in str(first) and "No space left" in str(first)
     assert isinstance(second, OSError)
-    assert ranks[0].committed_steps() == [1]
+    assert committed_steps(ranks[0].store) == [1]
     each(ranks, save(3, 3.0))  # the next one makes up for it
-    assert ranks[0].committed_steps() == [3, 1]
-    commit = unsealed(LocalStore(tmp_path).get("run/checkpoints/step-00000003-a0001/COMMIT.json") or b"")
-    assert [file["name"] for file in commit["files"]] == [
+    assert committed_steps(ranks[0].store) == [3, 1]
+    commit = Commit.decode(LocalStore(tmp_path).get("run/checkpoints/step-00000003-a0001/COMMIT.json") or b"")
+    assert [file.name for file in commit.files] == [
         "rank-00000-of-00002.safetensors",
         "rank-00001-of-00002.safetensors",
     ]
@@ -157,9 +160,9 @@ def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, mo
     (first, _) = some_ranks([LocalStore(tmp_path)] * 2)  # the other is gone
     log = quiet_log(1)
     first.save(TrainState(step=1), pieces(1), log)
-    with pytest.raises(TimeoutError, match=r"rank 1 handed in no receipt within 0 s"):
+    with pytest.raises(TimeoutError, match=r"rank 1 sent no receipt within 0 s"):
         first.finish(log)
-    assert first.committed_steps() == [] and len(log.uncommitted) == 1
+    assert committed_steps(first.store) == [] and len(log.uncommitted) == 1
 
 
 # --- pieces
@@ -211,7 +214,10 @@ def test_torchs_own_reader_loads_what_two_ranks_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "shape", "complaint"),
-    [("model.b", (7, 31), r"model.b is \[31, 7\]; this model's is \(7, 31\)"), ("model.c", (5,), "model.c is not")],
+    [
+        ("model.b", (7, 31), r"model.b is \[31, 7\]; this model's is \(7, 31\)"),
+        ("model.c", (5,), "model.c is missing or incomplete"),
+    ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
     tmp_path: Path, name: str, shape: tuple[int, ...], complaint: str
@@ -232,7 +238,7 @@ def test_what_was_never_committed_of_a_way_not_taken_vouches_for_nothing(tmp_pat
     # Step 6: rank 0 died before its upload, rank 1 had handed in a receipt.
     store.put("run/checkpoints/step-00000006-a0001/receipt-00001.json", b"{}")
     store.put("run/metrics/step-00000006-a0001.jsonl", b"{}")
-    checkpointer(store).forget_after(2)
+    checkpointer(store).delete_after(2)
     assert folders(store) == ["step-00000002-a0001"]
     assert [entry.key for entry in store.entries("run/metrics/")] == ["run/metrics/step-00000002-a0001.jsonl"]
 
@@ -241,7 +247,7 @@ def test_a_stale_attempt_that_turns_back_forgets_nothing_and_says_so_on_every_ra
     store = LocalStore(tmp_path)
     committed(store, 4)
     ranks = some_ranks([store] * 2, superseded=lambda: True)
-    told = each(ranks, lambda rank: rank.forget_after(0))
+    told = each(ranks, lambda rank: rank.delete_after(0))
     assert [type(answer) for answer in told] == [StaleAttempt, StaleAttempt]
     assert folders(store) == ["step-00000004-a0001"]
 
@@ -256,7 +262,7 @@ def test_an_attempt_that_has_not_yet_heard_of_its_successor_deletes_nothing_of_i
         committed(store, step, attempt=2, keep_last=9)
     committed(store, 9, attempt=1, keep_last=1)  # it believes to be the newest
     assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002", "step-00000009-a0001"]
-    checkpointer(store, attempt=1).forget_after(0)
+    checkpointer(store, attempt=1).delete_after(0)
     assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002"]
     assert [e.key for e in store.entries("run/metrics/")] == [
         "run/metrics/step-00000002-a0002.jsonl",

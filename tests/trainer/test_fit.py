@@ -85,7 +85,7 @@ def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None
     engine = make_engine(MODEL, train, runtime, world)
     found = "micro-batches of 8: the most up to 8 that divide 48 sequences"
     for ranks, devices, why in (
-        (1, "cpu", "micro-batches of 3, as before"),
+        (1, "cpu", "micro-batches of 3, as before the resume"),
         (2, "cpu", found),
         (1, "NVIDIA H200 (sm_90)", found),
     ):

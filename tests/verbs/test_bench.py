@@ -52,7 +52,7 @@ def test_a_trace_of_kernels_that_cannot_be_profiled_is_refused(tmp_path: Path) -
 def test_a_person_is_told_the_same_and_beside_the_peers_what_was_not_measured_now() -> None:
     text = benched("--micro-batch", "2").stdout
     assert "tokens by Zipf's law" in text or "Zipf's law" in text
-    assert "micro-batches of 2, as asked" in text and "all finite" in text and "MFU = tokens/s" in text
+    assert "micro-batches of 2, as configured" in text and "all finite" in text and "MFU = tokens/s" in text
     result = json.loads(benched("--json").stdout)
     row = result["measured"][0]
     slower = row | {"engine": "slower", "tokens_per_second": {k: v / 2 for k, v in row["tokens_per_second"].items()}}
@@ -76,7 +76,7 @@ def test_a_loss_that_is_not_finite_measures_nothing() -> None:
         (["--micro-batch", "3"], "use a micro_batch_size that divides 8"),
         (["--micro-batch", "some"], "runtime.micro_batch_size"),
         (["--precision", "fp8"], "train.precision: fp8 needs the fused engine: it needs a CUDA device"),
-        (["--engine", "fused"], "runtime.engine: fused can't run here: it needs a CUDA device"),
+        (["--engine", "fused"], "runtime.engine: fused cannot run here: it needs a CUDA device"),
     ],
 )
 def test_a_measurement_that_can_not_be_is_refused(options: list[str], words: str) -> None:

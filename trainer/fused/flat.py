@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint import Piece
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.model import GPT, draw
 from trainer.parallel import World
+from trainer.pieces import Piece
 
 # Elements: 128 bytes of bf16, a cache line. TMA and cuBLAS's best kernels want 16.
 ALIGNED = 64

@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint import Piece
 from trainer.config import ModelConfig
 from trainer.fused import gemm, kernels
 from trainer.fused.attention import Saved
 from trainer.fused.flat import FlatState
 from trainer.fused.kernels import Fp8Out
 from trainer.fused.step import FusedStep
+from trainer.pieces import Piece
 
 HISTORY = 16  # micro-batches
 MARGINS = {torch.float8_e4m3fn: 2.0, torch.float8_e5m2: 4.0}

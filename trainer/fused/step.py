@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import Piece
 from trainer.config import ModelConfig
 from trainer.fused import gemm, kernels
 from trainer.fused.attention import Attention, Saved
 from trainer.fused.flat import FlatState
+from trainer.pieces import Piece
 
 LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products are at full speed from about 8,192 rows
 

@@ -1,0 +1,305 @@
+"""Checkpoints of whole runs: damaged, interrupted or late, and the run ends with the same weights."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import trainer_runs
+from safetensors import safe_open
+from servers import Fault, FaultyProxy, S3Account
+from trainer_runs import (
+    EVERY_STEP,
+    Runner,
+    committed_steps,
+    flip_a_byte,
+    kept,
+    weights,
+)
+
+from pipelines.artifacts.store import S3Store
+from trainer.commits import Commit, series
+from trainer.errors import StaleAttempt
+from trainer.events import (
+    CheckpointFailed,
+    Damaged,
+    Row,
+    Started,
+)
+from trainer.pieces import HostCopy
+from trainer.store import LocalStore
+
+_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
+
+
+def test_only_the_last_checkpoints_are_kept(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP, keep_last=3)
+    run.attempt()
+    assert run.commits() == [12, 11, 10]
+    assert len(list((run.out / "run/checkpoints").iterdir())) == 3
+    assert len(run.rows()) == 13  # the series of deleted checkpoints stays
+
+
+def test_every_so_many_steps_a_checkpoint_stays_for_good(runner: Callable[..., Runner]) -> None:
+    run = runner(keep_every_steps=5, keep_last=1)  # nothing else is due in so short a run
+    run.attempt()
+    assert run.commits() == [12, 10, 5]
+
+
+def test_a_checkpoint_holds_no_pickle(runner: Callable[..., Runner]) -> None:
+    run = runner()
+    model, _ = run.attempt()
+    files = sorted(run.newest().iterdir())
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    found: dict[str, torch.Tensor] = {}
+    for path in files:
+        if path.suffix == ".json":
+            assert json.loads(path.read_text())
+            continue
+        with safe_open(path, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    assert len(found) == 3 * len(model.state_dict())
+    for name, p in model.state_dict().items():
+        assert torch.equal(found[f"model.{name}"], p.flatten())
+
+
+def test_work_folders_are_left_empty(runner: Callable[..., Runner]) -> None:
+    run = runner()
+    run.attempt(stop_after=4)
+    run.attempt()
+    assert [p for p in (run.out / "work").rglob("*") if p.is_file()] == []
+
+
+# --- damage
+
+
+def truncate(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def delete_a_file(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def scribble_over_the_commit(folder: Path) -> None:
+    (folder / "COMMIT.json").write_bytes(b"\0\xff garbage")
+
+
+def empty_the_commit(folder: Path) -> None:
+    (folder / "COMMIT.json").write_bytes(b"")
+
+
+def change_a_digit_of_the_commit(folder: Path) -> None:
+    path = folder / "COMMIT.json"
+    path.write_text(path.read_text().replace('"optimizer_steps": 7', '"optimizer_steps": 2'))
+
+
+def misspell_a_field_of_the_commit(folder: Path) -> None:
+    path = folder / "COMMIT.json"
+    path.write_text(path.read_text().replace('"tokens_seen"', '"tokens_sEen"'))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_byte,
+        truncate,
+        delete_a_file,
+        scribble_over_the_commit,
+        empty_the_commit,
+        change_a_digit_of_the_commit,
+        misspell_a_field_of_the_commit,
+    ],
+)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_loudly(
+    runner: Callable[..., Runner], damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("damaged", checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=7)
+    assert run.commits() == [7, 6]
+    before = {path: path.read_bytes() for path in run.newest().iterdir()}
+    damage(run.newest())
+    assert before != {path: path.read_bytes() for path in run.newest().iterdir()}
+    resumed, _ = run.attempt()
+    assert "DAMAGED checkpoint" in (said := capsys.readouterr().out) and "step-00000007" in said
+    assert [e.step for e in run.events_of(Started)] == [0, 6]
+    assert [e.checkpoint for e in run.events_of(Damaged)] == ["run/checkpoints/step-00000007-a0001"]
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+def test_damaged_checkpoints_do_not_push_out_sound_ones(runner: Callable[..., Runner]) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("damaged", checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=7)
+    for folder in (run.out / "run/checkpoints").iterdir():
+        flip_a_byte(folder)
+    run.attempt(stop_after=2)  # it began anew, and what it commits is older than what is damaged
+    assert run.commits() == [2, 1]
+    resumed, _ = run.attempt()
+    assert [e.step for e in run.events_of(Started)] == [0, 0, 2]
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+def test_with_every_checkpoint_damaged_a_run_begins_anew(runner: Callable[..., Runner]) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("damaged", checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=7)
+    for folder in (run.out / "run/checkpoints").iterdir():
+        flip_a_byte(folder)
+    resumed, _ = run.attempt()
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+# --- interrupted saves and deletions
+
+
+class DyingStore(LocalStore):
+    """Dies in the n-th call of one of its methods."""
+
+    def __init__(self, root: Path, method: str, calls: int) -> None:
+        super().__init__(root)
+        self.method, self.calls = method, calls
+
+    def _count(self, method: str) -> None:
+        if method == self.method:
+            self.calls -= 1
+            if self.calls <= 0:
+                raise ConnectionError(f"the store died in {method}")
+
+    def write(self, parts: Sequence[memoryview], key: str) -> None:
+        self._count("write")
+        super().write(parts, key)
+
+    def put(self, key: str, body: bytes) -> None:
+        self._count("put")
+        super().put(key, body)
+
+    def create(self, key: str, body: bytes) -> bool:
+        self._count("create")
+        return super().create(key, body)
+
+    def delete(self, key: str) -> None:
+        self._count("delete")
+        super().delete(key)
+
+
+# Of a save: the file is written, the receipt put, the rows put, the commit created.
+@pytest.mark.parametrize(
+    ("method", "calls", "failed"), [("write", 4, 4), ("put", 5, 3), ("put", 6, 3), ("put", 7, 4), ("create", 4, 4)]
+)
+def test_a_save_cut_short_leaves_nothing_that_looks_committed_and_stops_no_step(
+    runner: Callable[..., Runner], method: str, calls: int, failed: int
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("cut", checkpoint_minutes=EVERY_STEP)
+    with pytest.raises(ConnectionError):  # at the end: the last step can't be committed either
+        run.attempt(store=DyingStore(run.out, method, calls))
+    assert [e.step for e in run.events_of(Row)][-1] == 12
+    assert {e.step for e in run.events_of(CheckpointFailed)} == set(range(failed, 13))
+    assert run.commits() == [failed - 1, failed - 2]
+    for folder in (run.out / "run/checkpoints").iterdir():
+        if (folder / "COMMIT.json").exists():
+            files = {f.name for f in Commit.decode((folder / "COMMIT.json").read_bytes()).files}
+            assert files | {"COMMIT.json", "receipt-00000.json"} == {path.name for path in folder.iterdir()}
+    resumed, _ = run.attempt()
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+def test_an_s3_that_misbehaves_in_every_way_stops_no_step_and_later_saves_make_up_for_it(
+    runner: Callable[..., Runner], s3_store: S3Store, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    proxy = FaultyProxy(s3_server.endpoint)
+    proxy.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        store = S3Store(s3_store.bucket, "some/prefix", time_limit_s=1)
+        cured = [Fault(503, "SlowDown"), Fault(reset_at=1000), Fault(forward=True), Fault(500)]
+        proxy.fail(*cured, Fault(403, "RequestTimeTooSkewed"), *[Fault(400, "ExpiredToken")] * 2, method="PUT")
+        proxy.fail(*[Fault(silence_s=60)] * 2, method="PUT")
+        run = runner("run", checkpoint_minutes=EVERY_STEP)
+        same, _ = run.attempt(store=store)
+    finally:
+        proxy.stop()
+    failed = [(e.step, e.reason) for e in run.events_of(CheckpointFailed)]
+    assert [step for step, _ in failed] == list(range(1, 1 + len(failed)))
+    for code in ("RequestTimeTooSkewed", "ExpiredToken", "ReadTimeout"):
+        assert len([reason for _, reason in failed if code in reason]) >= 1, (code, failed)
+    assert committed_steps(s3_store) == [12, 11]
+    assert kept(series(s3_store, "run")) == whole.rows() and weights(same) == weights(model)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_deletion_cut_short_leaves_nothing_that_looks_committed(runner: Callable[..., Runner], calls: int) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("cut", checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=5, store=DyingStore(run.out, "delete", calls))
+    committed = [f for f in (run.out / "run/checkpoints").iterdir() if (f / "COMMIT.json").exists()]
+    assert len(committed) == len(run.commits()) >= 2
+    for folder in committed:
+        files = {f.name for f in Commit.decode((folder / "COMMIT.json").read_bytes()).files}
+        assert files < {path.name for path in folder.iterdir()}
+    resumed, _ = run.attempt()
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+def test_a_superseded_attempt_commits_nothing_and_deletes_nothing(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP)
+    answers = iter([False] * 4 + [True])  # asked before the rows are put, and before the commit
+    with pytest.raises(StaleAttempt, match="attempt 1 of run was superseded: step 3 not committed"):
+        run.attempt(superseded=lambda: next(answers))
+    assert run.commits() == [2, 1]
+
+
+def test_an_attempt_number_used_twice_is_noticed(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=3)
+    scribble_over_the_commit(run.newest())
+    run.attempts = 0
+    with pytest.raises(StaleAttempt, match="step 3"):
+        run.attempt()
+
+
+class LateCopy(HostCopy):
+    """Copies as late as a GPU may: when the next update is about to be made, or else long after it was told to."""
+
+    taken = threading.Event()
+
+    def take(self) -> None:
+        self.taken.clear()
+
+    def before_update(self) -> None:
+        if not self.taken.is_set():
+            super().take()
+            self.taken.set()
+
+    def safetensors(self) -> list[memoryview]:
+        if not self.taken.wait(1.0):  # much longer than a step: none follows, or it forgot to ask
+            self.before_update()
+        return super().safetensors()
+
+
+def test_a_copy_that_is_still_being_taken_while_the_next_step_runs_is_that_of_its_own_step(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("late", checkpoint_minutes=EVERY_STEP)
+    with monkeypatch.context() as late:
+        late.setattr("trainer.checkpoint.HostCopy", LateCopy)
+        run.attempt(stop_after=7)
+    shutil.rmtree(run.newest())  # the last one: after it there was no update
+    resumed, _ = run.attempt()
+    assert [e.step for e in run.events_of(Started)] == [0, 6]
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)

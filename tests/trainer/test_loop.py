@@ -1,0 +1,231 @@
+"""The training loop in this process: runs learn, stop, resume bit for bit and save in time."""
+
+import functools
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trainer_runs
+from trainer_runs import (
+    ALONE,
+    EVERY_STEP,
+    PromptCheckpointer,
+    Runner,
+    configured,
+    weights,
+)
+
+from trainer.commits import checkpoint_seconds
+from trainer.config import RuntimeConfig
+from trainer.data import TokenData
+from trainer.evaluate import validation_loss
+from trainer.events import (
+    Started,
+)
+from trainer.loop import SaveClock
+from trainer.parallel import Agreement, World
+from trainer.shards import local_shards, write_shard
+
+_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
+
+
+def test_a_run_learns_and_tells_every_step(runner: Callable[..., Runner]) -> None:
+    run = runner(max_steps=60)
+    model, state = run.attempt()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(61))
+    assert [row["step"] for row in rows if "val/loss" in row] == list(range(0, 61, 5))
+    assert rows[0]["val/loss"] == pytest.approx(math.log(70), abs=0.1)  # knows nothing yet
+    assert rows[-1]["train/loss"] < 0.6 * rows[1]["train/loss"]
+    assert state.val_loss == rows[-1]["val/loss"] < 0.6 * rows[0]["val/loss"]
+    assert (state.step, state.optimizer_steps, state.tokens_seen) == (60, 60, 60 * 256)
+    assert len({row["data/digest"] for row in rows[1:]}) == 60
+    val = TokenData(local_shards(run.data, "val"), run.data.joinpath, 32, 0)
+    assert validation_loss(model, val, 400, 7, ALONE) == pytest.approx(state.val_loss, rel=1e-5)
+
+
+def test_a_batch_can_be_learned_by_heart(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "one-batch"
+    folder.mkdir()
+    noise = np.random.RandomState(1).randint(0, 70, 4 * 32 + 1).astype(np.uint16)
+    write_shard(folder / "train_000000.bin", noise)
+    shutil.copy(data / "val_000000.bin", folder)
+    config = configured(batch_tokens=128, max_steps=150, val_every=None, weight_decay=0.0)
+    run = Runner(folder, tmp_path / "run", config)
+    run.attempt()
+    assert run.rows()[0]["train/loss"] > 4.0
+    assert run.rows()[-1]["train/loss"] < 0.02
+
+
+def test_a_batch_that_grows_goes_on_where_it_was_interrupted(runner: Callable[..., Runner]) -> None:
+    ramp = {"batch_tokens": 256, "batch_ramp_from": 64, "batch_ramp_tokens": 600, "max_steps": 10}
+    whole, parts = runner("whole", **ramp), runner("parts", **ramp)
+    model, state = whole.attempt()
+    assert state.tokens_seen == 4 * 64 + 2 * 128 + 192 + 3 * 256
+    for last in (3, 3, 2):
+        parts.attempt(stop_after=last)
+    assert weights(parts.attempt()[0]) == weights(model) and parts.rows() == whole.rows()
+
+
+def test_padding_rows_stay_zero(runner: Callable[..., Runner]) -> None:
+    model, _ = runner(weight_decay=0.5).attempt()
+    assert model.wte.weight.shape == (128, 32)
+    assert not model.wte.weight[70:].any() and model.wte.weight[:70].all()
+
+
+def test_the_accumulated_gradient_is_that_of_the_whole_batch(runner: Callable[..., Runner]) -> None:
+    runs = [runner(f"micro-{size}", micro_batch_size=size) for size in (1, 2, 8)]
+    for run in runs:
+        run.attempt()
+    first, *others = (run.rows() for run in runs)
+    for rows in others:
+        for a, b in zip(first, rows, strict=True):
+            assert a.get("data/digest") == b.get("data/digest")
+            assert b == pytest.approx(a, rel=1e-4)
+
+
+def test_recomputed_activations_train_the_same_model(runner: Callable[..., Runner]) -> None:
+    plain, recomputed = runner("plain"), runner("recomputed", recompute=True)
+    assert weights(plain.attempt()[0]) == weights(recomputed.attempt()[0])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_close_to_full(runner: Callable[..., Runner], precision: str) -> None:
+    full, half = runner("full", max_steps=30), runner("half", max_steps=30, precision=precision)
+    full.attempt()
+    model, _ = half.attempt()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert [e.precision for e in half.events_of(Started)] == [precision]
+    a, b = full.rows()[-1], half.rows()[-1]
+    assert a["train/loss"] != b["train/loss"]
+    assert b["train/loss"] == pytest.approx(a["train/loss"], rel=0.05)
+    assert b["val/loss"] == pytest.approx(a["val/loss"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same(runner: Callable[..., Runner]) -> None:
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("needs a C++ compiler")
+    if " " in torch.__file__:
+        pytest.skip("needs a torch whose path has no space: inductor's call of the C++ compiler does not quote it")
+    eager, compiled = runner("eager", max_steps=4), runner("compiled", max_steps=4, engine="compiled")
+    eager.attempt()
+    compiled.attempt()
+    for a, b in zip(eager.rows(), compiled.rows(), strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_commits(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP, learning_rate=1e30, grad_clip=None, warmup_steps=0, val_every=None)
+    with pytest.raises(FloatingPointError, match="the last commit stays"):
+        run.attempt()
+    assert len(run.commits()) == 1
+
+
+# --- resuming
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_stopped_in_any_step_ends_with_the_same_losses_and_weights(
+    runner: Callable[..., Runner], precision: str
+) -> None:
+    whole = runner("whole", precision=precision)
+    model, _ = whole.attempt()
+    for stop_after in (1, 5, 11):  # 5: a validation is due where it stops
+        run = runner(f"stopped-{stop_after}", precision=precision)
+        _, state = run.attempt(stop_after)
+        assert state.step == stop_after and run.commits() == [stop_after]
+        resumed, state = run.attempt()
+        assert state.step == 12
+        assert run.rows() == whole.rows()
+        assert weights(resumed) == weights(model)
+
+
+def test_a_finished_run_has_nothing_left_to_do(runner: Callable[..., Runner]) -> None:
+    run = runner()
+    model, state = run.attempt()
+    before = run.rows()
+    again, state_again = run.attempt(stop_after=1)
+    assert weights(again) == weights(model) and state_again == state
+    assert run.rows() == before and run.commits() == [12]
+
+
+def test_stopped_in_the_last_step_a_run_is_still_evaluated(runner: Callable[..., Runner]) -> None:
+    run = runner()
+    _, state = run.attempt(stop_after=12)
+    assert state.step == state.val_step == 12
+    assert run.rows()[-1]["val/loss"] == state.val_loss
+
+
+def test_fp16s_loss_scale_survives_a_resume(runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Starts far too high, so that the first steps overflow, and grows again every three good steps.
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=3)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    whole = runner("whole", precision="fp16")
+    model, state = whole.attempt()
+    assert 0 < state.optimizer_steps < state.step == 12  # some updates were skipped
+    for stop_after in (1, 7, 11):
+        run = runner(f"stopped-{stop_after}", precision="fp16")
+        _, stopped = run.attempt(stop_after)
+        assert stopped.loss_scale is not None
+        resumed, state_resumed = run.attempt()
+        assert state_resumed == state
+        assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+# --- when a save is due
+
+
+@dataclass(frozen=True)
+class Deaf(World):
+    """One of two ranks; it hears nothing of the other, and what it asks for is written down and not granted."""
+
+    asked: list[bool] = field(default_factory=list)
+
+    def mean_(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def sum(self, *values: float) -> list[float]:
+        return [2 * value for value in values]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Agreement:
+        self.asked.append(save)
+        return Agreement(loss, grad_norm, stop, save=False, digest=digest)
+
+
+def test_only_rank_0_calls_for_saves_and_only_once_the_last_one_is_through(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is the last to be done with a save: if another rank could call for the next, rank 0 would wait for its own.
+    run = runner(checkpoint_minutes=EVERY_STEP, val_every=None)
+
+    def asked(rank: int) -> set[bool]:
+        run.attempts = 0  # the same attempt: the receipt that rank 1 leaves is what rank 0 waits for
+        run.attempt(world=(world := Deaf(rank, rank, 2, torch.device("cpu"))))
+        return set(world.asked)
+
+    assert asked(1) == {False}
+    assert asked(0) == {True}
+    shutil.rmtree(run.out)
+    monkeypatch.setattr(PromptCheckpointer, "busy", True)
+    assert asked(1) == {False}
+    assert asked(0) == {False}
+
+
+def test_the_first_save_which_pins_the_memory_makes_the_next_one_no_later() -> None:
+    due = SaveClock(RuntimeConfig(), between_failures=7200.0, rollbacks=False)
+    due.saved(10.5)  # 1558M on an H200, as measured: a copy then takes 0.35 s
+    assert due.interval == checkpoint_seconds(1.0, 7200.0)
+    due.saved(0.35)
+    assert due.interval == checkpoint_seconds(0.35, 7200.0)
+    due.saved(2.0)  # what later ones cost does count
+    assert due.interval == checkpoint_seconds(2.0, 7200.0)

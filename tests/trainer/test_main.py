@@ -1,0 +1,203 @@
+"""`python -m trainer`, alone and under torchrun: killed, stopped, resumed with other ranks, and its messages."""
+
+import functools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import trainer_runs
+import yaml
+from trainer_runs import (
+    CONFIG,
+    LONG,
+    REPOSITORY,
+    Command,
+    configured,
+    flip_a_byte,
+    kill_tree,
+)
+
+from trainer.__main__ import claim
+from trainer.commits import Commit
+from trainer.errors import UserError
+from trainer.events import (
+    Started,
+)
+from trainer.store import LocalStore
+
+_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Command]:
+    @functools.cache
+    def run(ranks: int) -> Command:
+        command = Command(data, tmp_path_factory.mktemp(f"undisturbed-{ranks}") / "out", configured(**LONG))
+        command.finish(ranks)
+        return command
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 4), (2, 3)])
+def test_a_run_killed_at_any_moment_ends_with_the_same_losses(
+    data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int, kills: int
+) -> None:
+    moments = random.Random(ranks)
+    command = Command(data, tmp_path / "out", configured(**LONG))
+    for _ in range(kills):
+        with command.started(ranks) as process:
+            command.wait_for_rows(moments.randint(1, 14), process)
+            time.sleep(moments.random() * 0.1)
+            kill_tree(process)
+            assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
+    command.finish(ranks)
+    assert command.rows_logged() > 48  # something had to be done again
+    assert command.rows() == undisturbed(ranks).rows()
+    assert command.model_sha256() == undisturbed(ranks).model_sha256()
+
+
+@pytest.mark.slow
+def test_what_compiles_nothing_imports_no_compiler(data: Path, tmp_path: Path) -> None:
+    """torch._dynamo takes seconds to import, and torch.optim's classes do so."""
+    said = Command(data, tmp_path / "out", configured(), ("-X", "importtime", "-m", "trainer")).finish()
+    assert re.search(r"\| +trainer\.optim$", said, re.M) and "torch._dynamo" not in said
+
+
+@pytest.mark.slow
+def test_ranks_whose_torchrun_was_killed_commit_and_leave(data: Path, tmp_path: Path) -> None:
+    command = Command(data, tmp_path / "out", configured(**LONG | {"max_steps": 100_000}))
+    with command.started(2) as torchrun:
+        command.wait_for_rows(5, torchrun)
+        ranks = psutil.Process(torchrun.pid).children(recursive=True)
+        torchrun.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert len(ranks) >= 2 and not alive
+    assert command.commits()
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Callable[[int], Command]) -> None:
+    one, two, four = (undisturbed(ranks).rows() for ranks in (1, 2, 4))
+    assert [row["step"] for row in one] == list(range(49))
+    for rows in (two, four):
+        assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in one]
+        for a, b in zip(one, rows, strict=True):
+            assert b == pytest.approx(a, rel=2e-3)
+        assert rows[1] == pytest.approx(one[1], rel=1e-5)  # before rounding has had time to add up
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_and_with_more_ranks(
+    data: Path, tmp_path: Path, undisturbed: Callable[[int], Command]
+) -> None:
+    command = Command(data, tmp_path / "out", configured(**LONG))
+    for ranks in (2, 1):
+        with command.started(ranks) as process:
+            command.wait_for_rows(14, process)
+            command.wait_for_commits(2, process)  # one will be damaged
+            kill_tree(process)
+            assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
+    flip_a_byte(command.commits()[-1].parent)
+    assert command.finish(2).count("DAMAGED checkpoint") == 1
+    starts = command.events_of(Started)
+    assert [e.world_size for e in starts] == [2, 1, 2]
+    assert [e.step > 0 for e in starts] == [False, True, True]
+    rows, expected = command.rows(), undisturbed(2).rows()
+    assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in expected]
+    for a, b in zip(expected, rows, strict=True):
+        assert b == pytest.approx(a, rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_commits_the_step_it_came_in(
+    data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int
+) -> None:
+    command = Command(data, tmp_path / "out", configured(**LONG | {"checkpoint_minutes": 1000}))
+    with command.started(ranks) as process:
+        command.wait_for_rows(9, process)
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+    # torchrun has its own exit codes.
+    assert process.returncode == 75 if ranks == 1 else process.returncode != 0, said
+    (commit,) = (command.out / "run/checkpoints").glob("*/COMMIT.json")
+    step = Commit.decode(commit.read_bytes()).step
+    assert 9 <= step == command.rows_logged() < 48
+    command.finish(ranks)
+    assert command.rows_logged() == 48  # nothing was done twice
+    assert command.rows() == undisturbed(ranks).rows()
+    assert command.model_sha256() == undisturbed(ranks).model_sha256()
+
+
+@pytest.mark.slow
+def test_an_attempt_that_another_one_superseded_stops(data: Path, tmp_path: Path) -> None:
+    command = Command(data, tmp_path / "out", configured(**LONG))
+    with command.started() as process:
+        command.wait_for_rows(9, process)
+        assert LocalStore(command.out).create("run/attempts/0002.json", b"{}")
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "superseded: attempt 1 of run was superseded" in said and "Traceback" not in said
+    command.finish()
+    assert [e.step > 0 for e in command.events_of(Started)] == [False, True]
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_the_trainer_stands_alone() -> None:
+    names = sorted(path.stem for path in (REPOSITORY / "trainer").glob("[!_]*.py"))
+    assert "loop" in names
+    code = f"""
+import importlib, sys
+for name in {names} + ["__main__"]:
+    importlib.import_module("trainer." + name)
+print(sorted({{m.partition(".")[0] for m in sys.modules}} & {{"pipelines", "boto3", "mlflow", "sky", "transformers"}}))
+"""
+    result = python("-c", code)
+    assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        (yaml.safe_dump(CONFIG | {"train": CONFIG["train"] | {"learning_rte": 1}}), "did you mean 'learning_rate'?"),
+        ("- a list\n", "not a YAML file with sections model, train, runtime"),
+        ("", "not a YAML file with sections model, train, runtime"),
+        ("a: [", "not a YAML file with sections model, train, runtime"),
+        (yaml.safe_dump(CONFIG), "no train_*.bin shards there; point to a folder that tokenize wrote"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, body: str, line: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(body)
+    result = python("-m", "trainer", str(config), "--data", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and line in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    store, shards = LocalStore(tmp_path), {"train_000000.bin": 900}
+    claim(store, tmp_path, configured(), shards)
+    claim(store, tmp_path, configured(keep_last=7, micro_batch_size=4), shards)  # runtime may change
+    with pytest.raises(UserError) as mistake:
+        claim(store, tmp_path, configured(max_steps=9, n_layer=3), {"train_000000.bin": 901})
+    assert str(mistake.value) == (
+        f"{tmp_path}: holds a run with another data.train_000000.bin, model.n_layer, train.max_steps; "
+        "use another --out, or remove it"
+    )

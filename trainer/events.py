@@ -1,0 +1,172 @@
+"""The events of a training process: one JSON line each, written by rank 0 and read by the process that follows it.
+
+Rank 0 appends to `events.jsonl` in its work folder. Progress, tracking and heartbeats read that file, so that none of
+them can delay a step. EventLog also keeps the rows since the last commit; the next checkpoint stores them. So the
+series of metrics is complete wherever the run resumes. No torch in this module.
+"""
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainer.metrics import PhaseClock
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point of the series: metrics after `step` updates, and where the seconds went until then."""
+
+    step: int
+    time: float  # unix seconds
+    metrics: dict[str, float]  # by name, such as "train/loss"
+    phases: dict[str, float]  # seconds by phase
+    phase: str  # the current one
+
+
+@dataclass(frozen=True)
+class PhaseChanged:
+    """The clock entered another phase."""
+
+    phases: dict[str, float]  # seconds by phase
+    phase: str  # the new one
+
+
+@dataclass(frozen=True)
+class Started:
+    """The ranks are ready for their first step, after `step` updates of earlier attempts."""
+
+    step: int
+    world_size: int
+    device: str
+    engine: str  # which engine on which device, and the reason
+    precision: str
+    parameters: int
+    micro_batch_size: int
+    micro_batch_why: str
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint cannot be loaded; the one before it is used."""
+
+    checkpoint: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """The checkpoint of `step` is committed, `seconds` after its copy began. Bytes of all ranks."""
+
+    step: int
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """The checkpoint of `step` was not committed; training continues."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Update `step` was not applied."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A part of the step uses a slower implementation than it could."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The run diverged at `step` and returned to step `to`; it skips the data of `left_out` steps."""
+
+    step: int
+    to: int
+    left_out: int
+    reason: str
+
+
+Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | RolledBack
+
+KINDS: dict[str, type[Event]] = {
+    "row": Row,
+    "phase": PhaseChanged,
+    "start": Started,
+    "damaged": Damaged,
+    "checkpoint": Checkpointed,
+    "checkpoint_failed": CheckpointFailed,
+    "skipped": Skipped,
+    "slow": Slow,
+    "rollback": RolledBack,
+}
+KIND_OF = {event: kind for kind, event in KINDS.items()}
+
+
+def event_to_json(event: Event) -> str:
+    """The event as one line, without its newline. A row's metrics stand beside its other fields."""
+    values = vars(event)
+    if isinstance(event, Row):
+        values = {"step": event.step, "time": event.time, **event.metrics, "phases": event.phases, "phase": event.phase}
+    return json.dumps({"event": KIND_OF[type(event)], **values})
+
+
+def event_from_json(line: str) -> Event:
+    """The event in a line that `event_to_json` made. ValueError for any other line."""
+    try:
+        values: dict[str, Any] = json.loads(line)
+        kind = KINDS[values.pop("event")]
+        if kind is Row:
+            fields = {name: values.pop(name) for name in ("step", "time", "phases", "phase")}
+            return Row(**fields, metrics=values)
+        return kind(**values)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not an event of training: {line[:200]!r} ({error!r})") from error
+
+
+def read_events(path: Path) -> list[Event]:
+    """All events of a file, in the order of writing."""
+    return [event_from_json(line) for line in path.read_text().splitlines()]
+
+
+class EventLog:
+    """Appends events to a JSONL file, and keeps the rows that no checkpoint holds yet.
+
+    Earlier attempts already did the steps up to `reached` and lost them: repeating them is a phase of its own.
+    """
+
+    def __init__(self, path: Path | None, clock: PhaseClock, reached: int = 0) -> None:
+        self.clock, self.reached = clock, reached
+        clock.changed = self._phase_changed
+        self.uncommitted: list[dict[str, Any]] = []
+        self._file: TextIO | None = path.open("a", buffering=1) if path else None
+
+    def row(self, step: int, **metrics: float) -> None:
+        """Log the metrics after `step` updates."""
+        now = round(time.time(), 3)
+        self.uncommitted.append({"step": step, "time": now, **metrics})
+        self.write(Row(step, now, metrics, self.clock.so_far(), self.clock.current))
+
+    def training_phase(self, step: int) -> str:
+        """The phase of the update that follows `step` updates."""
+        return "redone" if step < self.reached else "train"
+
+    def write(self, event: Event) -> None:
+        if self._file:
+            with suppress(OSError):  # a full disk: the follower misses lines, and the next checkpoint has the rows
+                self._file.write(event_to_json(event) + "\n")
+
+    def _phase_changed(self) -> None:
+        self.write(PhaseChanged(self.clock.so_far(), self.clock.current))

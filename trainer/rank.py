@@ -1,0 +1,89 @@
+"""One rank of a training run: its parts are assembled here, for `python -m trainer` and for the stage `train`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from trainer.checkpoint import Checkpointer
+from trainer.commits import TrainState
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, ModelConfig, RuntimeConfig, TrainConfig
+from trainer.data import TokenData
+from trainer.events import EventLog
+from trainer.loop import train
+from trainer.metrics import PhaseClock
+from trainer.parallel import World
+from trainer.process import StopSignal
+from trainer.shards import Shard
+from trainer.store import Store
+
+EVENTS_FILE = "events.jsonl"
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """The task of one rank. `folder` is local to the node, `prefix` is the run's folder in the store.
+
+    `begin` runs once all ranks are connected, before anything else; it returns the attempt's number.
+    `superseded` tells whether a newer attempt than this number exists. `fetch` returns the local path of a shard.
+    """
+
+    model: ModelConfig
+    train: TrainConfig
+    runtime: RuntimeConfig
+    train_shards: list[Shard]
+    val_shards: list[Shard]
+    fetch: Callable[[str], Path]
+    store: Store
+    prefix: str
+    folder: Path
+    checkpoint_folder: Path  # for a checkpoint that is being loaded
+    begin: Callable[[World], int]
+    superseded: Callable[[int], bool]
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    reached: int = 0  # the highest step of any earlier attempt
+    between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES  # expected, in seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a rank trained. `weights` is the file of the final weights, written by rank 0 of a complete run."""
+
+    rank: int
+    state: TrainState
+    done: bool
+    weights: Path | None
+
+
+def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
+    """Train from the newest commit until the last step or a stop; rank 0 of a complete run writes the weights."""
+    train_data, val_data = (
+        TokenData(shards, job.fetch, job.model.block_size, job.train.seed)
+        for shards in (job.train_shards, job.val_shards)
+    )
+    world = World.start(job.runtime)
+    attempt = job.begin(world)
+    log = EventLog(job.folder / EVENTS_FILE if world.rank == 0 else None, job.clock, job.reached)
+    checkpointer = Checkpointer(
+        job.store,
+        job.prefix,
+        world,
+        job.checkpoint_folder,
+        attempt,
+        job.runtime.keep_last,
+        superseded=lambda: job.superseded(attempt),
+        keep_every=job.runtime.keep_every_steps,
+        between_failures=job.between_failures,
+    )
+    engine, state = train(job.model, job.train, job.runtime, train_data, val_data, checkpointer, world, stop, log)
+    done, path = state.step == job.train.max_steps, None
+    if done:
+        log.clock.enter("checkpoint")
+        weights = engine.weights()
+        if world.rank == 0:
+            path = job.folder / WEIGHTS_FILE
+            save_file(weights, path)
+    world.close()
+    return Outcome(world.rank, state, done, path)
