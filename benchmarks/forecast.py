@@ -19,7 +19,7 @@ from numpy import median
 from benchmarks import spot_traces
 from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import Range, forecast
-from pipelines.tracking.records import Heartbeat
+from pipelines.tracking.records import Heartbeat, Machine, Progress
 
 START_UP, COMMIT_EVERY = 60.0, 60.0
 WORK_HOURS = (6.0, 24.0)
@@ -68,9 +68,9 @@ def beat(number: int, begin: float, end: float, base: float, redo: float) -> Hea
     """An attempt's last words."""
     trained = max(0.0, end - begin - START_UP)
     redone = min(trained, redo)
-    progress = {"resumed_from": base, "step": base + trained, "steps_done": trained, "steps_redone": redone}
+    progress = Progress(resumed_from=base, step=base + trained, steps_done=trained, steps_redone=redone)
     phases = {"setup": min(end - begin, START_UP), "train": trained - redone, "redone": redone}
-    machine = {"cloud": "aws", "spot": True}
+    machine = Machine(cloud="aws", spot=True)
     return Heartbeat(
         "run", "train", number, "running", begin, end, 1.0, phases=phases, progress=progress, machine=machine
     )

@@ -519,12 +519,15 @@ def main() -> None:
 def ending_of(error: BaseException) -> Ending | None:
     """How `error` ends the command; None for a fault of ours."""
     from trainer.errors import ending_of as known_ending_of
+    from trainer.errors import is_full
 
     # Looked up in sys.modules: importing SkyPilot takes seconds, and without it there is no such error.
     sky = sys.modules.get("sky.exceptions")
     if sky is not None and isinstance(error, sky.ApiServerConnectionError):
         message = "error: SkyPilot's API server does not answer; start it with `sky api start`, or see `sky api info`"
         return Ending(EXIT_MISTAKE, message)
+    if isinstance(error, OSError) and is_full(error) and not error.filename:
+        error.filename = str(home())
     return known_ending_of(error)
 
 

@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_af
     assert run.rows() == whole.rows() and weights(same) == weights(model)
 
 
-def test_ranks_that_died_of_a_full_disk_left_no_words_and_need_none(tmp_path: Path, disk: Disk) -> None:
+def test_ranks_that_died_of_a_full_disk_need_no_error_message_file(tmp_path: Path, disk: Disk) -> None:
     folder = disk.root / "a0001"
     folder.mkdir()
     for name in ("mistake-0.txt", "train.log"):
@@ -100,7 +100,7 @@ def test_ranks_that_died_of_a_full_disk_left_no_words_and_need_none(tmp_path: Pa
         store=LocalStore(tmp_path / "store"),
         plan=SimpleNamespace(prefix="train/x"),
     )
-    with pytest.raises(UserError, match="no room is left"):
+    with pytest.raises(UserError, match="no space left"):
         train.follow(cast(Work, work), ended)
 
 

@@ -229,7 +229,7 @@ class TestLocalStore:
 
         monkeypatch.setattr(os, "fsync", disk_full)
         for write in (lambda: store.put("run/a", b"new"), lambda: store.create("run/b", b"new")):
-            with pytest.raises(UserError, match="run: no room is left on the disk"):
+            with pytest.raises(UserError, match="run: no space left on the disk"):
                 write()
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["a"]
         assert store.get("run/a") == b"old"

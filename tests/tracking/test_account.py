@@ -1,8 +1,7 @@
 """What a run cost adds up: every second has a phase, every node a price or none, and nothing counts twice."""
 
-import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from pipelines.tracking.account import (
     total_cost,
 )
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
-from pipelines.tracking.records import Heartbeat, Machine
+from pipelines.tracking.records import Heartbeat, Machine, ProcessId, Progress
 
 HOUR = 3600.0
 PREFIX = "train/tiny-1a2b3c4d"
@@ -33,9 +32,7 @@ PREFIX = "train/tiny-1a2b3c4d"
 
 def beat(**changes: Any) -> Heartbeat:
     """An attempt of an hour at a dollar."""
-    return replace(
-        Heartbeat("tiny-1a2b3c4d", "train", 1, "done", 0.0, HOUR, 1.0, {"machine": "node-7/boot"}), **changes
-    )
+    return replace(Heartbeat("tiny-1a2b3c4d", "train", 1, "done", 0.0, HOUR, 1.0, ProcessId("node-7/boot")), **changes)
 
 
 def of(*beats: Heartbeat, **options: Any) -> Account:
@@ -68,11 +65,11 @@ def test_every_node_is_billed_and_hours_of_unknown_price_are_kept_apart_in_every
 
 
 def test_dollars_are_told_by_stage_by_phase_and_by_market() -> None:
-    spot = {"cloud": "aws", "spot": True, "on_demand_per_hour": 3.0}
+    spot = Machine(cloud="aws", spot=True, on_demand_per_hour=3.0)
     bill = of(
         beat(stage="tokenize", phases={"tokenize": HOUR}),
         beat(machine=spot, phases={"train": 0.75 * HOUR, "setup": 0.25 * HOUR}),
-        beat(attempt=2, machine=spot | {"spot": False}, price_per_hour=3.0, phases={"train": HOUR}),
+        beat(attempt=2, machine=replace(spot, spot=False), price_per_hour=3.0, phases={"train": HOUR}),
     )
     assert {stage: part.usd for stage, part in bill.by_stage.items()} == {"tokenize": 1.0, "train": 4.0}
     assert {phase: part.usd for phase, part in bill.by_phase.items()} == {"tokenize": 1.0, "train": 3.75, "setup": 0.25}
@@ -80,7 +77,7 @@ def test_dollars_are_told_by_stage_by_phase_and_by_market() -> None:
     assert markets == {"own machine": 1.0, "aws spot": 1.0, "aws on demand": 3.0}
     assert bill.savings_usd == 2.0  # an hour of spot at 1 instead of 3
     assert bill.goodput == pytest.approx(1.75 / 3)
-    assert market_of({"cloud": "gcp"}) == "gcp"
+    assert market_of(Machine(cloud="gcp")) == "gcp"
     assert account_tags(bill)["usd_by_market"] == "aws on demand 3.0000, aws spot 1.0000, own machine 1.0000"
 
 
@@ -93,8 +90,8 @@ def test_a_tables_rows_are_the_attempts() -> None:
 # --- steps, and what being cut off costs
 
 
-def steps(resumed_from: int, step: int, **more: Any) -> dict[str, Any]:
-    return {"resumed_from": resumed_from, "step": step, **more}
+def steps(resumed_from: int, step: int, **more: Any) -> Progress:
+    return Progress(resumed_from=resumed_from, step=step, **more)
 
 
 def test_steps_behind_which_a_later_attempt_went_back_are_not_kept() -> None:
@@ -136,7 +133,7 @@ def test_an_interruption_costs_the_way_back_and_what_is_done_again(state: str, l
 
 
 def test_waiting_for_spot_is_the_price_of_an_interruption_only_behind_one() -> None:
-    room = {"state": "interrupted", "progress": {"waiting": True}, "phases": {"idle": HOUR}}
+    room = {"state": "interrupted", "progress": Progress(waiting=True), "phases": {"idle": HOUR}}
     spot = {"state": "interrupted", "phases": {"setup": 600.0, "train": HOUR - 600}}
     rooms = beat(**room), beat(attempt=2, **room)
     assert of(*rooms, beat(attempt=3, **spot)).interruptions.hours == 0
@@ -147,7 +144,7 @@ def test_waiting_for_spot_is_the_price_of_an_interruption_only_behind_one() -> N
 
 def test_waits_in_a_row_are_shown_as_one_unless_the_launch_was_down_in_between() -> None:
     def room(number: int, started: float) -> Heartbeat:
-        waited = {"progress": {"waiting": True}, "phases": {"idle": 600.0}, "price_per_hour": 6.0}
+        waited = {"progress": Progress(waiting=True), "phases": {"idle": 600.0}, "price_per_hour": 6.0}
         return beat(attempt=number, started=started, time=started + 600, **waited)
 
     spot = beat(attempt=3, started=1800.0, time=1800.0 + HOUR)
@@ -173,7 +170,7 @@ def test_the_stores_clock_shows_how_far_a_nodes_is_off() -> None:
 
 
 def test_hours_that_only_skypilot_knows_show_as_a_difference() -> None:
-    ours = beat(nodes=2, machine=Machine.from_json({"cloud": "aws", "cluster": "one"}), price_per_hour=3.0)
+    ours = beat(nodes=2, machine=Machine(cloud="aws", cluster="one"), price_per_hour=3.0)
     theirs = [Interval("one", 2, -360.0, HOUR), Interval("one", 2, HOUR, HOUR + 360.0), Interval("two", 1, 0.0, None)]
     one, two = reconcile(of(ours, beat(attempt=2)), theirs, now=1800.0)
     assert (one.cluster, one.sky_hours, one.ledger_hours) == ("one", pytest.approx(2.4), 2.0)
@@ -239,4 +236,4 @@ def test_every_way_to_divide_the_bill_has_the_same_sum(beats: list[Heartbeat]) -
 
 @given(BEATS)
 def test_a_heartbeat_survives_the_store(one: Heartbeat) -> None:
-    assert Heartbeat(**json.loads(json.dumps(asdict(one)))) == one
+    assert Heartbeat.from_json(one.to_json()) == one

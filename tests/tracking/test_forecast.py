@@ -16,19 +16,19 @@ from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.records import Heartbeat, Machine, Progress
 
-OWN: dict[str, Any] = {}
-SPOT = {"cloud": "aws", "spot": True}
+OWN = Machine()
+SPOT = Machine(cloud="aws", spot=True)
 
 
 def attempts(
     *spans: tuple[float, float],
-    machine: dict[str, Any],
+    machine: Machine,
     price: float | None = 2.0,
     nodes: int = 1,
     state: str = "running",
 ) -> tuple[AttemptAccount, ...]:
     """Attempts from hour to hour, each starting up for six minutes and then making 100 steps an hour."""
-    seen, base = [], 0.0
+    seen, base = [], 0
     for number, (begin, end) in enumerate(spans, start=1):
         trained = max(0.0, 3600 * (end - begin) - 360)
         steps = int(trained / 36)
@@ -42,7 +42,7 @@ def attempts(
                 3600 * end,
                 price,
                 phases={"setup": 3600 * (end - begin) - trained, "train": trained},
-                progress=Progress.from_json({"resumed_from": base, "step": base + steps}),
+                progress=Progress(resumed_from=base, step=base + steps),
                 machine=machine,
                 nodes=nodes,
             )
@@ -68,9 +68,7 @@ def test_losses_make_a_run_later_and_dearer_and_less_sure() -> None:
     assert troubled.hours.middle > calm.hours.middle
     assert troubled.usd.middle > calm.usd.middle
     assert troubled.hours.high - troubled.hours.low > calm.hours.high - calm.hours.low
-    steady = forecast(
-        attempts((0, 10.0), machine=Machine.from_json({"cloud": "aws", "spot": False})), 400, now=36_000.0
-    )
+    steady = forecast(attempts((0, 10.0), machine=Machine(cloud="aws", spot=False)), 400, now=36_000.0)
     assert steady is not None and steady.hours.high < calm.hours.high
 
 

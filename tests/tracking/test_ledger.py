@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from pipelines.tracking.ledger import (
     seconds_between_failures,
     this_process,
 )
-from pipelines.tracking.records import Billing, Heartbeat, Progress
+from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
 from trainer.store import LocalStore
@@ -119,11 +119,11 @@ def test_a_working_attempt_notices_within_a_heartbeat_that_it_is_stale(
 def test_progress_is_merged_and_the_last_state_and_phases_stay(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     with claimed(store, 1) as attempt:
-        attempt.update(progress=Progress.from_json({"step": 3, "loss": 2.0}))
-        attempt.update(progress=Progress.from_json({"step": 4}))
+        attempt.report({"train/loss": 2.0}, step=3)
+        attempt.report({"val/loss": 2.5}, step=4)
         attempt.clock = lambda now: {"train": 2.0, "upload": 0.5}
     (seen,) = attempts(store, PREFIX)
-    assert seen.progress == {"step": 4, "loss": 2.0}
+    assert seen.progress == Progress(step=4, metrics={"train/loss": 2.0, "val/loss": 2.5})
     assert seen.phases == {"train": 2.0, "upload": 0.5}
     assert seen.state == "done" and is_alive(seen) is False
 
@@ -167,8 +167,8 @@ def test_heartbeats_go_on_while_the_work_does(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
     store = LocalStore(tmp_path)
     with claimed(store, 1) as attempt:
-        attempt.update(progress=Progress.from_json({"step": 7}))
-        until(lambda: attempts(store, PREFIX)[0].progress == {"step": 7}, "the heartbeat says step 7")
+        attempt.report(step=7)
+        until(lambda: attempts(store, PREFIX)[0].progress == Progress(step=7), "the heartbeat says step 7")
         first = attempts(store, PREFIX)[0].time
         until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
 
@@ -205,7 +205,7 @@ def test_a_fault_in_what_watches_an_attempt_stops_no_heartbeat_and_is_told(
     attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(), watch)
     assert attempt is not None
     with attempt:
-        until(lambda: "watch_failed" in attempts(store, PREFIX)[0].progress, "the fault is told")
+        until(lambda: attempts(store, PREFIX)[0].progress.watch_failed is not None, "the fault is told")
         first = attempts(store, PREFIX)[0].time
         until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
 
@@ -231,10 +231,10 @@ def test_a_store_that_fails_for_a_while_stops_neither_heartbeat_nor_work(
     store = Away(tmp_path)
     with claimed(store, 1) as attempt:
         store.fault = fault
-        attempt.update(progress=Progress.from_json({"step": 9}))
+        attempt.report(step=9)
         until(lambda: store.refused >= 3, "three heartbeats were refused")
         store.fault = None
-        until(lambda: attempts(store, PREFIX)[0].progress == {"step": 9}, "the heartbeat is back")
+        until(lambda: attempts(store, PREFIX)[0].progress == Progress(step=9), "the heartbeat is back")
     assert attempts(store, PREFIX)[0].state == "done"
 
 
@@ -258,7 +258,7 @@ ledger.HEARTBEAT_SECONDS = 0.05
 store, billing = LocalStore(Path(sys.argv[1])), ledger.Billing(3600.0)
 with ledger.claim(store, sys.argv[2], "tiny-1a2b3c4d", "train", 1, billing) as attempt:
     attempt.clock = lambda now: {"train": now - attempt.latest.started}
-    attempt.update(progress=Progress.from_json({"step": 5}))
+    attempt.report(step=5)
     time.sleep(600)
 """
 
@@ -272,7 +272,7 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
 
     def heard() -> bool:
         seen = attempts(store, PREFIX)
-        return bool(seen) and seen[0].progress == {"step": 5} and seen[0].time - seen[0].started > 0.2
+        return bool(seen) and seen[0].progress == Progress(step=5) and seen[0].time - seen[0].started > 0.2
 
     try:
         until(heard, "the child beats")
@@ -289,29 +289,28 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
     assert seen.state == "running"  # it had no time to say otherwise
     assert 0.2 < seen.time - seen.started <= killed - seen.started
     assert seen.usd == pytest.approx(seen.time - seen.started)  # at a dollar a second
-    assert seen.progress == {"step": 5}
+    assert seen.progress == Progress(step=5)
     assert seen.phases == pytest.approx({"train": seen.time - seen.started})
 
 
 def test_another_process_with_the_same_pid_does_not_pass_for_the_attempt() -> None:
     mine = beat()
     assert is_alive(mine) is True
-    assert is_alive(replace(mine, process=mine.process | {"started": "1"})) is False
+    assert is_alive(replace(mine, process=replace(mine.process, started="1"))) is False
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert process_started(gone.pid) is None
-    assert is_alive(replace(mine, process=mine.process | {"pid": gone.pid})) is False
+    assert is_alive(replace(mine, process=replace(mine.process, pid=gone.pid))) is False
 
 
 def test_an_attempt_is_there_as_long_as_what_it_started_is() -> None:
-    dead = this_process() | {"started": "1"}
-    here = {"pid": os.getpid(), "started": process_started(os.getpid())}
-    assert is_there(beat(process=dead | {"children": [here]})) is True
-    assert is_there(beat(process=dead | {"children": [here | {"started": "1"}]})) is False
+    dead, here = replace(this_process(), started="1"), this_process()
+    assert is_there(beat(process=replace(dead, children=(here,)))) is True
+    assert is_there(beat(process=replace(dead, children=(replace(here, started="1"),)))) is False
 
 
 def test_a_process_of_another_machine_can_only_be_watched_until_it_is_silent_for_long() -> None:
-    elsewhere = this_process() | {"machine": "other/boot"}
+    elsewhere = replace(this_process(), machine="other/boot")
     assert is_alive(beat(process=elsewhere)) is None
     assert is_alive(beat(process=elsewhere, time=time.time() - 7200)) is False
     assert is_there(beat(process=elsewhere, state="done")) is None
@@ -321,7 +320,7 @@ def test_containers_of_one_host_are_machines_of_their_own() -> None:
     namespace = Path("/proc/self/ns/pid")
     if not namespace.is_symlink():
         pytest.skip("needs Linux")
-    assert os.readlink(namespace) in this_process()["machine"]
+    assert os.readlink(namespace) in this_process().machine
 
 
 def test_an_attempt_that_has_ended_is_not_alive_although_its_process_is() -> None:
@@ -331,7 +330,7 @@ def test_an_attempt_that_has_ended_is_not_alive_although_its_process_is() -> Non
 
 
 def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_on_the_bill(tmp_path: Path) -> None:
-    store, machine = LocalStore(tmp_path), {"cloud": "aws", "spot": True, "on_demand_per_hour": 98.3}
+    store, machine = LocalStore(tmp_path), Machine(cloud="aws", spot=True, on_demand_per_hour=98.3)
     since = time.time() - 90
     billing = Billing(None, "unknown: no table", 2, machine, since)
     attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, billing)
@@ -344,7 +343,7 @@ def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_o
 
 
 def test_a_heartbeat_of_before_there_were_nodes_and_sources_is_still_read(tmp_path: Path) -> None:
-    store, old = LocalStore(tmp_path), asdict(beat(price_per_hour=3.0))
+    store, old = LocalStore(tmp_path), json.loads(beat(price_per_hour=3.0).to_json())
     for field in ("price_source", "nodes", "machine"):
         del old[field]
     store.put(f"{PREFIX}/attempts/0001/heartbeat.json", json.dumps(old).encode())
@@ -452,9 +451,9 @@ def test_a_meter_of_a_clock_that_was_set_back_bills_nothing_twice(tmp_path: Path
 
 
 def test_own_and_on_demand_machines_are_trusted_for_longer_than_spot_and_what_nobody_knows() -> None:
-    steady = [prior_seconds_between_failures(machine) for machine in ({}, {"cloud": "aws", "spot": False})]
+    steady = [prior_seconds_between_failures(machine) for machine in (Machine(), Machine(cloud="aws", spot=False))]
     assert steady == [STEADY_SECONDS_BETWEEN_FAILURES] * 2
-    for market in ({"cloud": "aws", "spot": True}, {"cloud": "slurm"}):
+    for market in (Machine(cloud="aws", spot=True), Machine(cloud="slurm")):
         assert prior_seconds_between_failures(market) == PRIOR_SECONDS_BETWEEN_FAILURES < min(steady)
         assert prior_seconds_between_failures(market, nodes=2) == PRIOR_SECONDS_BETWEEN_FAILURES / 2
 

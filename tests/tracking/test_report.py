@@ -35,7 +35,7 @@ from pipelines.tracking.account import Interval
 from pipelines.tracking.compare import compare
 from pipelines.tracking.ledger import claim, this_process
 from pipelines.tracking.mlflow.tracker import Tracker
-from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
+from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.tracking.runs import (
     Audit,
     RunRecord,
@@ -60,8 +60,8 @@ RECIPE = load_recipe("smoke", ["tokens.source=hf://datasets/a/b", f"tokens.revis
 PLANS = plans_of(RECIPE)
 RUN = run_name(PLANS)
 TRAIN = PLANS["train"].prefix
-ELSEWHERE = {"machine": "other/boot", "pid": 1, "started": "1"}
-GONE = this_process() | {"started": "1"}  # this machine, a process that is no more
+ELSEWHERE = ProcessId("other/boot", 1, "1")
+GONE = replace(this_process(), started="1")  # this machine, a process that is no more
 DAY = 86_400.0
 FACTS: dict[str, dict[str, Any]] = {
     "tokenize": {"tokens": 8_000_000},
@@ -90,7 +90,7 @@ def attempted(store: Store, stage: str, number: int = 1, hours: float = 1.0, **c
     now = time.time()
     beat = Heartbeat(RUN, stage, number, "done", now - hours * 3600, now, 0.0, GONE)
     beat = replace(beat, **changes)
-    store.put(f"{PLANS[stage].prefix}/attempts/{number:04d}/heartbeat.json", json.dumps(asdict(beat)).encode())
+    store.put(f"{PLANS[stage].prefix}/attempts/{number:04d}/heartbeat.json", beat.to_json())
     return beat
 
 
@@ -167,9 +167,9 @@ def test_how_far_an_unfinished_run_came_is_in_its_heartbeats(store: LocalStore) 
         "train",
         1,
         state="interrupted",
-        progress=Progress.from_json({"step": 120, "train/loss": 3.0, "val/loss": 3.1}),
+        progress=Progress(step=120, metrics={"train/loss": 3.0, "val/loss": 3.1}),
     )
-    attempted(store, "train", 2, state="interrupted", progress=Progress.from_json({"step": 150, "train/loss": 2.9}))
+    attempted(store, "train", 2, state="interrupted", progress=Progress(step=150, metrics={"train/loss": 2.9}))
     summary = summarize(store, recorded(store))
     assert (summary.steps, summary.tokens) == (150, 150 * 8192)
     assert (summary.train_loss, summary.val_loss) == (2.9, 3.1)
@@ -376,9 +376,7 @@ def test_what_skypilot_says_of_a_runs_clusters_stands_below_the_table(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done_run(store)
-    attempted(
-        store, "train", hours=0.5, price_per_hour=10.0, machine=Machine.from_json({"cloud": "aws", "cluster": "spot-7"})
-    )
+    attempted(store, "train", hours=0.5, price_per_hour=10.0, machine=Machine(cloud="aws", cluster="spot-7"))
     record_intervals(store, RUN, [Interval("spot-7", 1, 0.0, 1800.0), Interval("spot-7", 1, 3600.0, 3960.0)])
     cli.report(None, store=store.uri)
     assert capsys.readouterr().out.splitlines()[-1] == (
@@ -390,8 +388,8 @@ def test_the_report_of_one_run_says_for_what_and_at_what_price(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done_run(store)
-    spot = {"cloud": "aws", "spot": True, "instance": "p5.48xlarge", "on_demand_per_hour": 12.0}
-    steps = {"resumed_from": 0, "step": 70, "notice": "SIGTERM"}
+    spot = Machine(cloud="aws", spot=True, instance="p5.48xlarge", on_demand_per_hour=12.0)
+    steps = Progress(resumed_from=0, step=70, notice="SIGTERM")
     half: dict[str, Any] = {"hours": 0.5, "price_per_hour": 10.0, "machine": spot, "price_source": "catalog aws"}
     attempted(store, "train", 1, state="interrupted", progress=steps, **half)
     attempted(store, "train", 2, price_per_hour=None, phases={"setup": 900.0, "train": 2700.0}, nodes=2)
@@ -422,7 +420,7 @@ def priced(store: Store, run: str, recipe: Recipe, losses: dict[int, float], pri
     prefix, minutes = plans["train"].prefix, max(losses)
     assert claim(store, prefix, run, "train", 1, Billing(price))
     beat = Heartbeat(run, "train", 1, "done", 0.0, 60.0 * minutes, price, GONE)
-    store.put(f"{prefix}/attempts/0001/heartbeat.json", json.dumps(asdict(beat)).encode())
+    store.put(f"{prefix}/attempts/0001/heartbeat.json", beat.to_json())
     rows = [{"step": step, "time": 60.0 * step, "val/loss": loss} for step, loss in losses.items()]
     body = "".join(json.dumps(one) + "\n" for one in rows)
     store.put(f"{prefix}/metrics/step-{minutes:08d}-a0001.jsonl", body.encode())
@@ -551,7 +549,7 @@ def load_recipe_with(*changes: str) -> Recipe:
 
 
 def test_a_plan_says_how_far_an_unfinished_stage_is(store: LocalStore) -> None:
-    attempted(store, "train", 3, state="interrupted", progress=Progress.from_json({"step": 12_000}))
+    attempted(store, "train", 3, state="interrupted", progress=Progress(step=12_000))
     why = plan_of(RECIPE, store)["stages"]["train"]["why"]
     assert why == "attempt 3 is interrupted, step 12,000: run goes on from its last commit"
 
@@ -673,9 +671,7 @@ def test_a_run_that_was_tried_again_lately_is_not_old(store: LocalStore, tmp_pat
 
 
 @pytest.mark.parametrize("process", [this_process(), ELSEWHERE])
-def test_nothing_of_an_attempt_that_may_be_alive_goes(
-    store: LocalStore, tmp_path: Path, process: dict[str, Any]
-) -> None:
+def test_nothing_of_an_attempt_that_may_be_alive_goes(store: LocalStore, tmp_path: Path, process: ProcessId) -> None:
     put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st", days_old=30)
     attempted(store, "train", state="running", process=process)
     assert found(store, tmp_path, days=0.0) == []
@@ -725,7 +721,7 @@ def test_an_artifact_that_is_finished_while_we_look_loses_nothing(tmp_path: Path
                 finished(LocalStore(fresh.root), "train", (file,))
                 beat = Heartbeat(RUN, "train", 1, "done", 0.0, 1.0, 0.0, this_process())
                 key = f"{TRAIN}/attempts/0001/heartbeat.json"
-                LocalStore(fresh.root).put(key, json.dumps(asdict(beat)).encode())
+                LocalStore(fresh.root).put(key, beat.to_json())
             calls += 1
             return how(*arguments)
 
