@@ -23,7 +23,7 @@ from trainer.errors import EXIT_FAILED, EXIT_MISTAKE, Ending
 
 if TYPE_CHECKING:
     from pipelines.stage import Pipeline
-    from pipelines.tracking.runs import RunRecord
+    from pipelines.tracking.runs import Run
     from trainer.store import Store
 
 TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
@@ -270,38 +270,38 @@ def report(
     """What runs did and cost: state, attempts, tokens, val loss, hours, dollars."""
     from pipelines.artifacts.store import open_store
     from pipelines.show.tables import print_audit, print_bill, print_runs, print_series, sky_differences
-    from pipelines.tracking.runs import account_of, audit, read_records, run_series, summarize
+    from pipelines.tracking.audit import audit
+    from pipelines.tracking.runs import read_runs
     from trainer.errors import UserError
 
     if overlay and not html:
         raise UserError("--overlay: it is laid over the curves of a page; add --html FILE")
     opened = open_store(store_uri(store))
-    records = read_records(opened, runs or [])
+    found = read_runs(opened, runs or [])
     if compare:
         return compare_runs(opened, runs or [], as_json)
     if rebuild_mlflow:
-        return rebuild_tracking(opened, records, to)
+        return rebuild_tracking(opened, found, to)
     if series:
-        for record in records:
-            print_series(record.run, run_series(opened, record), as_json, alone=len(records) == 1)
+        for run in found:
+            print_series(run.name, run.series, as_json, alone=len(found) == 1)
         return
     if audit_:
-        audits = [audit(opened, record) for record in records]
+        audits = [audit(run) for run in found]
         print(json.dumps([asdict(a) for a in audits])) if as_json else print_audit(audits)
         sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
     if html:
         from pipelines.show.page import write_page
 
-        return write_page(html, opened, records, overlay or [])
-    summaries = [summarize(opened, record) for record in records]
-    accounts = [account_of(opened, record) for record in records]
+        return write_page(html, opened, found, overlay or [])
     if not as_json:
-        print_runs(summaries, opened.uri, [line for a in accounts for line in sky_differences(opened, a)])
-        if runs and len(accounts) == 1:
+        summaries = [run.summary for run in found]
+        print_runs(summaries, opened.uri, [line for run in found for line in sky_differences(opened, run.account)])
+        if runs and len(found) == 1:
             print()
-            print_bill(accounts[0])
+            print_bill(found[0].account)
         return
-    print(json.dumps([asdict(s) | {"account": asdict(a)} for s, a in zip(summaries, accounts, strict=True)]))
+    print(json.dumps([asdict(run.summary) | {"account": asdict(run.account)} for run in found]))
 
 
 @app.command()
@@ -459,17 +459,17 @@ def image_check(
 def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
     from pipelines.show.tables import print_comparison
     from pipelines.tracking.compare import compare
-    from pipelines.tracking.runs import read_records
+    from pipelines.tracking.runs import read_run
     from trainer.errors import UserError
 
     if len(names) != 2:
         raise UserError(f"report --compare: takes two runs, got {len(names)}; name them: report --compare A B")
-    ours, theirs = (read_records(store, [name])[0] for name in names)
-    compared = compare(store, ours, theirs)
+    one, other = (read_run(store, name) for name in names)
+    compared = compare(one, other)
     print(json.dumps(asdict(compared))) if as_json else print_comparison(compared)
 
 
-def rebuild_tracking(store: "Store", records: "list[RunRecord]", to: str | None) -> None:
+def rebuild_tracking(store: "Store", runs: "list[Run]", to: str | None) -> None:
     from pipelines.tracking.mlflow.tracker import rebuild, tracking_uri
     from trainer.errors import UserError
 
@@ -478,14 +478,14 @@ def rebuild_tracking(store: "Store", records: "list[RunRecord]", to: str | None)
     uri = tracking_uri(to, default_tracking_uri())
     if uri.partition(":")[0].partition("+")[0] not in TRACKING_SCHEMES:
         raise UserError(f"--to {uri}: no MLflow; give http(s)://server, or a database such as sqlite:///mlflow.db")
-    for record in records:
-        sessions = rebuild(store, record.run, uri)
-        print(f"{record.run}: {sessions} session(s) told again" if sessions else f"{record.run}: told MLflow nothing")
+    for run in runs:
+        sessions = rebuild(store, run.name, uri)
+        print(f"{run.name}: {sessions} session(s) told again" if sessions else f"{run.name}: told MLflow nothing")
 
 
 def result(pipeline: "Pipeline") -> dict[str, Any]:
     """What `run --json` prints, finished or interrupted."""
-    summary = pipeline.summary()
+    summary = pipeline.snapshot().summary
     return {
         "run": pipeline.run,
         "state": summary.state,

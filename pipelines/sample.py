@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.text.tokenizer import tokenizer
-from pipelines.tracking.runs import read_records
+from pipelines.tracking.runs import read_run
 from trainer.errors import UserError
 from trainer.store import Store
 
@@ -26,11 +26,12 @@ def continue_text(model: "GPT", encoding: "tiktoken.Encoding", prompt: str, toke
 
 def sample_run(store: Store, cache: Path, run: str, prompt: str, tokens: int, seed: int) -> str:
     """Continue `prompt` with the final weights of a run. UserError if it has none yet."""
-    (record,) = read_records(store, [run])
-    manifest = read_manifest(store, record.prefixes["train"]) if "train" in record.prefixes else None
+    found = read_run(store, run)
+    prefix = found.record.prefixes.get("train")
+    manifest = read_manifest(store, prefix) if prefix else None
     if manifest is None:
-        raise UserError(f"{record.run}: it has no trained weights yet; `skytrain run` finishes it")
-    recipe = Recipe.model_validate(record.recipe)
+        raise UserError(f"{found.name}: the run has no trained weights yet; `skytrain run` finishes it")
+    recipe = found.recipe
     path = fetch(store, manifest.prefix, manifest.file("model.safetensors"), cache)
     return continue_text(load_weights(recipe, path), tokenizer(recipe.tokens.tokenizer), prompt, tokens, seed)
 

@@ -37,7 +37,7 @@ from pipelines.tracking.account import Account, StoredHeartbeat, account, accoun
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, is_alive
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat
-from pipelines.tracking.runs import Summary, read_records, record, stored_heartbeats, summarize
+from pipelines.tracking.runs import Run, read_records, read_run, record
 from trainer.config import tokens_before
 from trainer.errors import Interrupted, StaleAttempt, Stopped, UserError
 from trainer.metrics import PhaseClock
@@ -219,13 +219,11 @@ class Pipeline:
 
     def _track_totals(self) -> None:
         """The final account: metrics, tags to search by, and a table of attempts."""
-        (mine,) = read_records(self.store, [self.run])
-        seen, _ = stored_heartbeats(self.store, mine)
-        self._track_costs(None, seen, time.time())
-        bill = self._account(seen)
-        self.tracker.tags(None, {f"skytrain.{name}": value for name, value in account_tags(bill).items()})
-        self.tracker.table(None, "account.json", account_table(bill))
-        if (loss := summarize(self.store, mine).val_loss) is not None:
+        run = self.snapshot()
+        self._track_costs(None, run.heartbeats, time.time())
+        self.tracker.tags(None, {f"skytrain.{name}": value for name, value in account_tags(run.account).items()})
+        self.tracker.table(None, "account.json", account_table(run.account))
+        if (loss := run.summary.val_loss) is not None:
             self.tracker.metrics(None, 0, time.time(), {"val/loss": loss})
 
     def _account(self, seen: Iterable[StoredHeartbeat]) -> Account:
@@ -237,9 +235,9 @@ class Pipeline:
         step = max((one.beat.progress.highest_step or 0 for one in mine), default=0)
         self.tracker.metrics(stage, step, now, costs(self._account(mine)))
 
-    def summary(self) -> Summary:
-        (mine,) = read_records(self.store, [self.run])
-        return summarize(self.store, mine)
+    def snapshot(self) -> Run:
+        """The run as the store has it now."""
+        return read_run(self.store, self.run)
 
     def _make_all(self, last: str) -> None:
         for stage in STAGES[: STAGES.index(last) + 1]:
@@ -266,8 +264,7 @@ class Pipeline:
             if manifest := self._existing(stage):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            (mine,) = read_records(self.store, [self.run])
-            self._before, _ = stored_heartbeats(self.store, mine)
+            self._before = self.snapshot().heartbeats
             earlier = (seen.beat for seen in self._before)
             attempt = claim(
                 self.store, plan.prefix, self.run, stage, number, self.billing, self._watch, waited, earlier

@@ -13,7 +13,7 @@ import time
 from pipelines.tracking.account import AttemptAccount
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Meter
 from pipelines.tracking.records import Billing, Heartbeat, Progress
-from pipelines.tracking.runs import account_of, read_records
+from pipelines.tracking.runs import find_run
 from trainer.errors import Stopped, UserError
 from trainer.process import StopSignal
 from trainer.store import Store
@@ -53,11 +53,11 @@ def teardown_usd(attempt: AttemptAccount) -> float:
 
 def spent_by_others(store: Store, run: str, mine: Heartbeat | None, price_per_hour: float) -> float:
     """The run's bill in the store without attempt `mine`, dollars. Hours of unknown price count as `price_per_hour`."""
-    if store.get(f"runs/{run}.json") is None:
+    found = find_run(store, run)
+    if found is None:
         return 0.0
-    (record,) = read_records(store, [run])
     me = (mine.stage, mine.attempt) if mine else None
-    others = [a for a in account_of(store, record).attempts if (a.stage, a.number) != me]
+    others = [a for a in found.account.attempts if (a.stage, a.number) != me]
     spent = sum(a.bill.usd + a.bill.unpriced_hours * price_per_hour for a in others)
     # Nobody beats while a cluster is taken down. One that was taken away, or went on to the next attempt, was not.
     return spent + sum(teardown_usd(a) for a in others if a.state not in ("lost", "running"))

@@ -12,20 +12,11 @@ from typing import TYPE_CHECKING
 from pipelines.cloud.checks import reach_api_server
 from pipelines.cloud.launch import Launched
 from pipelines.cloud.tasks import label_of
-from pipelines.recipe import Recipe
-from pipelines.tracking.account import Account, Interval
+from pipelines.tracking.clusters import Interval, record_intervals
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, is_alive
 from pipelines.tracking.records import Heartbeat, Progress
-from pipelines.tracking.runs import (
-    RunRecord,
-    Summary,
-    account_of,
-    attempts_of,
-    read_records,
-    record_intervals,
-    summarize,
-)
+from pipelines.tracking.runs import Run, RunRecord, read_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
 from trainer.config import TrainConfig, steps_to_come
 from trainer.errors import UserError
@@ -80,16 +71,15 @@ class Status:
     silent_seconds: float | None  # since the last heartbeat, while one should come
 
 
-def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) -> Status:
-    summary, bill = summarize(store, record), account_of(store, record)
-    beats = [beat for stage in attempts_of(store, record).values() for beat in stage]
+def status_of(run: Run, tasks: list[Task], now: float) -> Status:
+    summary, bill, recipe = run.summary, run.account, run.recipe
+    beats = [beat for stage in run.attempts.values() for beat in stage]
     newest = max(beats, key=lambda beat: beat.started, default=None)
-    recipe = Recipe.model_validate(record.recipe)
     progress = newest.progress if newest else Progress()
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
     waiting |= summary.state == "running" and bool(progress.waiting)
     return Status(
-        run=record.run,
+        run=run.name,
         state="waiting" if waiting else summary.state,
         stage=newest.stage if newest else None,
         step=summary.steps,
@@ -101,21 +91,20 @@ def status_of(store: Store, record: RunRecord, tasks: list[Task], now: float) ->
         recoveries=sum(task.recoveries for task in tasks),
         usd=bill.total.usd,
         unpriced_hours=bill.total.unpriced_hours,
-        to_come=training_to_come(record, summary, bill, recipe.train, now),
-        wish=read_stop_request(store, record.run),
+        to_come=training_to_come(run, recipe.train, now),
+        wish=read_stop_request(run.store, run.name),
         notice=progress.notice,
         tasks=tasks,
         silent_seconds=now - newest.time if newest and newest.state == "running" else None,
     )
 
 
-def training_to_come(
-    record: RunRecord, summary: Summary, bill: Account, train: TrainConfig, now: float
-) -> Forecast | None:
-    if summary.steps >= train.max_steps or "train" not in record.prefixes:
+def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | None:
+    steps, prefix = run.summary.steps, run.record.prefixes.get("train")
+    if steps >= train.max_steps or prefix is None:
         return None
-    mine = [attempt for attempt in bill.attempts if attempt.prefix == record.prefixes["train"]]
-    return forecast(mine, steps_to_come(summary.steps, train), now)
+    attempts = [attempt for attempt in run.account.attempts if attempt.prefix == prefix]
+    return forecast(attempts, steps_to_come(steps, train), now)
 
 
 # What SkyPilot says
@@ -226,14 +215,14 @@ def stop(
     The attempt's state says how it ended: 'running' if it had not after `wait_seconds`.
     """
     request_stop(store, record.run, reason)
-    beat = working(store, record)
+    beat = working(Run(store, record))
     if beat is None:
         return None
     tell(f"{beat.stage}: attempt {beat.attempt} is asked to commit and leave")
     deadline = time.monotonic() + wait_seconds
     heard_at, heard = time.monotonic(), beat
     while time.monotonic() < deadline:
-        beat = next(b for b in attempts_of(store, record)[beat.stage] if b.attempt == beat.attempt)
+        beat = next(b for b in Run(store, record).attempts[beat.stage] if b.attempt == beat.attempt)
         if beat.state != "running":
             return beat
         if beat.time != heard.time:
@@ -244,9 +233,9 @@ def stop(
     return beat
 
 
-def working(store: Store, record: RunRecord) -> Heartbeat | None:
+def working(run: Run) -> Heartbeat | None:
     """The attempt that is at work, as far as its heartbeats tell."""
-    running = [b for stage in attempts_of(store, record).values() for b in stage if b.state == "running"]
+    running = [b for stage in run.attempts.values() for b in stage if b.state == "running"]
     for beat in reversed(running):
         if is_alive(beat) or time.time() - beat.time < SILENT_SECONDS + HEARTBEAT_SECONDS:
             return beat
@@ -298,38 +287,38 @@ class Orphan:
 
 def orphans(store: Store, now: float) -> Iterator[Orphan]:
     """Jobs on machines whose run is over or silent, and clusters of ours that no job is on."""
-    records = {record.run: record for record in read_records(store)}
-    at_work = [beat for record in records.values() if (beat := working(store, record))]
+    runs = {run.name: run for run in read_runs(store)}
+    at_work = [beat for run in runs.values() if (beat := working(run))]
     tasks = [(job.job_name or "", job.submitted_at or 0.0, task_from(job)) for job in managed_jobs()]
-    for run, submitted, task in tasks:
+    for name, submitted, task in tasks:
         # Who waits for a machine has none.
-        if task.over or task.status in ("PENDING", "STARTING", "RECOVERING") or run not in records:
+        if task.over or task.status in ("PENDING", "STARTING", "RECOVERING") or name not in runs:
             continue
-        if why := needless(store, records[run], submitted, now):
-            yield Orphan(f"job {task.job} ({run}, {task.stage})", why, f"skytrain down {run}")
+        if why := needless(runs[name], submitted, now):
+            yield Orphan(f"job {task.job} ({name}, {task.stage})", why, f"skytrain down {name}")
     busy = {task.cluster for _, _, task in tasks if not task.over} | {b.machine.cluster for b in at_work}
     if all(task.over for _, _, task in tasks):
         for name in controllers():
             yield Orphan(
                 f"cluster {name}", "SkyPilot's controller of managed jobs has none to look after", f"sky down {name}"
             )
-    labels = {label_of(run): record for run, record in records.items()}
+    labels = {label_of(name): run for name, run in runs.items()}
     for cluster in clusters():
         if not cluster.up or cluster.name in busy:
             continue
         known, since = labels.get(cluster.run or ""), cluster.intervals[-1][0]
-        why = needless(store, known, since, now) if known else f"no run in {store.uri} works on it"
+        why = needless(known, since, now) if known else f"no run in {store.uri} works on it"
         if why:
             yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
 
 
-def needless(store: Store, record: RunRecord, since: float, now: float) -> str | None:
+def needless(run: Run, since: float, now: float) -> str | None:
     """Why a machine that a run has had since then does nothing for it; None if it may."""
-    if working(store, record):
+    if working(run):
         return None
-    if summarize(store, record).state == "done":
+    if run.state == "done":
         return "the run is done"
-    last = max((b.time for stage in attempts_of(store, record).values() for b in stage), default=0.0)
+    last = max((b.time for stage in run.attempts.values() for b in stage), default=0.0)
     if now - max(last, since) > SET_UP_SECONDS:
         return f"no attempt of it has been heard for {(now - max(last, since)) / 60:.0f} min"
     return None

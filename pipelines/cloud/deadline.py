@@ -30,7 +30,7 @@ from pipelines.tracking.account import LONGEST_LOOK_SECONDS, AttemptAccount
 from pipelines.tracking.forecast import TRAINING_PHASES, training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Billing, Heartbeat
-from pipelines.tracking.runs import account_of, read_records
+from pipelines.tracking.runs import read_run
 from trainer.commits import committed_state
 from trainer.config import TrainConfig, tokens_before
 from trainer.errors import HandedOver, UserError
@@ -139,8 +139,7 @@ def leave_at_once(work: "Work") -> None:
     mine = work.attempt.latest
     if not deadline_here() or not mine.machine.spot:
         return
-    (record,) = read_records(work.store, [mine.run])
-    attempts = [a for a in account_of(work.store, record).attempts if a.stage == "train"]
+    attempts = [a for a in read_run(work.store, mine.run).account.attempts if a.stage == "train"]
     gpus = str(mine.machine.accelerators)
     if seconds_per_token(work.recipe.train, [gpus], mine.nodes, attempts) is None:
         return  # an estimate is no reason to leave
@@ -158,8 +157,7 @@ def wait_for_spot(work: "Work") -> NoReturn:
     Raises Interrupted or HandedOver, or what else this process was asked to end as.
     """
     work.report(waiting=True)
-    (mine,) = read_records(work.store, [work.attempt.latest.run])
-    bill = account_of(work.store, mine)
+    bill = read_run(work.store, work.attempt.latest.run).account
     try:
         race, left = race_from(work, [a for a in bill.attempts if a.stage == "train"])
     except UserError as error:  # a failed task would end the whole launch

@@ -35,7 +35,7 @@ from pipelines.cloud.tasks import (
 )
 from pipelines.recipe import Recipe
 from pipelines.stage import missing
-from pipelines.tracking.runs import account_of, read_records, record
+from pipelines.tracking.runs import find_run, record
 from pipelines.tracking.stop_request import clear_stop_request
 from trainer.errors import UserError
 from trainer.store import Store
@@ -275,10 +275,8 @@ def places_of(machine: dict[str, Any]) -> list[Offer]:
 
 def spent(store: Store, run: str) -> float:
     """The dollars that a run has cost so far."""
-    if store.get(f"runs/{run}.json") is None:
-        return 0.0
-    (known,) = read_records(store, [run])
-    return account_of(store, known).total.usd
+    found = find_run(store, run)
+    return found.account.total.usd if found else 0.0
 
 
 def with_prices(job: list[dict[str, Any]], wish: LaunchRequest) -> list[dict[str, Any]]:

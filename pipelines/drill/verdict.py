@@ -13,7 +13,7 @@ from typing import Any
 from pipelines.drill.faults import Blow
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import attempts_of, manifests, read_records, run_series, summarize
+from pipelines.tracking.runs import read_run
 from trainer.store import Store
 
 SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss")
@@ -56,8 +56,8 @@ class Verdict:
 
 def outcome(store: Store, run: str) -> Outcome:
     """Read what `run` has left in a store."""
-    (record,) = read_records(store, [run])
-    summary, made = summarize(store, record), manifests(store, record)
+    finished = read_run(store, run)
+    summary, made = finished.summary, finished.intact_manifests
     files = {
         stage: {file.name: file.sha256 for file in manifest.files if file.name != "metrics.jsonl"}
         for stage, manifest in made.items()
@@ -66,10 +66,10 @@ def outcome(store: Store, run: str) -> Outcome:
     evaluated = made["evaluate"]
     assert evaluated, "the run is finished"
     return Outcome(
-        tuple(run_series(store, record)),
+        tuple(finished.series),
         files,
         evaluated.facts["val/loss"],
-        attempts_of(store, record),
+        finished.attempts,
         summary.attempts,
         summary.billed_hours,
     )

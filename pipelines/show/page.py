@@ -24,7 +24,7 @@ from pipelines.recipe import Recipe
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, in_rows, market_of
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import RunRecord, account_of, attempts_of, run_series, sound_manifests, summarize
+from pipelines.tracking.runs import Run, RunRecord
 from trainer.config import batch_stages
 from trainer.errors import UserError
 from trainer.metrics import MFU_FORMULA
@@ -67,11 +67,11 @@ REFERENCES = {  # metric -> name, size, value
 }
 
 
-def write_page(path: Path, store: Store, records: Sequence[RunRecord], overlays: Iterable[str]) -> None:
+def write_page(path: Path, store: Store, runs: Sequence[Run], overlays: Iterable[str]) -> None:
     """What `report --html` does. UserError if there is nothing to show, or no place for it."""
-    if not records:
+    if not runs:
         raise UserError(f"--html: no runs in {store.uri} yet; `skytrain run smoke` makes one")
-    page = render(store, records, [read_overlay(log) for log in overlays])
+    page = render(runs, [read_overlay(log) for log in overlays])
     try:
         path.write_text(page, encoding="utf8")
     except OSError as error:
@@ -79,12 +79,12 @@ def write_page(path: Path, store: Store, records: Sequence[RunRecord], overlays:
     print(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; one file, made to be opened in a browser)")
 
 
-def render(store: Store, records: Iterable[RunRecord], overlays: Iterable[Overlay] = ()) -> str:
+def render(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> str:
     """The page of some runs, with what others have recorded laid over their curves."""
     return bind(
         {
             "made": time.time(),
-            "runs": [run_shown(store, record) for record in records],
+            "runs": [run_shown(run) for run in runs],
             "overlays": [overlay_shown(overlay) for overlay in overlays],
             "references": REFERENCES,
             "mfu": MFU_FORMULA,
@@ -121,10 +121,9 @@ def hash_source(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def run_shown(store: Store, record: RunRecord) -> dict[str, Any]:
-    recipe = Recipe.model_validate(record.recipe)
-    (made, _), beats = sound_manifests(store, record), attempts_of(store, record)
-    summary, rows, account = summarize(store, record), run_series(store, record), account_of(store, record)
+def run_shown(run: Run) -> dict[str, Any]:
+    record, recipe, made, summary = run.record, run.recipe, run.manifests, run.summary
+    rows, account = run.series, run.account
     size = next((size for size, shape in SHAPES.items() if shape == shape_of(recipe)), None)
     evaluated = made.get("evaluate")
     speeds, shares = ([row[k] for row in rows if k in row] for k in ("perf/tokens_per_second", "perf/mfu"))
@@ -152,7 +151,7 @@ def run_shown(store: Store, record: RunRecord) -> dict[str, Any]:
         "series": series_shown(rows, account),
         "lineage": lineage(record, recipe, made, account),
         "targets": targets(recipe, size, summary.steps, summary.val_loss, summary.hellaswag_acc_norm),
-        "receipt": receipt(recipe, made, account, beats.get("train", [])),
+        "receipt": receipt(recipe, made, account, run.attempts.get("train", [])),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
         "sample": evaluated.facts.get("sample") if evaluated else None,
     }

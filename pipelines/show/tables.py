@@ -20,11 +20,13 @@ from rich.text import Text
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.account import Account, AttemptAccount, Cost, in_rows, market_of, reconcile
+from pipelines.tracking.account import Account, AttemptAccount, Cost, in_rows, market_of
+from pipelines.tracking.audit import Audit
+from pipelines.tracking.clusters import read_intervals, reconcile
 from pipelines.tracking.compare import Comparison
 from pipelines.tracking.ledger import SILENT_SECONDS, attempts
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import SERIES, Audit, Summary, account_of, intervals_of, read_records
+from pipelines.tracking.runs import Summary
 from trainer.store import LocalStore, Store
 
 if TYPE_CHECKING:
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
 # The arithmetic of `skytrain recipes`: 8xH100 at half of the dense bf16 peak, at Lambda's on-demand price.
 # Source of the price: SkyPilot's catalog, read 2026-11; of the peak: NVIDIA's data sheet.
 NODE_FLOPS, ASSUMED_MFU, NODE_USD_PER_HOUR = 8 * 989e12, 0.50, 31.92
+SERIES = {  # CSV column -> metric
+    "step": "step",
+    "train/loss": "train/loss",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "tokens/s": "perf/tokens_per_second",
+}
 PHASES_FIRST = (
     *("provision", "setup", "download", "tokenize", "compile", "train", "redone", "evaluate", "export"),
     *("checkpoint", "upload", "idle", "lost"),
@@ -47,9 +56,8 @@ def console() -> Console:
 
 def print_card(pipeline: "Pipeline") -> None:
     """What a finished run was, made and cost, and where to look further."""
-    summary, out = pipeline.summary(), console()
-    (record,) = read_records(pipeline.store, [pipeline.run])
-    bill = account_of(pipeline.store, record)
+    run, out = pipeline.snapshot(), console()
+    summary, bill = run.summary, run.account
     stages = Table("stage", "artifact", "time", "attempts", "dollars", box=None, pad_edge=False)
     for stage, manifest in pipeline.made.items():
         mine = bill.by_stage.get(stage, Cost())
@@ -266,7 +274,7 @@ def attempt_row(number: str, a: AttemptAccount) -> list[str]:
 
 def sky_differences(store: Store, account: Account) -> Iterator[str]:
     """What SkyPilot's own book says, as it was last heard, beside the ledger: a line a cluster."""
-    intervals = intervals_of(store, account.run)
+    intervals = read_intervals(store, account.run)
     for one in reconcile(account, intervals, time.time()) if intervals else []:
         usd = "unknown dollars" if one.usd is None else f"{one.usd:+.2f} dollars"
         yield (

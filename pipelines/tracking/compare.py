@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelines.artifacts.manifest import differences
-from pipelines.tracking.account import Account, cost_until, market_of
-from pipelines.tracking.runs import RunRecord, account_of, run_series, sound_manifests, summarize, tokens_axis
-from trainer.store import Store
+from pipelines.tracking.account import cost_until, market_of
+from pipelines.tracking.runs import Run
 
 PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of what both runs have come to
 STEPS_TOGETHER = 20  # whose mean is the training loss at a point: one step's says little
 FRESH = 0.9  # of a level: a val loss that was measured earlier than that says nothing of it
+
+RESULTS = (
+    *("state", "attempts", "steps", "tokens", "train_loss", "val_loss", "hellaswag_acc_norm"),
+    *("billed_hours", "usd", "unpriced_hours", "goodput", "usd_per_billion_tokens"),
+)
 
 Row = dict[str, Any]
 Axis = Callable[[Row], float]
@@ -35,32 +39,25 @@ class Comparison:
     at_equal_dollars: list[Level]  # of the whole bill; empty while a price is unknown, or nothing cost anything
 
 
-def compare(store: Store, one: RunRecord, other: RunRecord) -> Comparison:
-    facts = conditions(store, one), conditions(store, other)
-    bills = account_of(store, one), account_of(store, other)
-    series = run_series(store, one), run_series(store, other)
-    summaries = summarize(store, one), summarize(store, other)
-    shown = ("state", "attempts", "steps", "tokens", "train_loss", "val_loss", "hellaswag_acc_norm")
-    costs = ("billed_hours", "usd", "unpriced_hours", "goodput", "usd_per_billion_tokens")
-    priced = not any(bill.total.unpriced_hours for bill in bills) and all(bill.total.usd for bill in bills)
-    dollars = (by_dollars(bills[0]), by_dollars(bills[1]))
+def compare(one: Run, other: Run) -> Comparison:
+    series, totals = (one.series, other.series), (one.account.total, other.account.total)
+    priced = all(total.usd and not total.unpriced_hours for total in totals)
     return Comparison(
-        runs=(one.run, other.run),
-        differs=differences(*facts),
-        results={name: (getattr(summaries[0], name), getattr(summaries[1], name)) for name in shown + costs},
+        runs=(one.name, other.name),
+        differs=differences(conditions(one), conditions(other)),
+        results={name: (getattr(one.summary, name), getattr(other.summary, name)) for name in RESULTS},
         at_equal_tokens=levels(series, (by_tokens(one), by_tokens(other))),
-        at_equal_dollars=levels(series, dollars) if priced else [],
+        at_equal_dollars=levels(series, (by_dollars(one), by_dollars(other))) if priced else [],
     )
 
 
-def conditions(store: Store, record: RunRecord) -> dict[str, Any]:
-    """What a run was made with: its recipe, its inputs, its code, its machines."""
-    made, _ = sound_manifests(store, record)
-    train = made.get("train")
-    attempts = [a for a in account_of(store, record).attempts if a.stage == "train" and not a.waited]
+def conditions(run: Run) -> dict[str, Any]:
+    """The conditions of a run: its recipe, inputs, code and machines."""
+    train = run.manifests.get("train")
+    attempts = [a for a in run.account.attempts if a.stage == "train" and not a.waited]
     return {
-        "recipe": record.recipe,
-        "artifacts": record.prefixes,
+        "recipe": run.record.recipe,
+        "artifacts": run.record.prefixes,
         "code": {k: train.provenance.get(k) for k in ("git_commit", "image", "python", "versions")} if train else {},
         "machines": {
             "market": ", ".join(sorted({market_of(a.machine) for a in attempts})),
@@ -71,13 +68,12 @@ def conditions(store: Store, record: RunRecord) -> dict[str, Any]:
     }
 
 
-def by_tokens(record: RunRecord) -> Axis:
-    tokens_at = tokens_axis(record)
-    return lambda row: tokens_at(row["step"])
+def by_tokens(run: Run) -> Axis:
+    return lambda row: run.tokens_before(row["step"])
 
 
-def by_dollars(bill: Account) -> Axis:
-    return lambda row: cost_until(bill, row["time"]).usd
+def by_dollars(run: Run) -> Axis:
+    return lambda row: cost_until(run.account, row["time"]).usd
 
 
 def levels(series: tuple[list[Row], list[Row]], axes: tuple[Axis, Axis]) -> list[Level]:

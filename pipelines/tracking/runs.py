@@ -1,50 +1,53 @@
-"""What a run is, from the store alone: its record, its attempts, its artifacts, its series.
+"""A run as the store has it: its record, attempts, artifacts and series. A report needs no tracking server.
 
-`runs/<run>.json` is written whenever a run is started or resumed; everything else is read from the
-attempts and manifests it points to, so a report needs no tracking server.
+Every start and resumption of a run rewrites `runs/<run>.json`. The record names the artifacts; their attempts and
+manifests hold everything else.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import Account, Interval, StoredHeartbeat, account
+from pipelines.tracking.account import Account, StoredHeartbeat, account
 from pipelines.tracking.ledger import SILENT_SECONDS, is_alive, is_there
-from pipelines.tracking.records import Heartbeat
-from trainer.commits import committed_state, series
+from pipelines.tracking.records import FORMAT, Heartbeat
+from trainer.commits import series
 from trainer.config import TrainConfig, tokens_before
 from trainer.errors import UserError
-from trainer.health import data_step
 from trainer.store import Store
-
-SERIES = {  # CSV column -> metric
-    "step": "step",
-    "train/loss": "train/loss",
-    "lr": "train/lr",
-    "grad_norm": "train/grad_norm",
-    "tokens/s": "perf/tokens_per_second",
-}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as it was last started: its recipe, and where its stages' artifacts are to be."""
+    """A run as it was last started: its recipe, and the artifacts of its stages."""
 
     run: str
     recipe: dict[str, Any]
-    until: str  # the last stage that was ever asked for
+    until: str  # the last stage that any start asked for
     prefixes: dict[str, str]  # by stage, up to `until`
-    updated: float
-    # What it worked on before its evaluation or export was asked for in another way: still on its bill.
+    updated: float  # unix seconds
+    # Artifacts before the evaluation or export changed: the run still pays for them.
     earlier: dict[str, list[str]] = field(default_factory=dict)
 
     def all_prefixes(self, stage: str) -> list[str]:
         """Every artifact of a stage that the run ever worked on, the present one last."""
         return [*self.earlier.get(stage, ()), self.prefixes[stage]]
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Self:
+        """ValueError or TypeError for a damaged record, UserError for one of a newer format."""
+        values = json.loads(body)
+        if (written := values.pop("format", FORMAT)) != FORMAT:
+            raise UserError(f"a run's record of format {written}; this version reads format {FORMAT}: upgrade skytrain")
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -52,86 +55,146 @@ class Summary:
     """A run in a row of a table."""
 
     run: str
-    # done, running, interrupted, stopped (as was wished), failed, lost (it died without a word), damaged
+    # done, running, interrupted, stopped (on request), failed, lost (died without a last heartbeat), damaged
     state: str
-    attempts: int  # starts and resumptions that it took, without those to wait for spot: 1 if nothing interrupted it
+    attempts: int  # starts and resumptions, without waits for spot: 1 if nothing interrupted the run
     steps: int
     tokens: int
     train_loss: float | None
     val_loss: float | None
     hellaswag_acc_norm: float | None
     billed_hours: float
-    usd: float  # of the hours whose price is known
+    usd: float  # of the hours of known price
     unpriced_hours: float
     phases: dict[str, float]  # seconds of machine time
     goodput: float | None
     usd_per_billion_tokens: float | None
     updated: float
-    faults: list[str]  # what could not be read
+    faults: list[str]  # unreadable objects
 
 
-def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan], until: str) -> RunRecord:
-    """Write down that a run is being started or resumed. Stages that it was asked for before stay in it."""
-    prefixes = {s: plans[s].prefix for s in list(plans)[: list(plans).index(until) + 1]}
-    earlier: dict[str, list[str]] = {}
-    if body := store.get(f"runs/{run}.json"):
-        before = _record(store, run, body)
-        for stage, now in prefixes.items():
-            known = before.all_prefixes(stage) if stage in before.prefixes else []
-            earlier[stage] = [prefix for prefix in known if prefix != now]
-        prefixes = before.prefixes | prefixes
-    made = RunRecord(run, recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier)
-    store.put(f"runs/{run}.json", json.dumps(asdict(made), indent=1).encode())
-    return made
+@dataclass(frozen=True)
+class Run:
+    """A snapshot of a run: every object is read at most once, on first use. Make a new one to see changes."""
+
+    store: Store
+    record: RunRecord
+
+    @property
+    def name(self) -> str:
+        return self.record.run
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return Recipe.model_validate(self.record.recipe)
+
+    @cached_property
+    def _manifests(self) -> tuple[dict[str, Manifest | None], list[DamagedArtifact]]:
+        found: dict[str, Manifest | None] = {}
+        damage = []
+        for stage, prefix in self.record.prefixes.items():
+            found[stage] = None
+            try:
+                found[stage] = read_manifest(self.store, prefix)
+            except DamagedArtifact as error:
+                damage.append(error)
+        return found, damage
+
+    @property
+    def manifests(self) -> dict[str, Manifest | None]:
+        """The artifacts by stage; None for a missing or damaged one."""
+        return self._manifests[0]
+
+    @property
+    def intact_manifests(self) -> dict[str, Manifest | None]:
+        """The artifacts by stage; None for a missing one. DamagedArtifact if one is damaged."""
+        found, damage = self._manifests
+        if damage:
+            raise damage[0]
+        return found
+
+    @cached_property
+    def _heartbeats(self) -> tuple[list[StoredHeartbeat], list[str]]:
+        read = [
+            read_heartbeats(self.store, self.name, prefix)
+            for stage in self.record.prefixes
+            for prefix in self.record.all_prefixes(stage)
+        ]
+        return [one for found, _ in read for one in found], [fault for _, faults in read for fault in faults]
+
+    @property
+    def heartbeats(self) -> list[StoredHeartbeat]:
+        """The last heartbeat of every attempt, on the present artifacts and on earlier ones."""
+        return self._heartbeats[0]
+
+    @cached_property
+    def attempts(self) -> dict[str, list[Heartbeat]]:
+        """The last heartbeats by stage, in order of attempts, on the present artifacts."""
+        return {
+            stage: [one.beat for one in self.heartbeats if one.prefix == prefix]
+            for stage, prefix in self.record.prefixes.items()
+        }
+
+    @cached_property
+    def account(self) -> Account:
+        """The time and money of all attempts."""
+        heartbeats, faults = self._heartbeats
+        return account(self.name, heartbeats, self.tokens_before, faults)
+
+    @cached_property
+    def series(self) -> list[dict[str, Any]]:
+        """The committed rows, one a step."""
+        return series(self.store, self.record.prefixes["train"]) if "train" in self.record.prefixes else []
+
+    @cached_property
+    def tokens_before(self) -> Callable[[int], int]:
+        """Tokens of all updates before a step."""
+        train = TrainConfig.model_validate(self.record.recipe["train"])
+        return lambda step: tokens_before(step, train)
+
+    @cached_property
+    def state(self) -> str:
+        """done, running, interrupted, stopped, failed, lost or damaged."""
+        made, damage = self._manifests
+        if damage:
+            return "damaged"
+        return "done" if all(made.values()) else state_of(self.attempts.values())
+
+    @cached_property
+    def summary(self) -> Summary:
+        step, metrics = 0, dict[str, float]()
+        for beat in self.attempts.get("train", []):
+            step = step if beat.progress.step is None else beat.progress.step
+            metrics |= beat.progress.metrics
+        train, evaluated = self.manifests.get("train"), self.manifests.get("evaluate")
+        facts = {**metrics, **(train.facts if train else {}), **(evaluated.facts if evaluated else {})}
+        worked = [attempt for attempt in self.account.attempts if not attempt.waited]
+        steps = train.facts["steps"] if train else step
+        total = self.account.total
+        return Summary(
+            run=self.name,
+            state=self.state,
+            attempts=1 + len(worked) - len({attempt.prefix for attempt in worked}),
+            steps=steps,
+            tokens=self.tokens_before(steps),
+            train_loss=facts.get("train/loss"),
+            val_loss=facts.get("val/loss"),
+            hellaswag_acc_norm=facts.get("eval/hellaswag_acc_norm"),
+            billed_hours=total.hours,
+            usd=total.usd,
+            unpriced_hours=total.unpriced_hours,
+            phases={phase: 3600 * cost.hours for phase, cost in self.account.by_phase.items()},
+            goodput=self.account.goodput,
+            usd_per_billion_tokens=self.account.usd_per_billion_tokens,
+            updated=self.record.updated,
+            faults=[*map(str, self._manifests[1]), *self.account.faults],
+        )
 
 
-def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:
-    """The records of the runs that `names` mean (all of them by default), oldest first."""
-    runs = [e.key.removeprefix("runs/").removesuffix(".json") for e in store.entries("runs/")]
-    wanted = [one_run(runs, name, store.uri) for name in names] or runs
-    bodies = ((run, store.get(f"runs/{run}.json")) for run in wanted)
-    return sorted((_record(store, run, body) for run, body in bodies if body), key=lambda r: r.updated)
+def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHeartbeat], list[str]]:
+    """A run's attempts on an artifact, and which of them are unreadable.
 
-
-def _record(store: Store, run: str, body: bytes) -> RunRecord:
-    try:
-        return RunRecord(**json.loads(body))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{store.uri}/runs/{run}.json: damaged ({error!r}); run its recipe to write it anew") from error
-
-
-def one_run(runs: list[str], name: str, where: str) -> str:
-    """The run that a full name or the beginning of one means. UserError if it is none or several."""
-    found = [name] if name in runs else [run for run in runs if run.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(found or runs) or "none yet; `skytrain run RECIPE` makes one"
-    fault = "more than one run begins so" if found else "no such run"
-    raise UserError(f"{name}: {fault} in {where}; there: {known}")
-
-
-def manifests(store: Store, record: RunRecord) -> dict[str, Manifest | None]:
-    """A run's artifacts by stage, None for what is missing. DamagedArtifact if one can't be read."""
-    return {stage: read_manifest(store, prefix) for stage, prefix in record.prefixes.items()}
-
-
-def sound_manifests(store: Store, record: RunRecord) -> tuple[dict[str, Manifest | None], list[str]]:
-    """A run's artifacts by stage, and what is wrong with those that are damaged, which count as missing."""
-    made: dict[str, Manifest | None] = {}
-    faults = []
-    for stage, prefix in record.prefixes.items():
-        made[stage] = None
-        try:
-            made[stage] = read_manifest(store, prefix)
-        except DamagedArtifact as error:
-            faults.append(str(error))
-    return made, faults
-
-
-def stored_attempts(store: Store, run: str, prefix: str) -> tuple[list[StoredHeartbeat], list[str]]:
-    """A run's attempts on an artifact as they lie in the store, and which of them can't be read.
-
-    What another run did for a shared artifact is on its own bill.
+    Another run pays for its own attempts on a shared artifact.
     """
     found: dict[str, StoredHeartbeat] = {}
     faults = []
@@ -142,138 +205,84 @@ def stored_attempts(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
             beat = Heartbeat.from_json(store.get(entry.key) or b"")
             found[number] = StoredHeartbeat(prefix, beat, entry.modified, is_alive(beat))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            faults.append(f"{store.uri}/{entry.key}: damaged ({error!r}), so this attempt may miss on the bill")
+            faults.append(f"{store.uri}/{entry.key}: damaged ({error!r}); the bill may miss this attempt")
     return [found[number] for number in sorted(found) if found[number].beat.run == run], faults
 
 
-def stored_heartbeats(
-    store: Store, record: RunRecord, stages: Iterable[str] = ()
-) -> tuple[list[StoredHeartbeat], list[str]]:
-    """Every attempt of a run (of its `stages`), on whatever artifact, and what can't be read."""
-    seen, faults = [], []
-    for prefix in (prefix for stage in stages or record.prefixes for prefix in record.all_prefixes(stage)):
-        some, wrong = stored_attempts(store, record.run, prefix)
-        seen += some
-        faults += wrong
-    return seen, faults
-
-
-def attempts_of(store: Store, record: RunRecord) -> dict[str, list[Heartbeat]]:
-    """This run's attempts by stage, on the artifacts that it is about now."""
-    return {
-        stage: [one.beat for one in stored_attempts(store, record.run, prefix)[0]]
-        for stage, prefix in record.prefixes.items()
-    }
-
-
-def account_of(store: Store, record: RunRecord) -> Account:
-    """Everything that a run has cost, on whatever artifacts, from the store alone."""
-    seen, faults = stored_heartbeats(store, record)
-    return account(record.run, seen, tokens_axis(record), faults)
-
-
-def tokens_axis(record: RunRecord) -> Callable[[int], int]:
-    """Tokens of all updates of a run before one of them."""
-    train = TrainConfig.model_validate(record.recipe["train"])
-    return lambda step: tokens_before(step, train)
-
-
-def summarize(store: Store, record: RunRecord) -> Summary:
-    made, faults = sound_manifests(store, record)
-    beats, bill = attempts_of(store, record), account_of(store, record)
-    step, metrics = 0, dict[str, float]()
-    for beat in beats.get("train", []):
-        step = step if beat.progress.step is None else beat.progress.step
-        metrics |= beat.progress.metrics
-    train, evaluated = made.get("train"), made.get("evaluate")
-    facts = {**metrics, **(train.facts if train else {}), **(evaluated.facts if evaluated else {})}
-    worked = [attempt for attempt in bill.attempts if not attempt.waited]
-    steps = train.facts["steps"] if train else step
-    return Summary(
-        run=record.run,
-        state="damaged" if faults else state_of(made, beats),
-        attempts=1 + len(worked) - len({attempt.prefix for attempt in worked}),
-        steps=steps,
-        tokens=tokens_axis(record)(steps),
-        train_loss=facts.get("train/loss"),
-        val_loss=facts.get("val/loss"),
-        hellaswag_acc_norm=facts.get("eval/hellaswag_acc_norm"),
-        billed_hours=bill.total.hours,
-        usd=bill.total.usd,
-        unpriced_hours=bill.total.unpriced_hours,
-        phases={phase: 3600 * part.hours for phase, part in bill.by_phase.items()},
-        goodput=bill.goodput,
-        usd_per_billion_tokens=bill.usd_per_billion_tokens,
-        updated=record.updated,
-        faults=[*faults, *bill.faults],
-    )
-
-
-def state_of(made: dict[str, Manifest | None], beats: dict[str, list[Heartbeat]]) -> str:
-    if all(made.values()):
-        return "done"
-    # A stale attempt says nothing about the run: the one that took over does. When an attempt began says nothing
-    # either: its bill may go back to the boot of a machine that long waited for its turn.
-    said = ([beat for beat in stage if beat.state != "stale"] for stage in beats.values())
-    newest = max((stage[-1] for stage in said if stage), key=lambda beat: beat.time, default=None)
+def state_of(attempts: Iterable[list[Heartbeat]]) -> str:
+    """The state of an unfinished run, from its attempts at each stage."""
+    # The newest by heartbeat, not by start: the bill of a machine that waited may begin at its boot. A stale attempt
+    # does not count: the attempt that replaced it does.
+    current = ([beat for beat in stage if beat.state != "stale"] for stage in attempts)
+    newest = max((stage[-1] for stage in current if stage), key=lambda beat: beat.time, default=None)
     if newest is None:
         return "interrupted"
-    working = newest.state in ("running", "done")  # done with one stage, and about to start the next
+    working = newest.state in ("running", "done")  # done with one stage, about to start the next
     there = is_there(newest)
     if working and (there or (there is None and time.time() - newest.time < 3 * SILENT_SECONDS)):
         return "running"
     return {"running": "lost", "done": "interrupted"}.get(newest.state, newest.state)
 
 
-def run_series(store: Store, record: RunRecord) -> list[dict[str, Any]]:
-    """The committed rows of a run, one a step."""
-    return series(store, record.prefixes["train"]) if "train" in record.prefixes else []
+def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan], until: str) -> RunRecord:
+    """Record that a run starts or resumes. Stages of earlier starts stay in the record."""
+    prefixes = {s: plans[s].prefix for s in list(plans)[: list(plans).index(until) + 1]}
+    earlier: dict[str, list[str]] = {}
+    if before := read_record(store, run):
+        for stage, now in prefixes.items():
+            known = before.all_prefixes(stage) if stage in before.prefixes else []
+            earlier[stage] = [prefix for prefix in known if prefix != now]
+        prefixes = before.prefixes | prefixes
+    made = RunRecord(run, recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier)
+    store.put(key_of(run), made.to_json())
+    return made
 
 
-def intervals_of(store: Store, run: str) -> list[Interval]:
-    """When the clusters that a run was launched on were up, as SkyPilot was last heard to say."""
-    body = store.get(f"clusters/{run}.json")
-    return [Interval(**one) for one in json.loads(body)] if body else []
+def read_record(store: Store, run: str) -> RunRecord | None:
+    """The record of the run with this full name; None if the store has none."""
+    body = store.get(key_of(run))
+    try:
+        return RunRecord.from_json(body) if body else None
+    except UserError as error:
+        raise UserError(f"{store.uri}/{key_of(run)}: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{store.uri}/{key_of(run)}: damaged ({error!r}); run its recipe to write it anew") from error
 
 
-def record_intervals(store: Store, run: str, intervals: Iterable[Interval]) -> None:
-    """Keep what SkyPilot says of a run's clusters: it forgets, and a report asks the store alone."""
-    body = json.dumps([asdict(one) for one in intervals], indent=1)
-    store.put(f"clusters/{run}.json", body.encode())
+def key_of(run: str) -> str:
+    return f"runs/{run}.json"
 
 
-@dataclass(frozen=True)
-class Audit:
-    """Whether a run read what its recipe says: the windows of every committed step, recomputed."""
-
-    run: str
-    steps: int  # that were compared
-    sequences: int
-    wrong_steps: tuple[int, ...]  # whose digest is another
-    missing_steps: tuple[int, ...]  # that no row tells of
+def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:
+    """The records of the runs with these names or beginnings of names (all runs by default), oldest first."""
+    runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in store.entries("runs/")]
+    wanted = [full_name(runs, name, store.uri) for name in names] or runs
+    found = (read_record(store, run) for run in wanted)
+    return sorted((one for one in found if one), key=lambda one: one.updated)
 
 
-def audit(store: Store, record: RunRecord) -> Audit:
-    """Recompute which windows each step reads and compare with the digest that the ranks recorded.
+def read_runs(store: Store, names: Iterable[str] = ()) -> list[Run]:
+    """Snapshots of the runs with these names or beginnings of names (all runs by default), oldest first."""
+    return [Run(store, one) for one in read_records(store, names)]
 
-    The order is a permutation of every epoch's windows, so equal digests at all steps mean that each
-    window was read exactly once an epoch (left-out data of rollbacks apart). UserError without tokens.
-    """
-    from trainer.shards import Order, Shard, sequence_digest, sequences_of
 
-    made = manifests(store, record)
-    tokens, train = made.get("tokenize"), made.get("train")
-    if tokens is None:
-        raise UserError(f"{record.run}: its tokens are not there, so there is nothing to compare with")
-    recipe = Recipe.model_validate(record.recipe)
-    shards = [Shard(name, n) for name, n in tokens.facts["shards"].items() if name.startswith("train")]
-    order = Order(shards, recipe.model.block_size, recipe.train.seed)
-    state = committed_state(store, record.prefixes["train"]) if train is None else None
-    rollbacks = train.facts["rollbacks"] if train else state.rollbacks if state else ()
-    end = train.facts["steps"] if train else state.step if state else 0  # what lies behind is committed nowhere
-    rows = (row for row in run_series(store, record) if "data/digest" in row and row["step"] <= end)
-    told = {row["step"]: row["data/digest"] for row in rows}
-    read = {step: sequences_of(data_step(step - 1, rollbacks), recipe.model, recipe.train, 0, 1) for step in told}
-    wrong = [step for step, digest in told.items() if digest != sequence_digest(order, read[step])]
-    missing = sorted(set(range(1, end + 1)) - set(told))
-    return Audit(record.run, len(told), sum(map(len, read.values())), tuple(wrong), tuple(missing))
+def read_run(store: Store, name: str) -> Run:
+    """A snapshot of the run with this name or beginning of a name. UserError if there is none, or several."""
+    (one,) = read_runs(store, [name])
+    return one
+
+
+def find_run(store: Store, run: str) -> Run | None:
+    """A snapshot of the run with this full name; None if the store has none."""
+    found = read_record(store, run)
+    return Run(store, found) if found else None
+
+
+def full_name(runs: list[str], name: str, where: str) -> str:
+    """The run with a full name or the beginning of one. UserError if there is none, or several."""
+    found = [name] if name in runs else [run for run in runs if run.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(found or runs) or "none yet; `skytrain run RECIPE` makes one"
+    fault = "more than one run begins so" if found else "no such run"
+    raise UserError(f"{name}: {fault} in {where}; there: {known}")

@@ -130,15 +130,15 @@ def status(
     from pipelines.cloud import control
     from pipelines.cloud.launch import last_launch
     from pipelines.show.tables import print_status
-    from pipelines.tracking.runs import read_records
+    from pipelines.tracking.runs import read_runs
 
     opened = open_store(store_uri(store))
     found, silent = [], None
-    for record in read_records(opened, runs or []):
+    for run in read_runs(opened, runs or []):
         tasks: list[control.Task] = []
-        if (launched := last_launch(opened, record.run)) and silent is None:
-            tasks, silent = control.told_by_sky(opened, record, launched)
-        found.append(control.status_of(opened, record, tasks, time.time()))
+        if (launched := last_launch(opened, run.name)) and silent is None:
+            tasks, silent = control.told_by_sky(opened, run.record, launched)
+        found.append(control.status_of(run, tasks, time.time()))
     if as_json:
         print(json.dumps([asdict(one) for one in found]))
     elif not found:
@@ -175,9 +175,10 @@ def stop(
     from pipelines.cloud import control
     from pipelines.cloud.launch import last_launch
     from pipelines.show.tables import print_stopped
+    from pipelines.tracking.runs import Run
 
     record, opened = named(run, store)
-    before = control.working(opened, record)
+    before = control.working(Run(opened, record))
     after = control.stop(opened, record, reason, wait, lambda text: print(text, flush=True))
     print_stopped(record.run, before, after, launched=last_launch(opened, record.run) is not None)
     sys.exit(bool(after and after.state == "running"))

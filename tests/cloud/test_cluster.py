@@ -24,15 +24,13 @@ from pipelines.artifacts.store import S3Store
 from pipelines.cloud.deadline import DEADLINE
 from pipelines.stage import STAGES
 from pipelines.tracking.account import Account
+from pipelines.tracking.clusters import read_intervals
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.runs import (
+    Run,
     RunRecord,
     Summary,
-    account_of,
-    intervals_of,
     read_records,
-    run_series,
-    summarize,
 )
 from trainer.process import DRILL
 
@@ -127,7 +125,7 @@ class User:
 
     @property
     def summary(self) -> Summary:
-        return summarize(self.store, self.record)
+        return Run(self.store, self.record).summary
 
     def wait_until(self, condition: Callable[[], object], poll_s: float = 2.0) -> None:
         """Look into the store now and then: that costs a hundredth of what the verb costs."""
@@ -138,7 +136,7 @@ class User:
 
     @property
     def bill(self) -> Account:
-        return account_of(self.store, self.record)
+        return Run(self.store, self.record).account
 
     def stand_still_until(self, condition: Callable[[], object]) -> None:
         """Whoever trains makes no step before that, or one a minute."""
@@ -277,7 +275,7 @@ def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: lis
     SkyPilot's own time goes on until it has looked for the job, and taken down what is left. What `scancel` ends is
     over for SkyPilot at once, and has its last word while Slurm still kills it: up to 5 s later on a busy machine.
     """
-    bill, intervals = user.bill, intervals_of(user.store, record.run)
+    bill, intervals = user.bill, read_intervals(user.store, record.run)
     training = [attempt for attempt in bill.attempts if attempt.stage == "train"]
     assert {(a.nodes, a.price_per_hour) for a in training} == {(2, 8 * PRICE)}
     assert {a.stage: a.nodes for a in bill.attempts} == {"tokenize": 2, "train": 2, "evaluate": 1, "export": 1}
@@ -300,7 +298,7 @@ def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: lis
 
 
 def losses(store: S3Store, record: RunRecord) -> list[tuple[int, float]]:
-    return [(row["step"], row["train/loss"]) for row in run_series(store, record) if "train/loss" in row]
+    return [(row["step"], row["train/loss"]) for row in Run(store, record).series if "train/loss" in row]
 
 
 def weights(store: S3Store, record: RunRecord, stage: str) -> str:

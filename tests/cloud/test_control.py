@@ -19,7 +19,7 @@ from pipelines.show.tables import print_status
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
-from pipelines.tracking.runs import RunRecord, read_records
+from pipelines.tracking.runs import Run, RunRecord, read_records
 from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
 from trainer.store import LocalStore
 
@@ -109,7 +109,7 @@ def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(
     store.put(f"train/{RUN}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
     wish = request_stop(store, RUN, "enough")
     job = Task(3, "train", "RECOVERING", 2, "train-3", "preempted", over=False)
-    status = status_of(store, record, [job], now)
+    status = status_of(Run(store, record), [job], now)
     assert (status.stage, status.step, status.max_steps) == ("train", 50, 100)
     assert (status.train_loss, status.tokens_per_second, status.recoveries) == (2.5, 1e3, 2)
     assert status.usd == pytest.approx(2 * 10.0 * 3500 / 3600)

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from servers import Daemon, MlflowServer, S3Account, wait_until
 
-from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.store import S3Store, open_store
 from pipelines.cloud.image import (
     SECRET_TEXT,
@@ -34,7 +33,7 @@ from pipelines.cloud.image import (
     source_of,
     tag_of,
 )
-from pipelines.tracking.runs import read_records, run_series, summarize
+from pipelines.tracking.runs import read_runs
 from trainer.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -434,8 +433,8 @@ def commits(store: Store) -> int:
 
 
 def losses(store: Store) -> list[tuple[int, float]]:
-    (record,) = read_records(store)
-    return [(row["step"], row["train/loss"]) for row in run_series(store, record) if "train/loss" in row]
+    (run,) = read_runs(store)
+    return [(row["step"], row["train/loss"]) for row in run.series if "train/loss" in row]
 
 
 @pytest.fixture
@@ -456,14 +455,15 @@ def test_a_container_that_is_killed_or_stopped_is_resumed_by_a_new_one_with_the_
     containers = Containers(clone.engine, image["id"], s3_server.environment | {"MLFLOW_TRACKING_URI": mlflow_uri})
 
     containers.run(stores["undisturbed"].uri, SKYTRAIN_IMAGE="registry.example.org/skytrain@sha256:0123")
-    (record,) = read_records(stores["undisturbed"])
-    summary = summarize(stores["undisturbed"], record)
+    (run,) = read_runs(stores["undisturbed"])
+    summary = run.summary
     assert (summary.state, summary.attempts, summary.steps) == ("done", 1, STEPS)
-    manifests = [read_manifest(stores["undisturbed"], prefix) for prefix in record.prefixes.values()]
-    assert [m and m.provenance["image"] for m in manifests] == ["registry.example.org/skytrain@sha256:0123"] * 4
+    assert [m and m.provenance["image"] for m in run.manifests.values()] == [
+        "registry.example.org/skytrain@sha256:0123"
+    ] * 4
     undisturbed = losses(stores["undisturbed"])
     assert [step for step, _ in undisturbed] == list(range(1, STEPS + 1))
-    assert points_in_mlflow(mlflow_uri, f"{record.run}/train") == undisturbed
+    assert points_in_mlflow(mlflow_uri, f"{run.name}/train") == undisturbed
 
     code, said = containers.interrupt(stores["killed"], "kill")
     assert code == 137, said  # and silent from then on: the next one waits for 20 s before it takes over
@@ -474,8 +474,8 @@ def test_a_container_that_is_killed_or_stopped_is_resumed_by_a_new_one_with_the_
         said = containers.run(stores[name].uri)
         assert "resumed from step" in said
         assert losses(stores[name]) == undisturbed
-        (record,) = read_records(stores[name])
-        assert (summarize(stores[name], record).state, summarize(stores[name], record).attempts) == ("done", 2)
+        (run,) = read_runs(stores[name])
+        assert (run.summary.state, run.summary.attempts) == ("done", 2)
 
 
 def points_in_mlflow(uri: str, run: str) -> list[tuple[int, float]]:

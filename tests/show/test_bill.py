@@ -10,7 +10,7 @@ from pipeline_runs import FOLDER_NAME, STEPS, Project
 
 from pipelines.tracking.account import Account
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
-from pipelines.tracking.runs import account_of, read_records
+from pipelines.tracking.runs import read_runs
 
 KILLS = 10
 PUT_SECONDS = 1.0  # that a heartbeat may take on its way, on a machine that is busy with everything else
@@ -19,8 +19,8 @@ DOLLAR_A_SECOND = ("--price-per-hour", "3600")
 
 
 def bill_of(project: Project) -> Account:
-    (record,) = read_records(project.store)
-    return account_of(project.store, record)
+    (run,) = read_runs(project.store)
+    return run.account
 
 
 @pytest.mark.slow

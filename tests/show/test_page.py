@@ -25,7 +25,7 @@ from pipelines.show.page import REFERENCES, SHAPES, bind, render, run_shown, smo
 from pipelines.show.tables import print_bill
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, Progress
-from pipelines.tracking.runs import RunRecord, account_of, record
+from pipelines.tracking.runs import Run, RunRecord, record
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 
@@ -154,7 +154,7 @@ class Parts(HTMLParser):
 
 def test_a_page_says_what_the_store_says(store: LocalStore) -> None:
     told = run_in(store)
-    shown, account = run_shown(store, told), account_of(store, told)
+    shown, account = run_shown(Run(store, told)), Run(store, told).account
     assert (shown["state"], shown["steps"], shown["starts"]) == ("done", 400, 2)
     assert shown["account"]["total"] == asdict(account.total)
     assert account.total.usd == pytest.approx(36.0 * (250 + 210) / 3600)
@@ -174,7 +174,7 @@ def test_waits_for_spot_in_a_row_are_one_row_of_the_page_as_of_the_bill(
     store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = run_that_waited(store)
-    shown = run_shown(store, told)
+    shown = run_shown(Run(store, told))
     assert [a["number"] for a in shown["attempts"]] == ["1", "2 to 60", "61"]
     wait = shown["attempts"][1]
     assert wait["waited"] and wait["notice"] == "look 60" and wait["phases"] == {"idle": 59 * 600.0}
@@ -182,14 +182,14 @@ def test_waits_for_spot_in_a_row_are_one_row_of_the_page_as_of_the_bill(
     assert wait["bill"]["usd"] == pytest.approx(59 * 0.1)
     assert {box["stage"]: box.get("attempts") for box in shown["lineage"]}["train"] == shown["starts"] == 2
     monkeypatch.setenv("COLUMNS", "200")
-    print_bill(account_of(store, told))
+    print_bill(Run(store, told).account)
     bill = "\n".join(" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
     rows = ["train 1 done", "train 2 to 60 waiting for spot (look 60)", "train 61 done"]
     assert [bill.count(f"\n{row} ") for row in rows] == [1, 1, 1] and "\ntrain 3" not in bill
 
 
 def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logged(store: LocalStore) -> None:
-    line = run_shown(store, run_in(store))["series"]["val/loss"]["line"]
+    line = run_shown(Run(store, run_in(store)))["series"]["val/loss"]["line"]
     bill = dict(zip(line["step"], zip(line["hours"], line["usd"], strict=True), strict=True))
     assert bill[50] == pytest.approx((60 / 3600, 0.6), abs=1e-5)
     # Step 250 as it stands was done by the second attempt; the first one, lost work and all, is on the bill before it.
@@ -198,14 +198,14 @@ def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logg
 
 
 def test_a_run_without_a_known_price_has_hours_and_no_dollars(store: LocalStore) -> None:
-    shown = run_shown(store, run_in(store, price_per_hour=None))
+    shown = run_shown(Run(store, run_in(store, price_per_hour=None)))
     line = shown["series"]["val/loss"]["line"]
     assert line["usd"] == [] and len(line["hours"]) == len(line["step"])
     assert shown["account"]["total"]["usd"] == 0 and shown["account"]["total"]["unpriced_hours"] > 0
 
 
 def test_an_unfinished_run_has_a_page_too(store: LocalStore) -> None:
-    shown = run_shown(store, run_in(store, steps=300, finished=False))
+    shown = run_shown(Run(store, run_in(store, steps=300, finished=False)))
     assert [box.get("there") for box in shown["lineage"]] == [None, False, False, False, False]
     assert shown["targets"] == [{"what": "steps", "target": 400, "got": 300, "met": None}]
     assert shown["sample"] is None
@@ -307,7 +307,7 @@ def test_the_recorded_log_of_a_real_llmc_run_is_read_whole(shared_data: Path) ->
 
 
 def test_no_text_of_a_run_becomes_markup(store: LocalStore) -> None:
-    page = render(store, [run_in(store)], [Overlay(HOSTILE, 1, {"val/loss": {1: 2.0}})])
+    page = render([Run(store, run_in(store))], [Overlay(HOSTILE, 1, {"val/loss": {1: 2.0}})])
     parts = Parts(page)
     assert [script.get("type") for script in parts.all("script")] == ["application/json", None]
     assert parts.all("img") == [] and "window.broken" in page  # said, and escaped
@@ -321,7 +321,7 @@ def test_what_the_data_says_is_not_taken_for_a_part_of_the_template() -> None:
 
 
 def test_the_policy_admits_the_pages_own_style_and_script_and_nothing_else(store: LocalStore) -> None:
-    parts = Parts(render(store, [run_in(store)]))
+    parts = Parts(render([Run(store, run_in(store))]))
     (policy,) = [m["content"] for m in parts.all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
     digests = {
         kind: "sha256-" + base64.b64encode(hashlib.sha256(parts.texts[kind][-1].encode()).digest()).decode()
@@ -335,7 +335,7 @@ def test_the_policy_admits_the_pages_own_style_and_script_and_nothing_else(store
 
 
 def test_a_long_run_makes_a_page_of_less_than_a_megabyte(store: LocalStore, shared_data: Path) -> None:
-    page = render(store, [run_in(store, steps=20_000)], [read_overlay(str(shared_data / "llmc_124M_main.log"))])
+    page = render([Run(store, run_in(store, steps=20_000))], [read_overlay(str(shared_data / "llmc_124M_main.log"))])
     assert len(page) < 1_000_000
 
 
@@ -466,7 +466,7 @@ def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_b
         10.0: ["2 d", "4 d", "6 d", "8 d", "10 d"],
     }
     path = tmp_path / "report.html"
-    path.write_text(render(store, [run_that_waited(store, scale) for scale in expected]))
+    path.write_text(render([Run(store, run_that_waited(store, scale)) for scale in expected]))
     browser.screen(1200)
     browser.open(path)
     first = browser.js("document.querySelectorAll('figure').length") - len(expected)
@@ -482,9 +482,9 @@ def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_b
 def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_nothing(
     store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
 ) -> None:
-    runs = [run_in(store), run_in(store, "dear", price_per_hour=None)]
+    runs = [Run(store, made) for made in (run_in(store), run_in(store, "dear", price_per_hour=None))]
     path = tmp_path / "report.html"
-    path.write_text(render(store, runs, [read_overlay(str(shared_data / "llmc_124M_main.log"))]))
+    path.write_text(render(runs, [read_overlay(str(shared_data / "llmc_124M_main.log"))]))
     browser.screen(1200)
     browser.open(path)
 

@@ -133,7 +133,7 @@ def test_what_is_missing_is_built_in_order_and_what_exists_is_skipped(
     assert stages.built == list(STAGES)
     assert again.skipped == dict.fromkeys(STAGES, True)
     assert again.made == first.made
-    assert again.summary().state == "done" and again.summary().attempts == 1
+    assert again.snapshot().summary.state == "done" and again.snapshot().summary.attempts == 1
 
 
 def test_only_the_stages_up_to_the_one_asked_for_are_built(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
@@ -195,12 +195,12 @@ def test_a_stage_that_ends_early_leaves_nothing_that_looks_finished_and_the_next
         execute(store, tmp_path)
     assert find(store, PLANS["tokenize"]) is None
     assert states(store) == [state]
-    assert pipeline(store, tmp_path).summary().state == state
+    assert pipeline(store, tmp_path).snapshot().summary.state == state
     stages.builds.clear()
     again = execute(store, tmp_path)
     assert again.made["tokenize"].attempt == 2 and again.made["tokenize"].files[0].key == "a0002/out.txt"
     assert states(store) == [state, "done"]
-    assert (again.summary().state, again.summary().attempts) == ("done", 2)
+    assert (again.snapshot().summary.state, again.snapshot().summary.attempts) == ("done", 2)
 
 
 def test_a_stage_after_the_first_that_fails_keeps_what_came_before(
@@ -226,7 +226,7 @@ def test_dollars_and_hours_are_summed_over_all_attempts(stages: StandIns, store:
         with pytest.raises(Interrupted):
             execute(store, tmp_path, price=3600.0)  # a dollar a second
     stages.builds.clear()
-    summary: Summary = execute(store, tmp_path, price=7200.0).summary()
+    summary: Summary = execute(store, tmp_path, price=7200.0).snapshot().summary
     beats = attempts(store, TOKENS)
     assert [b.price_per_hour for b in beats] == [3600.0, 3600.0, 7200.0]
     assert beats[0].progress == {"tokens": 7}
@@ -289,7 +289,7 @@ def test_a_watch_that_gives_a_reason_stops_the_run_for_good(
         made.execute("tokenize")
     (seen,) = attempts(store, TOKENS)
     assert (seen.state, seen.progress["notice"]) == ("stopped", "budget of 3 dollars")
-    assert made.summary().state == "stopped"
+    assert made.snapshot().summary.state == "stopped"
     assert seconds_between_failures([seen], 100.0) == pytest.approx(100.0 + 3600 * seen.billed_hours)  # no death
 
 

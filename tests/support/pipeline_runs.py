@@ -19,7 +19,7 @@ import yaml
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest
 from pipelines.stage import STAGES
-from pipelines.tracking.runs import read_records, run_series
+from pipelines.tracking.runs import read_runs
 from trainer.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -69,8 +69,8 @@ def write_texts(folder: Path) -> None:
 
 def series_of(store: Store) -> list[dict[str, Any]]:
     """What the only run there is has learned, a row a step: all but when and how fast, which differs every time."""
-    (record,) = read_records(store)
-    return [{key: row[key] for key in SERIES} for row in run_series(store, record) if "train/loss" in row]
+    (run,) = read_runs(store)
+    return [{key: row[key] for key in SERIES} for row in run.series if "train/loss" in row]
 
 
 class Project:

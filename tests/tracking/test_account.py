@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pipelines.tracking.account import (
     Account,
     Cost,
-    Interval,
     StoredHeartbeat,
     account,
     account_table,
@@ -19,10 +18,10 @@ from pipelines.tracking.account import (
     costs,
     in_rows,
     market_of,
-    reconcile,
     settled_phases,
     total_cost,
 )
+from pipelines.tracking.clusters import Interval, reconcile
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat, Machine, ProcessId, Progress
 

@@ -6,7 +6,6 @@ The replay is that of benchmarks/forecast.py.
 import math
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 

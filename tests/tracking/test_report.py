@@ -31,23 +31,21 @@ from pipelines.show.tables import (
     program,
 )
 from pipelines.stage import STAGES, Pipeline, plans_of, run_name
-from pipelines.tracking.account import Interval
+from pipelines.tracking.audit import Audit, audit
+from pipelines.tracking.clusters import Interval, record_intervals
 from pipelines.tracking.compare import compare
 from pipelines.tracking.ledger import claim, this_process
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.tracking.runs import (
-    Audit,
+    Run,
     RunRecord,
     Summary,
-    account_of,
-    audit,
-    one_run,
+    full_name,
     read_records,
+    read_run,
+    read_runs,
     record,
-    record_intervals,
-    run_series,
-    summarize,
 )
 from trainer.commits import Commit, TrainState
 from trainer.errors import UserError
@@ -98,7 +96,7 @@ def recorded(store: Store, until: str = "export", recipe: Recipe = RECIPE) -> Ru
     return record(store, RUN, recipe, PLANS, until)
 
 
-def done_run(store: Store) -> RunRecord:
+def dfull_name(store: Store) -> RunRecord:
     for stage in STAGES:
         attempted(store, stage, hours=0.5, price_per_hour=10.0, phases={"setup": 60.0, stage: 1740.0})
         finished(store, stage)
@@ -109,7 +107,7 @@ def done_run(store: Store) -> RunRecord:
 
 
 def test_a_run_with_all_its_artifacts_is_done_and_carries_their_facts(store: LocalStore) -> None:
-    summary = summarize(store, done_run(store))
+    summary = Run(store, dfull_name(store)).summary
     assert (summary.run, summary.state, summary.attempts) == (RUN, "done", 1)
     assert (summary.steps, summary.tokens) == (200, 200 * 8192)
     assert (summary.train_loss, summary.val_loss, summary.hellaswag_acc_norm) == (2.4, 2.45678, 0.2945)
@@ -140,24 +138,24 @@ def test_the_state_of_an_unfinished_run_is_that_of_its_newest_attempt(
 ) -> None:
     attempted(store, "train", 1, hours=9, state="failed")
     attempted(store, "train", 2, hours=0.1, **beat)
-    summary = summarize(store, recorded(store))
+    summary = Run(store, recorded(store)).summary
     assert (summary.state, summary.attempts) == (state, 2)
 
 
 def test_a_stale_attempt_says_nothing_about_its_run(store: LocalStore) -> None:
     attempted(store, "train", 1, hours=0.1, state="stale")  # started last, by a clock that goes ahead
     attempted(store, "train", 2, hours=0.2, state="failed")
-    assert summarize(store, recorded(store)).state == "failed"
+    assert Run(store, recorded(store)).summary.state == "failed"
 
 
 def test_a_run_whose_new_machine_was_up_before_the_old_one_died_is_running(store: LocalStore) -> None:
     attempted(store, "train", 1, hours=1.0, state="running", process=GONE)
     attempted(store, "train", 2, hours=3.0, state="running", process=this_process())  # on the bill since it booted
-    assert summarize(store, recorded(store)).state == "running"
+    assert Run(store, recorded(store)).summary.state == "running"
 
 
 def test_a_run_that_never_started_working_is_interrupted(store: LocalStore) -> None:
-    summary = summarize(store, recorded(store))
+    summary = Run(store, recorded(store)).summary
     assert (summary.state, summary.attempts, summary.usd, summary.val_loss) == ("interrupted", 1, 0.0, None)
 
 
@@ -170,7 +168,7 @@ def test_how_far_an_unfinished_run_came_is_in_its_heartbeats(store: LocalStore) 
         progress=Progress(step=120, metrics={"train/loss": 3.0, "val/loss": 3.1}),
     )
     attempted(store, "train", 2, state="interrupted", progress=Progress(step=150, metrics={"train/loss": 2.9}))
-    summary = summarize(store, recorded(store))
+    summary = Run(store, recorded(store)).summary
     assert (summary.steps, summary.tokens) == (150, 150 * 8192)
     assert (summary.train_loss, summary.val_loss) == (2.9, 3.1)
 
@@ -178,21 +176,21 @@ def test_how_far_an_unfinished_run_came_is_in_its_heartbeats(store: LocalStore) 
 def test_what_another_run_did_for_a_shared_artifact_is_on_its_own_bill(store: LocalStore) -> None:
     attempted(store, "tokenize", 1, hours=100.0, price_per_hour=10.0, run="other-12345678")
     attempted(store, "tokenize", 2, hours=0.5, price_per_hour=10.0)
-    summary = summarize(store, recorded(store))
+    summary = Run(store, recorded(store)).summary
     assert (summary.attempts, summary.usd) == (1, pytest.approx(5.0))
 
 
 def test_asking_for_less_later_forgets_nothing_of_a_run(store: LocalStore) -> None:
-    done_run(store)
-    before = summarize(store, *read_records(store))
+    dfull_name(store)
+    before = read_run(store, RUN).summary
     again = recorded(store, until="tokenize")
     assert (again.until, list(again.prefixes)) == ("export", list(STAGES))
-    assert replace(summarize(store, again), updated=0) == replace(before, updated=0)
+    assert replace(Run(store, again).summary, updated=0) == replace(before, updated=0)
 
 
 def test_a_run_that_was_asked_for_one_stage_is_done_with_that(store: LocalStore) -> None:
     finished(store, "tokenize")
-    assert summarize(store, recorded(store, until="tokenize")).state == "done"
+    assert Run(store, recorded(store, until="tokenize")).summary.state == "done"
     assert recorded(store, until="train").until == "train"
 
 
@@ -201,19 +199,19 @@ def test_a_run_that_was_asked_for_one_stage_is_done_with_that(store: LocalStore)
 
 def test_a_run_is_found_by_the_beginning_of_its_name() -> None:
     runs = ["smoke-1a2b3c4d", "smoke-1aaaaaaa", "smoke", "gpt2-124m-99999999"]
-    assert one_run(runs, "gpt", "file:///s") == "gpt2-124m-99999999"
-    assert one_run(runs, "smoke-1a2", "file:///s") == "smoke-1a2b3c4d"
-    assert one_run(runs, "smoke", "file:///s") == "smoke"  # a full name is not ambiguous
+    assert full_name(runs, "gpt", "file:///s") == "gpt2-124m-99999999"
+    assert full_name(runs, "smoke-1a2", "file:///s") == "smoke-1a2b3c4d"
+    assert full_name(runs, "smoke", "file:///s") == "smoke"  # a full name is not ambiguous
     with pytest.raises(UserError) as several:
-        one_run(runs, "smoke-1a", "file:///s")
+        full_name(runs, "smoke-1a", "file:///s")
     assert str(several.value) == (
         "smoke-1a: more than one run begins so in file:///s; there: smoke-1a2b3c4d, smoke-1aaaaaaa"
     )
     with pytest.raises(UserError) as none:
-        one_run(runs[:2], "gpt3", "file:///s")
+        full_name(runs[:2], "gpt3", "file:///s")
     assert str(none.value) == "gpt3: no such run in file:///s; there: smoke-1a2b3c4d, smoke-1aaaaaaa"
     with pytest.raises(UserError, match="there: none yet; `skytrain run RECIPE` makes one"):
-        one_run([], "gpt3", "file:///s")
+        full_name([], "gpt3", "file:///s")
 
 
 def test_all_runs_are_read_oldest_first(store: LocalStore) -> None:
@@ -229,7 +227,7 @@ def test_all_runs_are_read_oldest_first(store: LocalStore) -> None:
 
 def test_the_table_of_runs_shows_every_column_whole(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
     long = "a" * 63 + "-12345678"
-    summary = summarize(store, done_run(store))
+    summary = Run(store, dfull_name(store)).summary
     print_runs([summary, replace(summary, run=long, val_loss=None, hellaswag_acc_norm=None)], store.uri)
     header, first, second = capsys.readouterr().out.splitlines()
     assert header.split() == [
@@ -255,7 +253,7 @@ def test_no_runs_are_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    done_run(store)
+    dfull_name(store)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     tracker = Tracker(tmp_path / "tracking", RUN, default_uri="sqlite:///some folder/mlflow.db")
     stop = StopSignal.__new__(StopSignal)  # pytest keeps its signals
@@ -294,7 +292,7 @@ def test_the_run_card_shows_what_was_made_what_it_cost_and_where_to_look(
 
 
 def test_a_card_without_a_price_says_how_to_give_one(finished_pipeline: Pipeline) -> None:
-    free = replace(finished_pipeline.summary(), usd=0.0)
+    free = replace(finished_pipeline.snapshot().summary, usd=0.0)
     assert dict(card_facts(finished_pipeline, free))["dollars"] == "0.00  (--price-per-hour gives this machine a price)"
 
 
@@ -328,7 +326,7 @@ def test_generated_text_cannot_command_a_terminal() -> None:
 
 
 def test_an_evaluation_that_was_asked_for_in_another_way_stays_on_the_bill(store: LocalStore) -> None:
-    before = done_run(store)
+    before = dfull_name(store)
     other = load_recipe("smoke", ["tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}", *SMALLER,
                                   "evaluate.val_tokens=4096"])  # fmt: skip
     plans = plans_of(other)
@@ -336,19 +334,19 @@ def test_an_evaluation_that_was_asked_for_in_another_way_stays_on_the_bill(store
     for _ in range(2):
         now = record(store, RUN, other, plans, "export")
     assert now.earlier["evaluate"] == [before.prefixes["evaluate"]] and now.earlier["train"] == []
-    bill = account_of(store, now)
+    bill = Run(store, now).account
     assert bill.total.usd == pytest.approx(20.0) and bill.by_stage["evaluate"].usd == pytest.approx(5.0)
-    assert summarize(store, now).attempts == 1
+    assert Run(store, now).summary.attempts == 1
     again = record(store, RUN, RECIPE, PLANS, "export")  # and back
     assert again.earlier["evaluate"] == [plans["evaluate"].prefix]
-    assert account_of(store, again).total.usd == pytest.approx(20.0)
+    assert Run(store, again).account.total.usd == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_report_goes_on_past_a_damaged_manifest_and_names_it(
     store: LocalStore, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
-    done_run(store)
+    dfull_name(store)
     key = f"{PLANS[stage].prefix}/MANIFEST.json"
     store.put(key, b"{")
     cli.report(None, store=store.uri)
@@ -358,10 +356,10 @@ def test_a_report_goes_on_past_a_damaged_manifest_and_names_it(
 
 
 def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: LocalStore) -> None:
-    made = done_run(store)
+    made = dfull_name(store)
     key = f"{TRAIN}/attempts/0001/heartbeat.json"
     store.put(key, b"")
-    bill = account_of(store, made)
+    bill = Run(store, made).account
     assert bill.total.usd == pytest.approx(15.0)  # its claim says when it began, and no more
     assert [fault.split(": damaged")[0] for fault in bill.faults] == [f"{store.uri}/{key}"]
 
@@ -375,7 +373,7 @@ def test_a_damaged_record_of_a_run_is_a_mistake_that_is_named(store: LocalStore)
 def test_what_skypilot_says_of_a_runs_clusters_stands_below_the_table(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done_run(store)
+    dfull_name(store)
     attempted(store, "train", hours=0.5, price_per_hour=10.0, machine=Machine(cloud="aws", cluster="spot-7"))
     record_intervals(store, RUN, [Interval("spot-7", 1, 0.0, 1800.0), Interval("spot-7", 1, 3600.0, 3960.0)])
     cli.report(None, store=store.uri)
@@ -384,10 +382,10 @@ def test_what_skypilot_says_of_a_runs_clusters_stands_below_the_table(
     )
 
 
-def test_the_report_of_one_run_says_for_what_and_at_what_price(
+def test_the_report_of_full_name_says_for_what_and_at_what_price(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done_run(store)
+    dfull_name(store)
     spot = Machine(cloud="aws", spot=True, instance="p5.48xlarge", on_demand_per_hour=12.0)
     steps = Progress(resumed_from=0, step=70, notice="SIGTERM")
     half: dict[str, Any] = {"hours": 0.5, "price_per_hour": 10.0, "machine": spot, "price_source": "catalog aws"}
@@ -454,8 +452,8 @@ def test_runs_of_unknown_price_are_not_compared_by_dollars(store: LocalStore) ->
     priced(store, RUN, RECIPE, {0: 9.0, 50: 5.0}, price=6.0)
     beat = json.loads(store.get(f"{TRAIN}/attempts/0001/heartbeat.json") or b"")
     store.put(f"{TRAIN}/attempts/0001/heartbeat.json", json.dumps(beat | {"price_per_hour": None}).encode())
-    (made,) = read_records(store)
-    compared = compare(store, made, made)
+    (made,) = read_runs(store)
+    compared = compare(made, made)
     assert compared.at_equal_dollars == [] and compared.differs == {} and len(compared.at_equal_tokens) > 0
 
 
@@ -479,7 +477,7 @@ def test_the_series_has_one_row_a_step_as_the_last_attempt_did_it(
     segment(store, 6, 1, [row(s, 1.5) for s in (5, 6)])
     segment(store, 7, 2, [row(s, 2.0) for s in (5, 6, 7)])  # went on from step 4: its predecessor's 6 was damaged
     segment(store, 8, 3, [{"step": 7, "time": 1.0, "val/loss": 9.0}, row(8, 3.0)])
-    found = run_series(store, recorded(store))
+    found = Run(store, recorded(store)).series
     assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [r["train/loss"] for r in found] == [1.0] * 4 + [2.0] * 3 + [3.0]
     tables.print_series(RUN, found, as_json=False, alone=True)
@@ -507,12 +505,12 @@ def test_series_of_several_runs_name_theirs(capsys: pytest.CaptureFixture[str]) 
 def test_report_prints_json_and_csv_for_programs(
     store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done_run(store)
+    dfull_name(store)
     segment(store, 1, 1, [row(1, 2.0)])
     cli.report([RUN[:7]], store=store.uri, as_json=True)
     (printed,) = json.loads(capsys.readouterr().out)
     account = printed.pop("account")
-    assert Summary(**printed) == summarize(store, *read_records(store))
+    assert Summary(**printed) == read_run(store, RUN).summary
     assert (len(account["attempts"]), account["total"]["usd"]) == (4, pytest.approx(20.0))
     assert account["by_phase"]["setup"]["usd"] == pytest.approx(4 * 60 / 3600 * 10)
     cli.report(None, store=store.uri, series=True)
@@ -597,13 +595,13 @@ def test_an_audit_ends_where_the_newest_commit_does(store: LocalStore) -> None:
     segment(store, 4, 1, rows[:4])
     segment(store, 6, 1, rows[4:])  # its commit was never made
     committed(store, 4, 1)
-    assert audit(store, seen) == Audit(RUN, 4, 4 * 8192 // RECIPE.model.block_size, (), ())
+    assert audit(Run(store, seen)) == Audit(RUN, 4, 4 * 8192 // RECIPE.model.block_size, (), ())
     committed(store, 6, 1)
-    assert audit(store, seen).steps == 6
+    assert audit(Run(store, seen)).steps == 6
     committed(store, 8, 2)  # and its rows are nowhere
-    assert audit(store, seen).missing_steps == (7, 8)
+    assert audit(Run(store, seen)).missing_steps == (7, 8)
     segment(store, 8, 2, [read_at(7, shards), read_at(8, shards, place=3)])
-    assert audit(store, seen).wrong_steps == (8,)
+    assert audit(Run(store, seen)).wrong_steps == (8,)
 
 
 # --- leftovers

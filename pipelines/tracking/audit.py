@@ -1,0 +1,43 @@
+"""Proof that a run read the data of its recipe: the windows of every committed step, recomputed."""
+
+from dataclasses import dataclass
+
+from pipelines.tracking.runs import Run
+from trainer.commits import committed_state
+from trainer.errors import UserError
+from trainer.health import data_step
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Whether a run read the data of its recipe."""
+
+    run: str
+    steps: int  # that were compared
+    sequences: int
+    wrong_steps: tuple[int, ...]  # with another digest
+    missing_steps: tuple[int, ...]  # without a row
+
+
+def audit(run: Run) -> Audit:
+    """Recompute the windows of each step and compare them with the digest that the ranks recorded.
+
+    The order is a permutation of every epoch's windows. So equal digests at all steps mean that the run read each
+    window exactly once an epoch (except the data that rollbacks leave out). UserError without tokens.
+    """
+    from trainer.shards import Order, Shard, sequence_digest, sequences_of
+
+    made, recipe = run.intact_manifests, run.recipe
+    tokens, train = made.get("tokenize"), made.get("train")
+    if tokens is None:
+        raise UserError(f"{run.name}: the store has no tokens of this run, so there is nothing to compare with")
+    shards = [Shard(name, n) for name, n in tokens.facts["shards"].items() if name.startswith("train")]
+    order = Order(shards, recipe.model.block_size, recipe.train.seed)
+    state = committed_state(run.store, run.record.prefixes["train"]) if train is None else None
+    rollbacks = train.facts["rollbacks"] if train else state.rollbacks if state else ()
+    end = train.facts["steps"] if train else state.step if state else 0  # later steps are not committed
+    digests = {row["step"]: row["data/digest"] for row in run.series if "data/digest" in row and row["step"] <= end}
+    read = {step: sequences_of(data_step(step - 1, rollbacks), recipe.model, recipe.train, 0, 1) for step in digests}
+    wrong = [step for step, digest in digests.items() if digest != sequence_digest(order, read[step])]
+    missing = sorted(set(range(1, end + 1)) - set(digests))
+    return Audit(run.name, len(digests), sum(map(len, read.values())), tuple(wrong), tuple(missing))
