@@ -13,7 +13,7 @@ may ask for the update first and read the numbers while the GPU is at work.
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from trainer.model import GPT
 from trainer.optim import AdamW
 from trainer.parallel import FlatGradients, World, precision_on
 from trainer.process import failpoint
+
+if TYPE_CHECKING:
+    from trainer.fused.products import Products
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -192,7 +195,7 @@ class PlainEngine:
 
 
 class FusedEngine:
-    """The step of `trainer/fused.py` over the flat buffers of `trainer/flat.py`."""
+    """The step of `trainer/fused/step.py` over the flat buffers of `trainer/fused/flat.py`."""
 
     guarded, overflow_allowed = True, False
 
@@ -205,15 +208,18 @@ class FusedEngine:
         self.remarked: list[str] = []
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
-        if self.precision.startswith("fp8"):
-            from trainer.fused.fp8 import Fp8Step
+        self.products = self._products(config, train, runtime)
+        self.step = FusedStep(config, self.state, self.products, runtime.deterministic)
 
-            head = self.precision == "fp8_head"
-            self.step: FusedStep = Fp8Step(
-                config, self.state, runtime.recompute, runtime.deterministic, head, train.warmup_steps
-            )
-        else:
-            self.step = FusedStep(config, self.state, runtime.recompute, runtime.deterministic)
+    def _products(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig) -> "Products[Any]":
+        from trainer.fused.bf16 import Bf16Products
+        from trainer.fused.fp8 import Fp8Products
+        from trainer.fused.step import HEAD, layer_names
+
+        if self.precision == "bf16":
+            return Bf16Products(self.world.device, runtime.recompute)
+        in_bf16 = () if self.precision == "fp8_head" else (HEAD,)
+        return Fp8Products(layer_names(config), in_bf16, self.world, runtime.recompute, train.warmup_steps)
 
     def initialize(self, seed: int) -> None:
         self.state.initialize(seed)
@@ -236,11 +242,11 @@ class FusedEngine:
         return self.step.loss(tokens, targets)
 
     def pieces(self) -> dict[str, Piece]:
-        return self.state.pieces() | self.step.pieces()
+        return self.state.pieces() | self.products.pieces()
 
     def loaded(self, state: TrainState) -> None:
         self.state.loaded()
-        self.step.loaded()
+        self.products.loaded()
 
     def saving(self, state: TrainState) -> None:
         """Nothing but the pieces."""
@@ -249,7 +255,7 @@ class FusedEngine:
         return self.state.full_weights()
 
     def measures(self) -> dict[str, float]:
-        return self.step.measures()
+        return self.products.metrics()
 
     def remarks(self) -> list[str]:
         slow = [f"cuBLASLt does not make {product}; torch does" for product in gemm.refused()]

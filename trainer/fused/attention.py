@@ -21,7 +21,7 @@ ATEN = torch.ops.aten
 
 
 @dataclass
-class Saved:
+class SavedAttention:
     """What the backward pass needs besides the packed input."""
 
     output: Tensor  # (B, H, T, D)
@@ -43,7 +43,7 @@ class Attention:
         asked = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
         return "cudnn" if torch.backends.cuda.can_use_cudnn_attention(asked) else "flash"
 
-    def forward(self, qkv: Tensor, B: int) -> tuple[Tensor, Saved]:
+    def forward(self, qkv: Tensor, B: int) -> tuple[Tensor, SavedAttention]:
         q, k, v = self._heads(qkv, B)
         rest: list[Any]
         if graphs := self._graphs(qkv, B):
@@ -57,9 +57,9 @@ class Attention:
             with torch.enable_grad():
                 exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             output, rest = exact.detach().to(qkv.dtype), [exact, inputs]
-        return self._rows(output), Saved(output, tuple(rest))
+        return self._rows(output), SavedAttention(output, tuple(rest))
 
-    def backward(self, gradient: Tensor, qkv: Tensor, B: int, saved: Saved) -> Tensor:
+    def backward(self, gradient: Tensor, qkv: Tensor, B: int, saved: SavedAttention) -> Tensor:
         """From the gradient of the output, (B·T, C), that of the packed projections, (B·T, 3C)."""
         q, k, v = self._heads(qkv, B)
         g = gradient.view(B, -1, self.n_head, self.head).transpose(1, 2)

@@ -504,17 +504,6 @@ def _norm(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None, sums: Tensor
-) -> Tensor:
-    """The gradient of x, (M, C) bf16, through its LayerNorm, plus `residual`: what arrives beside the norm.
-
-    Adds to sums (3, P, C) fp32: the gradient of weight, that of bias, and the column sums of the result, which are
-    the gradient of the bias of the projection before. P: norm_partials(C, device).
-    """
-    return _norm_backward(dy, x, mean, rstd, weight, residual, sums, None)[0]
-
-
-def norm_backward8(
     dy: Tensor,
     x: Tensor,
     mean: Tensor,
@@ -522,24 +511,14 @@ def norm_backward8(
     weight: Tensor,
     residual: Tensor | None,
     sums: Tensor,
-    fp8: Fp8Out,
-) -> tuple[Tensor, Tensor]:
-    """norm_backward that returns its result twice: (M, C) bf16 and (M, C) e5m2."""
-    dx, dx8 = _norm_backward(dy, x, mean, rstd, weight, residual, sums, fp8)
-    assert dx8 is not None
-    return dx, dx8
-
-
-def _norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    sums: Tensor,
-    fp8: Fp8Out | None,
+    fp8: Fp8Out | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """The gradient of x, (M, C) bf16, through its LayerNorm, plus `residual`: the gradient that arrives beside it.
+
+    With `fp8`, the second result is the same as (M, C) e5m2. Adds to sums (3, P, C) fp32: the gradient of weight, that
+    of bias, and the column sums of the result, which are the gradient of the bias of the projection before.
+    P: norm_partials(C, device).
+    """
     M, C = dy.shape
     R, programs, warps, stages = _norm_backward_shape(C, fp8 is not None, dy.device)
     P = sums.shape[1]
