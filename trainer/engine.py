@@ -13,7 +13,7 @@ read the numbers while the GPU is busy.
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from trainer.optim import AdamW
 from trainer.parallel import FlatGradients, World, precision_on
 from trainer.pieces import Piece, training_tensors
 from trainer.process import failpoint
+
+if TYPE_CHECKING:
+    from trainer.fused.products import Products
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -195,7 +198,7 @@ class PlainEngine:
 
 
 class FusedEngine:
-    """The step of trainer/fused/step.py on the flat buffers of trainer/fused/flat.py."""
+    """The step of `trainer/fused/step.py` over the flat buffers of `trainer/fused/flat.py`."""
 
     guarded, overflow_allowed = True, False
 
@@ -208,15 +211,18 @@ class FusedEngine:
         self.warned: set[str] = set()
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
-        if self.precision.startswith("fp8"):
-            from trainer.fused.fp8 import Fp8Step
+        self.products = self._products(config, train, runtime)
+        self.step = FusedStep(config, self.state, self.products, runtime.deterministic)
 
-            head = self.precision == "fp8_head"
-            self.step: FusedStep = Fp8Step(
-                config, self.state, runtime.recompute, runtime.deterministic, head, train.warmup_steps
-            )
-        else:
-            self.step = FusedStep(config, self.state, runtime.recompute, runtime.deterministic)
+    def _products(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig) -> "Products[Any]":
+        from trainer.fused.bf16 import Bf16Products
+        from trainer.fused.fp8 import Fp8Products
+        from trainer.fused.step import HEAD, layer_names
+
+        if self.precision == "bf16":
+            return Bf16Products(self.world.device, runtime.recompute)
+        in_bf16 = () if self.precision == "fp8_head" else (HEAD,)
+        return Fp8Products(layer_names(config), in_bf16, self.world, runtime.recompute, train.warmup_steps)
 
     def initialize(self, seed: int) -> None:
         self.state.initialize(seed)
@@ -239,11 +245,11 @@ class FusedEngine:
         return self.step.loss(tokens, targets)
 
     def pieces(self) -> dict[str, Piece]:
-        return self.state.pieces() | self.step.pieces()
+        return self.state.pieces() | self.products.pieces()
 
     def restore(self, state: TrainState) -> None:
         self.state.loaded()
-        self.step.loaded()
+        self.products.loaded()
 
     def record(self, state: TrainState) -> None:
         """All values are in the pieces."""
@@ -252,7 +258,7 @@ class FusedEngine:
         return self.state.full_weights()
 
     def extra_metrics(self) -> dict[str, float]:
-        return self.step.measures()
+        return self.products.metrics()
 
     def warnings(self) -> list[str]:
         slow = [f"cuBLASLt cannot compute {product}; torch does" for product in gemm.refused()]

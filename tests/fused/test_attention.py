@@ -1,4 +1,4 @@
-"""Attention by hand: packed gradients against float64, on a GPU if there is one."""
+"""Attention with its explicit backward pass agrees with float64, on a GPU if there is one."""
 
 import math
 from types import SimpleNamespace
@@ -17,8 +17,8 @@ def exact(qkv: Tensor, gradient: Tensor, B: int, heads: int) -> tuple[Tensor, Te
     qkv = qkv.double().requires_grad_()
     q, k, v = (t.transpose(1, 2) for t in qkv.view(B, -1, 3, heads, qkv.size(1) // 3 // heads).unbind(2))
     scores = q @ k.mT / math.sqrt(q.size(-1))
-    seen = torch.ones_like(scores, dtype=torch.bool).tril()
-    output = (scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(1, 2).reshape(gradient.shape)
+    visible = torch.ones_like(scores, dtype=torch.bool).tril()
+    output = (scores.masked_fill(~visible, -math.inf).softmax(-1) @ v).transpose(1, 2).reshape(gradient.shape)
     output.backward(gradient.double())
     assert qkv.grad is not None
     return output.detach(), qkv.grad
@@ -34,14 +34,17 @@ def test_output_and_packed_gradients_agree_with_float64(
     attention = Attention(heads, C, DEVICE, deterministic)
     output, saved = attention.forward(qkv, B)
     packed = attention.backward(gradient, qkv, B, saved)
-    right, right_packed = exact(qkv, gradient, B, heads)
+    expected_output, expected_packed = exact(qkv, gradient, B, heads)
     assert packed.shape == qkv.shape and packed.dtype == torch.bfloat16
-    for made, expected in ((output, right), *zip(packed.split(C, 1), right_packed.split(C, 1), strict=True)):
-        assert (made.double() - expected).norm() < 0.005 * expected.norm()
+    for actual, expected in (
+        (output, expected_output),
+        *zip(packed.split(C, 1), expected_packed.split(C, 1), strict=True),
+    ):
+        assert (actual.double() - expected).norm() < 0.005 * expected.norm()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_deterministic_one_is_cudnns_and_gives_the_same_bits() -> None:
+def test_deterministic_attention_is_cudnns_and_repeats_bit_for_bit() -> None:
     pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
     qkv, gradient = (torch.randn(8 * 1000, n, device=DEVICE).bfloat16() for n in (3 * 768, 768))
     attention = Attention(12, 768, DEVICE, deterministic=True)
@@ -54,7 +57,7 @@ def test_a_deterministic_one_is_cudnns_and_gives_the_same_bits() -> None:
 @pytest.mark.parametrize(
     "error", [torch.cuda.OutOfMemoryError("tried to allocate"), RuntimeError("CUDNN_STATUS_ALLOC_FAILED")]
 )
-def test_a_shape_that_memory_was_short_for_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_that_ran_out_of_memory_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = iter([error, RuntimeError("no plan supports the graph")])
 
     def graphs(*_: object) -> None:
@@ -69,4 +72,4 @@ def test_a_shape_that_memory_was_short_for_is_tried_again(error: Exception, monk
     assert attention.refused() == []
     for _ in range(2):
         attention.forward(qkv, 2)
-    assert attention.refused() == ["cuDNN has no packed attention for 2 x 4 tokens; torch's math does it"]
+    assert attention.refused() == ["cuDNN has no packed attention for 2 x 4 tokens; torch's math kernel runs instead"]

@@ -37,7 +37,7 @@ STEPS = 3
 def gradients(step: int, rank: int) -> dict[str, Tensor]:
     """What a rank's backward pass would find: enough to be clipped, and nothing in the padding of the vocabulary."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    found = {name: torch.randn(place.shape, generator=generator) for name, place in Layout(MODEL, 1).places.items()}
+    found = {name: torch.randn(slot.shape, generator=generator) for name, slot in Layout(MODEL, 1).slots.items()}
     found["wte.weight"][MODEL.vocab_size :] = 0
     return found
 
@@ -313,14 +313,14 @@ def test_everything_has_its_own_aligned_place_and_matrices_come_first(world_size
     layout = Layout(MODEL.model_copy(update={"n_embd": n_embd}), world_size)
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in GPT(MODEL.model_copy(update={"n_embd": n_embd})).named_parameters()}
-    assert {name: place.shape for name, place in layout.places.items()} == shapes
+    assert {name: slot.shape for name, slot in layout.slots.items()} == shapes
     taken = torch.zeros(layout.size)
-    for name, place in layout.places.items():
-        bucket = layout.buckets[place.bucket]
-        assert place.offset % 8 == bucket.start % 8 == 0
-        assert (place.end <= bucket.decayed) if len(place.shape) == 2 else (place.offset >= bucket.decayed), name
-        assert place.end <= bucket.length
-        taken[bucket.start + place.offset : bucket.start + place.end] += 1
+    for name, slot in layout.slots.items():
+        bucket = layout.buckets[slot.bucket]
+        assert slot.offset % 8 == bucket.start % 8 == 0
+        assert (slot.end <= bucket.decayed) if len(slot.shape) == 2 else (slot.offset >= bucket.decayed), name
+        assert slot.end <= bucket.length
+        taken[bucket.start + slot.offset : bucket.start + slot.end] += 1
     assert taken.max() == 1 and taken.sum() == sum(math.prod(shape) for shape in shapes.values())
     assert all(bucket.length % (world_size * 128) == 0 for bucket in layout.buckets)
     assert len({bucket.length for bucket in layout.buckets[:-1]}) == 1  # blocks are alike

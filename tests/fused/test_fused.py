@@ -24,6 +24,8 @@ from trainer.model import GPT
 from trainer.parallel import World
 
 fused = pytest.importorskip("trainer.fused.step", reason="needs triton")
+from trainer.fused.bf16 import Bf16Products  # noqa: E402
+
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: here is a GPU, TRITON_INTERPRET=1 does without", allow_module_level=True)
 data, runner = trainer_runs.data, trainer_runs.runner  # fixtures
@@ -86,10 +88,12 @@ def test_loss_and_every_gradient_are_as_near_to_float64_as_autocasts(
     config, weights = a_model(layers, heads, width, block, vocabulary)
     tokens = torch.randint(0, vocabulary, (count, sequences, config.block_size + 1))
     batches = [(t[:, :-1], t[:, 1:]) for t in tokens]
-    monkeypatch.setattr(fused, "LOGIT_BYTES", 2 * config.padded_vocab_size * 16)  # several chunks, the last one short
+    monkeypatch.setattr(
+        "trainer.fused.products.LOGIT_BYTES", 2 * config.padded_vocab_size * 16
+    )  # several chunks, the last one short
     state = FlatState(config, TRAIN, RuntimeConfig(), ALONE)
     state.load(weights)
-    step = fused.FusedStep(config, state, recompute, False)
+    step = fused.FusedStep(config, state, Bf16Products(ALONE.device, recompute), deterministic=False)
     for gradient in state.gradients.values():
         gradient.fill_(torch.nan)  # nothing of what was there before may stay
     scale = 1 / (count * sequences * config.block_size)

@@ -1,4 +1,4 @@
-"""Products with epilogues against the same formula in float64: on a CPU, and by cuBLASLt where there is a GPU."""
+"""Products with epilogues agree with the same formula in float64: on a CPU, and by cuBLASLt where there is a GPU."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.nn.functional import gelu
 from trainer.fused import gemm
 
 M, N, K = 67, 48, 40  # rows need not be a multiple of anything
-DEVICES = ["cpu", "cuda"] if gemm.serves() else ["cpu"]
+DEVICES = ["cpu"] if gemm.why_not() else ["cpu", "cuda"]
 
 
 @pytest.fixture(params=DEVICES)
@@ -22,7 +22,7 @@ def random(device: str, *shape: int) -> Tensor:
 
 
 def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
-    """What sums in fp32 and rounds once is float64's result rounded, but where that lies between two neighbours."""
+    """A sum in fp32, rounded once, is float64's result rounded, except where that lies between two neighbours."""
     assert found.dtype == torch.bfloat16 and found.shape == exact.shape
     wanted = exact.to(torch.bfloat16)
     assert (found != wanted).float().mean() < 0.01
@@ -51,7 +51,7 @@ def test_gelu_and_its_derivative_are_those_of_the_tanh_form(device: str) -> None
     torch.testing.assert_close(dpre.double(), wanted, rtol=2**-7, atol=2e-2)
 
 
-def test_the_gradient_of_the_input_goes_where_it_is_wanted(device: str) -> None:
+def test_the_gradient_of_the_input_is_written_into_the_given_output(device: str) -> None:
     dy, w = random(device, M, N), random(device, N, K)
     exact = dy.double() @ w.double()
     assert_rounded_once(gemm.input_grad(dy, w), exact)
@@ -75,7 +75,7 @@ def test_gradients_of_a_weight_add_up_in_fp32(device: str) -> None:
 
 
 def test_the_epilogues_agree_with_each_other_where_weights_are_not_aligned(device: str) -> None:
-    """cuBLASLt takes rows that start at 16 bytes; others are torch's, with the same result."""
+    """cuBLASLt takes rows that start at multiples of 16 bytes; torch computes the others, with the same result."""
     x, w, flat = random(device, M, K), random(device, N, K), torch.empty(N * K + 1, dtype=torch.bfloat16, device=device)
     shifted = flat[1:].view(N, K).copy_(w)
     torch.testing.assert_close(gemm.linear(x, shifted), gemm.linear(x, w))
@@ -83,22 +83,21 @@ def test_the_epilogues_agree_with_each_other_where_weights_are_not_aligned(devic
     assert_rounded_once(gemm.linear(odd, w), odd.double() @ w.double().t())
 
 
-def test_it_says_why_it_does_not_serve() -> None:
-    assert gemm.serves() == (not gemm.why_not())
-    if not torch.cuda.is_available():
-        assert gemm.why_not() == "there is no CUDA device"
-        assert gemm.refused() == []
+def test_without_a_gpu_it_says_why_cublaslt_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gemm.why_not() == "there is no CUDA device"
+    assert gemm.refused() == []
 
 
 def random8(device: str, dtype: torch.dtype, inverse: float, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A random matrix in 8 bits, what its numbers stand for, and the factor between the two."""
+    """A random matrix in fp8, the numbers that it represents in float64, and the factor between the two."""
     stored = random(device, *shape).to(dtype)
     return stored, stored.double() * inverse, torch.full((1,), inverse, device=device)
 
 
-def test_products_in_8_bits_are_those_of_the_numbers_they_stand_for(device: str) -> None:
+def test_fp8_products_are_those_of_the_numbers_that_are_stored(device: str) -> None:
     """Only the operands lose digits: sums and bias are added before the one rounding."""
-    M, N, K = 64, 48, 80  # multiples of 16, which the tensor cores want
+    M, N, K = 64, 48, 80  # multiples of 16, as the tensor cores need
     x, exact_x, x_inverse = random8(device, torch.float8_e4m3fn, 2**-3, M, K)
     w, exact_w, w_inverse = random8(device, torch.float8_e4m3fn, 2**-7, N, K)
     dy, exact_dy, dy_inverse = random8(device, torch.float8_e5m2, 2**-12, M, N)

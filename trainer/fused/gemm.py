@@ -1,28 +1,28 @@
-"""Matrix products that do what follows them in the same kernel, by cuBLASLt; in plain torch where that cannot run.
+"""Matrix products with the operation that follows them in the same kernel, by cuBLASLt; else in plain torch.
 
 Two thirds to three quarters of a GPT-2 step are matrix products; most of the rest moves activations through memory.
 At M=65536, C=768 the MLP's first product is 2·M·C·4C = 309 GFLOP, 0.5 ms at 650 TFLOP/s, and its output 403 MB.
-A GELU kernel reads and writes 806 MB, its derivative 1208 MB (0.17 and 0.25 ms at 4.8 TB/s); done in the product's
-epilogue, while the tile is in registers, they cost 403 MB less and 806 MB less. A weight gradient added in fp32 needs
-no bf16 copy. torch reaches no epilogue with GELU's input kept or its derivative, so cuBLASLt itself is called, through
-ctypes, in the library that torch has loaded.
+A GELU kernel reads and writes 806 MB, its derivative 1208 MB (0.17 and 0.25 ms at 4.8 TB/s). In the product's epilogue,
+while the tile is in registers, they move 403 MB less and 806 MB less. A weight gradient that is added in fp32 needs no
+bf16 copy. torch has no epilogue that keeps GELU's input, and none with its derivative. So this module calls cuBLASLt
+itself, through ctypes, in the library that torch has loaded.
 
-Epilogues that were slower on an H200 than a kernel of their own, and are left alone (ms, 124M at M=65536 | 1558M at
-16384): the bias gradient with the weight gradient (BGRADB), 0.566 | 0.551 for the MLP against 0.528 | 0.520 for product
-and column sums; with GELU's derivative (DGELU_BGRAD), three times the product. In 8 bits GELU with its input kept costs
-0.16 | 0.08 more than the bias alone, also if it writes 8 bits, and its derivative quadruples the product. A residual
-sum cost 1% of a step at 1558M and gained 0.2% at 124M.
+Epilogues that were slower on an H200 than a separate kernel, and are not used (ms, 124M at M=65536 | 1558M at 16384):
+the bias gradient with the weight gradient (BGRADB), 0.566 | 0.551 for the MLP against 0.528 | 0.520 for product and
+column sums; with GELU's derivative (DGELU_BGRAD), three times the product. In fp8, GELU with its input kept costs
+0.16 | 0.08 more than the bias alone, also if it writes fp8, and its derivative quadruples the product. A residual sum
+cost 1% of a step at 1558M and gained 0.2% at 124M.
 
-In 8 bits the tensor cores are twice as quick and the operands half as wide. A tensor has one scale: its numbers are
-what is stored times its `inverse`. `fast` lets the tensor cores keep the sum, in fewer bits than fp32: up to 15% less
-time forward, where it is on, and 3 to 9% backward, where it is off: a weight gradient over 16,384 tokens is then 3e-3
-away from the exact sum instead of 1e-4.
+In fp8 the tensor cores are twice as fast and the operands half as wide. A tensor has one scale: its numbers are the
+stored ones times its `inverse`. `fast` lets the tensor cores keep the sum, in fewer bits than fp32: up to 15% less time
+forward, where it is on, and 3 to 9% backward, where it is off: a weight gradient over 16,384 tokens is then 3e-3 away
+from the exact sum instead of 1e-4.
 
-Which of cuBLASLt's candidates is the quickest shows only on a hot card: chosen by short bursts at full clock they lost
-0.1% of the speed of whole steps; chosen at the power limit (H200, 693 W, ~1600 MHz) they won 0.8 to 1.7%. Those are
-in PREFERRED; elsewhere it is the heuristic's first. Nothing is timed at the start: two runs on one machine are alike.
+Only a hot card shows the fastest of cuBLASLt's candidates: chosen by short bursts at full clock they lost 0.1% of the
+speed of whole steps; chosen at the power limit (H200, 693 W, ~1600 MHz) they won 0.8 to 1.7%. PREFERRED has those; for
+other products it is the heuristic's first. Nothing is timed at the start, so two runs on one machine are alike.
 
-cuBLASLt's matrices are column-major, so it sees every row-major tensor transposed: out = left @ right is asked for as
+cuBLASLt's matrices are column-major, so every row-major tensor is transposed for it: out = left @ right becomes
 outᵀ = rightᵀ @ leftᵀ, which needs no copy. The numbers below are those of cublasLt.h, the same in CUDA 12.8 and 13.0.
 """
 
@@ -47,44 +47,44 @@ TILE, CLUSTER = 1, 8
 # cublasLtMatmulPreferenceAttributes_t
 MAX_WORKSPACE_BYTES, REDUCTION_SCHEMES, MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 
-ALIGNMENT_BYTES = 16  # of every pointer and row: what TMA and vector loads need, and what flat buffers of weights keep
+ALIGNMENT_BYTES = 16  # of every pointer and row: TMA and vector loads need it, and flat buffers of weights have it
 WORKSPACE_BYTES = 64 << 20  # partial sums of a split product: 1558M's largest weight gradient is 41 MB in fp32
-# CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: a product split along K adds its parts in fp32, not rounded to bf16 before.
+# CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: a product split along K adds its parts in fp32, without rounding them to bf16.
 REDUCE_IN_FP32 = 2
 
 # Tile and cluster (cublasLtMatmulTile_t, cublasLtClusterShape_t: 24 is 256 x 128, 29 is 128 x 160; 3 is 2 x 1, 5 is
-# 1 x 2) of the quickest candidate on a hot H200, where the first was slower by 1% or more: by the bytes of an operand's
-# number, the epilogue, the inner dimension and the columns of a bf16 output, whatever its rows. Used on sm_90 alone.
-HEAD = 50_304
+# 1 x 2) of the fastest candidate on a hot H200, where the first was slower by 1% or more. The key: bytes of an element
+# of an operand, epilogue, inner dimension and columns of a bf16 output, for any number of rows. Used on sm_90 only.
+VOCAB = 50_304
 PREFERRED = {
     (2, DEFAULT, 768, 768): (29, 3),
     (2, DEFAULT, 2304, 768): (29, 3),
     (2, DEFAULT, 3072, 768): (29, 3),
     (2, GELU_AUX_BIAS, 768, 3072): (28, 3),
     (2, DGELU, 768, 3072): (20, 5),
-    (2, DEFAULT, 768, HEAD): (201, 5),
+    (2, DEFAULT, 768, VOCAB): (201, 5),
     (2, BIAS, 1024, 3072): (24, 5),
     (2, DEFAULT, 1024, 1024): (29, 3),
     (2, DEFAULT, 3072, 1024): (29, 3),
     (2, DGELU, 1024, 4096): (20, 5),
-    (2, DEFAULT, 1024, HEAD): (201, 5),
+    (2, DEFAULT, 1024, VOCAB): (201, 5),
     (2, DEFAULT, 1280, 1280): (29, 3),
     (2, DEFAULT, 5120, 1280): (24, 5),
     (2, GELU_AUX_BIAS, 1280, 5120): (28, 3),
     (2, DGELU, 1280, 5120): (20, 5),
-    (2, DEFAULT, 1280, HEAD): (201, 5),
+    (2, DEFAULT, 1280, VOCAB): (201, 5),
     (2, BIAS, 1600, 4800): (24, 5),
-    (2, DEFAULT, 1600, HEAD): (201, 5),
+    (2, DEFAULT, 1600, VOCAB): (201, 5),
     (1, DEFAULT, 768, 768): (29, 3),
     (1, DEFAULT, 3072, 768): (29, 3),
-    (1, DEFAULT, 768, HEAD): (201, 5),
+    (1, DEFAULT, 768, VOCAB): (201, 5),
     (1, BIAS, 1600, 4800): (24, 5),
     (1, DEFAULT, 1600, 1600): (20, 5),
     (1, DEFAULT, 4800, 1600): (247, 5),
-    (1, DEFAULT, HEAD, 1600): (247, 5),
-    (1, DEFAULT, 1600, HEAD): (201, 5),
+    (1, DEFAULT, VOCAB, 1600): (247, 5),
+    (1, DEFAULT, 1600, VOCAB): (201, 5),
 }
-CANDIDATES = 8  # cuBLASLt names no more
+CANDIDATES = 8  # cuBLASLt returns no more
 
 POINTER, INT, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 SIGNATURES = {
@@ -94,16 +94,16 @@ SIGNATURES = {
     "cublasLtMatrixLayoutCreate": (POINTER, INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
     "cublasLtMatmulPreferenceCreate": (POINTER,),
     "cublasLtMatmulPreferenceSetAttribute": (POINTER, INT, POINTER, SIZE),
-    # handle, operation, layouts of A B C D, preference, how many, results, how many there are
+    # handle, operation, layouts of A B C D, preference, results wanted, results, results found
     "cublasLtMatmulAlgoGetHeuristic": (POINTER,) * 7 + (INT, POINTER, POINTER),
-    # algorithm, attribute, where to, bytes there, how many were written
+    # algorithm, attribute, buffer, its bytes, bytes written
     "cublasLtMatmulAlgoConfigGetAttribute": (POINTER, INT, POINTER, SIZE, POINTER),
     # handle, operation, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm, workspace,
     # its bytes, stream
     "cublasLtMatmul": (POINTER,) * 14 + (SIZE, POINTER),
 }
 Matrix = tuple[torch.dtype, torch.Size, tuple[int, ...]]  # dtype, shape, strides of a row-major tensor
-Scales = tuple[Tensor, Tensor]
+Inverses = tuple[Tensor, Tensor]  # (1,) fp32: the inverse scales of left and right, both in fp8
 
 
 class Algorithm(ctypes.Structure):
@@ -119,7 +119,7 @@ class Algorithm(ctypes.Structure):
 
 
 class Request(NamedTuple):
-    """What the choice of an algorithm depends on: out = epilogue(left @ right [+ out])."""
+    """Everything that the choice of an algorithm depends on: out = epilogue(left @ right [+ out])."""
 
     left: Matrix
     right: Matrix
@@ -132,7 +132,7 @@ class Request(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int, int] | None:
-        """Where to look for it in PREFERRED; weight gradients, in fp32, are not there."""
+        """Its key in PREFERRED; None for weight gradients, which are fp32 and not in it."""
         if self.out[0] != torch.bfloat16:
             return None
         inner = self.left[1][0 if self.transposes[0] else 1]
@@ -144,8 +144,8 @@ class Request(NamedTuple):
         return f"{left} @ {right} -> {out} (epilogue {self.epilogue})"
 
 
-class Plan(NamedTuple):
-    """A request made ready: descriptors and algorithm. Only the pointers differ from call to call."""
+class ProductPlan(NamedTuple):
+    """The descriptors and the algorithm of a request. Only the pointers differ from call to call."""
 
     operation: int
     layout_a: int
@@ -156,29 +156,30 @@ class Plan(NamedTuple):
 
 
 class Lt:
-    """cuBLASLt on one device: its handle, a workspace a stream, and the plans made so far (None: it refuses)."""
+    """cuBLASLt on one device: its handle, a workspace a stream, and the plans so far (None: it has no algorithm)."""
 
     def __init__(self, library: ctypes.CDLL, device: int) -> None:
         self.library, self.device = library, device
-        self.plans: dict[Request, Plan | None] = {}
+        self.plans: dict[Request, ProductPlan | None] = {}
         self.workspaces: dict[int, tuple[int, Tensor]] = {}
-        self.one, self.zero, self.slot = ctypes.c_float(1), ctypes.c_float(0), ctypes.c_uint64(0)
-        self.slot_address = ctypes.addressof(self.slot)
+        self.one, self.zero, self.pointer = ctypes.c_float(1), ctypes.c_float(0), ctypes.c_uint64(0)
+        self.one_address, self.zero_address = ctypes.addressof(self.one), ctypes.addressof(self.zero)
+        self.pointer_address = ctypes.addressof(self.pointer)
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # a handle belongs to the context, so there has to be one
-            self.handle = self.created("cublasLtCreate")
+            torch.cuda.current_stream().synchronize()  # a handle needs the CUDA context, which this creates
+            self.handle = self.create("cublasLtCreate")
 
-    def check(self, status: int, doing: str) -> None:
+    def check(self, status: int, action: str) -> None:
         if status:
             name = self.library.cublasLtGetStatusName(status).decode()
-            raise RuntimeError(f"cuBLASLt {self.library.cublasLtGetVersion()}: {doing}: {name}")
+            raise RuntimeError(f"cuBLASLt {self.library.cublasLtGetVersion()}: {action}: {name}")
 
-    def created(self, function: str, *arguments: int) -> int:
-        """The address of what a cublasLt…Create makes. It is kept: plans are few dozen and live as long as the run."""
-        made = ctypes.c_void_p()
-        self.check(getattr(self.library, function)(ctypes.byref(made), *arguments), function)
-        assert made.value
-        return made.value
+    def create(self, function: str, *arguments: int) -> int:
+        """The address of the object that a cublasLt…Create makes. It is never freed: the run has a few dozen plans."""
+        address = ctypes.c_void_p()
+        self.check(getattr(self.library, function)(ctypes.byref(address), *arguments), function)
+        assert address.value
+        return address.value
 
     def set(self, operation: int, attribute: int, value: ctypes._SimpleCData) -> None:
         status = self.library.cublasLtMatmulDescSetAttribute(
@@ -187,14 +188,14 @@ class Lt:
         self.check(status, f"attribute {attribute}")
 
     def point(self, operation: int, attribute: int, address: int) -> None:
-        self.slot.value = address
-        status = self.library.cublasLtMatmulDescSetAttribute(operation, attribute, self.slot_address, 8)
+        self.pointer.value = address
+        status = self.library.cublasLtMatmulDescSetAttribute(operation, attribute, self.pointer_address, 8)
         if status:
             self.check(status, f"attribute {attribute}")
 
-    def point_scales(self, operation: int, scales: Scales) -> None:
-        self.point(operation, A_SCALE_POINTER, scales[1].data_ptr())
-        self.point(operation, B_SCALE_POINTER, scales[0].data_ptr())
+    def point_inverses(self, operation: int, inverses: Inverses) -> None:
+        self.point(operation, A_SCALE_POINTER, inverses[1].data_ptr())
+        self.point(operation, B_SCALE_POINTER, inverses[0].data_ptr())
 
     def workspace(self, stream: int) -> int:
         if stream not in self.workspaces:
@@ -204,28 +205,28 @@ class Lt:
 
     def layout(self, matrix: Matrix) -> int:
         dtype, (rows, columns), (stride, _) = matrix
-        return self.created("cublasLtMatrixLayoutCreate", TYPES[dtype], columns, rows, stride)
+        return self.create("cublasLtMatrixLayoutCreate", TYPES[dtype], columns, rows, stride)
 
-    def operation(self, request: Request, scales: Scales | None) -> int:
-        operation = self.created("cublasLtMatmulDescCreate", COMPUTE_32F, TYPES[torch.float32])
+    def operation(self, request: Request, inverses: Inverses | None) -> int:
+        operation = self.create("cublasLtMatmulDescCreate", COMPUTE_32F, TYPES[torch.float32])
         left_transposed, right_transposed = request.transposes
         self.set(operation, TRANSPOSE_A, ctypes.c_int32(right_transposed))
         self.set(operation, TRANSPOSE_B, ctypes.c_int32(left_transposed))
         self.set(operation, EPILOGUE, ctypes.c_uint32(request.epilogue))
         self.set(operation, FAST_ACCUMULATION, ctypes.c_int8(request.fast))
-        # The heuristic takes the alignment from these and does not follow them; one plan shall serve every layer.
+        # The heuristic reads the alignment of these pointers, not their memory. So one plan serves every layer.
         if request.epilogue in (BIAS, GELU_AUX_BIAS):
             self.point(operation, BIAS_POINTER, ALIGNMENT_BYTES)
         if request.epilogue in (GELU_AUX_BIAS, DGELU):
             self.set(operation, AUX_STRIDE, ctypes.c_int64(request.out[2][0]))
             self.point(operation, AUX_POINTER, ALIGNMENT_BYTES)
-        if scales is not None:
-            self.point_scales(operation, scales)
+        if inverses is not None:
+            self.point_inverses(operation, inverses)
         return operation
 
     @functools.cached_property
     def preference(self) -> int:
-        preference = self.created("cublasLtMatmulPreferenceCreate")
+        preference = self.create("cublasLtMatmulPreferenceCreate")
         settings: dict[int, ctypes._SimpleCData] = {
             MAX_WORKSPACE_BYTES: ctypes.c_uint64(WORKSPACE_BYTES),
             REDUCTION_SCHEMES: ctypes.c_uint32(REDUCE_IN_FP32),
@@ -237,30 +238,30 @@ class Lt:
             self.check(status, f"preference {attribute}")
         return preference
 
-    def plan(self, request: Request, scales: Scales | None) -> Plan | None:
-        """The plan with the algorithm that was the quickest, or that cuBLASLt expects to be; None where it has none."""
-        if not all(served_matrix(matrix) for matrix in (request.left, request.right, request.out)):
+    def plan(self, request: Request, inverses: Inverses | None) -> ProductPlan | None:
+        """The plan with the preferred algorithm, else with the heuristic's first; None if cuBLASLt has none."""
+        if not all(is_supported(matrix) for matrix in (request.left, request.right, request.out)):
             return None
         if request.aux not in (None, request.out):
-            return None  # its stride is taken from the output's
-        operation = self.operation(request, scales)
+            return None  # the plan takes its stride from the output
+        operation = self.operation(request, inverses)
         a, b, d = (self.layout(matrix) for matrix in (request.right, request.left, request.out))
-        found, candidates = ctypes.c_int(), (Algorithm * CANDIDATES)()
+        count, candidates = ctypes.c_int(), (Algorithm * CANDIDATES)()
         status = self.library.cublasLtMatmulAlgoGetHeuristic(
-            self.handle, operation, a, b, d, d, self.preference, CANDIDATES, candidates, ctypes.byref(found)
+            self.handle, operation, a, b, d, d, self.preference, CANDIDATES, candidates, ctypes.byref(count)
         )
         if status != NOT_SUPPORTED:
             self.check(status, f"no algorithm for {request}")
-        served = [] if status else [candidate for candidate in candidates[: found.value] if not candidate.status]
-        if not served:
+        usable = [] if status else [candidate for candidate in candidates[: count.value] if not candidate.status]
+        if not usable:
             return None
-        wanted = PREFERRED.get(request.key) if request.key and self.measured else None
-        preferred = (each for each in served if wanted and self.tile_and_cluster(each) == wanted)
-        algorithm = next(preferred, served[0])
-        return Plan(operation, a, b, d, ctypes.addressof(self.one if request.accumulate else self.zero), algorithm)
+        wanted = PREFERRED.get(request.key) if request.key and self.is_measured else None
+        preferred = (each for each in usable if wanted and self.tile_and_cluster(each) == wanted)
+        algorithm = next(preferred, usable[0])
+        return ProductPlan(operation, a, b, d, self.one_address if request.accumulate else self.zero_address, algorithm)
 
     def tile_and_cluster(self, algorithm: Algorithm) -> tuple[int, int] | None:
-        """How an algorithm cuts up the output, None if it does not tell."""
+        """Tile and cluster of an algorithm; None if cuBLASLt does not report them."""
         tile, cluster, written = ctypes.c_uint32(), ctypes.c_uint16(), SIZE()
         for attribute, value in ((TILE, tile), (CLUSTER, cluster)):
             if self.library.cublasLtMatmulAlgoConfigGetAttribute(
@@ -270,12 +271,12 @@ class Lt:
         return tile.value, cluster.value
 
     @functools.cached_property
-    def measured(self) -> bool:
-        """Whether this is a GPU of the kind that PREFERRED was measured on: H100 and H200."""
+    def is_measured(self) -> bool:
+        """True on a GPU of the kind that PREFERRED was measured on: H100 and H200."""
         return torch.cuda.get_device_capability(self.device) == (9, 0)
 
-    def launch(self, plan: Plan, left: int, right: int, out: int) -> int:
-        """Put the product on torch's stream; returns cuBLASLt's status."""
+    def launch(self, plan: ProductPlan, left: int, right: int, out: int) -> int:
+        """Launch the product on torch's stream; returns cuBLASLt's status."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         # fmt: off
         return self.library.cublasLtMatmul(
@@ -285,13 +286,9 @@ class Lt:
         )
         # fmt: on
 
-    @functools.cached_property
-    def one_address(self) -> int:
-        return ctypes.addressof(self.one)
 
-
-def served_matrix(matrix: Matrix) -> bool:
-    """Whether cuBLASLt gets a matrix with packed rows that start where vector loads can."""
+def is_supported(matrix: Matrix) -> bool:
+    """True if rows are packed and start where vector loads can; cuBLASLt gets no other matrices."""
     dtype, shape, stride = matrix
     return (
         dtype in TYPES
@@ -303,24 +300,19 @@ def served_matrix(matrix: Matrix) -> bool:
 
 
 def why_not() -> str:
-    """What is missing for cuBLASLt on the current device; empty if nothing is."""
+    """Why cuBLASLt cannot run on the current device; empty if it can."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if torch.version.cuda is None:
         return "this torch is not built for CUDA"
     if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} has no bf16 tensor cores: compute capability 8.0 or newer has"
-    return "" if _library() else f"libcublasLt.so.{torch.version.cuda.split('.')[0]} is not to be loaded"
-
-
-def serves() -> bool:
-    """Whether products on the current device go to cuBLASLt."""
-    return not why_not()
+        return f"{torch.cuda.get_device_name()} has no bf16 tensor cores: these need compute capability 8.0 or newer"
+    return "" if _library() else f"libcublasLt.so.{torch.version.cuda.split('.')[0]} cannot be loaded"
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The cuBLASLt that torch runs on: a library already in the process is found by its name, wherever it lies."""
+    """The cuBLASLt that torch has loaded: dlopen finds a library of the process by its name, wherever it lies."""
     try:
         library = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
     except OSError:
@@ -335,16 +327,16 @@ def _library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _lt(device: int) -> Lt | None:
-    """cuBLASLt for the device of this number (-1: a CPU's), None where it is not to be used."""
+    """cuBLASLt for the device of this number (-1: the CPU); None if it cannot run there."""
     if device < 0:
         return None
     with torch.cuda.device(device):
-        library = _library() if serves() else None
+        library = None if why_not() else _library()
     return Lt(library, device) if library else None
 
 
 def refused() -> list[Request]:
-    """The products so far for which cuBLASLt has no algorithm on the current device, so that torch makes them."""
+    """The products so far that torch computes, as cuBLASLt has no algorithm for them on the current device."""
     lt = _lt(torch.cuda.current_device()) if torch.cuda.is_available() else None
     return [request for request, plan in lt.plans.items() if plan is None] if lt else []
 
@@ -358,10 +350,10 @@ def _product(
     accumulate: bool = False,
     bias: Tensor | None = None,
     aux: Tensor | None = None,
-    scales: Scales | None = None,
+    inverses: Inverses | None = None,
     fast: bool = False,
 ) -> bool:
-    """Have cuBLASLt write out = epilogue(left @ right [+ out]). False if it cannot: then nothing is written."""
+    """Write out = epilogue(left @ right [+ out]) by cuBLASLt. False if it cannot; then nothing is written."""
     lt = _lt(out.get_device())
     if lt is None:
         return False
@@ -382,28 +374,28 @@ def _product(
         return False
     plan = lt.plans.get(request)
     if plan is None and request not in lt.plans:
-        plan = lt.plans[request] = lt.plan(request, scales)
+        plan = lt.plans[request] = lt.plan(request, inverses)
     if plan is None:
         return False
     if bias is not None:
         lt.point(plan.operation, BIAS_POINTER, bias_address)
     if aux is not None:
         lt.point(plan.operation, AUX_POINTER, aux_address)
-    if scales is not None:
-        lt.point_scales(plan.operation, scales)
+    if inverses is not None:
+        lt.point_inverses(plan.operation, inverses)
     status = lt.launch(plan, a, b, d)
     if status:
         lt.check(status, f"{request}")
     return True
 
 
-def _plain(left: Tensor, right: Tensor, scales: Scales | None = None) -> Tensor:
-    """left @ right added up in fp32 and not rounded: what an epilogue gets. bf16 holds every number of 8 bits."""
+def _plain(left: Tensor, right: Tensor, inverses: Inverses | None = None) -> Tensor:
+    """left @ right summed in fp32 and not rounded: the input of an epilogue. bf16 holds every fp8 number exactly."""
     if left.is_cuda:
         product = torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)
     else:
         product = left.float() @ right.float()
-    return product if scales is None else product.mul_(scales[0] * scales[1])
+    return product if inverses is None else product.mul_(inverses[0] * inverses[1])
 
 
 def _linear(
@@ -411,15 +403,15 @@ def _linear(
     w: Tensor,
     out: Tensor | None = None,
     bias: Tensor | None = None,
-    scales: Scales | None = None,
+    inverses: Inverses | None = None,
     fast: bool = False,
 ) -> Tensor:
     """x @ wᵀ + bias, rounded once to bf16."""
     if out is None:
         out = torch.empty(x.shape[0], w.shape[0], dtype=torch.bfloat16, device=x.device)
     epilogue = DEFAULT if bias is None else BIAS
-    if not _product(x, w, out, (False, True), epilogue, bias=bias, scales=scales, fast=fast):
-        exact = _plain(x, w.t(), scales)
+    if not _product(x, w, out, (False, True), epilogue, bias=bias, inverses=inverses, fast=fast):
+        exact = _plain(x, w.t(), inverses)
         out.copy_(exact if bias is None else exact.add_(bias.float()))
     return out
 
@@ -471,7 +463,7 @@ def linear8(
 ) -> Tensor:
     """x (M, K) e4m3 · x_inverse (1,) fp32 @ (w (N, K) e4m3 · w_inverse)ᵀ + bias (N,) -> (M, N) bf16.
 
-    `fast`: the tensor cores keep the sum; else it is handed over to fp32 registers as it grows.
+    `fast`: the tensor cores keep the sum; else they move it to fp32 registers as it grows.
     """
     return _linear(x, w, None, bias, (x_inverse, w_inverse), fast)
 
@@ -481,9 +473,9 @@ def input_grad8(
 ) -> Tensor:
     """dy (M, N) e5m2 · dy_inverse (1,) fp32 @ (w_t (K, N) e4m3 · w_inverse)ᵀ -> (M, K) bf16, into `out` if given.
 
-    w_t is the weight transposed, since the tensor cores take 8-bit operands only with the inner dimension packed.
+    w_t is the transposed weight: the tensor cores take fp8 operands only with the inner dimension packed.
     """
-    return _linear(dy, w_t, out, scales=(dy_inverse, w_inverse), fast=fast)
+    return _linear(dy, w_t, out, inverses=(dy_inverse, w_inverse), fast=fast)
 
 
 def weight_grad8(
@@ -497,11 +489,11 @@ def weight_grad8(
 ) -> None:
     """into (N, K) fp32 = or += dy_t (N, M) e5m2 · dy_inverse (1,) fp32 @ (x_t (K, M) e4m3 · x_inverse)ᵀ.
 
-    Both are the transposed ones, for the reason input_grad8 gives. cuBLASLt wants M to be a multiple of 16.
+    Both are transposed, for the same reason as in input_grad8. M has to be a multiple of 16 for cuBLASLt.
     """
-    scales = dy_inverse, x_inverse
-    if not _product(dy_t, x_t, into, (False, True), accumulate=accumulate, scales=scales, fast=fast):
-        _store(_plain(dy_t, x_t.t(), scales), into, accumulate)
+    inverses = dy_inverse, x_inverse
+    if not _product(dy_t, x_t, into, (False, True), accumulate=accumulate, inverses=inverses, fast=fast):
+        _store(_plain(dy_t, x_t.t(), inverses), into, accumulate)
 
 
 def _store(value: Tensor, into: Tensor, accumulate: bool) -> None:

@@ -1,62 +1,84 @@
-"""A training step of GPT-2 with its backward pass written out: what `loss.backward()` would do, with less traffic.
+"""A training step of GPT-2 with a hand-written backward pass: the result of `loss.backward()` with less traffic.
 
-The arithmetic, a token: 2 FLOPs a weight forward and 4 backward, and attention (`trainer/attention.py`): 6N + 12·L·C·T
-in all. The matrix products reach 700 TFLOP/s and more on an H200; the rest of the step only moves bytes, and all of it
-draws on one power budget, so every pass over memory that is left out counts twice. Left out here:
+The arithmetic, a token: 2 FLOPs a weight forward and 4 backward, and attention (`trainer/fused/attention.py`):
+6N + 12·L·C·T in all. The matrix products reach 700 TFLOP/s and more on an H200; the rest of the step only moves bytes.
+All of it draws on one power budget, so every pass over memory that is left out counts twice. Left out here:
 
-- float32 copies: weights and activations are bf16 (the float32 masters live in `trainer/flat.py`), statistics float32;
-- passes of their own for bias, GELU and its derivative, which ride on the products (`trainer/gemm.py`), and for
-  residual sums, which ride on the norms (`trainer/kernels.py`);
+- float32 copies: weights and activations are bf16 (the float32 masters live in `trainer/fused/flat.py`), statistics
+  float32;
+- separate passes for bias, GELU and its derivative, which ride on the products (`trainer/fused/gemm.py`), and for
+  residual sums, which ride on the norms (`trainer/fused/kernels.py`);
 - zeroing gradients: the first micro-batch of a step overwrites, the others add, in float32 inside the product;
-- float32 logits, and gradients of logits beside them: loss and gradient are made in place, some rows at a time
+- float32 logits, and gradients of logits beside them: loss and gradient are made in place, a chunk of rows at a time
   (whole, the logits of 64 x 1024 tokens would be 6.6 GB in bf16);
-- autograd's graph: what a block saves is listed in `Block`, and freed as soon as its backward pass is done.
+- autograd's graph: `Saved` lists the tensors that a block saves. Its backward pass frees them.
 
-A block saves 16·C bf16 numbers a token (x, norm, qkv 3, attention, x, norm, MLP 4 + 4); `recompute` leaves out the
-norms' and the GELU's outputs (6·C) and makes them again. llm.c's train_gpt2.cu (Karpathy et al. 2024) showed how
-far this goes; the parameters' names, their shapes and the mathematics are those of `trainer/model.py`.
+A products policy (`trainer/fused/products.py`) makes operands and products in bf16 or fp8. llm.c's train_gpt2.cu
+(Karpathy et al. 2024) showed how far this goes; the names of the parameters, their shapes and the mathematics are those
+of `trainer/model.py`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from trainer.config import ModelConfig
-from trainer.fused import gemm, kernels
-from trainer.fused.attention import Attention, Saved
+from trainer.fused import kernels
+from trainer.fused.attention import Attention, SavedAttention
 from trainer.fused.flat import FlatState
-from trainer.pieces import Piece
+from trainer.fused.kernels import Fp8Out
+from trainer.fused.products import Linear, Normed, O, Products, ResidualGrad
 
-LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products are at full speed from about 8,192 rows
-
-
-@dataclass
-class Norm:
-    """A LayerNorm's output and what its backward pass needs; `y` is made again where it was not kept."""
-
-    y: Tensor | None
-    mean: Tensor
-    rstd: Tensor
+HEAD = "wte"
+BLOCK_LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
-@dataclass
+def layer_names(config: ModelConfig) -> list[list[str]]:
+    """GPT-2's linear layers, group by group: a block's four, and last the head."""
+    return [[f"h.{i}.{name}" for name in BLOCK_LAYERS] for i in range(config.n_layer)] + [[HEAD]]
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """The parameters (C,) of a LayerNorm and its place in the model."""
+
+    weight: Tensor
+    bias: Tensor
+    writer: Linear | None  # the layer whose output, with its bias, the residual stream takes up before the norm
+    reader: Linear  # the layer whose input is the norm's output
+    sums: Tensor  # (3, P, C) partial sums of the gradients of weight, bias, and the writer's bias
+
+
+@dataclass(frozen=True)
 class Block:
-    """What the forward pass of a block leaves for its backward pass."""
+    """The layers of a block."""
 
-    x: Tensor
-    norm1: Norm
-    qkv: Tensor
-    attention: Saved
-    attended: Tensor
-    x_mid: Tensor
-    norm2: Norm
-    pre: Tensor  # the MLP before its GELU
-    act: Tensor | None  # and after it
+    ln_1: LayerNorm
+    qkv: Linear
+    projection: Linear
+    ln_2: LayerNorm
+    fc: Linear
+    fc_projection: Linear
 
 
-class Sums:
+@dataclass
+class Saved(Generic[O]):
+    """What the forward pass of a block saves for its backward pass. M tokens, width C."""
+
+    x: Tensor  # (M, C)
+    norm1: Normed[O]
+    qkv: Tensor  # (M, 3C)
+    attention: SavedAttention
+    attended: O
+    x_mid: Tensor  # (M, C), after attention
+    norm2: Normed[O]
+    pre: Tensor  # (M, 4C), the MLP before its GELU
+    act: O | None  # and after it; None: the backward pass makes it again
+
+
+class PartialSums:
     """Partial column sums that the kernels add to over a step's micro-batches: gradients of norms and biases."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -74,137 +96,184 @@ class Sums:
 class FusedStep:
     """Forward and backward of micro-batches over the weights and into the gradients of a FlatState."""
 
-    def __init__(self, config: ModelConfig, state: FlatState, recompute: bool, deterministic: bool) -> None:
-        self.config, self.state, self.recompute = config, state, recompute
+    def __init__(self, config: ModelConfig, state: FlatState, products: Products[Any], deterministic: bool) -> None:
+        self.config, self.state, self.products = config, state, products
         self.device = state.world.device
         self.attention = Attention(config.n_head, config.n_embd, self.device, deterministic)
-        self.sums = Sums(config, self.device)
-        self.one = torch.ones(1, device=self.device)
-        blocks = [f"h.{i}." for i in range(config.n_layer)]
-        self.weights = [{n.removeprefix(b): w for n, w in state.weights.items() if n.startswith(b)} for b in blocks]
-        self.gradients = [{n.removeprefix(b): g for n, g in state.gradients.items() if n.startswith(b)} for b in blocks]
-        self.last = len(blocks)  # the bucket of what is in no block
+        self.sums = PartialSums(config, self.device)
+        self.n_blocks = config.n_layer
+        self.embeddings = config.n_layer  # the bucket of the parameters that are in no block
+        self.head = self._linear(HEAD)
+        self.blocks = self._blocks()
+        # In the order of the forward pass.
+        ln_f = self._norm("ln_f", 2 * self.n_blocks, self.blocks[-1].fc_projection, self.head)
+        self.norms = [norm for block in self.blocks for norm in (block.ln_1, block.ln_2)] + [ln_f]
+        self.number = 0
+        self.current = products
         self.first = True
 
+    def _linear(self, name: str) -> Linear:
+        weights, gradients = self.state.weights, self.state.gradients
+        return Linear(name, weights[f"{name}.weight"], gradients[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def _norm(self, name: str, index: int, writer: Linear | None, reader: Linear) -> LayerNorm:
+        weights = self.state.weights
+        return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], writer, reader, self.sums.norms[index])
+
+    def _blocks(self) -> list[Block]:
+        blocks: list[Block] = []
+        writer: Linear | None = None
+        for i, names in enumerate(layer_names(self.config)[:-1]):
+            qkv, projection, fc, fc_projection = (self._linear(name) for name in names)
+            ln_1 = self._norm(f"h.{i}.ln_1", 2 * i, writer, qkv)
+            ln_2 = self._norm(f"h.{i}.ln_2", 2 * i + 1, projection, fc)
+            blocks.append(Block(ln_1, qkv, projection, ln_2, fc, fc_projection))
+            writer = fc_projection
+        return blocks
+
     def begin(self, number: int) -> None:
-        """Now the micro-batches of update `number` follow (from 1; 0: a rehearsal, whose gradients nobody uses)."""
+        """Begin update `number` (from 1; 0: a rehearsal, whose gradients nobody uses): its micro-batches follow."""
+        self.number = number
         self.first = True
         self.sums.zero_()
         self.state.gradients["wpe.weight"].zero_()
+        self.current = self.products.begin(number)
 
     def backward(self, tokens: Tensor, targets: Tensor, scale: float, last: bool) -> Tensor:
-        """Add the gradients of `scale` · (sum of the losses) of one micro-batch, (B, T) tokens; that number.
+        """Add the gradients of `scale` · (sum of the losses) of one micro-batch, (B, T) tokens; return that number.
 
-        The first one of a step overwrites what is there, the `last` hands each bucket on as soon as it is complete.
+        The first micro-batch of a step overwrites the gradients; the `last` begins to reduce each bucket as soon as it
+        is complete.
         """
-        B = tokens.size(0)
-        tokens, targets = tokens.flatten(), targets.flatten()
-        factor = torch.full((1,), scale, device=self.device)
-        x, norm = self._embed(tokens, B)
-        saved = []
-        for i in range(self.last):
-            x, norm, block = self._forward(i, x, norm, B)
-            saved.append(block)
-        losses, dy = self._head(norm.y, targets, factor)
-        dx = self._norm_backward(2 * self.last, dy, x, norm, None)
-        del dy, x, norm, block
-        for i in reversed(range(self.last)):
-            dx = self._backward(i, dx, saved.pop(), B)
-            if last:
-                self._complete(i)
-        self._embed_backward(tokens, dx, B)
-        if last:
-            self._complete_rest()
-        self.first = False
-        return losses.sum() * scale
+        if self.current.calibrating:
+            self._micro_batch(self.current, tokens, targets, scale, last=False)
+            self.begin(self.number)
+        return self._micro_batch(self.current, tokens, targets, scale, last)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss in nats of (B, T) tokens; no gradients."""
-        B = tokens.size(0)
-        x, norm = self._embed(tokens.flatten(), B)
-        for i in range(self.last):
-            x, norm, _ = self._forward(i, x, norm, B)
-        losses, _ = self._head(norm.y, targets.flatten(), None)
+        p, B = self.products.for_loss, tokens.size(0)
+        x, norm = self._embed(p, tokens.flatten(), B)
+        for i in range(self.n_blocks):
+            x, norm, _ = self._forward(p, i, x, norm, B)
+        losses, _ = self._head(p, norm, targets.flatten(), None)
         return losses.mean()
+
+    def _micro_batch(self, p: Products[O], tokens: Tensor, targets: Tensor, scale: float, last: bool) -> Tensor:
+        B = tokens.size(0)
+        tokens, targets = tokens.flatten(), targets.flatten()
+        factor = torch.full((1,), scale, device=self.device)
+        p.begin_micro_batch(scale)
+        x, norm = self._embed(p, tokens, B)
+        saved = []
+        for i in range(self.n_blocks):
+            x, norm, block = self._forward(p, i, x, norm, B)
+            saved.append(block)
+        losses, dy = self._head(p, norm, targets, factor)
+        norm.y = None  # from here on only its statistics are needed
+        grad = self._norm_backward(p, self.norms[-1], dy, x, norm, None)
+        del dy, x, norm, block
+        for i in reversed(range(self.n_blocks)):
+            grad = self._backward(p, i, grad, saved.pop(), B)
+            if last:
+                self._complete(i)
+        self._embed_backward(tokens, grad.dx, B)
+        if last:
+            self._complete_rest()
+        self.first = False
+        loss = losses.sum() * scale
+        p.end_micro_batch(last)
+        return loss
 
     # --- forward
 
-    def _embed(self, tokens: Tensor, B: int) -> tuple[Tensor, Norm]:
-        self.state.ready(self.last)
+    def _embed(self, p: Products[O], tokens: Tensor, B: int) -> tuple[Tensor, Normed[O]]:
+        self.state.ready(self.embeddings)
         self.state.ready(0)
-        w = self.state.weights
+        w, norm = self.state.weights, self.norms[0]
         positions = w["wpe.weight"][: len(tokens) // B]
-        x, y, mean, rstd = kernels.embed_norm(tokens, w["wte.weight"], positions, *self._norm_weights(0))
-        return x, Norm(y, mean, rstd)
 
-    def _forward(self, i: int, x: Tensor, norm1: Norm, B: int) -> tuple[Tensor, Norm, Block]:
+        def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            return kernels.embed_norm(tokens, w["wte.weight"], positions, norm.weight, norm.bias, out)
+
+        return p.norm(norm.reader, kernel)
+
+    def _forward(
+        self, p: Products[O], i: int, x: Tensor, norm1: Normed[O], B: int
+    ) -> tuple[Tensor, Normed[O], Saved[O]]:
         """Block `i` from its input and that input's norm; the output, its norm, and what to save."""
-        w = self.weights[i]
+        block = self.blocks[i]
         assert norm1.y is not None
-        qkv = gemm.linear(norm1.y, w["attn.c_attn.weight"], w["attn.c_attn.bias"])
-        attended, attention = self.attention.forward(qkv, B)
-        delta = gemm.linear(attended, w["attn.c_proj.weight"])
-        x_mid, norm2 = self._join(2 * i + 1, x, delta, w["attn.c_proj.bias"])
+        qkv = p.linear(block.qkv, norm1.y, block.qkv.bias)
+        output, attention = self.attention.forward(qkv, B)
+        attended = p.input(block.projection, output)
+        delta = p.linear(block.projection, attended)
+        x_mid, norm2 = self._join(p, block.ln_2, x, delta)
+        del delta
         assert norm2.y is not None
-        pre, act = gemm.linear_gelu(norm2.y, w["mlp.c_fc.weight"], w["mlp.c_fc.bias"])
-        delta = gemm.linear(act, w["mlp.c_proj.weight"])
-        if i + 1 < self.last:
+        pre, act = p.linear_gelu(block.fc, norm2.y, block.fc_projection)
+        delta = p.linear(block.fc_projection, act)
+        if i + 1 < self.n_blocks:
             self.state.ready(i + 1)
-        out, norm = self._join(2 * i + 2, x_mid, delta, w["mlp.c_proj.bias"])
-        block = Block(x, norm1, qkv, attention, attended, x_mid, norm2, pre, act)
-        if self.recompute:
-            norm1.y = norm2.y = block.act = None
-        return out, norm, block
+        out, norm = self._join(p, self.norms[2 * i + 2], x_mid, delta)
+        saved_act = None if p.recompute_gelu else p.saved(act)
+        saved = Saved(x, norm1, qkv, attention, p.saved(attended), x_mid, norm2, pre, saved_act)
+        if p.recompute_norms:
+            norm1.y = norm2.y = None
+        return out, norm, saved
 
-    def _head(self, y: Tensor | None, targets: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Losses (M,), and with a `scale` the gradient of `y`; that of the embedding is added up."""
-        assert y is not None
-        wte = self.state.weights["wte.weight"]
-        losses = torch.empty(len(y), device=self.device)
-        dy = torch.empty_like(y)
-        for part in self._chunks(len(y)):
-            logits = gemm.linear(y[part], wte)
-            vocab, factor = self.config.vocab_size, self.one if scale is None else scale
-            kernels.cross_entropy(logits, targets[part], vocab, factor, losses[part], scale is not None)
-            if scale is not None:
-                gemm.input_grad(logits, wte, out=dy[part])
-                into = self.state.gradients["wte.weight"]
-                gemm.weight_grad(logits, y[part], into, accumulate=not self.first or part.start > 0)
-        return losses, dy
+    def _join(self, p: Products[O], norm: LayerNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Normed[O]]:
+        """The residual stream with `delta` and its bias added, and the norm of it. (In the product's epilogue the sum
+        cost 1% of a step of 1558M on an H200, and gained 0.2% at 124M.)"""
+        assert norm.writer is not None
+        bias = norm.writer.bias
 
-    def _chunks(self, rows: int) -> Iterator[slice]:
-        """Parts of some rows, about equal, whose logits take hardly more than LOGIT_BYTES.
+        def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            return kernels.add_norm(x, delta, bias, norm.weight, norm.bias, out)
 
-        Their lengths are multiples of 16 as far as `rows` is one: what fp8's products sum over has to be.
-        """
-        count = -(-rows * 2 * self.config.padded_vocab_size // LOGIT_BYTES)
-        size = 16 * -(-rows // (16 * count))
-        return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+        return p.norm(norm.reader, kernel)
+
+    def _head(self, p: Products[O], norm: Normed[O], targets: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Losses (M,), and with a `factor` the gradient (M, C) of the norm's output."""
+        assert norm.y is not None
+        return p.head(self.head, norm.y, targets, self.config.vocab_size, factor, accumulate=not self.first)
 
     # --- backward
 
-    def _backward(self, i: int, dx: Tensor, s: Block, B: int) -> Tensor:
+    def _backward(self, p: Products[O], i: int, grad: ResidualGrad[O], s: Saved[O], B: int) -> ResidualGrad[O]:
         """From the gradient of block `i`'s output to that of its input."""
-        w, g = self.weights[i], self.gradients[i]
-        add = not self.first
-        act = s.act if s.act is not None else kernels.gelu(s.pre)
-        gemm.weight_grad(dx, act, g["mlp.c_proj.weight"], add)
+        block, add = self.blocks[i], not self.first
+        act = p.gelu(block.fc_projection, s.pre) if s.act is None else s.act
+        p.weight_grad(block.fc_projection, grad.dy, act, add)
         del act
-        dpre = gemm.input_grad_gelu(dx, w["mlp.c_proj.weight"], s.pre)
-        kernels.column_sums(dpre, self.sums.fc[i])
-        gemm.weight_grad(dpre, self._normed(2 * i + 1, s.x_mid, s.norm2), g["mlp.c_fc.weight"], add)
-        dy = gemm.input_grad(dpre, w["mlp.c_fc.weight"])
+        dpre = p.input_grad_gelu(block.fc_projection, grad.dy, s.pre, block.fc, self.sums.fc[i])
+        p.weight_grad(block.fc, dpre, self._normed(p, block.ln_2, s.x_mid, s.norm2), add)
+        dinput = p.input_grad(block.fc, dpre)
         del dpre
-        dx = self._norm_backward(2 * i + 1, dy, s.x_mid, s.norm2, dx)
-        gemm.weight_grad(dx, s.attended, g["attn.c_proj.weight"], add)
-        dy = gemm.input_grad(dx, w["attn.c_proj.weight"])
-        dqkv = self._attention_backward(i, dy, s.qkv, B, s.attention)
-        gemm.weight_grad(dqkv, self._normed(2 * i, s.x, s.norm1), g["attn.c_attn.weight"], add)
-        dy = gemm.input_grad(dqkv, w["attn.c_attn.weight"])
-        return self._norm_backward(2 * i, dy, s.x, s.norm1, dx)
+        grad = self._norm_backward(p, block.ln_2, dinput, s.x_mid, s.norm2, grad.dx)
+        p.weight_grad(block.projection, grad.dy, s.attended, add)
+        dinput = p.input_grad(block.projection, grad.dy)
+        dqkv = p.output_grad(block.qkv, self._attention_backward(i, dinput, s.qkv, B, s.attention))
+        p.weight_grad(block.qkv, dqkv, self._normed(p, block.ln_1, s.x, s.norm1), add)
+        dinput = p.input_grad(block.qkv, dqkv)
+        return self._norm_backward(p, block.ln_1, dinput, s.x, s.norm1, grad.dx)
 
-    def _attention_backward(self, i: int, dy: Tensor, qkv: Tensor, B: int, saved: Saved) -> Tensor:
-        """The gradient of the packed projections (M, 3C). The queries' is added up here, see `_attention_bias`."""
+    def _normed(self, p: Products[O], norm: LayerNorm, x: Tensor, normed: Normed[O]) -> O:
+        """A norm's output, made again where it was not saved."""
+        if normed.y is not None:
+            return normed.y
+        return p.input(norm.reader, kernels.norm_again(x, normed.mean, normed.rstd, norm.weight, norm.bias))
+
+    def _norm_backward(
+        self, p: Products[O], norm: LayerNorm, dy: Tensor, x: Tensor, normed: Normed[O], residual: Tensor | None
+    ) -> ResidualGrad[O]:
+        def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:
+            return kernels.norm_backward(dy, x, normed.mean, normed.rstd, norm.weight, residual, norm.sums, out)
+
+        return p.norm_backward(norm.writer, kernel)
+
+    def _attention_backward(self, i: int, dy: Tensor, qkv: Tensor, B: int, saved: SavedAttention) -> Tensor:
+        """The gradient of the packed projections (M, 3C). Adds up that of the queries' bias, see `_attention_bias`."""
         dqkv = self.attention.backward(dy, qkv, B, saved)
         kernels.column_sums(dqkv[:, : self.config.n_embd], self.sums.q[i])
         return dqkv
@@ -216,18 +285,18 @@ class FusedStep:
         g["wpe.weight"][: len(positions)] += positions
 
     def _complete(self, i: int) -> None:
-        """Block `i`'s gradients from the partial sums; then nobody here needs its bucket any more."""
-        g, norms = self.gradients[i], self.sums.norms
-        g["mlp.c_fc.bias"].copy_(self.sums.fc[i].sum(0))
+        """Make block `i`'s gradients from the partial sums, and begin to reduce its bucket."""
+        g, norms, block = self.state.gradients, self.sums.norms, f"h.{i}."
+        g[block + "mlp.c_fc.bias"].copy_(self.sums.fc[i].sum(0))
         # The norms behind the two projections have summed up the gradients of their biases.
         after = norms[2 * i + 1 : 2 * i + 3, 2].sum(1)
-        g["attn.c_proj.bias"].copy_(after[0])
+        g[block + "attn.c_proj.bias"].copy_(after[0])
         self._attention_bias(i, after[0])
-        g["mlp.c_proj.bias"].copy_(after[1])
+        g[block + "mlp.c_proj.bias"].copy_(after[1])
         for k, name in ((2 * i, "ln_1"), (2 * i + 1, "ln_2")):
             weight, bias = norms[k, :2].sum(1)
-            g[f"{name}.weight"].copy_(weight)
-            g[f"{name}.bias"].copy_(bias)
+            g[f"{block}{name}.weight"].copy_(weight)
+            g[f"{block}{name}.bias"].copy_(bias)
         self.state.begin_reduce(i)
 
     def _attention_bias(self, i: int, projection: Tensor) -> None:
@@ -236,47 +305,13 @@ class FusedStep:
         Attention's weights add up to 1 for every query: a constant added to all values is one added to the output,
         and a constant added to all keys changes nothing. So only the queries' gradient has to be added up.
         """
-        q, k, v = self.gradients[i]["attn.c_attn.bias"].view(3, -1)
+        q, k, v = self.state.gradients[f"h.{i}.attn.c_attn.bias"].view(3, -1)
         q.copy_(self.sums.q[i].sum(0))
         k.zero_()
-        v.copy_(projection @ self.weights[i]["attn.c_proj.weight"].float())
+        v.copy_(projection @ self.blocks[i].projection.weight.float())
 
     def _complete_rest(self) -> None:
-        g, (weight, bias) = self.state.gradients, self.sums.norms[2 * self.last, :2].sum(1)
+        g, (weight, bias) = self.state.gradients, self.sums.norms[-1, :2].sum(1)
         g["ln_f.weight"].copy_(weight)
         g["ln_f.bias"].copy_(bias)
-        self.state.begin_reduce(self.last)
-
-    # --- what a step has beyond the flat state, for the steps that have it
-
-    def pieces(self) -> dict[str, Piece]:
-        return {}
-
-    def loaded(self) -> None:
-        """The pieces have been filled."""
-
-    def measures(self) -> dict[str, float]:
-        """What else there is to log of the last step."""
-        return {}
-
-    # --- norms, numbered in the order of the forward pass: two a block, then ln_f
-
-    def _norm_weights(self, k: int) -> tuple[Tensor, Tensor]:
-        if k == 2 * self.last:
-            return self.state.weights["ln_f.weight"], self.state.weights["ln_f.bias"]
-        w, name = self.weights[k // 2], f"ln_{k % 2 + 1}"
-        return w[f"{name}.weight"], w[f"{name}.bias"]
-
-    def _join(self, k: int, x: Tensor, delta: Tensor, bias: Tensor) -> tuple[Tensor, Norm]:
-        """The residual stream with `delta` and `bias` added, and norm number `k` of it. (In the product's epilogue the
-        sum cost 1% of a step of 1558M on an H200, and gained 0.2% at 124M.)"""
-        x, y, mean, rstd = kernels.add_norm(x, delta, bias, *self._norm_weights(k))
-        return x, Norm(y, mean, rstd)
-
-    def _normed(self, k: int, x: Tensor, norm: Norm) -> Tensor:
-        """A norm's output, made again where it was not kept."""
-        return kernels.norm_again(x, norm.mean, norm.rstd, *self._norm_weights(k)) if norm.y is None else norm.y
-
-    def _norm_backward(self, k: int, dy: Tensor, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
-        weight, _ = self._norm_weights(k)
-        return kernels.norm_backward(dy, x, norm.mean, norm.rstd, weight, residual, self.sums.norms[k])
+        self.state.begin_reduce(self.embeddings)

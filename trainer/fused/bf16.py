@@ -1,0 +1,76 @@
+"""Products in bf16: operands are plain bf16 tensors, sums are fp32, and the GELU rides on the MLP's products.
+
+A block saves 16·C bf16 numbers a token (x, norm, qkv 3, attention, x, norm, MLP 4 + 4). `recompute` leaves out the
+outputs of the norms and of the GELU (6·C); the backward pass makes them again.
+"""
+
+import torch
+from torch import Tensor
+
+from trainer.fused import gemm, kernels
+from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
+
+
+class Bf16Products(Products[Tensor]):
+    """The policy whose operands are bf16 tensors."""
+
+    def __init__(self, device: torch.device, recompute: bool) -> None:
+        self.recompute_norms = self.recompute_gelu = recompute
+        self.one = torch.ones(1, device=device)
+
+    # --- operands
+
+    def norm(self, reader: Linear, kernel: NormKernel) -> tuple[Tensor, Normed[Tensor]]:
+        x, y, mean, rstd = kernel(None)
+        return x, Normed(y, mean, rstd)
+
+    def norm_backward(self, writer: Linear | None, kernel: NormBackwardKernel) -> ResidualGrad[Tensor]:
+        dx, _ = kernel(None)
+        return ResidualGrad(dx, dx)
+
+    def input(self, layer: Linear, x: Tensor) -> Tensor:
+        return x
+
+    def output_grad(self, layer: Linear, dy: Tensor) -> Tensor:
+        return dy
+
+    def saved(self, x: Tensor) -> Tensor:
+        return x
+
+    def gelu(self, layer: Linear, pre: Tensor) -> Tensor:
+        return kernels.gelu(pre)
+
+    # --- products
+
+    def linear(self, layer: Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return gemm.linear(x, layer.weight, bias)
+
+    def linear_gelu(self, layer: Linear, x: Tensor, reader: Linear) -> tuple[Tensor, Tensor]:
+        assert layer.bias is not None
+        return gemm.linear_gelu(x, layer.weight, layer.bias)
+
+    def input_grad(self, layer: Linear, dy: Tensor) -> Tensor:
+        return gemm.input_grad(dy, layer.weight)
+
+    def input_grad_gelu(self, layer: Linear, dy: Tensor, pre: Tensor, writer: Linear, sums: Tensor) -> Tensor:
+        dpre = gemm.input_grad_gelu(dy, layer.weight, pre)
+        kernels.column_sums(dpre, sums)
+        return dpre
+
+    def weight_grad(self, layer: Linear, dy: Tensor, x: Tensor, accumulate: bool) -> None:
+        gemm.weight_grad(dy, x, layer.gradient, accumulate)
+
+    def head(
+        self, layer: Linear, y: Tensor, targets: Tensor, vocab_size: int, factor: Tensor | None, accumulate: bool
+    ) -> tuple[Tensor, Tensor]:
+        losses = torch.empty(len(y), device=y.device)
+        dy = torch.empty_like(y)
+        backward = factor is not None
+        for part in head_chunks(len(y), len(layer.weight)):
+            logits = gemm.linear(y[part], layer.weight)
+            scale = self.one if factor is None else factor
+            kernels.cross_entropy(logits, targets[part], vocab_size, scale, losses[part], backward)
+            if backward:
+                gemm.input_grad(logits, layer.weight, out=dy[part])
+                gemm.weight_grad(logits, y[part], layer.gradient, accumulate or part.start > 0)
+        return losses, dy

@@ -1,0 +1,174 @@
+"""The products policy: how a fused step makes operands, matrix products and the head, and what a block saves.
+
+An architecture writes its forward and backward pass once (GPT-2's is `trainer/fused/step.py`) and calls a policy for
+everything that depends on the precision: `Bf16Products` (`trainer/fused/bf16.py`) or `Fp8Products`
+(`trainer/fused/fp8.py`). An operand O is one input of a matrix product in the form that the policy's kernels read: a
+bf16 tensor, or an fp8 tensor with its scale. A policy knows layers by name and shape, not their order.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from trainer.fused.kernels import Fp8Out
+from trainer.pieces import Piece
+
+LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products reach full speed from about 8,192 rows on
+
+O = TypeVar("O")  # noqa: E741
+
+# Launch a norm: (Fp8Out, or None for bf16) -> x, y, mean, rstd of the `kernels` functions; likewise dx in bf16 and fp8.
+NormKernel = Callable[[Fp8Out | None], tuple[Tensor, Tensor, Tensor, Tensor]]
+NormBackwardKernel = Callable[[Fp8Out | None], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The parameters of a linear layer: weight (N, K) in bf16, its gradient (N, K) in fp32, bias (N,) in bf16."""
+
+    name: str
+    weight: Tensor
+    gradient: Tensor
+    bias: Tensor | None
+
+
+@dataclass
+class Normed(Generic[O]):
+    """A norm's output and what its backward pass needs; `y` is None where the backward pass recomputes it."""
+
+    y: O | None
+    mean: Tensor
+    rstd: Tensor
+
+
+@dataclass
+class ResidualGrad(Generic[O]):
+    """The gradient of the residual stream (M, C) in bf16, and the same as the output gradient of a layer, if any."""
+
+    dx: Tensor
+    operand: O | None
+
+    @property
+    def dy(self) -> O:
+        assert self.operand is not None
+        return self.operand
+
+
+class Products(ABC, Generic[O]):
+    """The precision-dependent part of a micro-batch. M is its number of tokens; a layer's weight is (N, K)."""
+
+    # What the backward pass makes again from what the block saves anyway.
+    recompute_norms: bool
+    recompute_gelu: bool
+
+    # --- the schedule of a run
+
+    def begin(self, number: int) -> "Products[Any]":
+        """Prepare update `number` (from 1; 0: a rehearsal, whose gradients nobody uses). The policy for this update."""
+        return self
+
+    @property
+    def for_loss(self) -> "Products[Any]":
+        """The policy that computes losses without gradients."""
+        return self
+
+    @property
+    def calibrating(self) -> bool:
+        """True if the next micro-batch only measures: the step discards its gradients and runs it again."""
+        return False
+
+    def begin_micro_batch(self, scale: float) -> None:
+        """Prepare a micro-batch whose losses are multiplied by `scale`."""
+
+    def end_micro_batch(self, last: bool) -> None:
+        """Finish a micro-batch; `last`: of its update."""
+
+    # --- operands
+
+    @abstractmethod
+    def norm(self, reader: Linear, kernel: NormKernel) -> tuple[Tensor, Normed[O]]:
+        """Run a norm whose output is the input of `reader`: the residual stream (M, C) in bf16, and the norm."""
+
+    @abstractmethod
+    def norm_backward(self, writer: Linear | None, kernel: NormBackwardKernel) -> ResidualGrad[O]:
+        """Run the backward pass of a norm; the gradient of its input.
+
+        `writer` is the layer whose output the residual stream takes up before the norm; None if there is none.
+        """
+
+    @abstractmethod
+    def input(self, layer: Linear, x: Tensor) -> O:
+        """x (M, K) in bf16 as the input of `layer`."""
+
+    @abstractmethod
+    def output_grad(self, layer: Linear, dy: Tensor) -> O:
+        """dy (M, N) in bf16 as the output gradient of `layer`."""
+
+    @abstractmethod
+    def saved(self, x: O) -> O:
+        """An input in the form that `weight_grad` reads: the backward pass needs no other."""
+
+    @abstractmethod
+    def gelu(self, layer: Linear, pre: Tensor) -> O:
+        """GELU(pre (M, K)) made again as the input of `layer`, as `saved` returns it."""
+
+    # --- products
+
+    @abstractmethod
+    def linear(self, layer: Linear, x: O, bias: Tensor | None = None) -> Tensor:
+        """x (M, K) @ weightᵀ + bias (N,) -> (M, N) in bf16."""
+
+    @abstractmethod
+    def linear_gelu(self, layer: Linear, x: O, reader: Linear) -> tuple[Tensor, O]:
+        """pre (M, N) = x (M, K) @ weightᵀ + the layer's bias in bf16, and GELU(pre) as the input of `reader`."""
+
+    @abstractmethod
+    def input_grad(self, layer: Linear, dy: O) -> Tensor:
+        """dy (M, N) @ weight -> (M, K) in bf16."""
+
+    @abstractmethod
+    def input_grad_gelu(self, layer: Linear, dy: O, pre: Tensor, writer: Linear, sums: Tensor) -> O:
+        """(dy (M, N) @ weight) · GELU'(pre (M, K)) as the output gradient of `writer`; adds its column sums to `sums`.
+
+        sums: (P, K) fp32 with P = kernels.column_partials.
+        """
+
+    @abstractmethod
+    def weight_grad(self, layer: Linear, dy: O, x: O, accumulate: bool) -> None:
+        """The layer's gradient (N, K) = or += dyᵀ @ x, in fp32. x is as `saved`, `gelu` or `norm` returned it."""
+
+    @abstractmethod
+    def head(
+        self, layer: Linear, y: O, targets: Tensor, vocab_size: int, factor: Tensor | None, accumulate: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Losses (M,) in fp32 of y (M, C), and the gradient (M, C) in bf16 of `factor` (1,) · (sum of the losses).
+
+        With a `factor`, the layer's gradient is overwritten, or added to (`accumulate`); without one, the second
+        result is not written.
+        """
+
+    # --- checkpoints and metrics
+
+    def pieces(self) -> dict[str, Piece]:
+        """What a checkpoint holds besides weights and moments."""
+        return {}
+
+    def loaded(self) -> None:
+        """Take over the pieces that a checkpoint has filled."""
+
+    def metrics(self) -> dict[str, float]:
+        """Further metrics of the last update."""
+        return {}
+
+
+def head_chunks(rows: int, width: int) -> Iterator[slice]:
+    """Chunks of about equal length, whose logits (rows, width) in bf16 take hardly more than LOGIT_BYTES.
+
+    Their lengths are multiples of 16 as far as `rows` is one: fp8 products sum over multiples of 16 rows.
+    """
+    count = -(-rows * 2 * width // LOGIT_BYTES)
+    size = 16 * -(-rows // (16 * count))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))

@@ -1,0 +1,396 @@
+"""The memory-bound kernels of the fused step, in Triton; `trainer/fused/kernels.py` launches them.
+
+The output that a product wrote last is still in the L2 cache (50 MB), so the kernels begin with the last rows. They
+write the first rows last, and the next product finds those there.
+
+On a CPU everything runs in Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported), which is for tests
+on small shapes.
+"""
+
+# mypy: allow-untyped-defs
+# (Triton gives parameters their types from the arguments of the launch.)
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+EPSILON = tl.constexpr(1e-5)  # of every LayerNorm of GPT-2
+LOG2E = tl.constexpr(1.4426950408889634)
+# The tanh form of GELU: 0.5·x·(1 + tanh(x·(ROOT + CUBE·x²))), ROOT = sqrt(2/pi), CUBE = 0.044715·ROOT.
+ROOT = tl.constexpr(0.7978845608028654)
+CUBE = tl.constexpr(0.035677408136300125)
+# Smaller than any logit, and finite: the difference of two of them is 0, not NaN.
+LOWEST = tl.constexpr(-1.0e30)
+
+# ── shared arithmetic ────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _bf16(x):
+    """fp32 to bf16, to nearest, ties to even. The interpreter's own cast truncates."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, (bits & -65536).to(tl.float32, bitcast=True), x)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _fp8(x, GRADIENT: tl.constexpr):
+    """fp32 to e5m2 or e4m3, to nearest; larger numbers become the largest."""
+    if GRADIENT:
+        if INTERPRETED:
+            x = _on_grid(x, 57344.0, 2.0**-14, 4)
+        return x.to(tl.float8e5)
+    else:
+        if INTERPRETED:
+            x = _on_grid(x, 448.0, 2.0**-6, 8)
+        return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _on_grid(x, LARGEST: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, STEPS: tl.constexpr):
+    """Saturate and round to nearest even, as the GPU's cast does and the interpreter's does not."""
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    step = tl.maximum(power, SMALLEST_NORMAL) / STEPS
+    # Above 1.5·2^23 neighbours in float32 are whole numbers.
+    return ((x / step + 12582912.0) - 12582912.0) * step
+
+
+@triton.jit
+def _stochastic(x, random):
+    """x rounded to e5m2's grid, up or down with the odds that make the mean exact. random: uint32, uniform.
+
+    21 bits lie below the two that e5m2 keeps: adding 21 random bits and truncating carries with exactly those odds. The
+    grid of numbers below 2^-14 is even; float32 has the same grid after adding 2^-14.
+    """
+    size = tl.abs(x)
+    lift = tl.where(size < 2.0**-14, 2.0**-14, 0.0)
+    bits = (size + lift).to(tl.int32, bitcast=True) + (random >> 11).to(tl.int32)
+    size = (bits & -2097152).to(tl.float32, bitcast=True) - lift
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def _mixed(x):
+    """Bits of a uint32 spread over all of it (the middle of MurmurHash3's finalizer)."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    return x ^ (x >> 13)
+
+
+@triton.jit
+def _tanh(x):
+    """One instruction on the GPU, its error at most 2^-11: below bf16's rounding."""
+    if INTERPRETED:
+        e = tl.exp(-2.0 * tl.abs(x))
+        t = (1.0 - e) / (1.0 + e)
+        return tl.where(x < 0, -t, t)
+    else:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _gelu_of(x):
+    half = 0.5 * x
+    return half * _tanh(x * (ROOT + CUBE * x * x)) + half
+
+
+@triton.jit
+def _gelu_slope(x):
+    square = x * x
+    t = _tanh(x * (ROOT + CUBE * square))
+    return 0.5 + 0.5 * t + 0.5 * x * (1.0 - t * t) * (ROOT + 3 * CUBE * square)
+
+
+@triton.jit
+def _add_into(sums_ptr, values, mask):
+    tl.store(sums_ptr, tl.load(sums_ptr, mask=mask, other=0.0) + values, mask=mask)
+
+
+# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, tokens_ptr, delta_ptr, delta_bias_ptr, weight_ptr, bias_ptr,
+    sum_ptr, y_ptr, mean_ptr, rstd_ptr, scale_ptr, amax_ptr,
+    M, T, C, groups,
+    KNOWN: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Groups of R whole rows, the last first. With tokens, x is the token table and delta the position table."""
+    cols = tl.arange(0, BC)
+    used = cols < C
+    weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :]
+    bias = tl.load(bias_ptr + cols, mask=used, other=0.0)[None, :]
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+        largest = tl.zeros([BC], tl.float32)
+    for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=STAGES):
+        rows = ((groups - 1 - group) * R + tl.arange(0, R)).to(tl.int64)
+        inside = rows < M
+        mask = inside[:, None] & used[None, :]
+        at = rows[:, None] * C + cols[None, :]
+        if tokens_ptr is not None:
+            tokens = tl.load(tokens_ptr + rows, mask=inside, other=0)
+            x = tl.load(x_ptr + tokens[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            x += tl.load(delta_ptr + (rows % T)[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        else:
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if delta_ptr is not None:
+                x += tl.load(delta_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if delta_bias_ptr is not None:
+                x += tl.load(delta_bias_ptr + cols, mask=used, other=0.0).to(tl.float32)[None, :]
+        if sum_ptr is not None:
+            rounded = _bf16(x)
+            tl.store(sum_ptr + at, rounded, mask=mask)
+            x = rounded.to(tl.float32)
+        if KNOWN:
+            centred = x - tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+            rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)
+        else:
+            mean = tl.sum(x, 1) / C
+            centred = tl.where(used[None, :], x - mean[:, None], 0.0)
+            rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + EPSILON)
+            tl.store(mean_ptr + rows, mean, mask=inside)
+            tl.store(rstd_ptr + rows, rstd, mask=inside)
+        y = centred * rstd[:, None] * weight.to(tl.float32) + bias.to(tl.float32)
+        if scale_ptr is not None:
+            tl.store(y_ptr + at, _fp8(y * scale, False), mask=mask)
+            largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(y), 0.0), 0))
+        else:
+            tl.store(y_ptr + at, _bf16(y), mask=mask)
+    if scale_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest, 0))
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dx8_ptr, scale_ptr, amax_ptr, sums_ptr,
+    M, C, P, groups,
+    R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program takes groups of R rows far apart, the last first. Its column sums stay in registers to the end."""
+    cols = tl.arange(0, BC)
+    used = cols < C
+    weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :]
+    dweight = tl.zeros([BC], tl.float32)
+    dbias = tl.zeros([BC], tl.float32)
+    dx_sum = tl.zeros([BC], tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+        largest = tl.zeros([BC], tl.float32)
+    for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=STAGES):
+        rows = ((groups - 1 - group) * R + tl.arange(0, R)).to(tl.int64)
+        inside = rows < M
+        mask = inside[:, None] & used[None, :]
+        at = rows[:, None] * C + cols[None, :]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
+        mean = tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
+        normal = (x - mean) * rstd
+        g = dy * weight.to(tl.float32)
+        # Both sums in one reduction. Unused columns have g = 0, so they add nothing to either.
+        sum_g, sum_gx = tl.split(tl.sum(tl.join(g, g * normal), 1))
+        dx = g * rstd - (normal * (sum_gx[:, None] * rstd / C) + sum_g[:, None] * rstd / C)
+        if residual_ptr is not None:
+            dx += residual.to(tl.float32)
+        rounded = _bf16(dx)
+        tl.store(dx_ptr + at, rounded, mask=mask)
+        dweight += tl.sum(dy * normal, 0)
+        dbias += tl.sum(dy, 0)
+        dx_sum += tl.sum(rounded.to(tl.float32), 0)
+        if scale_ptr is not None:
+            tl.store(dx8_ptr + at, _fp8(dx * scale, True), mask=mask)
+            largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(dx), 0.0), 0))
+    if scale_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest, 0))
+    sums_ptr += tl.program_id(0) * C + cols
+    _add_into(sums_ptr, dweight, used)
+    _add_into(sums_ptr + P * C, dbias, used)
+    _add_into(sums_ptr + 2 * P * C, dx_sum, used)
+
+
+# ── GELU ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def gelu_kernel(h_ptr, a_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    tl.store(a_ptr + at, _bf16(_gelu_of(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))), mask=mask)
+
+
+# ── column sums ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def column_sums_kernel(x_ptr, sums_ptr, M, N, stride, tiles, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr):
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    used = cols < N
+    total = tl.zeros([BM, BN], tl.float32)
+    for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        rows = ((tiles - 1 - tile) * BM + tl.arange(0, BM)).to(tl.int64)
+        mask = (rows < M)[:, None] & used[None, :]
+        total += tl.load(x_ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    _add_into(sums_ptr + tl.program_id(1) * N + cols, tl.sum(total, 0), used)
+
+
+# ── cross-entropy ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_ptr, targets_ptr, scale_ptr, losses_ptr, dlogits8_ptr, q_ptr, seed_ptr,
+    M, V, width,
+    BACKWARD: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """R rows a program, the last first, in tiles of BLOCK columns, of which a thread holds G neighbours.
+
+    The first pass keeps a maximum and a sum of exponentials for every G columns of the tile, so that rescaling costs
+    one exponential in G: with one a column, all three a logit would take the special function units 2.8 ms of the
+    3.1 ms that the memory takes. The second pass goes backwards, since the caches still hold the end of the row.
+    """
+    rows = ((tl.num_programs(0) - 1 - tl.program_id(0)) * R + tl.arange(0, R)).to(tl.int64)
+    inside = rows < M
+    target = tl.load(targets_ptr + rows, mask=inside, other=0)
+    # Loaded before any reduction: other warps may overwrite the row only after the barriers of the reductions.
+    chosen = tl.load(logits_ptr + rows * width + target, mask=inside, other=0.0).to(tl.float32)
+    lanes = (tl.arange(0, BLOCK // G) * G)[None, :, None] + tl.arange(0, G)[None, None, :]
+    row_ptr = logits_ptr + rows[:, None, None] * width + lanes
+    mask = inside[:, None, None]
+    whole = V // BLOCK * BLOCK
+    top = tl.full([R, BLOCK // G], LOWEST, tl.float32)
+    total = tl.zeros([R, BLOCK // G], tl.float32)
+    for first in range(0, whole, BLOCK):
+        x = tl.load(row_ptr + first, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        peak = tl.maximum(top, tl.max(x, 2))
+        powers = tl.exp2(x * LOG2E - (peak * LOG2E)[:, :, None])
+        total = total * tl.exp2((top - peak) * LOG2E) + tl.sum(powers, 2)
+        top = peak
+    for first in range(whole, V, BLOCK):
+        # The load's mask follows the width, a multiple of 8, and so keeps 16 bytes a thread; `real` selects by V.
+        real = first + lanes < V
+        x = tl.load(row_ptr + first, mask=mask & (first + lanes < width), other=0.0).to(tl.float32)
+        x = tl.where(real, x, LOWEST)
+        peak = tl.maximum(top, tl.max(x, 2))
+        powers = tl.where(real, tl.exp2(x * LOG2E - (peak * LOG2E)[:, :, None]), 0.0)
+        total = total * tl.exp2((top - peak) * LOG2E) + tl.sum(powers, 2)
+        top = peak
+    highest = tl.max(top, 1)
+    total_row = tl.sum(total * tl.exp2((top - highest[:, None]) * LOG2E), 1)
+    tl.store(losses_ptr + rows, highest + tl.log(total_row) - chosen, mask=inside)
+    if BACKWARD:
+        scale = tl.load(scale_ptr)
+        random = rows
+        if dlogits8_ptr is not None:
+            scale *= tl.load(q_ptr)
+            random = _mixed(rows.to(tl.uint32) * 0x9E3779B1 + tl.load(seed_ptr).to(tl.uint32))
+        # scale·softmax is one power of two: 2^(x·log2(e) + shift).
+        shift = tl.log2(scale / total_row) - highest * LOG2E
+        shifts, row, dice = shift[:, None, None], rows[:, None, None], random[:, None, None]
+        for first in range(whole, width, BLOCK):
+            columns = first + lanes
+            given = mask & (columns < width)
+            x = tl.load(row_ptr + first, mask=given, other=0.0).to(tl.float32)
+            p = tl.where(columns < V, tl.exp2(x * LOG2E + shifts), 0.0)
+            _store_dlogits(logits_ptr, dlogits8_ptr, p, row, columns, dice, width, given)
+        for done in range(0, whole, BLOCK):
+            first = whole - BLOCK - done
+            x = tl.load(row_ptr + first, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            _store_dlogits(logits_ptr, dlogits8_ptr, tl.exp2(x * LOG2E + shifts), row, first + lanes, dice, width, mask)
+        # The target's gradient is stored again, less the scale: comparing every column cost 71 of 163 instructions.
+        tl.debug_barrier()
+        p = tl.exp2(chosen * LOG2E + shift) - scale
+        _store_dlogits(logits_ptr, dlogits8_ptr, p, rows, target, random, width, inside)
+
+
+@triton.jit
+def _store_dlogits(logits_ptr, dlogits8_ptr, p, rows, columns, random, width, mask):
+    at = rows * width + columns
+    if dlogits8_ptr is not None:
+        dice = _mixed((columns.to(tl.uint32) * 0x9E3779B1) ^ random)
+        tl.store(dlogits8_ptr + at, _fp8(_stochastic(p, dice), True), mask=mask)
+    else:
+        tl.store(logits_ptr + at, _bf16(p), mask=mask)
+
+
+# ── AdamW ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def adamw_kernel(
+    weights16_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_ptr, numbers_ptr,
+    n, weight_decay, one_minus_beta1, one_minus_beta2, epsilon,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    lr = tl.load(numbers_ptr)
+    correction1 = tl.load(numbers_ptr + 1)
+    correction2 = tl.load(numbers_ptr + 2)
+    grad_scale = tl.load(numbers_ptr + 3)
+    # False if grad_scale is NaN.
+    if (tl.load(numbers_ptr + 4) != 0.0) & (tl.abs(grad_scale) < float("inf")):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < n
+        g = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32) * grad_scale
+        m = tl.load(exp_avg_ptr + at, mask=mask, other=0.0)
+        v = tl.load(exp_avg_sq_ptr + at, mask=mask, other=0.0)
+        w = tl.load(master_ptr + at, mask=mask, other=0.0)
+        m += (g - m) * one_minus_beta1
+        v += (g * g - v) * one_minus_beta2
+        w -= lr * weight_decay * w
+        w -= lr * (m * correction1) / (tl.sqrt(v * correction2) + epsilon)
+        tl.store(exp_avg_ptr + at, m, mask=mask)
+        tl.store(exp_avg_sq_ptr + at, v, mask=mask)
+        tl.store(master_ptr + at, w, mask=mask)
+        if weights16_ptr is not None:
+            tl.store(weights16_ptr + at, _bf16(w), mask=mask)
+
+
+# ── fp8 ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def cast8_kernel(
+    x_ptr, h_ptr, x8_ptr, x8t_ptr, sums_ptr, scale_ptr, amax_ptr,
+    M, N, tiles,
+    GELU: tl.constexpr, GRADIENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BN columns a program, BM rows at a time. Casts x, or with h x·gelu'(h)."""
+    cols = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    used = cols < N
+    scale = tl.load(scale_ptr)
+    largest = tl.zeros([BM, BN], tl.float32)
+    total = tl.zeros([BM, BN], tl.float32)
+    for tile in tl.range(tl.program_id(1), tiles, tl.num_programs(1), num_stages=STAGES):
+        rows = ((tiles - 1 - tile) * BM + tl.arange(0, BM)).to(tl.int64)
+        mask = (rows < M)[:, None] & used[None, :]
+        at = rows[:, None] * N + cols[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if GELU:
+            x = _gelu_of(x)
+        if h_ptr is not None:
+            slope = _gelu_slope(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))
+            x *= slope
+        x8 = _fp8(x * scale, GRADIENT)
+        tl.store(x8_ptr + at, x8, mask=mask)
+        if x8t_ptr is not None:
+            tl.store(x8t_ptr + cols[:, None] * M + rows[None, :], tl.trans(x8), mask=tl.trans(mask))
+        largest = tl.maximum(largest, tl.abs(x))
+        if sums_ptr is not None:
+            total += x
+    tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0))
+    if sums_ptr is not None:
+        _add_into(sums_ptr + tl.program_id(1) * N + cols, tl.sum(total, 0), used)
+
+
+@triton.jit
+def transpose8_kernel(x_ptr, xt_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    rows = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
+    cols = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * N + cols[None, :], mask=mask, other=0)
+    tl.store(xt_ptr + cols[:, None] * M + rows[None, :], tl.trans(x), mask=tl.trans(mask))
