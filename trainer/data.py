@@ -1,8 +1,7 @@
-"""The text of a run as batches: shards are fetched when they are first read, and a GPU never waits for its text.
+"""Batches of a run: shards are fetched at their first use, and a GPU never waits for its tokens.
 
-Threads stack the windows (trainer/shards.py) of the next micro-batches (64 x 1025 of them take the host a
-millisecond), and a stream of their own copies them as they lie in the file, 2 bytes a token, and widens them on the
-device.
+Threads stack the windows (trainer/shards.py) of the next micro-batches: for 64 x 1025 tokens that takes the host a
+millisecond. A separate stream copies them in the form of the file, 2 bytes a token, and widens them on the device.
 """
 
 import threading
@@ -20,13 +19,13 @@ from trainer.errors import UserError
 from trainer.shards import Order, Shard, read_shard, sequence_digest
 
 T = TypeVar("T")
-AHEAD = 2  # micro-batches that are made ready on a GPU before they are asked for: 1 MB each at 64 x 1024
+PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 
 
 class TokenData:
-    """One split: its shards, fetched when first read, and the next one prefetched meanwhile.
+    """The tokens of one split. A shard is fetched at its first use, and the next one is prefetched in the background.
 
-    `fetch(name)` returns a local path, blocking until the file is there and verified.
+    `fetch(name)` returns a local path. It blocks until the file is complete and verified.
     """
 
     def __init__(self, shards: list[Shard], fetch: Callable[[str], Path], block_size: int, seed: int) -> None:
@@ -72,7 +71,7 @@ class TokenData:
                 if len(tokens) != self.shards[index].tokens:
                     raise UserError(
                         f"{self.shards[index].name}: {len(tokens)} tokens where {self.shards[index].tokens} "
-                        "were announced; run tokenize again"
+                        "are expected; run tokenize again"
                     )
                 self._tokens[index] = tokens
             return self._tokens[index]
@@ -83,76 +82,77 @@ class TokenData:
             threading.Thread(target=self._read_ahead, args=(index,), daemon=True).start()
 
     def _read_ahead(self, index: int) -> None:
-        # A failed prefetch is no news: the read that needs the shard fetches again and reports.
+        # No report of a failed prefetch: the read that needs the shard fetches again, and raises.
         with suppress(Exception):
             self._shard(index)
 
 
 class GpuFeed:
-    """Copies micro-batches to a GPU on a stream of its own. `windows` stacks those of a range, uint16 (B, T + 1)."""
+    """Copies micro-batches to a GPU on a separate stream. `windows` stacks those of a range, uint16 (B, T + 1)."""
 
     def __init__(self, windows: Callable[[range], np.ndarray], device: torch.device) -> None:
         self.windows, self.device, self.stream = windows, device, torch.cuda.Stream(device)
-        self.ahead = Ahead(self._copied)
+        self.prefetcher = Prefetcher(self._copy)
 
-    def batches(self, parts: list[range], then: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The micro-batches of `parts`, each ready for the stream that is current when it is asked for."""
-        for tokens, targets, copied in self.ahead.each(parts, then):
+    def batches(self, ranges: list[range], upcoming: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The micro-batches of `ranges`, each ready for the stream that is current at its `next`."""
+        for tokens, targets, copied in self.prefetcher.results(ranges, upcoming):
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(copied)
             for tensor in (tokens, targets):
-                tensor.record_stream(stream)  # or its memory would be given to the next copy while it is read
+                tensor.record_stream(stream)  # otherwise the next copy could reuse its memory while it is read
             yield tokens, targets
 
-    def _copied(self, part: range) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        windows = self.windows(part)
+    def _copy(self, sequences: range) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        windows = self.windows(sequences)
         with torch.cuda.stream(self.stream):
             return *to_device(windows, self.device), self.stream.record_event()
 
 
-class Ahead(Generic[T]):
-    """Makes what ranges of sequences stand for in threads, before it is asked for.
+class Prefetcher(Generic[T]):
+    """Calls `make` for ranges of sequences in threads, before the results are needed.
 
-    It remembers only what it has begun: a range that is not asked for after all is forgotten with the next step.
+    It holds only unfinished and prefetched ranges. The next step drops prefetched ranges that it does not use.
     """
 
     def __init__(self, make: Callable[[range], T]) -> None:
         self.make = make
-        self._begun: dict[range, Future[T]] = {}
+        self._futures: dict[range, Future[T]] = {}
 
-    def each(self, parts: list[range], then: list[range]) -> Iterator[T]:
-        """Of each of `parts` what `make` makes of it, the next ones (`then` behind the last) under way meanwhile."""
-        coming = parts + then[:AHEAD]
-        self._begun = {part: future for part, future in self._begun.items() if part in coming}
-        for place, part in enumerate(parts):
-            for later in coming[place : place + 1 + AHEAD]:
-                self._begin(later)
-            yield self._begun.pop(part).result()
+    def results(self, ranges: list[range], upcoming: list[range]) -> Iterator[T]:
+        """The result of `make` for each of `ranges`. Meanwhile threads make the next ones, at the end those of
+        `upcoming`."""
+        queue = ranges + upcoming[:PREFETCHED]
+        self._futures = {sequences: future for sequences, future in self._futures.items() if sequences in queue}
+        for i, sequences in enumerate(ranges):
+            for later in queue[i : i + 1 + PREFETCHED]:
+                self._start(later)
+            yield self._futures.pop(sequences).result()
 
-    def _begin(self, part: range) -> None:
-        if part not in self._begun:
-            self._begun[part] = Future()
-            # A daemon: a shard that does not come must not keep a process that is to leave.
-            threading.Thread(target=self._run, args=(part, self._begun[part]), daemon=True).start()
+    def _start(self, sequences: range) -> None:
+        if sequences not in self._futures:
+            self._futures[sequences] = Future()
+            # A daemon thread: a shard that does not arrive must not keep the process from exiting.
+            threading.Thread(target=self._run, args=(sequences, self._futures[sequences]), daemon=True).start()
 
-    def _run(self, part: range, future: Future[T]) -> None:
+    def _run(self, sequences: range, future: Future[T]) -> None:
         try:
-            future.set_result(self.make(part))
+            future.set_result(self.make(sequences))
         except Exception as error:  # raised where the result is needed
             future.set_exception(error)
 
 
 def cut(sequences: range, size: int) -> list[range]:
-    """Neighbouring pieces of `size` sequences."""
+    """Consecutive ranges of `size` sequences each."""
     return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
 def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """uint16 windows (B, T + 1) -> int64 inputs and targets (B, T) on `device`. Waits for no GPU."""
+    """uint16 windows (B, T + 1) -> int64 inputs and targets (B, T) on `device`. The host does not wait for the GPU."""
     if device.type != "cuda":
         tokens = torch.from_numpy(windows.astype(np.int64)).to(device)
         return tokens[:, :-1], tokens[:, 1:]
-    # torch can do little with uint16: as int16 the upper half of the ids is negative until it is masked.
+    # torch supports few operations on uint16. As int16 the upper half of the ids is negative until the mask.
     narrow = torch.from_numpy(windows.view(np.int16)).pin_memory().to(device, non_blocking=True)
     inputs, targets = (part.to(torch.int64).bitwise_and_(0xFFFF) for part in (narrow[:, :-1], narrow[:, 1:]))
     return inputs, targets

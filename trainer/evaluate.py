@@ -1,9 +1,9 @@
-"""Two measures of a model: loss on held-out tokens, and HellaSwag in completion style.
+"""Two measures of a model: the loss on held-out tokens, and HellaSwag in completion style.
 
-HellaSwag (Zellers et al. 2019) as build-nanogpt and llm.c score it: each of four endings is appended
-to the context, and the one with the lowest mean loss per ending token wins (`acc_norm`; `acc` takes
-the sum instead). GPT-2 124M scores .2945, 1558M .4889 this way. EleutherAI's harness normalizes by
-bytes and gives other numbers (.3114 for 124M): never mix them.
+HellaSwag (Zellers et al. 2019) is scored as in build-nanogpt and llm.c: each of four endings follows the context, and
+the model chooses the ending with the lowest mean loss a token (`acc_norm`) or the lowest sum (`acc`). GPT-2 124M scores
+.2945 and 1558M .4889 in acc_norm. EleutherAI's harness normalizes by bytes and gives other numbers (.3114 for 124M):
+never mix them.
 """
 
 import json
@@ -30,19 +30,19 @@ def validation_loss(
     max_tokens: int,
     batch_size: int,
     world: World,
-    beat: Callable[[], None] = lambda: None,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> float:
     """Mean cross-entropy in nats over the first `max_tokens` tokens of a split, in file order.
 
-    `loss_of` gives the mean loss of inputs and targets (B, T). The ranks share the windows; the mean is over tokens,
-    so it does not depend on how many there are. `beat` is called before each batch: a long validation is no stuck one.
+    `loss_of` returns the mean loss of inputs and targets (B, T). The ranks divide the windows. The mean is over tokens,
+    so it does not depend on the number of ranks. `on_batch` is called before each batch, as a sign of progress.
     """
     windows = [(s, w) for s, shard in enumerate(data.shards) for w in range(shard.windows(data.block_size))]
     windows = windows[: max(1, max_tokens // data.block_size)][world.rank :: world.world_size]
     total = torch.zeros((), dtype=torch.float64 if world.device.type != "mps" else torch.float32, device=world.device)
     for start in range(0, len(windows), batch_size):
-        beat()
-        batch = [data.window(*place) for place in windows[start : start + batch_size]]
+        on_batch()
+        batch = [data.window(*window) for window in windows[start : start + batch_size]]
         tokens, targets = to_device(np.stack(batch), world.device)
         total += loss_of(tokens, targets) * targets.numel()
     loss, count = world.sum(float(total), len(windows) * data.block_size)
@@ -51,7 +51,7 @@ def validation_loss(
 
 @dataclass(frozen=True)
 class HellaSwagItem:
-    """A context, its four endings, and the index of the right one."""
+    """A context, its four endings, and the index of the correct one."""
 
     context: str
     endings: tuple[str, ...]
@@ -59,26 +59,30 @@ class HellaSwagItem:
 
 
 def read_hellaswag(rows: Iterator[dict[str, Any]], where: str) -> list[HellaSwagItem]:
-    """Items from rows with `ctx`, `endings` and `label`, as the data set names them."""
+    """Items from rows with the data set's fields `ctx`, `endings` and `label`. UserError for any other row."""
     items = []
     for number, row in enumerate(rows, 1):
         try:
             item = HellaSwagItem(row["ctx"], tuple(row["endings"]), int(row["label"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{where}: item {number}: {error!r}; each needs ctx, endings and a label") from error
+            raise UserError(f"{where}: item {number}: {error!r}; an item needs ctx, endings and a label") from error
         texts = (item.context, *item.endings)
         if isinstance(row["endings"], str) or not all(isinstance(text, str) and text for text in texts):
-            raise UserError(f"{where}: item {number}: ctx must be a text and endings a list of texts, none empty")
+            raise UserError(
+                f"{where}: item {number}: ctx must be a string, endings a list of strings, and none may be empty"
+            )
         if not 0 <= item.label < len(item.endings):
-            raise UserError(f"{where}: item {number}: label {item.label} names none of {len(item.endings)} endings")
+            raise UserError(
+                f"{where}: item {number}: label {item.label} is not the index of one of the {len(item.endings)} endings"
+            )
         items.append(item)
     if not items:
-        raise UserError(f"{where}: no HellaSwag items there")
+        raise UserError(f"{where}: contains no HellaSwag items")
     return items
 
 
 def read_hellaswag_file(path: Path) -> list[HellaSwagItem]:
-    """Items of a jsonl file. UserError if it isn't there or isn't one."""
+    """Items of a jsonl file. UserError if the file does not exist or has another format."""
     try:
         with path.open(encoding="utf8") as file:
             return read_hellaswag((json.loads(line) for line in file if line.strip()), str(path))
@@ -138,13 +142,13 @@ class _Row:
 
 
 def _cut(context: list[int], ending: list[int], block_size: int) -> tuple[list[int], int]:
-    """Context and ending as one sequence, losing the oldest context where it is too long."""
+    """Context and ending as one sequence, and the start of the ending. A too long context loses its oldest tokens."""
     tokens = (context + ending)[-(block_size + 1) :]
     return tokens, max(1, len(tokens) - len(ending))
 
 
 def _batches_by_length(rows: list[_Row], tokens_at_once: int) -> Iterator[list[_Row]]:
-    """Rows of similar length together, so that little is padding."""
+    """Batches of rows of similar length, which need little padding."""
     batch: list[_Row] = []
     for row in sorted(rows, key=lambda r: len(r.tokens), reverse=True):
         if batch and len(batch[0].tokens) * (len(batch) + 1) > tokens_at_once:
@@ -156,9 +160,9 @@ def _batches_by_length(rows: list[_Row], tokens_at_once: int) -> Iterator[list[_
 
 
 def _ending_losses(model: GPT, batch: list[_Row], device: torch.device) -> Tensor:
-    """Summed loss of each row's ending (rows,). Only ending positions go through the head: it is the dear part."""
+    """Summed loss of each row's ending (rows,). Only the endings go through the head, which is the expensive part."""
     width = len(batch[0].tokens)
-    # Padding stands on the right, where a causal model doesn't see it.
+    # Padding is on the right, where a causal model does not see it.
     padded = np.array([row.tokens + [0] * (width - len(row.tokens)) for row in batch], dtype=np.int64)
     tokens = torch.from_numpy(padded).to(device)
     positions = [(r, t) for r, row in enumerate(batch) for t in range(row.start, len(row.tokens))]

@@ -1,12 +1,12 @@
-"""How many sequences a rank pushes through at once, where the user leaves it to us.
+"""The largest micro-batch that fits into GPU memory, for `runtime.micro_batch_size: auto`.
 
-Bigger micro-batches fill a GPU better, up to 65,536 tokens (64 x 1024, where the peers are measured); beyond
-that only memory grows. So: the largest divisor of the rank's share of a step that fits. Memory grows about
-linearly with the micro-batch, but how steeply is the engine's own affair (what it recomputes, in how many
-chunks the head goes). So it is measured: one and two sequences are pushed through, a line is laid through the
-two peaks, the largest size below it is tried, and the line goes on from there, until the next divisor would
-not fit. Nothing is added up over the ranks meanwhile, or one that runs out of memory would leave the others waiting.
-All decide alike, by the fullest of them.
+Larger micro-batches use a GPU better, up to 65,536 tokens (64 x 1024, the size of the peers' measurements); beyond that
+only the memory grows. So the size is the largest divisor of the rank's share of a step that fits. Memory grows about
+linearly with the micro-batch, but the slope depends on the engine (its recomputation, the chunks of its head), so it
+is measured. The search runs one and two sequences, extrapolates a line through the two peaks, tries the largest size
+below that line, and repeats this until the next divisor would not fit. The ranks do not communicate inside a trial: a
+rank that runs out of memory would leave the others waiting. All ranks use the peak of the fullest rank, so all decide
+alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ from trainer.errors import UserError
 from trainer.parallel import World
 
 Batch = tuple[Tensor, Tensor]
-MOST_TOKENS = 65_536  # in one micro-batch
-ON_A_CPU = 8  # sequences: more of them in the cache gain nothing
-SPARE = 0.06  # of the memory: fragmentation, NCCL's buffers, a checkpoint's copy on its way
+MAX_TOKENS = 65_536  # of one micro-batch
+CPU_SEQUENCES = 8  # on a CPU: with more of them in the cache, nothing is faster
+SPARE_FRACTION = 0.06  # of the memory: fragmentation, NCCL's buffers, a checkpoint's copy
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Sequences a rank pushes through at once, and how that was found."""
+    """A micro-batch size in sequences, and the reason for it in one line."""
 
     micro_batch_size: int
     why: str
@@ -36,57 +36,59 @@ class Fit:
 def fit_micro_batch(
     accumulate: Callable[[Iterator[Batch], int], Tensor], model: ModelConfig, share: int, world: World
 ) -> Fit:
-    """The largest divisor of `share`, a rank's sequences of a step, that fits on every rank's device.
+    """The largest divisor of `share`, a rank's sequences of a step, that fits on the device of every rank.
 
-    `accumulate` is the engine's, in rehearsal: all of a step but the update and what the ranks tell each other. All
-    ranks call this together. UserError where not even one sequence fits.
+    `accumulate` is the engine's, without an update and without communication between ranks. A collective call.
+    UserError if not even one sequence fits.
     """
     if world.device.type != "cuda":
-        size = micro_batch_of(share, ON_A_CPU)
-        return Fit(size, f"micro-batches of {size}: the most up to {ON_A_CPU} that divide {share} sequences")
+        size = micro_batch_of(share, CPU_SEQUENCES)
+        return Fit(size, f"micro-batches of {size}: the largest divisor of {share} sequences up to {CPU_SEQUENCES}")
 
     def peak(size: int) -> int:
         return max(world.gather(peak_bytes(accumulate, model, size, world.device)))
 
-    peak(1)  # the libraries take their own share of the memory with their first call
+    peak(1)  # the libraries allocate their own memory in their first call
     world.mean_(torch.zeros(1 << 20, device=world.device))  # and so does NCCL
     free, total = torch.cuda.mem_get_info(world.device)
-    room = min(world.gather(free + torch.cuda.memory_reserved(world.device) - int(SPARE * total)))
-    most = max(1, MOST_TOKENS // model.block_size)
-    size, used = largest_that_fits(peak, share, most, room)
+    available = min(world.gather(free + torch.cuda.memory_reserved(world.device) - int(SPARE_FRACTION * total)))
+    most = max(1, MAX_TOKENS // model.block_size)
+    size, used = largest_that_fits(peak, share, most, available)
     torch.cuda.empty_cache()
-    limit = f"{MOST_TOKENS:,} tokens are enough" if size == micro_batch_of(share, most) else "no more fit"
-    gib, of = used / 2**30, room / 2**30
-    return Fit(size, f"micro-batches of {size}: {gib:.1f} GiB measured, {of:.1f} may be used; {limit}")
+    limit = f"{MAX_TOKENS:,} tokens are enough" if size == micro_batch_of(share, most) else "no more fit"
+    used_gib, available_gib = used / 2**30, available / 2**30
+    return Fit(
+        size, f"micro-batches of {size}: {used_gib:.1f} GiB measured, {available_gib:.1f} GiB available; {limit}"
+    )
 
 
-def largest_that_fits(peak: Callable[[int], int], share: int, most: int, room: int) -> tuple[int, int]:
-    """The largest divisor of `share` up to `most` whose `peak` lies within `room` bytes, and that peak.
+def largest_that_fits(peak: Callable[[int], int], share: int, most: int, available: int) -> tuple[int, int]:
+    """The largest divisor of `share` up to `most` whose `peak` is at most `available` bytes, and that peak.
 
-    Tries nothing that the line through the two largest peaks so far says won't fit: not every library gets
-    over running out of memory.
+    It tries no size beyond the line through the two largest peaks so far, because not every library recovers from
+    running out of memory.
     """
     most = micro_batch_of(share, most)
-    below = most + 1  # the smallest that was seen not to fit
+    too_large = most + 1  # the smallest size known not to fit
     fitting = [(0, 0)]
     guess = 1
     while guess > fitting[-1][0]:
         used = peak(guess)
-        if used <= room:
+        if used <= available:
             fitting.append((guess, used))
         elif guess == 1:
             raise UserError(
-                f"runtime.micro_batch_size: one sequence takes {used / 2**30:.1f} GiB of GPU memory where "
-                f"{room / 2**30:.1f} may be used; use runtime.recompute, a smaller model or a larger GPU"
+                f"runtime.micro_batch_size: one sequence takes {used / 2**30:.1f} GiB of GPU memory, and "
+                f"{available / 2**30:.1f} GiB are available; use runtime.recompute, a smaller model or a larger GPU"
             )
         else:
-            below = guess
+            too_large = guess
         (before, low), (size, high) = fitting[-2:]
-        more = int((room - high) * (size - before) / max(1, high - low))
-        # The line from nothing to the first peak holds weights and moments: too steep for more than one step.
-        reach = min(below - 1, 2 if size == 1 else size + more)
+        more = int((available - high) * (size - before) / max(1, high - low))
+        # The first peak includes weights and moments. The line from 0 to it is too steep for more than one step.
+        reach = min(too_large - 1, 2 if size == 1 else size + more)
         guess = micro_batch_of(share, reach)
-        if guess <= size and 8 * reach > 9 * size:  # no divisor, but from farther on the line is a better one
+        if guess <= size and 8 * reach > 9 * size:  # not a divisor, but a larger trial gives a better line
             guess = reach
     size, used = max((size, used) for size, used in fitting if size and share % size == 0)
     return size, used
@@ -95,12 +97,12 @@ def largest_that_fits(peak: Callable[[int], int], share: int, most: int, room: i
 def peak_bytes(
     accumulate: Callable[[Iterator[Batch], int], Tensor], model: ModelConfig, size: int, device: torch.device
 ) -> int:
-    """The most memory that torch holds on the device while a micro-batch of `size` sequences goes through."""
+    """The peak of the memory that torch reserves on the device for a micro-batch of `size` sequences."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     tokens = torch.arange(size * model.block_size, device=device).view(size, model.block_size) % model.vocab_size
     try:
-        accumulate(iter(2 * [(tokens, tokens)]), 2)  # two, as in a step: the second finds what the first has left
+        accumulate(iter(2 * [(tokens, tokens)]), 2)  # two, as in a step: memory of the first stays reserved
         torch.cuda.synchronize(device)
     except torch.cuda.OutOfMemoryError:
         return torch.cuda.mem_get_info(device)[1]

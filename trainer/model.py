@@ -1,9 +1,9 @@
-"""GPT-2 in plain PyTorch: the reference that every faster path must agree with.
+"""GPT-2 in plain PyTorch: the reference for every faster implementation.
 
 Learned positions, pre-LayerNorm blocks, tanh GELU, a head tied to the token embedding, no dropout
 (Radford et al. 2019; initialization as in OpenAI's released code: normal 0.02, projections into the
-residual stream scaled by 1/sqrt(2·n_layer)). The vocabulary is padded to a multiple of 128; the
-padding rows are masked out of loss and sampling, so they carry no probability and get no gradient.
+residual stream scaled by 1/sqrt(2·n_layer)). The vocabulary is padded to a multiple of 128. Loss and
+sampling mask the padding rows, so these have no probability and no gradient.
 
 Parameter names are Hugging Face's (`wte`, `wpe`, `h.0.attn.c_attn`, …) with plain `nn.Linear`
 weights: `from_hf` and `to_hf` only transpose and pad.
@@ -21,19 +21,19 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ModelConfig
 
-# GPT-2 was released with Conv1D layers, whose weights are the transpose of nn.Linear's.
+# The released GPT-2 has Conv1D layers: their weights are the transpose of those of nn.Linear.
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 class Linear(nn.Linear):
-    """nn.Linear that draws no weights of its own: GPT.initialize does, or they are loaded."""
+    """nn.Linear without initial weights: GPT.initialize or a checkpoint fills them."""
 
     def reset_parameters(self) -> None:
-        pass  # for 1558M, as long as `draw` on one core
+        pass  # for 1558M it would take as long as `draw` on one core
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding, likewise."""
+    """nn.Embedding without initial weights."""
 
     def reset_parameters(self) -> None:
         pass
@@ -68,7 +68,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind its LayerNorm and beside the residual stream."""
+    """Attention and MLP, each after a LayerNorm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -98,14 +98,14 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd)
 
     def initialize(self, seed: int) -> None:
-        """Draw all weights from `seed`, so that every device and world size starts equal."""
+        """Draw all weights from `seed`: the same ones on every device and at every world size."""
         draw({name: p.data for name, p in self.named_parameters()}, self.config, seed)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """The last layer's output after ln_f: (B, T) token ids -> (B, T, n_embd)."""
         T = tokens.size(1)
         if self.config.block_size < T:
-            raise ValueError(f"{T} tokens don't fit into block_size {self.config.block_size}")
+            raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
         x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))
         for block in self.h:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
@@ -128,10 +128,10 @@ class GPT(nn.Module):
 
 
 def draw(parameters: Mapping[str, Tensor], config: ModelConfig, seed: int) -> None:
-    """Fill float32 parameters with the values that training starts from: by seed and name, the same on any device.
+    """Fill float32 parameters with their initial values, which depend on seed and name only, not on the device.
 
-    torch draws 80M normal numbers a second on one core, whatever its number of threads: 1558M took 13 s. It does so
-    without Python's lock, so each parameter has a generator of its own, and threads share them out.
+    torch draws 80M normal numbers a second on one core, with any number of threads: 1558M took 13 s. It releases the
+    GIL meanwhile. So each parameter has its own generator, and threads divide the parameters.
     """
     residual_std = 0.02 / math.sqrt(2 * config.n_layer)
 
@@ -140,7 +140,7 @@ def draw(parameters: Mapping[str, Tensor], config: ModelConfig, seed: int) -> No
         if p.dim() == 1:
             p.fill_(1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.0)
             return
-        # torch's generator takes 32 bits of its seed: two of 1558M's 194 streams are one with a chance of 4e-6.
+        # torch's generator uses 32 bits of its seed: two of 1558M's 194 streams are equal with a probability of 4e-6.
         generator = torch.Generator().manual_seed(int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:4]))
         std = residual_std if name.endswith("c_proj.weight") else 0.02
         p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
@@ -152,7 +152,7 @@ def draw(parameters: Mapping[str, Tensor], config: ModelConfig, seed: int) -> No
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our state dict in the names and shapes of Hugging Face's GPT2LMHeadModel, padding rows removed."""
+    """The state dict with names and shapes of Hugging Face's GPT2LMHeadModel, without padding rows."""
     hf = {}
     for name, tensor in state.items():
         if name == "wte.weight":
@@ -162,10 +162,10 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
 
 
 def from_hf(hf: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Hugging Face GPT-2 weights in our names and shapes; padding rows are zero.
+    """Hugging Face GPT-2 weights with the names and shapes of GPT; padding rows are zero.
 
-    Takes names with and without the `transformer.` prefix and ignores the attention-mask buffers and
-    the tied `lm_head.weight` that some files carry.
+    Accepts names with and without the prefix `transformer.`. Ignores the attention-mask buffers and the tied
+    `lm_head.weight` of some files.
     """
     state = {}
     for name, tensor in hf.items():

@@ -1,4 +1,4 @@
-"""AdamW as GPT-2's reproductions use it, and the learning rate as a pure function of the step."""
+"""AdamW with the settings of GPT-2's reproductions, and the learning rate as a pure function of the step."""
 
 import math
 from typing import Any
@@ -11,11 +11,11 @@ from trainer.config import TrainConfig
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """The learning rate of update number `step` (0-based), after llm.c's convention.
+    """The learning rate of update number `step` (0-based), by llm.c's convention.
 
-    Linear warmup reaches `learning_rate` at the last warmup step; then cosine or linear to
-    `min_lr_fraction` of it at `max_steps`, constant, or WSD (warmup, stable, decay: Hu et al. 2024,
-    MiniCPM; here with a linear decay over the last `wsd_decay_fraction` of the steps).
+    A linear warmup reaches `learning_rate` at the last warmup step. Then follows a cosine or a line to
+    `min_lr_fraction` of it at `max_steps`, or a constant, or WSD (warmup, stable, decay: Hu et al. 2024, MiniCPM; here
+    with a linear decay over the last `wsd_decay_fraction` of the steps).
     """
     peak, floor = config.learning_rate, config.learning_rate * config.min_lr_fraction
     if step < config.warmup_steps:
@@ -34,16 +34,16 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
 class AdamW:
     """torch's fused AdamW (Loshchilov & Hutter 2019): matrices and embeddings (2-D) decay, biases and norms do not.
 
-    It is torch's function over state of our own, which is there before the first step, for a checkpoint to be loaded
-    into. The class `torch.optim.AdamW` makes it in that step, and imports all of torch.compile: on a CPU, 2 of the 5 s
-    that a process takes until it trains.
+    The state is allocated before the first step, so that a checkpoint can fill it. The class `torch.optim.AdamW`
+    allocates it in that step, and imports all of torch.compile: on a CPU that takes 2 of the 5 s from the start of a
+    process to its first step.
     """
 
     def __init__(self, model: torch.nn.Module, config: TrainConfig) -> None:
         self.config = config
         self.learning_rate = config.learning_rate
         parameters = list(model.parameters())
-        self.param_groups: list[dict[str, Any]] = [  # as GradScaler reads them
+        self.param_groups: list[dict[str, Any]] = [  # GradScaler reads them
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
@@ -74,6 +74,6 @@ class AdamW:
             )
 
     def set_steps(self, steps: int) -> None:
-        """Say how many updates there were, on which the correction of the moments' bias depends."""
+        """Set the number of updates so far. The bias correction of the moments depends on it."""
         for count in self.steps.values():
             count.fill_(steps)

@@ -1,4 +1,4 @@
-"""How a process is told to stop, and how it makes sure not to outlive who started it."""
+"""Signals of a process: the request to stop, the death of its parent, its log lines, and the failpoints of drills."""
 
 import ctypes
 import os
@@ -15,28 +15,28 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class StopSignal:
-    """Set by SIGTERM, SIGINT, SIGUSR1 or `ask`: finish what can't be cut short, save, leave."""
+    """The request to finish the current step, save and exit. SIGTERM, SIGINT, SIGUSR1 and `ask` set it."""
 
     asked = False
-    reason: str | None = None  # of who asked first
-    ending: type[Interrupted] = Interrupted  # what who asked first wants to come of it
-    grace_seconds = 30  # to save, before whoever asked cuts it off: what torchrun and Kubernetes give
+    reason: str | None = None  # of the first request
+    ending: type[Interrupted] = Interrupted  # the exception with which the first request ends the process
+    grace_seconds = 30  # to save, until torchrun or Kubernetes kills the process
 
     def __init__(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._ask)
 
     def check(self) -> None:
-        """Raise Interrupted (or what it is to end as) if asked to stop."""
+        """Raise `interruption` if the process was asked to stop."""
         if self.asked:
             raise self.interruption()
 
     def interruption(self) -> Interrupted:
-        """What to raise once asked to stop, or cut off without having been asked."""
+        """The exception that ends this process early. Without a request, it is a plain Interrupted."""
         return Interrupted() if self.ending is Interrupted else self.ending(self.reason)
 
     def ask(self, reason: str, ending: type[Interrupted] = Interrupted) -> None:
-        """Do what a signal does. From any thread."""
+        """Request a stop, as a signal does. From any thread."""
         if self.reason is None:
             self.reason, self.ending = reason, ending
         self.asked = True
@@ -46,26 +46,26 @@ class StopSignal:
 
 
 def log_line(line: str) -> None:
-    """Print for whoever reads the log. Where the disk that holds it is full, nobody does."""
+    """Print a line into the log. A full disk is ignored."""
     with suppress(OSError):
         print(line, flush=True)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Ask the kernel for a signal when the parent dies, however it dies (Linux; elsewhere nothing)."""
+    """Make the kernel send a signal to this process when its parent dies, even by SIGKILL. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-DRILL = "SKYTRAIN_DRILL"  # set by `skytrain drill` alone: the folder in which it arms moments
-FAILPOINT_SECONDS = 60.0  # a drill that died must not hold its run for longer
+DRILL = "SKYTRAIN_DRILL"  # set only by `skytrain drill`: the folder in which it arms failpoints
+FAILPOINT_SECONDS = 60.0  # the longest wait, in case the drill died
 
 
 def failpoint(name: str) -> None:
-    """A place where a blow of `skytrain drill` may fall; without a drill, nothing.
+    """A point at which `skytrain drill` can inject a fault. Without a drill it does nothing.
 
-    The drill arms a moment by making the file `name`. The first process that comes by renames it to
-    `name.here`, which tells the drill, and waits until that file is gone. Others run on.
+    The drill arms a failpoint by creating the file `name`. The first process at this point renames it to `name.here`,
+    so that the drill knows, and waits until that file is removed. Other processes continue.
     """
     folder = os.environ.get(DRILL)
     if not folder:

@@ -9,12 +9,12 @@ from trainer.model import GPT
 def generate(
     model: GPT, prompt: list[int], tokens: int, seed: int = 0, temperature: float = 1.0, top_k: int = 50
 ) -> list[int]:
-    """`tokens` token ids that continue `prompt` (which must not be empty); equal for equal seeds.
+    """`tokens` token ids that continue `prompt` (not empty). Equal seeds give equal ids.
 
-    The context is the last `block_size` tokens. Nothing is cached between tokens: for looking at a
-    model, not for serving it.
+    The context is the last `block_size` tokens. There is no cache between tokens: this is for inspecting a model, not
+    for serving it.
     """
-    assert prompt, "a prompt has at least one token: start with end-of-text"
+    assert prompt, "a prompt has at least one token, such as end-of-text"
     device = model.wte.weight.device
     generator = torch.Generator().manual_seed(seed)
     model.eval()

@@ -1,13 +1,14 @@
-"""Token shards, and the order in which training reads them: a pure function of (seed, epoch, step). No torch in it.
+"""Token shards, and the order in which training reads them: a pure function of (seed, epoch, step). No torch in this
+module.
 
-A shard is a file in llm.c's format: 256 int32 of header (20240520, 1, number of tokens), then uint16
-tokens; every document starts with the end-of-text token. A *window* is `block_size + 1` neighbouring
-tokens at stride `block_size`: inputs and targets of one sequence.
+A shard is a file in llm.c's format: a header of 256 int32 (20240520, 1, number of tokens), then uint16 tokens. Every
+document starts with the end-of-text token. A *window* is `block_size + 1` consecutive tokens at stride `block_size`:
+inputs and targets of one sequence.
 
-There is no loader state to save. Sequence number g of a run lies in epoch g // sequences_per_epoch;
-the epoch's shards are permuted, then the windows inside each shard, so a run can start once the first
-shard is local. Every window of the epoch is read exactly once, and a step reads the same sequences at
-every world size: rank r takes the r-th equal slice of the step.
+There is no loader state to save. Sequence number g of a run belongs to epoch g // sequences_per_epoch. An epoch
+permutes the shards, and then the windows inside each shard, so a run can start with its first local shard. An epoch
+reads every window exactly once. A step reads the same sequences at every world size: rank r takes the r-th equal slice
+of the step.
 """
 
 from collections.abc import Iterable
@@ -27,7 +28,7 @@ HEADER_BYTES = 4 * HEADER_INTS
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard that may not be local yet: its file name and how many tokens it holds."""
+    """The file name and the number of tokens of a shard, which may not be local yet."""
 
     name: str
     tokens: int
@@ -47,29 +48,29 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The tokens of a shard, uint16 (n,), memory-mapped. UserError if it isn't one or is cut off."""
+    """The tokens of a shard, uint16 (n,), memory-mapped. UserError if the file is not a shard, or is truncated."""
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
     header = np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), dtype="<i4")
     if tuple(header[:2]) != (MAGIC, VERSION):
-        raise UserError(f"{path}: not a token shard (it should start with {MAGIC}, {VERSION}); run tokenize again")
+        raise UserError(f"{path}: not a token shard (a shard starts with {MAGIC}, {VERSION}); run tokenize again")
     expected = HEADER_BYTES + 2 * int(header[2])
     if path.stat().st_size != expected:
-        raise UserError(f"{path}: {path.stat().st_size} bytes where its header says {expected}; run tokenize again")
-    # As a plain array: slicing a memmap costs 3 us more, for each of a step's 512 windows.
+        raise UserError(f"{path}: {path.stat().st_size} bytes, but its header requires {expected}; run tokenize again")
+    # A plain array: slicing a memmap takes 3 us more, for each of the 512 windows of a step.
     return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES))
 
 
 def local_shards(folder: Path, split: str) -> list[Shard]:
-    """The shards `<split>_*.bin` of a folder, in order. UserError if there are none."""
+    """The shards `<split>_*.bin` of a folder, in order. UserError without any."""
     paths = sorted(folder.glob(f"{split}_*.bin"))
     if not paths:
-        raise UserError(f"{folder}: no {split}_*.bin shards there; point to a folder that tokenize wrote")
+        raise UserError(f"{folder}: contains no {split}_*.bin shards; give a folder that tokenize wrote")
     return [Shard(path.name, len(read_shard(path))) for path in paths]
 
 
 class Order:
-    """Which window of which shard is sequence number g of a run: a permutation drawn anew each epoch."""
+    """The shard and window of sequence number g of a run: a new permutation for each epoch."""
 
     def __init__(self, shards: Iterable[Shard], block_size: int, seed: int) -> None:
         self.windows = np.array([s.windows(block_size) for s in shards], dtype=np.int64)
@@ -77,10 +78,9 @@ class Order:
         self.sequences_per_epoch = int(self.windows.sum())
         if self.sequences_per_epoch == 0:
             raise UserError(
-                f"tokens: no shard holds a sequence of {block_size} + 1 tokens; "
-                "give more text or a smaller model.block_size"
+                f"tokens: no shard contains {block_size} + 1 tokens; give more text or a smaller model.block_size"
             )
-        # The last windows of one shard and the first of the next are in use at once.
+        # A step may use the last windows of one shard and the first of the next.
         self._shard_order = lru_cache(maxsize=2)(self._draw_shard_order)
         self._window_order = lru_cache(maxsize=4)(self._draw_window_order)
 
@@ -88,13 +88,13 @@ class Order:
         """(shard index, window index) of sequence number `sequence`, from 0."""
         epoch, position = divmod(sequence, self.sequences_per_epoch)
         order, ends = self._shard_order(epoch)
-        place = int(np.searchsorted(ends, position, side="right"))
-        shard = int(order[place])
-        start = int(ends[place]) - int(self.windows[shard])
+        nth = int(np.searchsorted(ends, position, side="right"))
+        shard = int(order[nth])
+        start = int(ends[nth]) - int(self.windows[shard])
         return shard, int(self._window_order(epoch, shard)[position - start])
 
     def next_shard(self, sequence: int) -> int:
-        """The shard that is read after the one of `sequence`: what to prefetch."""
+        """The shard to prefetch: training reads it after the shard of `sequence`."""
         epoch, position = divmod(sequence, self.sequences_per_epoch)
         _, ends = self._shard_order(epoch)
         end = int(ends[np.searchsorted(ends, position, side="right")])
@@ -108,7 +108,7 @@ class Order:
         return self._permutation(int(self.windows[shard]), epoch, shard + 1)
 
     def _permutation(self, n: int, *key: int) -> np.ndarray:
-        # RandomState's stream is frozen (NEP 19): the order survives an upgrade of numpy.
+        # RandomState's stream is frozen (NEP 19): an upgrade of numpy does not change the order.
         words = [self.seed & 0xFFFFFFFF, self.seed >> 32, *key]
         return np.random.RandomState(np.array(words, dtype=np.uint32)).permutation(n)
 
@@ -121,10 +121,10 @@ def sequences_of(step: int, model: ModelConfig, train: TrainConfig, rank: int, w
 
 
 def sequence_digest(order: Order, sequences: range) -> int:
-    """A sum over the windows that are read, so that it doesn't depend on which rank reads which."""
+    """A checksum of the windows of `sequences`. It is a sum, so it does not depend on their division between ranks."""
     return sum(_window_digest(*order[s]) for s in sequences)
 
 
 def _window_digest(shard: int, window: int) -> int:
-    # 32 bits: a step's sum over up to 2 million sequences stays exact in a float64.
+    # 32 bits: the sum over up to 2 million sequences is exact in float64.
     return int.from_bytes(blake2b(f"{shard}:{window}".encode(), digest_size=4).digest(), "little")

@@ -1,8 +1,8 @@
-"""Where bytes outlive the machine: named objects that are there completely or not at all.
+"""Storage that outlives the machine: named objects that exist completely or not at all.
 
-`Store` is the whole contract. `LocalStore` keeps it in a folder; `pipelines.artifacts.store.S3Store` keeps
-it in a bucket. Every commit of the project stands on one operation, `create`: of any number of writers racing
-for a key exactly one is told True, and nobody ever reads a half-written object.
+`Store` is the contract. `LocalStore` implements it in a folder, `pipelines.artifacts.store.S3Store` in a bucket. Every
+commit of the project relies on one operation, `create`: if several writers race for a key, exactly one gets True, and
+no reader ever sees a half-written object.
 """
 
 import errno
@@ -18,8 +18,8 @@ from typing import BinaryIO, Protocol
 
 from trainer.errors import FULL, UserError, is_full
 
-# A file being written carries a name of its own until it is complete. A key may not look like one, because
-# `entries` leaves such names out: what a killed process left behind must not be mistaken for an object.
+# An incomplete file has a temporary name with this prefix. `entries` leaves such names out, because a killed process
+# leaves such files. So no key may have the prefix.
 PARTIAL = ".partial-"
 
 
@@ -33,19 +33,19 @@ class Entry:
 
 
 class Store(Protocol):
-    """Objects by key. Keys are relative POSIX paths ("train/smoke-1a2b/MANIFEST.json"); a key that is not one
-    raises ValueError. A key is never also the folder of another one ("a" and "a/b"). All methods may be
-    called from several threads. A user's mistake raises UserError, a store that stays away StoreUnavailable.
+    """Objects by key. Keys are relative POSIX paths ("train/smoke-1a2b/MANIFEST.json"); any other key is a ValueError.
+    A key is never the folder of another one ("a" and "a/b"). All methods are thread-safe. UserError for a mistake
+    of the user, StoreUnavailable if the store does not answer in time.
     """
 
     @property
     def uri(self) -> str:
-        """Names the store so that `open_store` finds it again: "file:///abs/path" or "s3://bucket/prefix"."""
+        """The address of the store for `open_store`: "file:///abs/path" or "s3://bucket/prefix"."""
         ...
 
     def create(self, key: str, body: bytes) -> bool:
-        """Store `body` unless the key exists. Returns whether this call stored it: one racer gets True.
-        Racers must bring different bodies (put an id in): a lost answer is settled by comparing bytes."""
+        """Store `body` unless the key exists. Returns whether this call stored it: one of several racers gets True.
+        Racers must have different bodies (include an id): after a lost answer, the bytes show whose body it is."""
         ...
 
     def put(self, key: str, body: bytes) -> None:
@@ -53,20 +53,20 @@ class Store(Protocol):
         ...
 
     def get(self, key: str) -> bytes | None:
-        """The whole object, or None if there is none."""
+        """The whole object; None if it does not exist."""
         ...
 
     def upload(self, path: Path, key: str) -> None:
-        """Create or replace the object from a local file of any size; readers see the old one or the new."""
+        """Create or replace the object from a local file of any size. Readers see the old object or the new one."""
         ...
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
-        """Create or replace the object from memory of any size, `parts` behind each other; as `upload`."""
+        """Create or replace the object from memory of any size, the concatenation of `parts`; like `upload`."""
         ...
 
     def download(self, key: str, path: Path) -> None:
-        """Write the object to a local file, making its folders; `path` is replaced only once all has arrived.
-        Raises FileNotFoundError if there is no such object."""
+        """Write the object to a local file and make its folders. `path` is replaced once the object has arrived
+        completely. FileNotFoundError if the object does not exist."""
         ...
 
     def entries(self, prefix: str) -> list[Entry]:
@@ -74,12 +74,12 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object; one that is absent is fine."""
+        """Remove the object, if it exists."""
         ...
 
 
 class LocalStore:
-    """A store in a folder of a local (or strictly POSIX) file system. The first write makes the folder."""
+    """A store in a folder of a local (or strictly POSIX) file system. The first write creates the folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(os.path.abspath(Path(root).expanduser()))
@@ -92,7 +92,7 @@ class LocalStore:
         return f"file://{self.root}"
 
     def path_of(self, key: str) -> Path:
-        """The file that holds `key`, whether it exists or not: local artifacts are read in place."""
+        """The file of `key`, which need not exist. Readers use the files of local artifacts directly."""
         return self.root / checked_key(key)
 
     def create(self, key: str, body: bytes) -> bool:
@@ -100,7 +100,7 @@ class LocalStore:
         with _partial_beside(path) as file:
             file.write(body)
             _sync(file)
-            # Unlike rename, link refuses to replace, and it is one step for every reader.
+            # Unlike rename, link never replaces a file, and it is atomic for every reader.
             try:
                 os.link(file.name, path)
             except FileExistsError:
@@ -109,7 +109,7 @@ class LocalStore:
                 if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                     raise UserError(
                         f"{self.uri}: this file system has no hard links, which create-only writes need; "
-                        f"put the store on a local disk or in s3://"
+                        "put the store on a local disk or in s3://"
                     ) from error
                 raise
         _sync_folder(path.parent)
@@ -143,7 +143,7 @@ class LocalStore:
             shutil.copyfileobj(source, target, 1 << 20)
 
     def entries(self, prefix: str) -> list[Entry]:
-        # Walk only the folder that the prefix names: a store may hold a thousand runs.
+        # Only the folder of the prefix: a store may hold a thousand runs.
         found = []
         for folder, _, names in os.walk(self.root / checked_prefix(prefix).rpartition("/")[0]):
             for name in names:
@@ -151,7 +151,7 @@ class LocalStore:
                 key = path.relative_to(self.root).as_posix()
                 if name.startswith(PARTIAL) or not key.startswith(prefix):
                     continue
-                with suppress(FileNotFoundError):  # deleted since the folder was read
+                with suppress(FileNotFoundError):  # deleted after the listing
                     status = path.stat()
                     found.append(Entry(key, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.key)
@@ -160,7 +160,7 @@ class LocalStore:
         path = self.path_of(key)
         with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
-            # Folders are no objects: the last one out removes them, as in a bucket.
+            # Folders are not objects: deleting the last object removes them, as in a bucket.
             for folder in path.parents:
                 if folder == self.root:
                     break
@@ -171,12 +171,12 @@ class LocalStore:
 
 
 def checked_key(key: str) -> str:
-    """`key` itself if it is one that every store can hold under its root; ValueError otherwise."""
+    """`key` itself if every store can hold it; ValueError otherwise."""
     parts = key.split("/")
     if any(part in ("", ".", "..") for part in parts) or any(ord(char) < 32 for char in key):
         raise ValueError(f"not a key: {key!r}; a key is a relative path such as 'train/a-1/MANIFEST.json'")
     if any(part.startswith(PARTIAL) for part in parts):
-        raise ValueError(f"not a key: {key!r}; names starting with {PARTIAL!r} are files still being written")
+        raise ValueError(f"not a key: {key!r}; names starting with {PARTIAL!r} are for incomplete files")
     return key
 
 
@@ -190,7 +190,7 @@ def checked_prefix(prefix: str) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that appears at `path`, whole and on disk, when the block ends; never if it raises."""
+    """Write a file that appears at `path`, complete and on disk, when the block ends without an exception."""
     with _partial_beside(path) as file:
         yield file
         _sync(file)
@@ -200,7 +200,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _partial_beside(path: Path) -> Iterator[BinaryIO]:
-    """A new file in the folder of `path`, made if need be; its partial name is gone when the block ends."""
+    """A new file in the folder of `path`, which is created if needed. Its temporary name is removed after the block."""
     try:
         file = _open_partial(path)
         try:
@@ -215,24 +215,22 @@ def _partial_beside(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_partial(path: Path) -> BinaryIO:
-    # delete() in another process may remove the empty folder between the two steps; try again then. Once the
-    # file is in it, the folder stays.
+    # delete() in another process may remove the empty folder between the two steps: then try again. A folder with a
+    # file stays.
     for _ in range(100):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return open(path.parent / f"{PARTIAL}{uuid.uuid4().hex}", "xb")
         except FileNotFoundError:
             continue
-        except FileExistsError:  # mkdir's word for a folder that vanishes while it looks at it, and for a file
+        except FileExistsError:  # mkdir raises it for a file, and for a folder that disappears meanwhile
             if path.parent.is_file():
                 raise
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EROFS):
-                raise UserError(
-                    f"{path.parent}: may not be written ({error.strerror}); name a folder that may be"
-                ) from error
+                raise UserError(f"{path.parent}: not writable ({error.strerror}); choose a writable folder") from error
             raise
-    raise FileNotFoundError(errno.ENOENT, "the folder vanishes as fast as it is made", str(path.parent))
+    raise FileNotFoundError(errno.ENOENT, "another process removes the folder again and again", str(path.parent))
 
 
 def _sync(file: BinaryIO) -> None:
@@ -241,8 +239,8 @@ def _sync(file: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new name is on disk once its folder is; without this a power cut may undo a commit."""
-    with suppress(FileNotFoundError):  # the object was deleted already, and its folder with it
+    """Write the folder's names to disk. Otherwise a power cut could undo a commit."""
+    with suppress(FileNotFoundError):  # the object and its folder are already deleted
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -251,6 +249,6 @@ def _sync_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """sha256 of a file's content, hex."""
+    """sha256 of a file's content, in hex."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()

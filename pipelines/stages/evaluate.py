@@ -55,7 +55,7 @@ def build(work: Work) -> Built:
     val = TokenData(shards, lambda name: work.fetch("tokenize", name), recipe.model.block_size, recipe.train.seed)
     work.clock.enter("evaluate")
     facts: dict[str, Any] = {
-        "val/loss": validation_loss(model, val, recipe.evaluate.val_tokens, 8, world, beat=work.check)
+        "val/loss": validation_loss(model, val, recipe.evaluate.val_tokens, 8, world, on_batch=work.check)
     }
     work.report(metrics=facts)
     failpoint("evaluate")

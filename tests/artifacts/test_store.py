@@ -295,7 +295,7 @@ class TestLocalStore:
     @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root, whom permissions bind")
     def test_a_folder_that_may_not_be_written_is_the_users_to_fix(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o500)
-        with pytest.raises(UserError, match="may not be written"):
+        with pytest.raises(UserError, match="not writable"):
             LocalStore(tmp_path / "store").put("a", b"")
 
 

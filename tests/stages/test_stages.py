@@ -345,9 +345,9 @@ def test_an_evaluation_hears_a_stop_between_two_batches(
 ) -> None:
     mine, done = work("evaluate"), []
 
-    def validation_loss(*arguments: Any, beat: Callable[[], None]) -> float:
+    def validation_loss(*arguments: Any, on_batch: Callable[[], None]) -> float:
         for batch in range(10):
-            beat()
+            on_batch()
             done.append(batch)
             mine.stop.asked = batch == 3
         return 1.0

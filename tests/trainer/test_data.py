@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import ModelConfig, TrainConfig, batch_tokens_at, steps_to_come, tokens_before
-from trainer.data import AHEAD, Ahead, TokenData
+from trainer.data import PREFETCHED, Prefetcher, TokenData
 from trainer.errors import UserError
 from trainer.shards import Order, Shard, local_shards, read_shard, sequences_of, write_shard
 
@@ -70,11 +70,11 @@ GOOD = struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + struct.pack("<3H", 1, 
         (b"PAR1" * 400, "not a token shard"),
         (struct.pack("<256i", 20240520, 2, 3, *[0] * 253) + bytes(12), "not a token shard"),
         (struct.pack("<256i", 20240801, 7, 3, *[0] * 253) + bytes(12), "not a token shard"),
-        (GOOD[:-1], "1029 bytes where its header says 1030"),
-        (GOOD[:1024], "1024 bytes where its header says 1030"),
-        (GOOD[:600], "600 bytes where its header says 1030"),
-        (GOOD + b"\0\0", "1032 bytes where its header says 1030"),
-        (struct.pack("<256i", 20240520, 1, -5, *[0] * 253), "1024 bytes where its header says 1014"),
+        (GOOD[:-1], "1029 bytes, but its header requires 1030"),
+        (GOOD[:1024], "1024 bytes, but its header requires 1030"),
+        (GOOD[:600], "600 bytes, but its header requires 1030"),
+        (GOOD + b"\0\0", "1032 bytes, but its header requires 1030"),
+        (struct.pack("<256i", 20240520, 1, -5, *[0] * 253), "1024 bytes, but its header requires 1014"),
     ],
 )
 def test_a_cut_off_or_foreign_file_is_named_and_refused(tmp_path: Path, body: bytes, complaint: str) -> None:
@@ -90,7 +90,7 @@ def test_shards_of_a_folder_are_found_by_split_and_in_order(tmp_path: Path) -> N
         write_shard(tmp_path / name, np.zeros(tokens, dtype=np.uint16))
     assert local_shards(tmp_path, "train") == [Shard("train_000000.bin", 9), Shard("train_000001.bin", 5)]
     assert local_shards(tmp_path, "val") == [Shard("val_000000.bin", 3)]
-    with pytest.raises(UserError, match=r"no test_\*\.bin shards there"):
+    with pytest.raises(UserError, match=r"contains no test_\*\.bin shards"):
         local_shards(tmp_path, "test")
 
 
@@ -107,7 +107,7 @@ def test_every_window_is_read_exactly_once_an_epoch(sizes: list[int], block: int
     # Written from the format's definition: window w of a shard needs tokens w·block … w·block + block.
     expected = {(s, w) for s, n in enumerate(sizes) for w in range(n) if w * block + block + 1 <= n}
     if not expected:
-        with pytest.raises(UserError, match="no shard holds a sequence"):
+        with pytest.raises(UserError, match="no shard contains"):
             Order(shards, block, seed)
         return
     order = Order(shards, block, seed)
@@ -240,17 +240,17 @@ def test_micro_batches_are_made_before_they_are_asked_for_and_in_order() -> None
     def is_made(part: range) -> bool:
         return made.setdefault(part, threading.Event()).wait(20)
 
-    ahead = Ahead(make)
-    step = ahead.each(parts(0, 4), parts(8, 4))
+    prefetcher = Prefetcher(make)
+    step = prefetcher.results(parts(0, 4), parts(8, 4))
     assert begun == []
-    assert next(step) == [0, 1] and all(is_made(part) for part in parts(2, AHEAD))
-    assert len(begun) == 1 + AHEAD  # and no more: what lies there is device memory
+    assert next(step) == [0, 1] and all(is_made(part) for part in parts(2, PREFETCHED))
+    assert len(begun) == 1 + PREFETCHED  # and no more: what lies there is device memory
     assert list(step) == [[2, 3], [4, 5], [6, 7]]
-    assert all(is_made(part) for part in parts(8, AHEAD))  # the next step's, with nobody asking yet
-    assert list(ahead.each(parts(8, 4), parts(16, 4))) == [list(part) for part in parts(8, 4)]
+    assert all(is_made(part) for part in parts(8, PREFETCHED))  # the next step's, with nobody asking yet
+    assert list(prefetcher.results(parts(8, 4), parts(16, 4))) == [list(part) for part in parts(8, 4)]
     # After a rollback another step follows than was expected: what was begun for it is made once more, later.
-    assert list(ahead.each(parts(40, 2), [])) == [[40, 41], [42, 43]]
-    assert list(ahead.each(parts(16, 2), [])) == [[16, 17], [18, 19]]
+    assert list(prefetcher.results(parts(40, 2), [])) == [[40, 41], [42, 43]]
+    assert list(prefetcher.results(parts(16, 2), [])) == [[16, 17], [18, 19]]
     assert sorted(r.start for r in begun) == sorted([*range(0, 20, 2), 16, 18, 40, 42])
 
 
@@ -260,7 +260,7 @@ def test_a_micro_batch_that_could_not_be_made_is_reported_where_it_is_needed() -
             raise ConnectionError("the store is away")
         return part.start
 
-    step = Ahead(make).each([range(0, 1), range(1, 2), range(2, 3)], [])
+    step = Prefetcher(make).results([range(0, 1), range(1, 2), range(2, 3)], [])
     assert [next(step), next(step)] == [0, 1]
     with pytest.raises(ConnectionError, match="the store is away"):
         next(step)
@@ -347,7 +347,7 @@ def test_a_failed_prefetch_is_no_news_and_the_read_reports(tmp_path: Path, capfd
 def test_a_shard_with_another_number_of_tokens_than_announced_is_refused(tmp_path: Path) -> None:
     numbered_data(tmp_path, [41], block_size=4)
     data = TokenData([Shard("train_000000.bin", 40)], tmp_path.joinpath, 4, seed=0)
-    with pytest.raises(UserError, match="41 tokens where 40 were announced"):
+    with pytest.raises(UserError, match="41 tokens where 40 are expected"):
         data.window(0, 0)
 
 

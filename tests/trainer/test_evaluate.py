@@ -243,17 +243,17 @@ GOOD_ROW = {"ctx": "a", "endings": ["b", "c"], "label": 1}
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"label": 2}, "label 2 names none of 2 endings"),
-        ({"label": -1}, "label -1 names none of 2 endings"),
-        ({"label": ""}, "each needs ctx, endings and a label"),
-        ({"label": None}, "each needs ctx, endings and a label"),
-        ({"endings": None}, "each needs ctx, endings and a label"),
-        ({"endings": "bc"}, "endings a list of texts"),
-        ({"endings": ["b", 3]}, "endings a list of texts"),
-        ({"endings": ["b", ""]}, "none empty"),
-        ({"endings": []}, "label 1 names none of 0 endings"),
-        ({"ctx": None}, "ctx must be a text"),
-        ({"ctx": ""}, "none empty"),
+        ({"label": 2}, "label 2 is not the index of one of the 2 endings"),
+        ({"label": -1}, "label -1 is not the index of one of the 2 endings"),
+        ({"label": ""}, "an item needs ctx, endings and a label"),
+        ({"label": None}, "an item needs ctx, endings and a label"),
+        ({"endings": None}, "an item needs ctx, endings and a label"),
+        ({"endings": "bc"}, "endings a list of strings"),
+        ({"endings": ["b", 3]}, "endings a list of strings"),
+        ({"endings": ["b", ""]}, "none may be empty"),
+        ({"endings": []}, "label 1 is not the index of one of the 0 endings"),
+        ({"ctx": None}, "ctx must be a string"),
+        ({"ctx": ""}, "none may be empty"),
     ],
 )
 def test_a_bad_item_is_named(tmp_path: Path, change: dict[str, object], complaint: str) -> None:
@@ -268,11 +268,11 @@ def test_a_bad_item_is_named(tmp_path: Path, change: dict[str, object], complain
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        (b"", "no HellaSwag items there"),
+        (b"", "contains no HellaSwag items"),
         (b"ctx,label\n", "not a jsonl file"),
         (b"\xff\xfe\x00", "not a jsonl file"),
-        (b"[1, 2]\n", "each needs ctx, endings and a label"),
-        (b'{"ctx": "a", "endings": ["b"]}\n', "each needs ctx, endings and a label"),
+        (b"[1, 2]\n", "an item needs ctx, endings and a label"),
+        (b'{"ctx": "a", "endings": ["b"]}\n', "an item needs ctx, endings and a label"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, body: bytes, complaint: str) -> None:

@@ -9,6 +9,7 @@ from trainer.events import (
     Checkpointed,
     CheckpointFailed,
     Damaged,
+    Event,
     EventLog,
     PhaseChanged,
     RolledBack,
@@ -37,7 +38,7 @@ def test_a_log_tells_each_change_of_phase_and_steps_done_before_have_their_own(t
 
 
 PHASES = {"setup": 1.5, "train": 2.0}
-LINES = {
+LINES: dict[str, Event] = {
     '{"event": "row", "step": 3, "time": 1.25, "train/loss": 4.5, "data/digest": 7, '
     '"phases": {"setup": 1.5, "train": 2.0}, "phase": "train"}': Row(
         3, 1.25, {"train/loss": 4.5, "data/digest": 7}, PHASES, "train"

@@ -64,7 +64,7 @@ def test_an_estimate_that_was_too_bold_is_taken_back() -> None:
 
 
 def test_a_model_of_which_no_sequence_fits_is_the_users_to_change() -> None:
-    with pytest.raises(UserError, match=r"one sequence takes 3\.0 GiB of GPU memory where 2\.0 may be used"):
+    with pytest.raises(UserError, match=r"one sequence takes 3\.0 GiB of GPU memory, and 2\.0 GiB are available"):
         largest_that_fits(lambda size: 3 * 2**30, 64, 64, 2 * 2**30)
 
 
@@ -83,7 +83,7 @@ def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None
     world, runtime = World(0, 0, 1, torch.device("cpu")), RuntimeConfig(micro_batch_size="auto")
     train = TrainConfig(batch_tokens=48 * MODEL.block_size, max_steps=1, learning_rate=1.0)
     engine = make_engine(MODEL, train, runtime, world)
-    found = "micro-batches of 8: the most up to 8 that divide 48 sequences"
+    found = "micro-batches of 8: the largest divisor of 48 sequences up to 8"
     for ranks, devices, why in (
         (1, "cpu", "micro-batches of 3, as before the resume"),
         (2, "cpu", found),

@@ -217,7 +217,7 @@ def test_no_position_sees_a_later_one() -> None:
 
 
 def test_a_sequence_longer_than_the_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="41 tokens don't fit into block_size 40"):
+    with pytest.raises(ValueError, match="41 tokens do not fit into block_size 40"):
         small_model()(some_tokens(1, 41))
 
 
