@@ -1,9 +1,9 @@
-"""What a checkpoint costs the steps that go on beside it, and what a blocking `torch.save` of the same state costs.
+"""The cost of a checkpoint for the steps that run beside it, against a blocking `torch.save` of the same state.
 
 `python -m benchmarks.checkpoint_stall [RECIPE] [--saves N] [--seconds S] [--folder FOLDER]` trains on random tokens
-with the engine of this machine. Windows of S seconds take turns: without a save, and with one at their beginning,
-whose hashing, writing and committing go on meanwhile. What a save costs is the time by which a window's steps were
-slower; `call` is the part that the loop waits in `save` itself. Printed as they come, median and [min … max].
+with the engine of this machine. Windows of S seconds alternate: one without a save, one with a save at its start.
+Hashing, writing and committing run beside the steps. The cost of a save is the extra time of its window's steps; `call`
+is the time that the loop waits in `save` itself. Results are printed as they come, then median and [min … max].
 """
 
 import argparse
@@ -44,10 +44,10 @@ class Training:
         self.checkpointer.before_update()
         reading = PendingNumbers(found)
         self.engine.update(1e-5, found, self.done)
-        assert all(abs(number) < 1e6 for number in reading.values()), "a run that has died is quicker"
+        assert all(abs(number) < 1e6 for number in reading.values()), "a diverged run is faster"
 
     def steps(self, count: int) -> float:
-        """Seconds that so many steps take."""
+        """The seconds of `count` steps."""
         started = time.perf_counter()
         for _ in range(count):
             self.step()
@@ -103,8 +103,8 @@ def measure(recipe: Recipe, saves: int, seconds: float, place: Path) -> None:
         behind.append(time.perf_counter() - began)
         print(f"  a step {undisturbed / count:.4f}; a save: call {call[-1]:.4f}, cost {cost[-1]:.3f}", flush=True)
     print(f"  call of save                          {shown(call)}")
-    print(f"  what a save costs training            {shown(cost)}")
-    print(f"  until it was committed, at most       {shown(behind)}")
+    print(f"  cost of a save for training           {shown(cost)}")
+    print(f"  until the commit, at most             {shown(behind)}")
     interval = checkpoint_seconds(max(0.1, statistics.median(call)))
     share = statistics.median(cost) / interval
     print(f"  share of training at the interval that `auto` chooses, {interval:.0f} s: {share:.2%}")
@@ -119,9 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", nargs="?", default="gpt2-124m", help="its model and batch")
     parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a window")
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of a window")
     parser.add_argument("--batch-tokens", type=int, default=65_536)
-    parser.add_argument("--folder", type=Path, help="where to save to")
+    parser.add_argument("--folder", type=Path, help="folder for the checkpoints")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         recipe = load_recipe(options.recipe, [f"train.batch_tokens={options.batch_tokens}"])

@@ -1,15 +1,14 @@
-"""How good is the forecast of what a run will still take and cost?
+"""The accuracy of the forecast of a run's remaining time and cost.
 
     python -m benchmarks.forecast --traces DIR
 
-Replays recorded spot markets: runs of 6 and of 24 h of training, begun at many moments of each trace, on a
-machine whenever there is one (start-up 60 s, a commit a minute, deaths without a word). At 25, 50 and 75% of
-the steps pipelines.tracking.forecast is asked what is left, and told afterwards what it was. For machine hours
-(so dollars, at a fixed price) and for hours by the calendar it prints
+Replays recorded spot markets. A run trains for 6 or 24 h, starts at many points of each trace, and has a machine
+whenever one is available (start-up 60 s, a commit a minute, preemption without notice). pipelines.tracking.forecast
+predicts the rest at 25, 50 and 75% of the steps. For machine hours (dollars, at a fixed price) and for calendar hours,
+the benchmark prints
 
-- covered: how many of the intervals, which promise 80%, held the truth,
-- error: the median of |middle - truth| / truth of what is left, and in brackets of the whole run: what was
-  there already and what is left together.
+- covered: the fraction of the intervals, nominally 80%, that contain the truth,
+- error: the median of |middle - truth| / truth of the rest, and in brackets of the whole run (past and rest together).
 """
 
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ STARTS = 40  # of each trace
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Somewhere in a run: what the ledger knew there."""
+class Snapshot:
+    """The content of the ledger at one point of a run."""
 
     now: float
     billed: float
@@ -37,24 +36,21 @@ class Moment:
     attempts: tuple[AttemptAccount, ...]
 
 
-def replay(spells: list[tuple[float, float]], work: float) -> tuple[list[Moment], Moment] | None:
-    """The moments of a run at which it was asked, and its end; None if the trace was too short for it.
-
-    A step takes a second.
-    """
+def replay(spells: list[tuple[float, float]], work: float) -> tuple[list[Snapshot], Snapshot] | None:
+    """The snapshots of a run at the shares AT, and at its end; None if the trace is too short. A step takes 1 s."""
     beats: list[Heartbeat] = []
-    asked: list[Moment] = []
+    snapshots: list[Snapshot] = []
     base = redo = billed = 0.0
     for begin, end in spells:
-        for share in AT[len(asked) :]:
+        for share in AT[len(snapshots) :]:
             at = begin + START_UP + share * work - base
             if at >= end:
                 break
             now = beat(len(beats) + 1, begin, at, base, redo)
-            asked.append(moment([*beats, now], at, billed + at - begin, round(work * (1 - share))))
+            snapshots.append(snapshot([*beats, now], at, billed + at - begin, round(work * (1 - share))))
         done = begin + START_UP + work - base
         if done <= end:
-            return asked, moment([], done, billed + done - begin, 0)
+            return snapshots, snapshot([], done, billed + done - begin, 0)
         trained = max(0.0, end - begin - START_UP)
         beats.append(beat(len(beats) + 1, begin, end, base, redo))
         billed += end - begin
@@ -65,10 +61,11 @@ def replay(spells: list[tuple[float, float]], work: float) -> tuple[list[Moment]
 
 
 def beat(number: int, begin: float, end: float, base: float, redo: float) -> Heartbeat:
-    """An attempt's last words."""
+    """The last heartbeat of an attempt."""
     trained = max(0.0, end - begin - START_UP)
     redone = min(trained, redo)
-    progress = Progress(resumed_from=base, step=base + trained, steps_done=trained, steps_redone=redone)
+    steps = [round(seconds) for seconds in (base, base + trained, trained, redone)]
+    progress = Progress(resumed_from=steps[0], step=steps[1], steps_done=steps[2], steps_redone=steps[3])
     phases = {"setup": min(end - begin, START_UP), "train": trained - redone, "redone": redone}
     machine = Machine(cloud="aws", spot=True)
     return Heartbeat(
@@ -76,23 +73,23 @@ def beat(number: int, begin: float, end: float, base: float, redo: float) -> Hea
     )
 
 
-def moment(beats: list[Heartbeat], now: float, billed: float, steps_left: int) -> Moment:
-    seen = [StoredHeartbeat("train/run", one, alive=one is beats[-1]) for one in beats]
-    return Moment(now, billed, steps_left, account("run", seen).attempts)
+def snapshot(beats: list[Heartbeat], now: float, billed: float, steps_left: int) -> Snapshot:
+    stored = [StoredHeartbeat("train/run", one, alive=one is beats[-1]) for one in beats]
+    return Snapshot(now, billed, steps_left, account("run", stored).attempts)
 
 
 @dataclass
 class Scores:
-    """Of many forecasts of one quantity."""
+    """The scores of many forecasts of one quantity."""
 
     held: list[bool]
     of_rest: list[float]
     of_all: list[float]
 
-    def add(self, told: Range, truth: float, already: float) -> None:
-        self.held.append(told.low <= truth <= told.high)
-        self.of_rest.append(abs(told.middle - truth) / truth)
-        self.of_all.append(abs(told.middle - truth) / (already + truth))
+    def add(self, predicted: Range, truth: float, already: float) -> None:
+        self.held.append(predicted.low <= truth <= predicted.high)
+        self.of_rest.append(abs(predicted.middle - truth) / truth)
+        self.of_all.append(abs(predicted.middle - truth) / (already + truth))
 
     def __str__(self) -> str:
         covered = sum(self.held) / len(self.held)
@@ -118,16 +115,16 @@ def scores(
 ) -> dict[float, tuple[Scores, Scores]]:
     mine = {share: (Scores([], [], []), Scores([], [], [])) for share in AT}
     for start in trace.starts(STARTS, margin=trace.seconds / 3):
-        went = replay(trace.spells(start), 3600 * hours)
-        if went is None:
+        replayed = replay(trace.spells(start), 3600 * hours)
+        if replayed is None:
             continue
-        asked, end = went
-        for share, at in zip(AT, asked, strict=True):
-            told = forecast(at.attempts, at.steps_left, at.now)
-            assert told is not None and told.usd is not None
+        snapshots, end = replayed
+        for share, at in zip(AT, snapshots, strict=True):
+            predicted = forecast(at.attempts, at.steps_left, at.now)
+            assert predicted is not None and predicted.usd is not None
             for usd, calendar in (mine[share], everything[share]):
-                usd.add(told.usd, (end.billed - at.billed) / 3600, at.billed / 3600)
-                calendar.add(told.hours, (end.now - at.now) / 3600, at.now / 3600)
+                usd.add(predicted.usd, (end.billed - at.billed) / 3600, at.billed / 3600)
+                calendar.add(predicted.hours, (end.now - at.now) / 3600, at.now / 3600)
     return mine
 
 

@@ -1,12 +1,11 @@
-"""Of the seconds that are paid for, how many does a run keep? `auto` checkpoints against fixed intervals.
+"""The fraction of the paid seconds that a run keeps: `auto` checkpoints against fixed intervals.
 
     python -m benchmarks.goodput --traces DIR
 
-Replays recorded spot markets: a machine is ours whenever one can be had, and dies without a word (the worst
-case: with the cloud's notice nothing is redone, whatever the interval) when none can. The interval is what
-trainer.loop.SaveClock says, the estimate of the time between deaths what pipelines.tracking.ledger makes of the
-attempts so far; nothing of it is written again here. Stalls, background saves and start-up are the measured
-ones of benchmarks/README.md (one H200).
+Replays recorded spot markets. The run has a machine whenever one is available, and loses it without notice otherwise.
+(That is the worst case: with the cloud's notice, no step is redone at any interval.) trainer.loop.SaveClock gives the
+interval, pipelines.tracking.ledger the estimate of the time between failures, from the attempts so far. Stalls,
+background saves and start-up are measured values (benchmarks/README.md, one H200).
 """
 
 from dataclasses import dataclass, field
@@ -23,19 +22,20 @@ STARTS = 60  # of the short runs, in each trace
 
 @dataclass(frozen=True)
 class Size:
-    """What a model's state costs, in seconds."""
+    """The cost of saving and loading a model's state, in seconds."""
 
     name: str
-    stall: float  # of a save: training waits
+    stall: float  # of a save: training waits so long
     first_stall: float  # of an attempt's first save, which pins the memory
     background: float  # of a save, until it is committed
     load: float  # from the process's start until the clock of saves starts
     compile: float  # the first step
 
 
-# Measured on an H200: the first step is done 7.7 and 12.2 s after the process began (about 2 s of it are that step), a
-# copy of 124M's state takes 0.029 s, and a save costs the training of 1558M 0.05 s. Loading the state of 1558M was not
-# measured: as long as writing it. A first save may come before its memory is pinned, or after: the last two.
+# Measured on an H200: the first step ends 7.7 and 12.2 s after the start of the process (about 2 s of it are that
+# step). A copy of 124M's state takes 0.029 s. A save costs the training of 1558M 0.05 s. Loading the state of 1558M was
+# not measured; the value is the time of writing it. The last two sizes differ in the first save: before or after its
+# memory is pinned.
 SIZES = (
     Size("124M", stall=0.029, first_stall=0.816, background=1.815, load=5.7, compile=2.0),
     Size("1558M", stall=0.05, first_stall=10.470, background=24.7, load=10.2 + 16.8, compile=2.0),
@@ -45,13 +45,13 @@ SIZES = (
 
 @dataclass
 class Tally:
-    """What came of the machine's seconds."""
+    """The use of the paid seconds."""
 
     billed: float = 0.0
     kept: float = 0.0
     stalled: float = 0.0
     redone: float = 0.0
-    started: float = 0.0  # spent on starting up
+    started: float = 0.0  # start-up
     attempts: list[Heartbeat] = field(default_factory=list)
 
     @property
@@ -62,7 +62,7 @@ class Tally:
 def replay(
     spells: list[tuple[float, float]], rule: float | str, size: Size, machine_seconds: float = float("inf")
 ) -> Tally:
-    """A run through a market, or through its first seconds on a machine."""
+    """A run in a market, or its first `machine_seconds` on a machine."""
     runtime = RuntimeConfig.model_validate({"checkpoint_minutes": rule})
     tally = Tally()
     for begin, end in spells:
@@ -78,13 +78,13 @@ def replay(
 
 
 def attempt(seconds: float, clock: SaveClock, size: Size, tally: Tally, dies: bool) -> None:
-    """One machine, ours for `seconds`, and what is added to the tally by it."""
+    """Add an attempt of `seconds` on one machine to the tally. `dies`: the machine is lost at the end."""
     last = free_at = size.load  # the clock of saves starts before the first step
     now = size.load + size.compile
     tally.billed += seconds
     tally.started += min(seconds, now)
     trained = kept = 0.0
-    saves: list[tuple[float, float]] = []  # when it is committed, how much training it holds
+    saves: list[tuple[float, float]] = []  # (time of the commit, seconds of training in it)
     stall = size.first_stall
     while now < seconds:
         due = min(seconds, max(now, last + clock.interval, free_at))
@@ -100,7 +100,7 @@ def attempt(seconds: float, clock: SaveClock, size: Size, tally: Tally, dies: bo
 
 
 def beat(number: int, started: float, ended: float) -> Heartbeat:
-    """What the ledger keeps of an attempt that died without a word."""
+    """The last heartbeat of an attempt that lost its machine without notice."""
     return Heartbeat("run", "train", number, "running", started, ended, price_per_hour=0.0)
 
 
@@ -112,7 +112,7 @@ def row(name: str, goodputs: dict[float | str, float]) -> str:
 
 
 def over_starts(trace: spot_traces.Trace, rule: float | str, size: Size, hours: float) -> float:
-    """Goodput of the first hours on a machine, of runs begun at many moments."""
+    """Goodput of the first `hours` on a machine, over runs that start at many points."""
     starts = trace.starts(STARTS, margin=trace.seconds / 2)
     tallies = [replay(trace.spells(start), rule, size, 3600 * hours) for start in starts]
     return sum(tally.kept for tally in tallies) / sum(tally.billed for tally in tallies)

@@ -1,11 +1,11 @@
-"""How long a killed run stands still: from the start of a process to its first resumed step, by phase.
+"""The downtime of a killed run: from the start of a process to its first resumed step, by phase.
 
-`python -m benchmarks.resumed_start FOLDER [RECIPE] [--kills N] [--gpus N] [--place FOLDER] [--set …]` trains on
-llm.c's shards in FOLDER with `python -m trainer`, kills all of it with SIGKILL once a commit is behind it, and starts
-the same command again. One line a life, in seconds: `imports` until the trainer's clock starts (the interpreter,
+`python -m benchmarks.resumed_start FOLDER [RECIPE] [--kills N] [--gpus N] [--place FOLDER] [--set …]` trains on llm.c's
+shards in FOLDER with `python -m trainer`. After a commit it kills all processes with SIGKILL and starts the same
+command again. It prints one line per start, in seconds: `imports` until the trainer's clock starts (the interpreter,
 torch, the process group), `setup` (the engine), `download` (finding, checking and loading the commit), `first step`
-(kernels, allocations, the step itself), and from the process's start to the end of that step. The first life draws its
-weights instead.
+(kernels, allocations, the step itself), and the total from the start of the process to the end of that step. The first
+start has no commit to load; it draws its weights.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from pipelines.recipe import load_recipe
 from pipelines.stages.train import kill_ranks
 
 PHASES = {"setup": "setup", "download": "download", "compile": "first step"}
-PATIENCE = 300.0  # seconds for a life
+LIMIT_SECONDS = 300.0  # for one start
 
 
-def live(config: Path, data: Path, out: Path, gpus: int, last: bool) -> dict[str, Any]:
-    """Start the trainer, note its first step, and kill it behind its next commit (or at once, if `last`)."""
+def start(config: Path, data: Path, out: Path, gpus: int, last: bool) -> dict[str, Any]:
+    """Start the trainer, read its first step, and kill it after its next commit (or at once, if `last`)."""
     events, commits = out / "events.jsonl", out / "run" / "checkpoints"
-    told = events.stat().st_size if events.exists() else 0
+    offset = events.stat().st_size if events.exists() else 0
     before = committed(commits)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
     command = [sys.executable, *torchrun, "-m", "trainer", str(config), "--data", str(data), "--out", str(out)]
@@ -37,26 +37,26 @@ def live(config: Path, data: Path, out: Path, gpus: int, last: bool) -> dict[str
     process = subprocess.Popen(command)
     found: dict[str, Any] = {}
     try:
-        while time.time() < started + PATIENCE:
+        while time.time() < started + LIMIT_SECONDS:
             if process.poll() is not None:
-                raise SystemExit(f"the trainer ended by itself, with exit code {process.returncode}")
+                raise SystemExit(f"the trainer ended by itself with exit code {process.returncode}")
             if not found and events.exists():
-                found = first_row(events, told)
+                found = first_row(events, offset)
             if found and (last or committed(commits) > before):
                 break
             time.sleep(0.05)
     finally:
         kill_ranks(process)
     if not found:
-        raise SystemExit(f"no step in {PATIENCE:.0f} s")
+        raise SystemExit(f"no step in {LIMIT_SECONDS:.0f} s")
     seconds = {name: found["phases"].get(phase, 0.0) for phase, name in PHASES.items()}
     whole = found["time"] - started
-    return {"step": found["step"], "imports": whole - sum(found["phases"].values()), **seconds, "in all": whole}
+    return {"step": found["step"], "imports": whole - sum(found["phases"].values()), **seconds, "total": whole}
 
 
-def first_row(events: Path, told: int) -> dict[str, Any]:
-    """The first step on record behind so many bytes; empty if there is none yet."""
-    lines = events.read_bytes()[told:].split(b"\n")[:-1]
+def first_row(events: Path, offset: int) -> dict[str, Any]:
+    """The first step in the file after `offset` bytes; empty if there is none yet."""
+    lines = events.read_bytes()[offset:].split(b"\n")[:-1]
     rows = (json.loads(line) for line in lines if b'"train/loss"' in line)
     return next(rows, {})
 
@@ -70,8 +70,8 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="llm.c's shards, train_*.bin and val_*.bin")
     parser.add_argument("recipe", nargs="?", default="gpt2-124m")
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--gpus", type=int, default=1, help="by torchrun, if several")
-    parser.add_argument("--place", type=Path, help="where to save to")
+    parser.add_argument("--gpus", type=int, default=1, help="more than one: by torchrun")
+    parser.add_argument("--place", type=Path, help="folder for the checkpoints")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
     options = parser.parse_args()
     fixed = ["train.val_every=null", "runtime.checkpoint_minutes=0.02"]
@@ -80,10 +80,10 @@ def main() -> None:
         config, out = Path(place, "config.yaml"), Path(place, "out")
         config.write_text(yaml.safe_dump(recipe.model_dump(include={"model", "train", "runtime"}, mode="json")))
         out.mkdir()
-        for life in range(options.kills + 1):
-            found = live(config, options.data.resolve(), out, options.gpus, last=life == options.kills)
+        for number in range(options.kills + 1):
+            found = start(config, options.data.resolve(), out, options.gpus, last=number == options.kills)
             shown = "  ".join(f"{name} {seconds:.2f}" for name, seconds in found.items() if name != "step")
-            print(f"{'first' if life == 0 else 'resumed'}, step {found['step']}: {shown}", flush=True)
+            print(f"{'first' if number == 0 else 'resumed'}, step {found['step']}: {shown}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A checkpoint's bytes on their way from memory to S3: our boto3 multipart against obstore's.
+"""Uploads of a checkpoint's bytes from memory to S3: our boto3 multipart upload against obstore's.
 
 `python -m benchmarks.upload s3://BUCKET/PREFIX [GIB] [REPEATS]` with the AWS_* environment of the server (a plain
 http endpoint) and `pip install obstore`, which the project itself does not need. The parts have the sizes of
-GPT-2 124M's tensors, 16 MiB a request, 4 requests at once. Every upload is a process of its own, alternating; printed
-are MB/s and the CPU seconds of that process per GiB: median [min … max].
+GPT-2 124M's tensors, 16 MiB a request, 4 requests at once. Each upload is a process of its own; the ways alternate. It
+prints MB/s and the CPU seconds of that process per GiB: median [min … max].
 """
 
 import os

@@ -372,8 +372,8 @@ def drill(
 ) -> None:
     """Kill a run again and again in every phase, and prove that nothing came of it: exit 0 only if so."""
     from pipelines.drill.drill import drill
-    from pipelines.drill.verdict import print_report
     from pipelines.show.console import TerminalScreen
+    from pipelines.show.drill import print_report
 
     done = drill(
         recipe, set_ or [], store_uri(store), kills, seed, kinds.split(",") if kinds else None, TerminalScreen().note

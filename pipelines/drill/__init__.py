@@ -1,1 +1,1 @@
-"""A run is struck again and again, and what it leaves is compared with what an undisturbed one leaves."""
+"""A drill injects faults into a run and compares its results with those of an undisturbed run."""

@@ -1,9 +1,8 @@
-"""`skytrain drill`: strike a run again and again while it works, and see whether anything came of it.
+"""`skytrain drill`: inject faults into a run while it works, and check that its results stay the same.
 
-A recipe runs twice, each time as the command that a user gives: once undisturbed, once under blows drawn
-from a seed. A blow has a kind and a place, which is a `moment` in the code: the first process that gets there
-stops and waits to be struck, so a blow falls between receipts and commit when it says so. At the end, what
-both runs have left is compared (verdict.py).
+A recipe runs twice, both times by the command of a user: once undisturbed, once with faults drawn from a seed. A fault
+has a kind and a failpoint in the code. The first process that reaches the failpoint waits there for the fault, so the
+drill can inject it, for example, exactly between receipts and commit. At the end, verdict.py compares the results.
 """
 
 import os
@@ -17,15 +16,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipelines.artifacts.manifest import find
 from pipelines.artifacts.store import open_store
-from pipelines.drill.command import Command, Standing
+from pipelines.drill.command import Command, TrainingProgress
 from pipelines.drill.faults import (
     AT_THE_START,
     KINDS,
-    Blow,
+    Fault,
     chosen,
     other_processes,
     s3_endpoint,
@@ -41,28 +39,28 @@ from pipelines.tracking.ledger import SILENT_SECONDS, attempts, latest_number
 from trainer.store import Store
 
 POLL_SECONDS = 0.03
-STOP_SECONDS = 120.0  # what a command may take to end that was asked to stop; it has promised 30 to its ranks
+STOP_SECONDS = 120.0  # limit for a command that was asked to stop; it gives its ranks 30
 TAKEOVER_SECONDS = SILENT_SECONDS + 100
 OUTAGE_SECONDS = (1.0, 6.0)
-# What a command gets that is part of a drill: no cloud's notices, and no proxy before what is on this machine.
+# The environment of a drill's commands: no cloud notices, and no HTTP proxy for this machine's own servers.
 ALONE = {"SKYTRAIN_NOTICE": "off", "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
 
 
 @dataclass
 class Drill:
-    """The disturbed run: the command that works on it now, and what has befallen it so far."""
+    """A run under faults: its current command, and all commands so far."""
 
     recipe: Recipe
     words: Sequence[str]  # RECIPE and --set
     store: Store
-    folder: Path  # homes, logs, moments
-    blows: list[Blow]
+    folder: Path  # homes, logs, failpoints
+    faults: list[Fault]
     rng: random.Random
     environment: dict[str, str]
     processes: int
     proxy: Proxy | None = None
     mlflow: MlflowServer | None = None
-    say: Callable[[Blow], None] = lambda blow: None
+    report: Callable[[Fault], None] = lambda fault: None
     machine: int = 1
     command: Command | None = None
     commands: list[Command] = field(default_factory=list)
@@ -72,7 +70,7 @@ class Drill:
         self.prefix = {stage: plan.prefix for stage, plan in self.plans.items()}
 
     def start(self) -> Command:
-        """Give the command (again), on the machine where the run is now."""
+        """Start the command (again) on the current machine."""
         words = [*self.words, "--store", self.store.uri, "--set", f"runtime.processes={self.processes}"]
         environment = self.environment | {"SKYTRAIN_DRILL_MACHINE": f"drill-{self.machine}"}
         home, folder = self.folder / f"home-{self.machine}", self.folder / f"command-{len(self.commands):03d}"
@@ -81,102 +79,104 @@ class Drill:
         return self.command
 
     def run(self) -> None:
-        """All blows, then to the end."""
-        for number, blow in enumerate(self.blows):
+        """Inject all faults, then let the run finish."""
+        for number, fault in enumerate(self.faults):
             fresh = self.command is None
             command = self.command or self.start()
-            if blow.place not in command.armed:
-                self.aim(blow, fresh)
-            if not self.wait_for(blow, command):
-                blow.fault = "the run was over before it could fall"
+            if fault.failpoint not in command.armed:
+                self.adjust(fault, fresh)
+            if not self.wait_for(fault, command):
+                fault.violation = "the run ended before the drill could inject it"
                 continue
-            self.strike(blow, command, following=self.blows[number + 1 :])
-            self.say(blow)
+            self.inject(fault, command, following=self.faults[number + 1 :])
+            self.report(fault)
         self.finish()
 
-    def aim(self, blow: Blow, fresh: bool) -> None:
-        """Change a blow that could not fall as things are."""
-        if blow.place in AT_THE_START and not fresh:
-            blow.place = "mid-step"
-        if blow.place == "download" and not self.commits():
-            blow.place = "first-step"
+    def adjust(self, fault: Fault, fresh: bool) -> None:
+        """Change a fault that is not possible at this point of the run."""
+        if fault.failpoint in AT_THE_START and not fresh:
+            fault.failpoint = "mid-step"
+        if fault.failpoint == "download" and not self.commits():
+            fault.failpoint = "first-step"
 
-    def expect(self, following: Sequence[Blow], command: Command, fresh: bool) -> None:
-        """Arm the next blow while this one falls: meanwhile a small run could come to its end."""
-        for blow in following[:1]:
-            self.aim(blow, fresh)
-            command.arm(blow.place)
+    def arm_next(self, following: Sequence[Fault], command: Command, fresh: bool) -> None:
+        """Arm the next fault during this one; otherwise a small run could end in between."""
+        for fault in following[:1]:
+            self.adjust(fault, fresh)
+            command.arm(fault.failpoint)
 
-    def wait_for(self, blow: Blow, command: Command) -> bool:
-        """Until a process waits where the blow falls; False if none ever will."""
-        while not command.waits_at(blow.place):
-            standing = self.observe()
-            if self.finished(blow.stage) and not command.waits_at(blow.place):  # its stage was over sooner
-                if blow.stage == STAGES[-1]:
+    def wait_for(self, fault: Fault, command: Command) -> bool:
+        """Wait until a process waits at the failpoint; False if none can reach it any more."""
+        while not command.waits_at(fault.failpoint):
+            progress = self.observe()
+            if self.finished(fault.stage) and not command.waits_at(fault.failpoint):  # its stage has ended
+                if fault.stage == STAGES[-1]:
                     return False
-                command.disarm(blow.place)
-                blow.stage = STAGES[STAGES.index(blow.stage) + 1]
-                blow.place, blow.step = f"manifest-{blow.stage}", 0
-                blow.kind = blow.kind if blow.stage in KINDS[blow.kind] else "kill"
-            steps = standing.step if standing and standing.step else 0
-            if steps >= blow.step or blow.place in AT_THE_START or blow.place.startswith("manifest-"):
-                command.arm(blow.place)
-            self.must_live(command)
+                command.disarm(fault.failpoint)
+                fault.stage = STAGES[STAGES.index(fault.stage) + 1]
+                fault.failpoint, fault.step = f"manifest-{fault.stage}", 0
+                fault.kind = fault.kind if fault.stage in KINDS[fault.kind] else "kill"
+            steps = progress.step if progress and progress.step else 0
+            if steps >= fault.step or fault.failpoint in AT_THE_START or fault.failpoint.startswith("manifest-"):
+                command.arm(fault.failpoint)
+            self.check_alive(command)
             time.sleep(POLL_SECONDS)
         return True
 
-    def must_live(self, command: Command) -> None:
+    def check_alive(self, command: Command) -> None:
         if command.process.poll():
-            raise RuntimeError(f"a command ended by itself with {command.process.returncode}:\n{command.told()}")
+            raise RuntimeError(
+                f"a command ended by itself with exit code {command.process.returncode}:\n{command.log_tail()}"
+            )
 
-    def observe(self) -> Standing | None:
-        """How far training is, and what that says about the blows that it has overcome."""
-        standing = Standing.of(self.command.home) if self.command else None
-        for blow in self.blows if standing else ():
-            if standing and blow.fell and blow.stage == "train":
-                later = standing.attempt > blow.attempt
-                if later and blow.redone is None and standing.resumed_from is not None:
-                    blow.redone = max(0, (blow.at_step or 0) - standing.resumed_from)
-                    if blow.kind == "term" and blow.redone and standing.attempt == blow.attempt + 1:
-                        blow.fault = f"{blow.redone} steps were redone after an announced stop"
-                if blow.seconds is None and standing.time > blow.fell and (later or not blow.interrupted):
-                    blow.seconds = standing.time - blow.fell
-        return standing
+    def observe(self) -> TrainingProgress | None:
+        """The progress of training. Fills in the cost of the faults that the run has recovered from."""
+        progress = TrainingProgress.of(self.command.home) if self.command else None
+        for fault in self.faults if progress else ():
+            if progress and fault.injected_at and fault.stage == "train":
+                later = progress.attempt > fault.attempt
+                if later and fault.redone is None and progress.resumed_from is not None:
+                    fault.redone = max(0, (fault.at_step or 0) - progress.resumed_from)
+                    if fault.kind == "term" and fault.redone and progress.attempt == fault.attempt + 1:
+                        fault.violation = f"{fault.redone} steps were redone after an announced stop"
+                if fault.seconds is None and progress.time > fault.injected_at and (later or not fault.interrupted):
+                    fault.seconds = progress.time - fault.injected_at
+        return progress
 
-    def strike(self, blow: Blow, command: Command, following: Sequence[Blow]) -> None:
-        """Let the blow fall on the command, which waits for it."""
-        blow.attempt = latest_number(self.store, self.prefix[blow.stage])
-        if blow.kind == "corrupt" and not self.commits():
-            blow.kind = "kill"  # there is nothing to damage yet
-        if blow.kind in ("cut", "mlflow"):
-            self.outage(blow, command, following)
-        elif blow.kind == "rival":
-            self.rival(blow, command, following)
+    def inject(self, fault: Fault, command: Command, following: Sequence[Fault]) -> None:
+        """Inject the fault into the command, which waits for it."""
+        fault.attempt = latest_number(self.store, self.prefix[fault.stage])
+        if fault.kind == "corrupt" and not self.commits():
+            fault.kind = "kill"  # no commit to damage yet
+        if fault.kind in ("cut", "mlflow"):
+            self.outage(fault, command, following)
+        elif fault.kind == "rival":
+            self.rival(fault, command, following)
         else:
-            self.end(blow, command)
-        blow.interrupted = blow.kind == "rival" or (self.command is None and not self.finished(blow.stage))
+            self.end(fault, command)
+        fault.interrupted = fault.kind == "rival" or (self.command is None and not self.finished(fault.stage))
 
-    def note_steps(self, blow: Blow, command: Command) -> None:
-        """How many steps were done when it fell."""
-        standing = Standing.of(command.home) if blow.stage == "train" else None
-        if standing and standing.attempt == blow.attempt:
-            blow.at_step = standing.step
+    def record_steps(self, fault: Fault, command: Command) -> None:
+        """Record the step of the injection."""
+        progress = TrainingProgress.of(command.home) if fault.stage == "train" else None
+        if progress and progress.attempt == fault.attempt:
+            fault.at_step = progress.step
 
-    def end(self, blow: Blow, command: Command) -> None:
-        """kill, term, corrupt, world: the command ends, and is to be given again."""
-        if blow.kind == "term":
+    def end(self, fault: Fault, command: Command) -> None:
+        """kill, term, corrupt, world: the command ends, and the next fault starts it again."""
+        if fault.kind == "term":
             command.process.terminate()
-            command.release(blow.place)
+            command.release(fault.failpoint)
             code = command.wait(STOP_SECONDS)
             if code != 75:
-                blow.fault = f"it ended with {code} where 75 was promised"
+                fault.violation = f"exit code {code} instead of 75"
         else:
             command.kill()
-        self.note_steps(blow, command)
-        blow.fell, self.command = time.time(), None
-        if blow.kind == "corrupt":
+        self.record_steps(fault, command)
+        fault.injected_at, self.command = time.time(), None
+        if fault.kind == "corrupt":
             self.corrupt()
-        elif blow.kind == "world":
+        elif fault.kind == "world":
             self.processes = other_processes(self.processes)
 
     def corrupt(self) -> None:
@@ -187,64 +187,66 @@ class Drill:
         body[self.rng.randrange(len(body))] ^= 1
         self.store.put(key, bytes(body))
 
-    def outage(self, blow: Blow, command: Command, following: Sequence[Blow]) -> None:
-        """cut, mlflow: what the run needs is away for some seconds; it has to go on by itself."""
-        self.note_steps(blow, command)
+    def outage(self, fault: Fault, command: Command, following: Sequence[Fault]) -> None:
+        """cut, mlflow: a server is away for some seconds. The run has to continue by itself."""
+        self.record_steps(fault, command)
         seconds = self.rng.uniform(*OUTAGE_SECONDS)
         stop: Callable[[], None]
         start: Callable[[], None]
-        if blow.kind == "cut":
+        if fault.kind == "cut":
             assert self.proxy
             stop, start = partial(self.proxy.cut, silent=self.rng.random() < 0.5), self.proxy.restore
         else:
             assert self.mlflow
             stop, start = self.mlflow.stop, self.mlflow.start
-        self.expect(following, command, fresh=False)  # stopping a server takes seconds, and one thread alone waits
+        self.arm_next(following, command, fresh=False)  # stopping a server takes seconds, and only one thread waits
         stop()
-        blow.fell = time.time()
-        command.release(blow.place)
-        self.expect(following, command, fresh=False)  # once more: it may fall at this very place
-        while time.time() < blow.fell + seconds:
+        fault.injected_at = time.time()
+        command.release(fault.failpoint)
+        self.arm_next(following, command, fresh=False)  # again: the next fault may have the same failpoint
+        while time.time() < fault.injected_at + seconds:
             self.observe()
             time.sleep(POLL_SECONDS)
         start()
 
-    def rival(self, blow: Blow, first: Command, following: Sequence[Blow]) -> None:
-        """Freeze the run until another machine takes it for dead; it has to notice when it wakes."""
-        prefix, mine = self.prefix[blow.stage], f"-a{blow.attempt:04d}/COMMIT.json"
+    def rival(self, fault: Fault, first: Command, following: Sequence[Fault]) -> None:
+        """Freeze the run until another machine takes over. The run has to notice that when it wakes."""
+        prefix, mine = self.prefix[fault.stage], f"-a{fault.attempt:04d}/COMMIT.json"
         first.freeze()
-        self.note_steps(blow, first)
-        blow.fell = time.time()
+        self.record_steps(fault, first)
+        fault.injected_at = time.time()
         self.machine += 1
         second = self.start()
-        self.expect(following, second, fresh=True)
+        self.arm_next(following, second, fresh=True)
 
         def taken_over() -> bool:
-            self.must_live(second)
-            return latest_number(self.store, prefix) > blow.attempt
+            self.check_alive(second)
+            return latest_number(self.store, prefix) > fault.attempt
 
         wait_until(taken_over, "the takeover by another machine", TAKEOVER_SECONDS)
         before = {key for key in self.commits() if key.endswith(mine)}
         first.thaw()
-        first.release(blow.place)
+        first.release(fault.failpoint)
 
         def noticed() -> bool:
             states = {beat.attempt: beat.state for beat in attempts(self.store, prefix)}
-            return states[blow.attempt] == "stale" or first.process.poll() is not None
+            return states[fault.attempt] == "stale" or first.process.poll() is not None
 
-        wait_until(noticed, "the end of an attempt that is stale", STOP_SECONDS)
+        wait_until(noticed, "the end of a stale attempt", STOP_SECONDS)
         if first.process.poll() is None:
-            first.process.terminate()  # it would wait for the other one, and go on with it
+            first.process.terminate()  # it would wait for the other attempt, then continue from it
         code = first.wait(STOP_SECONDS)
-        stale = next(beat for beat in attempts(self.store, prefix) if beat.attempt == blow.attempt)
-        # -SIGTERM: it was leaving already, and Python's shutdown no longer hears signals.
+        stale = next(beat for beat in attempts(self.store, prefix) if beat.attempt == fault.attempt)
+        # -SIGTERM: it was ending already, and Python's shutdown no longer handles signals.
         if stale.state != "stale" or code not in (0, 75, -signal.SIGTERM):
-            blow.fault = f"the first ended with {code} and state '{stale.state}' after it was taken over"
+            fault.violation = (
+                f"the first command ended with exit code {code} and state '{stale.state}' after the takeover"
+            )
         elif {key for key in self.commits() if key.endswith(mine)} - before:
-            blow.fault = "the first has committed after it was taken over"
+            fault.violation = "the first command committed after the takeover"
 
     def finish(self) -> None:
-        """To the end of the run; then once more, which has nothing to do but to tell MLflow what it missed."""
+        """Let the run finish. With MLflow, run it once more: that ships the records that MLflow missed."""
         for _ in range(2 if self.mlflow else 1):
             command = self.command or self.start()
             if self.mlflow:
@@ -253,11 +255,11 @@ class Drill:
                 self.observe()
                 time.sleep(POLL_SECONDS)
             command.wait(STOP_SECONDS)
-            self.must_live(command)
+            self.check_alive(command)
             self.command = None
 
     def commits(self) -> list[str]:
-        """The committed checkpoints' markers, oldest step first."""
+        """Keys of the committed checkpoints' COMMIT.json, oldest step first."""
         keys = (entry.key for entry in self.store.entries(f"{self.prefix['train']}/checkpoints/"))
         return sorted(key for key in keys if key.endswith("/COMMIT.json"))
 
@@ -274,31 +276,47 @@ def drill(
     kinds: Sequence[str] | None,
     note: Callable[[str], None],
 ) -> Report:
-    """Run a recipe undisturbed and under `kills` blows, in a folder of the store that goes again if all is well.
+    """Run a recipe undisturbed and with `kills` faults, in a folder of the store; remove it after success.
 
-    `kinds` are those of KINDS to draw from, by default all that mean something here. UserError if one doesn't.
+    `kinds` are the kinds to draw from, by default all that are possible here. UserError for any other.
     """
     began, recipe = time.monotonic(), load_recipe(name, changes)
     processes = processes_on_this_node(recipe.runtime)
     left_out = unavailable(store_uri, recipe, processes)
-    blows = schedule(kills, seed, chosen(kinds, left_out), recipe.train.max_steps)
-    place = f"{store_uri.rstrip('/')}/drill-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    faults = schedule(kills, seed, chosen(kinds, left_out), recipe.train.max_steps)
+    location = f"{store_uri.rstrip('/')}/drill-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="skytrain-drill-"))
     words = [name, *(word for change in changes for word in ("--set", change))]
-    note(f"the same run undisturbed, and under {kills} blows drawn from seed {seed}")
-    note(f"in {place}, logs in {folder}")
+    note(f"the same run twice: undisturbed, and with {kills} faults drawn from seed {seed}")
+    note(f"in {location}, logs in {folder}")
     for kind in KINDS:
         if kind in left_out and kinds is None:
             note(f"without {kind}: {left_out[kind]}")
 
-    def say(blow: Blow) -> None:
-        at = f", step {blow.at_step}" if blow.at_step is not None else ""
-        note(f"  {blow.kind:8} at {blow.place} (attempt {blow.attempt} of {blow.stage}{at})")
+    def report_fault(fault: Fault) -> None:
+        at = f", step {fault.at_step}" if fault.at_step is not None else ""
+        note(f"  {fault.kind:8} at {fault.failpoint} (attempt {fault.attempt} of {fault.stage}{at})")
 
-    def run(which: str, blows: list[Blow], environment: dict[str, str], **servers: Any) -> Drill:
-        store = open_store(f"{place}/{which}")
+    def run(
+        which: str,
+        faults: list[Fault],
+        environment: dict[str, str],
+        proxy: Proxy | None = None,
+        mlflow: MlflowServer | None = None,
+    ) -> Drill:
+        store = open_store(f"{location}/{which}")
         made = Drill(
-            recipe, words, store, folder / which, blows, random.Random(seed), environment, processes, **servers
+            recipe,
+            words,
+            store,
+            folder / which,
+            faults,
+            random.Random(seed),
+            environment,
+            processes,
+            proxy,
+            mlflow,
+            report_fault,
         )
         try:
             made.run()
@@ -307,7 +325,7 @@ def drill(
                 command.kill()
         return made
 
-    calm = run("undisturbed", [], ALONE | {"SKYTRAIN_TRACKING": "off"})
+    undisturbed = run("undisturbed", [], ALONE | {"SKYTRAIN_TRACKING": "off"})
     with ExitStack() as stack:
         proxy = None if "cut" in left_out else stack.enter_context(Proxy(s3_endpoint()))
         server = None if "mlflow" in left_out else stack.enter_context(MlflowServer(folder / "mlflow"))
@@ -316,18 +334,19 @@ def drill(
             environment = ALONE | {"MLFLOW_TRACKING_URI": server.uri}
         if proxy:
             environment |= {"AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ENDPOINT_URL_S3": proxy.endpoint}
-        struck = run("disturbed", blows, environment, proxy=proxy, mlflow=server, say=say)
-        told = points_of(server.uri, run_name(struck.plans)) if server else None
-    lives = [command.life for command in struck.commands if command.life]
-    ends = [outcome(each.store, run_name(each.plans)) for each in (calm, struck)]
-    for blow in (b for b in blows if b.fell and b.seconds is None):  # where no step tells: until the next attempt
-        later = [b.started for b in ends[1].beats[blow.stage] if b.attempt > blow.attempt]
-        blow.seconds = max(0.0, later[0] - (blow.fell or 0)) if later else None
-    judged = verdicts(ends[0], ends[1], blows, lives, told)
-    report = Report(name, seed, place, blows, judged, left_out, time.monotonic() - began)
+        disturbed = run("disturbed", faults, environment, proxy, server)
+        points = points_of(server.uri, run_name(disturbed.plans)) if server else None
+    command_runs = [command.finished_run for command in disturbed.commands if command.finished_run]
+    ends = [outcome(each.store, run_name(each.plans)) for each in (undisturbed, disturbed)]
+    # No step followed in the same attempt: count until the start of the next attempt.
+    for fault in (b for b in faults if b.injected_at and b.seconds is None):
+        later = [b.started for b in ends[1].beats[fault.stage] if b.attempt > fault.attempt]
+        fault.seconds = max(0.0, later[0] - (fault.injected_at or 0)) if later else None
+    judged = verdicts(ends[0], ends[1], faults, command_runs, points)
+    report = Report(name, seed, location, faults, judged, left_out, time.monotonic() - began)
     if report.passed:
         shutil.rmtree(folder)
-        for each in (calm, struck):
+        for each in (undisturbed, disturbed):
             for entry in each.store.entries(""):
                 each.store.delete(entry.key)
     return report

@@ -1,4 +1,4 @@
-"""The blows of a drill: of which kind, in which moment of a run, and which of them mean something here."""
+"""The faults of a drill: their kinds, their failpoints, and the kinds that are possible on this machine."""
 
 import os
 import random
@@ -11,8 +11,8 @@ from pipelines.tracking.mlflow.tracker import tracking_is_off
 from trainer.config import grad_accum_steps
 from trainer.errors import UserError
 
-# Where blows fall, and the stage that each place belongs to.
-PLACES = {
+# The failpoints of a drill, and the stage of each.
+FAILPOINTS = {
     "tokenize": "tokenize",
     "manifest-tokenize": "tokenize",
     **dict.fromkeys(("first-step", "mid-step", "copy", "upload", "uploaded", "receipts", "committed"), "train"),
@@ -23,11 +23,11 @@ PLACES = {
     "export": "export",
     "manifest-export": "export",
 }
-AT_THE_START = ("first-step", "download")  # of an attempt: a run that is under way does not pass them any more
-OUTAGES = ("cut", "mlflow")  # the run goes on by itself, and past the place
-LATEST_STEP = 0.8  # of all steps, so that those behind it are enough to reach any place
+AT_THE_START = ("first-step", "download")  # of an attempt: a run passes them once, before its other steps
+OUTAGES = ("cut", "mlflow")  # the run continues by itself, past the failpoint
+LATEST_STEP = 0.8  # of all steps: the steps after it are enough to reach any failpoint
 
-# Kinds, and the stages in which they mean something. An export that was asked to stop may just finish.
+# The kinds, and the stages where each has an effect. An export that was asked to stop may simply finish.
 KINDS = {
     "kill": STAGES,
     "term": ("tokenize", "train", "evaluate"),
@@ -40,77 +40,81 @@ KINDS = {
 
 
 @dataclass
-class Blow:
-    """A blow as it is planned, and then what came of it."""
+class Fault:
+    """A planned fault, and its result."""
 
     kind: str
-    place: str  # the moment in which it falls
+    failpoint: str
     stage: str
-    step: int = 0  # of training: it does not fall before so many steps are done
-    fell: float | None = None  # unix seconds: when the run was dead, or the outage began
+    step: int = 0  # of training: no injection before this step
+    injected_at: float | None = None  # unix seconds: the run was dead, or the outage began
     attempt: int = 0
     at_step: int | None = None  # of training
-    interrupted: bool = False  # the stage has to be attempted once more
+    interrupted: bool = False  # the stage needs another attempt
     redone: int | None = None  # steps of training done twice
-    seconds: float | None = None  # until work went on
-    fault: str | None = None  # a promise that was broken at once
+    seconds: float | None = None  # until work resumed
+    violation: str | None = None  # a promise that the run broke
 
 
-def schedule(kills: int, seed: int, kinds: Sequence[str], max_steps: int) -> list[Blow]:
-    """`kills` blows in the order in which they will fall. Every kind and every place comes before one comes twice."""
+def schedule(kills: int, seed: int, kinds: Sequence[str], max_steps: int) -> list[Fault]:
+    """`kills` faults, in the order of their injection. No kind and no failpoint repeats before all others were used."""
     rng = random.Random(seed)
 
     def shuffled(items: Sequence[str]) -> list[str]:
         return rng.sample(list(items), len(items))
 
-    blows: list[Blow] = []
-    places, deck = shuffled(list(PLACES)), shuffled(kinds)
+    faults: list[Fault] = []
+    failpoints, deck = shuffled(list(FAILPOINTS)), shuffled(kinds)
     for _ in range(kills):
         kind = deck.pop()
         deck = deck or shuffled(kinds)
-        if not any(PLACES[place] in KINDS[kind] for place in places):
-            places += shuffled(list(PLACES))
-        place = next(place for place in places if PLACES[place] in KINDS[kind])
-        places.remove(place)
-        if kind in OUTAGES and passed_once(place) and any(b.place == place and b.kind in OUTAGES for b in blows):
-            kind = "kill"  # a second outage would find nobody there
-        steps = rng.randrange(max(1, int(LATEST_STEP * max_steps))) if PLACES[place] == "train" else 0
-        blows.append(Blow(kind, place, PLACES[place], steps))
-    return sorted(blows, key=falls)
+        if not any(FAILPOINTS[failpoint] in KINDS[kind] for failpoint in failpoints):
+            failpoints += shuffled(list(FAILPOINTS))
+        failpoint = next(failpoint for failpoint in failpoints if FAILPOINTS[failpoint] in KINDS[kind])
+        failpoints.remove(failpoint)
+        if (
+            kind in OUTAGES
+            and reached_once(failpoint)
+            and any(b.failpoint == failpoint and b.kind in OUTAGES for b in faults)
+        ):
+            kind = "kill"  # an attempt passes here once: a second outage would wait forever
+        steps = rng.randrange(max(1, int(LATEST_STEP * max_steps))) if FAILPOINTS[failpoint] == "train" else 0
+        faults.append(Fault(kind, failpoint, FAILPOINTS[failpoint], steps))
+    return sorted(faults, key=injection_order)
 
 
-def falls(blow: Blow) -> tuple[int, bool, bool, int]:
-    """The order in which blows can fall: where an attempt comes by once, those behind an outage would miss it."""
-    at_its_end = blow.place.startswith("manifest-")
-    return STAGES.index(blow.stage), at_its_end, passed_once(blow.place) and blow.kind in OUTAGES, blow.step
+def injection_order(fault: Fault) -> tuple[int, bool, bool, int]:
+    """The order of injection. An outage lets the run pass: at a failpoint that is passed once, it comes last."""
+    at_its_end = fault.failpoint.startswith("manifest-")
+    return STAGES.index(fault.stage), at_its_end, reached_once(fault.failpoint) and fault.kind in OUTAGES, fault.step
 
 
-def passed_once(place: str) -> bool:
-    """Whether an attempt comes by a place a single time; it comes by most of training's with every step or save."""
-    return PLACES[place] != "train" or place.startswith("manifest-")
+def reached_once(failpoint: str) -> bool:
+    """True if an attempt passes the failpoint once. Most failpoints of training occur in every step or save."""
+    return FAILPOINTS[failpoint] != "train" or failpoint.startswith("manifest-")
 
 
 def chosen(kinds: Sequence[str] | None, left_out: dict[str, str]) -> list[str]:
-    """The kinds to draw from. UserError for one that there isn't, or not here."""
+    """The kinds to draw from. UserError for an unknown kind, or one that is not possible here."""
     for kind in kinds or ():
         if kind not in KINDS:
-            raise UserError(f"--kinds {kind}: unknown; there are {', '.join(KINDS)}")
+            raise UserError(f"--kinds {kind}: unknown kind; choose from {', '.join(KINDS)}")
         if kind in left_out:
-            raise UserError(f"--kinds {kind}: not here: {left_out[kind]}")
+            raise UserError(f"--kinds {kind}: not possible here: {left_out[kind]}")
     return list(kinds or (kind for kind in KINDS if kind not in left_out))
 
 
 def unavailable(store_uri: str, recipe: Recipe, processes: int) -> dict[str, str]:
-    """The kinds of blows that can't fall here, and why."""
+    """The kinds of faults that are not possible here, each with the reason."""
     import torch
 
     from trainer.parallel import device_kind
 
     reasons = {}
     if not store_uri.startswith("s3://"):
-        reasons["cut"] = "the store is no S3 bucket"
+        reasons["cut"] = "the store is not an S3 bucket"
     elif not s3_endpoint().startswith("http://"):
-        reasons["cut"] = "only the way to a plain http endpoint (AWS_ENDPOINT_URL) can be cut from here"
+        reasons["cut"] = "a drill can cut only the connection to a plain http endpoint (AWS_ENDPOINT_URL)"
     if tracking_is_off():
         reasons["mlflow"] = "tracking is off (SKYTRAIN_TRACKING)"
     try:
@@ -118,7 +122,7 @@ def unavailable(store_uri: str, recipe: Recipe, processes: int) -> dict[str, str
     except UserError as error:
         reasons["world"] = str(error)
     if device_kind(recipe.runtime) == "cuda" and torch.cuda.device_count() < 2:
-        reasons["world"] = "there is one GPU"
+        reasons["world"] = "the machine has one GPU"
     return reasons
 
 

@@ -1,4 +1,4 @@
-"""What a drill takes away for a while, and gives back: the way to S3, and a real MLflow server."""
+"""The outages of a drill: a proxy that cuts the connection to S3, and a real MLflow server that stops and starts."""
 
 import os
 import signal
@@ -22,10 +22,10 @@ MLFLOW_END_SECONDS = 10.0
 
 
 class Proxy:
-    """A TCP proxy on loopback before an http endpoint. What it carries it doesn't understand, nor need to.
+    """A TCP proxy on loopback in front of an http endpoint; it does not parse the traffic. A context manager.
 
-    Use as a context manager. `cut` ends all connections: with `silent` what is sent then goes nowhere, as
-    behind a firewall that drops packets; otherwise every new connection is reset. `restore` ends that.
+    `cut` starts an outage. With `silent`, the proxy swallows all data, like a firewall that drops packets; otherwise it
+    resets all connections, new ones too. `restore` ends the outage.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -53,7 +53,7 @@ class Proxy:
             self._reset_all()
 
     def restore(self) -> None:
-        """Let through what comes now. A request that went nowhere would wait its minute for an answer: reset it."""
+        """Forward new connections. Reset the open ones: a swallowed request would wait a minute for its answer."""
         self._away = None
         self._reset_all()
 
@@ -85,7 +85,7 @@ class Proxy:
             while data := source.recv(1 << 16):
                 if self._away is None:
                     target.sendall(data)
-        if self._away is None and source in self._open:  # else it was reset, or its end goes nowhere
+        if self._away is None and source in self._open:  # otherwise it was reset, or the outage swallows its end
             for end in (source, target):
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
@@ -98,7 +98,7 @@ class Proxy:
 
 
 def reset(connection: socket.socket) -> None:
-    """Close a connection so that the other side gets a reset instead of an end."""
+    """Close a connection with a reset (RST) instead of an end (FIN)."""
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RD)  # wakes a thread that reads from it
@@ -106,7 +106,7 @@ def reset(connection: socket.socket) -> None:
 
 
 class MlflowServer:
-    """MLflow's own server on SQLite in `folder`, which keeps what it knew over a stop. A context manager."""
+    """MLflow's own server on SQLite in `folder`. Its data survives a stop. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -125,7 +125,7 @@ class MlflowServer:
         self.stop()
 
     def start(self) -> None:
-        """Start it; it answers some seconds later."""
+        """Start the server; it answers some seconds later."""
         command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(self._port)]
         command += ["--backend-store-uri", f"sqlite:///{self.folder}/server.db", "--workers", "1"]
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
@@ -144,7 +144,7 @@ class MlflowServer:
             )
 
     def stop(self) -> None:
-        """End it and its workers: SIGTERM, and after a while SIGKILL."""
+        """End the server and its workers: SIGTERM, then SIGKILL."""
         if self._process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -167,9 +167,9 @@ class MlflowServer:
 
 
 def wait_until(condition: Callable[[], object], what: str, limit_seconds: float) -> None:
-    """Ask ten times a second; TimeoutError names `what` if it never came."""
+    """Check ten times a second; TimeoutError with `what` after the limit."""
     deadline = time.monotonic() + limit_seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not there after {limit_seconds:g} s")
+            raise TimeoutError(f"{what}: not reached within {limit_seconds:g} s")
         time.sleep(0.1)

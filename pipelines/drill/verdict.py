@@ -1,7 +1,7 @@
-"""Whether anything came of the blows: an undisturbed run and a disturbed one, compared.
+"""The comparison of an undisturbed run and a disturbed one.
 
-Everything is judged from what lies in the two stores (and in MLflow), by functions that touch nothing: a
-drill that could not fail would prove nothing, so each of them is tested with an outcome that was doctored.
+Pure functions judge the content of the two stores (and of MLflow). A drill that cannot fail proves nothing, so
+the tests give each function a falsified outcome.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipelines.drill.faults import Blow
+from pipelines.drill.faults import Fault
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import read_run
@@ -18,16 +18,16 @@ from trainer.store import Store
 
 SERIES = ("train/loss", "train/lr", "train/grad_norm", "val/loss")
 DIGEST = "data/digest"
-# Sums in another order differ in the last of float32's 7 digits, and training widens that.
+# Another order of summation changes the last of float32's 7 digits, and training amplifies the difference.
 WORLD_TOLERANCE = 1e-2
-SLOW_SECONDS = 5.0  # that a heartbeat may take on its way from a busy machine
+SLOW_SECONDS = 5.0  # delay of a heartbeat from a busy machine
 
 Points = dict[str, list[tuple[int, float]]]  # (step, value) in order of steps, by metric
 
 
 @dataclass(frozen=True)
-class Life:
-    """A command of the disturbed run by the drill's own stopwatch: unix seconds."""
+class CommandRun:
+    """The lifetime of a command of the disturbed run, by the drill's own clock: unix seconds."""
 
     pid: int
     began: float
@@ -37,14 +37,14 @@ class Life:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run has left."""
+    """The results of a finished run."""
 
     rows: tuple[dict[str, Any], ...]
-    files: dict[str, dict[str, str]]  # sha256 by name, by stage; without the series, which holds times
+    files: dict[str, dict[str, str]]  # sha256 by stage and name; without the series, which contains times
     val_loss: float
     beats: dict[str, list[Heartbeat]]  # attempts by stage
-    attempts: int  # as the report says
-    billed_hours: float  # as the report says
+    attempts: int  # by the report
+    billed_hours: float  # by the report
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Verdict:
 
 
 def outcome(store: Store, run: str) -> Outcome:
-    """Read what `run` has left in a store."""
+    """Read the results of `run` from a store."""
     finished = read_run(store, run)
     summary, made = finished.summary, finished.intact_manifests
     files = {
@@ -76,40 +76,48 @@ def outcome(store: Store, run: str) -> Outcome:
 
 
 def verdicts(
-    calm: Outcome, struck: Outcome, blows: Sequence[Blow], lives: Sequence[Life], mlflow: Points | None
+    undisturbed: Outcome,
+    disturbed: Outcome,
+    faults: Sequence[Fault],
+    command_runs: Sequence[CommandRun],
+    mlflow: Points | None,
 ) -> list[Verdict]:
-    """All that has to be equal. `mlflow` is what MLflow was told of the disturbed run, None if nothing was."""
-    exact = not any(blow.kind == "world" and blow.fell for blow in blows)
+    """All comparisons. `mlflow` holds the points of the disturbed run in MLflow; None if tracking is off."""
+    exact = not any(fault.kind == "world" and fault.injected_at for fault in faults)
     return [
-        _blows(blows),
-        _series(calm, struck, (DIGEST,), "data digests", exact=True),
-        _series(calm, struck, SERIES, "losses, rates, gradient norms", exact),
-        _weights(calm, struck, exact),
-        _artifacts(calm, struck, exact),
-        _mlflow(struck, mlflow, exact),
-        _attempts(struck, blows),
-        _hours(struck, lives, outages=any(blow.kind == "cut" for blow in blows)),
+        _faults(faults),
+        _series(undisturbed, disturbed, (DIGEST,), "data digests", exact=True),
+        _series(undisturbed, disturbed, SERIES, "losses, rates, gradient norms", exact),
+        _weights(undisturbed, disturbed, exact),
+        _artifacts(undisturbed, disturbed, exact),
+        _mlflow(disturbed, mlflow, exact),
+        _attempts(disturbed, faults),
+        _hours(disturbed, command_runs, outages=any(fault.kind == "cut" for fault in faults)),
     ]
 
 
-def _blows(blows: Sequence[Blow]) -> Verdict:
-    faults = [f"{b.kind} at {b.place}: {b.fault}" for b in blows if b.fault]
-    return Verdict("blows", not faults, _few(faults) or f"all {len(blows)} fell and were taken as promised")
+def _faults(faults: Sequence[Fault]) -> Verdict:
+    broken = [f"{b.kind} at {b.failpoint}: {b.violation}" for b in faults if b.violation]
+    return Verdict("faults", not broken, _few(broken) or f"all {len(faults)} injected, every promise kept")
 
 
-def _series(calm: Outcome, struck: Outcome, names: Sequence[str], what: str, exact: bool) -> Verdict:
-    """Every step once, in order, with the same values."""
-    if [row["step"] for row in calm.rows] != [row["step"] for row in struck.rows]:
-        return Verdict(what, False, f"{len(calm.rows)} steps undisturbed, {len(struck.rows)} disturbed, or others")
-    pairs = [(a["step"], name, a.get(name), b.get(name)) for a, b in _both(calm, struck) for name in names]
+def _series(undisturbed: Outcome, disturbed: Outcome, names: Sequence[str], what: str, exact: bool) -> Verdict:
+    """Every step occurs once, in order, with the same values."""
+    if [row["step"] for row in undisturbed.rows] != [row["step"] for row in disturbed.rows]:
+        return Verdict(
+            what,
+            False,
+            f"{len(undisturbed.rows)} steps undisturbed, {len(disturbed.rows)} disturbed, or other step numbers",
+        )
+    pairs = [(a["step"], name, a.get(name), b.get(name)) for a, b in _both(undisturbed, disturbed) for name in names]
     differ = [f"step {s}: {n} {a} / {b}" for s, n, a, b in pairs if not _alike(a, b, exact)]
     values = sum(a is not None for _, _, a, _ in pairs)
-    how = "bit for bit" if exact else f"to {WORLD_TOLERANCE:.0%}, as the world size was changed"
-    return Verdict(what, not differ, _few(differ) or f"{values} values in {len(calm.rows)} rows, {how}")
+    how = "bit for bit" if exact else f"to {WORLD_TOLERANCE:.0%}, because the world size changed"
+    return Verdict(what, not differ, _few(differ) or f"{values} values in {len(undisturbed.rows)} rows, {how}")
 
 
-def _both(calm: Outcome, struck: Outcome) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return list(zip(calm.rows, struck.rows, strict=True))
+def _both(undisturbed: Outcome, disturbed: Outcome) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return list(zip(undisturbed.rows, disturbed.rows, strict=True))
 
 
 def _alike(a: Any, b: Any, exact: bool) -> bool:
@@ -118,83 +126,89 @@ def _alike(a: Any, b: Any, exact: bool) -> bool:
     return math.isclose(a, b, rel_tol=WORLD_TOLERANCE)
 
 
-def _weights(calm: Outcome, struck: Outcome, exact: bool) -> Verdict:
-    a, b = (each.files["train"]["model.safetensors"] for each in (calm, struck))
+def _weights(undisturbed: Outcome, disturbed: Outcome, exact: bool) -> Verdict:
+    a, b = (each.files["train"]["model.safetensors"] for each in (undisturbed, disturbed))
     if not exact:
-        return Verdict("final weights", None, "other bits, as the world size was changed: see the losses")
+        return Verdict("final weights", None, "the world size changed, so the bits differ: see the losses")
     return Verdict("final weights", a == b, f"sha256 {a[:12]}… / {b[:12]}…")
 
 
-def _artifacts(calm: Outcome, struck: Outcome, exact: bool) -> Verdict:
-    """What the stages made: all of it, or with other weights the tokens and the evaluated loss."""
+def _artifacts(undisturbed: Outcome, disturbed: Outcome, exact: bool) -> Verdict:
+    """The artifacts of all stages. At another world size: the tokens and the evaluated loss."""
     stages = ("tokenize", "train", "export") if exact else ("tokenize",)
-    differ = [stage for stage in stages if calm.files[stage] != struck.files[stage]]
-    if not _alike(calm.val_loss, struck.val_loss, exact):
-        differ.append(f"evaluated val/loss {calm.val_loss} / {struck.val_loss}")
-    count = sum(len(calm.files[stage]) for stage in stages)
-    return Verdict("artifacts", not differ, _few(differ) or f"{count} files by sha256, val/loss {struck.val_loss:.4f}")
+    differ = [stage for stage in stages if undisturbed.files[stage] != disturbed.files[stage]]
+    if not _alike(undisturbed.val_loss, disturbed.val_loss, exact):
+        differ.append(f"evaluated val/loss {undisturbed.val_loss} / {disturbed.val_loss}")
+    count = sum(len(undisturbed.files[stage]) for stage in stages)
+    return Verdict(
+        "artifacts", not differ, _few(differ) or f"{count} files by sha256, val/loss {disturbed.val_loss:.4f}"
+    )
 
 
-def _mlflow(struck: Outcome, points: Points | None, exact: bool) -> Verdict:
-    """One point a step, with the value that the store has.
+def _mlflow(disturbed: Outcome, points: Points | None, exact: bool) -> Verdict:
+    """One point per step, with the value of the store.
 
-    Of a step that was done twice MLflow keeps the first value, the store the last: other bits at another world size.
+    For a redone step, MLflow keeps the first value and the store the last. At another world size their bits differ.
     """
     if points is None:
         return Verdict("MLflow series", None, "tracking is off")
     differ, count = [], 0
     for name in SERIES:
-        wanted = [(row["step"], row[name]) for row in struck.rows if name in row]
-        told, count = points.get(name, []), count + len(wanted)
-        values, more = dict(told), len(told) - len(dict(told))
+        wanted = [(row["step"], row[name]) for row in disturbed.rows if name in row]
+        shipped, count = points.get(name, []), count + len(wanted)
+        values, more = dict(shipped), len(shipped) - len(dict(shipped))
         off = [step for step, value in wanted if not _alike(value, values.pop(step, None), exact)]
         if off or more or values:
-            differ.append(f"{name}: {len(off)} points missing or other, {more} told twice, {len(values)} of no step")
+            differ.append(
+                f"{name}: {len(off)} points missing or different, {more} shipped twice, {len(values)} of no step"
+            )
     return Verdict("MLflow series", not differ, _few(differ) or f"{count} points, each step once")
 
 
-def _attempts(struck: Outcome, blows: Sequence[Blow]) -> Verdict:
-    """Every stage was attempted once, and once more for each blow that interrupted it."""
+def _attempts(disturbed: Outcome, faults: Sequence[Fault]) -> Verdict:
+    """Every stage has one attempt, and one more for each fault that interrupted it."""
     differ = []
-    for stage, beats in struck.beats.items():
-        wanted = 1 + sum(blow.interrupted and blow.stage == stage for blow in blows)
+    for stage, beats in disturbed.beats.items():
+        wanted = 1 + sum(fault.interrupted and fault.stage == stage for fault in faults)
         if [beat.attempt for beat in beats] != list(range(1, wanted + 1)):
             differ.append(f"{stage}: {len(beats)} attempts, {wanted} expected")
-    interruptions = sum(blow.interrupted for blow in blows)
-    if struck.attempts != 1 + interruptions:
-        differ.append(f"the report says {struck.attempts} attempts after {interruptions} interruptions")
-    return Verdict("ledger: attempts", not differ, _few(differ) or f"{struck.attempts}: {interruptions} interruptions")
+    interruptions = sum(fault.interrupted for fault in faults)
+    if disturbed.attempts != 1 + interruptions:
+        differ.append(f"the report says {disturbed.attempts} attempts after {interruptions} interruptions")
+    return Verdict(
+        "ledger: attempts", not differ, _few(differ) or f"{disturbed.attempts}: {interruptions} interruptions"
+    )
 
 
-def _hours(struck: Outcome, lives: Sequence[Life], outages: bool) -> Verdict:
-    """What is billed is what was lived, up to the last heartbeat before a kill."""
-    beats = [beat for stage in struck.beats.values() for beat in stage]
+def _hours(disturbed: Outcome, command_runs: Sequence[CommandRun], outages: bool) -> Verdict:
+    """The billed time is the lifetime of the commands, up to the last heartbeat before a kill."""
+    beats = [beat for stage in disturbed.beats.values() for beat in stage]
     billed = sum(beat.time - beat.started for beat in beats)
-    bound = HEARTBEAT_SECONDS + SLOW_SECONDS * (3 if outages else 1)  # a heartbeat waits for a store that is away
-    faults = []
-    if abs(3600 * struck.billed_hours - billed) > 1e-3:
-        faults.append(f"the report says {3600 * struck.billed_hours:.1f} s, its attempts {billed:.1f} s")
-    for life in lives:
-        mine = [b for b in beats if b.process.pid == life.pid and life.began <= b.started <= life.ended]
+    bound = HEARTBEAT_SECONDS + SLOW_SECONDS * (3 if outages else 1)  # a heartbeat waits for the store during an outage
+    errors = []
+    if abs(3600 * disturbed.billed_hours - billed) > 1e-3:
+        errors.append(f"the report says {3600 * disturbed.billed_hours:.1f} s, its attempts {billed:.1f} s")
+    for run in command_runs:
+        mine = [b for b in beats if b.process.pid == run.pid and run.began <= b.started <= run.ended]
         beats = [b for b in beats if b not in mine]
-        if mine and max(b.time for b in mine) > life.ended:
-            faults.append(f"process {life.pid}: billed beyond its end")
-        if mine and life.killed and (unbilled := life.ended - max(b.time for b in mine)) > bound:
-            faults.append(f"process {life.pid}: {unbilled:.1f} s before its death are not billed")
+        if mine and max(b.time for b in mine) > run.ended:
+            errors.append(f"process {run.pid}: billed after its end")
+        if mine and run.killed and (unbilled := run.ended - max(b.time for b in mine)) > bound:
+            errors.append(f"process {run.pid}: {unbilled:.1f} s before its kill are not billed")
     if beats:
-        faults.append(f"{len(beats)} attempts of no process that the drill started")
-    lived = sum(life.ended - life.began for life in lives)
-    told = f"{billed:.1f} s in attempts; {len(lives)} processes lived {lived:.1f} s, starting up included"
-    return Verdict("ledger: billed time", not faults, _few(faults) or told)
+        errors.append(f"{len(beats)} attempts belong to no process of the drill")
+    lifetime = sum(run.ended - run.began for run in command_runs)
+    detail = f"{billed:.1f} s in attempts; {len(command_runs)} processes ran {lifetime:.1f} s, start-up included"
+    return Verdict("ledger: billed time", not errors, _few(errors) or detail)
 
 
-def _few(faults: list[str]) -> str:
-    """The first of them in a line; "" for none."""
-    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+def _few(errors: list[str]) -> str:
+    """The first three, in one line; empty for none."""
+    return "; ".join(errors[:3]) + (f"; and {len(errors) - 3} more" if len(errors) > 3 else "")
 
 
 def points_of(uri: str, run: str) -> Points:
-    """What MLflow was told of a run's training."""
+    """The points of a run's training in MLflow."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -210,12 +224,12 @@ def points_of(uri: str, run: str) -> Points:
 
 @dataclass(frozen=True)
 class Report:
-    """What a drill was, and how it ended."""
+    """The settings and the result of a drill."""
 
     recipe: str
     seed: int
     store: str
-    blows: list[Blow]
+    faults: list[Fault]
     verdicts: list[Verdict]
     left_out: dict[str, str]  # why, by kind
     seconds: float
@@ -226,28 +240,3 @@ class Report:
 
     def json(self) -> str:
         return json.dumps({"passed": self.passed, **asdict(self)}, indent=1)
-
-
-def print_report(report: Report) -> None:
-    """Where each blow fell and what it cost, and then what is equal."""
-    from rich.table import Table
-
-    from pipelines.show.tables import console
-
-    blows = Table("#", "blow", "at", "stage", "attempt", "step", "redone", "seconds", box=None, pad_edge=False)
-    for number, b in enumerate(report.blows, 1):
-        numbers = [b.attempt, b.at_step, b.redone, None if b.seconds is None else f"{b.seconds:.1f}"]
-        blows.add_row(str(number), b.kind, b.place, b.stage, *("–" if n is None else str(n) for n in numbers))
-    marks = {True: "[green]equal[/]", False: "[red]NOT EQUAL[/]", None: "[dim]not compared[/]"}
-    judged = Table(box=None, pad_edge=False, show_header=False)
-    for verdict in report.verdicts:
-        judged.add_row(verdict.what, marks[verdict.equal], verdict.detail)
-    redone = sum(b.redone or 0 for b in report.blows)
-    out = console()
-    out.print(blows)
-    out.print()
-    out.print(judged)
-    out.print()
-    out.print(f"{len(report.blows)} blows, {redone} steps redone, {report.seconds:.0f} s, seed {report.seed}")
-    if not report.passed:
-        out.print(f"kept for a look: {report.store}")

@@ -191,7 +191,6 @@ def test_resuming_without_a_secret_that_the_launch_had_is_refused(tmp_path: Path
     assert said == "error: --secret HF_TOKEN: it is not set here; export it first, without writing it down\n"
 
 
-@pytest.mark.slow
 def test_a_run_told_to_stop_commits_leaves_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     # So long that only a wish ends it; and what is committed was committed because of that.

@@ -31,7 +31,6 @@ def doctor(folder: Path, expect: int, **more: str) -> dict[str, Any]:
     return {finding["what"]: finding for finding in json.loads(done.stdout)}
 
 
-@pytest.mark.slow
 def test_a_machine_without_clouds_is_fit_for_runs_and_told_what_launching_takes(tmp_path: Path) -> None:
     found = doctor(tmp_path, 0)
     assert {found[name]["state"] for name in ("python", "torch", "mlflow", "boto3", "store")} == {"ok"}

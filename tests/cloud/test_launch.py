@@ -430,7 +430,6 @@ def skytrain(folder: Path, *arguments: str, expect: int = 0, **more: str) -> str
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) -> None:
     pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
     arguments = [

@@ -409,7 +409,6 @@ def assert_the_next_run_redoes_nothing(project: Project) -> None:
     assert project.report()["attempts"] == 2
 
 
-@pytest.mark.slow
 def test_a_run_that_gets_notice_commits_its_last_step_and_the_next_run_goes_on_behind_it(
     project: Project, start
 ) -> None:

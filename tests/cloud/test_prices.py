@@ -221,7 +221,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
 def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path: Path) -> None:
     pytest.importorskip("sky", reason="needs skypilot (pip)")
     write_catalog(tmp_path)

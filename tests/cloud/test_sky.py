@@ -241,7 +241,6 @@ def test_the_meter_starts_once_and_not_before_a_machine_was_ours(tmp_path: Path)
 # What SkyPilot makes of them
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answers: dict[str, Any], stage: str) -> None:
     task = only_task(answers[stage])
@@ -252,13 +251,11 @@ def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answer
     assert list(task["image"].values()) == ["docker:ghcr.io/your-name/skytrain:skypilot"]
 
 
-@pytest.mark.slow
 def test_the_pipeline_is_a_chain_of_the_four_stages(answers: dict[str, Any]) -> None:
     assert answers["pipeline"]["name"] == "skytrain"
     assert [task["name"] for task in answers["pipeline"]["tasks"]] == list(STAGES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "given"),
     [
@@ -274,7 +271,6 @@ def test_the_cheapest_machine_wins_of_those_one_may_have(answers: dict[str, Any]
     assert place(answers[asked]) == given
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["a cap of $19", "nothing cheap enough", "gpus that nobody has"])
 def test_where_no_machine_fits_or_is_below_the_price_cap_a_launch_says_so_in_a_line(
     answers: dict[str, Any], asked: str
@@ -284,31 +280,26 @@ def test_where_no_machine_fits_or_is_below_the_price_cap_a_launch_says_so_in_a_l
     assert said.endswith("; try another --infra or --gpus, or without --spot")
 
 
-@pytest.mark.slow
 def test_other_gpus_are_asked_for_eight_to_train_and_one_to_evaluate(answers: dict[str, Any]) -> None:
     assert [task["instance"] for task in answers["other gpus"]["tasks"]] == ["p4de.24xlarge", "one-a100"]
 
 
-@pytest.mark.slow
 def test_several_nodes_train_and_one_does_the_rest(answers: dict[str, Any]) -> None:
     assert only_task(answers["two nodes in one region"])["nodes"] == 2
     assert [task["nodes"] for task in answers["all stages"]["tasks"]] == [1, 1, 1, 1]
 
 
-@pytest.mark.slow
 def test_what_is_required_and_not_given_is_named_at_once(answers: dict[str, Any]) -> None:
     assert "'SKYTRAIN_STORE' is None" in answers["no store"]["error"]
     assert "secret(s): AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in answers["no keys"]["error"]
 
 
-@pytest.mark.slow
 def test_a_launch_bears_the_runs_name_in_labels_that_every_cloud_takes(answers: dict[str, Any]) -> None:
     for task in answers["all stages"]["tasks"]:
         assert task["labels"] == {"project": "skytrain", "run": "tiny-v1-12345678"}
         assert list(task["image"].values()) == [f"docker:{IMAGE}"]
 
 
-@pytest.mark.slow
 def test_secrets_reach_skypilot_and_no_text_of_a_task(answers: dict[str, Any]) -> None:
     for name in ("train", "all stages"):
         for task in answers[name]["tasks"]:
@@ -324,7 +315,6 @@ def rows(answer: dict[str, Any], stage: str = "train") -> list[dict[str, Any]]:
     return answer[stage][1]
 
 
-@pytest.mark.slow
 def test_a_job_knows_the_price_of_every_machine_it_may_end_up_on(answers: dict[str, Any]) -> None:
     known = {(r["cloud"], r["zone"] or r["region"], r["spot"], r["usd_per_hour"]) for r in rows(answers["prices"])}
     assert known == {
@@ -354,7 +344,6 @@ def test_a_job_knows_the_price_of_every_machine_it_may_end_up_on(answers: dict[s
     assert only_task(answers["tokenize"])["instance"] == "m6id.4xlarge"
 
 
-@pytest.mark.slow
 def test_a_cluster_of_ones_own_costs_what_skypilot_was_told(answers: dict[str, Any]) -> None:
     (train,) = rows(answers["prices on slurm"])
     assert (train["cloud"], train["region"], train["usd_per_hour"]) == ("slurm", "local", 28.0)
@@ -362,7 +351,6 @@ def test_a_cluster_of_ones_own_costs_what_skypilot_was_told(answers: dict[str, A
     assert (tokenize["usd_per_hour"], tokenize["accelerators"]) == (0.16, None)
 
 
-@pytest.mark.slow
 def test_an_unknown_price_is_said_and_with_a_budget_refused(answers: dict[str, Any]) -> None:
     assert rows(answers["prices of an unpriced cluster"]) == []
     assert "SkyPilot was told no kubernetes.pricing" in answers["prices of an unpriced cluster"]["said"]
@@ -370,7 +358,6 @@ def test_an_unknown_price_is_said_and_with_a_budget_refused(answers: dict[str, A
     assert "--budget: can't be promised where a price is unknown" in refused
 
 
-@pytest.mark.slow
 def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: dict[str, Any]) -> None:
     kept = answers["a deadline that all keep"]
     *spot, room, _ = kept["train"][0]
@@ -386,7 +373,6 @@ def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: 
         assert answers[nothing]["error"].startswith("UserError: launch: nothing is done within")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("market", "expected"),
     [
@@ -402,7 +388,6 @@ def test_with_a_deadline_spot_is_taken_first_and_waited_for_in_a_small_machine(
     assert only_task(answers[market])["recovery"]["recover_on_exit_codes"] == [75]
 
 
-@pytest.mark.slow
 def test_the_plan_shown_is_of_the_machines_and_stages_that_would_be_rented(answers: dict[str, Any]) -> None:
     def shown(asked: str) -> str:
         return " ".join(answers[asked]["said"].split())
@@ -417,7 +402,6 @@ def test_the_plan_shown_is_of_the_machines_and_stages_that_would_be_rented(answe
     assert "p5.48xlarge" in alone and "evaluate" not in alone.split("assumed")[0] and "in the sums" not in alone
 
 
-@pytest.mark.slow
 def test_a_launch_without_train_is_planned_and_held_to_its_limits_too(answers: dict[str, Any]) -> None:
     said = answers["the plan without train"]["said"]
     assert [line.split()[0] for line in said.splitlines() if " h  $" in line] == ["tokenize", "evaluate", "in"]

@@ -1,4 +1,4 @@
-"""The drill itself: its blows fall where they should, and it fails when anything differs."""
+"""The drill itself: it injects faults at the right points, and it fails on any difference."""
 
 import json
 import socket
@@ -15,10 +15,10 @@ from pipeline_runs import FOLDER_NAME, TINY, Project
 from typer.testing import CliRunner
 
 from pipelines.artifacts.store import S3Store
-from pipelines.drill.command import Standing
-from pipelines.drill.faults import KINDS, PLACES, Blow, chosen, schedule, unavailable
+from pipelines.drill.command import TrainingProgress
+from pipelines.drill.faults import FAILPOINTS, KINDS, Fault, chosen, schedule, unavailable
 from pipelines.drill.outages import LOOPBACK, Proxy
-from pipelines.drill.verdict import Life, Outcome, Points, Report, Verdict, verdicts
+from pipelines.drill.verdict import CommandRun, Outcome, Points, Report, Verdict, verdicts
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.ledger import this_process
@@ -26,10 +26,10 @@ from pipelines.tracking.records import Heartbeat, ProcessId
 from trainer.errors import UserError
 from trainer.process import DRILL, failpoint
 
-# --- moments
+# --- failpoints
 
 
-def test_a_moment_without_a_drill_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failpoint_without_a_drill_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DRILL, raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "copy").touch()
@@ -37,7 +37,7 @@ def test_a_moment_without_a_drill_is_nothing(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
-def test_the_first_to_reach_an_armed_moment_waits_there_and_others_run_on(
+def test_the_first_process_at_an_armed_failpoint_waits_and_others_run_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DRILL, str(tmp_path))
@@ -48,14 +48,14 @@ def test_the_first_to_reach_an_armed_moment_waits_there_and_others_run_on(
     first.start()
     while not (tmp_path / "copy.here").exists():
         time.sleep(0.001)
-    failpoint("copy")  # whoever comes now
+    failpoint("copy")  # a second one
     assert first.is_alive() and not (tmp_path / "copy").exists()
     (tmp_path / "copy.here").unlink()
     first.join(10)
     assert not first.is_alive()
 
 
-def test_a_drill_that_died_holds_its_run_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failpoint_ends_by_itself_if_the_drill_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DRILL, str(tmp_path))
     monkeypatch.setattr("trainer.process.FAILPOINT_SECONDS", 0.05)
     (tmp_path / "copy").touch()
@@ -63,31 +63,31 @@ def test_a_drill_that_died_holds_its_run_for_a_while_only(tmp_path: Path, monkey
     assert (tmp_path / "copy.here").exists()
 
 
-def test_every_place_is_a_moment_in_the_code() -> None:
+def test_every_failpoint_is_in_the_code() -> None:
     root = Path(__file__).resolve().parents[2]
     code = "\n".join(path.read_text() for folder in ("trainer", "pipelines") for path in (root / folder).rglob("*.py"))
-    for place in PLACES:
-        assert f'failpoint("{place}")' in code or place in [f"manifest-{stage}" for stage in STAGES]
+    for name in FAILPOINTS:
+        assert f'failpoint("{name}")' in code or name in [f"manifest-{stage}" for stage in STAGES]
     assert 'failpoint(f"manifest-{stage}")' in code
 
 
-def test_one_machine_can_pretend_to_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_machine_can_play_another(monkeypatch: pytest.MonkeyPatch) -> None:
     here = this_process()
     monkeypatch.setenv("SKYTRAIN_DRILL_MACHINE", "drill-2")
     assert this_process() == replace(here, machine="drill-2")
 
 
-def test_how_far_training_is_stands_in_the_newest_attempts_events(tmp_path: Path) -> None:
-    assert Standing.of(tmp_path) is None
+def test_progress_is_that_of_the_newest_attempts_events(tmp_path: Path) -> None:
+    assert TrainingProgress.of(tmp_path) is None
     folder = tmp_path / "work" / "store" / "train" / "tiny-1"
     for number, lines in ((1, [start(0), row_event(7)]), (2, [start(5)])):
         log = folder / f"a{number:04d}" / "events.jsonl"
         log.parent.mkdir(parents=True)
         log.write_text("".join(lines))
-    assert Standing.of(tmp_path) == Standing(2, resumed_from=5, step=5, time=0.0)
+    assert TrainingProgress.of(tmp_path) == TrainingProgress(2, resumed_from=5, step=5, time=0.0)
     with log.open("a") as file:
         file.write("".join(row_event(step, note="x" * 2000) for step in range(6, 40)) + row_event(40)[:-5])
-    assert Standing.of(tmp_path) == Standing(2, resumed_from=5, step=39, time=139.0)
+    assert TrainingProgress.of(tmp_path) == TrainingProgress(2, resumed_from=5, step=39, time=139.0)
 
 
 def start(step: int) -> str:
@@ -101,45 +101,45 @@ def row_event(step: int, **more: str) -> str:
 # --- the schedule
 
 
-def test_equal_seeds_give_equal_blows_and_other_seeds_others() -> None:
+def test_equal_seeds_give_equal_faults_and_other_seeds_others() -> None:
     kinds = list(KINDS)
     assert schedule(30, 1, kinds, 200) == schedule(30, 1, kinds, 200)
     assert schedule(30, 1, kinds, 200) != schedule(30, 2, kinds, 200)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_kind_and_every_place_gets_its_blow_where_it_means_something(seed: int) -> None:
-    blows = schedule(50, seed, list(KINDS), 200)
-    assert len(blows) == 50
-    assert {blow.kind for blow in blows} == set(KINDS)
-    assert {blow.place for blow in blows} == set(PLACES)
-    assert all(blow.stage in KINDS[blow.kind] and blow.stage == PLACES[blow.place] for blow in blows)
-    assert all(0 <= blow.step < 200 for blow in blows)
+def test_every_kind_and_every_failpoint_gets_its_fault_where_it_has_an_effect(seed: int) -> None:
+    faults = schedule(50, seed, list(KINDS), 200)
+    assert len(faults) == 50
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert {fault.failpoint for fault in faults} == set(FAILPOINTS)
+    assert all(fault.stage in KINDS[fault.kind] and fault.stage == FAILPOINTS[fault.failpoint] for fault in faults)
+    assert all(0 <= fault.step < 200 for fault in faults)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_blows_fall_in_the_order_in_which_a_run_passes_them(seed: int) -> None:
-    blows = schedule(40, seed, list(KINDS), 100)
-    assert [b.stage for b in blows] == sorted((b.stage for b in blows), key=STAGES.index)
-    training = [b.step for b in blows if b.stage == "train" and b.place != "manifest-train"]
+def test_faults_are_in_the_order_in_which_a_run_passes_them(seed: int) -> None:
+    faults = schedule(40, seed, list(KINDS), 100)
+    assert [b.stage for b in faults] == sorted((b.stage for b in faults), key=STAGES.index)
+    training = [b.step for b in faults if b.stage == "train" and b.failpoint != "manifest-train"]
     assert training == sorted(training)
-    last = [b.place == "manifest-train" for b in blows if b.stage == "train"]
+    last = [b.failpoint == "manifest-train" for b in faults if b.stage == "train"]
     assert last == sorted(last)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_planned_where_an_outage_has_let_the_run_pass(seed: int) -> None:
-    blows = schedule(40, seed, list(KINDS), 100)
-    for number, blow in enumerate(blows):
-        if blow.kind in ("cut", "mlflow") and (blow.stage != "train" or blow.place == "manifest-train"):
-            assert blow.place not in {later.place for later in blows[number + 1 :]}
+def test_no_fault_is_planned_at_a_failpoint_that_an_outage_let_the_run_pass(seed: int) -> None:
+    faults = schedule(40, seed, list(KINDS), 100)
+    for number, fault in enumerate(faults):
+        if fault.kind in ("cut", "mlflow") and (fault.stage != "train" or fault.failpoint == "manifest-train"):
+            assert fault.failpoint not in {later.failpoint for later in faults[number + 1 :]}
 
 
-def test_no_blow_at_all_is_a_schedule_too() -> None:
+def test_an_empty_schedule_is_possible() -> None:
     assert schedule(0, 1, ["kill"], 10) == []
 
 
-def test_kinds_that_cannot_fall_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_that_are_not_possible_are_left_out_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
@@ -153,9 +153,9 @@ def test_kinds_that_cannot_fall_are_left_out_or_refused(monkeypatch: pytest.Monk
     assert "not a multiple" in unavailable("s3://bucket", odd, 1)["world"]
 
     assert chosen(None, {"cut": "no S3"}) == [kind for kind in KINDS if kind != "cut"]
-    with pytest.raises(UserError, match="--kinds cut: not here: no S3"):
+    with pytest.raises(UserError, match="--kinds cut: not possible here: no S3"):
         chosen(["kill", "cut"], {"cut": "no S3"})
-    with pytest.raises(UserError, match="--kinds hammer: unknown; there are kill, "):
+    with pytest.raises(UserError, match="--kinds hammer: unknown kind; choose from kill, "):
         chosen(["hammer"], {})
 
 
@@ -184,7 +184,7 @@ POINTS: Points = {
     "train/grad_norm": [(1, 1.0), (2, 2.0)],
     "val/loss": [(0, 5.5), (2, 4.5)],
 }
-CALM = Outcome(ROWS, FILES, 4.4, {}, 1, 0.0)
+UNDISTURBED = Outcome(ROWS, FILES, 4.4, {}, 1, 0.0)
 # Killed once in training: at 107, after the last heartbeat at 105.
 BEATS = {
     "tokenize": [beat("tokenize", 1, 101, 102, 7)],
@@ -192,21 +192,21 @@ BEATS = {
     "evaluate": [beat("evaluate", 1, 115, 116, 8)],
     "export": [beat("export", 1, 116, 117, 8)],
 }
-STRUCK = Outcome(ROWS, FILES, 4.4, BEATS, 2, 10 / 3600)
-BLOWS = (Blow("kill", "mid-step", "train", 1, fell=107.0, attempt=1, interrupted=True),)
-LIVES = (Life(7, 100, 107, True), Life(8, 108, 118, False))
+DISTURBED = Outcome(ROWS, FILES, 4.4, BEATS, 2, 10 / 3600)
+FAULTS = (Fault("kill", "mid-step", "train", 1, injected_at=107.0, attempt=1, interrupted=True),)
+COMMAND_RUNS = (CommandRun(7, 100, 107, True), CommandRun(8, 108, 118, False))
 
 
 def judged(
-    struck: Outcome = STRUCK,
-    blows: tuple[Blow, ...] = BLOWS,
-    lives: tuple[Life, ...] = LIVES,
+    disturbed: Outcome = DISTURBED,
+    faults: tuple[Fault, ...] = FAULTS,
+    command_runs: tuple[CommandRun, ...] = COMMAND_RUNS,
     points: Points | None = POINTS,
 ) -> dict[str, bool | None]:
-    return {verdict.what: verdict.equal for verdict in verdicts(CALM, struck, blows, lives, points)}
+    return {verdict.what: verdict.equal for verdict in verdicts(UNDISTURBED, disturbed, faults, command_runs, points)}
 
 
-def test_what_is_equal_passes() -> None:
+def test_equal_outcomes_pass() -> None:
     assert set(judged().values()) == {True}
     assert judged(points=None)["MLflow series"] is None
 
@@ -214,34 +214,34 @@ def test_what_is_equal_passes() -> None:
 def row(number: int, **changes: Any) -> Outcome:
     rows = [dict(each) for each in ROWS]
     rows[number] |= changes
-    return replace(STRUCK, rows=tuple(rows))
+    return replace(DISTURBED, rows=tuple(rows))
 
 
 def files(stage: str, name: str) -> Outcome:
-    return replace(STRUCK, files=FILES | {stage: FILES[stage] | {name: "other"}})
+    return replace(DISTURBED, files=FILES | {stage: FILES[stage] | {name: "other"}})
 
 
 @pytest.mark.parametrize(
-    ("struck", "what"),
+    ("disturbed", "what"),
     [
         (row(2, **{"data/digest": 13}), "data digests"),
         (row(2, **{"train/loss": 4.000001}), "losses, rates, gradient norms"),
         (row(1, **{"train/lr": 0.11}), "losses, rates, gradient norms"),
         (row(1, **{"train/grad_norm": None}), "losses, rates, gradient norms"),
         (row(0, **{"val/loss": 5.6}), "losses, rates, gradient norms"),
-        (replace(STRUCK, rows=ROWS[:2]), "data digests"),
-        (replace(STRUCK, rows=(ROWS[0], ROWS[2], ROWS[1])), "losses, rates, gradient norms"),
+        (replace(DISTURBED, rows=ROWS[:2]), "data digests"),
+        (replace(DISTURBED, rows=(ROWS[0], ROWS[2], ROWS[1])), "losses, rates, gradient norms"),
         (files("train", "model.safetensors"), "final weights"),
         (files("tokenize", "train_000000.bin"), "artifacts"),
         (files("export", "config.json"), "artifacts"),
-        (replace(STRUCK, val_loss=4.41), "artifacts"),
-        (replace(STRUCK, attempts=3), "ledger: attempts"),
-        (replace(STRUCK, beats=BEATS | {"train": BEATS["train"][1:]}), "ledger: attempts"),
-        (replace(STRUCK, billed_hours=11 / 3600), "ledger: billed time"),
+        (replace(DISTURBED, val_loss=4.41), "artifacts"),
+        (replace(DISTURBED, attempts=3), "ledger: attempts"),
+        (replace(DISTURBED, beats=BEATS | {"train": BEATS["train"][1:]}), "ledger: attempts"),
+        (replace(DISTURBED, billed_hours=11 / 3600), "ledger: billed time"),
     ],
 )
-def test_one_thing_that_differs_fails_the_drill(struck: Outcome, what: str) -> None:
-    assert judged(struck)[what] is False
+def test_one_thing_that_differs_fails_the_drill(disturbed: Outcome, what: str) -> None:
+    assert judged(disturbed)[what] is False
 
 
 def attempt_changed(number: int, **changes: Any) -> Outcome:
@@ -249,20 +249,22 @@ def attempt_changed(number: int, **changes: Any) -> Outcome:
     train[number] = replace(train[number], **changes)
     beats = BEATS | {"train": train}
     hours = sum(b.billed_hours for stage in beats.values() for b in stage)
-    return replace(STRUCK, beats=beats, billed_hours=hours)
+    return replace(DISTURBED, beats=beats, billed_hours=hours)
 
 
 @pytest.mark.parametrize(
-    ("struck", "lives"),
+    ("disturbed", "command_runs"),
     [
-        (attempt_changed(0, time=107.5), LIVES),  # beyond its death
-        (STRUCK, (replace(LIVES[0], ended=130), LIVES[1])),  # 25 s before its death
-        (attempt_changed(1, process=ProcessId.from_json({"pid": 9})), LIVES),  # by a process that nobody started
-        (attempt_changed(1, started=107.5), LIVES),  # before its process began
+        (attempt_changed(0, time=107.5), COMMAND_RUNS),  # beyond its death
+        (DISTURBED, (replace(COMMAND_RUNS[0], ended=130), COMMAND_RUNS[1])),  # 25 s before its death
+        (attempt_changed(1, process=ProcessId.from_json({"pid": 9})), COMMAND_RUNS),  # by a foreign process
+        (attempt_changed(1, started=107.5), COMMAND_RUNS),  # before its process began
     ],
 )
-def test_a_ledger_that_disagrees_with_the_stopwatch_fails_the_drill(struck: Outcome, lives: tuple[Life, ...]) -> None:
-    assert judged(struck, lives=lives)["ledger: billed time"] is False
+def test_a_ledger_that_disagrees_with_the_stopwatch_fails_the_drill(
+    disturbed: Outcome, command_runs: tuple[CommandRun, ...]
+) -> None:
+    assert judged(disturbed, command_runs=command_runs)["ledger: billed time"] is False
 
 
 @pytest.mark.parametrize(
@@ -280,19 +282,19 @@ def test_an_mlflow_that_missed_or_doubled_a_point_fails_the_drill(doctored: Poin
 
 
 def test_a_broken_promise_fails_the_drill() -> None:
-    assert judged(blows=(replace(BLOWS[0], fault="it ended with 1 where 75 was promised"),))["blows"] is False
+    assert judged(faults=(replace(FAULTS[0], violation="exit code 1 instead of 75"),))["faults"] is False
 
 
-def test_an_attempt_that_no_blow_explains_fails_the_drill() -> None:
-    assert judged(blows=(replace(BLOWS[0], interrupted=False),))["ledger: attempts"] is False
+def test_an_attempt_that_no_fault_explains_fails_the_drill() -> None:
+    assert judged(faults=(replace(FAULTS[0], interrupted=False),))["ledger: attempts"] is False
 
 
 def test_after_another_world_size_losses_are_compared_to_tolerance_and_digests_exactly() -> None:
-    world = (replace(BLOWS[0], kind="world"),)
-    close = judged(row(2, **{"train/loss": 4.001}), world)  # MLflow has been told of step 2 before it was redone
+    world = (replace(FAULTS[0], kind="world"),)
+    close = judged(row(2, **{"train/loss": 4.001}), world)  # MLflow got step 2 before it was redone
     assert close["losses, rates, gradient norms"] is close["MLflow series"] is True and close["final weights"] is None
     assert judged(row(2, **{"train/loss": 4.001}))["MLflow series"] is False
-    assert judged(blows=world, points=POINTS | {"train/loss": [(1, 5.0)]})["MLflow series"] is False
+    assert judged(faults=world, points=POINTS | {"train/loss": [(1, 5.0)]})["MLflow series"] is False
     assert judged(files("train", "model.safetensors"), world)["artifacts"] is True
     assert judged(row(2, **{"train/loss": 4.5}), world)["losses, rates, gradient norms"] is False
     assert judged(row(2, **{"data/digest": 13}), world)["data digests"] is False
@@ -304,7 +306,7 @@ def test_the_exit_code_is_the_verdict_and_the_report_holds_it_all(
 ) -> None:
     from pipelines.cli import app
 
-    made = Report("smoke", 3, "file://there", list(BLOWS), [Verdict("weights", equal, "…")], {"cut": "no S3"}, 1.0)
+    made = Report("smoke", 3, "file://there", list(FAULTS), [Verdict("weights", equal, "…")], {"cut": "no S3"}, 1.0)
     asked: list[Any] = []
 
     def drill(*words: Any) -> Report:
@@ -317,9 +319,9 @@ def test_the_exit_code_is_the_verdict_and_the_report_holds_it_all(
     assert done.exit_code == code, done.output
     assert asked[0][:6] == ("smoke", ["train.seed=1"], "file://x", 1, 3, ["kill", "term"])
     assert "mid-step" in done.output and "weights" in done.output
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert told["passed"] is (code == 0)
-    assert told["blows"][0]["place"] == "mid-step" and told["verdicts"][0]["equal"] is equal
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["passed"] is (code == 0)
+    assert report["faults"][0]["failpoint"] == "mid-step" and report["verdicts"][0]["equal"] is equal
 
 
 # --- outages
@@ -387,34 +389,39 @@ def test_the_proxy_resets_or_swallows_and_lets_through_again() -> None:
 
 
 def drilled(project: Project, *words: str) -> dict[str, Any]:
-    """What a drill of the tiny recipe reports; it has to pass, and to leave nothing."""
+    """The report of a drill of the tiny recipe. The drill has to pass, and to leave no process."""
     with project.started("drill", "tiny.yaml", *words, "--report", "out.json") as process:
         out, err = process.communicate(timeout=400)
         assert process.returncode == 0, f"exit code {process.returncode}\n{out}\n{err}"
         assert project.alive() == []
     report = json.loads((project.folder / "out.json").read_text())
     assert report["passed"]
-    assert all(blow["fell"] and blow["attempt"] for blow in report["blows"])
+    assert all(fault["injected_at"] and fault["attempt"] for fault in report["faults"])
     return report
+
+
+def test_a_run_that_is_killed_once_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+    report = drilled(Project(tmp_path / FOLDER_NAME), "--kills", "1", "--seed", "1", "--kinds", "kill")
+    assert [fault["kind"] for fault in report["faults"]] == ["kill"]
 
 
 @pytest.mark.slow
 def test_a_run_on_disk_survives_kills_stops_damage_and_a_rival(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     report = drilled(project, "--kills", "4", "--seed", "189", "--kinds", "kill,term,corrupt,rival")
-    assert {"kill", "term", "corrupt", "rival"} == {blow["kind"] for blow in report["blows"]}
+    assert {"kill", "term", "corrupt", "rival"} == {fault["kind"] for fault in report["faults"]}
     verdicts = {verdict["what"]: verdict["equal"] for verdict in report["verdicts"]}
     assert verdicts.pop("MLflow series") is None and set(verdicts.values()) == {True}
-    assert project.found("**/*.json") == []  # a drill that passed cleans up behind itself
+    assert project.found("**/*.json") == []  # a drill that passes removes its files
 
 
 @pytest.mark.slow
-def test_a_run_on_s3_survives_an_s3_and_an_mlflow_that_go_away_and_tells_mlflow_everything(
+def test_a_run_on_s3_survives_outages_of_s3_and_mlflow_and_ships_everything_to_mlflow(
     s3_store: S3Store, tmp_path: Path
 ) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     del project.environment["SKYTRAIN_TRACKING"]
     report = drilled(project, "--kills", "4", "--seed", "16", "--kinds", "cut,mlflow,term", "--store", s3_store.uri)
-    assert {"cut", "mlflow", "term"} == {blow["kind"] for blow in report["blows"]}
+    assert {"cut", "mlflow", "term"} == {fault["kind"] for fault in report["faults"]}
     assert {verdict["equal"] for verdict in report["verdicts"]} == {True}
     assert s3_store.entries("") == []

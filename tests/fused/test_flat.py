@@ -243,7 +243,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return did
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_updates_of_any_number_of_ranks_are_adamws_on_the_mean_gradient(
     ranks: Callable[[int, Job], None], world_size: int
@@ -252,19 +251,16 @@ def test_updates_of_any_number_of_ranks_are_adamws_on_the_mean_gradient(
     ranks(world_size, all_reduce_is_adamw)
 
 
-@pytest.mark.slow
 def test_gradients_that_travel_in_bf16_are_rounded_and_nothing_else(ranks: Callable[[int, Job], None]) -> None:
     ranks(2, bf16_on_the_wire_is_adamw)
     ranks(1, bf16_on_the_wire_is_adamw)  # nothing travels, nothing is rounded
 
 
-@pytest.mark.slow
 def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: Callable[[int, Job], None]) -> None:
     ranks(1, one_ranks_nan_changes_nothing)
     ranks(3, one_ranks_nan_changes_nothing)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_two_ranks_saved_goes_on_at_one_and_at_three(ranks: Callable[[int, Job], None], world_size: int) -> None:
     ranks(2, saves_after_two_updates)

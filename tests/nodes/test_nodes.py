@@ -250,8 +250,7 @@ def three_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return sums(alone.artifact("tokenize"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_however_many_nodes_tokenize_they_make_the_same_shards(
     count: int, tmp_path: Path, three_parts: dict[str, str]
 ) -> None:
@@ -330,7 +329,6 @@ def test_a_node_whose_text_is_damaged_says_so_by_the_heads_mouth(tmp_path: Path)
     assert f"error: tokens.source: document 9000 of {where} is no line of JSON" in said[0][1]
 
 
-@pytest.mark.slow
 def test_two_nodes_train_on_the_parts_that_both_have_made(tmp_path: Path) -> None:
     head, other = several_nodes(tmp_path / "nodes", 2, TINY | {"tokens": TINY["tokens"] | {"parts": 2}})
     with other.started("run", "tiny.yaml") as second, head.started("run", "tiny.yaml") as first:

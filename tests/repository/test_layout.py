@@ -89,7 +89,6 @@ def test_the_docker_sdk_is_found_from_the_root_of_the_clone(tmp_path: Path) -> N
     assert not Path(found.strip()).is_relative_to(ROOT / "docker")
 
 
-@pytest.mark.slow
 def test_skypilot_is_found_from_the_root_of_the_clone(tmp_path: Path) -> None:
     try:
         version("skypilot")

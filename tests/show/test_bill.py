@@ -2,7 +2,7 @@
 
 import random
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,10 @@ def bill_of(project: Project) -> Account:
     return run.account
 
 
+def beats_beyond(project: Project, count: int) -> Callable[[], bool]:
+    return lambda: len(project.heartbeats()) > count
+
+
 @pytest.mark.slow
 def test_hours_and_dollars_of_a_run_killed_ten_times_are_right_to_within_a_heartbeat(tmp_path: Path) -> None:
     project, chance = Project(tmp_path / FOLDER_NAME), random.Random(7)
@@ -32,7 +36,7 @@ def test_hours_and_dollars_of_a_run_killed_ten_times_are_right_to_within_a_heart
     began = time.monotonic()  # by the stopwatch
     for kill in range(KILLS):
         with project.started("run", "tiny.yaml", *DOLLAR_A_SECOND) as process:
-            project.wait_until(partial(lambda n: len(project.heartbeats()) > n, kill), process)
+            project.wait_until(beats_beyond(project, kill), process)
             time.sleep(chance.uniform(0.0, 3.0) * (kill % 2))
             project.kill_all(process)
             seconds = time.monotonic() - began

@@ -452,7 +452,6 @@ def ticks_of(browser: Browser, figure: int) -> list[str]:
     return browser.js(f"[...{clock}.querySelectorAll('line.axis + text')].map((text) => text.textContent)")
 
 
-@pytest.mark.slow
 def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_bar(
     store: LocalStore, tmp_path: Path, browser: Browser
 ) -> None:
@@ -478,7 +477,6 @@ def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_b
     assert browser.heard(*COMPLAINTS) == []
 
 
-@pytest.mark.slow
 def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_nothing(
     store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
 ) -> None:

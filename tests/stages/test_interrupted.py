@@ -27,8 +27,6 @@ from pipelines.stage import STAGES
 from pipelines.tracking.ledger import SILENT_SECONDS
 from trainer.store import PARTIAL
 
-pytestmark = pytest.mark.slow
-
 INTERRUPTED = "interrupted: the same command goes on from here\n"
 # The only moment to commit at is the one in which it is asked to stop.
 PATIENT = "runtime.checkpoint_minutes=1000"
@@ -103,6 +101,7 @@ def redone(project: Project) -> int:
     return len(steps) - len(set(steps))
 
 
+@pytest.mark.slow
 def test_two_training_processes_killed_early_late_and_at_the_end_learn_the_same(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
@@ -116,6 +115,7 @@ def test_two_training_processes_killed_early_late_and_at_the_end_learn_the_same(
     assert_as_undisturbed(project, undisturbed(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_training_processes_do_not_outlive_a_killed_command(
     project: Project, undisturbed: Callable[[int], Project], processes: int
@@ -138,7 +138,10 @@ def test_training_processes_do_not_outlive_a_killed_command(
 # --- asked to stop
 
 
-@pytest.mark.parametrize(("number", "processes", "as_json"), [(signal.SIGINT, 1, True), (signal.SIGTERM, 2, False)])
+@pytest.mark.parametrize(
+    ("number", "processes", "as_json"),
+    [(signal.SIGINT, 1, True), pytest.param(signal.SIGTERM, 2, False, marks=pytest.mark.slow)],
+)
 def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
     project: Project, undisturbed: Callable[[int], Project], number: signal.Signals, processes: int, as_json: bool
 ) -> None:
@@ -175,6 +178,7 @@ def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
     assert 10 * made["billed_hours"] < made["usd"] < 20 * made["billed_hours"]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_before_it_trains_goes_on_too(project: Project) -> None:
     with project.started("run", "tiny.yaml") as process:
         project.wait_until(lambda: len(project.found("tokens/*/shards/*.json")) >= 5, process)
@@ -190,6 +194,7 @@ def test_a_run_stopped_before_it_trains_goes_on_too(project: Project) -> None:
 # --- two at once
 
 
+@pytest.mark.slow
 def test_two_commands_at_once_make_one_of_each_and_the_second_says_that_it_waits(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
@@ -205,6 +210,7 @@ def test_two_commands_at_once_make_one_of_each_and_the_second_says_that_it_waits
 ON_ANOTHER_MACHINE = f"import platform; platform.node = lambda: 'elsewhere'; {SHIPPED_CLI}"
 
 
+@pytest.mark.slow
 def test_a_frozen_attempt_elsewhere_is_taken_over_and_does_no_harm_when_it_wakes(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:

@@ -19,8 +19,6 @@ from pipelines.artifacts.store import S3Store
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
@@ -215,6 +213,23 @@ def commits_asked(proxy: FaultyProxy) -> int:
     return sum(method == "PUT" and path.endswith("/COMMIT.json") for method, path in list(proxy.requests))
 
 
+def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(
+    project: Project,
+    moto_server: S3Account,
+    fresh_s3_store: Callable[[S3Account], S3Store],
+    undisturbed: Callable[[int], Project],
+) -> None:
+    store, finished = fresh_s3_store(moto_server), undisturbed(1)
+    made = project.result("--store", store.uri)
+    assert (made["state"], made["attempts"]) == ("done", 1)
+    for stage in ("tokenize", "train", "export"):
+        manifest = read_manifest(store, made["artifacts"][stage]["uri"].removeprefix(f"{store.uri}/"))
+        assert manifest and sums(manifest) == sums(finished.artifact(stage)), stage
+    assert series_of(store) == finished.series()
+    again = project.result("--store", store.uri)
+    assert all(artifact["skipped"] for artifact in again["artifacts"].values())
+
+
 def test_a_wrong_bucket_is_the_users_mistake(project: Project, s3_store: S3Store) -> None:
     ended = project.run("run", "tiny.yaml", "--store", "s3://no-such-bucket-here/prefix", expect=2)
     (line,) = ended.stderr.splitlines()
@@ -389,6 +404,7 @@ def everything(client: Any, runs: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
+@pytest.mark.slow
 def test_an_mlflow_server_that_dies_in_mid_run_stops_nothing_and_misses_nothing(
     project: Project, mlflow_server: MlflowServer
 ) -> None:

@@ -659,7 +659,7 @@ def test_merges_and_vocabulary_recovered_from_ranks_are_openais(gpt2: tiktoken.E
     assert json.loads(files["vocab.json"]) in [json.loads(it) for it in originals if it.startswith(b"{")]
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "bytes"])
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
 def test_transformers_gives_the_ids_of_tiktoken(name: str, shared_data: Path, tmp_path: Path) -> None:
     encoding = tokenizer(name)
     loaded = load_in_transformers(encoding, tmp_path)

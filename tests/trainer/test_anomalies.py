@@ -348,8 +348,7 @@ def is_rank(process: psutil.Process, rank: int) -> bool:
     return "troubled.py" in " ".join(process.cmdline()) and process.environ().get("RANK") == str(rank)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGSTOP", "sleep"])
+@pytest.mark.parametrize("how", [pytest.param("SIGSTOP", marks=pytest.mark.slow), "sleep"])
 def test_a_rank_that_is_stuck_ends_the_attempt_and_the_next_goes_on(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

@@ -47,8 +47,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 4), (2, 3)])
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 4), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_moment_ends_with_the_same_losses(
     data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int, kills: int
 ) -> None:
@@ -96,7 +95,6 @@ def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Cal
         assert rows[1] == pytest.approx(one[1], rel=1e-5)  # before rounding has had time to add up
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_and_with_more_ranks(
     data: Path, tmp_path: Path, undisturbed: Callable[[int], Command]
 ) -> None:
@@ -118,8 +116,7 @@ def test_a_run_goes_on_with_fewer_and_with_more_ranks(
         assert b == pytest.approx(a, rel=2e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sigterm_commits_the_step_it_came_in(
     data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int
 ) -> None:
