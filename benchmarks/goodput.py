@@ -6,7 +6,7 @@ Replays recorded spot markets: a machine is ours whenever one can be had, and di
 case: with the cloud's notice nothing is redone, whatever the interval) when none can. The interval is what
 trainer.loop.SaveClock says, the estimate of the time between deaths what pipelines.tracking.ledger makes of the
 attempts so far; nothing of it is written again here. Stalls, background saves and start-up are the measured
-ones of benchmarks/README.md (one H200).
+ones of docs/measurements.md (one H200).
 """
 
 from dataclasses import dataclass, field
