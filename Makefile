@@ -7,7 +7,7 @@ PY := .venv/bin/python
 # name because a venv does not survive a move: its scripts, and the link to this source tree, are absolute.
 INSTALLED := .venv/installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 
-.PHONY: help install demo test test-all format lint clean
+.PHONY: help install demo test test-all format lint docs clean
 
 help:
 	@echo "make demo     set up, then run the recipe 'smoke' through all stages (minutes, on a CPU)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-all the same, then the slow tests: containers, the Slurm cloud, long drills"
 	@echo "make format   ruff: format, and fix imports"
 	@echo "make lint     ruff and mypy"
+	@echo "make docs     write the generated tables of README.md and docs/ again"
 	@echo "make install  set up .venv only;  PYTHON=python3.12 chooses the interpreter"
 	@echo "make clean    remove .venv and caches; runs under .skytrain/ stay"
 
@@ -55,6 +56,10 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# The tables of README.md and docs/ that come from models and measurements.
+docs: install
+	$(PY) -m pipelines.show.reference
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,7 +5,7 @@
 Replays recorded spot markets. The run has a machine whenever one is available, and loses it without notice otherwise.
 (That is the worst case: with the cloud's notice, no step is redone at any interval.) trainer.loop.SaveClock gives the
 interval, pipelines.tracking.ledger the estimate of the time between failures, from the attempts so far. Stalls,
-background saves and start-up are measured values (benchmarks/README.md, one H200).
+background saves and start-up are measured values (docs/measurements.md, one H200).
 """
 
 from dataclasses import dataclass, field

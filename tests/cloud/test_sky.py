@@ -118,7 +118,6 @@ def capped(usd: float) -> str:
 
 QUESTIONS = {
     **{stage: question((SKY / f"{stage}.yaml").read_text()) for stage in STAGES},
-    "pipeline": question((SKY / "pipeline.yaml").read_text()),
     "no store": question((SKY / "train.yaml").read_text(), {"SKYTRAIN_RECIPE": "smoke"}),
     "no keys": question((SKY / "train.yaml").read_text(), secrets={}),
     "no cloud but lambda": question((SKY / "train.yaml").read_text(), enabled=("lambda",)),
@@ -203,13 +202,6 @@ def place(answer: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_pipelines_tasks_are_those_of_the_single_files_word_for_word(stage: str) -> None:
-    parts = (SKY / "pipeline.yaml").read_text().split("\n---\n")
-    assert len(parts) == 1 + len(STAGES)
-    assert parts[1 + STAGES.index(stage)].strip() == (SKY / f"{stage}.yaml").read_text().strip()
-
-
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_task_runs_its_stage_until_it_is_stopped_and_promises_the_budget(stage: str) -> None:
     run = yaml.safe_load((SKY / f"{stage}.yaml").read_text())["run"]
     assert f'run "$SKYTRAIN_RECIPE" --stage {stage} ' in run and "--unless-stopped" in run
@@ -251,9 +243,9 @@ def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answer
     assert list(task["image"].values()) == ["docker:ghcr.io/your-name/skytrain:skypilot"]
 
 
-def test_the_pipeline_is_a_chain_of_the_four_stages(answers: dict[str, Any]) -> None:
-    assert answers["pipeline"]["name"] == "skytrain"
-    assert [task["name"] for task in answers["pipeline"]["tasks"]] == list(STAGES)
+def test_a_launch_of_all_stages_is_one_job_a_chain_of_four_tasks(answers: dict[str, Any]) -> None:
+    assert answers["all stages"]["name"] == "tiny.v1-12345678"
+    assert [task["name"] for task in answers["all stages"]["tasks"]] == list(STAGES)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("trainer", "pipelines", "docker", "sky", "infra", "tests", "benchmarks", ".ci", ".github")
-FILES = ("README.md", "pyproject.toml", "constraints.txt", "Makefile", "LICENSE", ".gitignore")
+FOLDERS = ("trainer", "pipelines", "docker", "sky", "infra", "tests", "benchmarks", "docs", ".ci", ".github")
+FILES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "pyproject.toml",
+    "constraints.txt",
+    "Makefile",
+    "LICENSE",
+    ".gitignore",
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # What runs on a rented GPU node has to work where none of these is installed.

@@ -1,0 +1,210 @@
+"""The generated parts of the documentation: tables of fields, recipes and measurements.
+
+`make docs` (`python -m pipelines.show.reference`) writes them again, each between two comments of a Markdown file:
+`<!-- generated: NAME -->` and `<!-- end -->`. `tests/repository/test_docs.py` fails when a part is stale.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from pipelines.bench.measurements import OURS, Measurements, Speed, measurements
+from pipelines.recipe import Recipe, load_recipe, shipped
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("README.md", "docs/recipes.md", "docs/measurements.md")
+PART = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NUMBERS = ("integer", "number")
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+LLMC = "llm.c, its best flags (-r 0 -ge 2)"
+SIZES = ("124M", "1558M")
+
+
+def renewed(text: str) -> str:
+    """A document with its generated parts written anew."""
+    return PART.sub(lambda part: part[1] + "".join(f"{line}\n" for line in PARTS[part["name"]]()) + part[3], text)
+
+
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+# --- recipes
+
+
+def fields() -> Iterator[str]:
+    """Every field of a recipe, a table a section."""
+    name = Recipe.model_fields["name"]
+    yield from table(("field", "type", "unit", "default", "meaning"), iter([row("name", name)]))
+    for section, info in Recipe.model_fields.items():
+        model = info.annotation
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            yield from ("", f"### {section}", "", (model.__doc__ or "").split("\n\n")[0].replace("\n", " "), "")
+            rows = (row(f"{section}.{each}", field) for each, field in model.model_fields.items())
+            yield from table(("field", "type", "unit", "default", "meaning"), rows)
+
+
+def row(name: str, field: FieldInfo) -> tuple[str, ...]:
+    meaning, _, unit = (field.description or "").partition(" [")
+    default = "required" if field.default is PydanticUndefined else f"`{as_yaml(field.default)}`"
+    return f"`{name}`", type_of(field), unit.rstrip("]"), default, meaning
+
+
+def type_of(field: FieldInfo) -> str:
+    """The annotation of a field in the words of YAML, with its bounds."""
+    bounds = ""
+    for constraint in field.metadata:
+        for name, sign in BOUNDS.items():
+            if (bound := getattr(constraint, name, None)) is not None:
+                bounds += f" {sign} {as_yaml(bound)}"
+    return ", ".join(name + (bounds if name in NUMBERS else "") for name in names_of(field.annotation))
+
+
+def names_of(annotation: Any) -> list[str]:
+    if get_origin(annotation) in (UnionType, Union):
+        return [name for member in get_args(annotation) for name in names_of(member)]
+    if get_origin(annotation) is Literal:
+        return [f"`{value}`" for value in get_args(annotation)]
+    return [{int: "integer", float: "number", str: "text", bool: "boolean", NoneType: "null"}[annotation]]
+
+
+def as_yaml(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int):
+        grouped = f"{value:,}".replace(",", "_") if value >= 10_000 else str(value)
+        return grouped if value < 2**62 else "2^63"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def recipes() -> Iterator[str]:
+    """The shipped recipes by size."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name in shipped():
+            recipe = load_recipe(name)
+            model, train = recipe.model, recipe.train
+            shape = f"{model.n_layer} x {model.n_embd}, {model.n_head} heads, T = {model.block_size}"
+            batch, flops = f"{train.batch_tokens:,}", f"{recipe.train_flops:.1e}"
+            tokens = f"{recipe.train_tokens / 1e9:,.1f}B" if recipe.train_tokens > 1e8 else f"{recipe.train_tokens:,}"
+            yield f"`{name}`", f"{model.parameters / 1e6:,.1f}M", shape, batch, f"{train.max_steps:,}", tokens, flops
+
+    yield from table(("recipe", "parameters", "shape", "batch, tokens", "steps", "tokens", "FLOPs"), rows())
+
+
+# --- measurements
+
+
+def results() -> Iterator[str]:
+    """The table of README.md: speed, checkpoints, and times to resume."""
+    known = measurements()
+    names = list(dict.fromkeys(speed.name for speed in known.speeds if speed.main))
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name in sorted(names, key=lambda n: 0 if (s := known.speed("124M", n)) and s.trainer == OURS else 1):
+            yield label_of(name), *(speed_cell(known, size, name) for size in SIZES)
+        saves = (f"{known.value(f'save_share_{size}'):.2%} of the time" for size in ("124m", "1558m"))
+        yield "checkpoints at the interval of `auto` cost", *saves
+        yield (
+            "killed and started again, it trains after",
+            *(f"{known.value(f'resume_{size}'):.0f} s" for size in ("124m", "1558m")),
+        )
+
+    yield from table(("tokens/s (MFU), against llm.c's best", *SIZES), rows())
+
+
+def label_of(name: str) -> str:
+    engine, _, precision = name.partition(", ")
+    return f"**skytrain**, {engine} {precision}" if engine in ("fused", "compiled", "eager") else name
+
+
+def speed_cell(known: Measurements, size: str, name: str) -> str:
+    speed, base = known.speed(size, name), known.speed(size, LLMC)
+    if speed is None or base is None:
+        return ""
+    mfu = f" ({speed.mfu:.1%})" if speed.mfu else ""
+    return f"{speed.tokens_per_second:,}{mfu}, x {speed.tokens_per_second / base.tokens_per_second:.2f}"
+
+
+def speeds() -> Iterator[str]:
+    """Every measured speed."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for speed in measurements().speeds:
+            yield (
+                f"{speed.size}, {speed.gpus}",
+                label_of(speed.name),
+                f"{speed.tokens_per_second:,}",
+                f"{speed.mfu:.1%}" if speed.mfu else "",
+                f"{speed.memory_gib:.1f} GiB" if speed.memory_gib else "",
+                speed.spread or "",
+                conditions(speed),
+            )
+
+    yield from table(("model, GPUs", "trainer", "tokens/s", "MFU", "peak memory", "spread", "conditions"), rows())
+
+
+def conditions(speed: Speed) -> str:
+    torch = f"; torch {speed.torch}" if speed.torch else ""
+    return f"{speed.machine}{torch}; {speed.date}"
+
+
+def ratios() -> Iterator[str]:
+    """Our fused engine against other trainers, with the same batch."""
+    known = measurements()
+
+    def ratio(size: str, ours: str, theirs: str) -> str:
+        mine, other = known.speed(size, ours), known.speed(size, theirs)
+        return f"{mine.tokens_per_second / other.tokens_per_second:.3f}" if mine and other else ""
+
+    ours = ("fused, bf16", "fused, fp8", "fused, fp8_head")
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for theirs in known.peers():
+            yield theirs, *(" / ".join(ratio(size, each, theirs) for each in ours) for size in SIZES)
+
+    yield from table(("bf16 / fp8 / fp8_head against", *SIZES), rows())
+
+
+def figures() -> Iterator[str]:
+    """Every single figure, with its circumstances."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name, figure in measurements().figures.items():
+            value = f"{figure.value:,g} {figure.unit}"
+            where = f"{figure.machine}; {figure.date}; `{figure.command}`"
+            yield f"`{name}`", figure.what, value, figure.spread or "", where, figure.source
+
+    yield from table(("name", "figure", "value", "spread", "conditions", "source"), rows())
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    "fields": fields,
+    "recipes": recipes,
+    "results": results,
+    "speeds": speeds,
+    "ratios": ratios,
+    "figures": figures,
+}
+
+
+def main() -> None:
+    for name in FILES:
+        path = ROOT / name
+        text = path.read_text(encoding="utf8")
+        if (fresh := renewed(text)) != text:
+            path.write_text(fresh, encoding="utf8")
+            print(f"wrote {name}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The documents are current: links lead somewhere, generated parts are fresh, and nothing is left out."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from pipelines.bench.measurements import measurements
+from pipelines.cli import app
+from pipelines.recipe import Recipe
+from pipelines.show.reference import FILES, PARTS, renewed
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / f for f in ("docker/README.md", "infra/README.md"))]
+)
+DOCUMENTS.append(ROOT / "sky" / "README.md")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+PICTURE_BYTES = 200 << 10
+# Prefixes of variables that belong to an interface; others, such as HOME, are the system's.
+FAMILIES = r"(?:SKYTRAIN|SKYPILOT|MLFLOW|AWS|HF|TIKTOKEN|TRITON|TORCH|NCCL|GLOO)"
+VARIABLE = re.compile(FAMILIES + r"(?:_[A-Z0-9]+)+")
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def anchors_of(document: Path) -> set[str]:
+    """The anchors that GitHub makes of a document's headings."""
+    text = CODE.sub("", document.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(document: Path) -> list[str]:
+    dead = []
+    for link in LINK.findall(CODE.sub("", document.read_text())):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+    assert dead_links(document) == []
+
+
+def test_a_dead_link_and_a_dead_anchor_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One Head-line: `x`\n[a](#one-head-line-x) [b](#two) [c](none.md) [d](page.md#one-head-line-x)\n")
+    assert dead_links(page) == ["#two", "none.md"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_generated_parts_are_current(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert renewed(text) == text, f"{name} is stale; run `make docs`"
+
+
+def test_every_generated_part_is_in_a_document_once() -> None:
+    text = "".join((ROOT / name).read_text() for name in FILES)
+    assert sorted(re.findall(r"<!-- generated: ([\w-]+) -->", text)) == sorted(PARTS)
+    assert text.count("<!-- end -->") == len(PARTS)
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_pictures_are_small_and_name_no_web_font() -> None:
+    pictures = list((DOCS / "pictures").iterdir())
+    assert {path.name for path in pictures} == {"card.svg", "report.png"}
+    assert all(path.stat().st_size < PICTURE_BYTES for path in pictures)
+    assert "url(" not in (DOCS / "pictures" / "card.svg").read_text().replace("url(#", "")
+
+
+def described() -> set[str]:
+    """Files with a line in docs/architecture.md: a row below the heading of its folder."""
+    rooms = re.split(r"^### `([\w/]+)/`$", (DOCS / "architecture.md").read_text(), flags=re.MULTILINE)
+    return {
+        f"{room}/{name}"
+        for room, text in zip(rooms[1::2], rooms[2::2], strict=True)
+        for name in re.findall(r"^\| `([\w.]+\.py)` \| \S", text, re.MULTILINE)
+    }
+
+
+def test_every_source_file_has_its_line_in_the_architecture() -> None:
+    files = {str(path.relative_to(ROOT)) for path in sources("trainer", "pipelines", "benchmarks")}
+    files = {name for name in files if not name.endswith("__init__.py")}
+    assert sorted(files - described()) == [], "add a line to docs/architecture.md"
+    assert sorted(described() - files) == [], "remove these lines from docs/architecture.md"
+
+
+def test_every_command_is_in_the_operations() -> None:
+    names = set(get_command(app).commands)  # type: ignore[attr-defined]
+    text = (DOCS / "operations.md").read_text()
+    assert {name for name in names if f"| `skytrain {name}" not in text} == set()
+
+
+def test_every_environment_variable_of_the_code_is_in_the_operations() -> None:
+    read = {
+        node.value: path.name
+        for path in sources("trainer", "pipelines")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value)
+    }
+    text = (DOCS / "operations.md").read_text()
+    assert "SKYTRAIN_STORE" in read
+    assert {name: where for name, where in read.items() if f"`{name}`" not in text} == {}
+
+
+def test_every_field_of_a_recipe_is_described() -> None:
+    bare = [
+        f"{section}.{name}"
+        for section, info in Recipe.model_fields.items()
+        if hasattr(info.annotation, "model_fields")
+        for name, field in info.annotation.model_fields.items()  # type: ignore[union-attr]
+        if not field.description
+    ]
+    assert bare == []
+
+
+def test_every_measured_figure_names_its_circumstances() -> None:
+    known = measurements()
+    for figure in (*known.speeds, *known.figures.values()):
+        assert re.fullmatch(r"\d{4}-\d{2}", figure.date)
+        assert figure.machine and figure.command and figure.source
+    for speed in known.speeds:
+        assert speed.size in known.sizes
+        assert speed.mfu is not None or not speed.plan
+    benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    named = {m[1] for f in known.figures.values() if (m := re.match(r"python -m benchmarks\.(\w+)", f.command))}
+    assert named and named <= benchmarks
