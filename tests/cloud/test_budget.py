@@ -24,7 +24,7 @@ from pipelines.cloud.budget import (
 from pipelines.recipe import load_recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, claim
-from pipelines.tracking.records import Billing, Progress
+from pipelines.tracking.records import Billing, Machine, Progress
 from pipelines.tracking.runs import record
 from trainer.errors import Interrupted, Stopped, UserError
 from trainer.process import DRILL, StopSignal
@@ -55,12 +55,14 @@ def test_a_stop_is_given_what_a_step_and_a_save_or_the_last_upload_may_take(
     save: float, speed: float, grace: float, rented: bool, ranks: int
 ) -> None:
     fixed = LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0)
-    progress = {"save_seconds": save, "perf/tokens_per_second": speed, "world_size": ranks}
+    progress = Progress(save_seconds=save, world_size=ranks, metrics={"perf/tokens_per_second": speed})
     busy = stopping_seconds(progress, 1000, grace, rented) - fixed
     assert busy >= min(grace, save + 1000 / speed) * (1 - 1e-9)  # the ranks are cut off after the grace
     assert busy >= ranks * save / 3 * (1 - 1e-9)  # nobody cuts off the upload of the final weights
     assert busy <= max(grace, ranks * save / 3) * (1 + 1e-9)
-    assert stopping_seconds({}, 1000, grace, rented) - fixed == pytest.approx(grace)  # not measured yet: the worst
+    assert stopping_seconds(Progress(), 1000, grace, rented) - fixed == pytest.approx(
+        grace
+    )  # not measured yet: the worst
 
 
 # --- the bill
@@ -95,11 +97,11 @@ class Bench:
         end = time.time() - 60
         claimed.update(started=end - seconds, state="interrupted", time=end)
         key = f"{self.plans[stage].prefix}/attempts/{number:04d}/heartbeat.json"
-        self.store.put(key, json.dumps(vars(claimed.latest)).encode())
+        self.store.put(key, claimed.latest.to_json())
         return claimed
 
     def budget(self, usd: float, price: float | None = 3600.0, nodes: int = 1, **machine: Any) -> Budget:
-        return Budget(usd, Billing(price, "test", nodes, machine), self.store, self.run, 2048, self.stop)
+        return Budget(usd, Billing(price, "test", nodes, Machine(**machine)), self.store, self.run, 2048, self.stop)
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def test_all_attempts_of_all_stages_are_on_the_bill_and_none_of_another_run(benc
 
 def test_the_timer_asks_on_time_even_if_no_heartbeat_comes_any_more(bench: Bench) -> None:
     bench.attempt("tokenize", 1, 100, 3600.0)
-    stopping = stopping_seconds({}, 2048, bench.stop.grace_seconds, rented=False)
+    stopping = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, rented=False)
     mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
     assert mine is not None
     budget = bench.budget(100 + stopping + 0.5)  # half a second after the claim it is time
@@ -135,10 +137,10 @@ def test_a_later_heartbeat_that_knows_more_puts_the_stop_off(bench: Bench) -> No
     """A save that was measured takes less than the whole grace, so there is more left to work with."""
     mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
     assert mine is not None
-    usd = stopping_seconds({}, 2048, bench.stop.grace_seconds, rented=False) + 0.5
+    usd = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, rented=False) + 0.5
     budget = bench.budget(usd)
     assert budget.watch(mine.latest) is None
-    mine.update(progress=Progress.from_json({"save_seconds": 0.5, "perf/tokens_per_second": 1e6}))
+    mine.update(progress=Progress(save_seconds=0.5, metrics={"perf/tokens_per_second": 1e6}))
     assert budget.watch(mine.latest) is None
     assert not bench.stop.heard.wait(1.5)  # it would have been asked by now
 

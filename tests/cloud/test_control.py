@@ -18,12 +18,13 @@ from pipelines.cloud.tasks import LaunchRequest
 from pipelines.show.tables import print_status
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import claim
-from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
+from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.tracking.runs import Run, RunRecord, read_records
 from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
 from trainer.store import LocalStore
 
 RUN = "tiny-01234567"
+ELSEWHERE = ProcessId("far/away", 1)
 
 
 @pytest.fixture
@@ -69,21 +70,21 @@ def test_stopping_tells_where_the_attempt_at_work_has_stopped(
     def leave_if_wished(beat: Heartbeat) -> None:
         assert attempt
         if watch(beat) and attempt.latest.state == "running":
-            attempt.update(state="stopped", progress=Progress.from_json({"step": 17}))
+            attempt.update(state="stopped", progress=Progress(step=17))
 
     attempt = claim(store, f"train/{RUN}", RUN, "train", 1, Billing(), leave_if_wished)
     assert attempt
     with attempt:
         ended = control.stop(store, record, "enough", 20, told.append)
-    assert ended and (ended.state, ended.progress["step"]) == ("stopped", 17)
+    assert ended and (ended.state, ended.progress.step) == ("stopped", 17)
     assert told == ["train: attempt 1 is asked to commit and leave"]
 
 
 def test_stopping_does_not_wait_for_the_dead(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "SILENT_SECONDS", 1.0)
     record = recorded(store)
-    elsewhere = Heartbeat(RUN, "train", 1, "running", time.time(), time.time(), 0.0, {"machine": "far/away", "pid": 1})
-    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", json.dumps(elsewhere.__dict__).encode())
+    elsewhere = Heartbeat(RUN, "train", 1, "running", time.time(), time.time(), 0.0, ELSEWHERE)
+    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", elsewhere.to_json())
     assert control.stop(store, record, "enough", 60, lambda text: None) is None
     assert read_stop_request(store, RUN)
 
@@ -101,12 +102,12 @@ def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(
         now - 3600,
         now - 100,
         10.0,
-        {"machine": "far/away", "pid": 1},
+        ELSEWHERE,
         {"setup": 500.0, "train": 3000.0},
-        {"step": 50, "highest_step": 50, "resumed_from": 0, "train/loss": 2.5, "perf/tokens_per_second": 1e3},
+        Progress(50, highest_step=50, resumed_from=0, metrics={"train/loss": 2.5, "perf/tokens_per_second": 1e3}),
         nodes=2,
     )
-    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
+    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", beat.to_json())
     wish = request_stop(store, RUN, "enough")
     job = Task(3, "train", "RECOVERING", 2, "train-3", "preempted", over=False)
     status = status_of(Run(store, record), [job], now)
@@ -157,10 +158,10 @@ def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_u
         now - 600,
         now,
         0.0,
-        {"machine": "far/away", "pid": 1},
-        machine=Machine.from_json({"cluster": "by-hand"}),
+        ELSEWHERE,
+        machine=Machine(cluster="by-hand"),
     )
-    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
+    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", beat.to_json())
     assert found() == ["cluster strange"]  # the run is alive, and who knows what else it needs
 
 

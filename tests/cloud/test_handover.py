@@ -25,7 +25,7 @@ from pipelines.cloud.tasks import LaunchRequest, documents, in_order
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.account import StoredHeartbeat, account
-from pipelines.tracking.records import Billing, Heartbeat, Machine
+from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
 from trainer.errors import HandedOver, UserError
 from trainer.process import StopSignal
 
@@ -33,8 +33,8 @@ RECIPE = load_recipe("gpt2-124m")
 SECONDS_PER_STEP = 0.5
 SECONDS = SECONDS_PER_STEP * RECIPE.train.max_steps
 SPOT, STEADY = (
-    Billing(1.0, machine=Machine.from_json({"spot": True})),
-    Billing(3.0, machine=Machine.from_json({"spot": False})),
+    Billing(1.0, machine=Machine(spot=True)),
+    Billing(3.0, machine=Machine(spot=False)),
 )
 
 
@@ -50,9 +50,12 @@ def asked(done: float, spare_seconds: float, stage: str = "train", **progress: A
     stop, now = Signal(), time.time()
     steps = round(done * RECIPE.train.max_steps)
     left = SECONDS_PER_STEP * (RECIPE.train.max_steps - steps)
-    told = {"step": steps, "steps_done": 100, "perf/tokens_per_second": 1.0} | progress  # the last step was slow
+    last_step = {"perf/tokens_per_second": 1.0}  # it was slow
+    so_far = Progress(**{"step": steps, "steps_done": 100, "metrics": last_step} | progress)
     phases = {"compile": 60.0, "train": 80 * SECONDS_PER_STEP, "evaluate": 20 * SECONDS_PER_STEP}
-    beat = Heartbeat("run", stage, 1, "running", now - 200, now, 1.0, {}, phases, told, machine=SPOT.machine)
+    beat = Heartbeat(
+        "run", stage, 1, "running", now - 200, now, 1.0, phases=phases, progress=so_far, machine=SPOT.machine
+    )
     Handover(now + left + spare_seconds, RECIPE, stop).watch(beat)
     return stop
 
@@ -86,9 +89,9 @@ def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_l
     def told(last: int, gpus: str = "H100:8", nodes: int = 1) -> float | None:
         """Of an attempt from step 100 to `last`, 2 s a step, the first of them in the phase "compile"."""
         phases = {"compile": 30.0, "train": 2.0 * (last - 101)}
-        progress = {"resumed_from": 100, "step": last, "steps_done": last - 100}
-        machine = {"accelerators": gpus, "spot": True}
-        beat = Heartbeat("run", "train", 1, "running", 0.0, 1e4, 1.0, {}, phases, progress, nodes=nodes)
+        progress = Progress(last, resumed_from=100, steps_done=last - 100)
+        machine = Machine(accelerators=gpus, spot=True)
+        beat = Heartbeat("run", "train", 1, "running", 0.0, 1e4, 1.0, phases=phases, progress=progress, nodes=nodes)
         seen = [StoredHeartbeat("train/a", replace(beat, machine=machine))]
         return seconds_per_token(RECIPE.train, ["H100:8"], 1, list(account("run", seen).attempts))
 
@@ -98,8 +101,10 @@ def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_l
 
 def test_a_look_that_took_long_is_reckoned_with_from_then_on() -> None:
     def room(number: int, started: float, **phases: float) -> StoredHeartbeat:
-        beat = Heartbeat("run", "train", number, "interrupted", started, started + 800, 0.1, {}, phases)
-        return StoredHeartbeat("train/a", replace(beat, progress={"waiting": True, "notice": f"deadline: … {LOOKING}"}))
+        beat = Heartbeat("run", "train", number, "interrupted", started, started + 800, 0.1, phases=phases)
+        return StoredHeartbeat(
+            "train/a", replace(beat, progress=Progress(waiting=True, notice=f"deadline: … {LOOKING}"))
+        )
 
     spot = StoredHeartbeat("train/a", Heartbeat("run", "train", 3, "running", 4000.0, 4100.0, 1.0))
     seen = [room(1, 0.0, idle=600.0), room(2, 2000.0, provision=150.0, setup=20.0, idle=600.0), spot, room(4, 9000.0)]

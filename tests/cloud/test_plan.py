@@ -288,9 +288,7 @@ def test_with_a_catalog_stood_in_the_rest_of_a_run_is_planned_at_its_own_speed(m
     whole = planned(tmp_path, **options).candidates
     store, plans = LocalStore(tmp_path), plans_of(SMALL)
     train = plans["train"].prefix
-    claim(
-        store, train, run_name(plans), "train", 1, Billing(1.0, machine=Machine.from_json({"accelerators": "H100:8"}))
-    )
+    claim(store, train, run_name(plans), "train", 1, Billing(1.0, machine=Machine(accelerators="H100:8")))
     rows = [{"step": i, "perf/tokens_per_second": 1e5 if i < 3 else 2e6 + i} for i in range(1, 8)]  # two compile
     store.put(f"{train}/metrics/step-00000007-a0001.jsonl", "\n".join(map(json.dumps, rows)).encode())
     halfway = Commit(9432, 1, 8, 0.0, TrainState(step=SMALL.train.max_steps // 2), "", ())

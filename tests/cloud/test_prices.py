@@ -14,6 +14,7 @@ from sky_catalog import sky_environment, write_catalog
 
 from pipelines.cloud import prices
 from pipelines.cloud.prices import Offer, billing_here, parsed_node, prices_table
+from pipelines.tracking.records import Machine
 from trainer.errors import UserError
 
 EVERYWHERE = [
@@ -37,7 +38,7 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("SKYPILOT_", "SKYTRAIN_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("SKYTRAIN_NOTICE_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setattr(prices, "gpus_here", dict)
+    monkeypatch.setattr(prices, "gpus_here", lambda: None)
 
 
 @pytest.fixture
@@ -132,10 +133,10 @@ def test_a_machine_finds_its_price_wherever_it_is_recovered(
     metadata(service())
     billing = billing_here(None)
     assert (billing.price_per_hour, billing.price_source) == (usd, f"catalog {source}")
-    assert billing.machine["spot"] is source.endswith("/spot")
-    assert billing.machine["on_demand_per_hour"] >= usd
-    assert (billing.machine["cloud"], billing.machine["accelerators"]) == (where[0].lower(), "H100:8")
-    assert billing.machine["cluster"] == "sky-1"
+    assert billing.machine.spot is source.endswith("/spot")
+    assert (billing.machine.on_demand_per_hour or 0) >= usd
+    assert (billing.machine.cloud, billing.machine.accelerators) == (where[0].lower(), "H100:8")
+    assert billing.machine.cluster == "sky-1"
 
 
 def test_where_only_one_price_can_be_meant_nobody_is_asked(
@@ -146,8 +147,8 @@ def test_where_only_one_price_can_be_meant_nobody_is_asked(
     assert billing_here(None).price_per_hour == 31.92
     job("Lambda", "us-east-1", gpus=0)
     billing = billing_here(None)
-    assert (billing.price_per_hour, billing.machine["instance"]) == (0.64, "cpu_16x_general")
-    assert "accelerators" not in billing.machine
+    assert (billing.price_per_hour, billing.machine.instance) == (0.64, "cpu_16x_general")
+    assert billing.machine.accelerators is None
     assert cloud.requests == []
 
 
@@ -178,13 +179,9 @@ def test_a_table_may_name_a_cloud_alone_and_every_node_is_billed(
     monkeypatch.setenv("SKYPILOT_NUM_NODES", "3")
     billing = billing_here(None)
     assert (billing.price_per_hour, billing.nodes) == (4.5, 3)
-    assert billing.machine == {
-        "cloud": "slurm",
-        "cluster": "sky-1",
-        "region": "local",
-        "zone": "debug",
-        "accelerators": "H100:4",
-    }
+    assert billing.machine == Machine(
+        cloud="slurm", cluster="sky-1", region="local", zone="debug", accelerators="H100:4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +207,7 @@ ASK = """
 import json, sys
 from dataclasses import asdict
 from pipelines.cloud.prices import offers
-from trainer.config import UserError
+from trainer.errors import UserError
 found = {}
 for cloud, node in json.loads(sys.argv[1]):
     try:
