@@ -146,7 +146,7 @@ def test_a_head_hears_how_far_the_others_are_with_their_parts_and_what_went_wron
     assert isinstance(error, UserError) and str(error) == "cut off"
     assert isinstance(failure(NodeResult(2, *kind_and_message(KeyError("x"), Path("work")))), RuntimeError)
     full = failure(NodeResult(2, *kind_and_message(OSError(errno.ENOSPC, "No space left on device"), Path("work"))))
-    assert isinstance(full, UserError) and str(full).startswith("work: no room is left on the disk")
+    assert isinstance(full, UserError) and str(full).startswith("work: no space left on the disk")
 
 
 def test_a_node_that_is_gone_makes_the_head_leave(head: Head, stop: StopSignal) -> None:

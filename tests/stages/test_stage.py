@@ -25,7 +25,7 @@ from pipelines.stage import STAGES, Built, Pipeline, Work, provenance
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import attempts, claim, seconds_between_failures, this_process
 from pipelines.tracking.mlflow.tracker import Tracker
-from pipelines.tracking.records import Billing, Heartbeat
+from pipelines.tracking.records import Billing, Heartbeat, ProcessId, Progress
 from pipelines.tracking.runs import Summary
 from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal
@@ -34,7 +34,7 @@ from trainer.store import LocalStore, Store
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLANS = {name: ArtifactPlan(name, "tiny", {"stage": name, "version": 1}) for name in STAGES}
 TOKENS = PLANS["tokenize"].prefix
-ELSEWHERE = {"machine": "other/boot", "pid": 1, "started": "1"}
+ELSEWHERE = ProcessId("other/boot", 1, "1")
 
 Build = Callable[[Work], Built]
 
@@ -229,7 +229,7 @@ def test_dollars_and_hours_are_summed_over_all_attempts(stages: StandIns, store:
     summary: Summary = execute(store, tmp_path, price=7200.0).snapshot().summary
     beats = attempts(store, TOKENS)
     assert [b.price_per_hour for b in beats] == [3600.0, 3600.0, 7200.0]
-    assert beats[0].progress == {"tokens": 7}
+    assert beats[0].progress == Progress(tokens=7)
     lasted = [b.time - b.started for b in beats]
     assert summary.attempts == 3
     assert summary.billed_hours == pytest.approx(sum(lasted) / 3600)
@@ -288,7 +288,7 @@ def test_a_watch_that_gives_a_reason_stops_the_run_for_good(
     with pytest.raises(Stopped, match="budget of 3 dollars"):
         made.execute("tokenize")
     (seen,) = attempts(store, TOKENS)
-    assert (seen.state, seen.progress["notice"]) == ("stopped", "budget of 3 dollars")
+    assert (seen.state, seen.progress.notice) == ("stopped", "budget of 3 dollars")
     assert made.snapshot().summary.state == "stopped"
     assert seconds_between_failures([seen], 100.0) == pytest.approx(100.0 + 3600 * seen.billed_hours)  # no death
 
@@ -399,7 +399,7 @@ def put_heartbeat(store: Store, **changes: Any) -> None:
     assert claim(store, TOKENS, "other", "tokenize", 1, Billing())
     now = time.time()
     beat = replace(Heartbeat("other", "tokenize", 1, "running", now, now, 0.0, ELSEWHERE), **changes)
-    store.put(f"{TOKENS}/attempts/0001/heartbeat.json", json.dumps(beat.__dict__).encode())
+    store.put(f"{TOKENS}/attempts/0001/heartbeat.json", beat.to_json())
 
 
 def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent(
@@ -486,8 +486,12 @@ class Processes:
         self.folder, self.running = folder, list[subprocess.Popen[str]]()
 
     def start(self, seconds: float) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", "import sys, test_stage; test_stage.child(*sys.argv[1:])"]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+        command = [
+            sys.executable,
+            "-c",
+            "import sys; from tests.stages import test_stage; test_stage.child(*sys.argv[1:])",
+        ]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         arguments = [str(self.folder / "store"), str(self.folder), str(seconds)]
         started = subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
         self.running.append(started)

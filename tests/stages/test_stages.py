@@ -115,7 +115,7 @@ def sleeping(*_: Any) -> subprocess.Popen[bytes]:
 
 def without_us(beat: Heartbeat) -> Heartbeat:
     """As if the command had been killed."""
-    return replace(beat, process=beat.process | {"started": "1"})
+    return replace(beat, process=replace(beat.process, started="1"))
 
 
 def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
@@ -145,7 +145,7 @@ def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[s
     mine.screen = cast(TerminalScreen, heard := Heard())
     train.note_event(mine, {"event": "checkpoint_failed", "step": 1200, "reason": "OSError(28)"})
     assert heard.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training goes on"]
-    assert mine.attempt.latest.progress["checkpoint_failed"] == 1200
+    assert mine.attempt.latest.progress.checkpoint_failed == 1200
 
 
 def test_a_step_that_is_done_again_in_one_attempt_is_told_once(work: Callable[[str], Work]) -> None:
@@ -221,8 +221,8 @@ def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
     assert heard.again == [2, 3]
     assert "from step 3 to 1; of two points at a step the later one counts" in heard.tagged.values()
     told = mine.attempt.latest.progress
-    assert (told["steps_done"], told["steps_redone"], told["lowest_step"], told["highest_step"]) == (6, 2, 0, 4)
-    assert (told["resumed_from"], told["step"], told["committed_step"]) == (0, 4, 4)
+    assert (told.steps_done, told.steps_redone, told.lowest_step, told.highest_step) == (6, 2, 0, 4)
+    assert (told.resumed_from, told.step, told.committed_step) == (0, 4, 4)
     assert mine.ranks == (clock["phases"], "train")
 
 
@@ -369,7 +369,7 @@ def test_a_stop_is_heard_before_the_next_long_thing_begins(
         mine.stop.asked = True
 
     monkeypatch.setattr("trainer.evaluate.validation_loss", lambda *arguments, beat: 1.0)
-    monkeypatch.setattr(module, "moment", stop_here)
+    monkeypatch.setattr(module, "failpoint", stop_here)
     for name in ("continue_text", "reload_difference"):
         monkeypatch.setattr(module, name, lambda *arguments, **options: begun.append(1), raising=False)
     with pytest.raises(Interrupted):
