@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.show.page import REFERENCES, SHAPES, bind, render, run_shown, smoothed, targets, thin
 from pipelines.show.tables import print_bill
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.records import Heartbeat, Progress
+from pipelines.tracking.records import Heartbeat, ProcessId, Progress
 from pipelines.tracking.runs import Run, RunRecord, record
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
@@ -45,10 +45,10 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def attempted(store: Store, prefix: str, stage: str, number: int, start: float, end: float, **changes: Any) -> None:
-    values: dict[str, Any] = {"state": "done", "price_per_hour": 36.0, "process": {"machine": HOSTILE}}
+    values: dict[str, Any] = {"state": "done", "price_per_hour": 36.0, "process": ProcessId(HOSTILE)}
     values |= {"run": changes.pop("run"), "phases": {"setup": 10.0, "train": end - start - 10}} | changes
     beat = Heartbeat(stage=stage, attempt=number, started=start, time=end, **values)
-    store.put(f"{prefix}/attempts/{number:04d}/heartbeat.json", json.dumps(asdict(beat)).encode())
+    store.put(f"{prefix}/attempts/{number:04d}/heartbeat.json", beat.to_json())
 
 
 def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool = True, **prices: Any) -> RunRecord:
@@ -71,31 +71,11 @@ def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool =
         ]
         body = "".join(json.dumps(row) + "\n" for row in rows).encode()
         store.put(f"{train}/metrics/step-{last:08d}-a{attempt:04d}.jsonl", body)
-    told = {"resumed_from": 0, "step": 250, "device": "cpu", "world_size": 1, "precision": "fp32"}
-    attempted(
-        store,
-        train,
-        "train",
-        1,
-        NOON,
-        NOON + 250,
-        run=run,
-        state="running",
-        progress=Progress.from_json(told),
-        **prices,
-    )
-    told |= {"resumed_from": 200, "step": steps}
-    attempted(
-        store,
-        train,
-        "train",
-        2,
-        NOON + 3850,
-        NOON + 3850 + 10 + steps - 200,
-        run=run,
-        progress=Progress.from_json(told),
-        **prices,
-    )
+    first = Progress(resumed_from=0, step=250, device="cpu", world_size=1, precision="fp32")
+    second = replace(first, resumed_from=200, step=steps)
+    attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=first, **prices)
+    start = NOON + 3850
+    attempted(store, train, "train", 2, start, start + 10 + steps - 200, run=run, progress=second, **prices)
     if finished:
         facts = {"steps": steps, "tokens": 2048 * steps, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
         made: dict[str, dict[str, Any]] = {
@@ -121,7 +101,7 @@ def run_that_waited(store: Store, scale: float = 1.0) -> RunRecord:
     for number in numbers:
         waits = number not in (numbers[0], numbers[-1])
         seconds = scale * (600 if waits else 6_000 if number == 1 else 36_000)
-        progress = {"waiting": True, "notice": f"look {number}"} if waits else {"resumed_from": 0, "step": 250}
+        progress = Progress(waiting=True, notice=f"look {number}") if waits else Progress(resumed_from=0, step=250)
         rest = {"progress": progress, "price_per_hour": 0.6 if waits else 36.0, "run": told.run}
         phases = {"idle" if waits else "train": seconds}
         attempted(store, told.prefixes["train"], "train", number, start, start + seconds, phases=phases, **rest)

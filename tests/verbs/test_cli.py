@@ -151,11 +151,11 @@ def test_a_fault_of_ours_ends_with_1_and_its_traceback(folder: Path, error: str)
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        ("trainer.errors.Interrupted", "interrupted: the same command goes on from here\n"),
-        ("KeyboardInterrupt", "interrupted: the same command goes on from here\n"),
+        ("trainer.errors.Interrupted", "interrupted: run the same command to resume\n"),
+        ("KeyboardInterrupt", "interrupted: run the same command to resume\n"),
         (
             "trainer.errors.StoreUnavailable('no route to s3')",
-            "error: no route to s3; the same command goes on where this one stopped\n",
+            "error: no route to s3; run the same command to resume\n",
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_what_the_same_command_can_resume_ends_with_75(folder: Path, error: str,
 
 def test_a_run_that_somebody_stopped_ends_with_76_which_nothing_recovers(folder: Path) -> None:
     done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, "trainer.errors.Stopped('budget')"))
-    line = "stopped (budget): nothing starts it again by itself\n"
+    line = "stopped (budget): nothing restarts this run automatically\n"
     assert (done.returncode, done.stdout, done.stderr) == (76, "", line)
 
 
@@ -320,4 +320,4 @@ def test_ctrl_c_before_the_work_has_begun_ends_with_75(folder: Path) -> None:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (75, "interrupted: the same command goes on from here\n")
+    assert (process.returncode, said) == (75, "interrupted: run the same command to resume\n")
