@@ -1,10 +1,10 @@
 """The matrix products of a GPT-2 step: torch's, and ours by cuBLASLt with epilogues, checked and then timed.
 
-`PYTHONPATH=. python benchmarks/gemm.py` on a GPU, a minute at most. Every product of a block and of the head of 124M
-(64 sequences of 1024 tokens) and of 1558M (16 of them) is compared with float64 on a part of its rows; then ways to do
-the same take turns, 21 rounds after 3 to warm up, on random operands. Printed are median ms and TFLOP/s, and what a
-model's products take in a micro-step; a whole step, unlike so short a run, meets the power limit. The products in
-8 bits likewise, against bf16 and torch._scaled_mm. Exits with 1 if a result is wrong or a product is refused.
+`python -m benchmarks.gemm` on a GPU takes a minute at most. It compares every product of a block and of the head of
+124M (64 sequences of 1024 tokens) and of 1558M (16 of them) with float64 on a part of its rows. Then the ways to
+compute a product take turns, 21 rounds after 3 to warm up, on random operands. It prints median ms and TFLOP/s, and the
+time of a model's products in a micro-step; a whole step, unlike so short a run, meets the power limit. The same for the
+products in fp8, against bf16 and torch._scaled_mm. It exits with 1 if a result is wrong or cuBLASLt lacks a product.
 """
 
 import functools
@@ -24,7 +24,7 @@ from trainer.fused import gemm
 VOCAB, CHUNKS = 50_304, 4
 WARM_UP, ROUNDS = 3, 21
 BF16_ERROR, FP32_ERROR = 4e-3, 1e-4  # rounding to bf16 is 1.7e-3 in the mean; sums of 65,536 terms in fp32 are 1e-5
-SUM8_ERROR, FAST_ERROR = 5e-4, 8e-3  # of products in 8 bits; `fast` sums in the tensor cores, in fewer bits
+SUM8_ERROR, FAST_ERROR = 5e-4, 8e-3  # of products in fp8; `fast` sums in the tensor cores, in fewer bits
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Run = Callable[[], object]
 
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """A weight (N, K) with its input and its output's gradient, in 8 bits, as stored and transposed, with inverses."""
+    """A weight (N, K), its input and its output's gradient in fp8: as stored, transposed, and the inverse scale."""
 
     x: Tensor
     x_t: Tensor
@@ -63,29 +63,29 @@ SHAPES = [Shape("124M", 12, 65_536, 768), Shape("1558M", 48, 16_384, 1600)]
 
 
 class Times:
-    """Milliseconds of a model's products by the way they are made: how often a step does each times its median."""
+    """Milliseconds of a model's products, torch's and ours: the sum of count in a micro-step times median."""
 
     def __init__(self, name: str) -> None:
         self.name, self.totals = name, dict.fromkeys(("torch", "ours"), 0.0)
         print(f"\n{name}")
 
     def race(self, case: str, flops: float, count: int, ways: dict[str, Run]) -> None:
-        """Let ways to make the same product take turns, and print what each took.
+        """Time the ways to compute the same product in turns, and print the time of each.
 
-        The quickest of those whose name begins with torch or ours is counted; others do less or more.
+        The totals count the fastest way whose name begins with torch, and with ours; the others compute less or more.
         """
-        medians = race(ways)
+        medians = median_times(ways)
         shown = (f"{way} {ms:.3f} ms {flops / ms / 1e9:.0f}" for way, ms in medians.items())
         print(f"  {case:22} {' | '.join(shown)}", flush=True)
-        for whose in self.totals:
-            self.totals[whose] += count * min(ms for way, ms in medians.items() if way.split()[0] == whose)
+        for owner in self.totals:
+            self.totals[owner] += count * min(ms for way, ms in medians.items() if way.split()[0] == owner)
 
     def close(self) -> None:
-        shown = " | ".join(f"{whose} {ms:.1f} ms" for whose, ms in self.totals.items())
-        print(f"  {self.name} a micro-step, the quickest way of each: {shown}", flush=True)
+        shown = " | ".join(f"{owner} {ms:.1f} ms" for owner, ms in self.totals.items())
+        print(f"  {self.name} a micro-step, the fastest way of each: {shown}", flush=True)
 
 
-def race(ways: dict[str, Run]) -> dict[str, float]:
+def median_times(ways: dict[str, Run]) -> dict[str, float]:
     times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {way: [] for way in ways}
     for _ in range(WARM_UP + ROUNDS):
         for way, run in ways.items():
@@ -102,14 +102,14 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device="cuda", dtype=torch.bfloat16)).mul_(scale)
 
 
-def check(what: str, found: Tensor, exact: Tensor, limit: float = BF16_ERROR) -> None:
+def check(name: str, found: Tensor, exact: Tensor, limit: float = BF16_ERROR) -> None:
     error = ((found.double() - exact).norm() / exact.norm()).item()
-    print(f"  {what:46} relative error {error:.1e}", flush=True)
-    assert error < limit, f"{what}: {error} is above {limit}"
+    print(f"  {name:46} relative error {error:.1e}", flush=True)
+    assert error < limit, f"{name}: {error} is above {limit}"
 
 
-def in_8_bits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x stored with half of the range used, the same transposed, and the inverse of its scale."""
+def in_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x in half of the range of `dtype`, the same transposed, and the inverse of its scale."""
     inverse = (2 * x.abs().max().float() / torch.finfo(dtype).max).view(1)
     stored = (x.float() / inverse).to(dtype)
     return stored, stored.t().contiguous(), inverse
@@ -117,19 +117,19 @@ def in_8_bits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 def operands8(rows: int, n: int, k: int) -> Operands:
     x, w, dy = random(rows, k), random(n, k, scale=0.02), random(rows, n, scale=1e-4)
-    return Operands(*in_8_bits(x, E4M3), *in_8_bits(w, E4M3), *in_8_bits(dy, E5M2))
+    return Operands(*in_fp8(x, E4M3), *in_fp8(w, E4M3), *in_fp8(dy, E5M2))
 
 
 def dgelu(d: Tensor, pre: Tensor) -> Tensor:
     return torch.ops.aten.gelu_backward(d, pre, approximate="tanh")
 
 
-# --- right
+# --- correct
 
 
 def check_products(rows: int, width: int, vocab: int) -> None:
-    """Every function against float64, on the first 256 rows of what it gives."""
-    print(f"\nright? M={rows}, C={width}")
+    """Compare every function with float64, on the first 256 rows of its result."""
+    print(f"\ncorrect? M={rows}, C={width}")
     part = slice(0, 256)
     x, w, bias = random(rows, width), random(4 * width, width, scale=0.02), random(4 * width)
     back = random(width, 4 * width, scale=0.02)
@@ -164,7 +164,7 @@ def check_products(rows: int, width: int, vocab: int) -> None:
 
 
 def check_products8(rows: int, n: int, k: int) -> None:
-    print(f"\nright in 8 bits? M={rows}, N={n}, K={k}")
+    print(f"\ncorrect in fp8? M={rows}, N={n}, K={k}")
     part, o, bias = slice(0, 256), operands8(rows, n, k), random(n)
     w = o.w.double() * o.w_inverse
     exact = (o.x[part].double() * o.x_inverse) @ w.t()
@@ -185,7 +185,7 @@ def check_products8(rows: int, n: int, k: int) -> None:
 
 
 def check_repeats(rows: int, width: int) -> None:
-    """The same bits again."""
+    """Two runs give the same bits."""
     dy, w, pre = random(rows, width), random(width, 4 * width, scale=0.02), random(rows, 4 * width)
     runs = [gemm.input_grad_gelu(dy, w, pre) for _ in range(3)]
     sums = [torch.empty(width, 4 * width, device="cuda") for _ in range(3)]
@@ -197,7 +197,7 @@ def check_repeats(rows: int, width: int) -> None:
 
 
 def check_graph() -> None:
-    """A product captured in a CUDA graph after its first call gives what it gives outside."""
+    """A product that a CUDA graph captures after its first call gives the same result as outside."""
     x, w, bias = random(1024, 768), random(3072, 768), random(3072)
     wanted = gemm.linear_gelu(x, w, bias)[1].clone()
     graph = torch.cuda.CUDAGraph()
@@ -210,7 +210,7 @@ def check_graph() -> None:
 
 
 def call_microseconds(run: Run) -> float:
-    """The Python of a call: the GPU's work is too small to fill the queue."""
+    """Host time of a call: the GPU's work is too small to fill the queue."""
     run()
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -233,7 +233,7 @@ def time_calls() -> None:
     print("\nhost time of a call, us: " + ", ".join(f"{n} {call_microseconds(run):.1f}" for n, run in runs.items()))
 
 
-# --- quick
+# --- fast
 
 
 def add_weight_grad(dy: Tensor, x: Tensor, into: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ def time_all(shape: Shape) -> None:
 
 
 def weights(shape: Shape) -> list[tuple[str, int, int, int, int]]:
-    """Name, rows, N and K of a model's weights, and how often a micro-step does their products."""
+    """Name, rows, N and K of a model's weights, and the number of their products in a micro-step."""
     m, c, layers = shape.rows, shape.width, shape.layers
     return [
         ("qkv", m, 3 * c, c, layers),
@@ -330,7 +330,7 @@ def weights(shape: Shape) -> list[tuple[str, int, int, int, int]]:
     ]
 
 
-def torchs(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], fast: bool, bias: Tensor | None) -> Tensor:
+def scaled_mm(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], fast: bool, bias: Tensor | None) -> Tensor:
     return torch._scaled_mm(a, b.t(), *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
@@ -339,27 +339,27 @@ def then_add(product: Callable[[], Tensor], to: Tensor) -> Tensor:
 
 
 def time_all8(shape: Shape) -> None:
-    times = Times(f"{shape.name} in 8 bits: M={shape.rows}, C={shape.width}; ms and TFLOP/s")
+    times = Times(f"{shape.name} in fp8: M={shape.rows}, C={shape.width}; ms and TFLOP/s")
     for name, m, n, k, count in weights(shape):
         o, x, w, dy = operands8(m, n, k), random(m, k), random(n, k, scale=0.02), random(m, n, scale=1e-4)
         flops, into = 2 * m * n * k, torch.zeros(n, k, device="cuda")
         bias = random(n) if name in ("qkv", "fc") else None
 
         ways: dict[str, Run] = {
-            "torch": functools.partial(torchs, o.x, o.w, (o.x_inverse, o.w_inverse), True, bias),
+            "torch": functools.partial(scaled_mm, o.x, o.w, (o.x_inverse, o.w_inverse), True, bias),
             "bf16": functools.partial(gemm.linear, x, w, bias),
             "not fast": functools.partial(o.forward, bias, False),
             "ours": functools.partial(o.forward, bias),
         }
         times.race(f"{name} forward", flops, count, ways)
         ways = {
-            "torch": functools.partial(torchs, o.dy, o.w_t, (o.dy_inverse, o.w_inverse), False, None),
+            "torch": functools.partial(scaled_mm, o.dy, o.w_t, (o.dy_inverse, o.w_inverse), False, None),
             "bf16": functools.partial(gemm.input_grad, dy, w),
             "fast": functools.partial(o.input_grad, True),
             "ours": o.input_grad,
         }
         times.race(f"{name} input", flops, count, ways)
-        scaled = functools.partial(torchs, o.dy_t, o.x_t, (o.dy_inverse, o.x_inverse), False, None)
+        scaled = functools.partial(scaled_mm, o.dy_t, o.x_t, (o.dy_inverse, o.x_inverse), False, None)
         ways = {
             "torch": functools.partial(then_add, scaled, into),
             "bf16": functools.partial(gemm.weight_grad, dy, x, into, True),
@@ -371,10 +371,10 @@ def time_all8(shape: Shape) -> None:
     times.close()
 
 
-def attempt(doing: Run) -> bool:
-    """Whether it went well; what did not is shown, and the rest still runs: a GPU's time is dear."""
+def attempt(work: Run) -> bool:
+    """Returns False, and prints the traceback, if it raised: the rest still runs, as GPU time is expensive."""
     try:
-        doing()
+        work()
         torch.cuda.synchronize()
         return True
     except Exception:
@@ -385,8 +385,8 @@ def attempt(doing: Run) -> bool:
 
 
 def main() -> int:
-    if not gemm.serves():
-        sys.exit(f"benchmarks/gemm.py: cuBLASLt does not serve here: {gemm.why_not()}")
+    if obstacle := gemm.why_not():
+        sys.exit(f"benchmarks.gemm: cuBLASLt cannot run here: {obstacle}")
     torch.manual_seed(1)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
     works: list[Run] = []
@@ -395,11 +395,11 @@ def main() -> int:
         works += [functools.partial(check_products8, *weight[1:4]) for weight in weights(shape)]
     works.append(functools.partial(check_products, 4 * 1023, 1600, 512))
     works += [functools.partial(check_repeats, 16_384, 768), check_graph, time_calls]
-    works += [functools.partial(race_all, shape) for shape in SHAPES for race_all in (time_all, time_all8)]
-    well = [attempt(work) for work in works]
+    works += [functools.partial(time_products, shape) for shape in SHAPES for time_products in (time_all, time_all8)]
+    passed = [attempt(work) for work in works]
     for request in gemm.refused():
-        print("refused:", request)
-    return 0 if all(well) and not gemm.refused() else 1
+        print("no algorithm:", request)
+    return 0 if all(passed) and not gemm.refused() else 1
 
 
 if __name__ == "__main__":

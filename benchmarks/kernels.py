@@ -1,17 +1,19 @@
-"""Every kernel of the fused step on a GPU: is it right, and how near is it to the memory's speed.
+"""Every kernel of the fused step on a GPU: is it correct, and how close is it to the memory's speed.
 
-`python benchmarks/kernels.py [NAME…]` with a CUDA GPU, under a minute. For each kernel, size and launch shape it first
-compares the results with float64 on fresh random inputs (the error's norm in parts of the result's, and the worst
-element's; it stops at the first that is too large), then that a second run gives the same bits, then prints the median
-time, the bytes that have to move and what that makes in TB/s. The first shape of each kernel is the one in use.
+`python -m benchmarks.kernels [NAME…]` with a CUDA GPU takes less than a minute. For each kernel, size and launch shape
+it first compares the results with float64 on new random inputs (the norm of the error relative to the result's norm,
+and the worst element's error; it stops at the first that is too large). Then it checks that a second run gives the same
+bits. Then it prints the median time, the bytes that have to move, and TB/s. The first shape of each kernel is the one
+in use.
 """
 
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -25,10 +27,12 @@ BF16 = torch.bfloat16
 VOCAB, WIDTH = 50257, 50304
 REPEATS = 15
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Rounding to bf16 is off by 2^-8 at most and by 0.0017 on average, to fp8 by 2^-4 (2^-3) and 0.026 (0.053); at random
-# it is worse. Sums in float32 and losses are much better.
+# The error of rounding to bf16 is at most 2^-8 and 0.0017 on average, to fp8 2^-4 (2^-3) and 0.026 (0.053); stochastic
+# rounding has a larger one. Sums in float32 and losses have a much smaller one.
 BOUND = {BF16: 0.003, E4M3: 0.03, E5M2: 0.12, torch.float32: 5e-5}
+Kind = Literal["plain", "gelu", "dgelu"]
 Results = dict[str, Tensor]
+Expected = dict[str, tuple[Tensor | slice, Tensor]]  # the rows that were computed, and their exact values
 
 
 @dataclass
@@ -36,16 +40,20 @@ class Case:
     name: str
     size: str
     run: Callable[[], Results]  # from the same inputs every time
-    time: Callable[[], Any]  # the launch alone
-    expected: Callable[[], dict[str, tuple[Tensor | slice, Tensor]]]  # rows that were computed, and their values
+    time: Callable[[], object]  # the launch alone
+    expected: Callable[[], Expected]
     bytes: int
-    shape: str | None = None  # the function of trainer.fused.kernels that chooses the launch shape
-    others: tuple[tuple[int, ...], ...] = ()  # further ones to try
-    prepare: Callable[[], Any] = lambda: None  # before each launch, not timed
+    shape: str | None = None  # the name of the function in trainer.fused.kernels that chooses the launch shape
+    others: tuple[tuple[int, ...], ...] = ()  # further launch shapes to try
+    prepare: Callable[[], object] = lambda: None  # before each launch, not timed
 
 
 def fresh(*shape: int, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape, device=GPU)).to(BF16)
+
+
+def all_rows(**exact: Tensor) -> Expected:
+    return {name: (slice(None), tensor) for name, tensor in exact.items()}
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -63,58 +71,53 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         assert torch.equal(again, y)
         return {"x": total, "y": y, "mean": mean, "rstd": rstd}
 
-    def added() -> dict[str, tuple[Tensor | slice, Tensor]]:
+    def added() -> Expected:
         total = (x.double() + delta.double() + delta_bias.double()).to(BF16).double()
         rstd = (total.var(1, correction=0) + 1e-5).rsqrt()
         y = F.layer_norm(total, (C,), weight.double(), bias.double())
-        return {"x": (slice(None), total), "y": (slice(None), y), "rstd": (slice(None), rstd)}
+        return all_rows(x=total, y=y, rstd=rstd)
 
     shapes = ((2, 1056, 1, 3), (1, 2112, 1, 3), (2, 1 << 30, 2, 1))
     if C > 1024:
         shapes = ((1, 2112, 1, 3), (1, 528, 4, 3), (2, 1 << 30, 4, 1))
-    launch = lambda: kernels.add_norm(x, delta, delta_bias, weight, bias)  # noqa: E731
+    launch = partial(kernels.add_norm, x, delta, delta_bias, weight, bias)
     yield Case("add_norm", size, add, launch, added, 8 * M * C, "_norm_shape", shapes if tune else ())
 
     T = 1024 if M % 1024 == 0 else M
     wte, wpe, tokens = fresh(WIDTH, C), fresh(T, C), torch.randint(VOCAB, (M,), device=GPU)
 
-    def embedded() -> dict[str, tuple[Tensor | slice, Tensor]]:
+    def embedded() -> Expected:
         total = (wte[tokens].double() + wpe.repeat(M // T, 1).double()).to(BF16).double()
-        return {
-            "x": (slice(None), total),
-            "y": (slice(None), F.layer_norm(total, (C,), weight.double(), bias.double())),
-        }
+        return all_rows(x=total, y=F.layer_norm(total, (C,), weight.double(), bias.double()))
 
-    embed = lambda: kernels.embed_norm(tokens, wte, wpe, weight, bias)  # noqa: E731
+    embed = partial(kernels.embed_norm, tokens, wte, wpe, weight, bias)
     yield Case("embed_norm", size, lambda: dict(zip("xy", embed()[:2], strict=True)), embed, embedded, 6 * M * C, None)
 
     _, _, mean, rstd = kernels.add_norm(x, torch.zeros_like(x), None, weight, bias)
-    again = lambda: kernels.norm_again(x, mean, rstd, weight, bias)  # noqa: E731
+    again = partial(kernels.norm_again, x, mean, rstd, weight, bias)
     y = F.layer_norm(x.double(), (C,), weight.double(), bias.double())
-    yield Case("norm_again", size, lambda: {"y": again()}, again, lambda: {"y": (slice(None), y)}, 4 * M * C)
+    yield Case("norm_again", size, lambda: {"y": again()}, again, lambda: all_rows(y=y), 4 * M * C)
 
-    def room() -> Tensor:
+    def empty_sums() -> Tensor:
         return torch.zeros(3, kernels.norm_partials(C, GPU), C, device=GPU)
 
     def backward() -> Results:
-        sums = room()
-        dx = kernels.norm_backward(dy, x, mean, rstd, weight, delta, sums)
+        sums = empty_sums()
+        dx, _ = kernels.norm_backward(dy, x, mean, rstd, weight, delta, sums)
         return {"dx": dx, "dweight": sums[0].sum(0), "dbias": sums[1].sum(0), "sums": sums}
 
-    def gradient() -> dict[str, tuple[Tensor | slice, Tensor]]:
+    def gradient() -> Expected:
         exact = [leaf(t) for t in (x, weight, bias)]
         F.layer_norm(exact[0], (C,), exact[1], exact[2]).backward(dy.double())
         dx, dweight, dbias = (t.grad for t in exact)
         assert dx is not None and dweight is not None and dbias is not None
-        everything = slice(None)
-        return {"dx": (everything, dx + delta.double()), "dweight": (everything, dweight), "dbias": (everything, dbias)}
+        return all_rows(dx=dx + delta.double(), dweight=dweight, dbias=dbias)
 
     sums: dict[int, Tensor] = {}
 
     def launch_backward() -> Tensor:
-        P = kernels.norm_partials(C, GPU)
-        kept = sums.setdefault(P, room())
-        return kernels.norm_backward(dy, x, mean, rstd, weight, delta, kept)
+        P = kernels.norm_partials(C, GPU)  # depends on the launch shape
+        return kernels.norm_backward(dy, x, mean, rstd, weight, delta, sums.setdefault(P, empty_sums()))[0]
 
     if C <= 1024:
         shapes4 = ((2, 528, 4, 3), (2, 396, 4, 4), (4, 264, 4, 3))
@@ -133,11 +136,11 @@ def norm_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
 
 
 def column_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
-    N, size, everything = 4 * C, f"{M} x {4 * C}", slice(None)
-    h, kept = fresh(M, N), torch.zeros(kernels.column_partials(GPU), N, device=GPU)
+    N, size = 4 * C, f"{M} x {4 * C}"
+    h, sums = fresh(M, N), torch.zeros(kernels.column_partials(GPU), N, device=GPU)
 
-    def activation() -> dict[str, tuple[Tensor | slice, Tensor]]:
-        return {"a": (everything, F.gelu(h.double(), approximate="tanh"))}
+    def activation() -> Expected:
+        return all_rows(a=F.gelu(h.double(), approximate="tanh"))
 
     yield Case(
         "gelu",
@@ -150,19 +153,17 @@ def column_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         ((2048, 4), (8192, 8)) if tune and C <= 1024 else (),
     )
 
-    launch_sums = lambda: kernels.column_sums(h, kept)  # noqa: E731
-
     def summed() -> Results:
-        sums = torch.zeros_like(kept)
-        kernels.column_sums(h, sums)
-        return {"sum": sums.sum(0)}
+        fresh_sums = torch.zeros_like(sums)
+        kernels.column_sums(h, fresh_sums)
+        return {"sum": fresh_sums.sum(0)}
 
     yield Case(
         "column_sums",
         size,
         summed,
-        launch_sums,
-        lambda: {"sum": (everything, h.double().sum(0))},
+        partial(kernels.column_sums, h, sums),
+        lambda: all_rows(sum=h.double().sum(0)),
         2 * M * N,
         "_column_sums_shape",
         ((16, 256, 4, 1), (16, 256, 4, 3), (32, 128, 4, 3)) if tune else (),
@@ -170,7 +171,7 @@ def column_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
 
 
 def cross_entropy_cases(M: int, tune: bool) -> Iterator[Case]:
-    """Logits of a whole micro-batch are more than 2^31 elements; float64 sees a few hundred rows of them."""
+    """Logits of a whole micro-batch are more than 2^31 elements; 300 of its rows are compared with float64."""
     source = fresh(M, WIDTH, scale=2)
     targets, scale = torch.randint(VOCAB, (M,), device=GPU), torch.full((1,), 1 / M, device=GPU)
     logits, losses = source.clone(), torch.empty(M, device=GPU)
@@ -182,17 +183,17 @@ def cross_entropy_cases(M: int, tune: bool) -> Iterator[Case]:
         kernels.cross_entropy(logits, targets, VOCAB, scale, losses, backward=True)
         return {"losses": losses, "dlogits": logits}
 
-    def exact() -> dict[str, tuple[Tensor | slice, Tensor]]:
+    def exact() -> Expected:
         inputs = leaf(source[rows, :VOCAB])
         loss = F.cross_entropy(inputs, targets[rows], reduction="none")
         (loss.sum() / M).backward()
         assert inputs.grad is not None
         return {"losses": (rows, loss.detach()), "dlogits": (rows, F.pad(inputs.grad, (0, WIDTH - VOCAB)))}
 
-    # Each launch gets logits again: what is nearly constant or not a number switches fewer transistors, and the card,
-    # which is limited by its power, then looks faster than it is.
+    # Each launch gets new logits: values that are nearly constant, or NaN, switch fewer transistors. The card, which is
+    # limited by its power, then looks faster than it is.
     shapes = ((1, 4096, 8, 8), (1, 4096, 8, 16), (1, 8192, 8, 16))
-    launch = lambda: kernels.cross_entropy(logits, targets, VOCAB, scale, losses, backward=True)  # noqa: E731
+    launch = partial(kernels.cross_entropy, logits, targets, VOCAB, scale, losses, backward=True)
     yield Case(
         "cross_entropy",
         f"{M} x {WIDTH}",
@@ -207,36 +208,38 @@ def cross_entropy_cases(M: int, tune: bool) -> Iterator[Case]:
 
 
 def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
-    """Expected are the scaled numbers. Of transposes every byte is compared: Triton 3.6 got some wrong."""
-    N, everything = 4 * C, slice(None)
+    """The expected values are scaled. All bytes of transposes are compared: Triton 3.6 got some wrong."""
+    N = 4 * C
     x, h, da, dy = fresh(M, C), fresh(M, N), fresh(M, N), fresh(M, C)
     weight, bias = 1 + fresh(C, scale=0.1), fresh(C, scale=0.1)
     up, down = (kernels.Fp8Out(torch.full((1,), s, device=GPU), torch.zeros(1, device=GPU)) for s in (40.0, 3000.0))
-    kept = torch.zeros(kernels.column_partials(GPU), N, device=GPU)
+    column_sums = torch.zeros(kernels.column_partials(GPU), N, device=GPU)
     gelu_gradient = leaf(h)
     F.gelu(gelu_gradient, approximate="tanh").backward(da.double())
     assert gelu_gradient.grad is not None
-    exact = {"plain": h.double(), "gelu": F.gelu(h.double(), approximate="tanh"), "dgelu": gelu_gradient.grad}
+    exact: dict[Kind, Tensor] = {
+        "plain": h.double(),
+        "gelu": F.gelu(h.double(), approximate="tanh"),
+        "dgelu": gelu_gradient.grad,
+    }
 
-    def cast(kind: Any, transposed: bool) -> tuple[Tensor, Tensor | None]:
+    def cast(kind: Kind, transposed: bool) -> tuple[Tensor, Tensor | None]:
         if kind == "dgelu":
-            return kernels.cast8(da, down, transposed, kind, h, kept, gradient=True)
+            return kernels.cast8(da, down, transposed, kind, h, column_sums, gradient=True)
         return kernels.cast8(h, up, transposed, kind)
 
-    def both(kind: str) -> Results:
-        kept.zero_()
+    def both(kind: Kind) -> Results:
+        column_sums.zero_()
         x8, x8t = cast(kind, True)
-        sums = kept.sum(0)
+        sums = column_sums.sum(0)
         assert x8t is not None
         wrong = (x8.view(torch.uint8).t() != x8t.view(torch.uint8)).float().mean().item()
         assert wrong == 0, f"{kind}: {100 * wrong:.1f}% of the transposed bytes are wrong"
         assert torch.equal(cast(kind, False)[0].view(torch.uint8), x8.view(torch.uint8)), f"{kind}: depends on the tile"
         return {"x8": x8, "sum": sums}
 
-    def expected(kind: str) -> dict[str, tuple[Tensor | slice, Tensor]]:
-        if kind == "dgelu":
-            return {"x8": (everything, 3000 * exact[kind])}
-        return {"x8": (everything, 40 * exact[kind])}
+    def expected(kind: Kind) -> Expected:
+        return all_rows(x8=(3000 if kind == "dgelu" else 40) * exact[kind])
 
     for kind in exact:
         for transposed in (False, True):
@@ -258,7 +261,7 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         f"{M} x {N}",
         lambda: {"x8t": kernels.transpose8(x8)},
         lambda: kernels.transpose8(x8),
-        lambda: {"x8t": (everything, x8.float().double().t())},
+        lambda: all_rows(x8t=x8.float().double().t()),
         2 * M * N,
         "_transpose8_shape",
         ((64, 128, 4), (64, 64, 4)) if tune and C > 1024 else (),
@@ -276,27 +279,26 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         f"{M} x {C}",
         lambda: {"y8": kernels.add_norm(x, nothing, None, weight, bias, up)[1]},
         lambda: kernels.add_norm(x, nothing, None, weight, bias, up),
-        lambda: {"y8": (everything, 40 * y.detach())},
+        lambda: all_rows(y8=40 * y.detach()),
         7 * M * C,
         "_norm_shape",
         ((((2, 1056, 2, 3), (1, 2112, 1, 3)) if C <= 1024 else ((1, 2112, 1, 3), (1, 528, 4, 3))) if tune else ()),
     )
 
+    beside, sums = da[:, :C].contiguous(), torch.zeros(3, 1056, C, device=GPU)
+
     def backward8() -> Results:
         sums = torch.zeros(3, kernels.norm_partials(C, GPU), C, device=GPU)
-        both = kernels.norm_backward8(dy, x, mean, rstd, weight, da[:, :C].contiguous(), sums, down)
-        return dict(zip(("dx", "dx8"), both, strict=True)) | {"sums": sums}
+        dx, dx8 = kernels.norm_backward(dy, x, mean, rstd, weight, beside, sums, down)
+        assert dx8 is not None
+        return {"dx": dx, "dx8": dx8, "sums": sums}
 
-    beside, sums = da[:, :C].contiguous(), torch.zeros(3, 1056, C, device=GPU)
     yield Case(
-        "norm_backward8",
+        "norm_backward, fp8",
         f"{M} x {C}",
         backward8,
-        lambda: kernels.norm_backward8(dy, x, mean, rstd, weight, beside, sums, down),
-        lambda: {
-            "dx": (everything, dx + beside.double()),
-            "dx8": (everything, 3000 * (dx + beside.double())),
-        },
+        partial(kernels.norm_backward, dy, x, mean, rstd, weight, beside, sums, down),
+        lambda: all_rows(dx=dx + beside.double(), dx8=3000 * (dx + beside.double())),
         9 * M * C,
         "_norm_backward_shape",
         ((((1, 792, 4, 4), (1, 528, 4, 4)) if C <= 1024 else ((1, 396, 8, 4), (1, 264, 4, 3))) if tune else ()),
@@ -305,17 +307,14 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
 
 def cross_entropy8_cases(M: int) -> Iterator[Case]:
     logits, targets = fresh(M, WIDTH, scale=2), torch.randint(VOCAB, (M,), device=GPU)
-    scale, q, losses = (
-        torch.full((1,), 1 / M, device=GPU),
-        torch.full((1,), 28672.0 * M, device=GPU),
-        torch.empty(M, device=GPU),
-    )
+    scale, q = torch.full((1,), 1 / M, device=GPU), torch.full((1,), 28672.0 * M, device=GPU)
+    losses = torch.empty(M, device=GPU)
     seed, rows = torch.tensor([12345], device=GPU, dtype=torch.int32), torch.randint(M, (300,), device=GPU)
 
     def launch() -> Tensor:
         return kernels.cross_entropy8(logits, targets, VOCAB, scale, losses, q, seed)
 
-    def exact() -> dict[str, tuple[Tensor | slice, Tensor]]:
+    def exact() -> Expected:
         p = logits[rows, :VOCAB].double().softmax(1)
         loss = -p.gather(1, targets[rows, None]).log().squeeze(1)
         p.scatter_add_(1, targets[rows, None], torch.full_like(loss, -1.0)[:, None])
@@ -340,31 +339,24 @@ def adamw_cases(n: int, tune: bool) -> Iterator[Case]:
     state, weights16 = [w.clone(), m.clone(), v.clone()], torch.empty(n, device=GPU, dtype=BF16)
 
     def step() -> Results:
-        for mine, start in zip(state, (w, m, v), strict=True):
-            mine.copy_(start)
+        for current, start in zip(state, (w, m, v), strict=True):
+            current.copy_(start)
         kernels.adamw(weights16, state[0], state[1], state[2], g, numbers, 0.1, 0.9, 0.95, 1e-8)
         assert torch.equal(weights16, state[0].to(BF16))
         return {"master": state[0], "exp_avg": state[1], "exp_avg_sq": state[2]}
 
-    def torchs() -> dict[str, tuple[Tensor | slice, Tensor]]:
+    def by_torch() -> Expected:
         parameter = w.double().requires_grad_()
         parameter.grad = g.double() * 0.5
         optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         optimizer.state[parameter] = {"step": torch.tensor(2.0), "exp_avg": m.double(), "exp_avg_sq": v.double()}
         optimizer.step()
         after = optimizer.state[parameter]
-        everything = slice(None)
-        return {
-            "master": (everything, parameter.detach()),
-            "exp_avg": (everything, after["exp_avg"]),
-            "exp_avg_sq": (everything, after["exp_avg_sq"]),
-        }
+        return all_rows(master=parameter.detach(), exp_avg=after["exp_avg"], exp_avg_sq=after["exp_avg_sq"])
 
-    launch = lambda: kernels.adamw(  # noqa: E731
-        weights16, state[0], state[1], state[2], g, numbers, 0.1, 0.9, 0.95, 1e-8
-    )
+    launch = partial(kernels.adamw, weights16, state[0], state[1], state[2], g, numbers, 0.1, 0.9, 0.95, 1e-8)
     shapes = ((2048, 8), (2048, 4), (512, 4)) if tune else ()
-    yield Case("adamw", f"{n}", step, launch, torchs, 30 * n, "_adamw_shape", shapes)
+    yield Case("adamw", f"{n}", step, launch, by_torch, 30 * n, "_adamw_shape", shapes)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -373,8 +365,8 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def errors(case: Case, expected: dict[str, tuple[Tensor | slice, Tensor]]) -> str:
-    """Of the least exact result of each precision; asserts that it is exact enough and the same again."""
+def errors(case: Case, expected: Expected) -> str:
+    """The error of the least exact result of each dtype. Asserts that it is small enough, and that runs are alike."""
     first = {name: tensor.clone() for name, tensor in case.run().items()}
     second = case.run()
     assert all(same(first[name], second[name]) for name in first), f"{case.name}: two runs differ"
@@ -391,9 +383,9 @@ def errors(case: Case, expected: dict[str, tuple[Tensor | slice, Tensor]]) -> st
     return " ".join(f"{worst[dtype]:.1e}" if dtype in worst else "   -   " for dtype in BOUND)
 
 
-def median_ms(prepare: Callable[[], Any], launch: Callable[[], Any]) -> float:
-    """Each launch comes after a matrix product of a millisecond and more, as in a training step: the clock is what the
-    power limit leaves, the caches hold something else, and the CPU, which takes up to 0.1 ms a launch, runs ahead."""
+def median_ms(prepare: Callable[[], object], launch: Callable[[], object]) -> float:
+    """Each launch follows a matrix product of a millisecond or more, as in a training step: the power limit sets the
+    clock, the caches hold other data, and the CPU, which takes up to 0.1 ms a launch, runs ahead."""
     operand = torch.randn(8192, 8192, device=GPU, dtype=BF16)
     product = torch.empty_like(operand)
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
@@ -410,26 +402,24 @@ def median_ms(prepare: Callable[[], Any], launch: Callable[[], Any]) -> float:
 def measure(case: Case) -> None:
     expected = case.expected()
     for shape in (None, *case.others):
-        chosen = mock.patch.object(kernels, case.shape, lambda *_, s=shape: s) if case.shape and shape else None
-        if chosen:
-            chosen.start()
+        chosen = mock.patch.object(kernels, case.shape, return_value=shape) if case.shape and shape else nullcontext()
         try:
-            error, ms = errors(case, expected), median_ms(case.prepare, case.time)
+            with chosen:
+                error, ms = errors(case, expected), median_ms(case.prepare, case.time)
         except AssertionError:
             raise
         except Exception as problem:  # a shape that does not fit this GPU is no reason to stop
-            print(f"{case.name:<14} {case.size:<14} {shape!s:<18} {problem!r:.90}", flush=True)
+            print(f"{case.name:<18} {case.size:<14} {shape!s:<18} {problem!r:.90}", flush=True)
             continue
-        finally:
-            if chosen:
-                chosen.stop()
         rate = f"{case.bytes / 1e6:9.1f} MB {case.bytes / ms / 1e9:6.2f} TB/s"
-        print(f"{case.name:<14} {case.size:<14} {str(shape or ''):<18} {error}  {ms:8.4f} ms {rate}", flush=True)
+        print(f"{case.name:<18} {case.size:<14} {str(shape or ''):<18} {error}  {ms:8.4f} ms {rate}", flush=True)
 
 
 def main(names: list[str]) -> None:
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.kernels: there is no CUDA device")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {kernels.triton.__version__}")
-    print("kernel         size           shape tried        error bf16, e4m3, e5m2, fp32")
+    print("kernel             size           shape tried        error bf16, e4m3, e5m2, fp32")
     for M, C, tune in (
         (1000, 768, False),
         (1001, 1600, False),

@@ -248,8 +248,8 @@ class FusedEngine:
         return self.state.pieces() | self.products.pieces()
 
     def restore(self, state: TrainState) -> None:
-        self.state.loaded()
-        self.products.loaded()
+        self.state.restore()
+        self.products.restore()
 
     def record(self, state: TrainState) -> None:
         """All values are in the pieces."""
@@ -258,7 +258,7 @@ class FusedEngine:
         return self.state.full_weights()
 
     def extra_metrics(self) -> dict[str, float]:
-        return self.products.metrics()
+        return self.products.extra_metrics()
 
     def warnings(self) -> list[str]:
         slow = [f"cuBLASLt cannot compute {product}; torch does" for product in gemm.refused()]

@@ -1,7 +1,7 @@
-"""The flat state: where everything lies in it, and that its ranks together do what AdamW does to the mean gradient.
+"""The flat state: its layout, and that its ranks together apply AdamW to the mean gradient.
 
-The ranks are three processes that speak over gloo, and where there are three GPUs over NCCL, too; they start once, for
-all tests: first two of them are a world, then all three. Each writes down what a job of its world failed with.
+The ranks are three processes that communicate over gloo, and with three GPUs also over NCCL. They start once, for all
+tests: first two of them are a world, then all three. Each writes the outcome of every job to a file.
 """
 
 import math
@@ -35,15 +35,15 @@ STEPS = 3
 
 
 def gradients(step: int, rank: int) -> dict[str, Tensor]:
-    """What a rank's backward pass would find: enough to be clipped, and nothing in the padding of the vocabulary."""
+    """Gradients as from a rank's backward pass: large enough to be clipped, and 0 in the padding of the vocabulary."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    found = {name: torch.randn(slot.shape, generator=generator) for name, slot in Layout(MODEL, 1).slots.items()}
-    found["wte.weight"][MODEL.vocab_size :] = 0
-    return found
+    drawn = {name: torch.randn(slot.shape, generator=generator) for name, slot in Layout(MODEL, 1).slots.items()}
+    drawn["wte.weight"][MODEL.vocab_size :] = 0
+    return drawn
 
 
 def rounded_mean(gradients: list[Tensor]) -> Tensor:
-    """Of two gradients that travel in bf16: halved, which is exact, and added up there."""
+    """The mean of two gradients that are reduced in bf16: halved, which is exact, and added in bf16."""
     first, second = (gradient.bfloat16() / 2 for gradient in gradients)
     return (first + second).float()
 
@@ -74,9 +74,9 @@ def flat_state(world: World, data_parallel: str = "zero1", reduce_dtype: str = "
     return state
 
 
-def backward(state: FlatState, found: dict[str, Tensor], loss: float = 0.0) -> Tensor:
-    """As a backward pass leaves it, last block first; what `finish` makes of it."""
-    for name, gradient in found.items():
+def backward(state: FlatState, gradients: dict[str, Tensor], loss: float = 0.0) -> Tensor:
+    """Write gradients as a backward pass does, last block first; the result of `finish`."""
+    for name, gradient in gradients.items():
         state.gradients[name].copy_(gradient)
     for bucket in (*reversed(range(MODEL.n_layer)), MODEL.n_layer):
         state.begin_reduce(bucket)
@@ -84,7 +84,7 @@ def backward(state: FlatState, found: dict[str, Tensor], loss: float = 0.0) -> T
 
 
 def assert_agrees(state: FlatState, reference: Reference) -> None:
-    """Rank 0 is given all weights of the reference, and every rank has them in bf16, its own part just so rounded."""
+    """Rank 0 gets all weights of the reference. Every rank has them in bf16: its own shard is its master, rounded."""
     state.ready()
     weights, pieces = state.full_weights(), state.pieces()
     assert weights.keys() == (reference.model.state_dict().keys() if state.world.rank == 0 else set())
@@ -98,7 +98,7 @@ def assert_agrees(state: FlatState, reference: Reference) -> None:
             assert torch.equal(rounded, weights[name].bfloat16()), name
 
 
-# --- what ranks do
+# --- jobs of the ranks
 
 
 def updates_are_adamws(world: World, folder: Path, **options: str) -> None:
@@ -108,9 +108,9 @@ def updates_are_adamws(world: World, folder: Path, **options: str) -> None:
     assert_agrees(state, reference)
     for number in range(1, STEPS + 1):
         norm = reference.step(number)
-        found = backward(state, gradients(number, world.rank), loss=float(world.rank))
-        torch.testing.assert_close(found.cpu(), torch.tensor([(world.world_size - 1) / 2, norm]))
-        state.update(TRAIN.learning_rate / number, number, found)
+        loss_and_norm = backward(state, gradients(number, world.rank), loss=float(world.rank))
+        torch.testing.assert_close(loss_and_norm.cpu(), torch.tensor([(world.world_size - 1) / 2, norm]))
+        state.update(TRAIN.learning_rate / number, number, loss_and_norm)
         assert_agrees(state, reference)
     held = sum(tensor.numel() for tensor in (state.master, state.exp_avg, state.exp_avg_sq))
     cut = 1 if options.get("data_parallel") == "all_reduce" else world.world_size
@@ -121,7 +121,7 @@ def all_reduce_is_adamw(world: World, folder: Path) -> None:
     updates_are_adamws(world, folder, data_parallel="all_reduce")
 
 
-def bf16_on_the_wire_is_adamw(world: World, folder: Path) -> None:
+def reduce_in_bf16_is_adamw(world: World, folder: Path) -> None:
     updates_are_adamws(world, folder, reduce_dtype="bf16")
 
 
@@ -134,12 +134,12 @@ def one_ranks_nan_changes_nothing(world: World, folder: Path) -> None:
     last_rank = world.rank == world.world_size - 1
     broken = gradients(2, world.rank)
     broken["h.1.ln_2.bias"][3] = math.nan if last_rank else 0.0
-    for found in (
+    for loss_and_norm in (
         backward(state, broken),
         backward(state, gradients(2, world.rank), loss=math.inf if last_rank else 0.0),
     ):
-        assert not found.isfinite().all()
-        state.update(TRAIN.learning_rate, 2, found)
+        assert not loss_and_norm.isfinite().all()
+        state.update(TRAIN.learning_rate, 2, loss_and_norm)
         assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
     reference.step(2)
     state.update(TRAIN.learning_rate / 2, 2, backward(state, gradients(2, world.rank)))
@@ -159,21 +159,21 @@ def saves_after_two_updates(world: World, folder: Path) -> None:
     saving.finish(log)
 
 
-def goes_on_from_two_ranks(world: World, folder: Path) -> None:
-    """Loads what two ranks of ZeRO-1 saved, and takes the third step as those two would have."""
+def resumes_from_two_ranks(world: World, folder: Path) -> None:
+    """Load the checkpoint of two ranks of ZeRO-1, and take the third step as those two would have."""
     for mode in ("zero1", "all_reduce"):
         reference, state = Reference(2), flat_state(world, data_parallel=mode)
         log = EventLog(None, PhaseClock())
         assert checkpointer(world, folder).load_latest(state.pieces(), log) == TrainState(step=2)
-        state.loaded()
+        state.restore()
         for number in (1, 2):
             reference.step(number)
         assert_agrees(state, reference)
         reference.step(3)
-        # As many ranks as there may be, their mean gradient is that of the two.
+        # For any number of ranks, their mean gradient is that of the two.
         both = zip(gradients(3, 0).items(), gradients(3, 1).values(), strict=True)
-        found = backward(state, {name: (a + b) / 2 for (name, a), b in both})
-        state.update(TRAIN.learning_rate / 3, 3, found)
+        loss_and_norm = backward(state, {name: (a + b) / 2 for (name, a), b in both})
+        state.update(TRAIN.learning_rate / 3, 3, loss_and_norm)
         assert_agrees(state, reference)
 
 
@@ -182,17 +182,17 @@ JOBS: dict[int, list[Job]] = {
     1: [
         updates_are_adamws,
         all_reduce_is_adamw,
-        bf16_on_the_wire_is_adamw,
+        reduce_in_bf16_is_adamw,
         one_ranks_nan_changes_nothing,
-        goes_on_from_two_ranks,
+        resumes_from_two_ranks,
     ],
-    2: [updates_are_adamws, all_reduce_is_adamw, bf16_on_the_wire_is_adamw, saves_after_two_updates],
-    3: [updates_are_adamws, all_reduce_is_adamw, one_ranks_nan_changes_nothing, goes_on_from_two_ranks],
+    2: [updates_are_adamws, all_reduce_is_adamw, reduce_in_bf16_is_adamw, saves_after_two_updates],
+    3: [updates_are_adamws, all_reduce_is_adamw, one_ranks_nan_changes_nothing, resumes_from_two_ranks],
 }
 
 
 def do_jobs(rank: int, folder: Path, kind: str, worlds: tuple[int, ...] = (2, 3)) -> None:
-    """One of three processes, or the test's own."""
+    """Run the jobs in one of three processes, or in the test's own."""
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
@@ -209,7 +209,7 @@ def do_jobs(rank: int, folder: Path, kind: str, worlds: tuple[int, ...] = (2, 3)
                 job(World(rank, rank, world_size, device), folder)
             except BaseException:
                 outcome(folder, job, world_size, rank).write_text(traceback.format_exc())
-                return  # the other ranks may wait for this one: nothing that follows would tell anything
+                return  # other ranks may wait for this one: later jobs would only time out
             outcome(folder, job, world_size, rank).write_text("done")
         if world_size > 1:
             dist.destroy_process_group()
@@ -221,7 +221,7 @@ def outcome(folder: Path, job: Job, world_size: int, rank: int) -> Path:
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[int, Job], None]:
-    """Has done all jobs; asserts of one that no rank of a world of so many failed in it."""
+    """Runs all jobs; returns an assertion that no rank of a world of this size failed in a job."""
     kind: str = request.param
     if kind == "cuda" and torch.cuda.device_count() < 3:
         pytest.skip("needs three GPUs")
@@ -234,13 +234,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         process.kill()
     do_jobs(0, folder, kind, worlds=(1,))
 
-    def did(world_size: int, job: Job) -> None:
+    def assert_done(world_size: int, job: Job) -> None:
         for rank in range(world_size):
             path = outcome(folder, job, world_size, rank)
-            assert path.exists(), f"rank {rank} did not come to it"
+            assert path.exists(), f"rank {rank} did not reach it"
             assert path.read_text() == "done"
 
-    return did
+    return assert_done
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -251,23 +251,25 @@ def test_updates_of_any_number_of_ranks_are_adamws_on_the_mean_gradient(
     ranks(world_size, all_reduce_is_adamw)
 
 
-def test_gradients_that_travel_in_bf16_are_rounded_and_nothing_else(ranks: Callable[[int, Job], None]) -> None:
-    ranks(2, bf16_on_the_wire_is_adamw)
-    ranks(1, bf16_on_the_wire_is_adamw)  # nothing travels, nothing is rounded
+def test_reducing_gradients_in_bf16_only_rounds_them(ranks: Callable[[int, Job], None]) -> None:
+    ranks(2, reduce_in_bf16_is_adamw)
+    ranks(1, reduce_in_bf16_is_adamw)  # no reduce, no rounding
 
 
-def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: Callable[[int, Job], None]) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: Callable[[int, Job], None]) -> None:
     ranks(1, one_ranks_nan_changes_nothing)
     ranks(3, one_ranks_nan_changes_nothing)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_two_ranks_saved_goes_on_at_one_and_at_three(ranks: Callable[[int, Job], None], world_size: int) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_three(
+    ranks: Callable[[int, Job], None], world_size: int
+) -> None:
     ranks(2, saves_after_two_updates)
-    ranks(world_size, goes_on_from_two_ranks)
+    ranks(world_size, resumes_from_two_ranks)
 
 
-def test_a_checkpoint_of_the_flat_state_is_one_of_the_plain_path_and_back(tmp_path: Path) -> None:
+def test_the_flat_state_and_the_plain_engine_load_each_others_checkpoints(tmp_path: Path) -> None:
     alone, log = World(0, 0, 1, torch.device("cpu")), EventLog(None, PhaseClock())
     saves_after_two_updates(alone, tmp_path)
     plain = Reference(1)
@@ -289,11 +291,11 @@ def test_a_checkpoint_of_the_flat_state_is_one_of_the_plain_path_and_back(tmp_pa
     saving.finish(log)
     state = flat_state(alone)
     assert checkpointer(alone, tmp_path).load_latest(state.pieces(), log) == TrainState(step=3)
-    state.loaded()
+    state.restore()
     assert_agrees(state, plain)
 
 
-def test_a_checkpoints_copy_is_one_for_weights_and_one_for_each_moment() -> None:
+def test_a_checkpoint_copies_the_weights_in_one_go_and_each_moment_in_one_go() -> None:
     alone = World(0, 0, 1, torch.device("cpu"))
     state, plain = flat_state(alone), Reference(1)
     lives = {name: piece.live for name, piece in state.pieces().items()}
@@ -305,7 +307,7 @@ def test_a_checkpoints_copy_is_one_for_weights_and_one_for_each_moment() -> None
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 @pytest.mark.parametrize("n_embd", [24, 128])
-def test_everything_has_its_own_aligned_place_and_matrices_come_first(world_size: int, n_embd: int) -> None:
+def test_every_parameter_has_its_own_aligned_slot_and_matrices_come_first(world_size: int, n_embd: int) -> None:
     layout = Layout(MODEL.model_copy(update={"n_embd": n_embd}), world_size)
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in GPT(MODEL.model_copy(update={"n_embd": n_embd})).named_parameters()}

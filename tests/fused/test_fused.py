@@ -1,6 +1,6 @@
-"""The fused step against the reference: the same loss and the same gradients, as near as bf16 lets them come.
+"""The fused step has the loss and the gradients of the reference, within the precision of bf16 or fp8.
 
-On a CPU its kernels run in Triton's interpreter and its products in plain torch, so shapes are small; they are odd.
+On a CPU its kernels run in Triton's interpreter and its products in plain torch, so shapes are small. They are odd.
 """
 
 import os
@@ -40,7 +40,7 @@ SHAPES = {  # layers, heads, width, tokens, vocabulary, sequences, micro-batches
 
 
 def a_model(layers: int, heads: int, width: int, tokens: int, vocabulary: int) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A shape, and weights that bf16 holds exactly and that make every gradient large."""
+    """A shape, and weights that bf16 represents exactly and that make every gradient large."""
     config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=tokens, vocab_size=vocabulary)
     weights = {}
     for name, w in GPT(config).state_dict().items():
@@ -72,7 +72,7 @@ def error(a: Tensor, exact: Tensor) -> float:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    print(f"seed {torch.seed()}")  # another each time; pytest shows it where a test fails
+    print(f"seed {torch.seed()}")  # a new one each time; pytest shows it if a test fails
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -81,7 +81,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_loss_and_every_gradient_are_as_near_to_float64_as_autocasts(
+def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
     shape: tuple[int, ...], recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, heads, width, block, vocabulary, sequences, count = shape
@@ -95,7 +95,7 @@ def test_loss_and_every_gradient_are_as_near_to_float64_as_autocasts(
     state.load(weights)
     step = fused.FusedStep(config, state, Bf16Products(ALONE.device, recompute), deterministic=False)
     for gradient in state.gradients.values():
-        gradient.fill_(torch.nan)  # nothing of what was there before may stay
+        gradient.fill_(torch.nan)  # no old value may stay
     scale = 1 / (count * sequences * config.block_size)
     step.begin(1)
     losses = [float(step.backward(*batch, scale, last=i == count - 1)) for i, batch in enumerate(batches)]
@@ -137,7 +137,7 @@ def test_updates_follow_the_reference() -> None:
     assert updates(one, 6) == pytest.approx(updates(other, 6), rel=4e-3)
 
 
-def test_what_is_not_finite_changes_nothing() -> None:
+def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     one, _ = engines()
     before = {name: w.clone() for name, w in one.weights().items()}
     one.state.weights["h.0.ln_1.bias"][0] = torch.nan
@@ -170,7 +170,7 @@ def test_every_batch_of_a_ramp_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_goes_on_bit_for_bit(runner: Callable[..., Runner]) -> None:
+def test_an_interrupted_run_resumes_bit_for_bit(runner: Callable[..., Runner]) -> None:
     whole, run = (runner(name, engine="fused", **SHORT | {"max_steps": 4}) for name in ("whole", "stopped"))
     model, state = whole.attempt()
     run.attempt(stop_after=2)
@@ -179,7 +179,7 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(runner: Callable[..., Runner]
     assert whole.rows()[-1]["train/loss"] < whole.rows()[1]["train/loss"]
 
 
-def test_the_reference_goes_on_from_a_commit_of_the_fused_engine_and_back(runner: Callable[..., Runner]) -> None:
+def test_the_eager_engine_resumes_from_a_commit_of_the_fused_engine_and_back(runner: Callable[..., Runner]) -> None:
     plain, mixed = (runner(name, engine="eager", **SHORT) for name in ("plain", "mixed"))
     plain.attempt()
     for stop_after, engine in ((2, "eager"), (2, "fused"), (None, "eager")):
@@ -190,7 +190,7 @@ def test_the_reference_goes_on_from_a_commit_of_the_fused_engine_and_back(runner
         assert a.get("train/loss", 0) == pytest.approx(b.get("train/loss", 0), rel=5e-3)
 
 
-def test_the_reference_may_be_rehearsed_in_fp16() -> None:
+def test_the_eager_engine_can_rehearse_in_fp16() -> None:
     config, _ = a_model(1, 1, 32, 16, 140)
     engine = make_engine(config, TRAIN.model_copy(update={"precision": "fp16"}), RuntimeConfig(engine="eager"), ALONE)
     engine.initialize(1)
@@ -204,7 +204,7 @@ def test_the_reference_may_be_rehearsed_in_fp16() -> None:
 def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
     config, _ = a_model(1, 1, 32, 16, 140)
     runtime = RuntimeConfig(engine=way, data_parallel="all_reduce")  # type: ignore[arg-type]
-    of_two = World(0, 0, 2, torch.device("cpu"))  # and the other one never comes: there is no group to speak to
+    of_two = World(0, 0, 2, torch.device("cpu"))  # the other one never comes: there is no process group
     engine = make_engine(config, TRAIN.model_copy(update={"precision": precision}), runtime, of_two)
     engine.initialize(1)
     tokens = torch.randint(0, 140, (2, 17))
@@ -214,7 +214,7 @@ def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
         engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 1)
 
 
-def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(n_layer=1, n_head=1, n_embd=12, block_size=4)
     with pytest.raises(
         UserError, match="runtime.engine: fused cannot run here: the head size 12 is not a multiple of 8"
@@ -226,7 +226,7 @@ def test_it_says_what_stands_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None
     assert make_engine(config, TRAIN, RuntimeConfig(), ALONE).why == "eager, on cpu; there is no CUDA device"
 
 
-def test_products_that_cublaslt_refuses_are_told_once(
+def test_products_that_cublaslt_cannot_compute_are_reported_once(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, right, out = (
@@ -248,7 +248,7 @@ def test_products_that_cublaslt_refuses_are_told_once(
     ("shape", "words"),
     [((25, 200, 16), "model.n_embd 200 is not a multiple of 16"), ((2, 64, 24), "model.block_size 24 is not a mult")],
 )
-def test_fp8_is_refused_where_its_products_would_not_be_in_fp8(shape: tuple[int, int, int], words: str) -> None:
+def test_fp8_is_rejected_for_shapes_whose_products_would_not_be_in_fp8(shape: tuple[int, int, int], words: str) -> None:
     config, _ = a_model(1, *shape, 140)
     with pytest.raises(UserError, match=f"train.precision: fp8 needs the fused engine: {words}"):
         make_engine(config, TRAIN.model_copy(update={"precision": "fp8"}), RuntimeConfig(engine="fused"), ALONE)
@@ -266,17 +266,17 @@ def test_fp8_gradients_point_where_the_exact_ones_do(precision: str) -> None:
     exact_model = GPT(config).double()
     exact_model.load_state_dict(weights)
     exact_loss, exact = gradients(exact_model, batches)
-    for number in (1, 100):  # the first one has to find its scales before, and each hundredth counts
+    for number in (1, 100):  # the first one measures its scales before, and each hundredth counts
         found = engine.accumulate(iter(batches), 2, number)
         assert float(found[0]) == pytest.approx(exact_loss, rel=0.01)
         for name, gradient in exact.items():
-            # e5m2 keeps 2 bits behind the point: rounding is off by 7% on average, of every factor.
+            # e5m2 has 2 bits behind the point: rounding has an error of 7% on average, in every factor.
             assert error(engine.state.gradients[name], gradient) < 0.25, name
-    told = engine.extra_metrics()
-    assert set(told) == {
+    metrics = engine.extra_metrics()
+    assert set(metrics) == {
         f"fp8/{k}_{what}" for k in ("activations", "gradients") for what in ("saturated", "underflown")
     }
-    assert told["fp8/activations_saturated"] == 0 and 0 < told["fp8/gradients_underflown"] < 0.2
+    assert metrics["fp8/activations_saturated"] == 0 and 0 < metrics["fp8/gradients_underflown"] < 0.2
     assert engine.extra_metrics() == {}
 
 
@@ -304,18 +304,18 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch
         assert not engine.pieces()["fp8.magnitudes"].live.any()
         saved = engine.pieces()["fp8.magnitudes"].live
         found.append([engine.accumulate(iter([batch]), 1, number) for number in (1, 2)])
-        if engine is other:  # as when a run goes on: what the scales are is known
+        if engine is other:  # as when a run resumes: the scales are known
             with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
                 patch.setattr(engine.step, "_embed_backward", out_of_memory)
                 engine.accumulate(iter([(tokens[:, 1:], tokens[:, 1:])]), 1)
         found[-1].append(engine.accumulate(iter([batch]), 1, 2))
-        assert not saved.any()  # a checkpoint's copy may still be on its way while micro-batches are done
+        assert not saved.any()  # micro-batches may run while a checkpoint still copies it
         assert engine.pieces()["fp8.magnitudes"].live.any()
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
     assert not torch.equal(found[0][0], found[0][1])
 
 
-def test_fp8_gradients_stay_in_range_where_the_batch_is_cut_up_otherwise() -> None:
+def test_fp8_gradients_stay_in_range_when_the_micro_batch_size_changes() -> None:
     engine = fp8_engine(*a_model(1, 2, 32, 16, 140))
     tokens = torch.randint(0, 140, (2, 17))
     found = []
@@ -364,7 +364,7 @@ def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:
 
 
 @pytest.mark.slow
-def test_an_fp8_run_that_is_stopped_goes_on_bit_for_bit(runner: Callable[..., Runner]) -> None:
+def test_an_interrupted_fp8_run_resumes_bit_for_bit(runner: Callable[..., Runner]) -> None:
     changes = SHORT | {"max_steps": 4, "warmup_steps": 1, "precision": "fp8_head", "engine": "fused", "n_layer": 1}
     whole, run = (runner(name, **changes) for name in ("whole", "stopped"))
     model, _ = whole.attempt()

@@ -1,6 +1,6 @@
-"""Every kernel of the fused step against the same arithmetic in float64, on sizes that no block divides.
+"""Every kernel of the fused step agrees with the same arithmetic in float64, on sizes that no block divides.
 
-On a CPU they run in Triton's interpreter; where there is a GPU, on that.
+The kernels run on a GPU if there is one, else in Triton's interpreter.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from trainer.fused import kernels  # noqa: E402
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16
 SIZES = [(77, 40), (1, 72), (130, 200)]
-ROUNDED = 2.0**-8  # half the distance of two bf16 numbers, at most, in parts of the smaller
+ROUNDED = 2.0**-8  # half the distance of two bf16 numbers, at most, relative to the smaller
 
 
 @pytest.fixture(autouse=True)
-def _memory_that_nobody_wrote_is_nan() -> Iterator[None]:
+def _new_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     assert torch.empty(8, device=DEVICE, dtype=BF16).new_empty(3).isnan().all()
     yield
@@ -34,7 +34,7 @@ def fresh(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def near(actual: Tensor, expected: Tensor, relative: float = ROUNDED, absolute: float = 1e-5) -> None:
-    """`absolute` in parts of the largest: float32 sums cancel, and the GPU's tanh is good to 2^-11."""
+    """`absolute` is relative to the largest: float32 sums cancel, and the GPU's tanh has an error of 2^-11."""
     error = (actual.double() - expected).abs()
     allowed = relative * expected.abs() + absolute * expected.abs().max()
     assert (error <= allowed).all(), (error - allowed).max()
@@ -88,7 +88,7 @@ def test_gelu_agrees_with_float64(M: int, N: int) -> None:
 
 
 @pytest.mark.parametrize(("M", "C"), SIZES)
-def test_columns_are_summed_also_where_they_are_some_of_a_wider_tensor(M: int, C: int) -> None:
+def test_column_sums_also_work_on_columns_of_a_wider_tensor(M: int, C: int) -> None:
     wide = fresh(M, 3 * C)
     for part in (wide, wide[:, C : 2 * C]):
         sums = torch.ones(kernels.column_partials(DEVICE), part.shape[1], device=DEVICE)
@@ -121,7 +121,7 @@ def test_cross_entropy_and_its_gradient_agree_with_float64(M: int, vocab_size: i
     again = torch.empty(M, device=DEVICE)
     kernels.cross_entropy(logits, targets, vocab_size, scale, again, backward=True)
     assert torch.equal(again, losses)
-    # Where softmax is near 1 the gradient is a small difference, good to float32's rounding of 1.
+    # If softmax is near 1, the gradient is a small difference, with float32's rounding error of 1.
     near(logits[:, :vocab_size], exact.grad, absolute=1e-6)
     assert (logits[:, vocab_size:] == 0).all()
     assert torch.equal(around[:: M + 1].nan_to_num(7), before[:: M + 1].nan_to_num(7))
@@ -150,7 +150,7 @@ def test_adamw_is_torchs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("grad_scale", "apply"), [(0.5, 0.0), (float("nan"), 1.0), (float("inf"), 1.0)])
-def test_adamw_changes_nothing_where_a_number_is_not_finite_or_it_is_told_so(grad_scale: float, apply: float) -> None:
+def test_adamw_changes_nothing_if_a_number_is_not_finite_or_apply_is_0(grad_scale: float, apply: float) -> None:
     state = [fresh(100).float() for _ in range(3)]
     before = [t.clone() for t in state]
     weights16 = torch.zeros(100, device=DEVICE, dtype=BF16)
@@ -171,7 +171,7 @@ def cast_by_torch(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize(("gradient", "dtype"), [(False, torch.float8_e4m3fn), (True, torch.float8_e5m2)])
 @pytest.mark.parametrize(("M", "N"), SIZES)
 def test_fp8_casts_and_transposes_are_torchs(M: int, N: int, gradient: bool, dtype: torch.dtype) -> None:
-    x = fresh(M, N) * torch.exp2(6 * fresh(M, N))  # from what vanishes to what saturates
+    x = fresh(M, N) * torch.exp2(6 * fresh(M, N))  # from underflow to saturation
     x[0, :4] = torch.tensor([0.0, 1e6, -1e6, 1e-7])
     out, sums = fp8_out(3.0), torch.ones(kernels.column_partials(DEVICE), N, device=DEVICE)
     x8, x8t = kernels.cast8(x, out, transposed=True, sums=sums, gradient=gradient)
@@ -185,7 +185,7 @@ def test_fp8_casts_and_transposes_are_torchs(M: int, N: int, gradient: bool, dty
 
 @pytest.mark.parametrize(("M", "N"), SIZES)
 def test_results_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:
-    """Off by half of what the format keeps, 2^-4 or 2^-3, or of its smallest number, 2^-9 or 2^-16."""
+    """The error is at most half of the format's precision, 2^-4 or 2^-3, or of its smallest number, 2^-9 or 2^-16."""
     h, da, weight, bias = fresh(M, N, scale=2), fresh(M, N), fresh(N), fresh(N)
     exact = h.double().requires_grad_()
     activation = F.gelu(exact, approximate="tanh")
@@ -213,6 +213,7 @@ def test_results_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:
     dx, dx8 = kernels.norm_backward(da, h, mean, rstd, weight, da, sums, out)
     again = torch.zeros_like(sums)
     near(dx, kernels.norm_backward(da, h, mean, rstd, weight, da, again)[0].double())
+    assert dx8 is not None
     agree(dx8, dx.double(), out, 2**-3 + 2**-8, 2**-17)
     near(sums.sum(1).double(), again.sum(1).double(), 0, 1e-3)
 
@@ -238,7 +239,7 @@ def test_the_fp8_gradient_of_the_logits_is_right_on_average() -> None:
     step = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2**-14))) - 2)
     values = first.double()
     assert ((values - exact).abs() <= 1.0001 * step).all() and (values[:, vocab_size:] == 0).all()
-    # A value is one of two neighbours: its deviation is half a step at most. (1e-6: exact itself is float32's.)
+    # A value is one of two neighbours: its deviation is half a step at most. (1e-6: `exact` itself comes from float32.)
     odds = (exact.abs() / step) % 1
     deviation = step * (odds * (1 - odds)).sqrt()
     assert ((values.mean(0) - exact).abs() <= 6 * deviation / M**0.5 + 1e-6 * exact.abs() + 1e-3 * step).all()

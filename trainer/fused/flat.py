@@ -137,9 +137,9 @@ class FlatState:
         """Copy weights of any dtype and device by name; the moments stay as they are."""
         for name, piece in self._pieces(self.master).items():
             piece.live.copy_(state[name].reshape(-1)[piece.start : piece.end])
-        self.loaded()
+        self.restore()
 
-    def loaded(self) -> None:
+    def restore(self) -> None:
         """Make the bf16 weights from the master weights, after a load of these."""
         for index, bucket in enumerate(self.layout.buckets):
             self._weights[self._in_full(bucket)].copy_(self.master[self._in_shards(bucket)])
@@ -229,7 +229,7 @@ class FlatState:
                 gather.wait()
 
     def pieces(self) -> dict[str, Piece]:
-        """This rank's pieces for a checkpoint, named as PlainEngine's; call `loaded` after a load into them."""
+        """This rank's pieces for a checkpoint, named as PlainEngine's; call `restore` after a load into them."""
         kinds = zip(("model", "exp_avg", "exp_avg_sq"), self._sharded_buffers(), strict=True)
         return {f"{kind}.{name}": piece for kind, buffer in kinds for name, piece in self._pieces(buffer).items()}
 

@@ -321,7 +321,7 @@ class Fp8Products(Products[Fp8Operand]):
         saturated, underflown = (bits == LARGEST_BITS[x8.dtype]).float().mean(), (bits == 0).float().mean()
         self.counts.append(("gradients" if tensor.gradient else "activations", torch.stack([saturated, underflown])))
 
-    def metrics(self) -> dict[str, float]:
+    def extra_metrics(self) -> dict[str, float]:
         """Means over the tensors of an update; only each COUNT_EVERY-th update has them, and returns them once."""
         counts, self.counts = self.counts or [], None
         metrics: dict[str, float] = {}
@@ -336,7 +336,7 @@ class Fp8Products(Products[Fp8Operand]):
         self.checkpointed.copy_(self.scales.history)
         return {"fp8.magnitudes": Piece.whole(self.checkpointed)}
 
-    def loaded(self) -> None:
+    def restore(self) -> None:
         self.scales.history.copy_(self.checkpointed)
         self.calibrated = bool(self.scales.history.any())
         self.scales.follow_history()

@@ -156,10 +156,10 @@ class Products(ABC, Generic[O]):
         """What a checkpoint holds besides weights and moments."""
         return {}
 
-    def loaded(self) -> None:
+    def restore(self) -> None:
         """Take over the pieces that a checkpoint has filled."""
 
-    def metrics(self) -> dict[str, float]:
+    def extra_metrics(self) -> dict[str, float]:
         """Further metrics of the last update."""
         return {}
 

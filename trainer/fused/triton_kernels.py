@@ -7,9 +7,6 @@ On a CPU everything runs in Triton's interpreter (TRITON_INTERPRET=1, set before
 on small shapes.
 """
 
-# mypy: allow-untyped-defs
-# (Triton gives parameters their types from the arguments of the launch.)
-
 import triton
 import triton.language as tl
 
