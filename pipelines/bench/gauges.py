@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SENSOR_SECONDS = 0.1
 
-# A kernel belongs to the first class whose pattern its name holds. Names: ours (trainer/kernels.py), cuBLAS's
+# A kernel belongs to the first class whose pattern its name holds. Names: ours (trainer/fused/), cuBLAS's
 # (nvjet, xmma, cutlass), cuDNN's, torch's own and those that torch.compile makes up of the operations in them.
 KERNEL_CLASSES = {
     "communication": r"nccl",

@@ -2,7 +2,7 @@
 
 An architecture writes its forward and backward pass once (GPT-2's is `trainer/fused/step.py`) and calls a policy for
 everything that depends on the precision: `Bf16Products` (`trainer/fused/bf16.py`) or `Fp8Products`
-(`trainer/fused/fp8.py`). An operand O is one input of a matrix product in the form that the policy's kernels read: a
+(`trainer/fused/fp8.py`). An operand is one input of a matrix product in the form that the policy's kernels read: a
 bf16 tensor, or an fp8 tensor with its scale. A policy knows layers by name and shape, not their order.
 """
 
@@ -18,7 +18,7 @@ from trainer.pieces import Piece
 
 LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products reach full speed from about 8,192 rows on
 
-O = TypeVar("O")  # noqa: E741
+Operand = TypeVar("Operand")
 
 # Launch a norm: (Fp8Out, or None for bf16) -> x, y, mean, rstd of the `kernels` functions; likewise dx in bf16 and fp8.
 NormKernel = Callable[[Fp8Out | None], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -36,38 +36,38 @@ class Linear:
 
 
 @dataclass
-class Normed(Generic[O]):
-    """A norm's output and what its backward pass needs; `y` is None where the backward pass recomputes it."""
+class Normed(Generic[Operand]):
+    """A norm's output and its statistics (M,) for the backward pass; `y` is None if that recomputes it."""
 
-    y: O | None
+    y: Operand | None
     mean: Tensor
     rstd: Tensor
 
 
 @dataclass
-class ResidualGrad(Generic[O]):
+class ResidualGrad(Generic[Operand]):
     """The gradient of the residual stream (M, C) in bf16, and the same as the output gradient of a layer, if any."""
 
     dx: Tensor
-    operand: O | None
+    operand: Operand | None
 
     @property
-    def dy(self) -> O:
+    def dy(self) -> Operand:
         assert self.operand is not None
         return self.operand
 
 
-class Products(ABC, Generic[O]):
+class Products(ABC, Generic[Operand]):
     """The precision-dependent part of a micro-batch. M is its number of tokens; a layer's weight is (N, K)."""
 
-    # What the backward pass makes again from what the block saves anyway.
+    # True: blocks do not save these outputs; the backward pass computes them again from the other saved tensors.
     recompute_norms: bool
     recompute_gelu: bool
 
     # --- the schedule of a run
 
     def begin(self, number: int) -> "Products[Any]":
-        """Prepare update `number` (from 1; 0: a rehearsal, whose gradients nobody uses). The policy for this update."""
+        """Prepare update `number` (from 1; 0: a rehearsal, whose gradients nobody uses); return its policy."""
         return self
 
     @property
@@ -89,60 +89,60 @@ class Products(ABC, Generic[O]):
     # --- operands
 
     @abstractmethod
-    def norm(self, reader: Linear, kernel: NormKernel) -> tuple[Tensor, Normed[O]]:
-        """Run a norm whose output is the input of `reader`: the residual stream (M, C) in bf16, and the norm."""
+    def norm(self, reader: Linear, kernel: NormKernel) -> tuple[Tensor, Normed[Operand]]:
+        """Run a norm whose output is the input of `reader`; return the residual stream (M, C) in bf16, and the norm."""
 
     @abstractmethod
-    def norm_backward(self, writer: Linear | None, kernel: NormBackwardKernel) -> ResidualGrad[O]:
-        """Run the backward pass of a norm; the gradient of its input.
+    def norm_backward(self, writer: Linear | None, kernel: NormBackwardKernel) -> ResidualGrad[Operand]:
+        """Run the backward pass of a norm; return the gradient of its input.
 
         `writer` is the layer whose output the residual stream takes up before the norm; None if there is none.
         """
 
     @abstractmethod
-    def input(self, layer: Linear, x: Tensor) -> O:
+    def input(self, layer: Linear, x: Tensor) -> Operand:
         """x (M, K) in bf16 as the input of `layer`."""
 
     @abstractmethod
-    def output_grad(self, layer: Linear, dy: Tensor) -> O:
+    def output_grad(self, layer: Linear, dy: Tensor) -> Operand:
         """dy (M, N) in bf16 as the output gradient of `layer`."""
 
     @abstractmethod
-    def saved(self, x: O) -> O:
+    def saved(self, x: Operand) -> Operand:
         """An input in the form that `weight_grad` reads: the backward pass needs no other."""
 
     @abstractmethod
-    def gelu(self, layer: Linear, pre: Tensor) -> O:
-        """GELU(pre (M, K)) made again as the input of `layer`, as `saved` returns it."""
+    def gelu(self, layer: Linear, pre: Tensor) -> Operand:
+        """GELU(pre (M, K)), recomputed for the backward pass: the input of `layer` as `saved` returns it."""
 
     # --- products
 
     @abstractmethod
-    def linear(self, layer: Linear, x: O, bias: Tensor | None = None) -> Tensor:
+    def linear(self, layer: Linear, x: Operand, bias: Tensor | None = None) -> Tensor:
         """x (M, K) @ weightᵀ + bias (N,) -> (M, N) in bf16."""
 
     @abstractmethod
-    def linear_gelu(self, layer: Linear, x: O, reader: Linear) -> tuple[Tensor, O]:
+    def linear_gelu(self, layer: Linear, x: Operand, reader: Linear) -> tuple[Tensor, Operand]:
         """pre (M, N) = x (M, K) @ weightᵀ + the layer's bias in bf16, and GELU(pre) as the input of `reader`."""
 
     @abstractmethod
-    def input_grad(self, layer: Linear, dy: O) -> Tensor:
+    def input_grad(self, layer: Linear, dy: Operand) -> Tensor:
         """dy (M, N) @ weight -> (M, K) in bf16."""
 
     @abstractmethod
-    def input_grad_gelu(self, layer: Linear, dy: O, pre: Tensor, writer: Linear, sums: Tensor) -> O:
+    def input_grad_gelu(self, layer: Linear, dy: Operand, pre: Tensor, writer: Linear, sums: Tensor) -> Operand:
         """(dy (M, N) @ weight) · GELU'(pre (M, K)) as the output gradient of `writer`; adds its column sums to `sums`.
 
         sums: (P, K) fp32 with P = kernels.column_partials.
         """
 
     @abstractmethod
-    def weight_grad(self, layer: Linear, dy: O, x: O, accumulate: bool) -> None:
+    def weight_grad(self, layer: Linear, dy: Operand, x: Operand, accumulate: bool) -> None:
         """The layer's gradient (N, K) = or += dyᵀ @ x, in fp32. x is as `saved`, `gelu` or `norm` returned it."""
 
     @abstractmethod
     def head(
-        self, layer: Linear, y: O, targets: Tensor, vocab_size: int, factor: Tensor | None, accumulate: bool
+        self, layer: Linear, y: Operand, targets: Tensor, vocab_size: int, factor: Tensor | None, accumulate: bool
     ) -> tuple[Tensor, Tensor]:
         """Losses (M,) in fp32 of y (M, C), and the gradient (M, C) in bf16 of `factor` (1,) · (sum of the losses).
 
@@ -153,7 +153,7 @@ class Products(ABC, Generic[O]):
     # --- checkpoints and metrics
 
     def pieces(self) -> dict[str, Piece]:
-        """What a checkpoint holds besides weights and moments."""
+        """The pieces of a checkpoint besides weights and moments."""
         return {}
 
     def restore(self) -> None:

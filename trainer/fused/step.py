@@ -29,7 +29,7 @@ from trainer.fused import kernels
 from trainer.fused.attention import Attention, SavedAttention
 from trainer.fused.flat import FlatState
 from trainer.fused.kernels import Fp8Out
-from trainer.fused.products import Linear, Normed, O, Products, ResidualGrad
+from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
 
 HEAD = "wte"
 BLOCK_LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -64,18 +64,18 @@ class Block:
 
 
 @dataclass
-class Saved(Generic[O]):
-    """What the forward pass of a block saves for its backward pass. M tokens, width C."""
+class Saved(Generic[Operand]):
+    """The tensors that the forward pass of a block saves for its backward pass. M tokens, width C."""
 
     x: Tensor  # (M, C)
-    norm1: Normed[O]
+    norm1: Normed[Operand]
     qkv: Tensor  # (M, 3C)
     attention: SavedAttention
-    attended: O
+    attended: Operand
     x_mid: Tensor  # (M, C), after attention
-    norm2: Normed[O]
+    norm2: Normed[Operand]
     pre: Tensor  # (M, 4C), the MLP before its GELU
-    act: O | None  # and after it; None: the backward pass makes it again
+    act: Operand | None  # and after it; None: the backward pass makes it again
 
 
 class PartialSums:
@@ -105,8 +105,8 @@ class FusedStep:
         self.embeddings = config.n_layer  # the bucket of the parameters that are in no block
         self.head = self._linear(HEAD)
         self.blocks = self._blocks()
-        # In the order of the forward pass.
         ln_f = self._norm("ln_f", 2 * self.n_blocks, self.blocks[-1].fc_projection, self.head)
+        # In the order of the forward pass: two norms a block, then ln_f.
         self.norms = [norm for block in self.blocks for norm in (block.ln_1, block.ln_2)] + [ln_f]
         self.number = 0
         self.current = products
@@ -159,7 +159,7 @@ class FusedStep:
         losses, _ = self._head(p, norm, targets.flatten(), None)
         return losses.mean()
 
-    def _micro_batch(self, p: Products[O], tokens: Tensor, targets: Tensor, scale: float, last: bool) -> Tensor:
+    def _micro_batch(self, p: Products[Operand], tokens: Tensor, targets: Tensor, scale: float, last: bool) -> Tensor:
         B = tokens.size(0)
         tokens, targets = tokens.flatten(), targets.flatten()
         factor = torch.full((1,), scale, device=self.device)
@@ -187,7 +187,7 @@ class FusedStep:
 
     # --- forward
 
-    def _embed(self, p: Products[O], tokens: Tensor, B: int) -> tuple[Tensor, Normed[O]]:
+    def _embed(self, p: Products[Operand], tokens: Tensor, B: int) -> tuple[Tensor, Normed[Operand]]:
         self.state.ready(self.embeddings)
         self.state.ready(0)
         w, norm = self.state.weights, self.norms[0]
@@ -199,9 +199,9 @@ class FusedStep:
         return p.norm(norm.reader, kernel)
 
     def _forward(
-        self, p: Products[O], i: int, x: Tensor, norm1: Normed[O], B: int
-    ) -> tuple[Tensor, Normed[O], Saved[O]]:
-        """Block `i` from its input and that input's norm; the output, its norm, and what to save."""
+        self, p: Products[Operand], i: int, x: Tensor, norm1: Normed[Operand], B: int
+    ) -> tuple[Tensor, Normed[Operand], Saved[Operand]]:
+        """Block `i` from its input and that input's norm; returns the output, its norm, and the tensors to save."""
         block = self.blocks[i]
         assert norm1.y is not None
         qkv = p.linear(block.qkv, norm1.y, block.qkv.bias)
@@ -222,7 +222,7 @@ class FusedStep:
             norm1.y = norm2.y = None
         return out, norm, saved
 
-    def _join(self, p: Products[O], norm: LayerNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Normed[O]]:
+    def _join(self, p: Products[Operand], norm: LayerNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Normed[Operand]]:
         """The residual stream with `delta` and its bias added, and the norm of it. (In the product's epilogue the sum
         cost 1% of a step of 1558M on an H200, and gained 0.2% at 124M.)"""
         assert norm.writer is not None
@@ -233,14 +233,18 @@ class FusedStep:
 
         return p.norm(norm.reader, kernel)
 
-    def _head(self, p: Products[O], norm: Normed[O], targets: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _head(
+        self, p: Products[Operand], norm: Normed[Operand], targets: Tensor, factor: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Losses (M,), and with a `factor` the gradient (M, C) of the norm's output."""
         assert norm.y is not None
         return p.head(self.head, norm.y, targets, self.config.vocab_size, factor, accumulate=not self.first)
 
     # --- backward
 
-    def _backward(self, p: Products[O], i: int, grad: ResidualGrad[O], s: Saved[O], B: int) -> ResidualGrad[O]:
+    def _backward(
+        self, p: Products[Operand], i: int, grad: ResidualGrad[Operand], s: Saved[Operand], B: int
+    ) -> ResidualGrad[Operand]:
         """From the gradient of block `i`'s output to that of its input."""
         block, add = self.blocks[i], not self.first
         act = p.gelu(block.fc_projection, s.pre) if s.act is None else s.act
@@ -258,15 +262,21 @@ class FusedStep:
         dinput = p.input_grad(block.qkv, dqkv)
         return self._norm_backward(p, block.ln_1, dinput, s.x, s.norm1, grad.dx)
 
-    def _normed(self, p: Products[O], norm: LayerNorm, x: Tensor, normed: Normed[O]) -> O:
+    def _normed(self, p: Products[Operand], norm: LayerNorm, x: Tensor, normed: Normed[Operand]) -> Operand:
         """A norm's output, made again where it was not saved."""
         if normed.y is not None:
             return normed.y
         return p.input(norm.reader, kernels.norm_again(x, normed.mean, normed.rstd, norm.weight, norm.bias))
 
     def _norm_backward(
-        self, p: Products[O], norm: LayerNorm, dy: Tensor, x: Tensor, normed: Normed[O], residual: Tensor | None
-    ) -> ResidualGrad[O]:
+        self,
+        p: Products[Operand],
+        norm: LayerNorm,
+        dy: Tensor,
+        x: Tensor,
+        normed: Normed[Operand],
+        residual: Tensor | None,
+    ) -> ResidualGrad[Operand]:
         def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:
             return kernels.norm_backward(dy, x, normed.mean, normed.rstd, norm.weight, residual, norm.sums, out)
 
