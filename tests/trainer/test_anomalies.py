@@ -392,7 +392,7 @@ def test_a_stuck_rank_interrupts_the_command_that_then_resumes(tmp_path: Path) -
         os.kill(victims[0].pid, signal.SIGSTOP)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 75
-    assert "interrupted (rank 0: no progress in phase " in err and "the same command goes on from here" in err
+    assert "interrupted (rank 0: no progress in phase " in err and "exiting): run the same command to resume" in err
     assert project.report()["state"] == "interrupted"
     project.run(*command)
 
