@@ -51,9 +51,13 @@ def read_config(path: Path) -> TrainerConfig:
 def main() -> int:
     description = __doc__.split("\n\n", 1)[1]
     parser = argparse.ArgumentParser(prog="python -m trainer", description=description)
-    parser.add_argument("config", type=Path, help="YAML file with sections model, train, runtime")
-    parser.add_argument("--data", type=Path, required=True, help="folder of train_*.bin and val_*.bin shards")
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics and the model")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, train, runtime")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="FOLDER", help="folder of train_*.bin and val_*.bin shards"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="folder for checkpoints, metrics and the model"
+    )
     arguments = parser.parse_args()
     try:
         return run(read_config(arguments.config), arguments.data, arguments.out)

@@ -36,7 +36,7 @@ class StaleAttempt(Exception):
 
 
 class Diverged(FloatingPointError):
-    """The run cannot continue as configured. The message says what was seen, what was tried and what to change."""
+    """The run cannot continue as configured. The message gives the evidence, the rollbacks so far and remedies."""
 
 
 class StoreUnavailable(OSError):

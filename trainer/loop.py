@@ -112,19 +112,9 @@ def train(
             seconds = time.time() - started
             log.clock.enter(log.training_phase(state.step))
             watchdog.step_done(seconds)
-            if verdict.anomaly:
-                log.write(Skipped(state.step, verdict.anomaly))
-            for warning in engine.warnings():
-                log.write(Slow(state.step, warning))
             tokens_per_second = batch_tokens / seconds
-            log.row(
-                state.step,
-                **finite({"train/loss": agreed.loss, "train/lr": learning_rate, "train/grad_norm": agreed.grad_norm}),
-                **{"perf/tokens_per_second": tokens_per_second, "data/digest": agreed.digest},
-                **({"perf/mfu": mfu(tokens_per_second, model_config, world.world_size, peak)} if peak else {}),
-                **({"train/skipped_updates": state.health.skipped} if verdict.anomaly else {}),
-                **finite(engine.extra_metrics()),
-            )
+            utilization = mfu(tokens_per_second, model_config, world.world_size, peak) if peak else None
+            log_step(log, engine, state.step, verdict, learning_rate, tokens_per_second, utilization)
             if evidence := state.health.diverged(config):
                 state = roll_back(engine, state, evidence, config, checkpointer, log)
                 saved_step, agreed = state.step, replace(agreed, save=False)
@@ -271,6 +261,31 @@ def roll_back(
     log.uncommitted.clear()
     log.write(RolledBack(diverged.step, to=state.step, left_out=left_out, reason=evidence))
     return state
+
+
+def log_step(
+    log: EventLog,
+    engine: Engine,
+    step: int,
+    verdict: Verdict,
+    learning_rate: float,
+    tokens_per_second: float,
+    utilization: float | None,
+) -> None:
+    """Log the row of a step, its anomaly and the engine's warnings."""
+    agreed = verdict.agreed
+    if verdict.anomaly:
+        log.write(Skipped(step, verdict.anomaly))
+    for warning in engine.warnings():
+        log.write(Slow(step, warning))
+    log.row(
+        step,
+        **finite({"train/loss": agreed.loss, "train/lr": learning_rate, "train/grad_norm": agreed.grad_norm}),
+        **{"perf/tokens_per_second": tokens_per_second, "data/digest": agreed.digest},
+        **({} if utilization is None else {"perf/mfu": utilization}),
+        **({"train/skipped_updates": verdict.health.skipped} if verdict.anomaly else {}),
+        **finite(engine.extra_metrics()),
+    )
 
 
 def save(engine: Engine, state: TrainState, checkpointer: Checkpointer, log: EventLog) -> float:

@@ -27,7 +27,7 @@ class RankJob:
     """The task of one rank. `folder` is local to the node, `prefix` is the run's folder in the store.
 
     `begin` runs once all ranks are connected, before anything else; it returns the attempt's number.
-    `superseded` tells whether a newer attempt than this number exists. `fetch` returns the local path of a shard.
+    `superseded` returns whether an attempt newer than this number exists. `fetch` returns the local path of a shard.
     """
 
     model: ModelConfig

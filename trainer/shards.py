@@ -109,8 +109,8 @@ class Order:
 
     def _permutation(self, n: int, *key: int) -> np.ndarray:
         # RandomState's stream is frozen (NEP 19): an upgrade of numpy does not change the order.
-        words = [self.seed & 0xFFFFFFFF, self.seed >> 32, *key]
-        return np.random.RandomState(np.array(words, dtype=np.uint32)).permutation(n)
+        key_parts = [self.seed & 0xFFFFFFFF, self.seed >> 32, *key]
+        return np.random.RandomState(np.array(key_parts, dtype=np.uint32)).permutation(n)
 
 
 def sequences_of(step: int, model: ModelConfig, train: TrainConfig, rank: int, world_size: int) -> range:

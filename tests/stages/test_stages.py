@@ -368,7 +368,7 @@ def test_a_stop_is_heard_before_the_next_long_thing_begins(
     def stop_here(name: str) -> None:
         mine.stop.asked = True
 
-    monkeypatch.setattr("trainer.evaluate.validation_loss", lambda *arguments, beat: 1.0)
+    monkeypatch.setattr("trainer.evaluate.validation_loss", lambda *arguments, on_batch: 1.0)
     monkeypatch.setattr(module, "failpoint", stop_here)
     for name in ("continue_text", "reload_difference"):
         monkeypatch.setattr(module, name, lambda *arguments, **options: begun.append(1), raising=False)

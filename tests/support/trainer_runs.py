@@ -1,4 +1,4 @@
-"""Whole runs of the trainer, in this process and in processes of their own, and the tiny data that they read."""
+"""Whole runs of the trainer, in this process and in separate processes, with tiny data."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ CONFIG: dict[str, dict[str, Any]] = {
 
 
 def configured(**changes: Any) -> TrainerConfig:
-    """CONFIG with some fields changed, whichever section they are in."""
+    """CONFIG with some fields changed, in any section."""
     sections = {
         name: values | {k: changes.pop(k) for k in list(changes) if k in FIELDS[name]}
         for name, values in CONFIG.items()
@@ -67,7 +67,7 @@ FIELDS = {name: f.annotation.model_fields for name, f in TrainerConfig.model_fie
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    # Operations this small spend their time in waking a second thread, ten times over on a busy machine.
+    # With such small operations, waking a second thread takes most of the time, ten times more on a busy machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -76,7 +76,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of a language that can be learned: each word follows from the one before, with some noise."""
+    """Shards of a learnable language: each token follows from the one before, with some noise."""
     folder = tmp_path_factory.mktemp("data")
     noise = np.random.RandomState(0)
     for name, n in (("train_000000", 900), ("train_000001", 1500), ("train_000002", 700), ("val_000000", 600)):
@@ -92,19 +92,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class StopAt:
-    """Asked to stop in the given step of this attempt (the loop looks once a step)."""
+    """A stop signal that is set in the given step of this attempt. The loop reads it once a step."""
 
     step: int | None = None
-    looks: int = 0
+    reads: int = 0
 
     @property
     def asked(self) -> bool:
-        self.looks += 1
-        return self.step is not None and self.looks >= self.step
+        self.reads += 1
+        return self.step is not None and self.reads >= self.step
 
 
 class PromptCheckpointer(Checkpointer):
-    """Never too busy for the next save: with it a run saves after every step, however fast the steps are."""
+    """Never busy, so that a run can save after every step, even with fast steps."""
 
     busy = False
 
@@ -162,10 +162,10 @@ class Runner:
         return LocalStore(self.out)
 
     def rows(self) -> list[dict[str, Any]]:
-        return kept(series(self.store, "run"))
+        return comparable(series(self.store, "run"))
 
     def commits(self) -> list[int]:
-        """Steps that can be resumed from, newest first."""
+        """Steps that the run can resume from, newest first."""
         return committed_steps(self.store)
 
     def newest(self) -> Path:
@@ -177,8 +177,8 @@ def committed_steps(store: Store) -> list[int]:
     return [step_of(folder) for folder in committed_folders(store, "run")]
 
 
-def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must be equal between two runs: no times, no speeds."""
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The values of rows that must be equal between two runs: no times, no speeds."""
     return [{k: row[k] for k in ("step", *SERIES) if k in row} for row in rows]
 
 
@@ -205,7 +205,7 @@ def runner(data: Path, tmp_path: Path) -> Callable[..., Runner]:
 
 
 class Command:
-    """`python -m trainer` (or torchrun) on a folder, as a user starts it."""
+    """`python -m trainer` (or torchrun) on a folder, started like a user does."""
 
     def __init__(
         self, data: Path, out: Path, config: TrainerConfig, program: Sequence[str] = ("-m", "trainer")
@@ -234,12 +234,12 @@ class Command:
 
     def finish(self, ranks: int = 1) -> str:
         with self.started(ranks) as process:
-            said, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, said
-            return said
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output
+            return output
 
     def rows_logged(self) -> int:
-        """Steps done by all attempts together, redone ones too."""
+        """Steps done by all attempts together, including redone ones."""
         with suppress(FileNotFoundError):
             return (self.out / "events.jsonl").read_text().count('"train/loss"')
         return 0
@@ -249,7 +249,7 @@ class Command:
         return [event for event in read_events(self.out / "events.jsonl") if isinstance(event, kind)]
 
     def wait_for_rows(self, n: int, process: subprocess.Popen[str]) -> None:
-        """Until this attempt did `n` steps."""
+        """Wait until this attempt did `n` steps."""
         wanted, deadline = self.rows_logged() + n, time.monotonic() + 120
         while self.rows_logged() < wanted and process.poll() is None:
             assert time.monotonic() < deadline
@@ -259,21 +259,21 @@ class Command:
         return sorted((self.out / "run/checkpoints").glob("*/COMMIT.json"))
 
     def wait_for_commits(self, n: int, process: subprocess.Popen[str]) -> None:
-        """Until `n` commits are there: steps go on while a save is under way, so rows alone promise none."""
+        """Wait until `n` commits exist. Rows do not show that, because steps continue during a save."""
         deadline = time.monotonic() + 120
         while len(self.commits()) < n and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
     def rows(self) -> list[dict[str, Any]]:
-        return kept([json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()])
+        return comparable([json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()])
 
     def model_sha256(self) -> str:
         return hashlib.sha256((self.out / "model.safetensors").read_bytes()).hexdigest()
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to a process and all that descend from it, so that nobody can clean up."""
+    """SIGKILL a process and all its descendants, so that none can clean up."""
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
         for one in [parent, *parent.children(recursive=True)]:
@@ -282,5 +282,5 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-# 48 steps, a checkpoint about every 30 ms: most of the time is spent in saving, where it hurts most.
+# 48 steps, and a checkpoint about every 30 ms: most of the time a save is in progress, where a kill is most harmful.
 LONG = {"max_steps": 48, "checkpoint_minutes": 0.0005}

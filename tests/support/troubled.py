@@ -1,11 +1,11 @@
-"""The trainer with trouble at chosen places of the data order: `python troubled.py CONFIG --data … --out …`.
+"""The trainer with faults at chosen positions of the data order: `python troubled.py CONFIG --data … --out …`.
 
-The trouble is JSON in TROUBLE: a kind, and the places (steps of the data order) where it strikes:
+The environment variable TROUBLE holds JSON: kinds of faults, each with its positions (steps of the data order):
 nan        loss and gradient of the last rank are not a number
-infinite   the last rank's gradient holds an infinity, its loss is fine
+infinite   the gradient of the last rank contains an infinity; its loss is finite
 huge       the gradient is ten thousand times too long
-spike      the learning rate is three hundred times too high: weights are ruined, yet finite
-sleep      rank 0 falls asleep, once in the life of the output folder
+spike      the learning rate is three hundred times too high: the weights are ruined, but finite
+sleep      rank 0 sleeps, once for each output folder
 """
 
 import json
@@ -24,42 +24,42 @@ from trainer.__main__ import main
 from trainer.engine import PlainEngine
 
 
-def afflict(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Let the trouble strike wherever its places are read, however often that is."""
+def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Inject the faults of `trouble` each time when training reads their positions."""
     batch_tokens_at, backward, update = trainer.loop.batch_tokens_at, PlainEngine.backward, PlainEngine.update
-    place = -1
+    position = -1
 
-    def noted(step: int, *args: Any) -> int:
-        nonlocal place
-        place = step
+    def recording_batch_tokens_at(step: int, *args: Any) -> int:
+        nonlocal position
+        position = step
         return batch_tokens_at(step, *args)
 
-    def strikes_now() -> set[str]:
-        return {kind for kind, places in trouble.items() if place in places}
+    def active_kinds() -> set[str]:
+        return {kind for kind, positions in trouble.items() if position in positions}
 
-    def struck(engine: PlainEngine, *args: Any) -> Tensor:
+    def troubled_backward(engine: PlainEngine, *args: Any) -> Tensor:
         loss = backward(engine, *args)
-        strikes, last_rank = strikes_now(), engine.world.rank == engine.world.world_size - 1
-        if "nan" in strikes and last_rank:
+        kinds, last_rank = active_kinds(), engine.world.rank == engine.world.world_size - 1
+        if "nan" in kinds and last_rank:
             engine.gradients.flat.fill_(math.nan)
             loss.fill_(math.nan)
-        if "infinite" in strikes and last_rank:
+        if "infinite" in kinds and last_rank:
             engine.gradients.flat[17] = math.inf
-        if "huge" in strikes:
+        if "huge" in kinds:
             engine.gradients.flat.mul_(1e4)
-        if "sleep" in strikes and os.environ.get("RANK", "0") == "0":
-            doze()
+        if "sleep" in kinds and os.environ.get("RANK", "0") == "0":
+            sleep_once()
         return loss
 
-    def spiked(engine: PlainEngine, learning_rate: float, *args: Any, **options: Any) -> bool:
-        return update(engine, learning_rate * (300 if "spike" in strikes_now() else 1), *args, **options)
+    def troubled_update(engine: PlainEngine, learning_rate: float, *args: Any, **options: Any) -> bool:
+        return update(engine, learning_rate * (300 if "spike" in active_kinds() else 1), *args, **options)
 
-    patch(trainer.loop, "batch_tokens_at", noted)
-    patch(PlainEngine, "backward", struck)
-    patch(PlainEngine, "update", spiked)
+    patch(trainer.loop, "batch_tokens_at", recording_batch_tokens_at)
+    patch(PlainEngine, "backward", troubled_backward)
+    patch(PlainEngine, "update", troubled_update)
 
 
-def doze() -> None:
+def sleep_once() -> None:
     mark = Path(sys.argv[-1]) / "slept"
     if not mark.exists():
         mark.touch()
@@ -67,5 +67,5 @@ def doze() -> None:
 
 
 if __name__ == "__main__":
-    afflict(json.loads(os.environ["TROUBLE"]))
+    inject(json.loads(os.environ["TROUBLE"]))
     sys.exit(main())

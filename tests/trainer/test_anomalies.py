@@ -21,7 +21,7 @@ import troubled
 from pipeline_runs import FOLDER_NAME, Project
 from safetensors.torch import load_file
 from trainer_runs import EVERY_STEP, Command, Runner, configured, kill_tree, weights
-from troubled import afflict
+from troubled import inject
 
 import trainer.health
 import trainer.loop
@@ -87,7 +87,7 @@ def test_a_healthy_run_is_the_plain_loop_bit_for_bit(runner: Callable[..., Runne
 def test_a_bad_batch_is_skipped_counted_and_leaves_weights_and_moments_alone(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None, kind: str, place: int
 ) -> None:
-    afflict({kind: [place]}, monkeypatch.setattr)
+    inject({kind: [place]}, monkeypatch.setattr)
     run = runner(checkpoint_minutes=EVERY_STEP, keep_last=99, max_steps=20, skip_grad_norm_zscore=30.0)
     _, state = run.attempt()
     assert (state.step, state.optimizer_steps, state.tokens_seen) == (20, 19, 20 * 256)
@@ -110,7 +110,7 @@ def test_a_bad_batch_is_skipped_counted_and_leaves_weights_and_moments_alone(
 def test_a_run_with_skips_is_resumed_bit_for_bit(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
-    afflict({"nan": [3, 4, 15], "huge": [13, 17]}, monkeypatch.setattr)
+    inject({"nan": [3, 4, 15], "huge": [13, 17]}, monkeypatch.setattr)
     whole = runner("whole", max_steps=20, **ARMED)
     model, state = whole.attempt()
     assert state.health.skipped == 5 and state.optimizer_steps == 15
@@ -124,7 +124,7 @@ def test_a_run_with_skips_is_resumed_bit_for_bit(
 def test_a_loss_that_stays_not_finite_ends_the_run_with_a_diagnosis(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    afflict({"nan": list(range(5, 99))}, monkeypatch.setattr)
+    inject({"nan": list(range(5, 99))}, monkeypatch.setattr)
     run = runner(checkpoint_minutes=EVERY_STEP, max_steps=20)
     for first in (1, 9):  # the same command meets the same
         with pytest.raises(Diverged, match="diverged at step 13: loss or gradient were not finite in 8 updates"):
@@ -138,7 +138,7 @@ def test_fp16_overflows_are_the_scalers_and_a_nan_loss_is_skipped(
 ) -> None:
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**24, growth_interval=3)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    afflict({"nan": [8]}, monkeypatch.setattr)
+    inject({"nan": [8]}, monkeypatch.setattr)
     run = runner("whole", precision="fp16")
     model, state = run.attempt()
     assert state.health.skipped == 1 < state.step - state.optimizer_steps
@@ -160,12 +160,12 @@ SPIKED: dict[str, Any] = {
 }
 
 
-def test_a_diverged_run_turns_back_leaves_the_data_out_and_ends_well(
+def test_a_diverged_run_rolls_back_skips_the_data_and_ends_well(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
     healthy = runner("healthy", **SPIKED)
     healthy.attempt()
-    afflict({"spike": [30, 31]}, monkeypatch.setattr)
+    inject({"spike": [30, 31]}, monkeypatch.setattr)
     ruined = runner("ruined", **SPIKED | {"rollback_above_nats": None})
     ruined.attempt()
     run = runner("cured", **SPIKED)
@@ -188,10 +188,10 @@ def test_a_diverged_run_turns_back_leaves_the_data_out_and_ends_well(
     assert run.rows()[: to + 1] == healthy.rows()[: to + 1]
 
 
-def test_a_run_that_turned_back_is_resumed_bit_for_bit(
+def test_a_run_that_rolled_back_is_resumed_bit_for_bit(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
-    afflict({"spike": [30, 31], "nan": [24, 44]}, monkeypatch.setattr)
+    inject({"spike": [30, 31], "nan": [24, 44]}, monkeypatch.setattr)
     whole = runner("whole", **SPIKED)
     model, state = whole.attempt()
     ((to, left_out),) = state.rollbacks
@@ -204,29 +204,29 @@ def test_a_run_that_turned_back_is_resumed_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_run_that_died_while_turning_back_takes_the_same_way(
+def test_a_run_that_died_in_a_rollback_takes_the_same_way(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
-    afflict({"spike": [30, 31]}, monkeypatch.setattr)
+    inject({"spike": [30, 31]}, monkeypatch.setattr)
     whole = runner("whole", **SPIKED)
     model, state = whole.attempt()
     delete_after, roll_back = trainer_runs.PromptCheckpointer.delete_after, trainer.loop.roll_back
 
-    def forget_not(*args: Any) -> None:
+    def die_before_deleting(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    def forget(checkpointer: Any, step: int) -> None:
+    def die_after_deleting(checkpointer: Any, step: int) -> None:
         delete_after(checkpointer, step)
         raise KeyboardInterrupt
 
-    def turn_back(*args: Any) -> TrainState:
+    def roll_back_and_die(*args: Any) -> TrainState:
         roll_back(*args)
         raise KeyboardInterrupt
 
     for where, place, name, dies in (
-        ("before deleting", trainer_runs.PromptCheckpointer, "delete_after", forget_not),
-        ("after deleting", trainer_runs.PromptCheckpointer, "delete_after", forget),
-        ("in the next step", trainer.loop, "roll_back", turn_back),
+        ("before deleting", trainer_runs.PromptCheckpointer, "delete_after", die_before_deleting),
+        ("after deleting", trainer_runs.PromptCheckpointer, "delete_after", die_after_deleting),
+        ("in the next step", trainer.loop, "roll_back", roll_back_and_die),
     ):
         run = runner(f"died {where}", **SPIKED)
         with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
@@ -239,7 +239,7 @@ def test_a_run_that_died_while_turning_back_takes_the_same_way(
 def test_after_so_many_rollbacks_a_run_stops_with_a_diagnosis(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
-    afflict({"spike": list(range(30, 999))}, monkeypatch.setattr)  # wherever it turns: nothing helps
+    inject({"spike": list(range(30, 999))}, monkeypatch.setattr)  # wherever it turns: nothing helps
     run = runner(**SPIKED, max_rollbacks=2)
     with pytest.raises(Diverged, match=r"Tried: 2 rollback\(s\)") as stopped:
         run.attempt()
@@ -250,10 +250,10 @@ def test_after_so_many_rollbacks_a_run_stops_with_a_diagnosis(
     assert len(run.events_of(RolledBack)) == 2
 
 
-def test_without_a_commit_to_return_to_a_diverged_run_says_so(
+def test_without_a_commit_to_return_to_a_diverged_run_reports_that(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
-    afflict({"spike": [30, 31]}, monkeypatch.setattr)
+    inject({"spike": [30, 31]}, monkeypatch.setattr)
     monkeypatch.setattr(trainer.health, "ROLLBACK_POINT_STEPS", 1000)
     with pytest.raises(Diverged, match="there is no commit to return to"):
         runner(**SPIKED, checkpoint_minutes=EVERY_STEP).attempt()
@@ -262,7 +262,7 @@ def test_without_a_commit_to_return_to_a_diverged_run_says_so(
 def test_a_superseded_attempt_deletes_nothing_when_it_diverges(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
-    afflict({"spike": [30, 31]}, monkeypatch.setattr)
+    inject({"spike": [30, 31]}, monkeypatch.setattr)
     run = runner(**SPIKED, checkpoint_minutes=EVERY_STEP)
     turning = {"back": False}
     resume = trainer.loop.resume
@@ -287,8 +287,8 @@ def test_a_superseded_attempt_deletes_nothing_when_it_diverges(
 # --- as a command, with several ranks, killed and frozen
 
 
-ILL: dict[str, Any] = {"max_steps": 200, "schedule": "constant", "val_every": 50, "checkpoint_minutes": 0.0005}
-ILL |= {"skip_grad_norm_zscore": 30.0, "rollback_above_nats": 2.0}
+ANOMALOUS: dict[str, Any] = {"max_steps": 200, "schedule": "constant", "val_every": 50, "checkpoint_minutes": 0.0005}
+ANOMALOUS |= {"skip_grad_norm_zscore": 30.0, "rollback_above_nats": 2.0}
 
 
 TROUBLE = {"nan": [5, 6, 40], "huge": [140], "spike": [170, 171]}
@@ -298,7 +298,9 @@ TROUBLE = {"nan": [5, 6, 40], "huge": [140], "spike": [170, 171]}
 def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Command]:
     @functools.cache
     def run(ranks: int) -> Command:
-        command = Command(data, tmp_path_factory.mktemp(f"ill-{ranks}") / "out", configured(**ILL), TROUBLED)
+        command = Command(
+            data, tmp_path_factory.mktemp(f"anomalous-{ranks}") / "out", configured(**ANOMALOUS), TROUBLED
+        )
         command.finish(ranks)
         return command
 
@@ -311,7 +313,7 @@ def _troubled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_one_and_two_ranks_skip_and_turn_back_alike(troubled: None, undisturbed: Callable[[int], Command]) -> None:
+def test_one_and_two_ranks_skip_and_roll_back_alike(troubled: None, undisturbed: Callable[[int], Command]) -> None:
     one, two = undisturbed(1), undisturbed(2)
     for command in (one, two):
         assert [e.step for e in command.events_of(Skipped)] == [6, 7, 41, 141]
@@ -324,15 +326,15 @@ def test_one_and_two_ranks_skip_and_turn_back_alike(troubled: None, undisturbed:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_ill_run_killed_at_any_moment_ends_as_the_undisturbed_one(
+def test_a_run_with_anomalies_killed_at_any_time_ends_like_an_undisturbed_one(
     data: Path, tmp_path: Path, troubled: None, undisturbed: Callable[[int], Command], ranks: int
 ) -> None:
-    moments = random.Random(ranks)
-    command = Command(data, tmp_path / "out", configured(**ILL), TROUBLED)
-    for rows in (6, 130, moments.randint(30, 60)):
+    dice = random.Random(ranks)
+    command = Command(data, tmp_path / "out", configured(**ANOMALOUS), TROUBLED)
+    for rows in (6, 130, dice.randint(30, 60)):
         with command.started(ranks) as process:
             command.wait_for_rows(rows, process)
-            time.sleep(moments.random() * 0.1)
+            time.sleep(dice.random() * 0.1)
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
     command.finish(ranks)
@@ -349,7 +351,7 @@ def is_rank(process: psutil.Process, rank: int) -> bool:
 
 
 @pytest.mark.parametrize("how", [pytest.param("SIGSTOP", marks=pytest.mark.slow), "sleep"])
-def test_a_rank_that_is_stuck_ends_the_attempt_and_the_next_goes_on(
+def test_a_rank_that_is_stuck_ends_the_attempt_and_the_next_one_resumes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setenv("TROUBLE", json.dumps({"sleep": [20]} if how == "sleep" else {}))
@@ -362,10 +364,10 @@ def test_a_rank_that_is_stuck_ends_the_attempt_and_the_next_goes_on(
             command.wait_for_rows(10, process)
             victim = next(p for p in psutil.Process(process.pid).children(recursive=True) if is_rank(p, 1))
             os.kill(victim.pid, signal.SIGSTOP)
-        said, _ = process.communicate(timeout=90)
-    assert process.returncode == (75 if ranks == 1 else 1), said
-    assert "no progress in phase 'train' for " in said and "most recent call first" in said
-    assert ("doze" if how == "sleep" else "all_reduce") in said  # where it hangs
+        output, _ = process.communicate(timeout=90)
+    assert process.returncode == (75 if ranks == 1 else 1), output
+    assert "no progress in phase 'train' for " in output and "most recent call first" in output
+    assert ("sleep_once" if how == "sleep" else "all_reduce") in output  # where it hangs
     done = command.rows_logged()
     assert done < 60
     command.finish(ranks)
@@ -377,7 +379,7 @@ def test_a_rank_that_is_stuck_ends_the_attempt_and_the_next_goes_on(
 
 
 @pytest.mark.slow
-def test_a_stuck_rank_interrupts_the_command_that_then_goes_on(tmp_path: Path) -> None:
+def test_a_stuck_rank_interrupts_the_command_that_then_resumes(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     project.environment |= [FROZEN_SECONDS]
     changes = ("runtime.processes=2", "runtime.watchdog_minutes=0.1", "train.max_steps=150")
@@ -390,7 +392,7 @@ def test_a_stuck_rank_interrupts_the_command_that_then_goes_on(tmp_path: Path) -
         os.kill(victims[0].pid, signal.SIGSTOP)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 75
-    assert "interrupted (rank 0: no progress in phase " in err and "the same command goes on from here" in err
+    assert "interrupted (rank 0: no progress in phase " in err and "exiting): run the same command to resume" in err
     assert project.report()["state"] == "interrupted"
     project.run(*command)
 

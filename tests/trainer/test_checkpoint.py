@@ -1,6 +1,6 @@
-"""Checkpoints among ranks and rivals: none waits for the dead, deletes what is not its own or takes trouble for damage.
+"""Checkpoints of several ranks and attempts: no waiting for dead ranks, no deletion of later attempts, no false damage.
 
-The ranks are threads of this process, each with its Checkpointer; the store and what lies in it are real.
+The ranks are threads of this process, each with its Checkpointer. The store and its objects are real.
 """
 
 import shutil
@@ -131,10 +131,10 @@ def loaded(rank: Checkpointer) -> tuple[int, float]:
     return (state.step, float(found["model.b"].live[0])) if state else (-1, -1)
 
 
-def test_a_rank_that_cannot_upload_says_so_and_nobody_waits_or_commits(
+def test_a_rank_that_cannot_upload_reports_it_and_no_rank_waits_or_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 20.0)  # its fault has to be told sooner
+    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 20.0)  # its fault has to be errors sooner
 
     def full(key: str) -> None:
         if "step-00000002" in key:
@@ -228,10 +228,10 @@ def test_a_checkpoint_of_another_model_is_refused(
         checkpointer(store).load_latest({name: Piece.whole(torch.zeros(shape))}, quiet_log())
 
 
-# --- turning back
+# --- rolling back
 
 
-def test_what_was_never_committed_of_a_way_not_taken_vouches_for_nothing(tmp_path: Path) -> None:
+def test_a_rollback_also_deletes_uncommitted_folders(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     for step in (2, 4):
         committed(store, step, keep_last=9)
@@ -243,19 +243,19 @@ def test_what_was_never_committed_of_a_way_not_taken_vouches_for_nothing(tmp_pat
     assert [entry.key for entry in store.entries("run/metrics/")] == ["run/metrics/step-00000002-a0001.jsonl"]
 
 
-def test_a_stale_attempt_that_turns_back_forgets_nothing_and_says_so_on_every_rank(tmp_path: Path) -> None:
+def test_a_stale_attempt_that_rolls_back_deletes_nothing_and_every_rank_raises(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     committed(store, 4)
     ranks = some_ranks([store] * 2, superseded=lambda: True)
-    told = each(ranks, lambda rank: rank.delete_after(0))
-    assert [type(answer) for answer in told] == [StaleAttempt, StaleAttempt]
+    errors = each(ranks, lambda rank: rank.delete_after(0))
+    assert [type(answer) for answer in errors] == [StaleAttempt, StaleAttempt]
     assert folders(store) == ["step-00000004-a0001"]
 
 
-# --- rivals
+# --- concurrent attempts
 
 
-def test_an_attempt_that_has_not_yet_heard_of_its_successor_deletes_nothing_of_it(tmp_path: Path) -> None:
+def test_an_attempt_that_does_not_know_its_successor_deletes_nothing_of_it(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     committed(store, 1)
     for step in (2, 4):

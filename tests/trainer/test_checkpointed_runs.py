@@ -15,8 +15,8 @@ from trainer_runs import (
     EVERY_STEP,
     Runner,
     committed_steps,
+    comparable,
     flip_a_byte,
-    kept,
     weights,
 )
 
@@ -127,13 +127,13 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_loudly(
     damage(run.newest())
     assert before != {path: path.read_bytes() for path in run.newest().iterdir()}
     resumed, _ = run.attempt()
-    assert "DAMAGED checkpoint" in (said := capsys.readouterr().out) and "step-00000007" in said
+    assert "DAMAGED checkpoint" in (output := capsys.readouterr().out) and "step-00000007" in output
     assert [e.step for e in run.events_of(Started)] == [0, 6]
     assert [e.checkpoint for e in run.events_of(Damaged)] == ["run/checkpoints/step-00000007-a0001"]
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)
 
 
-def test_damaged_checkpoints_do_not_push_out_sound_ones(runner: Callable[..., Runner]) -> None:
+def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Callable[..., Runner]) -> None:
     whole = runner("whole")
     model, _ = whole.attempt()
     run = runner("damaged", checkpoint_minutes=EVERY_STEP)
@@ -147,7 +147,7 @@ def test_damaged_checkpoints_do_not_push_out_sound_ones(runner: Callable[..., Ru
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)
 
 
-def test_with_every_checkpoint_damaged_a_run_begins_anew(runner: Callable[..., Runner]) -> None:
+def test_with_every_checkpoint_damaged_a_run_starts_again(runner: Callable[..., Runner]) -> None:
     whole = runner("whole")
     model, _ = whole.attempt()
     run = runner("damaged", checkpoint_minutes=EVERY_STEP)
@@ -195,7 +195,7 @@ class DyingStore(LocalStore):
 @pytest.mark.parametrize(
     ("method", "calls", "failed"), [("write", 4, 4), ("put", 5, 3), ("put", 6, 3), ("put", 7, 4), ("create", 4, 4)]
 )
-def test_a_save_cut_short_leaves_nothing_that_looks_committed_and_stops_no_step(
+def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_step(
     runner: Callable[..., Runner], method: str, calls: int, failed: int
 ) -> None:
     whole = runner("whole")
@@ -236,11 +236,11 @@ def test_an_s3_that_misbehaves_in_every_way_stops_no_step_and_later_saves_make_u
     for code in ("RequestTimeTooSkewed", "ExpiredToken", "ReadTimeout"):
         assert len([reason for _, reason in failed if code in reason]) >= 1, (code, failed)
     assert committed_steps(s3_store) == [12, 11]
-    assert kept(series(s3_store, "run")) == whole.rows() and weights(same) == weights(model)
+    assert comparable(series(s3_store, "run")) == whole.rows() and weights(same) == weights(model)
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
-def test_a_deletion_cut_short_leaves_nothing_that_looks_committed(runner: Callable[..., Runner], calls: int) -> None:
+def test_an_interrupted_deletion_leaves_nothing_that_looks_committed(runner: Callable[..., Runner], calls: int) -> None:
     whole = runner("whole")
     model, _ = whole.attempt()
     run = runner("cut", checkpoint_minutes=EVERY_STEP)

@@ -14,7 +14,7 @@ from trainer.health import LEVEL, RECENT, Health
 from trainer.store import LocalStore
 
 
-def test_a_commit_vouches_for_itself() -> None:
+def test_a_damaged_commit_is_detected() -> None:
     health = Health(losses=(4.5, 4.25), calm_step=2)
     state = TrainState(step=3, val_loss=1.25, health=health, rollbacks=((1, 2),))
     commit = Commit(
@@ -27,7 +27,7 @@ def test_a_commit_vouches_for_itself() -> None:
             Commit.decode(wrong)
 
 
-def test_the_state_survives_its_way_through_json() -> None:
+def test_the_state_survives_json() -> None:
     config = TrainConfig(batch_tokens=256, max_steps=1000, learning_rate=0.01, rollback_above_nats=0.5)
     health = Health()
     for number, loss in enumerate([3.0 + i % 7 for i in range(300)] + [math.nan], 1):
@@ -78,7 +78,7 @@ def test_a_step_that_was_redone_counts_as_the_later_attempt_did_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("damaged", [b'{"step": 2, "a": 2\xff}', b"\0\0\0", b"2", b'{"stfp": 2}', b"[1"])
-def test_a_damaged_row_is_missing_loudly_and_stops_nothing(
+def test_a_damaged_row_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes
 ) -> None:
     store = LocalStore(tmp_path)

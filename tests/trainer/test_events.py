@@ -24,7 +24,7 @@ from trainer.events import (
 from trainer.metrics import PhaseClock
 
 
-def test_a_log_tells_each_change_of_phase_and_steps_done_before_have_their_own(tmp_path: Path) -> None:
+def test_the_log_has_each_change_of_phase_and_redone_steps_have_their_own(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", PhaseClock(), reached=2)
     for step in range(4):
         log.clock.enter(log.training_phase(step))  # of the step that makes step + 1

@@ -68,7 +68,7 @@ def test_nothing_is_an_outlier_before_there_is_a_window_nor_in_a_constant_one() 
     assert judged([1.0, 2.0] * 63 + [1e9], skip_loss_zscore=3.0)[1] == []
     assert judged([1.0, 2.0] * 64 + [1e9], skip_loss_zscore=3.0)[1] == [129]
     assert judged([1.0] * 200 + [2.0], skip_loss_zscore=3.0)[1] == []
-    assert judged([1.0, 2.0] * 64 + [-1e9], skip_loss_zscore=3.0)[1] == []  # too good is no illness
+    assert judged([1.0, 2.0] * 64 + [-1e9], skip_loss_zscore=3.0)[1] == []  # an outlier below is no anomaly
 
 
 def test_an_outlier_does_not_hide_the_next_one_and_a_lasting_rise_is_accepted() -> None:
@@ -85,8 +85,8 @@ def test_what_is_not_finite_is_skipped_without_any_window(bad: float) -> None:
     assert health.losses == (4.0, 4.0) and health.grad_norms == (1.0, 1.0)
     config = TrainConfig(**BASE)
     for in_a_row in range(1, 10):
-        ill, _ = judged([4.0] + [bad] * in_a_row)
-        assert bool(ill.diverged(config)) == (in_a_row >= 8)
+        unhealthy, _ = judged([4.0] + [bad] * in_a_row)
+        assert bool(unhealthy.diverged(config)) == (in_a_row >= 8)
     # fp16's overflow is the scaler's business, as long as the loss is finite.
     assert Health().after(1, 4.0, bad, config, overflow_allowed=True) == (Health(losses=(4.0,)), None)
     assert Health().after(1, bad, 1.0, config, overflow_allowed=True)[1]
@@ -145,34 +145,34 @@ def test_data_that_was_left_out_is_never_read_and_nothing_is_read_twice() -> Non
         assert len(read) == len(set(read)) == max(read) + 1  # each place once, in whichever branch
 
 
-def test_the_diagnosis_says_what_was_seen_and_tried_and_what_may_help() -> None:
+def test_the_diagnosis_gives_the_evidence_the_rollbacks_and_remedies() -> None:
     on, off = TrainConfig(**BASE, rollback_above_nats=0.5), TrainConfig(**BASE)
-    words = diagnosis(431, "train/loss was 6.1", ((300, 100), (300, 131)), on)
-    assert "diverged at step 431: train/loss was 6.1" in words and "the last commit stays" in words
-    assert "Tried: 2 rollback(s) (from step 400 to 300, from step 431 to 300)" in words
-    assert "train.learning_rate (now 0.01)" in words and "data around step 431" in words
+    message = diagnosis(431, "train/loss was 6.1", ((300, 100), (300, 131)), on)
+    assert "diverged at step 431: train/loss was 6.1" in message and "the last commit stays" in message
+    assert "Tried: 2 rollback(s) (from step 400 to 300, from step 431 to 300)" in message
+    assert "train.learning_rate (now 0.01)" in message and "data around step 431" in message
     assert "no commit to return to" in diagnosis(9, "", (), on)
     assert "train.rollback_above_nats is off" in diagnosis(9, "", (), off)
 
 
 def watched(minutes: float | None | str = "auto", phase: str = "train", **options: Any) -> tuple[Watchdog, list[str]]:
-    said: list[str] = []
+    reports: list[str] = []
     runtime = RuntimeConfig.model_validate({"watchdog_minutes": minutes})
-    return Watchdog(runtime, PhaseClock(phase), on_stuck=said.append, poll_seconds=0.01, **options), said
+    return Watchdog(runtime, PhaseClock(phase), on_stuck=reports.append, poll_seconds=0.01, **options), reports
 
 
 def test_the_limit_is_ten_minutes_or_twenty_steps_and_six_times_that_outside_of_steps() -> None:
-    dog, _ = watched()
-    assert dog.limit_seconds() == 600
+    watchdog, _ = watched()
+    assert watchdog.limit_seconds() == 600
     for seconds in (1.0, 2.0, 3.0):
-        dog.step_done(seconds)
-    assert dog.limit_seconds() == 600
+        watchdog.step_done(seconds)
+    assert watchdog.limit_seconds() == 600
     for _ in range(9):
-        dog.step_done(50.0)
-    assert dog.limit_seconds() == 1000
+        watchdog.step_done(50.0)
+    assert watchdog.limit_seconds() == 1000
     for phase in ("evaluate", "checkpoint", "compile", "download", "setup"):
-        dog.clock.enter(phase)
-        assert dog.limit_seconds() == 6000
+        watchdog.clock.enter(phase)
+        assert watchdog.limit_seconds() == 6000
     assert watched(2.5)[0].limit_seconds() == 150
     assert watched(None)[0].limit_seconds() == math.inf
 
@@ -188,43 +188,45 @@ def test_a_collective_outlasts_the_watchdog_whose_exit_is_one_that_is_recovered(
     assert collective_timeout(RuntimeConfig(watchdog_minutes=None)).total_seconds() == 600
 
 
-def test_the_watchdog_barks_once_when_nothing_moves_and_names_the_phase() -> None:
-    dog, said = watched(0.1 / 60)
-    with dog:
-        dog._thread.join(timeout=30)
-    assert len(said) == 1 and said[0].startswith("rank 0: no progress in phase 'train' for ")
+def test_the_watchdog_reports_once_when_nothing_moves_and_names_the_phase() -> None:
+    watchdog, reports = watched(0.1 / 60)
+    with watchdog:
+        watchdog._thread.join(timeout=30)
+    assert len(reports) == 1 and reports[0].startswith("rank 0: no progress in phase 'train' for ")
 
 
 def test_the_watchdog_is_calm_while_something_moves() -> None:
-    dog, said = watched(0.4 / 60)
-    with dog:
-        for _ in dog.each(range(12)):
+    watchdog, reports = watched(0.4 / 60)
+    with watchdog:
+        for _ in watchdog.each(range(12)):
             time.sleep(0.05)
-        dog.clock.enter("checkpoint")
+        watchdog.clock.enter("checkpoint")
         time.sleep(0.6)  # longer than a step may take
-    assert said == []
+    assert reports == []
 
 
 def test_the_watchdog_does_not_count_time_in_which_it_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    dog, said = watched(60.0)
+    watchdog, reports = watched(60.0)
     looks = iter(range(0, 10**9, 3600))  # a machine that is suspended for an hour between two looks
     monkeypatch.setattr(trainer.health, "time", SimpleNamespace(monotonic=lambda: float(next(looks))))
-    with dog:
+    with watchdog:
         time.sleep(0.3)
-    assert next(looks) > 5 * 3600 and said == []
+    assert next(looks) > 5 * 3600 and reports == []
 
 
 def test_without_minutes_there_is_no_watchdog() -> None:
-    dog, _ = watched(None)
-    with dog:
-        assert not dog._thread.is_alive()
+    watchdog, _ = watched(None)
+    with watchdog:
+        assert not watchdog._thread.is_alive()
 
 
-def test_a_long_validation_and_a_slow_save_wake_no_watchdog(
+def test_a_long_validation_and_a_slow_save_do_not_alarm_the_watchdog(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(trainer.loop, "Watchdog", functools.partial(Watchdog, on_stuck=said.append, poll_seconds=0.01))
+    reports: list[str] = []
+    monkeypatch.setattr(
+        trainer.loop, "Watchdog", functools.partial(Watchdog, on_stuck=reports.append, poll_seconds=0.01)
+    )
     validation_loss, save = trainer.loop.validation_loss, trainer.loop.save
 
     def slow(function: Callable[..., Any], *args: Any) -> Any:
@@ -236,4 +238,4 @@ def test_a_long_validation_and_a_slow_save_wake_no_watchdog(
     run = runner(max_steps=3, val_every=3, watchdog_minutes=1 / 60)
     run.attempt()
     # A busy machine may be slow at other things.
-    assert not [line for line in said if "evaluate" in line or "checkpoint" in line] and run.commits() == [3]
+    assert not [line for line in reports if "evaluate" in line or "checkpoint" in line] and run.commits() == [3]

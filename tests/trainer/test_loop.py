@@ -35,7 +35,7 @@ from trainer.shards import local_shards, write_shard
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 
 
-def test_a_run_learns_and_tells_every_step(runner: Callable[..., Runner]) -> None:
+def test_a_run_learns_and_logs_every_step(runner: Callable[..., Runner]) -> None:
     run = runner(max_steps=60)
     model, state = run.attempt()
     rows = run.rows()
@@ -50,7 +50,7 @@ def test_a_run_learns_and_tells_every_step(runner: Callable[..., Runner]) -> Non
     assert validation_loss(model, val, 400, 7, ALONE) == pytest.approx(state.val_loss, rel=1e-5)
 
 
-def test_a_batch_can_be_learned_by_heart(data: Path, tmp_path: Path) -> None:
+def test_a_run_can_memorize_a_batch(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "one-batch"
     folder.mkdir()
     noise = np.random.RandomState(1).randint(0, 70, 4 * 32 + 1).astype(np.uint16)
@@ -63,7 +63,7 @@ def test_a_batch_can_be_learned_by_heart(data: Path, tmp_path: Path) -> None:
     assert run.rows()[-1]["train/loss"] < 0.02
 
 
-def test_a_batch_that_grows_goes_on_where_it_was_interrupted(runner: Callable[..., Runner]) -> None:
+def test_a_batch_ramp_resumes_where_it_was_interrupted(runner: Callable[..., Runner]) -> None:
     ramp = {"batch_tokens": 256, "batch_ramp_from": 64, "batch_ramp_tokens": 600, "max_steps": 10}
     whole, parts = runner("whole", **ramp), runner("parts", **ramp)
     model, state = whole.attempt()
@@ -183,7 +183,7 @@ def test_fp16s_loss_scale_survives_a_resume(runner: Callable[..., Runner], monke
 
 
 @dataclass(frozen=True)
-class Deaf(World):
+class IsolatedRank(World):
     """One of two ranks; it hears nothing of the other, and what it asks for is written down and not granted."""
 
     asked: list[bool] = field(default_factory=list)
@@ -202,7 +202,7 @@ class Deaf(World):
         return Agreement(loss, grad_norm, stop, save=False, digest=digest)
 
 
-def test_only_rank_0_calls_for_saves_and_only_once_the_last_one_is_through(
+def test_only_rank_0_requests_saves_and_only_when_the_last_one_is_complete(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It is the last to be done with a save: if another rank could call for the next, rank 0 would wait for its own.
@@ -210,7 +210,7 @@ def test_only_rank_0_calls_for_saves_and_only_once_the_last_one_is_through(
 
     def asked(rank: int) -> set[bool]:
         run.attempts = 0  # the same attempt: the receipt that rank 1 leaves is what rank 0 waits for
-        run.attempt(world=(world := Deaf(rank, rank, 2, torch.device("cpu"))))
+        run.attempt(world=(world := IsolatedRank(rank, rank, 2, torch.device("cpu"))))
         return set(world.asked)
 
     assert asked(1) == {False}

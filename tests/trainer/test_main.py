@@ -48,15 +48,15 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 4), pytest.param(2, 3, marks=pytest.mark.slow)])
-def test_a_run_killed_at_any_moment_ends_with_the_same_losses(
+def test_a_run_killed_at_any_time_ends_with_the_same_losses(
     data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int, kills: int
 ) -> None:
-    moments = random.Random(ranks)
+    dice = random.Random(ranks)
     command = Command(data, tmp_path / "out", configured(**LONG))
     for _ in range(kills):
         with command.started(ranks) as process:
-            command.wait_for_rows(moments.randint(1, 14), process)
-            time.sleep(moments.random() * 0.1)
+            command.wait_for_rows(dice.randint(1, 14), process)
+            time.sleep(dice.random() * 0.1)
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
     command.finish(ranks)
@@ -66,14 +66,14 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_losses(
 
 
 @pytest.mark.slow
-def test_what_compiles_nothing_imports_no_compiler(data: Path, tmp_path: Path) -> None:
+def test_an_eager_run_imports_no_compiler(data: Path, tmp_path: Path) -> None:
     """torch._dynamo takes seconds to import, and torch.optim's classes do so."""
-    said = Command(data, tmp_path / "out", configured(), ("-X", "importtime", "-m", "trainer")).finish()
-    assert re.search(r"\| +trainer\.optim$", said, re.M) and "torch._dynamo" not in said
+    output = Command(data, tmp_path / "out", configured(), ("-X", "importtime", "-m", "trainer")).finish()
+    assert re.search(r"\| +trainer\.optim$", output, re.M) and "torch._dynamo" not in output
 
 
 @pytest.mark.slow
-def test_ranks_whose_torchrun_was_killed_commit_and_leave(data: Path, tmp_path: Path) -> None:
+def test_ranks_whose_torchrun_was_killed_commit_and_exit(data: Path, tmp_path: Path) -> None:
     command = Command(data, tmp_path / "out", configured(**LONG | {"max_steps": 100_000}))
     with command.started(2) as torchrun:
         command.wait_for_rows(5, torchrun)
@@ -95,7 +95,7 @@ def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Cal
         assert rows[1] == pytest.approx(one[1], rel=1e-5)  # before rounding has had time to add up
 
 
-def test_a_run_goes_on_with_fewer_and_with_more_ranks(
+def test_a_run_resumes_with_fewer_and_with_more_ranks(
     data: Path, tmp_path: Path, undisturbed: Callable[[int], Command]
 ) -> None:
     command = Command(data, tmp_path / "out", configured(**LONG))
@@ -124,9 +124,9 @@ def test_sigterm_commits_the_step_it_came_in(
     with command.started(ranks) as process:
         command.wait_for_rows(9, process)
         process.terminate()
-        said, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     # torchrun has its own exit codes.
-    assert process.returncode == 75 if ranks == 1 else process.returncode != 0, said
+    assert process.returncode == 75 if ranks == 1 else process.returncode != 0, output
     (commit,) = (command.out / "run/checkpoints").glob("*/COMMIT.json")
     step = Commit.decode(commit.read_bytes()).step
     assert 9 <= step == command.rows_logged() < 48
@@ -137,14 +137,14 @@ def test_sigterm_commits_the_step_it_came_in(
 
 
 @pytest.mark.slow
-def test_an_attempt_that_another_one_superseded_stops(data: Path, tmp_path: Path) -> None:
+def test_a_superseded_attempt_stops(data: Path, tmp_path: Path) -> None:
     command = Command(data, tmp_path / "out", configured(**LONG))
     with command.started() as process:
         command.wait_for_rows(9, process)
         assert LocalStore(command.out).create("run/attempts/0002.json", b"{}")
-        said, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "superseded: attempt 1 of run was superseded" in said and "Traceback" not in said
+    assert "superseded: attempt 1 of run was superseded" in output and "Traceback" not in output
     command.finish()
     assert [e.step > 0 for e in command.events_of(Started)] == [False, True]
 
