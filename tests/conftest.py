@@ -1,4 +1,4 @@
-"""What many tests share: sample data, and real S3 servers started once a session."""
+"""Fixtures of many tests: sample data, a finished run, and S3 servers that start once a session."""
 
 import fcntl
 import os
@@ -13,42 +13,47 @@ from servers import FOREIGN_AWS_VARIABLES, Daemon, MotoServer, Radosgw, S3Accoun
 
 from pipelines.artifacts.store import S3Store
 
-# Without a GPU Triton's kernels run in its interpreter, which has to be asked for before triton is first imported;
-# processes that tests start inherit it. Looking for the device file spares most tests the import of torch.
+# Without a GPU, Triton's kernels run in its interpreter. The variable has to be set before the first import of triton;
+# child processes inherit it. The check of the device file spares most tests the import of torch.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
-# The modules that take minutes, the longest first: workers take a module at a time, and so end at about the same one.
+# The longest modules come first. A worker takes a whole module, so with this order all workers end at about the same
+# time.
 LONGEST = (
     "cluster",
     "image",
-    "interrupted",
-    "drill",
-    "health",
     "pipeline",
-    "training",
-    "fused",
-    "notice",
+    "interrupted",
+    "anomalies",
+    "drill",
+    "main",
+    "store",
     "mlflow",
+    "notice",
     "budget",
+    "nodes",
+    "fused",
+    "stage",
+    "checkpointed_runs",
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates `-m "not slow"`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever needs radosgw is slow: it takes 20 s to start, in each worker. The quick part has moto's imitation."""
+    """Mark every test on radosgw as slow: each worker would wait 20 s for its start. `make test` uses moto instead."""
     for item in items:
         if "radosgw" in getattr(item, "fixturenames", ()) or "radosgw" in item.name:
             item.add_marker(pytest.mark.slow)
-    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture
 def shared_data() -> Path:
-    """Sample texts, HellaSwag and tokenizer files that are too big for the repository."""
+    """Sample texts, HellaSwag and tokenizer files; they are too big for the repository."""
     if not SHARED_DATA.is_dir():
         pytest.skip("needs ../shared/data beside the repository")
     return SHARED_DATA
@@ -56,7 +61,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_metadata_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine that tests run on may be a cloud's; its metadata service is nothing to tests."""
+    """Tests ignore the metadata service of their machine, which may belong to a cloud."""
     monkeypatch.setenv("SKYTRAIN_NOTICE", "off")
 
 
@@ -68,8 +73,10 @@ def _tokenizers_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Project]:
-    """A finished run of `tiny.yaml` with so many training processes, made once for all of pytest's workers. Whoever
-    changes anything in it takes a copy."""
+    """Makes a finished run of `tiny.yaml` with the given number of training processes, once for all workers.
+
+    A test that changes anything in it takes a copy.
+    """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
@@ -102,13 +109,13 @@ def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
 
 @pytest.fixture(scope="session")
 def s3_server(radosgw: Radosgw) -> S3Account:
-    """Its owner's account, who may do anything."""
+    """The account of the server's owner, with all rights."""
     return radosgw.account
 
 
 @pytest.fixture(scope="session")
 def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Account]:
-    """moto's imitation: the quick fallback where radosgw is not installed, and no proof of anything hard."""
+    """moto's imitation of S3. It starts in a second, but it proves nothing about races and permissions."""
     pytest.importorskip("moto", reason="needs moto[server] (pip)")
     server = MotoServer(tmp_path_factory.mktemp("moto"))
     server.start()
@@ -120,7 +127,7 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Account]
 
 @pytest.fixture
 def fresh_s3_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Account], S3Store]:
-    """Makes a store in a fresh bucket; the environment then leads this process and its children to it."""
+    """Makes a store in a new bucket and sets the AWS variables of this process and its children."""
 
     def on(account: S3Account) -> S3Store:
         for name in FOREIGN_AWS_VARIABLES:
@@ -136,13 +143,13 @@ def fresh_s3_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Account], S3S
 
 @pytest.fixture
 def s3_store(s3_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store]) -> S3Store:
-    """A store in a fresh bucket of the real server; `s3_store.uri` works in child processes too."""
+    """A store in a new bucket of the real server; `s3_store.uri` works in child processes too."""
     return fresh_s3_store(s3_server)
 
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[str]:
-    """A real registry on loopback, where an engine asks for no certificate."""
+    """A real registry on loopback: there, a Docker engine needs no certificate."""
     if not shutil.which("docker-registry"):
         pytest.skip("needs docker-registry (apt)")
     (port,) = free_ports(1)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -328,23 +328,31 @@ class Clone:
 
 
 @pytest.fixture(scope="module")
-def clone(engine: Engine, base: str, tmp_path_factory: pytest.TempPathFactory) -> Clone:
+def torch_wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
+    """Downloads torch's CPU wheel while the base image is made; the call waits for it and returns its folder."""
+    folder = tmp_path_factory.mktemp("wheels")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    download = subprocess.Popen(
+        [*command, "torch==2.13.0+cpu"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def wait() -> Path:
+        if download.wait():
+            pytest.skip("needs a pip that finds torch==2.13.0+cpu (docker/README.md)")
+        return folder
+
+    yield wait
+    download.kill()
+    download.wait()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def clone(
+    torch_wheel: Callable[[], Path], engine: Engine, base: str, tmp_path_factory: pytest.TempPathFactory
+) -> Clone:
     clone = Clone(tmp_path_factory.mktemp("image") / "clone", engine, base)
-    wheels = clone.folder / "docker" / "wheels"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(wheels),
-        "torch==2.13.0+cpu",
-    ]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip("needs a pip that finds torch==2.13.0+cpu (docker/README.md)")
+    shutil.copytree(torch_wheel(), clone.folder / "docker" / "wheels", dirs_exist_ok=True)
     if TIKTOKEN.is_dir():
         shutil.copytree(TIKTOKEN, clone.folder / "docker" / "bpe", dirs_exist_ok=True)
     return clone

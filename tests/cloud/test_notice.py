@@ -282,7 +282,7 @@ def test_a_named_service_that_fails_is_told_once_and_its_later_notice_still_coun
         down = True
 
         def answer(self, request: Handler) -> None:
-            return request.say(503) if self.down else super().answer(request)
+            return request.respond(503) if self.down else super().answer(request)
 
     cloud = start(Down())
     with watched(cloud, "ec2") as stop:
@@ -349,7 +349,7 @@ def test_a_token_goes_through_no_proxy_and_follows_no_redirect(start, watched, m
         def answer(self, request: Handler) -> None:
             if request.path == "/latest/api/token":
                 return super().answer(request)
-            return request.say(307, Location=f"{elsewhere.endpoint}{request.path}")
+            return request.respond(307, Location=f"{elsewhere.endpoint}{request.path}")
 
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, elsewhere.endpoint)
@@ -380,7 +380,7 @@ SHORT = TINY | {
     "runtime": TINY["runtime"] | {"processes": 2, "checkpoint_minutes": 1000},  # it commits when asked to stop only
 }
 STEPS = SHORT["train"]["max_steps"]
-QUICK_CLI = f"from pipelines import notice; notice.POLL_SECONDS = 0.05; {SHIPPED_CLI}"
+QUICK_CLI = f"from pipelines.cloud import notice; notice.POLL_SECONDS = 0.05; {SHIPPED_CLI}"
 COMMAND = ["run", "tiny.yaml", "--stage", "train"]
 
 

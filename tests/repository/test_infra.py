@@ -1,4 +1,4 @@
-"""What infra/ deploys lets jobs do their work, and nothing beyond it."""
+"""The deployment in infra/ gives jobs the rights for their work, and no others."""
 
 import json
 import re
@@ -20,7 +20,7 @@ BUCKET, OTHER_BUCKET, PREFIX = f"runs-{uuid.uuid4().hex[:8]}", f"others-{uuid.uu
 
 
 class Template(yaml.SafeLoader):
-    """CloudFormation's YAML, with the parameters filled in."""
+    """CloudFormation's YAML, with values for its parameters."""
 
 
 VALUES = {"AWS::Partition": "aws", "BucketName": BUCKET, "Prefix": PREFIX, "Bucket.Arn": f"arn:aws:s3:::{BUCKET}"}
@@ -38,7 +38,7 @@ def resources() -> dict[str, Any]:
 
 @pytest.fixture
 def user_with(radosgw: Radosgw, resources: dict[str, Any]) -> Callable[[str], S3Account]:
-    """Makes a user of a real S3 server whom one of the template's policies binds."""
+    """Makes a user of a real S3 server with one of the template's policies."""
     owner = client("s3", radosgw.account)
     owner.create_bucket(Bucket=BUCKET)
     owner.put_object(Bucket=BUCKET, Key="others/secret", Body=b"not for jobs")
@@ -59,14 +59,14 @@ def client(service: str, account: S3Account) -> Any:
     return boto3.client(service, endpoint_url=account.endpoint, region_name="us-east-1", **keys)
 
 
-def refused(call: Callable[..., Any], **arguments: Any) -> bool:
+def is_denied(call: Callable[..., Any], **arguments: Any) -> bool:
     with pytest.raises(ClientError) as error:
         call(**arguments)
     return error.value.response["Error"]["Code"] == "AccessDenied"
 
 
 @pytest.mark.slow
-def test_a_job_may_do_all_that_a_store_does_and_nothing_elsewhere(
+def test_a_job_has_all_rights_of_a_store_and_none_elsewhere(
     user_with: Callable[[str], S3Account], tmp_path: Path
 ) -> None:
     job = client("s3", user_with("JobPolicy"))
@@ -82,26 +82,26 @@ def test_a_job_may_do_all_that_a_store_does_and_nothing_elsewhere(
     assert [entry.key for entry in store.entries("")] == ["big", "commit", "plain"]
     store.delete("big")
 
-    assert refused(job.get_object, Bucket=BUCKET, Key="others/secret")
-    assert refused(job.put_object, Bucket=BUCKET, Key="others/mine", Body=b"")
-    assert refused(job.delete_object, Bucket=BUCKET, Key="others/secret")
-    assert refused(job.list_objects_v2, Bucket=OTHER_BUCKET)
-    assert refused(job.delete_bucket, Bucket=BUCKET)
-    assert refused(job.put_bucket_policy, Bucket=BUCKET, Policy="{}")
+    assert is_denied(job.get_object, Bucket=BUCKET, Key="others/secret")
+    assert is_denied(job.put_object, Bucket=BUCKET, Key="others/mine", Body=b"")
+    assert is_denied(job.delete_object, Bucket=BUCKET, Key="others/secret")
+    assert is_denied(job.list_objects_v2, Bucket=OTHER_BUCKET)
+    assert is_denied(job.delete_bucket, Bucket=BUCKET)
+    assert is_denied(job.put_bucket_policy, Bucket=BUCKET, Policy="{}")
 
     reader = client("s3", user_with("ReaderPolicy"))
     store = S3Store(BUCKET, PREFIX, client=reader)
     assert store.get("plain") == b"2" and store.get("absent") is None and len(store.entries("")) == 2
-    assert refused(reader.put_object, Bucket=BUCKET, Key=f"{PREFIX}/plain", Body=b"3")
-    assert refused(reader.delete_object, Bucket=BUCKET, Key=f"{PREFIX}/plain")
+    assert is_denied(reader.put_object, Bucket=BUCKET, Key=f"{PREFIX}/plain", Body=b"3")
+    assert is_denied(reader.delete_object, Bucket=BUCKET, Key=f"{PREFIX}/plain")
 
 
-def test_the_bucket_is_private_encrypted_and_drops_the_uploads_of_dead_nodes(resources: dict[str, Any]) -> None:
+def test_the_bucket_is_private_and_encrypted_and_drops_uploads_of_lost_nodes(resources: dict[str, Any]) -> None:
     bucket = resources["Bucket"]["Properties"]
     assert all(bucket["PublicAccessBlockConfiguration"].values())
     assert bucket["BucketEncryption"]
     (rule,) = bucket["LifecycleConfiguration"]["Rules"]
     assert rule["Status"] == "Enabled" and rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
-    assert "ExpirationInDays" not in rule, "a lifecycle rule may never delete what a run has committed"
+    assert "ExpirationInDays" not in rule, "a lifecycle rule must never delete commits of a run"
     (denied,) = resources["EncryptedConnectionsOnly"]["Properties"]["PolicyDocument"]["Statement"]
     assert denied["Effect"] == "Deny" and denied["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}

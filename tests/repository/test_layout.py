@@ -1,4 +1,4 @@
-"""What the folders promise: ours shadow no package, trainer knows no pipelines, and no machine leaks in."""
+"""The folders: ours shadow no package, trainer imports nothing of pipelines, and no file names a machine's paths."""
 
 import ast
 import os
@@ -25,7 +25,7 @@ FILES = (
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# What runs on a rented GPU node has to work where none of these is installed.
+# The trainer has to work on a GPU node without any of these packages.
 UNKNOWN_TO_TRAINER = {
     "pipelines",
     "sky",
@@ -38,7 +38,7 @@ UNKNOWN_TO_TRAINER = {
     "rich",
 }
 
-# Written so that no pattern matches its own source. A path counts only where it starts: not in a URL.
+# No pattern matches its own source. A path counts only at its start, so not inside a URL.
 FOREIGN = {
     "a path of one machine": re.compile(
         r"(?:file://|(?<![\w.~/}$-]))/(?:(?:work|root)\b|(?:home|Users|tmp)/\w|opt/(?:wheels|pypi))"
@@ -48,12 +48,12 @@ FOREIGN = {
 
 
 def sources_in(folder: str) -> list[Path]:
-    """Every file below a folder of the project, without what Python leaves there."""
+    """Every file below a folder of the project, without Python's caches."""
     return [path for path in sorted((ROOT / folder).rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
 
 
 def python_in_clone(code: str, home: Path) -> str:
-    """What `code` prints when run in the clone's root, with that root first on the module search path."""
+    """The output of `code`, run in the clone's root, with that root first on the module search path."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -68,7 +68,7 @@ def python_in_clone(code: str, home: Path) -> str:
 
 
 def imports_of(source: Path) -> set[str]:
-    """Top-level names of all modules that a file imports absolutely, wherever in the file it does so."""
+    """Top-level names of all absolute imports of a file, at any place in it."""
     found = set()
     for node in ast.walk(ast.parse(source.read_text(), filename=str(source))):
         if isinstance(node, ast.Import):
@@ -79,18 +79,26 @@ def imports_of(source: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", ["sky", "docker", "infra"])
-def test_folders_that_bear_a_packages_name_hold_no_python(folder: str) -> None:
+def test_folders_with_the_name_of_a_package_hold_no_python(folder: str) -> None:
     assert (ROOT / folder).is_dir()
     assert [path for path in sources_in(folder) if path.suffix in {".py", ".pyi", ".so"}] == []
 
 
-def test_no_module_of_ours_stands_in_front_of_an_installed_one() -> None:
-    # The root is on the search path in a shell there, tests/ is put on it by pytest.
-    modules = {path.stem for folder in (ROOT, ROOT / "tests") for path in folder.glob("*.py")}
-    packages = {path.parent.name for path in (ROOT / "tests").rglob("__init__.py")}
-    assert packages == set(), "tests/ is flat and no package"
+def test_no_module_of_ours_shadows_an_installed_one() -> None:
+    # A shell in the root has it on the search path; pytest adds tests/support.
+    modules = {path.stem for folder in (ROOT, ROOT / "tests" / "support") for path in folder.glob("*.py")}
     taken = sys.stdlib_module_names | {"sky", "docker", "datasets", "mlflow", "torch", "tests"}
     assert modules & taken == set()
+
+
+def test_the_tests_mirror_the_rooms() -> None:
+    """tests/ has a folder per room; its modules are no packages, and pytest imports them by path (importlib)."""
+    packages = {path.parent.name for path in (ROOT / "tests").rglob("*.py") if path.name == "__init__.py"}
+    assert packages == set()
+    assert {path.name for path in (ROOT / "tests").glob("*.py")} == {"conftest.py"}
+    rooms = {path.name for path in (ROOT / "pipelines").iterdir() if any(path.glob("*.py"))} | {"trainer", "fused"}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py"))}
+    assert folders - {"repository", "benchmarks"} <= rooms
 
 
 def test_the_docker_sdk_is_found_from_the_root_of_the_clone(tmp_path: Path) -> None:
@@ -170,5 +178,5 @@ def test_no_file_of_the_project_names(what: str) -> None:
         ("/workspace", False),
     ],
 )
-def test_a_machines_path_is_told_from_other_slashes(line: str, is_foreign: bool) -> None:
+def test_a_machines_path_differs_from_other_slashes(line: str, is_foreign: bool) -> None:
     assert bool(FOREIGN["a path of one machine"].search(line)) is is_foreign

@@ -71,11 +71,11 @@ def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool =
         ]
         body = "".join(json.dumps(row) + "\n" for row in rows).encode()
         store.put(f"{train}/metrics/step-{last:08d}-a{attempt:04d}.jsonl", body)
-    first = Progress(resumed_from=0, step=250, device="cpu", world_size=1, precision="fp32")
-    second = replace(first, resumed_from=200, step=steps)
-    attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=first, **prices)
+    at_first = Progress(resumed_from=0, step=250, device="cpu", world_size=1, precision="fp32")
+    resumed = replace(at_first, resumed_from=200, step=steps)
+    attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=at_first, **prices)
     start = NOON + 3850
-    attempted(store, train, "train", 2, start, start + 10 + steps - 200, run=run, progress=second, **prices)
+    attempted(store, train, "train", 2, start, start + 10 + steps - 200, run=run, progress=resumed, **prices)
     if finished:
         facts = {"steps": steps, "tokens": 2048 * steps, "train/loss": 2.0, "val/loss": 2.1, "skipped_updates": 0}
         made: dict[str, dict[str, Any]] = {

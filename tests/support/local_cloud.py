@@ -1,12 +1,12 @@
-"""SkyPilot for real and no cloud: two Slurm nodes with pretended GPUs on this machine, and the API server.
+"""Real SkyPilot without a cloud: its API server, and two Slurm nodes with simulated GPUs on this machine.
 
-Everything listens on loopback and lies in one folder. Outside it there are, while the cloud is up, a login in
-/etc/passwd (root by another name and with another home: tests run where no other user can read), two names in
-/etc/hosts and a file in /etc/profile.d; `stop` removes them all. Needs root.
+Everything listens on loopback and lies in one folder. Outside the folder it adds a login to /etc/passwd (a second root
+with another home, because other users cannot read the files of the tests), two names to /etc/hosts and a file to
+/etc/profile.d; `stop` removes them all. Needs root.
 
-Not as on a real cloud: GPUs are /dev/null by another name, there are no containers and no spot market; `scancel` is
-the preemption. Nodes install no SkyPilot of their own. It asks two public addresses whether the network is up before it
-believes in a preemption, and here one of ours.
+Differences from a real cloud: a GPU is a copy of /dev/null; there are no containers and no spot market; `scancel` plays
+the preemption; nodes do not install SkyPilot. Before SkyPilot accepts a preemption, it checks the network at two public
+addresses; here it checks a server of ours.
 """
 
 import os
@@ -38,8 +38,8 @@ HOSTS, PASSWORDS = Path("/etc/hosts"), Path("/etc/passwd")
 HOST_LINES = "".join(f"127.0.1.{i} {node}\n" for i, node in enumerate(NODES, start=1))
 PRICE = 3.6  # dollars an hour and GPU: 8 of them cost 0.8 cents a second
 
-# The nodes would download uv, a Python and SkyPilot: here they take this Python, and the SkyPilot beside it. Left to
-# itself every cluster copies half a gigabyte of packages, which on two cores takes longer than all that is tried.
+# Nodes would download uv, a Python and SkyPilot. These shims give them this Python and its SkyPilot. Otherwise every
+# cluster copies half a gigabyte of packages, which takes longer on two cores than the whole test.
 SHIMS = {
     "curl": """for word in "$@"; do
   case $word in *uv/install.sh*) echo 'mkdir -p "$UV_INSTALL_DIR"; ln -sf {shims}/uv "$UV_INSTALL_DIR/uv"'; exit ;; esac
@@ -49,7 +49,7 @@ exec /usr/bin/curl "$@"
     "uv": """case "$1 $2 $4" in
   "venv --seed --python") {python} -m venv --without-pip "$3"
     echo "import site; site.addsitedir('{packages}')" > "$(echo "$3"/lib/python3.*/site-packages)/beside.pth" ;;
-  venv*) exit 1 ;;  # an environment for users' own commands, which SkyPilot can do without
+  venv*) exit 1 ;;  # an environment for the user's commands; SkyPilot works without it
 esac
 """,
     "sudo": """while [[ $1 == -* ]]; do shift; done
@@ -83,7 +83,7 @@ SchedulerParameters=sched_interval=5,bf_interval=5
 PartitionName=gpu Nodes={names} Default=YES MaxTime=12:00:00 State=UP
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 RealMemory=262144 Gres=gpu:h100:8"
-# Changes names in SkyPilot's modules, in its API server and what that starts: {changes}, by module.
+# Sets {changes} (values by name, by module) in the modules of SkyPilot's API server and of its child processes.
 SITECUSTOMIZE = """import importlib.abc, importlib.util, sys
 CHANGES = {changes!r}
 class Changer(importlib.abc.MetaPathFinder):
@@ -103,7 +103,7 @@ sys.meta_path.insert(0, Changer())
 
 
 def what_is_missing() -> str | None:
-    """Why there can be no local cloud on this machine."""
+    """The requirement of a local cloud that this machine does not meet; None if it meets all."""
     if os.geteuid() != 0:
         return "root"
     if packages := sorted({package for program, package in PROGRAMS.items() if not shutil.which(program)}):
@@ -114,11 +114,11 @@ def what_is_missing() -> str | None:
 
 
 class LocalCloud:
-    """Up between `start` and `stop`. `environment` leads SkyPilot, and `skytrain launch`, to it."""
+    """Runs between `start` and `stop`. With `environment`, SkyPilot and `skytrain launch` use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.client = self.folder / "client"  # home of SkyPilot's client and API server
+        self.client = self.folder / "client"  # home folder of SkyPilot's client and API server
         self.home = self.folder / "home"  # of the jobs, on all nodes
         self.probe_port, self.ssh_port, self.api_port, self.slurm_port, *self.node_ports = free_ports(6)
         self.environment = {
@@ -127,9 +127,9 @@ class LocalCloud:
             "PYTHONPATH": f"{Path(__file__).resolve().parents[2]}:{self.client / 'site'}",
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.api_port),
-            "SKYPILOT_POD_MEMORY_GB_LIMIT": "6",  # or the API server has as many workers as this machine's memory holds
+            "SKYPILOT_POD_MEMORY_GB_LIMIT": "6",  # limits the number of the API server's workers
         }
-        # Its user by SkyPilot's lights: nodes keep things in /tmp, under names that end so.
+        # SkyPilot's id of the user: nodes keep folders in /tmp whose names end with it.
         self.user_hash = os.urandom(4).hex()
         self._stack = ExitStack()
 
@@ -178,14 +178,14 @@ class LocalCloud:
         return daemon
 
     def _end_jobs(self) -> None:
-        """Slurm's own processes of a job outlive its daemons, and nothing tells whose they are."""
+        """Ends the jobs first: Slurm's job processes outlive its daemons, and nothing identifies them then."""
         with suppress(AssertionError, TimeoutError, subprocess.TimeoutExpired):
             self.slurm("scancel", "--partition=gpu")
             wait_until(lambda: not self.slurm("squeue", "-h"), "the end of Slurm's jobs", 30)
 
     def _end_processes(self) -> None:
-        """What SkyPilot leaves running, on the nodes and here: whatever is at home, or has Slurm, in our folder; and
-        sshd's part of its connections, which hides its environment behind the name of our login."""
+        """Kills the processes that SkyPilot leaves: those with HOME or SLURM_CONF in our folder, and those of sshd's
+        connections, which show the name of our login instead of their environment."""
         ours = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -267,7 +267,7 @@ class LocalCloud:
         authorized = self.home / ".ssh" / "authorized_keys"
         authorized.parent.mkdir(mode=0o700)
         shutil.copy(self.folder / "client-key.pub", authorized)
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, which a package's service would make
+        Path("/run/sshd").mkdir(exist_ok=True)  # of sshd; the service of its package would make it
         sshd = [str(shutil.which("sshd")), "-D", "-e", "-f", os.devnull, "-p", str(self.ssh_port)]
         options = {
             "ListenAddress": LOOPBACK,
@@ -277,7 +277,7 @@ class LocalCloud:
             "PasswordAuthentication": "no",
             "MaxStartups": "100",
             "MaxSessions": "100",
-            "SetEnv": f"SLURM_CONF={self.folder}/slurm.conf",  # rsync is started in no login shell
+            "SetEnv": f"SLURM_CONF={self.folder}/slurm.conf",  # rsync runs without a login shell
         }
         daemon = self._daemon([*sshd, *(f"-o{name}={value}" for name, value in options.items())], "sshd")
         daemon.wait_until(lambda: listens(self.ssh_port))
@@ -287,7 +287,7 @@ class LocalCloud:
             (self.client / name).mkdir(parents=True)
         write_catalog(self.client)
         (self.client / ".sky" / "user_hash").write_text(self.user_hash)
-        (self.client / "none").touch()  # what sky_environment names as AWS's files: on Slurm SkyPilot opens it
+        (self.client / "none").touch()  # AWS's files in sky_environment: on Slurm, SkyPilot opens them
         (self.client / ".slurm" / "config").write_text(
             f"Host local\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {LOGIN}\n"
             f"  IdentityFile {self.folder}/client-key\n  IdentitiesOnly yes\n"
@@ -301,7 +301,11 @@ class LocalCloud:
             "jobs": {"controller": {"consolidation_mode": True}, "force_disable_cloud_bucket": True},
         }
         (self.client / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
-        changes = {"sky.backends.backend_utils": {"_TEST_IP_LIST": [f"http://{LOOPBACK}:{self.probe_port}"]}}
+        changes = {
+            "sky.backends.backend_utils": {"_TEST_IP_LIST": [f"http://{LOOPBACK}:{self.probe_port}"]},
+            # SkyPilot polls every 15 and 5 s. Each stage is a cluster of its own, so that would add up to two minutes.
+            "sky.jobs.utils": {"JOB_STATUS_CHECK_GAP_SECONDS": 3, "JOB_STARTED_STATUS_CHECK_GAP_SECONDS": 1},
+        }
         (self.client / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE.format(changes=changes))
 
 

@@ -1,4 +1,4 @@
-"""Servers that speak the metadata protocol of each cloud."""
+"""Servers with the metadata protocol of each cloud."""
 
 import json
 import secrets
@@ -10,7 +10,7 @@ END = "2026-11-20T10:02:00Z"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Hands every request to the cloud that the server belongs to."""
+    """Passes every request to the cloud of its server."""
 
     server: "Server"
 
@@ -20,7 +20,7 @@ class Handler(BaseHTTPRequestHandler):
 
     do_PUT = do_GET
 
-    def say(self, status: int, body: str = "", **headers: str) -> None:
+    def respond(self, status: int, body: str = "", **headers: str) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
@@ -37,7 +37,7 @@ class Server(ThreadingHTTPServer):
     cloud: "Cloud"
 
     def handle_error(self, *_: Any) -> None:
-        """A watcher that hangs up is no news."""
+        """A watcher that closes its connection is no error."""
 
 
 class Cloud:
@@ -61,17 +61,17 @@ class Cloud:
         self.server.server_close()
 
     def answer(self, request: Handler) -> None:
-        request.say(404)
+        request.respond(404)
 
     def threaten(self) -> None:
-        """Say what must stop nothing."""
+        """Announce an event that must not stop a run."""
 
     def preempt(self) -> None:
-        """Give notice."""
+        """Announce the preemption."""
 
 
 class Ec2Cloud(Cloud):
-    """IMDSv2: nothing without a token that is still valid, 404 for what is not announced."""
+    """IMDSv2: 401 without a valid token, 404 for an item that is not announced."""
 
     name, grace_seconds = "ec2", 110
     why = "EC2 spot: terminate at 2026-11-20 10:02:00 UTC"
@@ -86,14 +86,14 @@ class Ec2Cloud(Cloud):
         if request.path == "/latest/api/token":
             seconds = int(request.headers.get("X-aws-ec2-metadata-token-ttl-seconds", 0))
             if request.command != "PUT" or not 1 <= seconds <= 21600:
-                return request.say(400)
+                return request.respond(400)
             self.tokens.append(secrets.token_urlsafe(40) + "==")
             self.expired = False
-            return request.say(200, self.tokens[-1])
+            return request.respond(200, self.tokens[-1])
         if self.expired or request.headers.get("X-aws-ec2-metadata-token") not in self.tokens[-1:]:
-            return request.say(401)
+            return request.respond(401)
         item = self.items.get(request.path.removeprefix("/latest/meta-data/"))
-        return request.say(404) if item is None else request.say(200, item)
+        return request.respond(404) if item is None else request.respond(200, item)
 
     def threaten(self) -> None:
         self.items["events/recommendations/rebalance"] = json.dumps({"noticeTime": END})
@@ -103,7 +103,7 @@ class Ec2Cloud(Cloud):
 
 
 class GceCloud(Cloud):
-    """403 without the header; every true answer has it too."""
+    """403 without the header, which every genuine response has too."""
 
     name, grace_seconds = "gce", 25
     why = "GCE: preempted"
@@ -114,9 +114,9 @@ class GceCloud(Cloud):
 
     def answer(self, request: Handler) -> None:
         if request.headers.get("Metadata-Flavor") != "Google":
-            return request.say(403)
+            return request.respond(403)
         item = self.items.get(request.path.removeprefix("/computeMetadata/v1/instance/"))
-        return request.say(404) if item is None else request.say(200, item, Metadata_Flavor="Google")
+        return request.respond(404) if item is None else request.respond(200, item, Metadata_Flavor="Google")
 
     def threaten(self) -> None:
         self.items["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
@@ -126,7 +126,7 @@ class GceCloud(Cloud):
 
 
 class AzureCloud(Cloud):
-    """400 without the header or the version; one list of events for all machines of a set."""
+    """400 without the header or the version. One list of events covers all machines of a set."""
 
     name, grace_seconds = "azure", 25
     why = "Azure: preempted at 2026-11-20 10:02:00 UTC"
@@ -138,12 +138,14 @@ class AzureCloud(Cloud):
     def answer(self, request: Handler) -> None:
         path, _, query = request.path.partition("?api-version=")
         if request.headers.get("Metadata") != "true" or not query:
-            return request.say(400, json.dumps({"error": "Bad request"}))
+            return request.respond(400, json.dumps({"error": "Bad request"}))
         if path == "/metadata/instance/compute":
-            return request.say(200, json.dumps({"name": "Trainer_7", "vmId": "1", "azEnvironment": "AzurePublicCloud"}))
+            return request.respond(
+                200, json.dumps({"name": "Trainer_7", "vmId": "1", "azEnvironment": "AzurePublicCloud"})
+            )
         if path == "/metadata/scheduledevents":
-            return request.say(200, json.dumps({"DocumentIncarnation": len(self.events), "Events": self.events}))
-        return request.say(404)
+            return request.respond(200, json.dumps({"DocumentIncarnation": len(self.events), "Events": self.events}))
+        return request.respond(404)
 
     def announce(self, kind: str, *machines: str) -> None:
         self.events.append(
@@ -167,7 +169,7 @@ class AzureCloud(Cloud):
 
 
 class Everything(Cloud):
-    """One answer to whatever is asked."""
+    """The same response to every request."""
 
     def __init__(self, status: int = 200, body: str = "", **headers: str) -> None:
         super().__init__()
@@ -175,4 +177,4 @@ class Everything(Cloud):
 
     def answer(self, request: Handler) -> None:
         status, body, headers = self.what
-        request.say(status, body, **headers)
+        request.respond(status, body, **headers)

@@ -1,4 +1,4 @@
-"""`skytrain` as its users meet it: a command in a folder of theirs, watched, killed and given again."""
+"""Runs of `skytrain` as a user starts them: a command in a folder, observed, killed and started again."""
 
 import json
 import os
@@ -23,17 +23,17 @@ from pipelines.tracking.runs import read_runs
 from trainer.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDER_NAME = "ein Ordner für 東京"  # every run's: with spaces, and with letters beyond Latin-1
-MARK = "SKYTRAIN_TEST_RUN"  # in the environment of a command and of all that it starts
+FOLDER_NAME = "ein Ordner für 東京"  # of every run: with spaces and letters beyond Latin-1
+MARK = "SKYTRAIN_TEST_RUN"  # in the environment of a command and of its descendants
 STEPS = 60
-# Of what `run --json` prints.
+# The fields of `run --json`.
 RUN_FIELDS = ["run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"]
 PRICE = 36.0  # dollars an hour: a cent a second
 SERIES = ("step", "train/loss", "train/lr", "train/grad_norm")
 SHIPPED_CLI = "from pipelines.cli import main; main()"
 
-# About 2 s of training with a commit every few steps, 96 shards of text, and an evaluation of half a second: long
-# enough for a signal to arrive in the midst of each.
+# About 2 s of training with a commit every few steps, 96 shards of text, and half a second of evaluation: long enough
+# for a signal to arrive during each.
 TINY: dict[str, Any] = {
     "name": "tiny",
     "tokens": {
@@ -59,7 +59,7 @@ TINY: dict[str, Any] = {
 
 
 def write_texts(folder: Path) -> None:
-    """Four files of seeded nonsense, 60 KB each."""
+    """Four files of seeded random words, 60 KB each."""
     folder.mkdir(parents=True)
     choice = random.Random(4)
     words = ["the", "store", "keeps", "what", "a", "run", "has", "made", "größer", "ist", "東京", "als", "Dorf.\n"]
@@ -68,13 +68,13 @@ def write_texts(folder: Path) -> None:
 
 
 def series_of(store: Store) -> list[dict[str, Any]]:
-    """What the only run there is has learned, a row a step: all but when and how fast, which differs every time."""
+    """The series of the only run in the store, one row a step, without times and speeds."""
     (run,) = read_runs(store)
     return [{key: row[key] for key in SERIES} for row in run.series if "train/loss" in row]
 
 
 class Project:
-    """A folder with a recipe, `tiny.yaml`, and beside it whatever the command leaves there."""
+    """A folder with the recipe `tiny.yaml` and the files that the command leaves beside it."""
 
     def __init__(self, folder: Path, recipe: dict[str, Any] | None = None) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ class Project:
             (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe or TINY))
 
     def copy(self, folder: Path) -> "Project":
-        """The same folder somewhere else, to be damaged."""
+        """A copy of the folder, for a test that changes it."""
         shutil.copytree(self.folder, folder)
         return Project(folder)
 
@@ -103,7 +103,7 @@ class Project:
 
     @contextmanager
     def started(self, *arguments: str, code: str = SHIPPED_CLI) -> Iterator[subprocess.Popen[str]]:
-        """The command, running; at the end of the block nothing of it is left."""
+        """The running command; the end of the block kills all its processes."""
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_"))}
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
@@ -122,25 +122,25 @@ class Project:
             process.communicate()
 
     def run(self, *arguments: str, expect: int = 0, code: str = SHIPPED_CLI) -> subprocess.CompletedProcess[str]:
-        """Give the command and wait for the exit code that is expected of it."""
+        """Run the command and check its exit code."""
         with self.started(*arguments, code=code) as process:
             out, err = process.communicate(timeout=300)
         assert process.returncode == expect, f"exit code {process.returncode}\n{out}\n{err}"
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def result(self, *arguments: str, recipe: str = "tiny.yaml") -> dict[str, Any]:
-        """What `skytrain run --json` prints."""
+        """The output of `skytrain run --json`."""
         return json.loads(self.run("run", recipe, "--json", *arguments).stdout)
 
     def report(self) -> dict[str, Any]:
-        """The only run there is, as `skytrain report --json` tells it."""
+        """The only run in the store, from `skytrain report --json`."""
         (summary,) = json.loads(self.run("report", "--json").stdout)
         return summary
 
     def series(self) -> list[dict[str, Any]]:
         return series_of(self.store)
 
-    # --- what it leaves
+    # --- its files
 
     def artifacts(self, stage: str) -> list[Manifest]:
         """The finished artifacts of a stage."""
@@ -153,7 +153,7 @@ class Project:
         return manifest
 
     def path(self, stage: str, name: str) -> Path:
-        """Where the store keeps a file of a stage's only artifact."""
+        """The path of a file of a stage's only artifact."""
         manifest = self.artifact(stage)
         return self.store.path_of(f"{manifest.prefix}/{manifest.file(name).key}")
 
@@ -171,32 +171,32 @@ class Project:
         return [json.loads(path.read_text()) for path in self.found("*/*/attempts/*/heartbeat.json")]
 
     def rows_logged(self) -> int:
-        """Steps done by the attempts whose work folders are still there."""
-        with suppress(FileNotFoundError):  # a stage that ends removes its folders while we look
+        """Steps of the attempts that still have a work folder."""
+        with suppress(FileNotFoundError):  # a stage that ends removes its folders
             return sum(log.read_text().count('"train/loss"') for log in self.home.glob("work/**/events.jsonl"))
         return 0
 
     def rows_committed(self) -> int:
-        """Steps in the committed parts of all attempts' series; a step that was done twice counts twice."""
+        """Steps in the committed series of all attempts; a redone step counts twice."""
         return sum(path.read_text().count('"train/loss"') for path in self.found("train/*/metrics/*.jsonl"))
 
     # --- watching and killing
 
     def wait_until(self, condition: Callable[[], object], process: subprocess.Popen[str], limit_s: float = 60) -> None:
-        """Look every 5 ms, so that what is killed then is killed in the midst of things; at most a fifth of the time,
-        for who is watched needs the processor."""
+        """Poll every 5 ms, so that a kill comes right after the condition. Polling takes at most a fifth of the time:
+        the command needs the processor."""
         deadline = time.monotonic() + limit_s
         while True:
             began = time.monotonic()
             if condition():
                 return
             if process.poll() is not None:
-                raise AssertionError(f"it ended too early, with {process.returncode}: {process.communicate()}")
-            assert time.monotonic() < deadline, "waited in vain"
+                raise AssertionError(f"the command ended too early with {process.returncode}: {process.communicate()}")
+            assert time.monotonic() < deadline, f"no success within {limit_s:g} s"
             time.sleep(max(0.005, 4 * (time.monotonic() - began)))
 
     def alive(self) -> list[psutil.Process]:
-        """Every living process that descends from a command given here, whatever its parent is now."""
+        """All live descendants of the commands of this project, orphans too."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -205,7 +205,7 @@ class Project:
         return found
 
     def kill_all(self, process: subprocess.Popen[str]) -> None:
-        """SIGKILL to the command and all that descends from it at once, so that nobody can clean up."""
+        """SIGKILL to the command and all its descendants at once: none can clean up."""
         if process.poll() is None:
             process.send_signal(signal.SIGSTOP)
             descendants = psutil.Process(process.pid).children(recursive=True)
@@ -213,7 +213,7 @@ class Project:
             for one in descendants:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
-        while left := self.alive():  # born in between, or orphaned before
+        while left := self.alive():  # started in between, or orphaned before
             for one in left:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
@@ -225,22 +225,22 @@ def ranks(processes: int) -> list[str]:
 
 
 def committed(project: Project, step: int) -> Callable[[], bool]:
-    """Whether a checkpoint of this step or a later one has been committed."""
+    """The condition that a checkpoint of this step or a later one is committed."""
 
-    def there() -> bool:
+    def has_commit() -> bool:
         commits = project.found("train/*/checkpoints/*/COMMIT.json")
         return any(int(path.parent.name.split("-")[1]) >= step for path in commits)
 
-    return there
+    return has_commit
 
 
 def sums(manifest: Manifest) -> dict[str, str]:
-    """sha256 by file; the series also holds times and speeds, and these differ."""
+    """sha256 by file, without the series: it contains times and speeds, which differ."""
     return {file.name: file.sha256 for file in manifest.files if file.name != "metrics.jsonl"}
 
 
 def assert_as_undisturbed(project: Project, finished: Project) -> None:
-    """The run learned the very same, bit for bit, and tells every step once."""
+    """The run has the same results as the undisturbed one, bit for bit, and every step once."""
     series = project.series()
     assert [row["step"] for row in series] == list(range(1, STEPS + 1))
     assert series == finished.series()
@@ -250,7 +250,7 @@ def assert_as_undisturbed(project: Project, finished: Project) -> None:
 
 
 def told(uri: str, run: str) -> tuple[Any, dict[str, Any]]:
-    """MLflow's client, and its runs by name: the run's own and one for each stage."""
+    """MLflow's client, and its runs by name: the parent run and one nested run per stage."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)

@@ -1,7 +1,7 @@
-"""Real servers for the tests: started on free loopback ports, waited for, stopped by the pid we started.
+"""Real servers for the tests, on free loopback ports. A server is stopped by the process id of its start.
 
-Each server is one class with `start` (returns once it answers) and `stop` (returns once it is gone).
-`FaultyProxy` stands in front of an HTTP server and misbehaves on demand.
+Each server is a class: `start` returns when the server answers, `stop` when its processes have ended. `FaultyProxy` is
+an HTTP proxy with faults on demand.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now. All are held until the last is found, so they differ."""
+    """Free ports, all different: each one stays bound until the last one is found."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -36,7 +36,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_until(answers: Callable[[], bool], what: str, limit_s: float) -> None:
-    """Ask four times a second until `answers()`; TimeoutError names `what` after `limit_s` seconds."""
+    """Poll `answers()` four times a second; TimeoutError with `what` after `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while not answers():
         if time.monotonic() > deadline:
@@ -45,7 +45,7 @@ def wait_until(answers: Callable[[], bool], what: str, limit_s: float) -> None:
 
 
 def http_answers(url: str) -> bool:
-    """Whether anything speaks HTTP there; an error status is an answer."""
+    """True if a server speaks HTTP at the URL; an error status counts."""
     try:
         urllib.request.urlopen(url, timeout=2).close()
     except urllib.error.HTTPError as error:
@@ -57,7 +57,7 @@ def http_answers(url: str) -> bool:
 
 
 class Daemon:
-    """A process in a session of its own, its output in a file, so that stopping it stops its children too."""
+    """A process in a session of its own, with its output in a file. Stopping it stops its children too."""
 
     def __init__(self, command: Sequence[str | Path], log: Path, env: dict[str, str] | None = None) -> None:
         self.log = log
@@ -77,7 +77,7 @@ class Daemon:
         return self._process.pid
 
     def wait_until(self, answers: Callable[[], bool], limit_s: float = 60) -> None:
-        """As `wait_until`, but gives up as soon as the process has died; shows the end of its output then."""
+        """Like `wait_until`; fails at once, with the end of the output, if the process has died."""
 
         def answers_or_died() -> bool:
             return self._process.poll() is not None or answers()
@@ -91,7 +91,7 @@ class Daemon:
             raise
 
     def stop(self, grace_s: float = 10) -> None:
-        """SIGTERM to the session, SIGKILL to what is left of it after `grace_s` seconds."""
+        """SIGTERM to the session; after `grace_s` seconds, SIGKILL to its remaining processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
@@ -101,7 +101,7 @@ class Daemon:
 
 @dataclass(frozen=True)
 class S3Account:
-    """Where an S3 server listens and who may use it."""
+    """An S3 server's address, and the keys of a user."""
 
     endpoint: str
     access_key: str
@@ -109,7 +109,7 @@ class S3Account:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What AWS tools read; nothing of the machine's own AWS configuration gets through."""
+        """The variables of AWS tools; they hide the machine's own AWS configuration."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.access_key,
@@ -123,7 +123,7 @@ class S3Account:
         }
 
 
-# Variables that would change the meaning of those above.
+# Variables that would override those above.
 FOREIGN_AWS_VARIABLES = (
     "AWS_PROFILE",
     "AWS_SESSION_TOKEN",
@@ -137,7 +137,7 @@ FOREIGN_AWS_VARIABLES = (
 class Radosgw:
     """A one-node Ceph cluster (one monitor, one disk) behind its S3 gateway. Starts in ~15 s.
 
-    It is a real object store with real concurrency: it enforces If-None-Match, signatures and Content-MD5.
+    It is a real object store with real concurrency. It enforces If-None-Match, signatures and Content-MD5.
     """
 
     PROGRAMS = ("ceph-authtool", "monmaptool", "ceph-mon", "ceph", "ceph-osd", "radosgw", "radosgw-admin")
@@ -165,7 +165,7 @@ class Radosgw:
             raise
 
     def stop(self) -> None:
-        # The gateway first: without a cluster to say goodbye to, it would wait for one.
+        # The gateway first: without its cluster it would wait before it ends.
         while self._daemons:
             self._daemons.pop().stop()
 
@@ -236,7 +236,7 @@ mon_data_avail_warn = 2
 mon_max_pg_per_osd = 1000
 osd_objectstore = bluestore
 osd_memory_target = 939524096
-# A sparse file: only what is stored takes room.
+# A sparse file: only stored data takes space.
 bluestore_block_size = 17179869184
 [client.rgw.a]
 rgw_frontends = beast endpoint={LOOPBACK}:{self._port} tcp_nodelay=1
@@ -278,7 +278,7 @@ rgw_enable_ops_log = false
         self._create_user(self.account, "--caps", "user-policy=*")
 
     def add_user(self, name: str) -> S3Account:
-        """Another user, who owns nothing and is allowed nothing yet; its name is also its access key."""
+        """Add a user without rights or buckets. The name is also the access key."""
         account = S3Account(self.account.endpoint, name, uuid.uuid4().hex)
         self._create_user(account)
         return account
@@ -293,7 +293,7 @@ rgw_enable_ops_log = false
 
 
 class MotoServer:
-    """moto's imitation of S3, in memory: the quick fallback. It answers like a store but races unlike one."""
+    """moto's imitation of S3, in memory. It starts in a second, but it proves nothing about concurrent requests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -314,7 +314,7 @@ class MotoServer:
 
 
 class MlflowServer:
-    """A real tracking server on SQLite. It can be stopped and started again with what it knew."""
+    """A real tracking server on SQLite. Its data survives a stop and a new start."""
 
     def __init__(self, folder: Path, port: int | None = None) -> None:
         self.folder = folder
@@ -328,7 +328,7 @@ class MlflowServer:
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
         command += ["--allowed-hosts", "localhost:*,127.0.0.1:*"]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
-        # Without its job workers a server is 2 processes instead of 13.
+        # Without its job workers, a server has 2 processes instead of 13.
         environment |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         self._daemon = Daemon(command, self.folder / "server.log", environment)
         try:
@@ -343,11 +343,15 @@ class MlflowServer:
 
 @dataclass(frozen=True)
 class Fault:
-    """One way of failing. `status` answers an error instead of asking the server; `forward` asks it first.
+    """One kind of failure.
 
-    With neither, the connection is closed without an answer: before or (`forward`) after the server did the
-    work. `body_bytes` passes the answer on but cuts its body there; `reset_at` reads so much of the request's
-    body and resets the connection; `damage` flips a bit of that body. `silence_s` waits before doing anything.
+    - status: respond with this error; the server does not get the request.
+    - forward: pass the request to the server, then close the connection without a response. Without `status` and
+      `forward`, the connection closes before the server gets the request.
+    - body_bytes: pass the response on, but cut its body after so many bytes.
+    - reset_at: read so many bytes of the request's body, then reset the connection.
+    - damage: flip a bit of the request's body.
+    - silence_s: wait before anything else.
     """
 
     status: int | None = None
@@ -361,10 +365,10 @@ class Fault:
 
 @dataclass
 class FaultyProxy:
-    """An HTTP proxy in front of `upstream` ("http://host:port") that fails as told, then behaves.
+    """An HTTP proxy in front of `upstream` ("http://host:port") with a queue of faults.
 
-    `fail(fault, …, method="PUT")` queues faults; each matching request uses up one. `requests` lists what was
-    asked, as (method, path). The Host header passes unchanged, so that signatures stay valid.
+    `fail(fault, …, method="PUT")` adds faults; each matching request uses one. `requests` lists all requests as
+    (method, path). The Host header stays unchanged, so signatures stay valid.
     """
 
     upstream: str
@@ -422,7 +426,7 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
         if fault.silence_s:
             self.proxy.stopping.wait(fault.silence_s)
         if fault.status is not None:
-            text = f"<Error><Code>{fault.code}</Code><Message>as told</Message></Error>".encode()
+            text = f"<Error><Code>{fault.code}</Code><Message>a fault of the test</Message></Error>".encode()
             self._answer(fault.status, [("Content-Type", "application/xml")], text)
         elif fault.damage:
             self._answer(*self._ask(bytes([body[0] ^ 1]) + body[1:]))
@@ -462,4 +466,4 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body[:cut])
 
     def log_message(self, format: str, *args: object) -> None:
-        """The tests ask `requests` instead."""
+        """No log: the tests read `requests` instead."""

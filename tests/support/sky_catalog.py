@@ -1,13 +1,13 @@
-"""A price catalog as SkyPilot keeps one on disk, small and with round prices of our own: no account, no network.
+"""A small price catalog in SkyPilot's format on disk, with round prices: no account and no network are needed.
 
-`write_catalog(home)` before `sky` is imported by a process whose environment is `sky_environment(home)`.
+Call `write_catalog(home)`, then start a process with `sky_environment(home)` that imports `sky`.
 """
 
 import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-V8 = Path(".sky/catalogs/v8")  # the schema of SkyPilot 0.14; a catalog that no download has left is never refreshed
+V8 = Path(".sky/catalogs/v8")  # the schema of SkyPilot 0.14, which never refreshes a catalog that it did not download
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ COLUMNS = {
     "SpotPrice",
     "lambda": "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Price,Region,GpuInfo,SpotPrice",
 }
-EMPTY = {  # what the clouds' modules read besides
+EMPTY = {  # other files that the clouds' modules read
     "aws/images.csv": "Tag,Region,OS,OSVersion,ImageId,CreationDate,BaseImageId",
     "aws/instance_quota_mapping.csv": "InstanceType,OnDemandInstanceQuotaCode,SpotInstanceQuotaCode",
     "gcp/images.csv": "Tag,Region,OS,OSVersion,ImageId,CreationDate",
@@ -59,7 +59,7 @@ EMPTY = {  # what the clouds' modules read besides
 
 
 def write_catalog(home: Path, rows: tuple[Row, ...] = ROWS) -> None:
-    """Put the catalog where SkyPilot looks for it under `home`."""
+    """Write the catalog to SkyPilot's folder under `home`."""
     for cloud, header in COLUMNS.items():
         values = [line for row in rows if row.cloud == cloud for line in lines_of(row)]
         write_csv(home / V8 / cloud / "vms.csv", header.split(","), values)
@@ -72,17 +72,17 @@ def write_catalog(home: Path, rows: tuple[Row, ...] = ROWS) -> None:
 
 
 def lines_of(row: Row) -> list[dict[str, object]]:
-    """GCP sells a machine and its GPUs apart: two lines, a quarter of the price is the machine's."""
+    """The lines of a row. GCP sells a machine and its GPUs apart: two lines, the machine has a quarter of the price."""
     gpu, _, count = row.gpus.partition(":")
     memory = {"Name": gpu, "Manufacturer": "NVIDIA", "Count": count, "MemoryInfo": {"SizeInMiB": 81_920}}
-    place = {"Region": row.region, "AvailabilityZone": row.zone, "Arch": "x86_64"}
+    region = {"Region": row.region, "AvailabilityZone": row.zone, "Arch": "x86_64"}
     machine = {"InstanceType": row.instance, "vCPUs": row.vcpus, "MemoryGiB": row.memory_gib}
     gpus = {"AcceleratorName": gpu, "AcceleratorCount": count and float(count), "GpuInfo": str({"Gpus": [memory]})}
     if not gpu:
-        return [place | machine | prices(row, 1.0)]
+        return [region | machine | prices(row, 1.0)]
     if row.cloud == "gcp":
-        return [place | machine | prices(row, 0.25), place | gpus | prices(row, 0.75)]
-    return [place | machine | gpus | prices(row, 1.0)]
+        return [region | machine | prices(row, 0.25), region | gpus | prices(row, 0.75)]
+    return [region | machine | gpus | prices(row, 1.0)]
 
 
 def prices(row: Row, share: float) -> dict[str, object]:
@@ -98,7 +98,7 @@ def write_csv(path: Path, header: list[str], rows: list[dict[str, object]]) -> N
 
 
 def sky_environment(home: Path) -> dict[str, str]:
-    """What makes SkyPilot in a child process use that catalog, and find no cloud account of anyone's."""
+    """The environment of a process whose SkyPilot uses that catalog and finds no cloud account."""
     nowhere = str(home / "none")
     return {
         "HOME": str(home),
