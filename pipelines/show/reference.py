@@ -122,6 +122,25 @@ def results() -> Iterator[str]:
     yield from table(("tokens/s (MFU), against llm.c's best", *SIZES), rows())
 
 
+def highlights() -> Iterator[str]:
+    """The other results of README.md, a bullet each."""
+    value = measurements().value
+    four = " and ".join(f"{value(f'four_gpus_fused_{size}'):.0%}" for size in ("124m", "1558m"))
+    paid, bound = ((value(f"deadline_{kind}_short"), value(f"deadline_{kind}_long")) for kind in ("share", "bound"))
+    yield f"- **Four H200s** (ZeRO-1) did {four} (124M and 1558M) of the sum of the same four, each by itself."
+    yield (
+        f"- **Drill**: {value('drill_kills'):.0f} faults in one run (kills, signals, damaged checkpoints, rivals) on a "
+        f"CPU cost {value('drill_redone'):.0f}"
+    )
+    yield "  redone steps. Data, losses, weights, attempts and billed time equalled the undisturbed run's."
+    yield f"- **Bill**: within {value('bill_lag'):.1f} s of an independent stopwatch at each of ten kills."
+    yield (
+        f"- **Deadline**: {value('deadline_runs'):,.0f} simulated runs over recorded spot markets were all on time, "
+        f"for {paid[0]:.0%} to {paid[1]:.0%} of the"
+    )
+    yield f"  on-demand cost (with knowledge of the future: {bound[0]:.0%} to {bound[1]:.0%})."
+
+
 def label_of(name: str) -> str:
     engine, _, precision = name.partition(", ")
     return f"**skytrain**, {engine} {precision}" if engine in ("fused", "compiled", "eager") else name
@@ -189,6 +208,7 @@ def figures() -> Iterator[str]:
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "fields": fields,
+    "highlights": highlights,
     "recipes": recipes,
     "results": results,
     "speeds": speeds,
