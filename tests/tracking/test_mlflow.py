@@ -22,8 +22,10 @@ import pytest
 from servers import MlflowServer, free_ports
 
 from pipelines.cloud.checks import mlflow_answers
-from pipelines.tracking.mlflow import tracker as tracking
-from pipelines.tracking.mlflow.tracker import Refused, Shipper, Tracker, groups, position_file, read_position
+from pipelines.tracking.mlflow import shipper as shipping
+from pipelines.tracking.mlflow.journal import Metrics, Record, Tags, position_file, read_position, write_position
+from pipelines.tracking.mlflow.shipper import Refused, Shipper, groups, rebuild
+from pipelines.tracking.mlflow.tracker import Tracker
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -275,7 +277,7 @@ def test_a_journal_holds_what_every_machine_told_in_the_order_of_their_sessions(
         ship(tmp_path / machine, uri)
     pieces = store.entries(f"tracking/{RUN}/")
     assert len(pieces) == 10
-    assert tracking.rebuild(store, RUN, fresh) == 2
+    assert rebuild(store, RUN, fresh) == 2
     for known in (Seen(uri), Seen(fresh)):
         train = known.runs[f"{RUN}/train"]
         assert known.points(f"{RUN}/train", "train/loss") == [(step, 10.0 - step) for step in range(1, 9)]
@@ -296,7 +298,7 @@ def test_a_rebuild_gives_up_on_a_server_that_is_down(tmp_path: Path, monkeypatch
     tracker.keep_journal(store)
     began = time.monotonic()
     with pytest.raises(UserError, match=f"http://127.0.0.1:{port} has taken nothing for 2 s .*start it, or name"):
-        tracking.rebuild(store, RUN, f"http://127.0.0.1:{port}")
+        rebuild(store, RUN, f"http://127.0.0.1:{port}")
     assert time.monotonic() - began < 30
 
 
@@ -338,25 +340,25 @@ def test_a_refusal_that_a_passing_fault_explains_drops_nothing(tmp_path: Path, m
     outcomes = iter([Refused("400"), ConnectionError("no"), Refused("400"), ConnectionError("no"), None])
     sent = []
 
-    def send(group: list[dict[str, Any]]) -> None:
-        if group[0]["kind"] == "metrics":
+    def send(group: list[Record]) -> None:
+        if isinstance(group[0], Metrics):
             assert read_position(shipper.position) < tracker.log.stat().st_size, "noted before it was shipped"
             if outcome := next(outcomes):
                 raise outcome
-        sent.append(group[0]["kind"])
+        sent.append(group[0].kind)
 
     monkeypatch.setattr(shipper, "_send", send)
-    monkeypatch.setattr(tracking.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(shipping.time, "sleep", lambda seconds: None)
     shipper.ship(until_end=True)
     assert sent == ["session", "metrics"]
 
 
 def test_metrics_go_in_groups_of_one_stage_that_mlflow_takes() -> None:
-    def metric(stage: str, values: int) -> dict[str, Any]:
-        return {"kind": "metrics", "stage": stage, "values": {str(i): 0.0 for i in range(values)}}
+    def metric(stage: str, values: int) -> Metrics:
+        return Metrics(0.0, stage, 0, {str(i): 0.0 for i in range(values)})
 
-    tags = {"kind": "tags", "stage": "train", "tags": {}}
-    log = [
+    tags = Tags(0.0, "train", {})
+    log: list[Record] = [
         *[metric("train", 400)] * 3,
         tags,
         tags,
@@ -428,8 +430,7 @@ def test_the_run_goes_on_without_an_importable_mlflow(tmp_path: Path, monkeypatc
     until(lambda: tracker._shipper and tracker._shipper.poll() is not None, 30, "the shipper gave up")
     tracker.stage_ended("train", "FINISHED")
     assert tracker.close() == (
-        f"MLflow: 4 records are kept in {tracker.log} and will be shipped by the next run "
-        f"(the reason is in {tracker.shipper_log})"
+        f"MLflow: 4 records are kept in {tracker.log}; the next run ships them (the reason is in {tracker.shipper_log})"
     )
     assert tracker.shipper_log.read_text().count("mlflow cannot be imported: ImportError: none here") == 1
 
@@ -473,7 +474,7 @@ def test_the_runs_own_process_never_imports_mlflow(tmp_path: Path) -> None:
     )
     environment = os.environ | {
         "SKYTRAIN_MLFLOW_FLUSH_SECONDS": "0",
-        "PYTHONPATH": str(Path(tracking.__file__).parents[3]),
+        "PYTHONPATH": str(Path(shipping.__file__).parents[3]),
     }
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
@@ -499,7 +500,7 @@ def test_a_killed_shipper_loses_and_doubles_nothing(tmp_path: Path, server: str)
     tracker._shipper.wait()
     assert read_position(position) < tracker.log.stat().st_size, "killed too late to show anything"
     # The kill may come between MLflow's commit and the position. Force it, with the widest possible gap.
-    tracking.write_position(position, 0)
+    write_position(position, 0)
     tracker.stage_ended("train", "FINISHED")
     tracker.flush_seconds = 120
     assert tracker.close() is None
@@ -625,7 +626,7 @@ def test_a_shipper_does_not_outlive_its_run(tmp_path: Path, blackhole: str) -> N
         f"t = Tracker(Path({str(tmp_path)!r}), 'r', default_uri={blackhole!r}); t.start()\n"
         "print(t._shipper.pid, flush=True); import time; time.sleep(600)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(tracking.__file__).parents[3])}
+    environment = os.environ | {"PYTHONPATH": str(Path(shipping.__file__).parents[3])}
     parent = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
     assert parent.stdout
     shipper = int(parent.stdout.readline())
@@ -662,8 +663,8 @@ def test_a_leftover_log_can_be_shipped_by_hand(tmp_path: Path) -> None:
     log_losses(tracker, 5)
     environment = os.environ | {
         "MLFLOW_TRACKING_URI": tracker.uri,
-        "PYTHONPATH": str(Path(tracking.__file__).parents[3]),
+        "PYTHONPATH": str(Path(shipping.__file__).parents[3]),
     }
-    command = [sys.executable, "-m", "pipelines.tracking.mlflow.tracker", str(tracker.log)]
+    command = [sys.executable, "-m", "pipelines.tracking.mlflow", str(tracker.log)]
     subprocess.run(command, env=environment, check=True, timeout=300)
     assert Seen(tracker.uri).points(f"{RUN}/train", "train/loss") == losses(5)
