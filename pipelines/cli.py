@@ -470,7 +470,8 @@ def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
 
 
 def rebuild_tracking(store: "Store", runs: "list[Run]", to: str | None) -> None:
-    from pipelines.tracking.mlflow.tracker import rebuild, tracking_uri
+    from pipelines.tracking.mlflow.settings import tracking_uri
+    from pipelines.tracking.mlflow.shipper import rebuild
     from trainer.errors import UserError
 
     if not find_spec("mlflow"):

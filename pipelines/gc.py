@@ -1,6 +1,6 @@
-"""What no manifest and no living or resumable attempt needs any more.
+"""Garbage collection: objects that no manifest and no living or resumable attempt needs.
 
-The ledger (`attempts/`) stays: it is what a run cost. So do the series (`metrics/`).
+The ledger (`attempts/`) stays: it is the cost of a run. So do the series (`metrics/`).
 """
 
 import os
@@ -16,18 +16,18 @@ from pipelines.artifacts.manifest import FOLDERS, DamagedArtifact, Manifest, rea
 from pipelines.tracking.ledger import attempts, is_alive
 from trainer.store import PARTIAL, Entry, LocalStore, Store
 
-# A file that is being written changes all the time: one that nobody has touched for so long was left by a kill.
+# A writer changes its file all the time: a file without changes for so long is left from a kill.
 PARTIAL_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """An object of the store that can go, or a file or folder of this machine, and why."""
+    """An object of the store to remove, or a file or folder of this machine, and the reason."""
 
     key: str
     size: int  # bytes
     why: str
-    path: Path | None = None  # where it lies if it is no object
+    path: Path | None = None  # None: an object of the store
 
 
 def leftovers(
@@ -35,14 +35,14 @@ def leftovers(
 ) -> Iterator[Leftover]:
     """Leftovers in deletion order: a checkpoint's COMMIT.json before its files.
 
-    In a finished artifact: whatever its manifest doesn't name. In an unfinished one that nobody works
-    on: checkpoints without a commit, and everything once it is older than `older_than_days`. On this
-    machine: half-written files, and the scratch under `home` of attempts that are over. An artifact whose
-    manifest is damaged is left alone, and told of.
+    In a finished artifact: all files that its manifest does not name. In an unfinished artifact without a living
+    attempt: checkpoints without a commit, and all files once they are older than `older_than_days`. On this machine:
+    half-written files, and the scratch folders of finished attempts under `home`. An artifact with a damaged
+    manifest stays as it is; `on_damage` gets the error.
     """
     for prefix in artifacts(store):
         try:
-            found = _ordered(_of_artifact(store, prefix, older_than_days))
+            found = _commits_first(_of_artifact(store, prefix, older_than_days))
         except DamagedArtifact as error:
             on_damage(str(error))
             continue
@@ -54,7 +54,7 @@ def leftovers(
 
 
 def remove(store: Store, leftover: Leftover) -> None:
-    """Remove a leftover; one that is gone already is fine."""
+    """Remove a leftover; it is no error if it no longer exists."""
     if leftover.path is None:
         store.delete(leftover.key)
     elif leftover.path.is_dir():
@@ -70,27 +70,27 @@ def artifacts(store: Store) -> list[str]:
 
 
 def _of_artifact(store: Store, prefix: str, older_than_days: float) -> Iterable[Leftover]:
-    # In this order: an attempt that commits while we look is seen alive, or its manifest is.
+    # In this order: of an attempt that commits meanwhile, either its heartbeat is alive or its manifest exists.
     everything = store.entries(f"{prefix}/")
     beats = attempts(store, prefix)
     manifest = read_manifest(store, prefix)
     entries = [e for e in everything if not e.key.startswith(f"{prefix}/attempts/")]
     if manifest:
-        return _beside(manifest, entries)
+        return _unnamed(manifest, entries)
     if beats and is_alive(beats[-1]) is not False:
         return []
     age_days = (time.time() - max((e.modified for e in everything), default=0.0)) / 86_400
     if age_days >= older_than_days:
-        why = f"unfinished, and nobody has worked on it for {age_days:.1f} days"
+        why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
         return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
     return _uncommitted(entries)
 
 
-def _beside(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:
-    kept = {f"{manifest.prefix}/{file.key}" for file in manifest.files} | {f"{manifest.prefix}/MANIFEST.json"}
+def _unnamed(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:
+    needed = {f"{manifest.prefix}/{file.key}" for file in manifest.files} | {f"{manifest.prefix}/MANIFEST.json"}
     for entry in entries:
-        if entry.key not in kept and not entry.key.startswith(f"{manifest.prefix}/metrics/"):
-            yield Leftover(entry.key, entry.size, "its artifact is finished without it")
+        if entry.key not in needed and not entry.key.startswith(f"{manifest.prefix}/metrics/"):
+            yield Leftover(entry.key, entry.size, "not in the manifest of its finished artifact")
 
 
 def _uncommitted(entries: list[Entry]) -> Iterator[Leftover]:
@@ -98,31 +98,31 @@ def _uncommitted(entries: list[Entry]) -> Iterator[Leftover]:
     for entry in entries:
         folder = re.match(r".*/checkpoints/[^/]+/", entry.key)
         if folder and f"{folder[0]}COMMIT.json" not in keys:
-            yield Leftover(entry.key, entry.size, "a checkpoint that was never committed")
+            yield Leftover(entry.key, entry.size, "part of a checkpoint without a commit")
 
 
-def _ordered(found: Iterable[Leftover]) -> list[Leftover]:
+def _commits_first(found: Iterable[Leftover]) -> list[Leftover]:
     return sorted(found, key=lambda leftover: not leftover.key.endswith("/COMMIT.json"))
 
 
 def _half_written(root: Path) -> Iterator[Leftover]:
-    """What a killed process has left of a file that it was writing."""
+    """Half-written files of killed processes."""
     for folder, _, names in os.walk(root):
         for path in (Path(folder, name) for name in names if name.startswith(PARTIAL)):
-            with suppress(FileNotFoundError):  # it has become an object meanwhile
+            with suppress(FileNotFoundError):  # its writer has completed it meanwhile
                 status = path.stat()
                 if time.time() - status.st_mtime > PARTIAL_SECONDS:
                     key = path.relative_to(root).as_posix()
-                    yield Leftover(key, status.st_size, "a file that was never written to its end", path)
+                    yield Leftover(key, status.st_size, "a half-written file", path)
 
 
 def _scratch(store: Store, home: Path) -> Iterator[Leftover]:
-    """Scratch folders on this machine of attempts that no longer work."""
+    """Scratch folders of finished attempts on this machine."""
     top = scratch(home, store, "")
     for folder in sorted(top.glob("*/*/a[0-9]*")):
         prefix = folder.parent.relative_to(top).as_posix()
         alive = {f"a{beat.attempt:04d}": is_alive(beat) for beat in attempts(store, prefix)}
-        attempt, _, _ = folder.name.partition("-node")  # a node that lends a hand has a folder of its own
+        attempt, _, _ = folder.name.partition("-node")  # a worker node has its own folder
         if alive.get(attempt, False) is False:
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            yield Leftover(folder.relative_to(home).as_posix(), size, "scratch of an attempt that is over", folder)
+            yield Leftover(folder.relative_to(home).as_posix(), size, "scratch of a finished attempt", folder)

@@ -1,4 +1,4 @@
-"""Text from a trained run."""
+"""Generates text with a trained run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def continue_text(model: "GPT", encoding: "tiktoken.Encoding", prompt: str, tokens: int, seed: int) -> str:
-    """`prompt` and `tokens` tokens behind it; the model is told that a document starts with the prompt."""
+    """`prompt` and `tokens` generated tokens after it. The model sees the prompt as the start of a document."""
     from trainer.sample import generate
 
     ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]
@@ -37,7 +37,7 @@ def sample_run(store: Store, cache: Path, run: str, prompt: str, tokens: int, se
 
 
 def load_weights(recipe: Recipe, path: Path) -> "GPT":
-    """The model with a run's weights in float32, on the best device here."""
+    """The model with a run's weights in float32, on the best device of this machine."""
     from safetensors.torch import load_file
 
     from trainer.model import GPT

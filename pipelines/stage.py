@@ -33,7 +33,7 @@ from pipelines.artifacts.manifest import (
 from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.screen import Screen
-from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, costs
+from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, cost_metrics
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, is_alive
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat
@@ -233,7 +233,7 @@ class Pipeline:
         """Costs up to `now`, against the highest step that was ever reached: dollars are not undone with a step."""
         mine = [one for one in seen if stage in (None, one.beat.stage)]
         step = max((one.beat.progress.highest_step or 0 for one in mine), default=0)
-        self.tracker.metrics(stage, step, now, costs(self._account(mine)))
+        self.tracker.metrics(stage, step, now, cost_metrics(self._account(mine)))
 
     def snapshot(self) -> Run:
         """The run as the store has it now."""

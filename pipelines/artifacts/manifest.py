@@ -1,9 +1,9 @@
-"""What passes between stages: a directory of files that exists once its manifest does.
+"""Artifacts, the data between stages: a directory of files that exists once its manifest does.
 
-An artifact lives under `<folder>/<label>-<fingerprint>/` of a store. Each attempt writes its files into a
-folder of its own (`a0001/`), so that nothing is ever overwritten, not even by a node that was believed
-dead; MANIFEST.json is *created* last and names every file with key, size and sha256. The fingerprint is
-the sha256 of the canonical identity: what decides the bytes, and nothing else.
+An artifact lies under `<folder>/<label>-<fingerprint>/` of a store. Each attempt writes its files into its own folder
+(`a0001/`). So nothing overwrites a file, not even a node that seemed dead. MANIFEST.json is *created* last and names
+every file with key, size and sha256. The fingerprint is the sha256 of the canonical identity: all values that decide
+the bytes, and no others.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store, sha256_of
@@ -23,12 +23,12 @@ SHORT = 8  # hex digits of a fingerprint in names; the manifest holds all 64
 
 
 class DamagedArtifact(UserError):
-    """A file of a finished artifact is not what its manifest says."""
+    """A manifest is unreadable, or a file differs from its manifest."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of an artifact: its name for users, where it lies below the artifact, and what it holds."""
+    """A file of an artifact: its name for users, its key below the artifact, its size in bytes and its sha256."""
 
     name: str
     key: str
@@ -38,7 +38,7 @@ class File:
 
 @dataclass(frozen=True)
 class ArtifactPlan:
-    """An artifact as it is meant to be: known before it exists."""
+    """The identity of an artifact, known before the artifact exists."""
 
     stage: str
     label: str
@@ -54,7 +54,7 @@ class ArtifactPlan:
 
     @property
     def prefix(self) -> str:
-        return f"{FOLDERS[self.stage]}/{self.name}"
+        return prefix_of(self.stage, self.label, self.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,35 @@ class Manifest:
 
     @property
     def prefix(self) -> str:
-        return f"{FOLDERS[self.stage]}/{self.label}-{self.fingerprint[:SHORT]}"
+        return prefix_of(self.stage, self.label, self.fingerprint)
 
     def file(self, name: str) -> File:
         for file in self.files:
             if file.name == name:
                 return file
-        raise DamagedArtifact(f"{self.prefix}/MANIFEST.json: damaged: it names no {name}; remove it to build it again")
+        raise DamagedArtifact(
+            f"{key_of(self.prefix)}: damaged: it names no {name}; remove it to build the artifact again"
+        )
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Self:
+        """ValueError, TypeError or KeyError for a damaged manifest, UserError for one of a newer format."""
+        values = json.loads(body)
+        if (written := values.get("format", FORMAT)) != FORMAT:
+            raise UserError(f"a manifest of format {written}; this version reads format {FORMAT}: upgrade skytrain")
+        return cls(**values | {"files": tuple(File(**file) for file in values["files"])})
+
+
+def prefix_of(stage: str, label: str, fingerprint: str) -> str:
+    return f"{FOLDERS[stage]}/{label}-{fingerprint[:SHORT]}"
+
+
+def key_of(prefix: str) -> str:
+    """The key of the manifest of the artifact under `prefix`."""
+    return f"{prefix}/MANIFEST.json"
 
 
 def fingerprint_of(identity: Mapping[str, Any]) -> str:
@@ -93,36 +115,36 @@ def fingerprint_of(identity: Mapping[str, Any]) -> str:
 
 def read_manifest(store: Store, prefix: str) -> Manifest | None:
     """The manifest under `prefix`, or None if the artifact does not exist (yet)."""
-    key = f"{prefix}/MANIFEST.json"
+    key = key_of(prefix)
     body = store.get(key)
     if body is None:
         return None
     try:
-        values = json.loads(body)
-        manifest = Manifest(**values | {"files": tuple(File(**f) for f in values["files"])})
-        sound = fingerprint_of(manifest.identity) == manifest.fingerprint and manifest.prefix == prefix
-    except (ValueError, KeyError, TypeError) as error:
+        manifest = Manifest.from_json(body)
+        matches = fingerprint_of(manifest.identity) == manifest.fingerprint and manifest.prefix == prefix
+    except UserError as error:
+        raise UserError(f"{store.uri}/{key}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedArtifact(
             f"{store.uri}/{key}: damaged ({error!r}); remove it to build the artifact again"
         ) from error
-    if not sound:
+    if not matches:
         raise DamagedArtifact(
-            f"{store.uri}/{key}: its identity does not give its fingerprint; remove it to build the artifact again"
+            f"{store.uri}/{key}: its identity and its fingerprint do not match; remove it to build the artifact again"
         )
     return manifest
 
 
 def find(store: Store, plan: ArtifactPlan) -> Manifest | None:
-    """The finished artifact that a plan asks for."""
+    """The finished artifact of a plan; None if it does not exist (yet)."""
     manifest = read_manifest(store, plan.prefix)
     assert manifest is None or manifest.fingerprint == plan.fingerprint, f"two artifacts share {plan.prefix}"
     return manifest
 
 
 def commit(store: Store, manifest: Manifest) -> Manifest:
-    """Make the artifact exist. Whoever comes second takes what the first has committed."""
-    body = json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
-    if store.create(f"{manifest.prefix}/MANIFEST.json", body):
+    """Make the artifact exist. If another process has committed it first, return that manifest."""
+    if store.create(key_of(manifest.prefix), manifest.to_json()):
         return manifest
     winner = read_manifest(store, manifest.prefix)
     assert winner is not None
@@ -130,7 +152,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
 
 
 def upload(store: Store, prefix: str, attempt: int, path: Path, name: str | None = None) -> File:
-    """Store a local file as one of an artifact's, in the folder of this attempt."""
+    """Store a local file as part of an artifact, in the folder of this attempt."""
     name = name or path.name
     file = File(name, f"a{attempt:04d}/{name}", path.stat().st_size, sha256_of(path))
     store.upload(path, f"{prefix}/{file.key}")
@@ -138,14 +160,14 @@ def upload(store: Store, prefix: str, attempt: int, path: Path, name: str | None
 
 
 def scratch(home: Path, store: Store, prefix: str) -> Path:
-    """Where this machine works on an artifact of `store`, a folder an attempt: two stores count their own."""
+    """This machine's scratch for an artifact of `store`, with a folder for each attempt. Each store has its own."""
     return home / "work" / sha256(store.uri.encode()).hexdigest()[:SHORT] / prefix
 
 
 def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
-    """A local, verified copy of an artifact's file; from a local store the file itself.
+    """A local, verified copy of an artifact's file; in a local store the file itself.
 
-    Safe when several processes want the same file: one fetches, the others wait for it.
+    Several processes may fetch the same file: one downloads it, the others wait.
     """
     key = f"{prefix}/{file.key}"
     if isinstance(store, LocalStore):
@@ -172,14 +194,12 @@ def _verify(store: Store, key: str, file: File, path: Path) -> None:
     if not path.exists():
         fault = "missing"
     elif path.stat().st_size != file.size:
-        fault = f"{path.stat().st_size} bytes long where its manifest says {file.size}"
+        fault = f"{path.stat().st_size} bytes long, but {file.size} bytes in its manifest"
     elif sha256_of(path) != file.sha256:
-        fault = "not what its manifest says (sha256 differs)"
+        fault = "different from its manifest (sha256 differs)"
     if fault:
         artifact = key.removesuffix(f"/{file.key}")
-        raise DamagedArtifact(
-            f"{store.uri}/{key}: damaged: it is {fault}; remove {artifact}/MANIFEST.json to build it again"
-        )
+        raise DamagedArtifact(f"{store.uri}/{key}: damaged: it is {fault}; remove {key_of(artifact)} to build it again")
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,11 +1,11 @@
-"""The store in a bucket, and `open_store`, which finds the right store for a URI.
+"""The store in a bucket, and `open_store`, which opens the store of a URI.
 
-boto3 makes one attempt a request and tenacity, here and nowhere below, decides whether another one can help.
-What time can cure is tried again until the time limit and then raises StoreUnavailable; what it cannot cure
-is the user's to fix and raises UserError at once, with the place and the remedy.
+boto3 makes one attempt a request; tenacity, only in this module, decides whether another one can help. Errors that
+time can cure are retried until the time limit and then raise StoreUnavailable. Errors that time cannot cure raise
+UserError at once, with the place and the remedy.
 
-Endpoint, region and credentials come from where every AWS tool takes them: AWS_ENDPOINT_URL(_S3), AWS_REGION,
-AWS_ACCESS_KEY_ID, AWS_PROFILE, ~/.aws, the instance's role.
+Endpoint, region and credentials are those of every AWS tool: AWS_ENDPOINT_URL(_S3), AWS_REGION, AWS_ACCESS_KEY_ID,
+AWS_PROFILE, ~/.aws, the instance's role.
 """
 
 import base64
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # 16 MiB x 10,000 parts (S3's most) = 160 GB, eight times the largest file we write.
-# A part that is lost on the way costs 0.2 s.
+# The repetition of a lost part costs 0.2 s.
 PART_BYTES = 16 << 20
-MOST_PARTS = 10_000
+MAX_PARTS = 10_000
 # One S3 connection gives ~100 MB/s, so four fill a 3 Gbit/s link; uploading holds 4 x 16 MiB in memory.
 PARTS_AT_ONCE = 4
 
-# Errors of the server that another attempt can cure, besides every 5xx but 501: load, a conflicting write
-# still under way (create's 409), and bodies that were damaged or cut on the way.
+# Server errors that another attempt can cure, besides every 5xx but 501: load, a conflicting write in progress
+# (create's 409), and bodies that were damaged or cut in transfer.
 CURABLE_CODES = {
     "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
     "RequestTimeout", "RequestTimeoutException", "ConditionalRequestConflict", "OperationAborted",
@@ -45,14 +45,14 @@ CURABLE_CODES = {
 }  # fmt: skip
 CURABLE_STATUS = {408, 429}
 
-# What the user can do about an error that time does not cure.
+# What to do about errors that time does not cure.
 REMEDIES = {
     "NoSuchBucket": "there is no such bucket; create it, or correct the store's URI",
     "InvalidBucketName": "that is no valid bucket name; correct the store's URI",
     "AccessDenied": "the credentials may not do that; they need s3:GetObject, PutObject, DeleteObject and "
     "AbortMultipartUpload on the objects and s3:ListBucket on the bucket",
     "InvalidAccessKeyId": "the server does not know the access key; set AWS_ACCESS_KEY_ID or AWS_PROFILE to "
-    "one of this server's, or AWS_ENDPOINT_URL if another server was meant",
+    "a key of this server, or AWS_ENDPOINT_URL to the key's server",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key; correct "
     "AWS_SECRET_ACCESS_KEY or the profile",
     "ExpiredToken": "the credentials have expired; log in again",
@@ -65,19 +65,18 @@ REMEDIES = {
     "NotImplemented": "this server lacks an operation that commits need; use one with If-None-Match: *",
     "QuotaExceeded": "the quota of the bucket or its owner is used up",
 }  # fmt: skip
-# Credentials that may have been replaced where they come from since this process read them: a session that was
-# renewed in ~/.aws, a key that was rotated.
+# The source may have newer credentials than this process: a renewed session in ~/.aws, a rotated key.
 OUTDATED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidAccessKeyId"}
-# Where the answer has no body to name the error (HEAD), the status must do.
+# An answer without a body (HEAD) has no error code, only a status.
 CODE_OF_STATUS = {"301": "PermanentRedirect", "403": "AccessDenied", "501": "NotImplemented"}
 
 
 class S3Store:
-    """A store under a prefix of an S3 bucket, or of one that speaks the protocol with conditional writes."""
+    """A store under a prefix of an S3 bucket, or of a server with the S3 protocol and conditional writes."""
 
     def __init__(self, bucket: str, prefix: str = "", client: Any = None, time_limit_s: float = 120) -> None:
-        """`time_limit_s` bounds how long one request is repeated without success; a file is many requests.
-        `client` is a boto3 S3 client that makes one attempt a request; by default the environment's."""
+        """`time_limit_s` bounds the retries of one request; a file is many requests.
+        `client` is a boto3 S3 client with one attempt a request; by default one from the environment."""
         self.bucket = bucket
         self.prefix = checked_key(prefix) + "/" if prefix else ""
         self.uri = f"s3://{bucket}/{self.prefix}".rstrip("/")
@@ -96,16 +95,16 @@ class S3Store:
             except self._client.exceptions.ClientError as error:
                 if _code(error) not in ("PreconditionFailed", "412"):
                     raise
-            # An earlier attempt of ours may have been stored and only its answer lost: then it was us.
+            # The server may have stored our earlier attempt and its answer was lost: then we have created the object.
             return number > 1 and self._get_object(key) == body
 
-        return self._until_answered(f"create {self._shown(key)}", attempt)
+        return self._until_answered(f"create {self._uri_of(key)}", attempt)
 
     def put(self, key: str, body: bytes) -> None:
-        self._until_answered(f"put {self._shown(key)}", lambda _: self._put_object(key, body))
+        self._until_answered(f"put {self._uri_of(key)}", lambda _: self._put_object(key, body))
 
     def get(self, key: str) -> bytes | None:
-        return self._until_answered(f"get {self._shown(key)}", lambda _: self._get_object(key))
+        return self._until_answered(f"get {self._uri_of(key)}", lambda _: self._get_object(key))
 
     def upload(self, path: Path, key: str) -> None:
         def read(start: int, size: int) -> bytes:
@@ -120,24 +119,24 @@ class S3Store:
 
         def read(start: int, size: int) -> bytes:
             first, end = bisect.bisect_right(starts, start) - 1, bisect.bisect_left(starts, start + size)
-            those = zip(parts[first:end], starts[first:end], strict=False)
-            return b"".join(part[max(0, start - at) : start + size - at] for part, at in those)
+            pieces = zip(parts[first:end], starts[first:end], strict=False)
+            return b"".join(part[max(0, start - at) : start + size - at] for part, at in pieces)
 
         self._upload_from(read, starts[-1], key)
 
     def download(self, key: str, path: Path) -> None:
         where = {"Bucket": self.bucket, "Key": self._full(key)}
         with replacing(Path(path)) as file:
-            size, etag = self._until_answered(f"get {self._shown(key)}", lambda _: self._first_range(where, file, key))
+            size, etag = self._until_answered(f"get {self._uri_of(key)}", lambda _: self._first_range(where, file, key))
 
             def fetch(start: int) -> None:
                 def attempt(_: int) -> None:
                     answer = self._client.get_object(**where, Range=_range(start), IfMatch=etag)
                     _copy_range(answer, file, start)
 
-                self._until_answered(f"get {self._shown(key)} from byte {start:,}", attempt)
+                self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
 
-            _all_at_once(fetch, range(PART_BYTES, size, PART_BYTES))
+            _in_parallel(fetch, range(PART_BYTES, size, PART_BYTES))
 
     def entries(self, prefix: str) -> list[Entry]:
         request = {"Bucket": self.bucket, "Prefix": self.prefix + checked_prefix(prefix)}
@@ -147,7 +146,7 @@ class S3Store:
             found += [
                 Entry(item["Key"][len(self.prefix) :], item["Size"], item["LastModified"].timestamp())
                 for item in page.get("Contents", [])
-                if not item["Key"].endswith("/")  # the folder markers that consoles leave
+                if not item["Key"].endswith("/")  # folder markers of web consoles
             ]
             if not page.get("IsTruncated"):
                 return sorted(found, key=lambda entry: entry.key)
@@ -155,16 +154,16 @@ class S3Store:
 
     def delete(self, key: str) -> None:
         where = {"Bucket": self.bucket, "Key": self._full(key)}
-        self._until_answered(f"delete {self._shown(key)}", lambda _: self._client.delete_object(**where))
+        self._until_answered(f"delete {self._uri_of(key)}", lambda _: self._client.delete_object(**where))
 
     def _full(self, key: str) -> str:
         return self.prefix + checked_key(key)
 
-    def _shown(self, key: str) -> str:
+    def _uri_of(self, key: str) -> str:
         return f"{self.uri}/{key}"
 
     def _put_object(self, key: str, body: bytes, **conditions: str) -> None:
-        # The server compares the MD5 before it stores: what is damaged on the way never becomes an object.
+        # The server compares the MD5 before it stores: a damaged body never becomes an object.
         self._client.put_object(Bucket=self.bucket, Key=self._full(key), Body=body, ContentMD5=_md5(body), **conditions)
 
     def _get_object(self, key: str) -> bytes | None:
@@ -181,7 +180,7 @@ class S3Store:
             answer = self._client.get_object(**where, Range=_range(0))
         except self._client.exceptions.ClientError as error:
             if _code(error) == "NoSuchKey":
-                raise FileNotFoundError(2, "no such object", self._shown(key)) from None
+                raise FileNotFoundError(2, "no such object", self._uri_of(key)) from None
             if _code(error) == "InvalidRange":  # no first byte: the object is empty
                 return 0, ""
             raise
@@ -189,7 +188,7 @@ class S3Store:
         return int(answer.get("ContentRange", "/0").rpartition("/")[2]), answer["ETag"]
 
     def _upload_from(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
-        """Store `size` bytes that `read(start, size)` gives, in parts if they are many."""
+        """Store `size` bytes from `read(start, size)`, in parts if there are many."""
         if size <= PART_BYTES:
             self.put(key, read(0, size))
         else:
@@ -197,18 +196,18 @@ class S3Store:
 
     def _upload_parts(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
         where = {"Bucket": self.bucket, "Key": self._full(key)}
-        # Marks the object as this upload's, for when the answer to the last request is lost.
+        # Marks the object as the result of this upload, in case the answer to the last request is lost.
         token = uuid.uuid4().hex
-        what = f"put {self._shown(key)}"
+        what = f"put {self._uri_of(key)}"
         begun = self._until_answered(
             what, lambda _: self._client.create_multipart_upload(**where, Metadata={"upload": token})
         )
         upload = where | {"UploadId": begun["UploadId"]}
-        part_bytes = max(PART_BYTES, -(-size // MOST_PARTS))
+        part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
 
         def send(number: int) -> dict[str, Any]:
             body = read((number - 1) * part_bytes, part_bytes)
-            # No MD5, which would be half of the work: the signature covers the body's sha256, and the server compares.
+            # No MD5, which would be half of the work: the signature covers the body's sha256, and the server checks it.
             request = upload | {"PartNumber": number, "Body": body}
             sent = self._until_answered(f"{what} part {number}", lambda _: self._client.upload_part(**request))
             return {"PartNumber": number, "ETag": sent["ETag"]}
@@ -222,14 +221,14 @@ class S3Store:
                     raise
 
         try:
-            parts = _all_at_once(send, range(1, -(-size // part_bytes) + 1))
+            parts = _in_parallel(send, range(1, -(-size // part_bytes) + 1))
             self._until_answered(what, complete)
         except BaseException:
-            # Parts of an unfinished upload are invisible but billed. Raise the first error, whatever follows.
+            # Parts of an unfinished upload are invisible but billed. Raise the first error, even if the abort fails.
             try:
                 self._client.abort_multipart_upload(**upload)
             except Exception as error:
-                log.warning("%s: unfinished upload left behind (%s)", self._shown(key), type(error).__name__)
+                log.warning("%s: unfinished upload left behind (%s)", self._uri_of(key), type(error).__name__)
             raise
 
     def _upload_of(self, where: dict[str, str]) -> str | None:
@@ -242,7 +241,7 @@ class S3Store:
             raise
 
     def _with_current_credentials(self, request: Callable[[int], T], number: int) -> T:
-        """`request(number)`; once more with credentials that were read anew, if those we have are out of date."""
+        """`request(number)`; if our credentials are out of date, read them again and repeat it once."""
         try:
             return request(number)
         except Exception as error:
@@ -252,10 +251,10 @@ class S3Store:
         return request(number)
 
     def _until_answered(self, what: str, request: Callable[[int], T]) -> T:
-        """Call `request(attempt number, from 1)` until it answers, or fails for good, or the time is up."""
+        """Call `request(attempt number, from 1)` until it answers, fails for good, or reaches the time limit."""
         import tenacity
 
-        def say(state: tenacity.RetryCallState) -> None:
+        def log_retry(state: tenacity.RetryCallState) -> None:
             assert state.outcome is not None
             log.warning("%s: %s; trying again", what, _brief(state.outcome.exception()))
 
@@ -263,7 +262,7 @@ class S3Store:
             retry=tenacity.retry_if_exception(_time_can_cure),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
             stop=tenacity.stop_before_delay(self._time_limit_s),
-            before_sleep=say,
+            before_sleep=log_retry,
             reraise=True,
         )
         try:
@@ -278,15 +277,15 @@ class S3Store:
 
 
 def open_store(uri: str) -> Store:
-    """The store that `uri` names: "s3://bucket/prefix", "file://path" (relative or absolute), a plain path.
-    Nothing is read or written yet. Raises UserError for anything else."""
+    """The store of a URI: "s3://bucket/prefix", "file://path" (relative or absolute), or a plain path.
+    Reads and writes nothing yet. UserError for any other URI."""
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", uri)
     kind, _, rest = uri.partition("://")
     if kind == "s3" and rest:
         bucket, _, prefix = rest.partition("/")
-        patience = seconds_from_environment("SKYTRAIN_STORE_SECONDS", 120)
+        time_limit_s = seconds_from_environment("SKYTRAIN_STORE_SECONDS", 120)
         try:
-            return S3Store(bucket, prefix.strip("/"), time_limit_s=patience)
+            return S3Store(bucket, prefix.strip("/"), time_limit_s=time_limit_s)
         except UserError:
             raise
         except ValueError:
@@ -315,14 +314,14 @@ def _client_from_environment(uri: str, time_limit_s: float) -> Any:
         connect_timeout=min(10, time_limit_s),
         read_timeout=min(60, time_limit_s),  # of silence, not of the whole answer
         max_pool_connections=4 * PARTS_AT_ONCE,
-        # S3's newer checksums may travel in a chunked encoding that older servers (Ceph 16) take for data. We
-        # send Content-MD5 instead, which all of them check.
+        # S3's newer checksums may use a chunked encoding that older servers (Ceph 16) store as data. We send
+        # Content-MD5 instead, which all servers check.
         s3={"payload_signing_enabled": True},  # over TLS it is not the default
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
     try:
-        # A session of our own: boto3's default one must not be built by two threads at once.
+        # A session of our own: two threads must not build boto3's default session at once.
         return boto3.session.Session().client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
         raise UserError(f"{uri}: {error}; correct the AWS_* environment or ~/.aws/config") from error
@@ -337,29 +336,29 @@ def _time_can_cure(error: BaseException) -> bool:
         return _code(error) in CURABLE_CODES or status in CURABLE_STATUS or (status >= 500 and status != 501)
     if isinstance(error, exceptions.SSLError):
         return "CERTIFICATE_VERIFY_FAILED" not in str(error)
-    cut_or_silent = (
+    connection_faults = (
         exceptions.ConnectionError,  # refused, no such host (yet)
         exceptions.HTTPClientError,  # reset, timed out, closed half-way
         exceptions.IncompleteReadError,
         ResponseParserError,
-        exceptions.CredentialRetrievalError,  # the instance's metadata service hiccups
+        exceptions.CredentialRetrievalError,  # a short fault of the instance's metadata service
         exceptions.MetadataRetrievalError,
     )
-    return isinstance(error, cut_or_silent)
+    return isinstance(error, connection_faults)
 
 
 def _outdated(error: Exception) -> bool:
-    """Whether a request failed for credentials that time had run out for."""
+    """Whether a request failed because of expired credentials."""
     from botocore.exceptions import ClientError
 
     if isinstance(error, ClientError):
         return _code(error) in OUTDATED_CODES
-    # botocore has no type of its own for a source that hands out what has expired already.
+    # botocore has no exception type for a source of expired credentials.
     return isinstance(error, RuntimeError) and "credentials are still expired" in str(error)
 
 
 def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -> Exception:
-    """What the caller should see: StoreUnavailable, UserError, or `error` itself if the fault is ours."""
+    """The error for the caller: StoreUnavailable, UserError, or `error` itself if it is a bug of ours."""
     from botocore import exceptions
 
     where = f"{what} at {_without_secrets(endpoint)}"
@@ -404,7 +403,7 @@ def _status(error: Any) -> int:
 
 
 def _brief(error: BaseException | None) -> str:
-    """What happened in a few words. Not botocore's message: it repeats URLs, and a reader wants one line."""
+    """A short name of an error. Not botocore's message: it repeats URLs, and one line is enough."""
     from botocore.exceptions import ClientError
 
     if isinstance(error, ClientError):
@@ -413,7 +412,7 @@ def _brief(error: BaseException | None) -> str:
 
 
 def _without_secrets(endpoint: str) -> str:
-    """The endpoint without a user and password that somebody may have put into it."""
+    """The endpoint without a user and password."""
     parts = urlsplit(endpoint)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
@@ -427,15 +426,15 @@ def _range(start: int) -> str:
 
 
 def _copy_range(answer: Any, file: Any, start: int) -> None:
-    """Write the body of a ranged answer to its place in `file`. Other threads write other places: pwrite."""
+    """Write the body of a ranged answer to `file` at `start`. Other threads write other ranges: pwrite."""
     for chunk in answer["Body"].iter_chunks(1 << 20):
         while chunk:
             written = os.pwrite(file.fileno(), chunk, start)
             chunk, start = chunk[written:], start + written
 
 
-def _all_at_once(work: Callable[[int], T], numbers: range) -> list[T]:
-    """`[work(n) for n in numbers]`, a few at a time. A failure stops those not begun, and is raised."""
+def _in_parallel(work: Callable[[int], T], numbers: range) -> list[T]:
+    """`[work(n) for n in numbers]`, a few at a time. A failure cancels the calls that have not begun, and is raised."""
     with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="store") as pool:
         futures = [pool.submit(work, number) for number in numbers]
         try:

@@ -26,7 +26,7 @@ from pipelines.cloud.plan import START_SECONDS, WAIT_SECONDS
 from pipelines.cloud.prices import table_from_environment
 from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import LONGEST_LOOK_SECONDS, AttemptAccount
+from pipelines.tracking.account import LONGEST_POLL_SECONDS, AttemptAccount
 from pipelines.tracking.forecast import TRAINING_PHASES, training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Billing, Heartbeat
@@ -203,7 +203,7 @@ def looks(attempts: list[AttemptAccount]) -> Iterator[float]:
     for room, following in pairwise(sorted(attempts, key=lambda one: one.number)):
         if room.waited and following.waited and (room.notice or "").endswith(LOOKING):
             ready = following.started + sum(following.phases.get(phase, 0.0) for phase in ("provision", "setup"))
-            yield min(ready - room.ended, LONGEST_LOOK_SECONDS)
+            yield min(ready - room.ended, LONGEST_POLL_SECONDS)
 
 
 def seconds_per_token(train: TrainConfig, gpus: list[str], nodes: int, attempts: list[AttemptAccount]) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
-from pipelines.tracking.mlflow.tracker import tracking_is_off
+from pipelines.tracking.mlflow.settings import tracking_is_off
 from trainer.config import grad_accum_steps
 from trainer.errors import UserError
 

@@ -22,7 +22,7 @@ import yaml
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, in_rows, market_of
+from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, market_of, merge_waits
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import Run, RunRecord
 from trainer.config import batch_stages
@@ -147,7 +147,7 @@ def run_shown(run: Run) -> dict[str, Any]:
         "starts": summary.attempts,
         "account": account_shown(account),
         "faults": summary.faults,
-        "attempts": [attempt_shown(number, one, account) for number, one in in_rows(account.attempts)],
+        "attempts": [attempt_shown(number, one, account) for number, one in merge_waits(account.attempts)],
         "series": series_shown(rows, account),
         "lineage": lineage(record, recipe, made, account),
         "targets": targets(recipe, size, summary.steps, summary.val_loss, summary.hellaswag_acc_norm),

@@ -20,7 +20,7 @@ from rich.text import Text
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
-from pipelines.tracking.account import Account, AttemptAccount, Cost, in_rows, market_of
+from pipelines.tracking.account import Account, AttemptAccount, Cost, market_of, merge_waits
 from pipelines.tracking.audit import Audit
 from pipelines.tracking.clusters import read_intervals, reconcile
 from pipelines.tracking.compare import Comparison
@@ -236,7 +236,7 @@ def print_bill(bill: Account) -> None:
         out.print()
     heads = ("attempt", "state", "on", "began (UTC)", "time", "price an hour", "dollars", "steps", "kept", "redone")
     table = Table(*heads, box=None, pad_edge=False)
-    for number, attempt in in_rows(bill.attempts):
+    for number, attempt in merge_waits(bill.attempts):
         table.add_row(*attempt_row(number, attempt))
     out.print(table)
     out.print()

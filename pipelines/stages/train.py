@@ -432,7 +432,7 @@ def bring_kernels(store: Store, cache: Path, recipe: Recipe, world: "World", clo
             kernels.fetch()
         world.gather(None)  # all have them
         if world.rank == 0:
-            kernels.keep_from_the_first_step(lambda: clock.current)
+            kernels.save_from_first_step(lambda: clock.current)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a run did and what it cost: the ledger, MLflow, the report."""
+"""The records of runs and their cost: ledger, accounts, reports, MLflow."""

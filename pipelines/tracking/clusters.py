@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from pipelines.tracking.account import Account, AttemptAccount, total_cost
 from trainer.store import Store
@@ -17,6 +18,14 @@ class Interval:
     nodes: int
     started: float
     ended: float | None  # None: it is up
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """TypeError for a field that this version does not know."""
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -32,12 +41,12 @@ class Difference:
 def read_intervals(store: Store, run: str) -> list[Interval]:
     """The intervals that were last recorded; none for a run that was never launched."""
     body = store.get(key_of(run))
-    return [Interval(**one) for one in json.loads(body)] if body else []
+    return [Interval.from_json(one) for one in json.loads(body)] if body else []
 
 
 def record_intervals(store: Store, run: str, intervals: Iterable[Interval]) -> None:
     """Keep SkyPilot's intervals: SkyPilot forgets them, and a report reads the store alone."""
-    store.put(key_of(run), json.dumps([asdict(one) for one in intervals], indent=1).encode())
+    store.put(key_of(run), json.dumps([one.to_json() for one in intervals], indent=1).encode())
 
 
 def key_of(run: str) -> str:

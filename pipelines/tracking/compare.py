@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs between them, and what came of it at equal tokens and at equal dollars."""
+"""Two runs side by side: their differences, and their losses at equal tokens and at equal dollars."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from pipelines.artifacts.manifest import differences
 from pipelines.tracking.account import cost_until, market_of
 from pipelines.tracking.runs import Run
 
-PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of what both runs have come to
-STEPS_TOGETHER = 20  # whose mean is the training loss at a point: one step's says little
-FRESH = 0.9  # of a level: a val loss that was measured earlier than that says nothing of it
+PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens or dollars that both runs have used
+STEPS_TOGETHER = 20  # the training loss at a point is their mean: the loss of one step is noisy
+FRESH = 0.9  # of a level: an older val loss does not describe it
 
 RESULTS = (
     *("state", "attempts", "steps", "tokens", "train_loss", "val_loss", "hellaswag_acc_norm"),
@@ -23,7 +23,7 @@ Axis = Callable[[Row], float]
 
 @dataclass(frozen=True)
 class Level:
-    """A loss of both runs where they had used up the same; None where a run has none yet."""
+    """A loss of both runs after equal tokens or dollars; None for a run without one yet."""
 
     at: float  # tokens or dollars
     metric: str
@@ -36,7 +36,7 @@ class Comparison:
     differs: dict[str, tuple[Any, Any]]  # recipe, data, code and machines, only where they differ
     results: dict[str, tuple[Any, Any]]
     at_equal_tokens: list[Level]
-    at_equal_dollars: list[Level]  # of the whole bill; empty while a price is unknown, or nothing cost anything
+    at_equal_dollars: list[Level]  # of the whole bill; empty if a price is unknown or 0
 
 
 def compare(one: Run, other: Run) -> Comparison:
@@ -77,22 +77,22 @@ def by_dollars(run: Run) -> Axis:
 
 
 def levels(series: tuple[list[Row], list[Row]], axes: tuple[Axis, Axis]) -> list[Level]:
-    """Both runs' losses where they had come as far as the one that came less far, and at parts of that."""
+    """Both runs' losses at the end of the shorter run, and at parts of it."""
     if not all(series):
         return []
     curves = [[(axis(row), row) for row in rows] for rows, axis in zip(series, axes, strict=True)]
     end = min(curve[-1][0] for curve in curves)
-    found = []
+    found_levels = []
     for metric, together in (("val/loss", 1), ("train/loss", STEPS_TOGETHER)):
         for part in PARTS:
             a, b = (loss_at(curve, part * end, metric, together) for curve in curves)
             if (a, b) != (None, None):
-                found.append(Level(part * end, metric, (a, b)))
-    return found
+                found_levels.append(Level(part * end, metric, (a, b)))
+    return found_levels
 
 
 def loss_at(curve: list[tuple[float, Row]], level: float, metric: str, together: int) -> float | None:
-    """The mean of the last values of a metric that had been reached at some level; None where they are old by then."""
+    """The mean of a metric's last values up to a level; None if they are too old."""
     known = [(at, row[metric]) for at, row in curve if at <= level * (1 + 1e-9) and metric in row][-together:]
     if not known or known[-1][0] < FRESH * level:
         return None

@@ -1,14 +1,13 @@
-"""How long a run will still take and what that will cost, with an interval: from its own attempts so far.
+"""Forecast of a run's remaining time and cost, with an interval, from its own attempts.
 
-What is left is drawn a few hundred times, as it may come: the run trains at its own speed until the machine
-is taken away, waits for the next one, starts up, does a little again, and goes on. How often machines are taken
-away is as the ledger estimates it, a Poisson process whose rate has a Gamma posterior from the attempts so far
-and a prior that counts as one loss; waits are drawn from the waits so far and a prior that counts as one (a
-Bayesian bootstrap: each draw weighs them anew). Real markets are calm for days and then flicker, so that the
-past tells less of the future than in a Poisson process: however many losses and waits it had, it narrows the
-spread of the draws as if it had been one.
-The middle is the median; eight of ten runs should end between low and high. How often they do, and how far
-off the middle is, benchmarks/forecast.py measures on recorded spot markets.
+A few hundred draws simulate the rest of the run: it trains at its own speed until it loses the machine, waits for the
+next one, starts up, repeats some steps, and continues. Losses are a Poisson process, as in the ledger: its rate has a
+Gamma posterior from the attempts so far and a prior that counts as one loss. Waits are drawn from the waits so far
+and a prior that counts as one wait (a Bayesian bootstrap: each draw has new weights). Real markets are calm for days
+and then flicker, so the past predicts the future less well than in a Poisson process: any number of past losses and
+waits narrows the spread of the draws as if there had been one.
+The middle is the median; eight of ten runs should end between low and high. benchmarks/forecast.py measures on
+recorded spot markets how often they do, and the error of the middle.
 """
 
 import math
@@ -22,22 +21,22 @@ from pipelines.tracking.ledger import prior_seconds_between_failures
 
 DRAWS = 200
 LOW, HIGH = 0.1, 0.9
-# On the recorded markets (one zone each) a machine was away for 1.6 hours at a time; a launch that may take
-# any of several zones waits less, and says so with its first wait.
+# On the recorded markets (one zone each) a machine was missing for 1.6 hours at a time. A launch in several zones
+# waits less, and its first wait shows it.
 PRIOR_WAIT_SECONDS = 1.6 * 3600
-PRIOR_LOST_SECONDS = 60.0  # of training, with a machine: half an interval between commits, and the save behind it
-TRAINING_PHASES = ("train", "redone", "checkpoint", "evaluate")  # in which steps are made, or have to be waited for
+PRIOR_LOST_SECONDS = 60.0  # of training, with each machine: half an interval between commits, and the save after it
+TRAINING_PHASES = ("train", "redone", "checkpoint", "evaluate")  # they make steps, or steps wait for them
 TAKEN_AWAY = ("lost", "interrupted", "stale")
-# Losses, waits: by how many at most the past narrows the spread. By all, three of five intervals held on the
-# recorded markets with runs of a day; by one, four of five.
+# At most so many past losses and waits narrow the spread. With all of them, three of five intervals held on the
+# recorded markets for runs of a day; with one, four of five.
 PAST_COUNTS = 1.0
 RECENT_WAITS = 50
-ENDLESS = 500  # losses in one draw: it gets nowhere
+ENDLESS = 500  # losses in one draw: the run makes no progress
 
 
 @dataclass(frozen=True)
 class Range:
-    """Eight of ten between low and high. Infinite where the run gets nowhere."""
+    """Eight of ten runs lie between low and high. Infinite if the run makes no progress."""
 
     low: float
     middle: float
@@ -46,38 +45,38 @@ class Range:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is left of a stage, from now."""
+    """The rest of a stage, from now."""
 
     hours: Range  # by the calendar
-    machine_hours: Range  # on the bill, of all nodes together
+    machine_hours: Range  # billed, of all nodes together
     usd: Range | None  # None: the price is unknown
     interruptions: Range
 
 
 @dataclass(frozen=True)
 class Past:
-    """What the attempts so far tell of those to come. Seconds."""
+    """The attempts so far, as parameters of those to come. Seconds."""
 
     seconds_per_step: float
     start_up: float  # of a machine, until it trains
-    lost: float  # training that has to be done again for each machine that is taken away
+    lost: float  # training to repeat for each lost machine
     losses: int
     exposed: float  # on machines, altogether
     prior: float  # between losses
     waits: tuple[float, ...]
-    waiting: bool  # for a machine, now
+    waiting: bool  # for a machine now
 
 
 def forecast(attempts: Iterable[AttemptAccount], steps_left: float, now: float) -> Forecast | None:
-    """The rest of a training run; None while no step was made. Of an account, the attempts of one artifact."""
-    mine = sorted((a for a in attempts if not a.waited), key=lambda a: a.number)
-    past = past_of(mine, now)
+    """The rest of a training run, from its attempts on one artifact; None before the first step."""
+    trained = sorted((a for a in attempts if not a.waited), key=lambda a: a.number)
+    past = past_of(trained, now)
     if past is None:
         return None
-    draw = random.Random(len(mine) + steps_left)  # the same question has the same answer
+    draw = random.Random(len(trained) + steps_left)  # equal inputs give equal forecasts
     drawn = [course(past, steps_left * past.seconds_per_step, draw) for _ in range(DRAWS)]
     calendar, billed, interruptions = (quantiles(values) for values in zip(*drawn, strict=True))
-    last = mine[-1]
+    last = trained[-1]
     price = None if last.price_per_hour is None else last.nodes * last.price_per_hour
     return Forecast(
         hours=scaled(calendar, 1 / 3600),
@@ -98,7 +97,7 @@ def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
     lives = [a.ended - a.started for a in attempts]
     started_up = [life - busy for a, life, busy in zip(attempts, lives, training, strict=True) if a.steps_done]
     lost = [a for a in attempts if a.state in TAKEN_AWAY]
-    again = math.fsum(a.phases.get("redone", 0.0) + a.phases.get("lost", 0.0) for a in attempts)
+    repeated = math.fsum(a.phases.get("redone", 0.0) + a.phases.get("lost", 0.0) for a in attempts)
     waits = [max(0.0, b.started - a.ended) for a, b in zip(attempts, attempts[1:], strict=False) if a in lost]
     last = attempts[-1]
     if waiting := last.state != "running":
@@ -106,7 +105,7 @@ def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
     return Past(
         seconds_per_step=math.fsum(training) / steps,
         start_up=math.fsum(started_up) / len(started_up),
-        lost=(PRIOR_LOST_SECONDS + again) / (1 + len(lost)),
+        lost=(PRIOR_LOST_SECONDS + repeated) / (1 + len(lost)),
         losses=len(lost),
         exposed=math.fsum(lives),
         prior=prior_seconds_between_failures(last.machine, last.nodes),
@@ -116,7 +115,7 @@ def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
 
 
 def course(past: Past, training: float, draw: random.Random) -> tuple[float, float, float]:
-    """One way it may go: seconds by the calendar, seconds billed, machines lost."""
+    """One simulated course of the rest: seconds by the calendar, seconds billed, machines lost."""
     known = 1 + min(past.losses, PAST_COUNTS)
     rate = draw.gammavariate(known, (1 + past.losses) / (past.prior + past.exposed) / known)
     known = (1 + min(len(past.waits), PAST_COUNTS)) / (1 + len(past.waits))

@@ -1,9 +1,9 @@
-"""Who worked on an artifact, when, at what price: attempts, and what they add up to.
+"""The ledger: the attempts on an artifact, with their time, price and heartbeats.
 
-A stage of a run is a series of attempts. Each takes its number by creating `attempts/<n>/claim.json`, so
-of any number of processes one gets it; then it rewrites `attempts/<n>/heartbeat.json` every few seconds.
-An attempt that dies without a word is billed up to its last heartbeat: HEARTBEAT_SECONDS and a put may be
-missing. The ledger is the source of truth for time and money; MLflow only mirrors it.
+A stage of a run is a series of attempts. Each takes its number by creating `attempts/<n>/claim.json`, so exactly one
+of several processes gets it. Then it rewrites `attempts/<n>/heartbeat.json` every few seconds. A killed attempt is
+billed up to its last heartbeat: HEARTBEAT_SECONDS and a put may be missing. The ledger is the source of truth for
+time and money; MLflow only mirrors it.
 """
 
 import math
@@ -22,20 +22,20 @@ from trainer.errors import StaleAttempt, UserError
 from trainer.store import Store
 
 HEARTBEAT_SECONDS = 5.0
-# Three heartbeats and a slow upload: who is silent for longer is taken for dead and replaced.
+# Three heartbeats and a slow upload: after a longer silence, an attempt counts as dead and is replaced.
 SILENT_SECONDS = 20.0
 # Beyond any clock skew between nodes that object storage would still talk to (15 min).
 LONG_AGO_SECONDS = 3600.0
 # Own and on-demand machines: Llama 3's 16,384 GPUs had 419 unplanned interruptions in 54 days (Dubey et al. 2024),
-# so eight of them one in about 260 days. Nobody's first rented machine is so sure.
+# so eight GPUs fail once in about 260 days. A new rented machine is less reliable than that.
 STEADY_SECONDS_BETWEEN_FAILURES = 30 * 86_400.0
 
 
 class Meter:
-    """The moment up to which this machine is on some attempt's bill, and what it does meanwhile.
+    """The time up to which attempts have billed this machine, and the phase that follows.
 
-    A file of the machine, named by SKYTRAIN_METER: unix seconds, and the phase of what follows them. What sets
-    the machine up creates it, with a number alone: the next attempt is billed from there, for "provision".
+    A file of the machine, named by SKYTRAIN_METER: unix seconds, and the phase after them. The set-up of the machine
+    creates it with a number alone: the next attempt's bill begins there, with "provision".
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -43,41 +43,42 @@ class Meter:
 
     @classmethod
     def here(cls) -> "Meter":
-        """This machine's. UserError if it could not be kept where SKYTRAIN_METER says."""
+        """The meter of this machine. UserError if the folder in SKYTRAIN_METER does not exist."""
         named = os.environ.get("SKYTRAIN_METER")
         if named and not Path(named).parent.is_dir():
             raise UserError(f"SKYTRAIN_METER: {named}: there is no such folder; make it, or name another file")
         return cls(Path(named) if named else None)
 
     def read(self) -> tuple[float, str] | None:
-        """When the last bill ended, and the phase that began then. UserError if the file says neither."""
+        """The end of the last bill, and the phase that began then. UserError for a damaged file."""
         if self.path is None or not self.path.exists():
             return None
-        words = self.path.read_text().split()
+        fields = self.path.read_text().split()
         try:
-            return float(words[0]), words[1] if len(words) > 1 else "provision"
+            return float(fields[0]), fields[1] if len(fields) > 1 else "provision"
         except (ValueError, IndexError) as error:
             raise UserError(f"SKYTRAIN_METER: {self.path}: holds no unix seconds; remove it") from error
 
     def forward(self, time: float, phase: str) -> None:
-        """All up to `time` is billed; what follows is `phase`."""
+        """The machine is billed up to `time`; the phase after it is `phase`."""
         if self.path is not None:
             fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
             fresh.write_text(f"{time} {phase}\n")
             fresh.replace(self.path)
 
     def before(self, now: float, idle: float = 0.0, billed: float = 0.0) -> dict[str, float]:
-        """Seconds by phase that are on no bill yet; of those of this process, `idle` were spent waiting.
+        """Seconds by phase that no attempt has billed yet. This process spent `idle` seconds of them waiting.
 
-        Up to `billed` they are on one, whatever the file says: a kill may come between a heartbeat and it.
+        An attempt has billed the time up to `billed`, even if the file lags behind: a kill may come between a
+        heartbeat and the meter.
         """
-        told = self.read()
-        if told is None or max(told[0], billed) >= now:
+        reading = self.read()
+        if reading is None or max(reading[0], billed) >= now:
             return {}
-        since, phase = told if told[0] >= billed else (billed, "lost")
+        since, phase = reading if reading[0] >= billed else (billed, "lost")
         began = min(now, max(since, process_began()))
         phases = {phase: began - since}
-        if phase == "lost":  # it may have worked until just before its next heartbeat; then nobody did
+        if phase == "lost":  # the attempt may have worked until just before its next heartbeat; then nothing ran
             lost = min(began - since, HEARTBEAT_SECONDS)
             phases = {"lost": lost, "idle": began - since - lost}
         waited = min(idle, now - began)
@@ -98,15 +99,15 @@ class Attempt:
         meter: Meter | None = None,
     ) -> None:
         self.store, self.prefix, self.latest = store, prefix, heartbeat
-        self.watch = watch  # called with every heartbeat, in its thread, also while the store is away
+        self.watch = watch  # called with every heartbeat, in its thread, even if the store does not answer
         self.meter = meter or Meter(None)
-        self.before = heartbeat.phases  # of the time before its claim
-        self.clock: Callable[[float], dict[str, float]] = lambda now: {}  # seconds by phase since its claim
+        self.before = heartbeat.phases  # of the time before the claim
+        self.clock: Callable[[float], dict[str, float]] = lambda now: {}  # seconds by phase since the claim
         self.number = heartbeat.attempt
         self.lost = False  # superseded, as far as the heartbeat thread knows
         self._ending = threading.Event()
         self._lock = threading.Lock()
-        self._reporting = threading.Lock()  # or a slow put could arrive after, and undo, the last one
+        self._reporting = threading.Lock()  # otherwise a slow put could overwrite the last heartbeat
         self._thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
 
     def __enter__(self) -> "Attempt":
@@ -122,7 +123,7 @@ class Attempt:
         try:
             self._report()
         except (OSError, UserError):
-            # The heartbeat before this one stands; what follows it is lost to the bill, not to the run.
+            # The previous heartbeat stands. The bill misses the time after it; the run misses nothing.
             if error is None:
                 raise
 
@@ -152,14 +153,14 @@ class Attempt:
                 self._report()
                 self.lost = self.superseded()
             except (OSError, UserError):
-                # A store that is away, or for a while refuses (credentials that are being renewed), stops no
-                # work: the next beat tries again.
+                # A store that does not answer, or refuses for a while (renewal of credentials), stops no work: the
+                # next heartbeat tries again.
                 pass
             try:
                 self.watch(self.latest)
             except (OSError, UserError):
                 pass
-            except Exception as error:  # a fault of ours there must not make a living attempt look dead
+            except Exception as error:  # a bug in a watch must not make a living attempt look dead
                 self.report(watch_failed=repr(error))
 
     def _report(self) -> None:
@@ -167,10 +168,10 @@ class Attempt:
         with self._reporting:
             now = time.time()
             self.update(time=now, phases=self.phases(now))
-            told = self.latest
-            self.store.put(key, told.to_json())
-            # Nobody forwards the meter of an attempt that is killed, so the phase behind each beat is the worst.
-            self.meter.forward(now, "lost" if told.state == "running" else "idle")
+            latest = self.latest
+            self.store.put(key, latest.to_json())
+            # A killed attempt forwards the meter no more, so the phase after each heartbeat is the worst case.
+            self.meter.forward(now, "lost" if latest.state == "running" else "idle")
 
     def phases(self, now: float) -> dict[str, float]:
         """Seconds by phase from the start of its bill."""
@@ -190,9 +191,8 @@ def claim(
 ) -> Attempt | None:
     """Take attempt `number` of an artifact; None if another process was faster.
 
-    Its bill begins where the machine's meter stands, if it has one, else at `billing.since` or now. Of the
-    seconds before now this process spent `idle` waiting. What `earlier` attempts on this machine have billed is
-    not billed again.
+    The bill begins at the machine's meter, if it has one, else at `billing.since` or now. This process spent `idle`
+    of the seconds before now waiting. Time that `earlier` attempts on this machine have billed is not billed again.
     """
     now, meter = time.time(), Meter.here()
     here = this_process()
@@ -213,7 +213,7 @@ def claim(
         machine=billing.machine,
     )
     key = f"{prefix}/attempts/{number:04d}/claim.json"
-    # The claim bills nothing: killed before the first heartbeat, it leaves all that to the next attempt.
+    # The claim bills nothing: if a kill comes before the first heartbeat, the next attempt bills all of it.
     if not store.create(key, replace(heartbeat, started=now, phases={}).to_json()):
         return None
     return Attempt(store, prefix, heartbeat, watch, meter)
@@ -233,12 +233,12 @@ def latest_number(store: Store, prefix: str) -> int:
 
 
 def is_alive(heartbeat: Heartbeat) -> bool | None:
-    """Whether an attempt still works, as far as one look tells; None if one has to watch its heartbeat."""
+    """Whether an attempt still works; None if only its next heartbeat can show that."""
     return is_there(heartbeat) if heartbeat.state == "running" else False
 
 
 def is_there(heartbeat: Heartbeat) -> bool | None:
-    """Whether the process of an attempt still exists; None if that can't be told from here."""
+    """Whether the process of an attempt still exists; None if this machine cannot know."""
     here, there = this_process(), heartbeat.process
     if here.machine == there.machine:
         processes = ((process.pid, process.started) for process in (there, *there.children))
@@ -249,12 +249,12 @@ def is_there(heartbeat: Heartbeat) -> bool | None:
 
 
 def this_process() -> ProcessId:
-    """What tells this process from every other: machine (boot and container), pid and its start time."""
+    """The identity of this process: machine (boot and container), pid and start time."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    # Containers of one host share its boot and may share its name; a pid means something in one of them only.
+    # Containers of one host share its boot and may share its name; a pid is valid in one of them only.
     parts = [boot.read_text().strip() if boot.exists() else "", os.readlink(pids) if pids.is_symlink() else ""]
     machine = "/".join([platform.node(), *filter(None, parts)])
-    machine = os.environ.get("SKYTRAIN_DRILL_MACHINE", machine)  # for drills only: one machine plays several
+    machine = os.environ.get("SKYTRAIN_DRILL_MACHINE", machine)  # for drills only: one machine stands for several
     return ProcessId(machine, os.getpid(), process_started(os.getpid()))
 
 
@@ -263,7 +263,7 @@ def process_started(pid: int) -> str | None:
     try:
         # The name in field 2 may hold spaces and brackets; the start time is the 20th field after it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A zombie is dead: in a container whose first process reaps nobody it stays for good.
+        # A zombie is dead: it stays forever in a container whose first process reaps no children.
         return None if fields[0] in "ZX" else fields[19]
     except (FileNotFoundError, ProcessLookupError):
         if Path("/proc").exists():
@@ -278,7 +278,7 @@ def process_started(pid: int) -> str | None:
 
 
 def process_began() -> float:
-    """When this process began, in unix seconds."""
+    """The start of this process, in unix seconds."""
     ticks, uptime = process_started(os.getpid()), Path("/proc/uptime")
     if ticks is None or not ticks.isdigit() or not uptime.exists():
         return time.time()
@@ -295,19 +295,19 @@ def added(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def prior_seconds_between_failures(machine: Machine, nodes: int = 1) -> float:
-    """What is assumed, until a run's own attempts tell more, of the time until the first of so many nodes is lost.
+    """The expected time until the first of so many nodes is lost, before a run has attempts of its own.
 
-    `machine` as in Billing: one's own and those on demand are steady; one of unknown market may be spot.
+    Own and on-demand machines are steady; a machine of unknown market may be spot.
     """
     steady = not machine.cloud or machine.spot is False
     return (STEADY_SECONDS_BETWEEN_FAILURES if steady else PRIOR_SECONDS_BETWEEN_FAILURES) / nodes
 
 
 def seconds_between_failures(heartbeats: Iterable[Heartbeat], prior_seconds: float) -> float:
-    """Mean time between deaths without a word, from earlier attempts and a prior that counts as one death.
+    """Mean time between deaths without a last heartbeat, from earlier attempts and a prior that counts as one death.
 
-    The posterior mean of a Poisson rate with a Gamma(1, prior) prior. Who could still commit before it
-    left lost nothing, and doesn't count.
+    The posterior mean of a Poisson rate with a Gamma(1, prior) prior. An attempt that committed before it left lost
+    nothing, and does not count.
     """
     beats = list(heartbeats)
     seconds = sum(3600 * beat.billed_hours for beat in beats)

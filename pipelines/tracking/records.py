@@ -1,7 +1,7 @@
-"""What an attempt writes about itself: its machine, its price, its progress, and the heartbeat that carries them.
+"""The records of an attempt: its machine, its price, its progress, and the heartbeat that carries them.
 
 Each record has one writer (`to_json`) and one reader (`from_json`). A record without the field `format` has format 1.
-Fields that are unknown, or not known yet, are left out of the JSON.
+The JSON leaves out unknown fields.
 """
 
 import json
@@ -16,9 +16,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as far as it is known: nothing but None on one's own."""
+    """A machine. Unknown fields are None; an own machine has no others."""
 
-    cloud: str | None = None  # as SkyPilot spells it; None: one's own machine
+    cloud: str | None = None  # SkyPilot's name of it; None: an own machine
     region: str | None = None
     zone: str | None = None
     instance: str | None = None
@@ -83,9 +83,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process, told apart from every other: by machine (host, boot, container), pid and start time.
+    """The identity of a process: machine (host, boot, container), pid and start time.
 
-    An attempt lives while its process or one of the `children` does, which are on the same machine.
+    An attempt lives while its process or one of its `children` (on the same machine) lives.
     """
 
     machine: str = ""
@@ -119,18 +119,18 @@ class Billing:
     price_source: str = "own machine"
     nodes: int = 1  # every one is billed
     machine: Machine = Machine()
-    since: float | None = None  # unix seconds from which the machine is on this attempt's bill; None: its claim
+    since: float | None = None  # unix seconds, the start of this attempt's bill; None: the claim
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One attempt as it last reported. Times in unix seconds by its own clock, phases in seconds."""
+    """The last report of an attempt. Times in unix seconds by its own clock, phases in seconds."""
 
     run: str
     stage: str
     attempt: int
     state: str  # running, done, interrupted, stopped, failed, stale
-    started: float  # from here on the machine is on its bill
+    started: float  # the start of its bill
     time: float
     price_per_hour: float | None  # dollars, of one node; None: unknown
     process: ProcessId = ProcessId()

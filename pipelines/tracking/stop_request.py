@@ -1,8 +1,7 @@
-"""The wish that a run stops: one small object in the store, which every attempt looks for with every heartbeat.
+"""A request to stop a run: one small object in the store, which every attempt reads with every heartbeat.
 
-Whoever has the store can wish it, from wherever and with no way to the machine. The attempt at work commits and
-ends with exit code 76, which no launcher starts again; an attempt that would begin after it ends at once. The wish
-stands until the run is resumed.
+Anyone with access to the store can write it, from any machine. The working attempt commits and ends with exit code 76,
+which no launcher starts again; an attempt that begins later ends at once. The request stands until the run is resumed.
 """
 
 import getpass
@@ -11,14 +10,16 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Self
 
-from pipelines.tracking.records import Heartbeat
+from pipelines.tracking.records import FORMAT, Heartbeat
+from trainer.errors import UserError
 from trainer.store import Store
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Who wanted a run to stop, when (unix seconds), and why."""
+    """Time (unix seconds), author and reason of a request to stop."""
 
     time: float
     by: str
@@ -27,27 +28,38 @@ class StopRequest:
     def __str__(self) -> str:
         return f"{self.by}: {self.reason}"
 
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, body: bytes) -> Self:
+        """ValueError or TypeError for a damaged request, UserError for one of a newer format."""
+        values = json.loads(body)
+        if (written := values.pop("format", FORMAT)) != FORMAT:
+            raise UserError(f"a stop request of format {written}; this version reads format {FORMAT}: upgrade skytrain")
+        return cls(**values)
+
 
 def read_stop_request(store: Store, run: str) -> StopRequest | None:
     body = store.get(key_of(run))
-    return StopRequest(**json.loads(body)) if body else None
+    return StopRequest.from_json(body) if body else None
 
 
 def request_stop(store: Store, run: str, reason: str) -> StopRequest:
-    """Wish that a run stops; a wish that is there already stands."""
-    wish = StopRequest(time.time(), f"{getpass.getuser()}@{platform.node()}", reason)
-    store.create(key_of(run), json.dumps(asdict(wish)).encode())
-    return read_stop_request(store, run) or wish
+    """Request that a run stops; an earlier request stays as it is."""
+    request = StopRequest(time.time(), f"{getpass.getuser()}@{platform.node()}", reason)
+    store.create(key_of(run), request.to_json())
+    return read_stop_request(store, run) or request
 
 
 def watch_stop_request(store: Store, run: str) -> Callable[[Heartbeat], str | None]:
-    """What an attempt looks at with every heartbeat: a reason to stop, once somebody wishes it."""
+    """A watch for every heartbeat: it returns a reason to stop once there is a request."""
 
-    def wished(_beat: Heartbeat) -> str | None:
-        wish = read_stop_request(store, run)
-        return str(wish) if wish else None
+    def reason_to_stop(_beat: Heartbeat) -> str | None:
+        request = read_stop_request(store, run)
+        return str(request) if request else None
 
-    return wished
+    return reason_to_stop
 
 
 def clear_stop_request(store: Store, run: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipelines.artifacts import kernel_cache
-from pipelines.artifacts.kernel_cache import FOLDER, MOST_BYTES, MOST_PACKS, KernelCache, pack, sources, unpack
+from pipelines.artifacts.kernel_cache import CACHE_VARIABLE, MAX_BYTES, MAX_PACKS, KernelCache, pack, sources, unpack
 from pipelines.recipe import load_recipe
 from trainer.store import LocalStore
 
@@ -37,7 +37,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as Triton itself fills it."""
     cache = pytest.importorskip("triton.runtime.cache")
     folder = tmp_path / "compiled"
-    monkeypatch.setenv(FOLDER, str(folder))
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     files = cache.FileCacheManager(HASH)
     group = {
         name: files.put(body, name)
@@ -57,8 +57,8 @@ def test_the_next_machine_finds_what_the_first_has_compiled(
 
     store = LocalStore(tmp_path / "store")
     first, second = KernelCache(store, compiled, KEY), KernelCache(store, tmp_path / "other" / "cache", KEY)
-    assert second.fetch() == 0 and first.keep()
-    assert not first.keep()  # it is there
+    assert second.fetch() == 0 and first.save()
+    assert not first.save()  # it is there
     assert KernelCache(store, tmp_path / "older", KEY.replace("3.6.0", "3.5.0")).fetch() == 0
     (entry,) = store.entries("cache/")
     assert entry.key == f"cache/triton/{KEY}/{sha256(pack(compiled, [HASH])).hexdigest()}.tar"
@@ -66,7 +66,7 @@ def test_the_next_machine_finds_what_the_first_has_compiled(
     names = sorted(path.name for path in second.folder.glob("*/*"))
     assert names == ["__grp__k.json", "k.cubin", "k.json"]  # neither what the CPU runs nor what nobody needs
     # Triton finds them there, and looks nowhere else.
-    monkeypatch.setenv(FOLDER, str(second.folder))
+    monkeypatch.setenv(CACHE_VARIABLE, str(second.folder))
     group = FileCacheManager(HASH).get_group("k.json")
     assert group == {name: str(second.folder / HASH / name) for name in ("k.cubin", "k.json")}
     assert Path(group["k.cubin"]).read_bytes() == b"\x7fELF gpu"
@@ -76,43 +76,43 @@ def test_what_is_compiled_later_in_a_run_is_kept_too_in_a_pack_of_its_own(tmp_pa
     store = LocalStore(tmp_path / "store")
     first, second, third = (KernelCache(store, tmp_path / name, KEY) for name in ("1", "2", "3"))
     compile_one(first.folder, "BF16")
-    assert first.keep() and not first.keep()
+    assert first.save() and not first.save()
     second.fetch()
-    assert not second.keep()  # what was fetched is there already
+    assert not second.save()  # what was fetched is there already
     compile_one(second.folder, "FP8")
     (second.folder / "FP8" / "__grp__k.json").rename(tmp_path / "group")
-    assert not second.keep()  # half a kernel would be found, and fail
+    assert not second.save()  # half a kernel would be found, and fail
     (tmp_path / "group").rename(second.folder / "FP8" / "__grp__k.json")
-    assert second.keep()
+    assert second.save()
     third.fetch()
     assert entries_in(third.folder) == {"BF16", "FP8"} and len(store.entries("cache/")) == 2
     compile_one(first.folder, "FP8")
-    assert not first.keep()  # another run has done so
+    assert not first.save()  # another run has done so
 
 
 def test_packs_of_a_key_have_a_limit_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels = KernelCache(LocalStore(tmp_path / "store"), tmp_path / "compiled", KEY)
-    for number in range(MOST_PACKS):
+    for number in range(MAX_PACKS):
         compile_one(kernels.folder, f"K{number}")
-        assert kernels.keep()
+        assert kernels.save()
     compile_one(kernels.folder, "MORE")
-    assert not kernels.keep() and "is full" in capsys.readouterr().out
-    assert not kernels.keep() and not capsys.readouterr().out  # told of once
-    monkeypatch.setattr(kernel_cache, "MOST_BYTES", 40_000)
+    assert not kernels.save() and "is full" in capsys.readouterr().out
+    assert not kernels.save() and not capsys.readouterr().out  # told of once
+    monkeypatch.setattr(kernel_cache, "MAX_BYTES", 40_000)
     smaller = KernelCache(LocalStore(tmp_path / "other"), tmp_path / "smaller", KEY)
     compile_one(smaller.folder, "A", bytes(15_000))
-    assert smaller.keep()
+    assert smaller.save()
     compile_one(smaller.folder, "B", bytes(25_000))
-    assert not smaller.keep() and "is full" in capsys.readouterr().out
+    assert not smaller.save() and "is full" in capsys.readouterr().out
 
 
 def test_kernels_are_kept_once_steps_are_made_and_looked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_cache, "POLL_SECONDS", 0)
-    monkeypatch.setattr(kernel_cache, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(kernel_cache, "SAVE_SECONDS", 0)
     store, folder, kept, seen = LocalStore(tmp_path / "store"), tmp_path / "compiled", [], threading.Event()
     compile_one(folder, "BF16")
 
@@ -128,7 +128,7 @@ def test_kernels_are_kept_once_steps_are_made_and_looked_for_again(
         threading.Event().wait()  # the thread has no end of its own
 
     run = phases()
-    KernelCache(store, folder, KEY).keep_from_the_first_step(lambda: next(run))
+    KernelCache(store, folder, KEY).save_from_first_step(lambda: next(run))
     assert seen.wait(20) and kept == [0, 1, 2]
 
 
@@ -138,14 +138,14 @@ def test_each_key_has_a_folder_of_its_own_for_triton(tmp_path: Path, monkeypatch
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     store, gpu, folders = LocalStore(tmp_path / "store"), torch.device("cuda"), []
     for precision in ("bf16", "fp8"):
-        monkeypatch.setenv(FOLDER, str(tmp_path / "mine"))  # with kernels of other projects, perhaps
+        monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "mine"))  # with kernels of other projects, perhaps
         recipe = load_recipe("gpt2-124m", [f"train.precision={precision}"])
         kernels = KernelCache.here(store, tmp_path / "cache", recipe, gpu)
-        assert kernels and kernels.folder == Path(os.environ[FOLDER])
+        assert kernels and kernels.folder == Path(os.environ[CACHE_VARIABLE])
         assert kernels.prefix == f"cache/triton/{kernels.folder.name}/"
         folders.append(kernels.folder)
     assert len(set(folders)) == 2 and {folder.parent for folder in folders} == {tmp_path / "mine"}
-    monkeypatch.delenv(FOLDER)
+    monkeypatch.delenv(CACHE_VARIABLE)
     kernels = KernelCache.here(store, tmp_path / "cache", recipe, gpu)
     assert kernels and kernels.folder == tmp_path / "cache" / "triton" / folders[1].name
     monkeypatch.setattr("torch.version.hip", "6.4")  # other files, and often another distribution than "triton"
@@ -168,7 +168,7 @@ def test_a_damaged_pack_is_told_of_not_used_and_made_again(tmp_path: Path, capsy
     first, second = (KernelCache(store, tmp_path / name, KEY) for name in ("1", "2"))
     for name in ("A", "B"):
         compile_one(first.folder, name)
-        first.keep()
+        first.save()
     for entry in store.entries("cache/"):
         body = store.get(entry.key) or b""
         if b"A/k.cubin" in body:
@@ -176,7 +176,7 @@ def test_a_damaged_pack_is_told_of_not_used_and_made_again(tmp_path: Path, capsy
     second.fetch()
     assert entries_in(second.folder) == {"B"}  # the other is as good as ever
     assert "is damaged and removed; its kernels are compiled again" in capsys.readouterr().out
-    assert KernelCache(store, first.folder, KEY).keep()  # under the same name
+    assert KernelCache(store, first.folder, KEY).save()  # under the same name
     assert second.fetch() and entries_in(second.folder) == {"A", "B"} and not capsys.readouterr().out
 
 
@@ -184,7 +184,7 @@ def test_a_pack_of_other_things_does_not_keep_the_sound_ones_away(tmp_path: Path
     store = LocalStore(tmp_path / "store")
     first, second = (KernelCache(store, tmp_path / name, KEY) for name in ("1", "2"))
     compile_one(first.folder, "A")
-    first.keep()
+    first.save()
     (sound,) = store.entries("cache/")
     number, bad = 0, tar_of(name="../k.cubin")
     while (name := f"cache/triton/{KEY}/{sha256(bad).hexdigest()}.tar") > sound.key:  # to be read first
@@ -200,8 +200,8 @@ def test_a_store_that_fails_costs_a_line(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "store" / "cache").write_text("in the way")
     compile_one(tmp_path / "compiled", HASH)
     kernels = KernelCache(LocalStore(tmp_path / "store"), tmp_path / "compiled", KEY)
-    assert not kernels.keep()
-    assert "keeping compiled kernels: " in capsys.readouterr().out
+    assert not kernels.save()
+    assert "saving compiled kernels: " in capsys.readouterr().out
 
 
 def tar_of(**changes: object) -> bytes:
@@ -239,7 +239,7 @@ def test_nothing_is_unpacked_that_could_be_anything_else_than_a_kernel(
     tmp_path: Path, changes: dict[str, object]
 ) -> None:
     assert unpack(tar_of(), tmp_path / "fine") == 2
-    with pytest.raises(ValueError, match="which is none"):
+    with pytest.raises(ValueError, match="which is no kernel file"):
         unpack(tar_of(**changes), tmp_path / "bad")
     assert not (tmp_path / "bad").exists() and not (tmp_path / "k.cubin").exists()
 
@@ -248,11 +248,11 @@ def test_a_pack_has_a_limit_both_ways(tmp_path: Path) -> None:
     huge = tmp_path / "compiled" / HASH / "k.cubin"
     huge.parent.mkdir(parents=True)
     with huge.open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
+        file.truncate(MAX_BYTES + 1)
     with pytest.raises(ValueError, match="more than"):
         pack(tmp_path / "compiled", [HASH])
     entry = tarfile.TarInfo(f"{HASH}/k.cubin")
-    entry.size = MOST_BYTES + 1
+    entry.size = MAX_BYTES + 1
     with pytest.raises(ValueError, match="more than"):
         unpack(entry.tobuf(), tmp_path / "other")
     with pytest.raises(ValueError, match="is no tar"):

@@ -156,7 +156,7 @@ def test_the_manifest_of_another_artifact_in_its_place_is_refused(tmp_path: Path
     store = LocalStore(tmp_path)
     other = replace(PLAN, label="other")
     store.put(f"{PLAN.prefix}/MANIFEST.json", json.dumps(asdict(manifest_of(other))).encode())
-    with pytest.raises(DamagedArtifact, match="does not give its fingerprint"):
+    with pytest.raises(DamagedArtifact, match="its identity and its fingerprint do not match"):
         find(store, PLAN)
 
 
@@ -164,7 +164,7 @@ def test_the_manifest_of_another_artifact_in_its_place_is_refused(tmp_path: Path
     ("damage", "fault"),
     [
         (None, "it is missing"),
-        (b"", f"it is 0 bytes long where its manifest says {len(BODY)}"),
+        (b"", f"it is 0 bytes long, but {len(BODY)} bytes in its manifest"),
         (BODY[:-1], f"it is {len(BODY) - 1} bytes long"),
         (BODY + b"x", f"it is {len(BODY) + 1} bytes long"),
         (BODY[:1000] + b"\x01" + BODY[1001:], "sha256 differs"),

@@ -129,9 +129,9 @@ def flip_a_byte(path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "name", "damage", "then", "fault"),
     [
-        ("tokenize", "train_000040.bin", flip_a_byte, ["--set", "train.seed=2"], "not what its manifest says"),
+        ("tokenize", "train_000040.bin", flip_a_byte, ["--set", "train.seed=2"], "different from its manifest"),
         ("tokenize", "val_000003.bin", Path.unlink, ["--set", "evaluate.val_tokens=30000"], "missing"),
-        ("train", "model.safetensors", flip_a_byte, ["--set", "export.dtype=float16"], "not what its manifest says"),
+        ("train", "model.safetensors", flip_a_byte, ["--set", "export.dtype=float16"], "different from its manifest"),
     ],
 )
 def test_a_damaged_artifact_is_named_and_refused(
@@ -415,7 +415,7 @@ def test_an_mlflow_server_that_dies_in_mid_run_stops_nothing_and_misses_nothing(
         mlflow_server.stop()
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    assert re.search(r"warning: MLflow: \d+ records are kept in .* will be shipped by the next run", said), said
+    assert re.search(r"warning: MLflow: \d+ records are kept in .*; the next run ships them", said), said
 
     mlflow_server.start()
     project.environment["SKYTRAIN_MLFLOW_FLUSH_SECONDS"] = "60"

@@ -15,9 +15,9 @@ from pipelines.tracking.account import (
     account,
     account_table,
     account_tags,
-    costs,
-    in_rows,
+    cost_metrics,
     market_of,
+    merge_waits,
     settled_phases,
     total_cost,
 )
@@ -56,11 +56,11 @@ def test_every_node_is_billed_and_hours_of_unknown_price_are_kept_apart_in_every
     unknown = beat(attempt=2, price_per_hour=None, nodes=2, phases={"train": HOUR})
     bill = of(four_nodes, unknown, tokens_before=lambda step: 1000 * step)
     assert bill.total == bill.by_stage["train"] == bill.by_phase["train"] == Cost(6.0, 8.0, 2.0)
-    assert costs(bill)["time/unpriced_hours"] == 2.0
+    assert cost_metrics(bill)["time/unpriced_hours"] == 2.0
     unpriced = of(beat(price_per_hour=None))
-    assert "cost/usd" not in costs(unpriced) and account_tags(unpriced)["usd"] == "unknown"
-    assert bill.usd_per_billion_tokens is None and "cost/usd_per_billion_tokens" not in costs(bill)
-    assert "time/goodput" in costs(bill) and "time/goodput" not in costs(of(beat(stage="tokenize")))
+    assert "cost/usd" not in cost_metrics(unpriced) and account_tags(unpriced)["usd"] == "unknown"
+    assert bill.usd_per_billion_tokens is None and "cost/usd_per_billion_tokens" not in cost_metrics(bill)
+    assert "time/goodput" in cost_metrics(bill) and "time/goodput" not in cost_metrics(of(beat(stage="tokenize")))
 
 
 def test_dollars_are_told_by_stage_by_phase_and_by_market() -> None:
@@ -148,7 +148,7 @@ def test_waits_in_a_row_are_shown_as_one_unless_the_launch_was_down_in_between()
 
     spot = beat(attempt=3, started=1800.0, time=1800.0 + HOUR)
     rooms = [room(1, 0.0), room(2, 900.0), room(4, 6000.0), room(5, 90_000.0), room(6, 90_900.0), room(7, 91_800.0)]
-    shown = list(in_rows(of(spot, *rooms).attempts))
+    shown = list(merge_waits(of(spot, *rooms).attempts))
     assert [number for number, _ in shown] == ["1 to 2", "3", "4", "5 to 7"]
     last = shown[-1][1]
     assert (last.started, last.ended, last.phases) == (90_000.0, 92_400.0, {"idle": 1800.0})

@@ -1,17 +1,192 @@
-"""A run is read from the store alone, and once."""
+"""A run is read from the store alone, and once: its state, sums, names and faults."""
 
+import json
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from pipelines.recipe import load_recipe
+import pytest
+from run_records import (
+    ELSEWHERE,
+    GONE,
+    PLANS,
+    RECIPE,
+    RUN,
+    TRAIN,
+    attempted,
+    done_run,
+    finished,
+    put_heartbeat,
+    recipe_with,
+    recorded,
+)
+
 from pipelines.show.page import run_shown
-from pipelines.stage import STAGES, plans_of, run_name
+from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.compare import compare
-from pipelines.tracking.ledger import claim
-from pipelines.tracking.records import Billing
-from pipelines.tracking.runs import Run, record
+from pipelines.tracking.ledger import this_process
+from pipelines.tracking.records import Heartbeat, Progress
+from pipelines.tracking.runs import (
+    Run,
+    RunRecord,
+    full_name,
+    read_records,
+    read_run,
+    record,
+)
+from trainer.errors import UserError
 from trainer.store import Entry, LocalStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def test_a_run_with_all_its_artifacts_is_done_and_carries_their_facts(store: LocalStore) -> None:
+    summary = Run(store, done_run(store)).summary
+    assert (summary.run, summary.state, summary.attempts) == (RUN, "done", 1)
+    assert (summary.steps, summary.tokens) == (200, 200 * 8192)
+    assert (summary.train_loss, summary.val_loss, summary.hellaswag_acc_norm) == (2.4, 2.45678, 0.2945)
+    assert (summary.billed_hours, summary.usd) == (pytest.approx(2.0), pytest.approx(20.0))
+    assert summary.phases == {"setup": 240.0} | dict.fromkeys(STAGES, 1740.0)
+
+
+LONG_AGO = time.time() - 300
+
+
+@pytest.mark.parametrize(
+    ("beat", "state"),
+    [
+        ({"state": "running", "process": this_process()}, "running"),
+        ({"state": "running", "process": GONE}, "lost"),
+        ({"state": "running", "process": ELSEWHERE}, "running"),
+        ({"state": "running", "process": ELSEWHERE, "time": LONG_AGO}, "lost"),
+        ({"state": "interrupted", "process": this_process()}, "interrupted"),
+        ({"state": "interrupted", "process": GONE}, "interrupted"),
+        ({"state": "failed", "process": GONE}, "failed"),
+        # Done with this stage: about to start the next one, if it lives.
+        ({"state": "done", "process": this_process()}, "running"),
+        ({"state": "done", "process": GONE}, "interrupted"),
+    ],
+)
+def test_the_state_of_an_unfinished_run_is_that_of_its_newest_attempt(
+    store: LocalStore, beat: dict[str, Any], state: str
+) -> None:
+    attempted(store, "train", 1, hours=9, state="failed")
+    attempted(store, "train", 2, hours=0.1, **beat)
+    summary = Run(store, recorded(store)).summary
+    assert (summary.state, summary.attempts) == (state, 2)
+
+
+def test_a_stale_attempt_says_nothing_about_its_run(store: LocalStore) -> None:
+    attempted(store, "train", 1, hours=0.1, state="stale")  # started last, by a clock that goes ahead
+    attempted(store, "train", 2, hours=0.2, state="failed")
+    assert Run(store, recorded(store)).summary.state == "failed"
+
+
+def test_a_run_whose_new_machine_was_up_before_the_old_one_died_is_running(store: LocalStore) -> None:
+    attempted(store, "train", 1, hours=1.0, state="running", process=GONE)
+    attempted(store, "train", 2, hours=3.0, state="running", process=this_process())  # on the bill since it booted
+    assert Run(store, recorded(store)).summary.state == "running"
+
+
+def test_a_run_that_never_started_working_is_interrupted(store: LocalStore) -> None:
+    summary = Run(store, recorded(store)).summary
+    assert (summary.state, summary.attempts, summary.usd, summary.val_loss) == ("interrupted", 1, 0.0, None)
+
+
+def test_how_far_an_unfinished_run_came_is_in_its_heartbeats(store: LocalStore) -> None:
+    attempted(
+        store,
+        "train",
+        1,
+        state="interrupted",
+        progress=Progress(step=120, metrics={"train/loss": 3.0, "val/loss": 3.1}),
+    )
+    attempted(store, "train", 2, state="interrupted", progress=Progress(step=150, metrics={"train/loss": 2.9}))
+    summary = Run(store, recorded(store)).summary
+    assert (summary.steps, summary.tokens) == (150, 150 * 8192)
+    assert (summary.train_loss, summary.val_loss) == (2.9, 3.1)
+
+
+def test_what_another_run_did_for_a_shared_artifact_is_on_its_own_bill(store: LocalStore) -> None:
+    attempted(store, "tokenize", 1, hours=100.0, price_per_hour=10.0, run="other-12345678")
+    attempted(store, "tokenize", 2, hours=0.5, price_per_hour=10.0)
+    summary = Run(store, recorded(store)).summary
+    assert (summary.attempts, summary.usd) == (1, pytest.approx(5.0))
+
+
+def test_asking_for_less_later_forgets_nothing_of_a_run(store: LocalStore) -> None:
+    done_run(store)
+    before = read_run(store, RUN).summary
+    again = recorded(store, until="tokenize")
+    assert (again.until, list(again.prefixes)) == ("export", list(STAGES))
+    assert replace(Run(store, again).summary, updated=0) == replace(before, updated=0)
+
+
+def test_a_run_that_was_asked_for_one_stage_is_done_with_that(store: LocalStore) -> None:
+    finished(store, "tokenize")
+    assert Run(store, recorded(store, until="tokenize")).summary.state == "done"
+    assert recorded(store, until="train").until == "train"
+
+
+def test_a_run_is_found_by_the_beginning_of_its_name() -> None:
+    runs = ["smoke-1a2b3c4d", "smoke-1aaaaaaa", "smoke", "gpt2-124m-99999999"]
+    assert full_name(runs, "gpt", "file:///s") == "gpt2-124m-99999999"
+    assert full_name(runs, "smoke-1a2", "file:///s") == "smoke-1a2b3c4d"
+    assert full_name(runs, "smoke", "file:///s") == "smoke"  # a full name is not ambiguous
+    with pytest.raises(UserError) as several:
+        full_name(runs, "smoke-1a", "file:///s")
+    assert str(several.value) == (
+        "smoke-1a: more than one run begins so in file:///s; there: smoke-1a2b3c4d, smoke-1aaaaaaa"
+    )
+    with pytest.raises(UserError) as none:
+        full_name(runs[:2], "gpt3", "file:///s")
+    assert str(none.value) == "gpt3: no such run in file:///s; there: smoke-1a2b3c4d, smoke-1aaaaaaa"
+    with pytest.raises(UserError, match="there: none yet; `skytrain run RECIPE` makes one"):
+        full_name([], "gpt3", "file:///s")
+
+
+def test_all_runs_are_read_oldest_first(store: LocalStore) -> None:
+    for name, updated in (("b-1", 2.0), ("a-1", 3.0), ("c-1", 1.0)):
+        body = asdict(RunRecord(name, RECIPE.model_dump(), "export", {}, updated))
+        store.put(f"runs/{name}.json", json.dumps(body).encode())
+    assert [r.run for r in read_records(store)] == ["c-1", "b-1", "a-1"]
+    assert [r.run for r in read_records(store, ["a", "b-1"])] == ["b-1", "a-1"]
+
+
+def test_an_evaluation_that_was_asked_for_in_another_way_stays_on_the_bill(store: LocalStore) -> None:
+    before = done_run(store)
+    other = recipe_with("evaluate.val_tokens=4096")
+    plans = plans_of(other)
+    assert plans["evaluate"].prefix != PLANS["evaluate"].prefix
+    for _ in range(2):
+        now = record(store, RUN, other, plans, "export")
+    assert now.earlier["evaluate"] == [before.prefixes["evaluate"]] and now.earlier["train"] == []
+    bill = Run(store, now).account
+    assert bill.total.usd == pytest.approx(20.0) and bill.by_stage["evaluate"].usd == pytest.approx(5.0)
+    assert Run(store, now).summary.attempts == 1
+    again = record(store, RUN, RECIPE, PLANS, "export")  # and back
+    assert again.earlier["evaluate"] == [plans["evaluate"].prefix]
+    assert Run(store, again).account.total.usd == pytest.approx(20.0)
+
+
+def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: LocalStore) -> None:
+    made = done_run(store)
+    key = f"{TRAIN}/attempts/0001/heartbeat.json"
+    store.put(key, b"")
+    bill = Run(store, made).account
+    assert bill.total.usd == pytest.approx(15.0)  # its claim says when it began, and no more
+    assert [fault.split(": damaged")[0] for fault in bill.faults] == [f"{store.uri}/{key}"]
+
+
+def test_a_damaged_record_of_a_run_is_a_mistake_that_is_named(store: LocalStore) -> None:
+    store.put(f"runs/{RUN}.json", b"{}")
+    with pytest.raises(UserError, match=f"runs/{RUN}.json: damaged"):
+        read_records(store)
 
 
 class CountingStore(LocalStore):
@@ -31,21 +206,13 @@ class CountingStore(LocalStore):
 
 def test_everything_that_is_shown_of_a_run_takes_one_look_at_each_of_its_objects(tmp_path: Path) -> None:
     store = CountingStore(tmp_path / "store")
-    recipe = load_recipe("smoke", ["tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}"])
-    plans, before = plans_of(recipe), plans_of(recipe.model_copy(update={"seed": 1}))
-    run = run_name(plans)
-    first = record(store, run, recipe, plans | {"evaluate": replace(before["evaluate"], label="earlier")}, "export")
-    made = record(store, run, recipe, plans, "export")
+    first = record(store, RUN, RECIPE, PLANS | {"evaluate": replace(PLANS["evaluate"], label="earlier")}, "export")
+    made = recorded(store)
     prefixes = {first.prefixes["evaluate"], *made.prefixes.values()}
     assert len(prefixes) == len(STAGES) + 1
-    for prefix in prefixes:
+    for stage, prefix in [("evaluate", first.prefixes["evaluate"]), *made.prefixes.items()]:
         for number in (1, 2):
-            attempt = claim(
-                store, prefix, run, prefix.partition("/")[0].replace("tokens", "tokenize"), number, Billing()
-            )
-            assert attempt
-            with attempt:
-                pass
+            put_heartbeat(store, prefix, Heartbeat(RUN, stage, number, "done", 0.0, 60.0, 1.0))
     store.listings.clear()
     store.reads.clear()
 
@@ -61,3 +228,16 @@ def test_everything_that_is_shown_of_a_run_takes_one_look_at_each_of_its_objects
         f"{prefix}/attempts/": 1 for prefix in prefixes
     }
     assert set(store.listings.values()) == {1}
+
+
+def test_a_record_of_a_newer_format_asks_for_an_upgrade(store: LocalStore) -> None:
+    made = recorded(store)
+    finished(store, "tokenize")
+    keys = (f"runs/{RUN}.json", f"{made.prefixes['tokenize']}/MANIFEST.json")
+    for key in keys:
+        body = json.loads(store.get(key) or b"")
+        store.put(key, json.dumps(body | {"format": 2}).encode())
+    with pytest.raises(UserError, match=f"{store.uri}/{keys[0]}: .* format 2.*upgrade skytrain"):
+        read_run(store, RUN)
+    with pytest.raises(UserError, match=f"{store.uri}/{keys[1]}: .* format 2.*upgrade skytrain"):
+        _ = Run(store, made).summary

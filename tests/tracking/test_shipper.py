@@ -1,4 +1,4 @@
-"""Tracking cannot hurt a run: MLflow may be slow, silent, refusing or gone, and loses nothing by it."""
+"""The shipper loses nothing and doubles nothing, on SQLite and on a real server."""
 
 from __future__ import annotations
 
@@ -13,46 +13,35 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import MlflowServer, free_ports
+from mlflow_runs import (
+    RUN,
+    Seen,
+    free_port,
+    log_losses,
+    losses,
+    mlflow_server,
+    remove_tracking_settings,
+    ship,
+    sqlite_uri,
+    started,
+    until,
+    written,
+)
 
 from pipelines.cloud.checks import mlflow_answers
-from pipelines.tracking.mlflow import tracker as tracking
-from pipelines.tracking.mlflow.tracker import Refused, Shipper, Tracker, groups, position_file, read_position
-from trainer.errors import UserError
-from trainer.store import LocalStore
-
-RUN = "smoke-1a2b"
+from pipelines.tracking.mlflow import shipper as shipping
+from pipelines.tracking.mlflow.journal import Metrics, Record, Tags, position_file, read_position, write_position
+from pipelines.tracking.mlflow.shipper import Refused, Shipper, groups
 
 
 @pytest.fixture(autouse=True)
-def only_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("MLFLOW_", "SKYTRAIN_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextmanager
-def mlflow_server(folder: Path, port: int) -> Iterator[str]:
-    """The URI of a tracking server that is up when this is entered."""
-    server = MlflowServer(folder, port)
-    server.start()
-    try:
-        yield server.uri
-    finally:
-        server.stop()
+def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove_tracking_settings(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -68,64 +57,6 @@ def blackhole() -> Iterator[str]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def until(condition: Any, seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain until {what}"
-        time.sleep(0.05)
-
-
-def sqlite_uri(folder: Path) -> str:
-    return f"sqlite:///{folder}/mlflow.db"
-
-
-def started(folder: Path, uri: str, run: str = RUN) -> Tracker:
-    tracker = Tracker(folder / "work", run, default_uri=uri)
-    tracker.start()
-    return tracker
-
-
-def written(folder: Path) -> Tracker:
-    """A tracker whose log is written, with no process behind it: the shipper is then run in this one."""
-    tracker = Tracker(folder / "work", RUN, default_uri=sqlite_uri(folder))
-    tracker._keep_shipping = lambda: None  # type: ignore[method-assign]
-    tracker.start()
-    return tracker
-
-
-def ship(folder: Path, uri: str | None = None) -> None:
-    Shipper(folder / "work" / "mlflow.jsonl", uri or sqlite_uri(folder)).ship(until_end=True)
-
-
-class Seen:
-    """What MLflow has of a run, read back by its own client."""
-
-    def __init__(self, uri: str, run: str = RUN) -> None:
-        from mlflow import MlflowClient
-
-        self.client = MlflowClient(uri)
-        experiment = self.client.get_experiment_by_name("skytrain")
-        found = self.client.search_runs([experiment.experiment_id], f"tags.`skytrain.run` = '{run}'")
-        self.runs = {r.info.run_name: r for r in found}
-        assert len(self.runs) == len(found), f"run names appear twice: {[r.info.run_name for r in found]}"
-
-    def points(self, name: str, key: str) -> list[tuple[int, float]]:
-        history = self.client.get_metric_history(self.runs[name].info.run_id, key)
-        return sorted((m.step, m.value) for m in history)
-
-
-def losses(steps: int) -> list[tuple[int, float]]:
-    return [(step, 11.0 / (step + 1)) for step in range(steps)]
-
-
-def log_losses(tracker: Tracker, steps: int) -> None:
-    for step, loss in losses(steps):
-        tracker.metrics("train", step, 1.8e9 + step, {"train/loss": loss})
-
-
-# --- what is shipped, checked in this process on SQLite
 
 
 def test_a_run_is_a_parent_with_a_nested_run_for_each_stage(tmp_path: Path) -> None:
@@ -260,46 +191,6 @@ def test_a_table_is_an_artifact_of_its_run_and_one_that_has_nowhere_to_go_holds_
     assert Seen(sqlite_uri(tmp_path)).points(RUN, "cost/usd") == [(0, 2.0)]
 
 
-@pytest.mark.slow
-def test_a_journal_holds_what_every_machine_told_in_the_order_of_their_sessions(tmp_path: Path) -> None:
-    store, uri, fresh = LocalStore(tmp_path / "store"), sqlite_uri(tmp_path), f"sqlite:///{tmp_path}/fresh.db"
-    for machine, steps in (("z", range(1, 6)), ("a", range(4, 9))):  # by name they would come the other way round
-        tracker = written(tmp_path / machine)
-        tracker.stage_started("train", {"seed": 1}, {"machine": machine})
-        for step in steps:
-            tracker.metrics("train", step, 1.9e9 + step + (machine == "a"), {"train/loss": 10.0 - step})
-            tracker.keep_journal(store)
-        with tracker.log.open("ab") as log:
-            log.write(b'{"kind": "met')  # the end of a line is still to come
-        tracker.keep_journal(store)
-        ship(tmp_path / machine, uri)
-    pieces = store.entries(f"tracking/{RUN}/")
-    assert len(pieces) == 10
-    assert tracking.rebuild(store, RUN, fresh) == 2
-    for known in (Seen(uri), Seen(fresh)):
-        train = known.runs[f"{RUN}/train"]
-        assert known.points(f"{RUN}/train", "train/loss") == [(step, 10.0 - step) for step in range(1, 9)]
-        assert (train.data.params, train.data.tags["machine"]) == ({"seed": "1"}, "a")
-    times = [
-        [m.timestamp for m in seen.client.get_metric_history(seen.runs[f"{RUN}/train"].info.run_id, "train/loss")]
-        for seen in (Seen(uri), Seen(fresh))
-    ]
-    assert sorted(times[0]) == sorted(times[1])
-
-
-@pytest.mark.slow
-def test_a_rebuild_gives_up_on_a_server_that_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "2")
-    store, (port,) = LocalStore(tmp_path / "store"), free_ports(1)
-    tracker = written(tmp_path)
-    tracker.metrics(None, 0, 1.9e9, {"cost/usd": 2.0})
-    tracker.keep_journal(store)
-    began = time.monotonic()
-    with pytest.raises(UserError, match=f"http://127.0.0.1:{port} has taken nothing for 2 s .*start it, or name"):
-        tracking.rebuild(store, RUN, f"http://127.0.0.1:{port}")
-    assert time.monotonic() - began < 30
-
-
 def test_of_two_parents_made_at_once_the_older_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = sqlite_uri(tmp_path)
     for machine in ("a", "b"):
@@ -338,25 +229,25 @@ def test_a_refusal_that_a_passing_fault_explains_drops_nothing(tmp_path: Path, m
     outcomes = iter([Refused("400"), ConnectionError("no"), Refused("400"), ConnectionError("no"), None])
     sent = []
 
-    def send(group: list[dict[str, Any]]) -> None:
-        if group[0]["kind"] == "metrics":
+    def send(group: list[Record]) -> None:
+        if isinstance(group[0], Metrics):
             assert read_position(shipper.position) < tracker.log.stat().st_size, "noted before it was shipped"
             if outcome := next(outcomes):
                 raise outcome
-        sent.append(group[0]["kind"])
+        sent.append(group[0].kind)
 
     monkeypatch.setattr(shipper, "_send", send)
-    monkeypatch.setattr(tracking.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(shipping.time, "sleep", lambda seconds: None)
     shipper.ship(until_end=True)
     assert sent == ["session", "metrics"]
 
 
 def test_metrics_go_in_groups_of_one_stage_that_mlflow_takes() -> None:
-    def metric(stage: str, values: int) -> dict[str, Any]:
-        return {"kind": "metrics", "stage": stage, "values": {str(i): 0.0 for i in range(values)}}
+    def metric(stage: str, values: int) -> Metrics:
+        return Metrics(0.0, stage, 0, {str(i): 0.0 for i in range(values)})
 
-    tags = {"kind": "tags", "stage": "train", "tags": {}}
-    log = [
+    tags = Tags(0.0, "train", {})
+    log: list[Record] = [
         *[metric("train", 400)] * 3,
         tags,
         tags,
@@ -369,117 +260,6 @@ def test_metrics_go_in_groups_of_one_stage_that_mlflow_takes() -> None:
         (2, 2), (1, 3), (1, 4), (1, 5), (1, 6), (1, 7), (1, 8)
     ]  # fmt: skip
     assert [record for group, _ in grouped for record in group] == log
-
-
-def test_a_line_that_a_crash_cut_in_two_costs_only_itself(tmp_path: Path) -> None:
-    tracker = written(tmp_path)
-    tracker.metrics("train", 0, 1.8e9, {"train/loss": 11.0})
-    with open(tracker.log, "ab") as log:
-        log.write(b'{"kind": "metrics", "time": 1.8e9, "sta')
-    again = written(tmp_path)
-    again.metrics("train", 1, 1.8e9, {"train/loss": 5.5})
-    ship(tmp_path)
-    assert Seen(sqlite_uri(tmp_path)).points(f"{RUN}/train", "train/loss") == losses(2)
-
-
-# --- the run's side, where MLflow is absent or silent
-
-
-def test_tracking_off_writes_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
-    tracker = started(tmp_path, sqlite_uri(tmp_path))
-    tracker.stage_started("train", {}, {})
-    log_losses(tracker, 3)
-    tracker.stage_ended("train", "FINISHED")
-    assert tracker.close() is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tracking_is_on_or_off_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_TRACKING", "maybe")
-    with pytest.raises(UserError, match="SKYTRAIN_TRACKING: 'maybe' is neither on nor off"):
-        Tracker(tmp_path, RUN, default_uri="sqlite:///d")
-
-
-def test_the_tracking_uri_is_the_given_one_then_the_environments_then_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert Tracker(tmp_path, RUN, default_uri="sqlite:///d").uri == "sqlite:///d"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://e")
-    assert Tracker(tmp_path, RUN, default_uri="sqlite:///d").uri == "http://e"
-    assert Tracker(tmp_path, RUN, uri="http://g", default_uri="sqlite:///d").uri == "http://g"
-
-
-@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_a_flush_time_that_is_none_is_the_users_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", text)
-    with pytest.raises(UserError, match="SKYTRAIN_MLFLOW_FLUSH_SECONDS.*for example"):
-        Tracker(tmp_path, RUN, default_uri="sqlite:///d")
-
-
-def test_the_run_goes_on_without_an_importable_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "mlflow.py").write_text("raise ImportError('none here')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
-    tracker = started(tmp_path, sqlite_uri(tmp_path))
-    log_losses(tracker, 3)
-    until(lambda: tracker._shipper and tracker._shipper.poll() is not None, 30, "the shipper gave up")
-    tracker.stage_ended("train", "FINISHED")
-    assert tracker.close() == (
-        f"MLflow: 4 records are kept in {tracker.log} and will be shipped by the next run "
-        f"(the reason is in {tracker.shipper_log})"
-    )
-    assert tracker.shipper_log.read_text().count("mlflow cannot be imported: ImportError: none here") == 1
-
-
-def test_a_work_folder_that_cannot_be_written_is_a_notice_and_no_error(tmp_path: Path) -> None:
-    (tmp_path / "work").write_text("a file where the folder should be")
-    tracker = started(tmp_path, sqlite_uri(tmp_path))
-    tracker.stage_started("train", {}, {})
-    log_losses(tracker, 2)
-    assert str(tracker.close()).startswith("MLflow: records are lost")
-
-
-def test_a_full_disk_is_a_notice_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0")
-    tracker = written(tmp_path)
-    full = os.open("/dev/full", os.O_WRONLY)
-    kept, tracker._fd = tracker._fd, full
-    log_losses(tracker, 2)
-    tracker._fd = kept
-    os.close(full)
-    assert str(tracker.close()).startswith("MLflow: records are lost")
-
-
-def test_a_deleted_log_takes_its_position_with_it(tmp_path: Path) -> None:
-    first = written(tmp_path)
-    log_losses(first, 50)
-    ship(tmp_path)
-    first.log.unlink()
-    second = written(tmp_path)
-    second.metrics("train", 99, 1.8e9, {"train/loss": 0.5})
-    ship(tmp_path)
-    assert Seen(sqlite_uri(tmp_path)).points(f"{RUN}/train", "train/loss") == [*losses(50), (99, 0.5)]
-
-
-def test_the_runs_own_process_never_imports_mlflow(tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from pipelines.tracking.mlflow.tracker import Tracker\n"
-        f"t = Tracker(Path({str(tmp_path)!r}), 'r', default_uri='http://127.0.0.1:9'); t.start()\n"
-        "t.stage_started('train', {}, {}); t.metrics('train', 0, 1.8e9, {'a': 1}); t.close()\n"
-        "print('mlflow' in sys.modules)"
-    )
-    environment = os.environ | {
-        "SKYTRAIN_MLFLOW_FLUSH_SECONDS": "0",
-        "PYTHONPATH": str(Path(tracking.__file__).parents[3]),
-    }
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "False", done.stderr
-
-
-# --- two processes and a real server
 
 
 @pytest.mark.slow
@@ -499,7 +279,7 @@ def test_a_killed_shipper_loses_and_doubles_nothing(tmp_path: Path, server: str)
     tracker._shipper.wait()
     assert read_position(position) < tracker.log.stat().st_size, "killed too late to show anything"
     # The kill may come between MLflow's commit and the position. Force it, with the widest possible gap.
-    tracking.write_position(position, 0)
+    write_position(position, 0)
     tracker.stage_ended("train", "FINISHED")
     tracker.flush_seconds = 120
     assert tracker.close() is None
@@ -625,7 +405,7 @@ def test_a_shipper_does_not_outlive_its_run(tmp_path: Path, blackhole: str) -> N
         f"t = Tracker(Path({str(tmp_path)!r}), 'r', default_uri={blackhole!r}); t.start()\n"
         "print(t._shipper.pid, flush=True); import time; time.sleep(600)"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(tracking.__file__).parents[3])}
+    environment = os.environ | {"PYTHONPATH": str(Path(shipping.__file__).parents[3])}
     parent = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
     assert parent.stdout
     shipper = int(parent.stdout.readline())
@@ -662,8 +442,8 @@ def test_a_leftover_log_can_be_shipped_by_hand(tmp_path: Path) -> None:
     log_losses(tracker, 5)
     environment = os.environ | {
         "MLFLOW_TRACKING_URI": tracker.uri,
-        "PYTHONPATH": str(Path(tracking.__file__).parents[3]),
+        "PYTHONPATH": str(Path(shipping.__file__).parents[3]),
     }
-    command = [sys.executable, "-m", "pipelines.tracking.mlflow.tracker", str(tracker.log)]
+    command = [sys.executable, "-m", "pipelines.tracking.mlflow", str(tracker.log)]
     subprocess.run(command, env=environment, check=True, timeout=300)
     assert Seen(tracker.uri).points(f"{RUN}/train", "train/loss") == losses(5)

@@ -1,0 +1,219 @@
+"""Garbage collection removes what nothing needs, and nothing else."""
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_records import ELSEWHERE, GONE, PLANS, RUN, TRAIN, attempted, finished, put_heartbeat, recorded
+
+from pipelines import cli, gc
+from pipelines.artifacts.manifest import ArtifactPlan, File, scratch
+from pipelines.gc import Leftover, leftovers, remove
+from pipelines.tracking.ledger import this_process
+from pipelines.tracking.records import Heartbeat, ProcessId
+from trainer.store import PARTIAL, LocalStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+DAY = 86_400.0
+
+
+def put(store: LocalStore, key: str, days_old: float = 0.0) -> str:
+    store.put(key, b"12345")
+    then = time.time() - days_old * DAY
+    os.utime(store.path_of(key), (then, then))
+    return key
+
+
+def age_all(store: LocalStore, days: float) -> None:
+    for entry in store.entries(""):
+        put_back = time.time() - days * DAY
+        os.utime(store.path_of(entry.key), (put_back, put_back))
+
+
+def found(store: LocalStore, home: Path, days: float = 7.0) -> list[str]:
+    return [leftover.key for leftover in leftovers(store, home, days)]
+
+
+def test_of_a_finished_artifact_goes_what_its_manifest_does_not_name(store: LocalStore, tmp_path: Path) -> None:
+    kept = [put(store, f"{TRAIN}/a0002/model.safetensors")]
+    kept += [put(store, f"{TRAIN}/metrics/step-00000004-a0001.jsonl")]
+    gone = [put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/{name}") for name in ("a.safetensors", "COMMIT.json")]
+    gone += [put(store, f"{TRAIN}/a0001/model.safetensors"), put(store, f"{TRAIN}/shards/000000.json")]
+    attempted(store, "train")
+    finished(store, "train", (File("model.safetensors", "a0002/model.safetensors", 5, "0" * 64),))
+    recorded(store)
+    before = {entry.key for entry in store.entries("")}
+    going = found(store, tmp_path)
+    assert sorted(going) == sorted(gone)
+    assert going[0].endswith("/COMMIT.json")  # the marker first: what is half deleted was never committed
+    for leftover in list(leftovers(store, tmp_path, 7.0)):
+        remove(store, leftover)
+    assert {entry.key for entry in store.entries("")} == before - set(gone)
+    assert set(kept) < before - set(gone)
+    assert found(store, tmp_path) == []
+
+
+def test_an_interrupted_run_can_be_resumed_until_it_is_old(store: LocalStore, tmp_path: Path) -> None:
+    sound = [put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/{name}") for name in ("COMMIT.json", "a.st")]
+    torn = put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st")
+    shard = put(store, f"{PLANS['tokenize'].prefix}/a0001/val_000000.bin")
+    receipt = put(store, f"{PLANS['tokenize'].prefix}/shards/000000.json")
+    series = put(store, f"{TRAIN}/metrics/step-00000004-a0001.jsonl")
+    for stage in ("tokenize", "train"):
+        attempted(store, stage, state="interrupted")
+    assert found(store, tmp_path) == [torn]
+    age_all(store, days=6.9)
+    assert found(store, tmp_path) == [torn]
+    age_all(store, days=7.1)
+    assert set(found(store, tmp_path)) == {*sound, torn, shard, receipt}
+    assert found(store, tmp_path, days=8.0) == [torn]
+    assert series not in found(store, tmp_path, days=0.0)
+
+
+def test_a_run_that_was_tried_again_lately_is_not_old(store: LocalStore, tmp_path: Path) -> None:
+    put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/COMMIT.json", days_old=30)
+    attempted(store, "train", 1, state="interrupted")
+    age_all(store, days=30)
+    attempted(store, "train", 2, state="interrupted")  # died before its first commit
+    assert found(store, tmp_path) == []
+
+
+@pytest.mark.parametrize("process", [this_process(), ELSEWHERE])
+def test_nothing_of_an_attempt_that_may_be_alive_goes(store: LocalStore, tmp_path: Path, process: ProcessId) -> None:
+    put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st", days_old=30)
+    attempted(store, "train", state="running", process=process)
+    assert found(store, tmp_path, days=0.0) == []
+
+
+def test_of_an_attempt_that_died_without_a_word_goes_what_was_never_committed(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    torn = put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st")
+    put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/COMMIT.json")
+    attempted(store, "train", state="running", process=GONE)
+    assert found(store, tmp_path) == [torn]
+
+
+def test_an_artifact_whose_manifest_is_damaged_is_passed_over_and_named(store: LocalStore, tmp_path: Path) -> None:
+    tokens = PLANS["tokenize"].prefix
+    for prefix in (tokens, TRAIN):
+        put(store, f"{prefix}/a0001/superfluous")
+    for stage in ("tokenize", "train"):
+        attempted(store, stage)
+        finished(store, stage)
+    store.put(f"{tokens}/MANIFEST.json", b"{")
+    notes: list[str] = []
+    assert [e.key for e in leftovers(store, tmp_path, 0.0, notes.append)] == [f"{TRAIN}/a0001/superfluous"]
+    assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}/MANIFEST.json: damaged")
+
+
+def test_what_a_stale_attempt_commits_behind_a_finished_artifact_goes(store: LocalStore, tmp_path: Path) -> None:
+    attempted(store, "train", 2)
+    finished(store, "train")
+    late = [put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/{name}") for name in ("COMMIT.json", "a.st")]
+    assert found(store, tmp_path) == late
+
+
+def test_an_artifact_that_is_finished_while_we_look_loses_nothing(tmp_path: Path) -> None:
+    """The attempt commits between any two of the looks that gc takes."""
+    for number in range(6):
+        fresh = LocalStore(tmp_path / f"store-{number}")
+        model = put(fresh, f"{TRAIN}/a0001/model.safetensors")
+        attempted(fresh, "train", state="running", process=this_process())
+        calls = 0
+
+        def look(how: Callable[..., Any], *arguments: Any, number: int = number, fresh: LocalStore = fresh) -> Any:
+            nonlocal calls
+            if calls == number:
+                file = File("model.safetensors", "a0001/model.safetensors", 5, "0" * 64)
+                finished(LocalStore(fresh.root), "train", (file,))
+                beat = Heartbeat(RUN, "train", 1, "done", 0.0, 1.0, 0.0, this_process())
+                put_heartbeat(LocalStore(fresh.root), TRAIN, beat)
+            calls += 1
+            return how(*arguments)
+
+        plain = LocalStore(fresh.root)
+        fresh.entries = partial(look, plain.entries)  # type: ignore[method-assign]
+        fresh.get = partial(look, plain.get)  # type: ignore[method-assign]
+        going = found(fresh, tmp_path, days=0.0)
+        assert model not in going and f"{TRAIN}/MANIFEST.json" not in going, f"look {number}"
+
+
+def test_half_written_files_of_killed_processes_go_once_nobody_can_be_writing_them(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    put(store, f"{TRAIN}/a0001/model.safetensors")
+    attempted(store, "train", state="interrupted")
+    old, young = (store.root / TRAIN / "a0001" / f"{PARTIAL}{name}" for name in ("old", "young"))
+    cached = tmp_path / "cache" / ("0" * 64) / f"{PARTIAL}old"
+    cached.parent.mkdir(parents=True)
+    for path in (old, young, cached):
+        path.write_bytes(b"123")
+    for path in (old, cached):
+        os.utime(path, (time.time() - 3700, time.time() - 3700))
+    going = list(leftovers(store, tmp_path, 7.0))
+    assert {leftover.path for leftover in going} == {old, cached} and all(x.size == 3 for x in going)
+    for leftover in going:
+        remove(store, leftover)
+        remove(store, leftover)  # gone already is fine
+    assert young.exists() and not old.exists() and not cached.exists()
+    assert store.get(f"{TRAIN}/a0001/model.safetensors") == b"12345"
+
+
+def test_scratch_goes_once_its_attempt_is_over(store: LocalStore, tmp_path: Path) -> None:
+    def work_in(number: int, prefix: str = TRAIN, node: str = "") -> Path:
+        folder = scratch(tmp_path, store, prefix) / f"a{number:04d}{node}"
+        (folder / "checkpoint").mkdir(parents=True)
+        (folder / "checkpoint" / "train.log").write_bytes(b"1234")
+        return folder
+
+    attempted(store, "train", 1, state="interrupted")
+    attempted(store, "train", 2, state="running", process=GONE)
+    attempted(store, "train", 3, state="running", process=this_process())
+    interrupted, killed, alive = (work_in(number) for number in (1, 2, 3))
+    lent, lending = work_in(1, node="-node1"), work_in(3, node="-node1")
+    unknown = work_in(1, PLANS["export"].prefix)  # the store was made anew meanwhile
+    of_another_store = scratch(tmp_path, LocalStore(tmp_path / "other"), TRAIN) / "a0001"
+    of_another_store.mkdir(parents=True)
+    going = list(leftovers(store, tmp_path, 7.0))
+    assert {leftover.path for leftover in going} == {interrupted, killed, unknown, lent}
+    assert {leftover.size for leftover in going} == {4}
+    for leftover in going:
+        remove(store, leftover)
+    assert [folder.exists() for folder in (interrupted, killed, unknown, alive)] == [False, False, False, True]
+    assert of_another_store.exists() and lending.exists() and not lent.exists()
+
+
+def test_a_dry_run_tells_all_and_deletes_nothing(
+    store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path))
+    torn = put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st")
+    attempted(store, "train", state="failed")
+    folder = scratch(tmp_path, store, TRAIN) / "a0001"
+    folder.mkdir(parents=True)
+    before = sorted(path for path in tmp_path.rglob("*"))
+    cli.gc(store=store.uri, dry_run=True)
+    told = capsys.readouterr().out
+    assert torn in told and str(folder) in told and f"2 objects, 5 bytes would be removed in {store.uri}" in told
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    cli.gc(store=store.uri, dry_run=False)
+    assert capsys.readouterr().out == told.replace("would be removed", "removed")
+    assert store.get(torn) is None and not folder.exists()
+    cli.gc(store=store.uri)
+    assert capsys.readouterr().out == f"0 objects, 0 bytes removed in {store.uri}\n"
+
+
+def test_an_empty_store_has_no_leftovers(store: LocalStore, tmp_path: Path) -> None:
+    assert list(leftovers(store, tmp_path / "nowhere", 0.0)) == []
+    assert gc.artifacts(store) == [] and Leftover("k", 1, "why").path is None
+    assert ArtifactPlan("train", "x", {}).prefix.startswith("train/x-")
