@@ -65,8 +65,9 @@ class Work:
     stop: StopSignal
     head: Head | None = None  # of several nodes
     clock: PhaseClock = field(default_factory=PhaseClock)
-    # Of what runs in torchrun's processes: seconds by phase, and the phase since then.
-    ranks: tuple[dict[str, float], str] = field(default_factory=lambda: ({}, "setup"))
+    before_ranks: "Callable[[Work], None] | None" = None  # called before train starts its ranks; may raise Interrupted
+    # Of torchrun's processes: seconds by phase, and the phase since then.
+    rank_phases: tuple[dict[str, float], str] = field(default_factory=lambda: ({}, "setup"))
 
     def __post_init__(self) -> None:
         self.attempt.clock = self.phases
@@ -92,9 +93,9 @@ class Work:
         self.attempt.report(metrics, **progress)
 
     def phases(self, now: float) -> dict[str, float]:
-        """Seconds by phase so far, of this process and of the ranks it waited for. From any thread."""
-        told, since_then = self.ranks
-        return self.clock.inside("ranks", told, since_then, now)
+        """Seconds by phase so far, of this process and of the ranks that it waited for. From any thread."""
+        seconds, current = self.rank_phases
+        return self.clock.inside("ranks", seconds, current, now)
 
     def check(self) -> None:
         """Leave if asked to stop, or if a newer attempt has taken over."""
@@ -185,6 +186,7 @@ class Pipeline:
     # Looked at with every heartbeat, in its thread; a reason that one returns stops the run for good.
     watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
     head: Head | None = None  # of several nodes
+    before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
     _before: list[StoredHeartbeat] = field(default_factory=list)  # this run's other attempts, as the one at work began
@@ -245,7 +247,7 @@ class Pipeline:
             self.skipped[stage] = False
             self.made[stage] = self._existing(stage) or self._make(stage)
             if stage == "train" and self.head:
-                self.head.trained()
+                self.head.release_workers()
 
     def _existing(self, stage: str) -> Manifest | None:
         manifest = find(self.store, self.plans[stage])
@@ -325,6 +327,7 @@ class Pipeline:
             self.screen,
             self.stop,
             self.head,
+            before_ranks=self.before_ranks,
         )
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
         self.tracker.stage_started(stage, self._params(stage), self._tags(stage, attempt))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,30 @@ from servers import LOOPBACK, free_ports
 
 from pipelines.artifacts.manifest import ArtifactPlan, read_manifest
 from pipelines.artifacts.store import S3Store
-from pipelines.nodes import head as nodes
-from pipelines.nodes.head import (
-    Head,
-    NodeAddress,
-    NodeResult,
-    failure,
-    hear,
-    interface_to,
-    kind_and_message,
-    this_node,
+from pipelines.nodes import connection as connections
+from pipelines.nodes import head as heads
+from pipelines.nodes.address import NodeAddress, interface_to, this_node
+from pipelines.nodes.connection import Socket, connect_to_head, receive
+from pipelines.nodes.head import Head
+from pipelines.nodes.messages import (
+    Beat,
+    End,
+    Hello,
+    MakeParts,
+    Message,
+    StartRanks,
+    StopNotice,
+    Trained,
+    WorkDone,
+    message_from_json,
+    message_to_json,
 )
+from pipelines.nodes.ranks import RankSpec
+from pipelines.nodes.results import NodeResult, kind_and_message
 from pipelines.nodes.worker import run_worker
 from pipelines.recipe import load_recipe
 from pipelines.show.console import TerminalScreen
+from pipelines.text.parts import PartsProgress
 from trainer.errors import Interrupted, UserError
 from trainer.process import DRILL, StopSignal
 from trainer.shards import local_shards
@@ -47,32 +57,40 @@ def stop() -> StopSignal:
 
 
 @pytest.fixture
-def place() -> NodeAddress:
+def address() -> NodeAddress:
     return NodeAddress(0, 3, LOOPBACK, free_ports(1)[0])
 
 
 @pytest.fixture
-def head(place: NodeAddress, stop: StopSignal) -> Iterator[Head]:
-    with Head(place, "tiny-0123", stop, lambda error: 75) as head:
+def head(address: NodeAddress, stop: StopSignal) -> Iterator[Head]:
+    with Head(address, "tiny-0123", stop, lambda error: 75) as head:
         yield head
 
 
-def call(head: Head, node: int, run: str = "tiny-0123") -> "Connection[Any, Any]":
-    """A node's end of its line, in the hands of a test."""
-    connection = Client((LOOPBACK, head.place.port))
-    connection.send_bytes(b'{"node": %d, "run": "%s", "processes": 4}' % (node, run.encode()))
+def call(head: Head, node: int, run: str = "tiny-0123") -> Socket:
+    """A worker's end of its connection."""
+    connection = Client((LOOPBACK, head.address.port))
+    send(connection, Hello(node, run, 4))
     return connection
 
 
-def next_told(connection: "Connection[Any, Any]") -> dict[str, Any]:
-    """What the head says next, its beats apart."""
-    while "beat" in (told := hear(connection, 10) or {}):
+def send(connection: Socket, message: Message) -> None:
+    connection.send_bytes(message_to_json(message))
+
+
+def next_message(connection: Socket) -> Message | None:
+    """The next message but heartbeats."""
+    while isinstance(message := receive(connection, 10), Beat):
         pass
-    return told
+    return message
+
+
+def spec(attempt: int) -> RankSpec:
+    return RankSpec(1.0, 0, load_recipe("smoke"), "file:///store", "tokens/a-1", "train/a-1", attempt, 3600.0)
 
 
 @pytest.mark.parametrize(
-    ("environment", "place"),
+    ("environment", "address"),
     [
         ({}, NodeAddress()),
         ({"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"}, NodeAddress()),
@@ -87,10 +105,10 @@ def next_told(connection: "Connection[Any, Any]") -> dict[str, Any]:
     ],
 )
 def test_the_environment_says_which_node_this_is(
-    environment: dict[str, str], place: NodeAddress, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], address: NodeAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", environment)
-    assert this_node() == place
+    assert this_node() == address
 
 
 @pytest.mark.parametrize(
@@ -114,98 +132,126 @@ def test_the_interface_is_the_one_that_leads_to_the_head() -> None:
     assert interface_to("no such host") is None
 
 
+@pytest.mark.parametrize(
+    ("message", "wire"),
+    [
+        (Beat(), {"beat": True}),
+        (Hello(1, "tiny-0123", 4), {"node": 1, "run": "tiny-0123", "processes": 4}),
+        (PartsProgress(500, 100), {"there": 500, "new": 100}),
+        (WorkDone(2, NodeResult(1)), {"ended": 2, "node": 1, "kind": None, "words": ""}),
+        (WorkDone(2, NodeResult(1, "mistake", "no")), {"ended": 2, "node": 1, "kind": "mistake", "words": "no"}),
+        (StopNotice("SIGTERM"), {"stop": "SIGTERM"}),
+        (MakeParts(1, 7), {"tokenize": 1, "attempt": 7}),
+        (StartRanks(1, spec(7), 1234), {"train": 1, "spec": spec(7).to_json(), "port": 1234}),
+        (Trained(), {"trained": True}),
+        (End(75, "SIGTERM"), {"end": 75, "why": "SIGTERM"}),
+    ],
+)
+def test_a_message_arrives_as_it_was_sent(message: Message, wire: dict[str, Any]) -> None:
+    assert json.loads(message_to_json(message)) == wire
+    assert message_from_json(message_to_json(message)) == message
+
+
 def test_a_head_waits_for_all_nodes_and_tells_them_what_to_train(head: Head) -> None:
     one, two = call(head, 1), call(head, 2)
-    assert head.gathered(4) == 12
-    port = head.begin({"attempt": 7})
+    assert head.wait_for_workers(4) == 12
+    port = head.start_ranks(spec(7))
     for connection in (one, two):
-        assert next_told(connection) == {"train": 1, "spec": {"attempt": 7}, "port": port}
-    one.send_bytes(b'{"ended": 1, "node": 1, "kind": null, "words": ""}')
-    assert not head.failed()
-    two.send_bytes(b'{"ended": 1, "node": 2, "kind": "mistake", "words": "no GPU"}')
-    assert head.parts() == [NodeResult(1), NodeResult(2, "mistake", "no GPU")]
-    assert head.failed()
-    head.begin({"attempt": 8})
-    assert not head.failed()  # what has ended was the round before
-    head.trained()
-    assert [next_told(one)["train"], next_told(one)] == [2, {"trained": True}]
+        assert next_message(connection) == StartRanks(1, spec(7), port)
+    send(one, WorkDone(1, NodeResult(1)))
+    assert not head.has_failed()
+    send(two, WorkDone(1, NodeResult(2, "mistake", "no GPU")))
+    assert head.wait_for_results() == [NodeResult(1), NodeResult(2, "mistake", "no GPU")]
+    assert head.has_failed()
+    port = head.start_ranks(spec(8))
+    assert not head.has_failed()  # the results were those of the round before
+    head.release_workers()
+    assert [next_message(one), next_message(one)] == [StartRanks(2, spec(8), port), Trained()]
 
 
 def test_a_head_hears_how_far_the_others_are_with_their_parts_and_what_went_wrong(head: Head) -> None:
     one, two = call(head, 1), call(head, 2)
-    head.gathered(0)
-    head.begin_parts(7)
-    assert [next_told(node) for node in (one, two)] == [{"tokenize": 1, "attempt": 7}] * 2
-    assert (head.told(), head.ended()) == ([], [])
-    for node, there in ((one, 500), (two, 300), (two, 400)):
-        node.send_bytes(b'{"there": %d, "new": 100}' % there)
-    wait_for(lambda: sorted(head.told()) == [(400, 100), (500, 100)])
-    one.send_bytes(b'{"ended": 1, "node": 1, "kind": "mistake", "words": "cut off"}')
-    wait_for(head.ended)
-    error = failure(head.ended()[0])
-    assert isinstance(error, UserError) and str(error) == "cut off"
-    assert isinstance(failure(NodeResult(2, *kind_and_message(KeyError("x"), Path("work")))), RuntimeError)
-    full = failure(NodeResult(2, *kind_and_message(OSError(errno.ENOSPC, "No space left on device"), Path("work"))))
+    head.wait_for_workers(0)
+    head.make_parts(7)
+    assert [next_message(node) for node in (one, two)] == [MakeParts(1, 7)] * 2
+    assert (head.parts_progress(), head.results()) == ([], [])
+    for node, stored in ((one, 500), (two, 300), (two, 400)):
+        send(node, PartsProgress(stored, 100))
+    wait_for(lambda: {progress.stored for progress in head.parts_progress()} == {400, 500})
+    send(one, WorkDone(1, NodeResult(1, "mistake", "truncated")))
+    wait_for(head.results)
+    error = head.results()[0].error
+    assert isinstance(error, UserError) and str(error) == "truncated"
+    assert isinstance(NodeResult(2, *kind_and_message(KeyError("x"), Path("work"))).error, RuntimeError)
+    full = NodeResult(2, *kind_and_message(OSError(errno.ENOSPC, "No space left on device"), Path("work"))).error
     assert isinstance(full, UserError) and str(full).startswith("work: no space left on the disk")
 
 
 def test_a_node_that_is_gone_makes_the_head_leave(head: Head, stop: StopSignal) -> None:
     one, two = call(head, 1), call(head, 2)
-    head.gathered(1)
-    assert (head.lost(), stop.asked) == ([], False)
+    head.wait_for_workers(1)
+    assert (head.lost_nodes(), stop.asked) == ([], False)
     one.close()
-    two.send_bytes(b'{"ended": 0, "node": 2, "kind": "fault", "words": "Connection closed by peer"}')
-    assert head.parts() == [NodeResult(2, "fault", "Connection closed by peer")]  # of all that are left
-    assert head.lost() == [1]
+    send(two, WorkDone(0, NodeResult(2, "fault", "Connection closed by peer")))
+    assert head.wait_for_results() == [NodeResult(2, "fault", "Connection closed by peer")]  # of all that are left
+    assert head.lost_nodes() == [1]
     wait_for(lambda: stop.asked)
     assert (stop.reason, stop.ending) == ("node 1 is gone", Interrupted)
     two.close()
 
 
 def test_a_node_that_falls_silent_is_gone(head: Head, stop: StopSignal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "SILENT_SECONDS", 1.5)
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 1.5)
     silent = call(head, 1)  # the connection stays
     wait_for(lambda: stop.asked)
-    assert (stop.reason, head.lost()) == ("node 1 is gone", [1])
+    assert (stop.reason, head.lost_nodes()) == ("node 1 is gone", [1])
     silent.close()
 
 
 def test_a_node_that_is_asked_to_stop_stops_all(head: Head, stop: StopSignal) -> None:
     one = call(head, 1)
-    one.send_bytes(b'{"stop": "EC2 spot: terminate at once"}')
+    send(one, StopNotice("EC2 spot: terminate at once"))
     wait_for(lambda: stop.asked)
     assert stop.reason == "node 1: EC2 spot: terminate at once"
     one.close()
 
 
-def test_a_head_that_ends_tells_the_others_with_which_code(place: NodeAddress, stop: StopSignal) -> None:
-    told: list[dict[str, Any]] = []
+def test_a_head_that_ends_tells_the_others_with_which_code(address: NodeAddress, stop: StopSignal) -> None:
+    ends: list[Message | None] = []
 
-    def leave_when_told() -> None:
+    def leave_at_the_end() -> None:
         with call(ending, 1) as connection:
-            told.append(next_told(connection))
+            ends.append(next_message(connection))
 
-    node = threading.Thread(target=leave_when_told)
-    with pytest.raises(Interrupted), Head(place, "tiny-0123", stop, lambda error: 75) as ending:
+    node = threading.Thread(target=leave_at_the_end)
+    with pytest.raises(Interrupted), Head(address, "tiny-0123", stop, lambda error: 75) as ending:
         node.start()
-        wait_for(lambda: ending.lines)
+        wait_for(lambda: ending.connections)
         raise Interrupted("SIGTERM")
-    assert told == [{"end": 75, "why": "SIGTERM"}]  # it has waited for that
+    assert ends == [End(75, "SIGTERM")]  # it has waited for that
 
 
-@pytest.mark.parametrize("said", STRANGE)
-def test_strangers_at_the_port_change_nothing(said: bytes, head: Head, stop: StopSignal) -> None:
-    with Client((LOOPBACK, head.place.port)) as stranger:
-        stranger.send_bytes(said)
+@pytest.mark.parametrize("message", STRANGE)
+def test_strangers_at_the_port_change_nothing(message: bytes, head: Head, stop: StopSignal) -> None:
+    with Client((LOOPBACK, head.address.port)) as stranger:
+        stranger.send_bytes(message)
         with pytest.raises(EOFError):
             stranger.recv_bytes()
-    assert (head.lost(), stop.asked) == ([], False)
+    assert (head.lost_nodes(), stop.asked) == ([], False)
 
 
 def test_a_node_of_another_run_is_sent_away(head: Head) -> None:
-    assert next_told(call(head, 1, "other-4567"))["why"].startswith("node 0 works on tiny-0123")
-    assert next_told(call(head, 3))["why"] == "node 0 has no place for another node 3 of 3"
-    assert head.lost() == []
+    first = call(head, 1)
+    wait_for(lambda: head.connections)
+    for stranger, reason in (
+        (call(head, 2, "other-4567"), "node 0 works on tiny-0123 and node 2 on other-4567; run the same"),
+        (call(head, 1), "another node 1 of 3 is connected already"),
+        (call(head, 3), "node 3 is not one of 1 to 2"),
+    ):
+        end = next_message(stranger)
+        assert isinstance(end, End) and end.exit_code == 2 and end.reason.startswith(reason)
+    assert head.lost_nodes() == []
+    first.close()
 
 
 @pytest.mark.slow
@@ -365,80 +411,81 @@ def several_nodes(folder: Path, count: int, recipe: dict[str, Any] | None = None
 
 
 def test_nobody_waits_forever(
-    place: NodeAddress, stop: StopSignal, head: Head, monkeypatch: pytest.MonkeyPatch
+    address: NodeAddress, stop: StopSignal, head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "COME_SECONDS", 0.3)
-    with pytest.raises(UserError, match=r"node 1 of 3 did not come in 0 s; .*may they reach"):
-        head.gathered(1)
-    assert nodes.call_head(NodeAddress(1, 2, LOOPBACK, free_ports(1)[0]), stop) is None
+    monkeypatch.setattr(heads, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "JOIN_SECONDS", 0.3)
+    with pytest.raises(UserError, match=r"node 1 of 3 did not connect within 0 s; .*let them reach"):
+        head.wait_for_workers(1)
+    assert connect_to_head(NodeAddress(1, 2, LOOPBACK, free_ports(1)[0]), stop) is None
 
 
 @pytest.fixture
-def lending(tmp_path: Path, stop: StopSignal) -> Iterator[tuple["Connection[Any, Any]", "Future[int]"]]:
-    """The head's end of the line to a node that lends a hand, and what that returns."""
+def working(tmp_path: Path, stop: StopSignal) -> Iterator[tuple[Socket, "Future[int]"]]:
+    """The head's end of the connection to a worker, and the worker's exit code."""
     recipe = load_recipe("smoke", ["tokens.parts=3"])
     plans = {stage: ArtifactPlan(stage, "smoke", {"stage": stage}) for stage in ("tokenize", "train")}
     port = free_ports(1)[0]
     with Listener((LOOPBACK, port)) as listener, ThreadPoolExecutor(1) as threads:
         store, screen = LocalStore(tmp_path / "store"), TerminalScreen(quiet=True)
         node = NodeAddress(1, 2, LOOPBACK, port)
-        result = threads.submit(run_worker, node, "tiny-0123", "train", recipe, plans, store, tmp_path, stop, screen)
+        result = threads.submit(
+            run_worker, node, "tiny-0123", "train", recipe, plans, store, tmp_path, stop, screen, False
+        )
         with listener.accept() as head:
-            assert hear(head, 10) == {"node": 1, "run": "tiny-0123", "processes": 1}
+            assert receive(head, 10) == Hello(1, "tiny-0123", 1)
             yield head, result
 
 
-def test_a_node_leaves_resumable_when_the_head_is_gone(lending: tuple[Any, "Future[int]"]) -> None:
-    head, result = lending
+def test_a_node_leaves_resumable_when_the_head_is_gone(working: tuple[Any, "Future[int]"]) -> None:
+    head, result = working
     head.close()
     with pytest.raises(Interrupted, match="the head is gone"):
         result.result(10)
 
 
 def test_a_node_that_is_told_to_stop_leaves_it_to_the_head(
-    lending: tuple["Connection[Any, Any]", "Future[int]"], stop: StopSignal
+    working: tuple[Socket, "Future[int]"], stop: StopSignal
 ) -> None:
-    head, result = lending
+    head, result = working
     stop.ask("GCE: preempted")
-    assert next_told(head) == {"stop": "GCE: preempted"}
+    assert next_message(head) == StopNotice("GCE: preempted")
     assert not result.done()
-    head.send_bytes(b'{"end": 75, "why": "node 1: GCE: preempted"}')
+    send(head, End(75, "node 1: GCE: preempted"))
     assert result.result(10) == 0  # whose exit code speaks for all
 
 
-def test_a_node_makes_its_parts_and_tells_how_far_it_is(
-    lending: tuple["Connection[Any, Any]", "Future[int]"], tmp_path: Path
-) -> None:
-    head, result = lending
-    head.send_bytes(b'{"tokenize": 1, "attempt": 4}')
-    told = [next_told(head) for _ in range(4)]  # part 1 is as large as a third of 8,000,000 tokens
-    assert [t.get("there") for t in told] == [t.get("new") for t in told] == [0, 2_000_000, 2_666_667, None]
-    assert told[-1] == {"ended": 1, "node": 1, "kind": None, "words": ""}
+def test_a_node_makes_its_parts_and_tells_how_far_it_is(working: tuple[Socket, "Future[int]"], tmp_path: Path) -> None:
+    head, result = working
+    send(head, MakeParts(1, 4))
+    received = [next_message(head) for _ in range(4)]  # part 1 is as large as a third of 8,000,000 tokens
+    steps = [PartsProgress(tokens, tokens) for tokens in (0, 2_000_000, 2_666_667)]
+    assert received == [*steps, WorkDone(1, NodeResult(1))]
     assert {path.name for path in tmp_path.glob("store/tokens/*/a0004/*")} == {
         "train_01_000000.bin",
         "train_01_000001.bin",
     }
-    head.send_bytes(b'{"tokenize": 2, "attempt": 5}')  # it was stale, and the rival is gone
-    assert [next_told(head), next_told(head)["ended"]] == [{"there": 2_666_667, "new": 0}, 2]
-    head.send_bytes(b'{"end": 0, "why": "done"}')
+    send(head, MakeParts(2, 5))  # it was stale, and the rival is gone
+    assert [next_message(head), next_message(head)] == [PartsProgress(2_666_667, 0), WorkDone(2, NodeResult(1))]
+    send(head, End(0, "done"))
     assert result.result(10) == 0 and not list(tmp_path.glob("work/*/tokens/*/*"))
 
 
 def test_a_node_without_a_head_leaves_its_part_for_the_next_attempt(
-    lending: tuple["Connection[Any, Any]", "Future[int]"], tmp_path: Path
+    working: tuple[Socket, "Future[int]"], tmp_path: Path
 ) -> None:
-    head, result = lending
-    head.send_bytes(b'{"tokenize": 1, "attempt": 1}')
-    assert next_told(head) == {"there": 0, "new": 0}
+    head, result = working
+    send(head, MakeParts(1, 1))
+    assert next_message(head) == PartsProgress(0, 0)
     head.close()
     with pytest.raises(Interrupted, match="the head is gone"):
         result.result(15)
     assert not [thread for thread in threading.enumerate() if thread.name == "parts"]
 
 
-def test_a_node_is_free_once_the_run_is_trained(lending: tuple["Connection[Any, Any]", "Future[int]"]) -> None:
-    head, result = lending
-    head.send_bytes(b'{"trained": true}')
+def test_a_node_is_free_once_the_run_is_trained(working: tuple[Socket, "Future[int]"]) -> None:
+    head, result = working
+    send(head, Trained())
     assert result.result(10) == 0
 
 
