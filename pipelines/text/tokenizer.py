@@ -6,7 +6,6 @@ rank r came into being by merging two tokens of lower rank: encode it with the r
 parts that are left are its pair. Ordered by rank, the pairs are OpenAI's merges, line for line.
 """
 
-import difflib
 import functools
 import itertools
 import json
@@ -16,6 +15,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from pipelines.recipe import vocab_size_of
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,18 +27,8 @@ if TYPE_CHECKING:
 Ranks = dict[bytes, int]
 
 END_OF_TEXT = "<|endoftext|>"
-VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}
 BATCH_CHARACTERS = 1 << 18  # ~60k tokens, 12 ms of work: a hundred times what handing it over costs
 BATCH_TEXTS = 4_000  # where texts are tiny
-
-
-def vocab_size_of(name: str) -> int:
-    """Number of token ids of a tokenizer, <|endoftext|> included. Downloads nothing; UserError if unknown."""
-    if name not in VOCAB_SIZES:
-        near = difflib.get_close_matches(name.lower(), VOCAB_SIZES, n=1)
-        meant = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"tokens.tokenizer: no tokenizer '{name}'; {meant}There are {' and '.join(VOCAB_SIZES)}")
-    return VOCAB_SIZES[name]
 
 
 @functools.cache

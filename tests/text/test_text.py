@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import free_ports
 
+from pipelines.recipe import vocab_size_of
 from pipelines.text import sources as text
 from pipelines.text.sources import documents, source_identity, source_label
 from pipelines.text.tokenizer import (
@@ -32,7 +33,6 @@ from pipelines.text.tokenizer import (
     token_stream,
     tokenizer,
     tokenizer_files,
-    vocab_size_of,
 )
 from trainer.errors import UserError
 
