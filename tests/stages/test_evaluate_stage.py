@@ -15,9 +15,9 @@ def test_an_evaluation_hears_a_stop_between_two_batches(
 ) -> None:
     mine, done = work("evaluate"), []
 
-    def validation_loss(*arguments: Any, beat: Callable[[], None]) -> float:
+    def validation_loss(*arguments: Any, on_batch: Callable[[], None]) -> float:
         for batch in range(10):
-            beat()
+            on_batch()
             done.append(batch)
             mine.stop.asked = batch == 3
         return 1.0
@@ -38,7 +38,7 @@ def test_a_stop_is_heard_before_the_next_long_thing_begins(
     def stop_here(name: str) -> None:
         mine.stop.asked = True
 
-    monkeypatch.setattr("trainer.evaluate.validation_loss", lambda *arguments, beat: 1.0)
+    monkeypatch.setattr("trainer.evaluate.validation_loss", lambda *arguments, on_batch: 1.0)
     monkeypatch.setattr(module, "failpoint", stop_here)
     for name in ("continue_text", "reload_difference"):
         monkeypatch.setattr(module, name, lambda *arguments, **options: begun.append(1), raising=False)

@@ -44,7 +44,7 @@ def test_a_finished_run_is_found_and_nothing_is_done_again(undisturbed: Callable
     before = {path: path.stat().st_mtime_ns for path in finished.found("**/*") if path.is_file()}
     said = finished.run("run", "tiny.yaml").stderr
     for stage in STAGES:
-        assert f"{finished.artifact(stage).prefix} is there already: skipped" in said
+        assert f"{finished.artifact(stage).prefix} exists: skipped" in said
     made = finished.result()
     after = {path: path.stat().st_mtime_ns for path in finished.found("**/*") if path.is_file()}
     changed = {path.relative_to(finished.store.root).parts[0] for path in after if after[path] != before.get(path)}
