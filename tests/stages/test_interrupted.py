@@ -27,7 +27,7 @@ from pipelines.stage import STAGES
 from pipelines.tracking.ledger import SILENT_SECONDS
 from trainer.store import PARTIAL
 
-INTERRUPTED = "interrupted: the same command goes on from here\n"
+INTERRUPTED = "interrupted: run the same command to resume\n"
 # The only moment to commit at is the one in which it is asked to stop.
 PATIENT = "runtime.checkpoint_minutes=1000"
 
