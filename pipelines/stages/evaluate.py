@@ -9,7 +9,8 @@ from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.stage import Built, Work
-from pipelines.text.sources import HUB, patiently
+from pipelines.text.hub import HUB
+from pipelines.text.retry import with_retries
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
 from trainer.process import failpoint
@@ -114,7 +115,7 @@ def hub_rows(source: str) -> Iterator[dict[str, Any]]:
 
     name, _, revision = source.removeprefix(HUB).partition("@")
     try:
-        yield from patiently(lambda: datasets.load_dataset(name, split="validation", revision=revision or None))
+        yield from with_retries(lambda: datasets.load_dataset(name, split="validation", revision=revision or None))
     except (OSError, ValueError) as error:
         raise UserError(
             f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "

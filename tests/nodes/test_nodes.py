@@ -372,7 +372,7 @@ def test_a_node_whose_text_is_damaged_says_so_by_the_heads_mouth(tmp_path: Path)
         said = [process.communicate(timeout=90) for process in (first, second)]
     assert (first.returncode, second.returncode) == (2, 0), said
     where = "'texts/*.jsonl' (counted in its files 1, 3, 5, …)"
-    assert f"error: tokens.source: document 9000 of {where} is no line of JSON" in said[0][1]
+    assert f"error: tokens.source: document 9000 of {where} is not JSON" in said[0][1]
 
 
 def test_two_nodes_train_on_the_parts_that_both_have_made(tmp_path: Path) -> None:
