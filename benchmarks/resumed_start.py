@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
+from pipelines.nodes.ranks import kill_ranks
 from pipelines.recipe import load_recipe
-from pipelines.stages.train import kill_ranks
 
 PHASES = {"setup": "setup", "download": "download", "compile": "first step"}
 LIMIT_SECONDS = 300.0  # for one start

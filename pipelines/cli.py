@@ -112,10 +112,11 @@ def run(
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.budget import Budget
-    from pipelines.cloud.deadline import handover_here
+    from pipelines.cloud.deadline import before_ranks, handover_here, waits_here
     from pipelines.cloud.notice import watching
     from pipelines.cloud.prices import billing_here
-    from pipelines.nodes.head import Head, this_node
+    from pipelines.nodes.address import this_node
+    from pipelines.nodes.head import Head
     from pipelines.show.console import TerminalScreen
     from pipelines.stage import STAGES, Pipeline, missing, planned, run_name
     from pipelines.tracking.mlflow.tracker import Tracker
@@ -144,7 +145,7 @@ def run(
 
         screen = TerminalScreen(quiet=as_json)
         with watching(stop, screen):
-            sys.exit(run_worker(place, name, stage, loaded, plans, opened, folder, stop, screen))
+            sys.exit(run_worker(place, name, stage, loaded, plans, opened, folder, stop, screen, waits_here()))
     tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
     pipeline = Pipeline(
         loaded,
@@ -157,6 +158,7 @@ def run(
         plans,
         watches=[watch_stop_request(opened, name)],
         head=Head(place, name, stop, exit_code) if place.count > 1 else None,
+        before_ranks=before_ranks,
     )
     if handover := handover_here(pipeline.billing, loaded, stop):
         pipeline.watches.append(handover.watch)

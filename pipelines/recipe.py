@@ -17,6 +17,8 @@ from pydantic import Field, ValidationError, model_validator
 from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain, sequences_per_step, tokens_before
 from trainer.errors import UserError
 
+VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
+
 
 class TokensConfig(Section):
     """The text, and how it becomes token shards. `pipelines/text/sources.py` documents the sources."""
@@ -94,8 +96,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        from pipelines.text.tokenizer import vocab_size_of
-
         needed = vocab_size_of(self.tokens.tokenizer)
         if self.model.vocab_size < needed:
             raise ValueError(
@@ -131,6 +131,16 @@ class Recipe(Section):
     def train_flops(self) -> float:
         """FLOPs of the whole training: tokens x (6N + 12·L·C·T)."""
         return float(self.train_tokens * self.model.flops_per_token)
+
+
+def vocab_size_of(tokenizer: str) -> int:
+    """Number of token ids of a tokenizer, <|endoftext|> included. UserError for an unknown tokenizer."""
+    if tokenizer not in VOCAB_SIZES:
+        near = difflib.get_close_matches(tokenizer.lower(), VOCAB_SIZES, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        known = " and ".join(VOCAB_SIZES)
+        raise UserError(f"tokens.tokenizer: no tokenizer '{tokenizer}'; {hint}There are {known}")
+    return VOCAB_SIZES[tokenizer]
 
 
 def shipped() -> dict[str, Path]:

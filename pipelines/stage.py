@@ -1,8 +1,8 @@
-"""The stage runner: finds what exists, builds what is missing, and keeps account of who built it.
+"""The pipeline: it plans the artifacts of all stages, skips those that exist, and builds the others.
 
-A stage is a module in pipelines/stages with two functions: `plan(recipe, plans)` says what its artifact
-is to be (its identity, hence its fingerprint) without doing anything; `build(work)` makes the files.
-Everything around that is here: attempts, waiting for a rival that is already at it, commit, tracking.
+A stage is a module in pipelines/stages with two functions: `plan(recipe, plans)` returns the identity of its artifact,
+hence its fingerprint, without side effects; `build(work)` makes the files. Everything else is here: claiming an
+attempt, waiting for another process that builds the same artifact, the commit, and tracking.
 """
 
 import importlib
@@ -46,13 +46,13 @@ from trainer.store import Store
 
 STAGES = tuple(FOLDERS)
 RUN = "run:"
-LIVE_SECONDS = 30.0  # between two points of what a run has cost so far: 3,000 a day and metric
+COSTS_SECONDS = 30.0  # between two points of the run's costs: 3,000 points a day and metric
 PACKAGES = ("skytrain", "torch", "numpy", "tiktoken", "datasets", "safetensors")
 
 
 @dataclass
 class Work:
-    """What a stage gets to work with."""
+    """One attempt at a stage's artifact: its plan, its inputs and its tools."""
 
     recipe: Recipe
     plan: ArtifactPlan
@@ -65,15 +65,16 @@ class Work:
     stop: StopSignal
     head: Head | None = None  # of several nodes
     clock: PhaseClock = field(default_factory=PhaseClock)
-    # Of what runs in torchrun's processes: seconds by phase, and the phase since then.
-    ranks: tuple[dict[str, float], str] = field(default_factory=lambda: ({}, "setup"))
+    before_ranks: "Callable[[Work], None] | None" = None  # called before train starts its ranks; may raise Interrupted
+    # Of torchrun's processes: seconds by phase, and the phase since then.
+    rank_phases: tuple[dict[str, float], str] = field(default_factory=lambda: ({}, "setup"))
 
     def __post_init__(self) -> None:
         self.attempt.clock = self.phases
 
     @property
     def folder(self) -> Path:
-        """Scratch of this attempt alone."""
+        """Scratch folder of this attempt alone."""
         path = scratch(self.home, self.store, self.plan.prefix) / f"a{self.attempt.number:04d}"
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -88,13 +89,13 @@ class Work:
             return upload(self.store, self.plan.prefix, self.attempt.number, path, name)
 
     def report(self, metrics: Mapping[str, float] | None = None, **progress: Any) -> None:
-        """Let the heartbeat carry how far the stage is: fields of Progress, and metrics by name."""
+        """Put progress into the next heartbeat: fields of Progress, and metrics by name."""
         self.attempt.report(metrics, **progress)
 
     def phases(self, now: float) -> dict[str, float]:
-        """Seconds by phase so far, of this process and of the ranks it waited for. From any thread."""
-        told, since_then = self.ranks
-        return self.clock.inside("ranks", told, since_then, now)
+        """Seconds by phase so far, of this process and of the ranks that it waited for. From any thread."""
+        seconds, current = self.rank_phases
+        return self.clock.inside("ranks", seconds, current, now)
 
     def check(self) -> None:
         """Leave if asked to stop, or if a newer attempt has taken over."""
@@ -105,7 +106,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Built:
-    """What a stage made: files already in the store, and facts for people and later stages."""
+    """The result of a stage: files that are already in the store, and facts for people and later stages."""
 
     files: list[File]
     facts: dict[str, Any]
@@ -122,7 +123,7 @@ def stage_named(name: str) -> Stage:
 
 
 def plans_of(recipe: Recipe, known: Mapping[str, ArtifactPlan] | None = None) -> dict[str, ArtifactPlan]:
-    """What every stage's artifact is to be, but for those that are known. Reads local text sources, changes nothing."""
+    """The plan of every stage, except for known ones. Reads local text, changes nothing."""
     plans: dict[str, ArtifactPlan] = {}
     for name in STAGES:
         plans[name] = (known or {}).get(name) or stage_named(name).plan(recipe, plans)
@@ -130,17 +131,17 @@ def plans_of(recipe: Recipe, known: Mapping[str, ArtifactPlan] | None = None) ->
 
 
 def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, dict[str, ArtifactPlan]]:
-    """A recipe and what its stages are to make.
+    """A recipe and the plans of its stages.
 
-    `run:NAME` is the recipe of a run that the store has on record: how a job on another machine is told what to do.
-    Its tokens, once made, are known from their manifest: the text they came from need not be there. UserError if the
-    stages would make something else here than what was recorded.
+    `run:NAME` is the recipe of a run on record in the store, with which a job on another machine starts. If its tokens
+    exist, their manifest is the plan, and the text need not be on this machine. UserError if a stage has another plan
+    here than on record.
     """
     if not recipe.startswith(RUN):
         loaded = load_recipe(recipe, changes)
         return loaded, plans_of(loaded)
     if list(changes):
-        raise UserError(f"{recipe} is a recorded run, and --set would make it another one; name its recipe instead")
+        raise UserError(f"{recipe}: --set would make it another run; name the recipe instead of the run")
     (recorded,) = read_records(store, [recipe.removeprefix(RUN)])
     loaded = Recipe.model_validate(recorded.recipe)
     tokens = read_manifest(store, recorded.prefixes["tokenize"])
@@ -151,28 +152,28 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
             raise UserError(
                 f"{recipe}: '{stage}' would make {plans[stage].prefix} here, and {prefix} is on record: "
                 + (
-                    "the text that tokens.source names is another one here; tokenize where the run was recorded: "
+                    "tokens.source names another text on this machine; tokenize on the machine that recorded the run: "
                     f"skytrain run {recipe} --stage tokenize"
                     if stage == "tokenize"
-                    else "this is another version of skytrain than the one that recorded it"
+                    else "another version of skytrain recorded it"
                 )
             )
     return loaded, plans
 
 
 def missing(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> list[str]:
-    """The stages up to `until` whose artifacts are not there."""
+    """The stages up to `until` whose artifacts do not exist."""
     return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]
 
 
 def run_name(plans: dict[str, ArtifactPlan]) -> str:
-    """A run is its recipe's name and the fingerprint of what it trains: the same on every machine."""
+    """A run has the name of its recipe and the fingerprint of its training: the same on every machine."""
     return plans["train"].name
 
 
 @dataclass
 class Pipeline:
-    """One invocation: everything that its stages share."""
+    """One invocation of a run: everything that its stages share."""
 
     recipe: Recipe
     store: Store
@@ -182,23 +183,24 @@ class Pipeline:
     screen: Screen
     stop: StopSignal
     plans: dict[str, ArtifactPlan]
-    # Looked at with every heartbeat, in its thread; a reason that one returns stops the run for good.
+    # Called with every heartbeat, in its thread. A watch that returns a reason stops the whole run.
     watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
     head: Head | None = None  # of several nodes
+    before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
-    _before: list[StoredHeartbeat] = field(default_factory=list)  # this run's other attempts, as the one at work began
-    _told: float = 0.0  # unix seconds of the heartbeat whose costs MLflow was last told
+    _earlier: list[StoredHeartbeat] = field(default_factory=list)  # of this run, when the current attempt began
+    _costs_tracked: float = 0.0  # unix seconds of the heartbeat with the last tracked costs
 
     @property
     def run(self) -> str:
         return run_name(self.plans)
 
     def execute(self, until: str) -> None:
-        """Make every stage's artifact up to `until`, skipping what exists, and account for it."""
+        """Make the missing artifacts up to the stage `until`, and account for them."""
         record(self.store, self.run, self.recipe, self.plans, until)
         if not missing(self.store, self.plans, until) and not self.tracker.unshipped():
-            return self._make_all(until)  # there is nothing to do, and nothing to tell MLflow
+            return self._make_all(until)  # nothing to do, and nothing to track
         self.tracker.start()
         self.tracker.stage_started(None, {"recipe": self.recipe.name}, {"skytrain.store": self.store.uri})
         status = "FAILED"
@@ -209,7 +211,7 @@ class Pipeline:
             status = "KILLED"
             raise
         finally:
-            with suppress(OSError, UserError):  # a store that is away: what ended the run is the news, not this
+            with suppress(OSError, UserError):  # an unreachable store must not hide the error that ended the run
                 self._track_totals()
             self.tracker.stage_ended(None, status)
             if notice := self.tracker.close():
@@ -226,14 +228,17 @@ class Pipeline:
         if (loss := run.summary.val_loss) is not None:
             self.tracker.metrics(None, 0, time.time(), {"val/loss": loss})
 
-    def _account(self, seen: Iterable[StoredHeartbeat]) -> Account:
-        return account(self.run, seen, lambda step: tokens_before(step, self.recipe.train))
+    def _account(self, heartbeats: Iterable[StoredHeartbeat]) -> Account:
+        return account(self.run, heartbeats, lambda step: tokens_before(step, self.recipe.train))
 
-    def _track_costs(self, stage: str | None, seen: list[StoredHeartbeat], now: float) -> None:
-        """Costs up to `now`, against the highest step that was ever reached: dollars are not undone with a step."""
-        mine = [one for one in seen if stage in (None, one.beat.stage)]
-        step = max((one.beat.progress.highest_step or 0 for one in mine), default=0)
-        self.tracker.metrics(stage, step, now, cost_metrics(self._account(mine)))
+    def _track_costs(self, stage: str | None, heartbeats: list[StoredHeartbeat], now: float) -> None:
+        """Track the costs of a stage (None: of all) up to `now`, at the highest step that any attempt reached.
+
+        A rollback takes back steps, but no dollars.
+        """
+        counted = [one for one in heartbeats if stage in (None, one.beat.stage)]
+        step = max((one.beat.progress.highest_step or 0 for one in counted), default=0)
+        self.tracker.metrics(stage, step, now, cost_metrics(self._account(counted)))
 
     def snapshot(self) -> Run:
         """The run as the store has it now."""
@@ -245,27 +250,27 @@ class Pipeline:
             self.skipped[stage] = False
             self.made[stage] = self._existing(stage) or self._make(stage)
             if stage == "train" and self.head:
-                self.head.trained()
+                self.head.release_workers()
 
     def _existing(self, stage: str) -> Manifest | None:
         manifest = find(self.store, self.plans[stage])
         if manifest:
             self.skipped[stage] = True
-            self.screen.note(f"[green]✓[/] [bold]{stage}[/]  {manifest.prefix} is there already: skipped")
+            self.screen.note(f"[green]✓[/] [bold]{stage}[/]  {manifest.prefix} exists: skipped")
         return manifest
 
     def _make(self, stage: str) -> Manifest:
-        """Build an artifact, or wait for whoever is building it."""
+        """Build an artifact, or wait for the process that is building it."""
         plan = self.plans[stage]
         while True:
-            looked = time.monotonic()
+            began = time.monotonic()
             rival = self._wait_for_rival(plan)
-            waited = time.monotonic() - looked
+            waited = time.monotonic() - began
             if manifest := self._existing(stage):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            self._before = self.snapshot().heartbeats
-            earlier = (seen.beat for seen in self._before)
+            self._earlier = self.snapshot().heartbeats
+            earlier = (stored.beat for stored in self._earlier)
             attempt = claim(
                 self.store, plan.prefix, self.run, stage, number, self.billing, self._watch, waited, earlier
             )
@@ -281,30 +286,30 @@ class Pipeline:
             return manifest
 
     def _watch(self, beat: Heartbeat) -> None:
+        """Runs with every heartbeat of an attempt, in its thread."""
         for watch in self.watches:
             if reason := watch(beat):
                 self.stop.ask(reason, Stopped)
-        if beat.time - self._told >= LIVE_SECONDS:
-            self._told = beat.time
-            seen = [*self._before, StoredHeartbeat(self.plans[beat.stage].prefix, beat)]
+        if beat.time - self._costs_tracked >= COSTS_SECONDS:
+            self._costs_tracked = beat.time
+            heartbeats = [*self._earlier, StoredHeartbeat(self.plans[beat.stage].prefix, beat)]
             for stage in (None, beat.stage):
-                self._track_costs(stage, seen, beat.time)
+                self._track_costs(stage, heartbeats, beat.time)
             self.tracker.keep_journal(self.store)
 
     def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
-        """Return the newest attempt once it no longer works (None: there never was one)."""
-        seen: Heartbeat | None = None
+        """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none."""
+        last: Heartbeat | None = None
         silent_since = time.monotonic()
         while beats := attempts(self.store, plan.prefix):
             newest = beats[-1]
-            if seen is None or (newest.attempt, newest.time) != (seen.attempt, seen.time):
-                if seen is None and is_alive(newest) is not False:
-                    where = newest.process.host
+            if last is None or (newest.attempt, newest.time) != (last.attempt, last.time):
+                if last is None and is_alive(newest) is not False:
                     self.screen.note(
-                        f"  {plan.stage}: attempt {newest.attempt} on {where} is at it; waiting "
-                        f"(it is taken over after {SILENT_SECONDS:.0f} s of silence)"
+                        f"  {plan.stage}: attempt {newest.attempt} on {newest.process.host} is working; waiting for it "
+                        f"(after {SILENT_SECONDS:.0f} s without a heartbeat, this process takes over)"
                     )
-                seen, silent_since = newest, time.monotonic()
+                last, silent_since = newest, time.monotonic()
             alive = is_alive(newest)
             if alive is False or (alive is None and time.monotonic() - silent_since > SILENT_SECONDS):
                 return newest
@@ -325,10 +330,11 @@ class Pipeline:
             self.screen,
             self.stop,
             self.head,
+            before_ranks=self.before_ranks,
         )
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
         self.tracker.stage_started(stage, self._params(stage), self._tags(stage, attempt))
-        shutil.rmtree(work.folder)  # a store that was deleted and made anew counts its attempts from 1 again
+        shutil.rmtree(work.folder)  # left from a store that was deleted: a new store counts attempts from 1 again
         try:
             built = stage_named(stage).build(work)
             failpoint(f"manifest-{stage}")
@@ -343,7 +349,7 @@ class Pipeline:
             self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
             raise
         attempt.update(state="done")
-        # With what earlier attempts on this machine have left; what resists is nothing to fail a finished stage for.
+        # With the scratch of earlier attempts on this machine. A folder that stays must not fail a finished stage.
         shutil.rmtree(work.folder.parent, ignore_errors=True)
         return manifest
 
@@ -377,22 +383,22 @@ class Pipeline:
         }
 
     def _track_end(self, stage: str, attempt: Attempt, manifest: Manifest) -> None:
-        self._track_costs(stage, [*self._before, StoredHeartbeat(attempt.prefix, attempt.latest)], attempt.latest.time)
-        if stage != "train":  # the last loss is the end of a series, and no point at step 0
+        self._track_costs(stage, [*self._earlier, StoredHeartbeat(attempt.prefix, attempt.latest)], attempt.latest.time)
+        if stage != "train":  # its last loss ends a series; it is no point at step 0
             scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
             self.tracker.metrics(stage, 0, time.time(), scores)
         self.tracker.stage_ended(stage, "FINISHED")
 
 
 def ended_as(error: BaseException) -> str:
-    """The state of an attempt that `error` has ended."""
+    """The state of an attempt that `error` ended."""
     if isinstance(error, Stopped):
         return "stopped"
     return "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
 
 
 def provenance() -> dict[str, Any]:
-    """Where an artifact comes from: code, versions, machine. For people; it enters no fingerprint."""
+    """The origin of an artifact: code, versions, machine. For people; not part of a fingerprint."""
     return {
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),

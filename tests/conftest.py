@@ -5,13 +5,18 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from pipeline_runs import FOLDER_NAME, PRICE, Project, ranks
 from servers import FOREIGN_AWS_VARIABLES, Daemon, MotoServer, Radosgw, S3Account, free_ports, http_answers
 
 from pipelines.artifacts.store import S3Store
+
+if TYPE_CHECKING:
+    from pipelines.stage import Work
 
 # Without a GPU, Triton's kernels run in its interpreter. The variable has to be set before the first import of triton;
 # child processes inherit it. The check of the device file spares most tests the import of torch.
@@ -164,3 +169,12 @@ def registry(tmp_path: Path) -> Iterator[str]:
     finally:
         daemon.stop()
         shutil.rmtree(tmp_path / "registry", ignore_errors=True)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[[str], Work]":
+    """The work of a stage of a tiny recipe, by the stage's name."""
+    from stage_work import tiny_work
+
+    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
+    return partial(tiny_work, tmp_path)

@@ -131,6 +131,13 @@ class Handover:
             self.stop.ask(words, HandedOver)
 
 
+def before_ranks(work: "Work") -> None:
+    """End this machine's task, if it should not train. Raises Interrupted or HandedOver."""
+    if waits_here():
+        wait_for_spot(work)
+    leave_at_once(work)
+
+
 def leave_at_once(work: "Work") -> None:
     """On a spot machine that replaces a lost one: leave before it trains if it would have to as soon as it does.
 

@@ -21,7 +21,7 @@ from pipelines.cloud.checks import (
 from pipelines.cloud.tasks import CLUSTERS, WORK_TREE, LaunchRequest, clouds_of
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe
-from pipelines.text.sources import STDLIB
+from pipelines.text.library import STDLIB
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 

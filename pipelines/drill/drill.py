@@ -32,7 +32,7 @@ from pipelines.drill.faults import (
 )
 from pipelines.drill.outages import MlflowServer, Proxy, wait_until
 from pipelines.drill.verdict import Report, outcome, points_of, verdicts
-from pipelines.nodes.head import processes_on_this_node
+from pipelines.nodes.address import processes_on_this_node
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, plans_of, run_name
 from pipelines.tracking.ledger import SILENT_SECONDS, attempts, latest_number

@@ -1,194 +1,231 @@
-"""What every node but the head does: make its parts of the text, lend its GPUs to the stage train, and leave when the
-head needs it no more."""
+"""A worker: every node but the head. It makes its parts of the text, starts its ranks, and leaves when released."""
 
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch, upload
-from pipelines.cloud.deadline import waits_here
-from pipelines.nodes.head import Line, NodeAddress, NodeResult, call_head, kind_and_message, processes_on_this_node
+from pipelines.nodes.address import NodeAddress, processes_on_this_node
+from pipelines.nodes.connection import NodeConnection, connect_to_head
+from pipelines.nodes.messages import End, Hello, MakeParts, Message, StartRanks, StopNotice, Trained, WorkDone
+from pipelines.nodes.ranks import kill_ranks, result_of_ranks, start_torchrun
+from pipelines.nodes.results import NodeResult, kind_and_message
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
-from pipelines.stages.tokenize import Share, make, parts_of
-from pipelines.stages.train import kill_ranks, part_of, start_torchrun
+from pipelines.text.parts import PartsJob, make_parts, parts_of_node
 from trainer.errors import Interrupted
 from trainer.process import StopSignal
 from trainer.store import Store
 
-LOOK_SECONDS = 0.2
-PARTS_SECONDS = 10.0  # for a shard that is under way; its receipt is not lost with it
-HEAD_SECONDS = 30.0  # beyond what saving takes: a head that was asked to stop and doesn't is not waited for
+POLL_SECONDS = 0.2  # between two looks at messages, ranks and the stop signal
+PARTS_SECONDS = 10.0  # to finish the current shard; its receipt then survives
+HEAD_SECONDS = 30.0  # for the head to end, beyond the time for saving
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ranks:
-    """This node's part of the ranks of one attempt."""
+    """This node's ranks of one attempt."""
 
-    number: int  # of the head's calls for ranks
+    round: int
     folder: Path
     torchrun: subprocess.Popen[bytes]
 
 
 def run_worker(
-    place: NodeAddress,
+    address: NodeAddress,
     run: str,
     until: str,
     recipe: Recipe,
-    plans: Mapping[str, ArtifactPlan],
+    plans: dict[str, ArtifactPlan],
     store: Store,
     home: Path,
     stop: StopSignal,
     screen: Screen,
+    standby: bool,
 ) -> int:
-    """Take part in what several nodes do of a run up to the stage `until`; the exit code of this node.
+    """Work for the head until the run is trained, or tokenized if that is its last stage.
 
-    Raises Interrupted if the head does not come, or goes without a word.
+    Returns this node's exit code. Raises Interrupted if the head does not answer, or is gone without an end. A
+    `standby` machine has no GPUs and starts no ranks.
     """
     shared = [plans["tokenize"]] if recipe.tokens.parts > 1 else []
     if until != "tokenize":
         shared.append(plans["train"])
-    if all_there(store, shared):
-        screen.note(f"node {place.rank}: nothing to do")
+
+    def all_made() -> bool:
+        return all(find(store, plan) for plan in shared)
+
+    if all_made():
+        screen.note(f"node {address.rank}: nothing to do")
         return 0
-    without_gpus = until == "tokenize" or waits_here()
-    processes = 0 if without_gpus else processes_on_this_node(recipe.runtime)
-    hands = "parts of the text" if until == "tokenize" else f"{processes} process(es)"
-    screen.note(f"node {place.rank} of {place.count}: {hands} for the head, {place.head}:{place.port}")
-    connection = call_head(place, stop)
-    if connection is None:
-        return without_head(store, shared, f"the head, {place.head}:{place.port}, does not answer")
-    heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    line = Line(connection, heard.put)
-    line.tell(node=place.rank, run=run, processes=processes)
-    line.start()
-    parts: Parts | None = None
+    tokenizes_only = until == "tokenize"
+    processes = 0 if tokenizes_only or standby else processes_on_this_node(recipe.runtime)
+    offer = "parts of the text" if tokenizes_only else f"{processes} process(es)"
+    head = f"{address.head}:{address.port}"
+    screen.note(f"node {address.rank} of {address.count}: worker with {offer} for the head, {head}")
+    socket = connect_to_head(address, stop)
+    reason = f"the head, {head}, does not answer"
+    if socket:
+        messages: SimpleQueue[Message] = SimpleQueue()
+        connection = NodeConnection(socket, messages.put)
+        worker = Worker(address, recipe, plans, store, home, processes, stop, screen, connection, messages)
+        if worker.serve(Hello(address.rank, run, processes)):
+            return 0  # the head's exit code counts; an earlier exit with another code, and srun would kill the head
+        reason = "the head is gone"
+    if not all_made():
+        raise Interrupted(reason)
+    return 0
+
+
+@dataclass
+class Worker:
+    """A node that is connected to the head, with its parts of the text and its ranks."""
+
+    address: NodeAddress
+    recipe: Recipe
+    plans: dict[str, ArtifactPlan]
+    store: Store
+    home: Path
+    processes: int
+    stop: StopSignal
+    screen: Screen
+    connection: NodeConnection
+    messages: SimpleQueue[Message]
+    parts: "Parts | None" = None
     ranks: Ranks | None = None
-    asked_at: float | None = None
-    try:
-        while not line.gone.is_set() or not heard.empty():
-            message = next_of(heard)
-            if parts and ("tokenize" in message or "train" in message):
-                parts.leave()  # a rival has taken over the attempt that they were for
-            if "tokenize" in message:
-                folder = scratch(home, store, plans["tokenize"].prefix)
-                parts = Parts(place, message, recipe, plans["tokenize"], store, folder, line, screen)
-            elif "train" in message:
-                ranks = start_ranks(place, message, scratch(home, store, plans["train"].prefix), home, processes, stop)
-            elif "trained" in message:
-                screen.note(f"node {place.rank}: trained; the head goes on alone")
-                return 0
-            elif "end" in message:
-                say = screen.warn if message["end"] else screen.note
-                say(f"node {place.rank}: the head leaves ({message['why']})")
-                return 0  # the head's exit code speaks for all; another one of ours first, and srun would kill it
-            if ranks and ranks.torchrun.poll() is not None:
-                part = part_of(place.rank, ranks.folder, ranks.torchrun.returncode)
-                line.tell(ended=ranks.number, **asdict(part))
-                ranks = None
-            if stop.asked and asked_at is None:
-                asked_at = time.monotonic()
-                line.tell(stop=stop.reason)  # the head makes all ranks commit and leave
-            if asked_at and time.monotonic() - asked_at > stop.grace_seconds + HEAD_SECONDS:
-                raise Interrupted("the head does not stop")
-        return without_head(store, shared, "the head is gone")
-    finally:
-        if parts:
-            parts.leave()
-        if ranks:
-            kill_ranks(ranks.torchrun)
-        line.close()
+    stop_sent_at: float | None = None  # by time.monotonic
+
+    def serve(self, hello: Hello) -> bool:
+        """Do what the head asks for. Returns True once the head releases this node, False if the head is gone."""
+        self.connection.send(hello)
+        self.connection.start()
+        try:
+            while not self.connection.gone.is_set() or not self.messages.empty():
+                if self._handle(self._next_message()):
+                    return True
+                self._report_ended_ranks()
+                self._pass_on_stop()
+            return False
+        finally:
+            if self.parts:
+                self.parts.leave()
+            if self.ranks:
+                kill_ranks(self.ranks.torchrun)
+            self.connection.close()
+
+    def _next_message(self) -> Message | None:
+        try:
+            return self.messages.get(timeout=POLL_SECONDS)
+        except Empty:
+            return None
+
+    def _handle(self, message: Message | None) -> bool:
+        """Returns True if the head releases this node."""
+        name = f"node {self.address.rank}"
+        match message:
+            case MakeParts():
+                self._leave_parts()
+                self.parts = self._make_parts(message)
+            case StartRanks():
+                self._leave_parts()
+                self.ranks = self._start_ranks(message)
+            case Trained():
+                self.screen.note(f"{name}: trained; the head continues alone")
+                return True
+            case End(exit_code, reason):
+                log = self.screen.warn if exit_code else self.screen.note
+                log(f"{name}: the head ends ({reason})")
+                return True
+        return False
+
+    def _leave_parts(self) -> None:
+        """A newer attempt has taken over the one that the parts were for."""
+        if self.parts:
+            self.parts.leave()
+
+    def _make_parts(self, request: MakeParts) -> "Parts":
+        plan, config = self.plans["tokenize"], self.recipe.tokens
+        folder = self._fresh_folder(plan, request.attempt)
+
+        def job(check: Callable[[], None]) -> PartsJob:
+            return PartsJob(
+                config,
+                plan,
+                self.store,
+                parts_of_node(self.address.rank, self.address.count, config.parts),
+                folder,
+                partial(upload, self.store, plan.prefix, request.attempt),
+                check,
+                self.screen.note,
+            )
+
+        return Parts(self.address.rank, request.round, job, self.connection)
+
+    def _start_ranks(self, request: StartRanks) -> Ranks:
+        folder = self._fresh_folder(self.plans["train"], request.spec.attempt)
+        torchrun = start_torchrun(
+            request.spec, folder, self.home, self.processes, self.stop.grace_seconds, self.address, request.port
+        )
+        return Ranks(request.round, folder, torchrun)
+
+    def _fresh_folder(self, plan: ArtifactPlan, attempt: int) -> Path:
+        """An empty folder. Its name has the node in it: nodes may share a home on a network disk."""
+        folder = scratch(self.home, self.store, plan.prefix) / f"a{attempt:04d}-node{self.address.rank}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def _report_ended_ranks(self) -> None:
+        if self.ranks and self.ranks.torchrun.poll() is not None:
+            result = result_of_ranks(self.address.rank, self.ranks.folder, self.ranks.torchrun.returncode)
+            self.connection.send(WorkDone(self.ranks.round, result))
+            self.ranks = None
+
+    def _pass_on_stop(self) -> None:
+        """Let the head stop all ranks on a commit. Raises Interrupted if it does not end in time."""
+        if self.stop.asked and self.stop_sent_at is None:
+            self.stop_sent_at = time.monotonic()
+            self.connection.send(StopNotice(self.stop.reason or "asked to stop"))
+        limit = self.stop.grace_seconds + HEAD_SECONDS
+        if self.stop_sent_at and time.monotonic() - self.stop_sent_at > limit:
+            raise Interrupted("the head does not stop")
 
 
 class Parts:
-    """This node's parts of the text, made by a thread, so that the line is heard meanwhile."""
+    """This node's parts of the text. A thread makes them, so that messages of the head are handled meanwhile."""
 
     def __init__(
-        self,
-        place: NodeAddress,
-        call: dict[str, Any],
-        recipe: Recipe,
-        plan: ArtifactPlan,
-        store: Store,
-        scratch: Path,
-        line: Line,
-        screen: Screen,
+        self, node: int, round_: int, job: Callable[[Callable[[], None]], PartsJob], connection: NodeConnection
     ) -> None:
-        self.node, self.number, self.line = place.rank, call["tokenize"], line
+        self.node, self.round, self.connection = node, round_, connection
         self._leaving = threading.Event()
-        folder = folder_of(place, call["attempt"], scratch)
-        self.share = Share(
-            recipe.tokens,
-            plan,
-            store,
-            parts_of(place, recipe.tokens.parts),
-            folder,
-            partial(upload, store, plan.prefix, call["attempt"]),
-            self._check,
-            screen.note,
-        )
-        # A daemon: text that does not come must not keep a node that is to leave.
+        self.job = job(self._check)
+        # A daemon: a slow source of text must not keep a node that is to leave.
         self._thread = threading.Thread(target=self._make, daemon=True, name="parts")
         self._thread.start()
 
     def leave(self) -> None:
-        """Leave off where the next attempt can go on."""
+        """Stop where the next attempt can resume."""
         self._leaving.set()
         self._thread.join(PARTS_SECONDS)
-        shutil.rmtree(self.share.folder, ignore_errors=True)
+        shutil.rmtree(self.job.folder, ignore_errors=True)
 
     def _check(self) -> None:
         if self._leaving.is_set():
-            raise Interrupted("the head is not waiting for these parts any more")
+            raise Interrupted("the head no longer waits for these parts")
 
     def _make(self) -> None:
-        part = NodeResult(self.node)
+        result = NodeResult(self.node)
         try:
-            for tally in make(self.share):
-                self.line.tell(**asdict(tally))
-        except Exception as error:  # whatever it is, the head has to hear of it
-            part = NodeResult(self.node, *kind_and_message(error, self.share.folder))
+            for progress in make_parts(self.job):
+                self.connection.send(progress)
+        except Exception as error:  # the head must learn of any error
+            result = NodeResult(self.node, *kind_and_message(error, self.job.folder))
         if not self._leaving.is_set():
-            self.line.tell(ended=self.number, **asdict(part))
-
-
-def start_ranks(
-    place: NodeAddress, call: dict[str, Any], work: Path, home: Path, processes: int, stop: StopSignal
-) -> Ranks:
-    """Do what the head calls for."""
-    folder = folder_of(place, call["spec"]["attempt"], work)
-    torchrun = start_torchrun(call["spec"], folder, home, processes, stop.grace_seconds, place, call["port"])
-    return Ranks(call["train"], folder, torchrun)
-
-
-def folder_of(place: NodeAddress, attempt: int, scratch: Path) -> Path:
-    """A fresh folder. Its name has the node in it: homes may be one, on a shared disk."""
-    folder = scratch / f"a{attempt:04d}-node{place.rank}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def next_of(messages: "SimpleQueue[dict[str, Any]]") -> dict[str, Any]:
-    try:
-        return messages.get(timeout=LOOK_SECONDS)
-    except Empty:
-        return {}
-
-
-def without_head(store: Store, shared: list[ArtifactPlan], why: str) -> int:
-    """0 if there is nothing left to do."""
-    if all_there(store, shared):
-        return 0
-    raise Interrupted(why)
-
-
-def all_there(store: Store, plans: list[ArtifactPlan]) -> bool:
-    return all(find(store, plan) for plan in plans)
+            self.connection.send(WorkDone(self.round, result))

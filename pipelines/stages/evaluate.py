@@ -1,4 +1,4 @@
-"""evaluate: validation loss over the held-out shards, and HellaSwag, written down as report.json."""
+"""evaluate: validation loss on the held-out shards, and HellaSwag, as report.json."""
 
 import json
 from collections.abc import Iterator
@@ -9,16 +9,23 @@ from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.stage import Built, Work
-from pipelines.text.sources import HUB, patiently
+from pipelines.text.hub import HUB
+from pipelines.text.retry import with_retries
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
 from trainer.process import failpoint
 from trainer.store import sha256_of
 
 if TYPE_CHECKING:
+    import tiktoken
+
+    from trainer.data import TokenData
     from trainer.evaluate import HellaSwagItem
+    from trainer.model import GPT
+    from trainer.parallel import World
 
 SAMPLE_TOKENS = 200
+VAL_BATCH = 8  # sequences
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
@@ -32,7 +39,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 
 def hellaswag_identity(source: str | None) -> str | None:
-    """The Hub's name of the benchmark (it does not change), or the sha256 of a file."""
+    """The Hub's name of the benchmark, which never changes, or the sha256 of a file."""
     if source is None or source.startswith(HUB):
         return source
     if not Path(source).is_file():
@@ -41,44 +48,57 @@ def hellaswag_identity(source: str | None) -> str | None:
 
 
 def build(work: Work) -> Built:
-    from trainer.data import TokenData
-    from trainer.evaluate import hellaswag, validation_loss
+    from trainer.evaluate import validation_loss
     from trainer.parallel import World
-    from trainer.shards import Shard
 
     recipe = work.recipe
     world = World.alone(recipe.runtime)
     encoding = tokenizer(recipe.tokens.tokenizer)
     work.clock.enter("download")
     model = load_weights(recipe, work.fetch("train", "model.safetensors"))
-    shards = [Shard(s, n) for s, n in work.inputs["tokenize"].facts["shards"].items() if s.startswith("val")]
-    val = TokenData(shards, lambda name: work.fetch("tokenize", name), recipe.model.block_size, recipe.train.seed)
+    val = validation_data(work)
     work.clock.enter("evaluate")
-    facts: dict[str, Any] = {
-        "val/loss": validation_loss(model, val, recipe.evaluate.val_tokens, 8, world, on_batch=work.check)
-    }
+    loss = validation_loss(model, val, recipe.evaluate.val_tokens, VAL_BATCH, world, on_batch=work.check)
+    facts: dict[str, Any] = {"val/loss": loss}
     work.report(metrics=facts)
     failpoint("evaluate")
     work.check()
     if recipe.evaluate.hellaswag:
-        items = hellaswag_items(recipe.evaluate.hellaswag)
-        with work.screen.bar("hellaswag", len(items)) as bar:
-
-            def progress(done: int) -> None:
-                work.check()
-                bar.update(done, f"{done:,} items")
-
-            score = hellaswag(model, items, encoding.encode_ordinary, world.device, progress=progress)
-        facts |= {
-            "eval/hellaswag_acc_norm": score.acc_norm,
-            "eval/hellaswag_acc": score.acc,
-            "hellaswag_items": score.items,
-        }
+        facts |= hellaswag_facts(work, recipe.evaluate.hellaswag, model, encoding, world)
     work.check()
     facts["sample"] = continue_text(model, encoding, prompt="", tokens=SAMPLE_TOKENS, seed=recipe.train.seed)
     path = work.folder / "report.json"
     path.write_text(json.dumps({"run": work.attempt.latest.run, **facts}, indent=1))
     return Built([work.upload(path)], facts)
+
+
+def validation_data(work: Work) -> "TokenData":
+    from trainer.data import TokenData
+    from trainer.shards import Shard
+
+    shards = [Shard(s, n) for s, n in work.inputs["tokenize"].facts["shards"].items() if s.startswith("val")]
+    recipe = work.recipe
+    return TokenData(shards, lambda name: work.fetch("tokenize", name), recipe.model.block_size, recipe.train.seed)
+
+
+def hellaswag_facts(
+    work: Work, source: str, model: "GPT", encoding: "tiktoken.Encoding", world: "World"
+) -> dict[str, float]:
+    from trainer.evaluate import hellaswag
+
+    items = hellaswag_items(source)
+    with work.screen.bar("hellaswag", len(items)) as bar:
+
+        def progress(done: int) -> None:
+            work.check()
+            bar.update(done, f"{done:,} items")
+
+        score = hellaswag(model, items, encoding.encode_ordinary, world.device, progress=progress)
+    return {
+        "eval/hellaswag_acc_norm": score.acc_norm,
+        "eval/hellaswag_acc": score.acc,
+        "hellaswag_items": score.items,
+    }
 
 
 def hellaswag_items(source: str) -> "list[HellaSwagItem]":
@@ -95,9 +115,9 @@ def hub_rows(source: str) -> Iterator[dict[str, Any]]:
 
     name, _, revision = source.removeprefix(HUB).partition("@")
     try:
-        yield from patiently(lambda: datasets.load_dataset(name, split="validation", revision=revision or None))
+        yield from with_retries(lambda: datasets.load_dataset(name, split="validation", revision=revision or None))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"evaluate.hellaswag: {source}: could not be loaded ({str(error).splitlines()[0]}); "
-            "name a jsonl file, or null to leave it out"
+            f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "
+            "name a jsonl file, or null to skip it"
         ) from error

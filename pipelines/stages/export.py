@@ -1,4 +1,4 @@
-"""export: the trained weights as a Hugging Face GPT-2 checkpoint, read back and compared before it counts."""
+"""export: the trained weights as a Hugging Face GPT-2 checkpoint, read back and compared before the commit."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def build(work: Work) -> Built:
     work.check()
     difference = reload_difference(work.folder / "model.safetensors", state, config, dtype)
     if difference:
-        raise RuntimeError(f"the exported weights read back give other logits (by up to {difference})")
+        raise RuntimeError(f"the exported weights, read back, give other logits: largest difference {difference}")
     names = ["model.safetensors", *texts]
     return Built(
         [work.upload(work.folder / name) for name in names],
@@ -54,7 +54,7 @@ def build(work: Work) -> Built:
 
 
 def hf_config(config: ModelConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
-    """What transformers' GPT2Config needs to build the same model."""
+    """The fields of transformers' GPT2Config that describe the same model."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -1,12 +1,11 @@
 """Text to token ids, and the tokenizer as the files that `transformers` reads.
 
-Both tokenizers are `tiktoken.Encoding`s. The files are made from nothing but an encoding's ranks: tiktoken
-knows the rank of every token and merges the lowest pair first, GPT-2's own files list the pairs. A token of
-rank r came into being by merging two tokens of lower rank: encode it with the ranks below r, and the two
-parts that are left are its pair. Ordered by rank, the pairs are OpenAI's merges, line for line.
+Both tokenizers are `tiktoken.Encoding`s. The files follow from the ranks of an encoding alone: tiktoken knows the rank
+of every token and merges the pair of lowest rank first; GPT-2's own files list the pairs. A token of rank r is the
+merge of two tokens of lower rank: encoded with the ranks below r, it leaves these two. Ordered by rank, the pairs are
+OpenAI's merges, line for line.
 """
 
-import difflib
 import functools
 import itertools
 import json
@@ -16,6 +15,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from pipelines.recipe import vocab_size_of
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,25 +27,15 @@ if TYPE_CHECKING:
 Ranks = dict[bytes, int]
 
 END_OF_TEXT = "<|endoftext|>"
-VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}
-BATCH_CHARACTERS = 1 << 18  # ~60k tokens, 12 ms of work: a hundred times what handing it over costs
-BATCH_TEXTS = 4_000  # where texts are tiny
-
-
-def vocab_size_of(name: str) -> int:
-    """Number of token ids of a tokenizer, <|endoftext|> included. Downloads nothing; UserError if unknown."""
-    if name not in VOCAB_SIZES:
-        near = difflib.get_close_matches(name.lower(), VOCAB_SIZES, n=1)
-        meant = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"tokens.tokenizer: no tokenizer '{name}'; {meant}There are {' and '.join(VOCAB_SIZES)}")
-    return VOCAB_SIZES[name]
+BATCH_CHARACTERS = 1 << 18  # ~60k tokens, 12 ms of work: a hundred times the cost of passing it to a thread
+BATCH_TEXTS = 4_000  # the limit for tiny texts
 
 
 @functools.cache
 def tokenizer(name: str) -> "tiktoken.Encoding":
-    """The tokenizer of that name: "gpt2" (OpenAI's, 1.5 MB fetched once by tiktoken) or "bytes" (id = byte).
+    """The tokenizer "gpt2" (OpenAI's; tiktoken downloads 1.5 MB once) or "bytes" (id = byte).
 
-    UserError if the name is unknown or the vocabulary can't be had.
+    UserError for an unknown name or a vocabulary that cannot be loaded.
     """
     vocab_size_of(name)
     import tiktoken
@@ -53,7 +43,7 @@ def tokenizer(name: str) -> "tiktoken.Encoding":
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes",
-            pat_str=r"(?s:.{1,64})",  # any cut gives the same bytes; 64 is four times as fast as one by one
+            pat_str=r"(?s:.{1,64})",  # any length gives the same bytes; 64 is four times as fast as 1
             mergeable_ranks={bytes([byte]): byte for byte in range(256)},
             special_tokens={END_OF_TEXT: 256},
             explicit_n_vocab=257,
@@ -70,11 +60,11 @@ def tokenizer(name: str) -> "tiktoken.Encoding":
 def token_stream(encoding: "tiktoken.Encoding", texts: Iterable[str], threads: int) -> "Generator[Tokens, None, None]":
     """Tokens of every text, in order: one uint16 array each, <|endoftext|> first.
 
-    A literal "<|endoftext|>" inside a text is ordinary text. Lone surrogates become U+FFFD. tiktoken works
-    outside the GIL, so threads are enough; at most 2 x threads batches are in the air, each closed by the
-    document that brings it to 256k characters. Closing the stream ends its threads.
+    A literal "<|endoftext|>" inside a text is ordinary text. Lone surrogates become U+FFFD. tiktoken releases the
+    GIL, so threads are enough. At most 2 x threads batches are pending; a batch ends with the document that fills it
+    to 256k characters. Closing the stream ends its threads.
     """
-    assert encoding.n_vocab <= 1 << 16, f"{encoding.n_vocab} ids don't fit into uint16"
+    assert encoding.n_vocab <= 1 << 16, f"{encoding.n_vocab} ids do not fit into uint16"
     pending: deque[Future[list[Tokens]]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
     try:
@@ -114,30 +104,30 @@ def _encode_batch(encoding: "tiktoken.Encoding", texts: list[str]) -> "list[Toke
 
 
 def _encode(encoding: "tiktoken.Encoding", text: str) -> "np.ndarray[Any, np.dtype[np.uint32]]":
-    """What `encode_ordinary` gives, as an array: 40 bytes a token less than a list of ints."""
+    """The ids of `encode_ordinary` as an array: 40 bytes a token less than a list of ints."""
     import numpy as np
 
     try:
         return encoding.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:  # lone surrogates; pairs of them are one character
+    except UnicodeEncodeError:  # lone surrogates; a pair of them is one character
         return _encode(encoding, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     except ValueError:
-        # A run of ~1M spaces with a word behind it exhausts the regex's stack.
+        # About 1M spaces before a word exhaust the regex's stack.
         parts = split_at_long_spaces(text, longest=100_000)
         if len(parts) == 1:
             raise
         return np.concatenate([_encode(encoding, part) for part in parts])
 
 
-# What Unicode calls White_Space and the regex of tiktoken \s. Python's own \s has four characters more.
+# White_Space of Unicode, which is \s in tiktoken's regex. Python's own \s has four characters more.
 _SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
 
 
 def split_at_long_spaces(text: str, longest: int) -> list[str]:
-    """Parts of a text that tokenize one by one as the whole does: cut inside runs of over `longest` spaces.
+    """Cut a text inside runs of more than `longest` spaces. The parts have the same tokens as the whole.
 
-    GPT-2's pattern takes all of a run but its last character as one piece (`\\s+(?!\\S)`) and leaves the
-    last one to the word behind it. So the cut before that last character changes nothing.
+    GPT-2's pattern takes a run except its last character as one piece (`\\s+(?!\\S)`); the last character belongs to
+    the next word. So a cut before that last character changes nothing.
     """
     ends = [run.end() for run in _SPACES.finditer(text) if run.end() - run.start() > longest]
     cuts = [0, *(end - 1 for end in ends if end < len(text)), len(text)]
@@ -147,11 +137,10 @@ def split_at_long_spaces(text: str, longest: int) -> list[str]:
 def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dict[str, bytes]:
     """File name -> content of a Hugging Face GPT-2 tokenizer with the ids of `encoding`.
 
-    `transformers.AutoTokenizer` then gives the ids of `encoding.encode(text, allowed_special="all")`.
-    tokenizer.json and tokenizer_config.json are all that transformers 4 and 5 ask for; vocab.json and
-    merges.txt are for the slow tokenizer of transformers 4 and for tools outside Python. A file
-    special_tokens_map.json is read by neither when the config names the tokens. `model_max_length` is in
-    tokens.
+    With them, `transformers.AutoTokenizer` gives the ids of `encoding.encode(text, allowed_special="all")`.
+    transformers 4 and 5 need only tokenizer.json and tokenizer_config.json; the slow tokenizer of transformers 4 and
+    tools outside Python read vocab.json and merges.txt. Neither version reads special_tokens_map.json if the config
+    names the tokens. `model_max_length` is in tokens.
     """
     assert encoding.n_vocab == encoding.max_token_value + 1, "ids have gaps"
     ranks = {encoding.decode_single_token_bytes(i): i for i in range(encoding.n_vocab)}
@@ -159,16 +148,16 @@ def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dic
     del ranks[end_of_text.encode()]
     symbols = byte_symbols()
 
-    def shown(token: bytes) -> str:
+    def visible(token: bytes) -> str:
         return "".join(symbols[byte] for byte in token)
 
-    merges = [f"{shown(left)} {shown(right)}" for left, right in merges_of(ranks)]
-    vocab = {shown(token): rank for token, rank in ranks.items()} | {end_of_text: encoding.eot_token}
+    merges = [f"{visible(left)} {visible(right)}" for left, right in merges_of(ranks)]
+    vocab = {visible(token): rank for token, rank in ranks.items()} | {end_of_text: encoding.eot_token}
     config = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end_of_text) | {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": model_max_length,
         "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,  # else decoding would eat spaces before punctuation
+        "clean_up_tokenization_spaces": False,  # else decoding removes spaces before punctuation
     }
     return {
         "tokenizer.json": _json(_fast_tokenizer(vocab, merges, end_of_text)),
@@ -179,18 +168,18 @@ def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dic
 
 
 def merges_of(ranks: Ranks) -> list[tuple[bytes, bytes]]:
-    """The pair that each token of two bytes and more is merged from, by ascending rank."""
+    """The pair that is merged into each token of at least two bytes, by ascending rank."""
     by_rank = sorted((rank, token) for token, rank in ranks.items() if len(token) > 1)
     return [_last_pair(token, rank, ranks) for rank, token in by_rank]
 
 
 def _last_pair(token: bytes, rank: int, ranks: Ranks) -> tuple[bytes, bytes]:
-    """Byte pair encoding of `token` by the ranks below its own: two parts are left."""
+    """Byte pair encoding of `token` with the ranks below its own, which leaves two parts."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(parts[i] + parts[i + 1], rank) for i in range(len(parts) - 1)]
         lowest = min(range(len(pairs)), key=pairs.__getitem__)
-        assert pairs[lowest] < rank, f"token {rank} {token!r} is not made of lower ones"
+        assert pairs[lowest] < rank, f"token {rank} {token!r} is not a merge of lower ones"
         parts[lowest : lowest + 2] = [parts[lowest] + parts[lowest + 1]]
     left, right = parts
     return left, right
@@ -202,15 +191,15 @@ def byte_symbols() -> list[str]:
     A byte whose Latin-1 character is visible stands for itself; the 68 others take U+0100 upwards in turn.
     """
     spare = iter(range(0x100, 0x200))
-    return [chr(byte if _visible(byte) else next(spare)) for byte in range(256)]
+    return [chr(byte if _is_visible(byte) else next(spare)) for byte in range(256)]
 
 
-def _visible(byte: int) -> bool:
+def _is_visible(byte: int) -> bool:
     return 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF  # 0xAD is the soft hyphen
 
 
 def _fast_tokenizer(vocab: dict[str, int], merges: list[str], end_of_text: str) -> dict[str, Any]:
-    """tokenizer.json: GPT-2's byte-level BPE as the library `tokenizers` writes it down."""
+    """tokenizer.json: GPT-2's byte-level BPE in the format of the library `tokenizers`."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     verbatim = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {

@@ -378,7 +378,7 @@ def test_a_recorded_run_is_told_by_its_name(texts: Path) -> None:
     recipe, plans = planned("tiny.yaml", ["train.max_steps=20"], store)
     record(store, run_name(plans), recipe, plans, "export")
     assert planned(f"run:{run_name(plans)}", [], store) == (recipe, plans)
-    with pytest.raises(UserError, match="--set would make it another one"):
+    with pytest.raises(UserError, match="--set would make it another run"):
         planned(f"run:{run_name(plans)}", ["train.max_steps=30"], store)
     with pytest.raises(UserError, match="no such run"):
         planned("run:another", [], store)
@@ -389,7 +389,9 @@ def test_a_recorded_run_refuses_text_that_is_another_here(texts: Path) -> None:
     recipe, plans = planned("tiny.yaml", [], store)
     record(store, run_name(plans), recipe, plans, "train")
     (texts / "texts" / "0.txt").write_text("something else")
-    with pytest.raises(UserError, match=f"{plans['tokenize'].prefix} is on record: the text .* is another one here"):
+    with pytest.raises(
+        UserError, match=f"{plans['tokenize'].prefix} is on record: tokens.source names another text on this"
+    ):
         planned(f"run:{run_name(plans)}", [], store)
 
 

@@ -37,7 +37,7 @@ PRINTING = ("pipelines.cli", "pipelines.verbs", "pipelines.show")
 
 # Modules below the verbs that may print, each with its reason.
 PRINTERS = {
-    "pipelines.stages.train": "a rank is a process of its own: its stderr is the log that the head reads",
+    "pipelines.stages.rank": "a rank is a process of its own: its stderr is the log that the head reads",
     "pipelines.tracking.mlflow.shipper": "the shipper is a process of its own and writes to its own log file",
     "trainer.__main__": "the command `python -m trainer`: its result and its errors",
     "trainer.health": "a stuck rank writes its last line and all tracebacks, then exits at once",
@@ -48,11 +48,6 @@ PRINTERS = {
 KNOWN_ARROWS: set[tuple[str, str]] = {
     ("pipelines.bench.measure", "pipelines.verbs.options"),
     ("pipelines.cloud.plan", "pipelines.show.tables"),
-    ("pipelines.nodes.worker", "pipelines.cloud.deadline"),
-    ("pipelines.nodes.worker", "pipelines.stages.tokenize"),
-    ("pipelines.nodes.worker", "pipelines.stages.train"),
-    ("pipelines.recipe", "pipelines.text.tokenizer"),
-    ("pipelines.stages.train", "pipelines.cloud.deadline"),
 }
 KNOWN_CIRCLES: set[tuple[str, str]] = {
     ("pipelines.cloud.control", "pipelines.cloud.launch"),

@@ -27,7 +27,7 @@ from pipelines.stage import STAGES
 from pipelines.tracking.ledger import SILENT_SECONDS
 from trainer.store import PARTIAL
 
-INTERRUPTED = "interrupted: the same command goes on from here\n"
+INTERRUPTED = "interrupted: run the same command to resume\n"
 # The only moment to commit at is the one in which it is asked to stop.
 PATIENT = "runtime.checkpoint_minutes=1000"
 
@@ -187,7 +187,7 @@ def test_a_run_stopped_before_it_trains_goes_on_too(project: Project) -> None:
     assert project.claims("train") == 0
     done = len(project.found("tokens/*/shards/*.json"))
     said = project.run("run", "tiny.yaml", "--stage", "tokenize").stderr
-    assert f"{done} shards are there from an earlier attempt" in said
+    assert f"{done} shards exist from an earlier attempt" in said
     assert project.attempts()["tokenize"] == 2
 
 
@@ -202,7 +202,7 @@ def test_two_commands_at_once_make_one_of_each_and_the_second_says_that_it_waits
         said = [process.communicate(timeout=300)[1] for process in (one, other)]
     assert (one.returncode, other.returncode) == (0, 0), said
     assert project.attempts() == dict.fromkeys(STAGES, 1)
-    assert "is at it; waiting" in "".join(said)
+    assert "is working; waiting" in "".join(said)
     assert "warning" not in "".join(said)
     assert_as_undisturbed(project, undisturbed(1))
 
@@ -226,7 +226,7 @@ def test_a_frozen_attempt_elsewhere_is_taken_over_and_does_no_harm_when_it_wakes
                 process.resume()
             said = [process.communicate(timeout=90)[1] for process in (frozen, heir)]
     assert (frozen.returncode, heir.returncode) == (0, 0), said
-    assert "attempt 1 on elsewhere is at it; waiting" in said[1]
+    assert "attempt 1 on elsewhere is working; waiting" in said[1]
     assert "train: a newer attempt has taken over; waiting for it" in said[0]
     assert project.attempts() == {**dict.fromkeys(STAGES, 1), "train": 2}
     assert_as_undisturbed(project, undisturbed(1))

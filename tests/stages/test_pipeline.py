@@ -44,7 +44,7 @@ def test_a_finished_run_is_found_and_nothing_is_done_again(undisturbed: Callable
     before = {path: path.stat().st_mtime_ns for path in finished.found("**/*") if path.is_file()}
     said = finished.run("run", "tiny.yaml").stderr
     for stage in STAGES:
-        assert f"{finished.artifact(stage).prefix} is there already: skipped" in said
+        assert f"{finished.artifact(stage).prefix} exists: skipped" in said
     made = finished.result()
     after = {path: path.stat().st_mtime_ns for path in finished.found("**/*") if path.is_file()}
     changed = {path.relative_to(finished.store.root).parts[0] for path in after if after[path] != before.get(path)}
@@ -180,7 +180,7 @@ def test_an_s3_server_that_stays_away_is_said_and_interrupts(project: Project, a
     )
     assert time.monotonic() - started < 30
     *_, last = ended.stderr.splitlines()
-    assert re.match(rf"error: .*{port}.*no success within 2 s.*the same command goes on", last), ended.stderr
+    assert re.match(rf"error: .*{port}.*no success within 2 s.*run the same command to resume", last), ended.stderr
     assert "Traceback" not in ended.stderr and ended.stdout == ""
 
 
@@ -200,7 +200,7 @@ def test_an_s3_server_that_goes_away_in_mid_training_interrupts_and_loses_nothin
     finally:
         proxy.stop()
     assert process.returncode == 75, err
-    assert re.match(r"error: .*no success within 3 s.*; the same command goes on", err.splitlines()[-1]), err
+    assert re.match(r"error: .*no success within 3 s.*; run the same command to resume", err.splitlines()[-1]), err
     assert out == "" and "Traceback" not in err
 
     project.environment["AWS_ENDPOINT_URL"] = s3_server.endpoint

@@ -23,7 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import free_ports
 
-from pipelines.text import sources as text
+from pipelines.recipe import vocab_size_of
+from pipelines.text import retry
+from pipelines.text.files import Files
+from pipelines.text.library import StandardLibrary
 from pipelines.text.sources import documents, source_identity, source_label
 from pipelines.text.tokenizer import (
     byte_symbols,
@@ -32,7 +35,6 @@ from pipelines.text.tokenizer import (
     token_stream,
     tokenizer,
     tokenizer_files,
-    vocab_size_of,
 )
 from trainer.errors import UserError
 
@@ -198,7 +200,7 @@ def test_a_library_module_that_cannot_be_decoded_is_left_out(tmp_path: Path) -> 
     (tmp_path / "c.py").write_bytes(b"# coding: klingon\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "d.py").write_bytes(b"left out")
-    library = text.StandardLibrary(tmp_path)
+    library = StandardLibrary(tmp_path)
     assert list(library.documents(0)) == ["# coding: latin-1\n# é"]
     before = library.identity()
     (tmp_path / "b.py").rename(tmp_path / "z.py")
@@ -233,12 +235,12 @@ def test_parts_are_dealt_out_file_by_file_and_are_all_of_the_text(rows: Path, tm
 
 
 def test_more_parts_than_files_are_refused_before_anything_is_read(rows: Path) -> None:
-    said = r"tokens.parts: 4 are more than '\*.parquet' has files, and every part needs one; 3 would be right, or fewer"
+    said = r"tokens.parts: '\*.parquet' has only 3 file\(s\), and each of the 4 parts needs one; use at most 3"
     with pytest.raises(UserError, match=said):
         identity("*.parquet", base=rows, parts=4)
     with pytest.raises(UserError, match=said):
         read("*.parquet", base=rows, part=0, parts=4)
-    with pytest.raises(UserError, match=r"'https://host.invalid/a.parquet' has files.*; 1 would be right"):
+    with pytest.raises(UserError, match=r"'https://host.invalid/a.parquet' has only 1 file.*; use at most 1"):
         source_identity("https://host.invalid/a.parquet", None, "1", "text", parts=2)
     assert source_identity("https://host.invalid/*.parquet", None, "1", "text", parts=99)  # nobody knows yet
     assert identity("*.parquet", base=rows, parts=3) == identity("*.parquet", base=rows)
@@ -252,13 +254,13 @@ def test_a_part_may_be_empty_where_the_text_is_not(tmp_path: Path) -> None:
 
 def test_parquet_files_before_the_start_are_not_read(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[str, ...]] = []
-    stream = text.Files._stream
+    stream = Files._stream
 
     def noted(self: Any, builder: str, paths: Any, **options: Any) -> Any:
         opened.append(tuple(Path(path).name for path in paths))
         return stream(self, builder, paths, **options)
 
-    monkeypatch.setattr(text.Files, "_stream", noted)
+    monkeypatch.setattr(Files, "_stream", noted)
     monkeypatch.chdir(rows)
     assert read("*.parquet", 11) == [f"document 2.{row}" for row in range(1, 5)]
     assert opened == [("part-2.parquet",)]
@@ -354,10 +356,10 @@ def test_labels_are_short_names_fit_for_folders() -> None:
             "gs://bucket/a.parquet",
             None,
             None,
-            r"unknown scheme 'gs'; would be right: .*hf://datasets/ORG/NAME",
+            r"unknown scheme 'gs'; use .*hf://datasets/ORG/NAME",
         ),
-        ("hf://org/name", None, COMMIT, r"'hf://datasets/ORG/NAME' would be"),
-        ("hf://datasets/name", None, COMMIT, r"'hf://datasets/ORG/NAME' would be"),
+        ("hf://org/name", None, COMMIT, r"use 'hf://datasets/ORG/NAME'"),
+        ("hf://datasets/name", None, COMMIT, r"use 'hf://datasets/ORG/NAME'"),
         ("hf://datasets/org/name@main", None, COMMIT, r"with the commit in tokens.revision"),
         (
             "hf://datasets/org/name",
@@ -367,10 +369,10 @@ def test_labels_are_short_names_fit_for_folders() -> None:
         ),
         ("hf://datasets/org/name", None, "main", r"tokens.revision: 'main' can move.*git ls-remote"),
         ("hf://datasets/org/name/a.parquet", None, "main", r"'main' can move"),
-        ("https://host.invalid/a.parquet", None, None, r"tokens.revision: .*label of your own"),
-        ("https://host.invalid/a.csv", None, "1", r"unknown kind of file; .parquet, .jsonl and .txt"),
-        ("https://me:secret@host.invalid/a.txt", None, "1", r"'https://host.invalid/a.txt' has a user name"),
-        ("https://host.invalid/a.txt?sig=secret", None, "1", r"'https://host.invalid/a.txt' has a user name"),
+        ("https://host.invalid/a.parquet", None, None, r"tokens.revision: .*your own label"),
+        ("https://host.invalid/a.csv", None, "1", r"unknown kind of file; use .parquet, .jsonl or .txt"),
+        ("https://me:secret@host.invalid/a.txt", None, "1", r"'https://host.invalid/a.txt' contains a user name"),
+        ("https://host.invalid/a.txt?sig=secret", None, "1", r"'https://host.invalid/a.txt' contains a user name"),
         ("python-stdlib", None, "3.11", r"tokens.revision: .*remove the revision"),
         ("python-stdlib", "small", None, r"tokens.subset: .*remove it"),
     ],
@@ -392,7 +394,7 @@ def test_mixed_and_unknown_kinds_of_files_are_refused(rows: Path, monkeypatch: p
     (rows / "a.csv").write_text("x")
     (rows / "a.parquet.gz").write_text("x")
     for name in ("a.csv", "a.parquet.gz"):
-        with pytest.raises(UserError, match=rf"{name}': unknown kind of file; .parquet, .jsonl and .txt"):
+        with pytest.raises(UserError, match=rf"{name}': unknown kind of file; use .parquet, .jsonl or .txt"):
             identity(name)
 
 
@@ -400,23 +402,23 @@ def test_a_wrong_column_is_told_the_columns_there_are(rows: Path, tmp_path: Path
     parquet = rows / "part-0.parquet"
     lines = write_lines(tmp_path / "l.jsonl", {"text": "x", "id": 1}, {"body": "y"}, ["z"])
     for ask in (identity, read):
-        with pytest.raises(UserError, match=r"no 'body' in '.*part-0.parquet'; there: id, text, url"):
+        with pytest.raises(UserError, match=r"no 'body' in '.*part-0.parquet'; it has: id, text, url"):
             ask(parquet, column="body")
         with pytest.raises(UserError, match=r"'id' in '.*part-0.parquet' holds int64, not strings"):
             ask(parquet, column="id")
-        with pytest.raises(UserError, match=r"no 'body' in document 0 of '.*l.jsonl'; there: text, id"):
+        with pytest.raises(UserError, match=r"no 'body' in document 0 of '.*l.jsonl'; it has: text, id"):
             ask(lines, column="body")
         with pytest.raises(UserError, match=r"'id' of document 0 of '.*l.jsonl' is int, not a string"):
             ask(lines, column="id")
-    with pytest.raises(UserError, match=r"no 'text' in document 1 of '.*l.jsonl'; there: body"):
+    with pytest.raises(UserError, match=r"no 'text' in document 1 of '.*l.jsonl'; it has: body"):
         read(lines)
-    with pytest.raises(UserError, match=r"no 'text' in document 2 of '.*l.jsonl'; there: none"):
+    with pytest.raises(UserError, match=r"no 'text' in document 2 of '.*l.jsonl'; it has: none"):
         read(lines, 2)
 
 
 def test_a_later_parquet_file_without_the_column_is_named_before_reading_starts(rows: Path) -> None:
     pq.write_table(pa.table({"body": ["x"]}), rows / "part-2.parquet")
-    with pytest.raises(UserError, match=r"no 'text' in '.*part-2.parquet'; there: body"):
+    with pytest.raises(UserError, match=r"no 'text' in '.*part-2.parquet'; it has: body"):
         documents("part-*.parquet", None, None, "text", base=Path(str(rows)))
 
 
@@ -427,11 +429,11 @@ def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": ')
     (tmp_path / "bad.txt.gz").write_bytes(gzip.compress(os.urandom(9_000))[:5_000])
     for name, said in {
-        "empty.parquet": "holds no documents",
-        "empty.jsonl": "holds no documents",
-        "bad.parquet": "can't be read as parquet",
-        "bad.jsonl": r"document 1 of '.*bad.jsonl' is no line of JSON",
-        "bad.txt.gz": "can't be read on",
+        "empty.parquet": "has no documents",
+        "empty.jsonl": "has no documents",
+        "bad.parquet": "cannot be read as parquet",
+        "bad.jsonl": r"document 1 of '.*bad.jsonl' is not JSON",
+        "bad.txt.gz": "cannot be read further",
     }.items():
         with pytest.raises(UserError, match=rf"{name}.* {said}|{said}"):
             read(tmp_path / name)
@@ -441,7 +443,7 @@ def test_a_document_of_a_part_is_named_by_its_number_there(tmp_path: Path) -> No
     for name in range(3):
         write_lines(tmp_path / f"{name}.jsonl", {"text": "x"}, {"text": "y"} if name < 2 else {"body": "z"})
     with pytest.raises(
-        UserError, match=r"in document 3 of '\*.jsonl' \(counted in its files 0, 2, 4, …\); there: body"
+        UserError, match=r"in document 3 of '\*.jsonl' \(counted in its files 0, 2, 4, …\); it has: body"
     ):
         read("*.jsonl", base=tmp_path, part=0, parts=2)
 
@@ -581,7 +583,7 @@ def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> 
     parquet = ("small", COMMIT, "text", 2, None, 1, 2), (None, COMMIT, "text", 0, None, 3, 4)
     (subset, (mistake,)) = read_apart(hub, tmp_path / "home", *((source, *call) for call in parquet))
     assert subset == [f"document 1.{row}" for row in range(2, 5)]
-    assert "tokens.parts: 4 are more than 'hf://datasets/org/name' has files" in mistake
+    assert "tokens.parts: 'hf://datasets/org/name' has only" in mistake
 
     for path in (folder := tmp_path / "hub").iterdir():
         path.unlink()
@@ -593,7 +595,7 @@ def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> 
         hub, tmp_path / "another home", *((source, None, COMMIT, "text", *call) for call in lines)
     )
     assert (first, second) == (["line 0.1", "line 2.0", "line 2.1"], ["line 1.0", "line 1.1"])
-    assert "tokens.parts: 4 are more than 'hf://datasets/org/name' has files" in mistake
+    assert "tokens.parts: 'hf://datasets/org/name' has only" in mistake
 
 
 @pytest.mark.slow
@@ -608,13 +610,13 @@ def test_a_server_that_cannot_be_reached_is_told_in_the_end(tmp_path: Path, monk
 
     def rows(place: str) -> int:
         asked[place] = asked.get(place, 0) + 1
-        return text.Files("parquet", (), "text", "where")._count_rows(place)
+        return Files("parquet", (), "text", "where")._count_rows(place)
 
-    monkeypatch.setattr(text, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 2.0)
     unreachable, nowhere = f"http://127.0.0.1:{free_ports(1)[0]}/0.parquet", str(tmp_path / "0.parquet")
     for place in (unreachable, nowhere):
-        with pytest.raises(UserError, match="can't be read as parquet"):
-            text.patiently(functools.partial(rows, place))
+        with pytest.raises(UserError, match="cannot be read as parquet"):
+            retry.with_retries(functools.partial(rows, place))
     assert asked[unreachable] > 1 == asked[nowhere]
 
 
@@ -629,16 +631,16 @@ def test_what_the_hub_does_not_have_is_told(hub: str, tmp_path: Path) -> None:
         ("hf://datasets/org/other", None, COMMIT, "text"),
     )
     assert subset.startswith("UserError") and "'large' not found. Available: ['small']" in subset
-    assert column.endswith("no 'body' in 'hf://datasets/org/name (small)'; there: id, text, url")
+    assert column.endswith("no 'body' in 'hf://datasets/org/name (small)'; it has: id, text, url")
     assert files.endswith("no file matches 'hf://datasets/org/name/nothing-*.parquet'")
-    assert dataset.startswith("UserError: tokens.source: hf://datasets/org/other at 012345678901 could not be")
+    assert dataset.startswith("UserError: tokens.source: hf://datasets/org/other at 012345678901 cannot be")
 
 
 def test_remote_files_are_read_by_url(hub: str) -> None:
     last = [f"document 2.{row}" for row in range(5)]
     assert list(documents(f"{hub}/part-2.parquet", None, "a label", "text")) == last
     assert list(documents(f"{hub}/part-2.parquet", None, "a label", "text", 4)) == last[4:]
-    with pytest.raises(UserError, match=r"part-7.parquet' can't be read as parquet \(FileNotFoundError"):
+    with pytest.raises(UserError, match=r"part-7.parquet' cannot be read as parquet \(FileNotFoundError"):
         documents(f"{hub}/part-7.parquet", None, "a label", "text")
 
 

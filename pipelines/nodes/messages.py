@@ -1,0 +1,121 @@
+"""The messages between the head and the workers, one JSON object each.
+
+A worker sends Hello first, then PartsProgress, WorkDone and StopNotice. The head sends MakeParts, StartRanks, Trained
+and End. Both send Beat.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+from pipelines.nodes.ranks import RankSpec
+from pipelines.nodes.results import NodeResult
+from pipelines.text.parts import PartsProgress
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The sender is alive."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A worker introduces itself: its node, its run, and the number of ranks that it can start."""
+
+    node: int
+    run: str
+    processes: int
+
+
+@dataclass(frozen=True)
+class WorkDone:
+    """A worker's ranks ended, or its parts of the text, of this round."""
+
+    round: int
+    result: NodeResult
+
+
+@dataclass(frozen=True)
+class StopNotice:
+    """A worker was asked to stop."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class MakeParts:
+    """Make your parts of the text, for this attempt."""
+
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class StartRanks:
+    """Start your ranks; torchrun's processes meet on this port of the head."""
+
+    round: int
+    spec: RankSpec
+    port: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Training is complete: the workers may leave."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The head leaves with this exit code."""
+
+    exit_code: int
+    reason: str
+
+
+Message = Beat | Hello | PartsProgress | WorkDone | StopNotice | MakeParts | StartRanks | Trained | End
+
+
+def message_to_json(message: Message) -> bytes:
+    match message:
+        case Beat():
+            values: dict[str, object] = {"beat": True}
+        case Hello():
+            values = asdict(message)
+        case PartsProgress(stored, new):
+            values = {"there": stored, "new": new}
+        case WorkDone(round_, result):
+            values = {"ended": round_, "node": result.node, "kind": result.kind, "words": result.message}
+        case StopNotice(reason):
+            values = {"stop": reason}
+        case MakeParts(round_, attempt):
+            values = {"tokenize": round_, "attempt": attempt}
+        case StartRanks(round_, spec, port):
+            values = {"train": round_, "spec": spec.to_json(), "port": port}
+        case Trained():
+            values = {"trained": True}
+        case End(exit_code, reason):
+            values = {"end": exit_code, "why": reason}
+    return json.dumps(values).encode()
+
+
+def message_from_json(body: bytes) -> Message:
+    """ValueError or TypeError for anything that `message_to_json` does not write."""
+    match json.loads(body):
+        case {"beat": True}:
+            return Beat()
+        case {"node": int(node), "run": str(run), "processes": int(processes)}:
+            return Hello(node, run, processes)
+        case {"there": int(stored), "new": int(new)}:
+            return PartsProgress(stored, new)
+        case {"ended": int(round_), "node": int(node), "kind": str() | None as kind, "words": str(message)}:
+            return WorkDone(round_, NodeResult(node, kind, message))
+        case {"stop": str(reason)}:
+            return StopNotice(reason)
+        case {"tokenize": int(round_), "attempt": int(attempt)}:
+            return MakeParts(round_, attempt)
+        case {"train": int(round_), "spec": dict(spec), "port": int(port)}:
+            return StartRanks(round_, RankSpec.from_json(spec), port)
+        case {"trained": True}:
+            return Trained()
+        case {"end": int(exit_code), "why": str(reason)}:
+            return End(exit_code, reason)
+    raise ValueError(f"not a message between nodes: {body[:200]!r}")

@@ -1,0 +1,135 @@
+"""The ranks of one node: torchrun starts them, and their files tell how they ended.
+
+torchrun does not pass on the errors of its ranks. So a rank that fails leaves its error in its attempt's folder, in a
+file `<kind>-<rank>.txt`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pipelines.nodes.address import NodeAddress, interface_to, rendezvous_options
+from pipelines.nodes.results import FAULT, RERAISED, STUCK, NodeResult, kind_and_message
+from pipelines.recipe import Recipe
+from trainer.health import STUCK as STUCK_LINE
+from trainer.process import die_with_parent
+
+RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; started by name, because stages are above this layer
+SPEC_FILE = "spec.json"
+LOG_FILE = "train.log"  # output of torchrun and its ranks
+LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
+DOOMED_SECONDS = 10.0  # for ranks to fail and leave their errors on their own, once those of another node failed
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """The task of all ranks of an attempt. The head writes it; the ranks of every node read it."""
+
+    started: float  # unix seconds at which the pipeline's clock enters the phase "ranks"
+    reached: int  # the highest step of any earlier attempt
+    recipe: Recipe
+    store: str  # URI
+    tokens: str  # prefix of the tokens in the store
+    prefix: str  # of the training run in the store
+    attempt: int
+    between_failures: float  # expected, in seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"recipe": self.recipe.model_dump()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """KeyError, TypeError or ValueError for values that another version wrote."""
+        return cls(**values | {"recipe": Recipe.model_validate(values["recipe"])})
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The spec in the attempt's folder on this node."""
+        return cls.from_json(json.loads((folder / SPEC_FILE).read_text()))
+
+
+def start_torchrun(
+    spec: RankSpec, folder: Path, home: Path, processes: int, grace_seconds: int, address: NodeAddress, port: int
+) -> subprocess.Popen[bytes]:
+    """Start torchrun in its own session (this process forwards Ctrl-C); the kernel ends it if this process dies.
+
+    After SIGTERM, torchrun kills ranks that still save after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds. A torch that
+    does not know this variable (nor the option --shutdown-timeout) always waits 30 s.
+    """
+    (folder / SPEC_FILE).write_text(json.dumps(spec.to_json()))
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds), **os.environ}
+    if address.count == 1:
+        options = ["--standalone", "--local-addr=127.0.0.1"]
+    else:
+        options = rendezvous_options(address, port)
+        if interface := interface_to(address.head):
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+    command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={processes}"]
+    with (folder / LOG_FILE).open("ab") as log:
+        return subprocess.Popen(
+            [*command, "-m", RANK_MODULE, str(folder), str(home / "cache")],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=before_torchrun,
+        )
+
+
+def before_torchrun() -> None:
+    die_with_parent()
+    # Slurm sends SIGUSR1 to every process of a step. The ranks handle it; torchrun would die and end them.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def wait_or_kill(torchrun: subprocess.Popen[bytes]) -> None:
+    """End ranks that cannot continue without those of another node. NCCL does not always report the loss."""
+    try:
+        torchrun.wait(DOOMED_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_ranks(torchrun)
+
+
+def kill_ranks(torchrun: subprocess.Popen[bytes]) -> None:
+    """End torchrun and its ranks immediately."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(torchrun.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    torchrun.kill()
+    torchrun.wait()
+
+
+def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
+    """How torchrun's ranks on this node ended, by the files in their attempt's folder."""
+    for kind in RERAISED:
+        for message in error_messages(folder, kind):
+            return NodeResult(node, kind, message)
+    if not exit_code:
+        return NodeResult(node)
+    log = (folder / LOG_FILE).read_text(errors="replace").splitlines()
+    for line in (line for line in log if STUCK_LINE in line):
+        return NodeResult(node, STUCK, line)
+    return NodeResult(node, FAULT, [*error_messages(folder, FAULT), "\n".join(log[-LOG_LINES:])][0])
+
+
+def leave_error_message(error: Exception, folder: Path) -> None:
+    """Write the error of this rank into a file of the attempt's folder."""
+    kind, message = kind_and_message(error, folder)
+    with suppress(OSError):  # a full disk: the pipeline's process detects it on its own
+        (folder / f"{kind}-{os.environ.get('RANK', '0')}.txt").write_text(message)
+
+
+def error_messages(folder: Path, kind: str) -> list[str]:
+    """Error messages of failed ranks, the first failure first: the other ranks only fail because of it."""
+    paths = sorted(folder.glob(f"{kind}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    return [path.read_text() for path in paths]

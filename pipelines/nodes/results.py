@@ -1,0 +1,41 @@
+"""How the work of a node ends, in a form that can be sent to the head and re-raised there."""
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import FULL, Diverged, StoreUnavailable, UserError, is_full
+
+# Errors of a rank or a node that the head re-raises with their original type, by kind. The order is their priority.
+RERAISED: dict[str, type[Exception]] = {
+    "mistake": UserError,
+    "unavailable": StoreUnavailable,
+    "diverged": Diverged,
+}
+STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
+FAULT = "fault"  # kind: any other error
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    """How the ranks of a node ended, or its parts of the text."""
+
+    node: int
+    kind: str | None = None  # of the error: one of RERAISED, STUCK or FAULT; None: success
+    message: str = ""
+
+    @property
+    def error(self) -> Exception:
+        """The error that the head raises for a failed node."""
+        assert self.kind, self
+        return RERAISED.get(self.kind, RuntimeError)(self.message)
+
+
+def kind_and_message(error: Exception, folder: Path) -> tuple[str, str]:
+    """Kind and message that report an error of work that writes into `folder`."""
+    for kind, known in RERAISED.items():
+        if isinstance(error, known):
+            return kind, str(error)
+    if isinstance(error, OSError) and is_full(error):
+        return "mistake", f"{error.filename or folder}: {FULL}"
+    return FAULT, "".join(traceback.format_exception(error))

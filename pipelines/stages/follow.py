@@ -1,0 +1,230 @@
+"""Following the ranks: their events become progress, tracking and heartbeats; their end becomes a result or an error.
+
+Rank 0 appends its events to a file, which this process reads, so nothing here can delay a step.
+"""
+
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelines.nodes.ranks import LOG_FILE, result_of_ranks, wait_or_kill
+from pipelines.nodes.results import RERAISED, STUCK
+from pipelines.screen import Bar
+from pipelines.stage import Work
+from trainer.commits import segments
+from trainer.errors import FULL, Interrupted, UserError
+from trainer.events import (
+    Checkpointed,
+    CheckpointFailed,
+    Damaged,
+    Event,
+    PhaseChanged,
+    RolledBack,
+    Row,
+    Skipped,
+    Slow,
+    Started,
+    event_from_json,
+)
+
+POLL_SECONDS = 0.1
+FULL_BYTES = 1 << 16  # more than an error message, less than any other file: with less free space, the disk is full
+SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one; torchrun may get its signal before this process
+
+
+def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> int | None:
+    """Follow the ranks until they end. Returns their last step; raises the error that ended them early."""
+    follower = Follower(work, torchrun)
+    with work.screen.bar("train", work.recipe.train.max_steps) as bar:
+        for event in follow_events(work.folder / "events.jsonl", torchrun):
+            follower.handle(event, bar)
+            follower.pass_on_stop()
+            if work.head and work.head.has_failed():
+                wait_or_kill(torchrun)
+    raise_error_of_ranks(work, torchrun.returncode)
+    return follower.step
+
+
+class Follower:
+    """What the pipeline's process knows of its ranks."""
+
+    def __init__(self, work: Work, torchrun: subprocess.Popen[bytes]) -> None:
+        self.work, self.torchrun = work, torchrun
+        self.tracked = track_committed(work)  # the last tracked step, by metric
+        self.step: int | None = None
+        self.metrics: dict[str, float] = {}  # the last value of each
+        self.rolled_back_from = -1  # step
+        self.stop_sent = False
+
+    def handle(self, event: Event | None, bar: Bar) -> None:
+        match event:
+            case Row():
+                self._row(event, bar)
+            case PhaseChanged(phases, phase):
+                self.work.rank_phases = phases, phase
+            case Started():
+                self.step = event.step  # a run that resumes after its last step sends no row
+            case RolledBack():
+                self.step, self.rolled_back_from = event.to, event.step
+        if event:
+            report_event(self.work, event)
+
+    def pass_on_stop(self) -> None:
+        """Let the ranks finish their step, commit and leave, once this process is to stop."""
+        work = self.work
+        if self.stop_sent or not (work.stop.asked or work.attempt.lost):
+            return
+        self.torchrun.send_signal(signal.SIGTERM)
+        if work.stop.reason:
+            work.report(notice=work.stop.reason)  # now: this machine may be gone soon
+        self.stop_sent = True
+
+    def _row(self, row: Row, bar: Bar) -> None:
+        work, again = self.work, row.step <= self.rolled_back_from
+        self.step = row.step
+        self.metrics |= row.metrics
+        track_row(work, row.step, row.time, row.metrics, {} if again else self.tracked, again)
+        bar.update(row.step, describe(row.step, self.metrics))
+        work.rank_phases = row.phases, row.phase
+        count_step(work, row)
+        work.report(row.metrics, step=row.step, time=row.time)
+
+
+def follow_events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[Event | None]:
+    """The events of a file that is being written, until the process ends; None when there is no news."""
+    while not path.exists() and process.poll() is None:
+        time.sleep(POLL_SECONDS)
+        yield None
+    if not path.exists():
+        return
+    with path.open() as file:
+        rest = ""
+        while True:
+            ended = process.poll() is not None
+            rest += file.read()
+            *lines, rest = rest.split("\n")
+            yield from map(event_from_json, lines)
+            if ended:
+                return
+            if not lines:
+                time.sleep(POLL_SECONDS)
+                yield None
+
+
+def raise_error_of_ranks(work: Work, exit_code: int) -> None:
+    """Raise the error that ended the ranks early, on any node; nothing if they completed or committed and left."""
+    if exit_code and not work.stop.asked:
+        time.sleep(SIGNALS_SECONDS)
+    work.attempt.check()
+    if exit_code and shutil.disk_usage(work.folder).free < FULL_BYTES:  # the ranks cannot leave their errors there
+        raise UserError(f"{work.folder}: {FULL}")
+    results = [result_of_ranks(0, work.folder, exit_code)]
+    if work.head and exit_code:
+        results += work.head.wait_for_results()
+    for kind in RERAISED:
+        for result in (result for result in results if result.kind == kind):
+            raise result.error
+    if not exit_code:
+        return
+    if work.head and (lost := work.head.lost_nodes()) and work.stop.ending is Interrupted:
+        raise Interrupted(f"node {lost[0]} is gone")
+    if work.stop.asked:
+        raise work.stop.interruption()
+    for result in (result for result in results if result.kind == STUCK):
+        raise Interrupted(result.message)
+    messages = "\n".join(result.message for result in results if result.kind)
+    raise RuntimeError(f"the training processes failed; their output is in {work.folder / LOG_FILE}:\n{messages}")
+
+
+def track_committed(work: Work) -> dict[str, int]:
+    """Track the rows that earlier attempts committed and lost before MLflow got them.
+
+    Returns the last tracked step of each metric.
+    """
+    tracked = work.tracker.highest_steps("train")
+    rows = (row for segment in segments(work.store, work.plan.prefix) for row in segment)
+    # A repeated step counts as the later attempt did it. Each row keeps its time, so that MLflow ignores known ones.
+    for row in {(row["step"], "train/loss" in row): row for row in rows}.values():
+        metrics = {name: value for name, value in row.items() if "/" in name}
+        track_row(work, row["step"], row["time"], metrics, dict(tracked))  # the steps come in no order
+    return work.tracker.highest_steps("train")
+
+
+def track_row(
+    work: Work, step: int, time: float, metrics: Mapping[str, float], tracked: dict[str, int], again: bool = False
+) -> None:
+    """Track the values that MLflow does not have yet: a step that is repeated after a crash is no second point.
+
+    After a rollback (`again`) it is a second point, and the one that counts: it read other data.
+    """
+    values = {name: value for name, value in metrics.items() if name != "data/digest" and step > tracked.get(name, -1)}
+    if values:
+        work.tracker.metrics("train", step, time, values, again)
+        tracked.update(dict.fromkeys(values, step))
+
+
+def count_step(work: Work, row: Row) -> None:
+    """Count the steps of this attempt, and those that an earlier attempt had done."""
+    progress = work.attempt.latest.progress
+    if "train/loss" in row.metrics:
+        highest = progress.highest_step or 0
+        work.report(
+            steps_done=(progress.steps_done or 0) + 1,
+            steps_redone=(progress.steps_redone or 0) + (row.step <= highest),
+            highest_step=max(highest, row.step),
+        )
+
+
+def describe(step: int, metrics: Mapping[str, float]) -> str:
+    """A row in a few words."""
+    facts = [f"step {step:,}"]
+    if "train/loss" in metrics:
+        facts += [f"loss {metrics['train/loss']:.3f}", f"{metrics['perf/tokens_per_second']:,.0f} tok/s"]
+    if "val/loss" in metrics:
+        facts.append(f"val {metrics['val/loss']:.3f}")
+    return "  ".join(facts)
+
+
+def report_event(work: Work, event: Event) -> None:
+    """Let screen, heartbeat and tracking know of an event that is no row."""
+    screen = work.screen
+    match event:
+        case Started():
+            report_start(work, event)
+        case Damaged(checkpoint, reason):
+            screen.warn(f"{checkpoint} is damaged ({reason}); using the one before it")
+        case CheckpointFailed(step, reason):
+            screen.warn(f"checkpoint of step {step:,} failed ({reason}); training continues")
+            work.report(checkpoint_failed=step)
+        case Checkpointed():
+            work.report(committed_step=event.step, save_seconds=event.seconds)
+        case Skipped(step, reason):
+            screen.warn(f"update {step:,} skipped: {reason}")
+        case Slow(_, reason):
+            screen.warn(f"slower than possible: {reason}")
+        case RolledBack():
+            report_rollback(work, event)
+
+
+def report_start(work: Work, event: Started) -> None:
+    hardware: dict[str, Any] = {"device": event.device, "precision": event.precision, "world_size": event.world_size}
+    work.report(resumed_from=event.step, lowest_step=event.step, step=event.step, **hardware)
+    resumed = f", resumed from step {event.step:,}" if event.step else ""
+    work.screen.note(
+        f"  {event.parameters:,} parameters, {event.world_size} x {event.device}, "
+        f"{event.precision}, {event.micro_batch_why}; {event.engine}{resumed}"
+    )
+    work.tracker.tags("train", hardware | {"engine": event.engine, "micro_batch": event.micro_batch_why})
+
+
+def report_rollback(work: Work, event: RolledBack) -> None:
+    progress = work.attempt.latest.progress
+    number = (progress.rollbacks or 0) + 1
+    text = f"from step {event.step} to {event.to}; of two points at a step the later one counts"
+    work.tracker.tags("train", {f"skytrain.rollback.a{work.attempt.number:04d}.{number}": text})
+    work.report(rollbacks=number, lowest_step=min(event.to, progress.lowest_step or 0))
+    work.screen.warn(f"rolled back from step {event.step:,} to {event.to:,}: {event.reason}")

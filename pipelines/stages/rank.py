@@ -1,0 +1,89 @@
+"""A rank of the stage train: `torchrun … -m pipelines.stages.rank FOLDER CACHE`.
+
+FOLDER is the attempt's folder on this node, with the ranks' spec; rank 0 leaves its events and the final weights
+there. CACHE holds verified copies of files of the store.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.artifacts.kernel_cache import KernelCache
+from pipelines.artifacts.manifest import fetch, read_manifest
+from pipelines.artifacts.store import open_store
+from pipelines.nodes.ranks import RankSpec, leave_error_message
+from pipelines.recipe import Recipe
+from pipelines.tracking.ledger import latest_number
+from trainer.errors import EXIT_DONE, EXIT_FAILED, StaleAttempt
+from trainer.metrics import PhaseClock
+from trainer.process import StopSignal, die_with_parent
+from trainer.store import Store
+
+if TYPE_CHECKING:
+    from trainer.parallel import World
+
+
+def main(folder: Path, cache: Path) -> int:
+    """Train as one rank. An error is left in the attempt's folder, because torchrun does not pass it on."""
+    die_with_parent()
+    stop = StopSignal()
+    try:
+        return train_rank(RankSpec.read(folder), folder, cache, stop)
+    except Exception as error:
+        leave_error_message(error, folder)
+        raise
+
+
+def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> int:
+    from trainer.rank import RankJob, run_rank
+    from trainer.shards import Shard
+
+    recipe, store = spec.recipe, open_store(spec.store)
+    tokens = read_manifest(store, spec.tokens)
+    assert tokens is not None, spec.tokens
+    clock = PhaseClock(started=spec.started)
+
+    def shards(split: str) -> list[Shard]:
+        return [Shard(name, n) for name, n in tokens.facts["shards"].items() if name.startswith(split)]
+
+    def begin(world: "World") -> int:
+        bring_kernels(store, cache, recipe, world, clock)
+        return spec.attempt
+
+    job = RankJob(
+        model=recipe.model,
+        train=recipe.train,
+        runtime=recipe.runtime,
+        train_shards=shards("train"),
+        val_shards=shards("val"),
+        fetch=lambda name: fetch(store, tokens.prefix, tokens.file(name), cache),
+        store=store,
+        prefix=spec.prefix,
+        folder=folder,
+        checkpoint_folder=folder / "checkpoint",
+        begin=begin,
+        superseded=lambda attempt: latest_number(store, spec.prefix) > attempt,
+        clock=clock,
+        reached=spec.reached,
+        between_failures=spec.between_failures,
+    )
+    try:
+        run_rank(job, stop)
+    except StaleAttempt as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED  # the pipeline's process finds by itself that the attempt is stale
+    return EXIT_DONE
+
+
+def bring_kernels(store: Store, cache: Path, recipe: Recipe, world: "World", clock: PhaseClock) -> None:
+    """Start every node with the kernels that an earlier attempt compiled, and keep new ones for the next."""
+    if kernels := KernelCache.here(store, cache, recipe, world.device):
+        if world.local_rank == 0:
+            kernels.fetch()
+        world.gather(None)  # wait until every node has them
+        if world.rank == 0:
+            kernels.save_from_first_step(lambda: clock.current)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

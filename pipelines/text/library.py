@@ -1,0 +1,60 @@
+"""The standard library of the running Python as a source of text: no download, no account."""
+
+import hashlib
+import itertools
+import os
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.text.columns import Texts, joined
+from pipelines.text.files import files_of_part
+from trainer.errors import UserError
+
+STDLIB = "python-stdlib"
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class StandardLibrary:
+    """Every module of the running Python that can be decoded, one document each, sorted by relative path."""
+
+    folder: Path
+
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for name in self._names():
+            content = hashlib.sha256((self.folder / name).read_bytes()).hexdigest()
+            digest.update(f"{content} {name}\n".encode())
+        return {"source": STDLIB, "sha256": digest.hexdigest()}
+
+    def files(self) -> int:
+        return len(self._names())
+
+    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
+        names = files_of_part(self._names(), part, parts, STDLIB)
+        return joined([], itertools.islice(self._texts(names), start, None))
+
+    def _texts(self, names: Iterable[str]) -> Iterator[str]:
+        for name in names:
+            try:
+                with tokenize.open(self.folder / name) as file:
+                    text = file.read()
+            except (SyntaxError, UnicodeDecodeError):  # the declared encoding is unknown or wrong
+                continue
+            yield text
+
+    def _names(self) -> list[str]:
+        names = []
+        for folder, below, files in os.walk(self.folder):
+            below[:] = [name for name in below if name not in NOT_LIBRARY]
+            relative = Path(folder).relative_to(self.folder)
+            names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
+        if not names:
+            raise UserError(
+                f"tokens.source: {STDLIB}: this Python has no .py files in {self.folder}; use another "
+                "Python, or name text files"
+            )
+        return sorted(names)

@@ -1,0 +1,189 @@
+"""The parts of a text as token shards in llm.c's format; the first `val_shards` shards are held out.
+
+The files of the text are distributed over `tokens.parts` parts, one by default. Each part is its own stream of tokens:
+every document follows an end-of-text token, and shard i holds tokens [i·shard_tokens, (i+1)·shard_tokens). Each
+finished shard leaves a receipt in the store, which names the next document. A later attempt resumes there and does not
+tokenize the part again. A finished part leaves a list of its receipts; its text is not opened again.
+
+Of N nodes, node r makes parts r, r + N, r + 2N, …: the bytes are the same for every N.
+"""
+
+import json
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pipelines.artifacts.manifest import ArtifactPlan, File
+from pipelines.recipe import TokensConfig
+from pipelines.text.sources import documents
+from pipelines.text.tokenizer import token_stream, tokenizer
+from trainer.process import failpoint
+from trainer.store import Store
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class ShardReceipt:
+    """A finished shard, and the position in the part's stream behind it."""
+
+    file: File
+    tokens: int
+    document: int  # the next token is number `offset` of this document
+    offset: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        return cls(**values | {"file": File(**values["file"])})
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that made the shard."""
+        return int(self.file.key.partition("/")[0].removeprefix("a"))
+
+
+@dataclass(frozen=True)
+class PartsJob:
+    """The parts that one node makes in an attempt, and its tools."""
+
+    config: TokensConfig
+    plan: ArtifactPlan
+    store: Store
+    parts: range
+    folder: Path  # scratch
+    upload: Callable[[Path], File]  # into the attempt's folder of the store
+    check: Callable[[], None]  # raises an exception to end the work
+    note: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PartsProgress:
+    """How far a node is with its parts, in tokens."""
+
+    stored: int  # of all attempts
+    new: int  # of this attempt
+
+
+def parts_of_node(rank: int, nodes: int, parts: int) -> range:
+    """The parts that a node makes; none if there are more nodes than parts."""
+    return range(rank, parts, nodes)
+
+
+def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
+    """Make the missing shards of a node's parts, one part after the other. Yields the progress after each shard."""
+    receipts = {part: read_receipts(job, part) for part in job.parts}
+    before = sum(receipt.tokens for part in receipts.values() for receipt in part)
+    if shards := sum(map(len, receipts.values())):
+        job.note(f"  {shards} shards exist from an earlier attempt")
+    new = 0
+    yield PartsProgress(before, new)
+    for part, part_receipts in receipts.items():
+        if finished_part(job.store, job.plan, part) is not None:
+            continue
+        for shard in missing_shards(job, part, part_receipts):
+            part_receipts.append(save_shard(job, part, len(part_receipts), *shard))
+            failpoint("tokenize")
+            new += part_receipts[-1].tokens
+            yield PartsProgress(before + new, new)
+        body = json.dumps([receipt.to_json() for receipt in part_receipts]).encode()
+        job.store.create(finished_key(job.plan, part), body)
+
+
+def missing_shards(job: PartsJob, part: int, receipts: list[ShardReceipt]) -> Iterator[tuple["np.ndarray", int, int]]:
+    """The missing shards of a part: tokens, and the document and offset behind them."""
+    import numpy as np
+
+    t = job.config
+    document, offset = (receipts[-1].document, receipts[-1].offset) if receipts else (0, 0)
+    limit = t.tokens_of_part(part)
+    left = None if limit is None else limit - sum(receipt.tokens for receipt in receipts)
+    buffer, filled = np.empty(t.shard_tokens, np.uint16), 0
+    texts = documents(t.source, t.subset, t.revision, t.text_column, document, part=part, parts=t.parts)
+    with (
+        closing(texts),
+        closing(token_stream(tokenizer(t.tokenizer), texts, threads=os.cpu_count() or 1)) as stream,
+    ):
+        for tokens in stream:
+            job.check()
+            while offset < len(tokens) and left != 0:
+                take = min(len(tokens) - offset, t.shard_tokens - filled, t.shard_tokens if left is None else left)
+                buffer[filled : filled + take] = tokens[offset : offset + take]
+                filled, offset = filled + take, offset + take
+                left = None if left is None else left - take
+                if filled == t.shard_tokens:
+                    yield buffer, document, offset
+                    filled = 0
+            if left == 0:
+                break
+            document, offset = document + 1, 0
+    if filled:
+        yield buffer[:filled], document, offset
+
+
+def save_shard(job: PartsJob, part: int, index: int, tokens: "np.ndarray", document: int, offset: int) -> ShardReceipt:
+    from trainer.shards import write_shard
+
+    path = job.folder / shard_name(part, index, job.config)
+    write_shard(path, tokens)
+    receipt = ShardReceipt(job.upload(path), len(tokens), document, offset)
+    path.unlink()
+    body = json.dumps(receipt.to_json()).encode()
+    if not job.store.create(receipt_key(job, part, index), body):
+        job.check()  # another attempt made the same shard first; a newer attempt ends this one
+    return receipt
+
+
+def read_receipts(job: PartsJob, part: int) -> list[ShardReceipt]:
+    """The shards of a part that earlier attempts finished, from the first one up to the first gap."""
+    receipts = finished_part(job.store, job.plan, part)
+    if receipts is None:
+        receipts = []
+        while body := job.store.get(receipt_key(job, part, len(receipts))):
+            receipts.append(ShardReceipt.from_json(json.loads(body)))
+    return receipts
+
+
+def finished_part(store: Store, plan: ArtifactPlan, part: int) -> list[ShardReceipt] | None:
+    """All shards of a finished part; None for an unfinished one."""
+    body = store.get(finished_key(plan, part))
+    return [ShardReceipt.from_json(values) for values in json.loads(body)] if body else None
+
+
+def forget_receipts(store: Store, plan: ArtifactPlan, until_attempt: int) -> None:
+    """Remove the receipts of the shards that this attempt and earlier ones made."""
+    # The lists first: without its list, a finished part is still known by its shards' receipts.
+    for folder in ("parts", "shards"):
+        for entry in store.entries(f"{plan.prefix}/{folder}/"):
+            content = json.loads(store.get(entry.key) or b"[]")
+            receipts = [ShardReceipt.from_json(one) for one in (content if isinstance(content, list) else [content])]
+            if all(receipt.attempt <= until_attempt for receipt in receipts):
+                store.delete(entry.key)
+
+
+def receipt_key(job: PartsJob, part: int, index: int) -> str:
+    return f"{job.plan.prefix}/shards/{part_prefix(part, job.config)}{index:06d}.json"
+
+
+def finished_key(plan: ArtifactPlan, part: int) -> str:
+    return f"{plan.prefix}/parts/{part:02d}.json"
+
+
+def shard_name(part: int, index: int, config: TokensConfig) -> str:
+    """val_000000.bin … for the first `val_shards` shards of part 0, then train_000000.bin …
+
+    With several parts: train_00_000000.bin …, train_01_000000.bin …
+    """
+    held_out = config.val_shards if part == 0 else 0
+    split, number = ("val", index) if index < held_out else ("train", index - held_out)
+    return f"{split}_{part_prefix(part, config)}{number:06d}.bin"
+
+
+def part_prefix(part: int, config: TokensConfig) -> str:
+    return f"{part:02d}_" if config.parts > 1 else ""

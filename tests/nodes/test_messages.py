@@ -1,0 +1,43 @@
+"""Messages between nodes: each arrives as it was sent, in the documented form."""
+
+import json
+from typing import Any
+
+import pytest
+from node_ends import spec
+
+from pipelines.nodes.messages import (
+    Beat,
+    End,
+    Hello,
+    MakeParts,
+    Message,
+    StartRanks,
+    StopNotice,
+    Trained,
+    WorkDone,
+    message_from_json,
+    message_to_json,
+)
+from pipelines.nodes.results import NodeResult
+from pipelines.text.parts import PartsProgress
+
+
+@pytest.mark.parametrize(
+    ("message", "wire"),
+    [
+        (Beat(), {"beat": True}),
+        (Hello(1, "tiny-0123", 4), {"node": 1, "run": "tiny-0123", "processes": 4}),
+        (PartsProgress(500, 100), {"there": 500, "new": 100}),
+        (WorkDone(2, NodeResult(1)), {"ended": 2, "node": 1, "kind": None, "words": ""}),
+        (WorkDone(2, NodeResult(1, "mistake", "no")), {"ended": 2, "node": 1, "kind": "mistake", "words": "no"}),
+        (StopNotice("SIGTERM"), {"stop": "SIGTERM"}),
+        (MakeParts(1, 7), {"tokenize": 1, "attempt": 7}),
+        (StartRanks(1, spec(7), 1234), {"train": 1, "spec": spec(7).to_json(), "port": 1234}),
+        (Trained(), {"trained": True}),
+        (End(75, "SIGTERM"), {"end": 75, "why": "SIGTERM"}),
+    ],
+)
+def test_a_message_arrives_as_it_was_sent(message: Message, wire: dict[str, Any]) -> None:
+    assert json.loads(message_to_json(message)) == wire
+    assert message_from_json(message_to_json(message)) == message

@@ -1,0 +1,99 @@
+"""The events of the ranks reach screen, heartbeat and tracking once, with the numbers that count."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+from stage_work import Recorder
+
+from pipelines.show.console import TerminalScreen
+from pipelines.stage import Work
+from pipelines.stages import follow
+from pipelines.stages.follow import report_event, track_row
+from pipelines.tracking.mlflow.tracker import Tracker
+from trainer.events import Checkpointed, CheckpointFailed, Event, RolledBack, Row, Slow, Started
+
+
+def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
+    mine = work("train")
+    mine.screen = cast(TerminalScreen, recorder := Recorder())
+    report_event(mine, CheckpointFailed(1200, "OSError(28)"))
+    assert recorder.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
+    assert mine.attempt.latest.progress.checkpoint_failed == 1200
+
+
+def test_a_step_that_is_done_again_in_one_attempt_is_told_once(work: Callable[[str], Work]) -> None:
+    mine = work("train")
+    mine.tracker = cast(Tracker, recorder := Recorder())
+    tracked: dict[str, int] = {}
+    for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0)):  # it turned back at 3
+        track_row(mine, step, 1.0, {"train/loss": loss, "data/digest": 7}, tracked)
+    assert recorder.points == [(step, {"train/loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (4, 3.0))]
+
+
+def test_of_what_an_earlier_attempt_has_told_nothing_is_told_again_not_even_step_0(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = work("train")
+    mine.tracker = cast(Tracker, recorder := Recorder())
+    rows = [Row(step, 1.0, {"val/loss": 5.0}, {}, "evaluate") for step in (0, 15, 30)]
+    monkeypatch.setattr(follow, "follow_events", lambda *_: iter(rows))
+    monkeypatch.setattr(follow, "track_committed", lambda _: {"val/loss": 15})
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    follow.follow(mine, done)
+    assert recorder.points == [(30, {"val/loss": 5.0})] and recorder.again == []
+
+
+START = Started(
+    step=0,
+    parameters=7,
+    world_size=1,
+    device="cpu",
+    precision="fp32",
+    engine="eager, on cpu; there is no CUDA device",
+    micro_batch_size=1,
+    micro_batch_why="micro-batches of 1, as configured",
+)
+
+
+def test_how_a_run_is_carried_out_and_why_is_said_and_tagged(work: Callable[[str], Work]) -> None:
+    mine = work("train")
+    mine.tracker, mine.screen = cast(Tracker, recorder := Recorder()), cast(TerminalScreen, recorder)
+    report_event(mine, START)
+    report_event(mine, Slow(1, "torch multiplies"))
+    assert recorder.notes == [f"  7 parameters, 1 x cpu, fp32, {START.micro_batch_why}; {START.engine}"]
+    assert recorder.warnings == ["slower than possible: torch multiplies"]
+    assert {name: recorder.tagged[name] for name in ("engine", "precision", "micro_batch")} == {
+        "engine": START.engine,
+        "precision": "fp32",
+        "micro_batch": START.micro_batch_why,
+    }
+
+
+def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = work("train")
+    mine.tracker = cast(Tracker, recorder := Recorder())
+    phases = {"setup": 2.0, "train": 1.0}
+    losses = ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0))
+    events: list[Event] = [
+        Row(step, 1.0, {"train/loss": loss, "perf/tokens_per_second": 9.0}, phases, "train") for step, loss in losses
+    ]
+    events.insert(3, RolledBack(3, 1, left_out=2, reason="it rose"))
+    events.append(Checkpointed(4, seconds=0.1, bytes=7))
+    monkeypatch.setattr(follow, "follow_events", lambda *_: iter([START, *events]))
+    monkeypatch.setattr(follow, "track_committed", lambda _: {})
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    follow.follow(mine, done)
+    assert [(step, values["train/loss"]) for step, values in recorder.points] == list(losses)
+    assert recorder.again == [2, 3]
+    assert "from step 3 to 1; of two points at a step the later one counts" in recorder.tagged.values()
+    progress = mine.attempt.latest.progress
+    assert (progress.steps_done, progress.steps_redone, progress.lowest_step, progress.highest_step) == (6, 2, 0, 4)
+    assert (progress.resumed_from, progress.step, progress.committed_step) == (0, 4, 4)
+    assert mine.rank_phases == (phases, "train")

@@ -1,0 +1,53 @@
+"""The stage tokenize: which shards it makes anew, and which texts it rejects."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from stage_work import SMALL
+from texts import FourFiles
+
+from pipelines.artifacts.manifest import File
+from pipelines.recipe import load_recipe
+from pipelines.stages.tokenize import check_split, forget_removed_artifact
+from pipelines.text.parts import PartsProgress, ShardReceipt, make_parts
+from pipelines.tracking.ledger import claim
+from pipelines.tracking.records import Billing
+from trainer.errors import UserError
+
+
+def test_a_finished_artifact_without_its_manifest_is_made_anew(tmp_path: Path) -> None:
+    files = FourFiles(tmp_path)
+
+    def ended(number: int, state: str) -> PartsProgress:
+        mine = files.job(range(3), tmp_path / "store", number)
+        attempt = claim(mine.store, mine.plan.prefix, "tiny-1", "tokenize", number, Billing())
+        assert attempt
+        with attempt:
+            forget_removed_artifact(mine.store, mine.plan)
+            *_, progress = make_parts(mine)
+            attempt.update(state=state)
+        return progress
+
+    assert ended(1, "interrupted").new == 12_336
+    assert ended(2, "done").new == 0
+    assert ended(3, "interrupted").new == 12_336  # a shard was damaged, and the manifest removed as advised
+    assert ended(4, "interrupted").new == 0  # what attempt 3 has made anew is kept
+
+
+@pytest.mark.parametrize(
+    ("parts", "tokens", "message"),
+    [
+        (2, {"train_01_000000": 1500}, r"val_shards: 2 shard\(s\) .* of the first of 2 parts, and it has 0 tokens"),
+        (2, {"val_00_000000": 1500, "val_00_000001": 9, "train_01_000000": 1500}, "and it has 1,509 tokens: use fewer"),
+        (2, {"val_00_000000": 1500, "val_00_000001": 1500, "train_01_000000": 1500}, None),
+        (2, {"val_00_000000": 1500, "val_00_000001": 1500}, "no training sequence"),
+        (1, {"val_000000": 1500, "val_000001": 9}, "no training sequence"),
+    ],
+)
+def test_as_much_is_held_out_as_was_asked_for(parts: int, tokens: dict[str, int], message: str | None) -> None:
+    recipe = load_recipe("smoke", SMALL)
+    config = recipe.tokens.model_copy(update={"parts": parts, "shard_tokens": 1500, "val_shards": 2})
+    receipts = [ShardReceipt(File(f"{name}.bin", "", 0, ""), n, 1, 0) for name, n in tokens.items()]
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        check_split(recipe.model_copy(update={"tokens": config}), receipts)

@@ -1,0 +1,45 @@
+"""The stage train owns its ranks: they are part of its attempt, and end with it. torchrun is a stand-in."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipelines.stage import Work
+from pipelines.stages import train
+from pipelines.tracking.ledger import attempts, is_there
+from pipelines.tracking.records import Heartbeat
+
+
+def sleeping(*_: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def without_us(beat: Heartbeat) -> Heartbeat:
+    """As if the command had been killed."""
+    return replace(beat, process=replace(beat.process, started="1"))
+
+
+def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, started = work("train"), []
+
+    def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
+        started.append(torchrun)
+        with work.attempt:
+            pass  # a heartbeat
+        (seen,) = attempts(work.store, work.plan.prefix)
+        assert is_there(without_us(seen)) is True
+        raise RuntimeError("something breaks here")
+
+    monkeypatch.setattr(train, "start_torchrun", sleeping)
+    monkeypatch.setattr(train, "follow", follow)
+    with pytest.raises(RuntimeError, match="something breaks"):
+        train.build(mine)
+    assert started[0].poll() is not None
+    (seen,) = attempts(mine.store, mine.plan.prefix)
+    assert is_there(without_us(seen)) is False

@@ -1,0 +1,77 @@
+"""What a stage gets to work with, for tests of single stages: the real work, attempt and store of a tiny recipe."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest, upload
+from pipelines.recipe import load_recipe
+from pipelines.show.console import TerminalScreen
+from pipelines.stage import Work
+from pipelines.tracking.ledger import claim
+from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.records import Billing
+from trainer.model import GPT
+from trainer.process import StopSignal
+from trainer.store import LocalStore
+
+SMALL = [
+    "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=8", "model.vocab_size=257",
+    "tokens.tokenizer=bytes", "train.batch_tokens=64", "runtime.micro_batch_size=8",
+    "runtime.processes=1", "runtime.device=cpu",
+]  # fmt: skip
+
+
+class NoSignals(StopSignal):
+    """A stop signal that leaves the signals of this process to pytest."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+
+class Recorder:
+    """A tracker and a screen that keep all calls."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, float]]] = []
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+        self.again: list[int] = []
+        self.tagged: dict[str, Any] = {}
+
+    def metrics(self, stage: str, step: int, time: float, values: dict[str, float], again: bool = False) -> None:
+        self.points.append((step, values))
+        if again:
+            self.again.append(step)
+
+    def tags(self, stage: str, tags: dict[str, Any]) -> None:
+        self.tagged |= tags
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def tiny_work(folder: Path, stage: str) -> Work:
+    """The first attempt of a stage, with its inputs in the store."""
+    recipe, store = load_recipe("smoke", SMALL), LocalStore(folder / "store")
+    plan = ArtifactPlan(stage, "tiny", {"stage": stage})
+    attempt = claim(store, plan.prefix, "tiny-1", stage, 1, Billing())
+    assert attempt
+    model = GPT(recipe.model)
+    model.initialize(0)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    (folder / "val_000000.bin").touch()
+    inputs = {}
+    for made, path in (("tokenize", folder / "val_000000.bin"), ("train", folder / "model.safetensors")):
+        made_plan = ArtifactPlan(made, "tiny", {"stage": made, "of": "an input"})
+        file, facts = upload(store, made_plan.prefix, 1, path), {"shards": {path.name: 100}}
+        inputs[made] = Manifest(
+            made, "tiny", made_plan.fingerprint, made_plan.identity, {}, (file,), {}, facts, "tiny-1", 1, 1.0
+        )
+    tracker = Tracker(folder / "tracking", "tiny-1", default_uri="sqlite:///unused.db")
+    screen = TerminalScreen(quiet=True)
+    return Work(recipe, plan, inputs, store, folder / "home", attempt, tracker, screen, NoSignals())

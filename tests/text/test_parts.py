@@ -1,0 +1,66 @@
+"""The parts of a text: the shards depend on the files alone, not on nodes, attempts or interruptions."""
+
+import itertools
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from texts import FourFiles
+
+from pipelines.text.parts import PartsProgress, make_parts, parts_of_node
+from trainer.errors import Interrupted
+from trainer.shards import read_shard
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> FourFiles:
+    return FourFiles(tmp_path)
+
+
+def shards_in(store: Path) -> dict[str, list[int]]:
+    return {path.name: read_shard(path).tolist() for path in sorted(store.glob("tokens/*/a*/*.bin"))}
+
+
+def test_the_shards_of_a_part_are_those_of_its_files_alone_and_share_max_tokens(
+    files: FourFiles, tmp_path: Path
+) -> None:
+    *_, progress = make_parts(files.job(range(3), tmp_path / "store"))
+    assert progress == PartsProgress(12_336, 12_336)  # parts 1 and 2 have one file each, of 4,001 tokens
+    shards = shards_in(tmp_path / "store")
+    assert list(shards) == sorted(shards) and {name: len(tokens) for name, tokens in shards.items()} == {
+        **{f"train_00_{n:06d}.bin": size for n, size in enumerate([1334])},
+        **{f"train_{part:02d}_{n:06d}.bin": size for part in (1, 2) for n, size in enumerate([1500, 1500, 1001])},
+        **{f"val_00_{n:06d}.bin": 1500 for n in range(2)},
+    }
+    first = shards["val_00_000000.bin"] + shards["val_00_000001.bin"] + shards["train_00_000000.bin"]
+    assert first == [256, *b"0 " * 2000, 256, *b"3 " * 166]
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+def test_shards_are_the_same_whichever_node_makes_a_part_and_however_often_it_is_interrupted(
+    nodes: int, files: FourFiles, tmp_path: Path
+) -> None:
+    *_, whole = make_parts(files.job(range(3), tmp_path / "one"))
+    new = []
+    for attempt, most in ((1, 1), (2, 2), (3, 99)):  # each node makes so many shards
+        for rank in range(nodes):
+            mine = files.job(parts_of_node(rank, nodes, 3), tmp_path / "several", attempt)
+            with closing(make_parts(mine)) as steps:
+                *_, last = itertools.islice(steps, most + 1)
+            new.append(last.new)
+    assert sum(new) == whole.new  # no shard was made twice
+    assert shards_in(tmp_path / "several") == shards_in(tmp_path / "one")
+    again = files.job(range(3), tmp_path / "several", 4)
+    assert list(make_parts(again)) == [PartsProgress(whole.stored, 0)]
+    for path in tmp_path.glob("*.txt"):
+        path.unlink()  # what is finished is not even opened
+    assert list(make_parts(files.job(range(3), tmp_path / "several", 5))) == [PartsProgress(whole.stored, 0)]
+
+
+def test_a_node_looks_at_every_document_whether_it_is_to_leave(files: FourFiles, tmp_path: Path) -> None:
+    def check() -> None:
+        raise Interrupted("the head is gone")
+
+    with pytest.raises(Interrupted):
+        list(make_parts(files.job(range(3), tmp_path / "store", check=check)))
+    assert shards_in(tmp_path / "store") == {}
