@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pipelines.cloud.checks import Finding, broken
 from trainer.errors import UserError
 
 TARGETS = ("runtime", "cpu", "skypilot")
@@ -57,17 +58,6 @@ class Image:
     dirty: bool  # built from files that no commit holds
     id: str
     pushed: str | None = None  # REGISTRY/NAME@sha256:…
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that `check` looked at."""
-
-    what: str
-    fault: str  # empty: as it should be
-
-    def __str__(self) -> str:
-        return f"FAILED  {self.what}: {self.fault}" if self.fault else f"    ok  {self.what}"
 
 
 # Building and pushing
@@ -184,51 +174,56 @@ def source_of(remote: str | None) -> str:
     return f"{scheme}://{parts.hostname}{port}{parts.path.removesuffix('.git')}"
 
 
-# Looking into an image
+# Checking an image
+
+
+def promise(what: str, fault: str = "") -> Finding:
+    """A promise of the image; `fault` tells how it is broken."""
+    return broken(what, fault, "") if fault else Finding(what, "")
 
 
 def check(image: str) -> Iterator[Finding]:
-    """Everything that is promised of an image, looked at one by one. UserError if there is no such image."""
+    """A finding for each promise of an image. UserError if there is no such image."""
     inspected = json.loads(docker("image", "inspect", image))[0]
     yield from promises_of(inspected["Config"])
     history = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", image)
-    yield Finding("no secret in the commands of its history", found_in(SECRET_TEXT.findall(history)))
-    yield Finding("no file with secrets in any layer", found_in(path for path in files_in(image) if is_secret(path)))
+    yield promise("no secret in the commands of its history", listed(SECRET_TEXT.findall(history)))
+    yield promise("no file with secrets in any layer", listed(path for path in files_in(image) if is_secret(path)))
     command = ["run", "--rm", *HARDENED, "--network=none", "--entrypoint=python", image, "-m", "pipelines.cloud.image"]
     try:
         inside = json.loads(docker(*command).splitlines()[-1])
     except UserError as error:
-        yield Finding("runs locked down, without a network", str(error))
+        yield promise("runs locked down, without a network", str(error))
         return
-    yield Finding("runs locked down, without a network", "")
-    yield Finding(f"runs as UID {UID} by itself", "" if inside["uid"] == UID else f"UID {inside['uid']}")
-    yield Finding("its files are not its user's to change", found_in(inside["writable"]))
-    yield Finding("holds what every stage imports", found_in(inside["missing"]))
-    yield Finding("holds nothing else", found_in(inside["unwanted"]))
-    yield Finding("has the GPT-2 vocabulary without a network", inside["tokenizer"])
-    yield Finding("compiles and runs a training step", inside["compiled"])
+    yield promise("runs locked down, without a network", "")
+    yield promise(f"runs as UID {UID} by itself", "" if inside["uid"] == UID else f"UID {inside['uid']}")
+    yield promise("its files are not its user's to change", listed(inside["writable"]))
+    yield promise("holds what every stage imports", listed(inside["missing"]))
+    yield promise("holds nothing else", listed(inside["unwanted"]))
+    yield promise("has the GPT-2 vocabulary without a network", inside["tokenizer"])
+    yield promise("compiles and runs a training step", inside["compiled"])
 
 
 def promises_of(config: dict[str, Any]) -> Iterator[Finding]:
     """What the image's configuration alone tells."""
     labels, settings = config.get("Labels") or {}, config.get("Env") or []
     missing = [name for name in LABELS if labels.get(name, "unknown") == "unknown"]
-    yield Finding("labels name version, commit and base", found_in(missing))
+    yield promise("labels name version, commit and base", listed(missing))
     user = str(config.get("User")).partition(":")[0]
-    yield Finding("its user is a number and not root", "" if user.isdigit() and int(user) else f"USER {user}")
+    yield promise("its user is a number and not root", "" if user.isdigit() and int(user) else f"USER {user}")
     first = (config.get("Entrypoint") or [""])[0]
-    yield Finding("tini is its first process", "" if first.endswith("/tini") else f"ENTRYPOINT {first}")
+    yield promise("tini is its first process", "" if first.endswith("/tini") else f"ENTRYPOINT {first}")
     names = [s.partition("=")[0] for s in settings if SECRET_SETTING.search(s.partition("=")[0])]
     texts = [text for s in settings for text in SECRET_TEXT.findall(s)]
-    yield Finding("no secret in its environment", found_in([*(n for n in names if n not in HARMLESS_SETTINGS), *texts]))
+    yield promise("no secret in its environment", listed([*(n for n in names if n not in HARMLESS_SETTINGS), *texts]))
 
 
 def is_secret(path: str) -> bool:
     return bool(SECRET_FILE.search(path)) and "/site-packages/" not in path
 
 
-def found_in(things: Any) -> str:
-    return ", ".join(map(str, things))
+def listed(faults: Iterable[object]) -> str:
+    return ", ".join(map(str, faults))
 
 
 def files_in(image: str) -> Iterator[str]:

@@ -87,13 +87,13 @@ def peak_of(accelerators: str) -> float | None:
     return None if peak is None else peak * int(count)
 
 
-def gpus_of(accelerators: str) -> int:
+def gpu_count(accelerators: str) -> int:
     return int(accelerators.partition(":")[2])
 
 
 def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> None:
     """UserError if `nodes` nodes with these GPUs can't share a step's batch, or don't have its precision."""
-    gpus = 1 if runtime.device == "cpu" else gpus_of(accelerators)
+    gpus = 1 if runtime.device == "cpu" else gpu_count(accelerators)
     ranks = gpus if runtime.processes == "auto" else runtime.processes
     grad_accum_steps(model, train, runtime, nodes * ranks)
     if train.precision.startswith("fp8") and accelerators.partition(":")[0].partition("-")[0] not in FP8:
@@ -144,7 +144,7 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     peak = peak_of(accelerators)
     if peak is None:
         raise UserError(f"{accelerators}: no GPU that we know the speed of; known are {', '.join(PEAKS)}")
-    gpus = nodes * gpus_of(accelerators)
+    gpus = nodes * gpu_count(accelerators)
     engine = engine_of(runtime, precision).partition(" ")[0]
     mfu = mfu_of(model.parameters, runtime, precision) * PER_DOUBLING[engine] ** math.log2(gpus)
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch, upload
-from pipelines.cloud.deadline import waits_here
+from pipelines.cloud.deadline import is_standby
 from pipelines.nodes.head import Line, NodeAddress, NodeResult, call_head, kind_and_message, processes_on_this_node
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
@@ -58,7 +58,7 @@ def run_worker(
     if all_there(store, shared):
         screen.note(f"node {place.rank}: nothing to do")
         return 0
-    without_gpus = until == "tokenize" or waits_here()
+    without_gpus = until == "tokenize" or is_standby()
     processes = 0 if without_gpus else processes_on_this_node(recipe.runtime)
     hands = "parts of the text" if until == "tokenize" else f"{processes} process(es)"
     screen.note(f"node {place.rank} of {place.count}: {hands} for the head, {place.head}:{place.port}")

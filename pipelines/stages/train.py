@@ -71,11 +71,15 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 
 def build(work: Work) -> Built:
-    from pipelines.cloud.deadline import leave_at_once, wait_for_spot, waits_here  # the ranks import this module, too
+    from pipelines.cloud.deadline import (
+        is_standby,
+        leave_spot_in_time,
+        poll_for_spot,
+    )  # the ranks import this module, too
 
-    if waits_here():
-        wait_for_spot(work)
-    leave_at_once(work)
+    if is_standby():
+        poll_for_spot(work)
+    leave_spot_in_time(work)
     recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
     world_size = work.head.gathered(processes) if work.head else processes

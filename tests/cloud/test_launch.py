@@ -25,10 +25,14 @@ from servers import Daemon, S3Account, free_ports, http_answers
 
 from pipelines.artifacts.store import S3Store, open_store
 from pipelines.cloud.checks import Finding, clouds_allow, image_exists, image_parts, mlflow_answers, store_commits
-from pipelines.cloud.launch import Launched, last_launch, report, secrets_here, variables_here, write
+from pipelines.cloud.launch import report_all
 from pipelines.cloud.preflight import credentials, preflight, skypilot_installed
-from pipelines.cloud.tasks import PLAIN, SECRET, LaunchRequest, documents
+from pipelines.cloud.request import EarlierLaunch, LaunchRecord, LaunchRequest, last_launch, write_launch
+from pipelines.cloud.shell import SECRETS, VARIABLES, secrets_from_shell, variables_from_shell
+from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
+from pipelines.show.cloud_plan import print_launch_report
+from pipelines.show.findings import finding_text
 from pipelines.stage import STAGES, planned, run_name
 from pipelines.tracking.runs import record
 from trainer.errors import UserError
@@ -43,7 +47,7 @@ ACCOUNTS = "somebody:$2b$04$bSvP6zfbQvTP5dF.v6o/vOchFEpOqt2ccqYBx8U0OayXihKiA8cV
 
 @pytest.fixture(autouse=True)
 def _nothing_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*PLAIN, *SECRET):
+    for name in (*VARIABLES, *SECRETS):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -178,7 +182,7 @@ def test_a_registry_that_gives_tokens_is_asked_for_one_imitated() -> None:
 
 def test_a_registry_out_of_reach_stops_no_launch() -> None:
     finding = image_exists(f"{closed_port().removeprefix('http://')}/team/skytrain:v1", {})
-    assert finding.state == "note" and "can't be asked from here" in finding.seen
+    assert finding.state == "note" and "can't be reached from here" in finding.seen
 
 
 @pytest.mark.parametrize(
@@ -244,7 +248,7 @@ def test_a_tracking_server_that_is_gone_or_refuses_us_is_named_imitated() -> Non
         assert mlflow_answers(uri, password | {"MLFLOW_TRACKING_PASSWORD": "a password"}).state == "ok"
         refused = mlflow_answers(uri, password | {"MLFLOW_TRACKING_PASSWORD": "another"})
         assert refused.state == "broken" and "MLFLOW_TRACKING_PASSWORD" in refused.remedy
-        assert "another" not in str(refused)
+        assert "another" not in finding_text(refused)
 
 
 def test_one_enabled_cloud_is_enough_and_the_others_are_named() -> None:
@@ -259,28 +263,28 @@ def test_one_enabled_cloud_is_enough_and_the_others_are_named() -> None:
 def test_a_job_takes_over_what_reaches_the_store_and_hides_what_is_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items() | {("AWS_REGION", "eu-west-1"), ("WANDB", "another thing")}:
         monkeypatch.setenv(name, value)
-    assert variables_here(["A=b=c"]) == {"AWS_REGION": "eu-west-1", "A": "b=c"}
-    assert secrets_here() == KEYS
-    assert secrets_here(["WANDB"]) == KEYS | {"WANDB": "another thing"}
+    assert variables_from_shell(["A=b=c"]) == {"AWS_REGION": "eu-west-1", "A": "b=c"}
+    assert secrets_from_shell() == KEYS
+    assert secrets_from_shell(["WANDB"]) == KEYS | {"WANDB": "another thing"}
 
 
 @pytest.mark.parametrize("text", ["AWS_SECRET_ACCESS_KEY=x", "MY_API_TOKEN=x", "DB_PASSWORD=x"])
 def test_a_secret_is_not_taken_in_the_open(text: str) -> None:
-    with pytest.raises(UserError, match="export it and say --secret") as refused:
-        variables_here([text])
+    with pytest.raises(UserError, match="export it and add --secret") as refused:
+        variables_from_shell([text])
     assert "=x" not in str(refused.value)
 
 
 def test_a_password_in_an_address_is_not_taken_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://somebody:hunter2@mlflow.example.org")
-    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI: holds a secret") as refused:
-        variables_here()
+    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI: the value holds a secret") as refused:
+        variables_from_shell()
     assert "hunter2" not in str(refused.value)
 
 
 def test_a_secret_that_is_not_set_is_named() -> None:
-    with pytest.raises(UserError, match="--secret HF_TOKEN: it is not set here"):
-        secrets_here(["HF_TOKEN"])
+    with pytest.raises(UserError, match="--secret HF_TOKEN: not set in this shell"):
+        secrets_from_shell(["HF_TOKEN"])
 
 
 # Looking over a job
@@ -291,12 +295,12 @@ def looked(
     secrets: dict[str, str],
     source: str = "hf://datasets/a/b",
     changes: tuple[str, ...] = (),
-    **wish: Any,
+    **options: Any,
 ) -> dict[str, Finding]:
     """The findings that are not simply fine, by what they are about."""
-    asked = LaunchRequest("tiny-12345678", store.uri, **wish)
+    asked = LaunchRequest("tiny-12345678", store.uri, **options)
     recipe = load_recipe("smoke", [f"tokens.source={source}", f"tokens.revision={'a' * 40}", *changes])
-    findings = preflight(documents(asked, STAGES), asked, recipe, store, secrets)
+    findings = preflight(managed_job(asked, STAGES), asked, recipe, store, secrets)
     return {finding.what: finding for finding in findings if finding.state != "ok"}
 
 
@@ -335,8 +339,8 @@ def test_an_address_of_this_machine_means_another_one_there(tmp_path: Path) -> N
         found = looked(store, KEYS, infra="slurm/here", variables={"MLFLOW_TRACKING_URI": local})
         assert found["network"].state == "broken"
     for private in ("http://10.0.0.8:5000", "http://mlflow:5000"):
-        told = looked(store, KEYS, infra="aws", variables={"MLFLOW_TRACKING_URI": private})["network"]
-        assert told.state == "note" and private in told.seen and "in its network" in told.remedy
+        finding = looked(store, KEYS, infra="aws", variables={"MLFLOW_TRACKING_URI": private})["network"]
+        assert finding.state == "note" and private in finding.seen and "in its network" in finding.remedy
     assert "network" not in looked(store, KEYS, infra="aws", variables={"AWS_ENDPOINT_URL": "https://8.8.8.8"})
 
 
@@ -364,8 +368,8 @@ def test_a_path_that_skypilot_does_not_quote_is_told(monkeypatch: pytest.MonkeyP
 
 def test_everything_wrong_is_said_before_giving_up(capsys: pytest.CaptureFixture[str]) -> None:
     findings = [Finding("a", "x", "broken", "mend it"), Finding("b", "fine"), Finding("c", "y", "broken", "do that")]
-    with pytest.raises(UserError, match="2 of the things above"):
-        report(findings)
+    with pytest.raises(UserError, match="2 of the findings above"):
+        report_all(findings, print_launch_report)
     said = capsys.readouterr().out
     assert "WRONG  a: x\n       -> mend it" in said and "   ok  b: fine" in said and "do that" in said
 
@@ -410,10 +414,14 @@ def test_once_tokenized_a_recorded_run_needs_its_text_no_more(texts: Path) -> No
 def test_a_launch_on_record_can_be_made_again(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     assert last_launch(store, "tiny-12345678") is None
-    wish = LaunchRequest("tiny-12345678", store.uri, nodes=2, spot=True, budget=25.0, variables={"A": "b"})
-    launched = Launched(wish, ["train", "export"], [7], ["AWS_ACCESS_KEY_ID"], 1e9, [])
-    write(store, launched)
+    request = LaunchRequest("tiny-12345678", store.uri, nodes=2, spot=True, budget=25.0, variables={"A": "b"})
+    earlier = [EarlierLaunch(1e8, ["tokenize"], [6])]
+    launched = LaunchRecord(request, ["train", "export"], [7], ["AWS_ACCESS_KEY_ID"], 1e9, earlier)
+    write_launch(store, launched)
     assert last_launch(store, "tiny-12345678") == launched
+    written = json.loads(store.get("launches/tiny-12345678.json") or b"")
+    assert list(written) == ["wish", "stages", "jobs", "secrets", "time", "earlier"]
+    assert written["earlier"] == [{"time": 1e8, "stages": ["tokenize"], "jobs": [6]}]
 
 
 def given(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
@@ -456,7 +464,7 @@ def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) ->
     assert [task["num_nodes"] for task in tasks] == [3, 2, 1, 1]
     assert "a key" not in done.stdout + done.stderr
     assert tasks[1]["envs"]["SKYTRAIN_PRICES"] == "[]"
-    assert done.returncode == 0 and "SkyPilot's server: not up, so not asked" in done.stderr
+    assert done.returncode == 0 and "SkyPilot's server: not up, so it is unknown" in done.stderr
 
     config = {"slurm": {"pricing": {"accelerators": {"H100": 2.0}}}}
     (texts / ".sky").mkdir(exist_ok=True)
@@ -479,7 +487,7 @@ def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) ->
             ["--store", "s3://no-such-bucket-anywhere/x"],
             "there is no such bucket; create it, or correct the store's URI",
         ),
-        (["--secret", "HF_TOKEN"], "--secret HF_TOKEN: it is not set here; export it first"),
+        (["--secret", "HF_TOKEN"], "--secret HF_TOKEN: not set in this shell; export it first"),
         (["--infra", "lambda"], "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may use the bucket"),
         (["--image", "{registry}/team/skytrain:v9"], "push it (skytrain image push {registry}/team/skytrain --target"),
     ],

@@ -13,21 +13,25 @@ from metadata_servers import AzureCloud, Cloud, Ec2Cloud, GceCloud
 from sky_catalog import sky_environment, write_catalog
 
 from pipelines.cloud import prices
-from pipelines.cloud.prices import Offer, billing_here, parsed_node, prices_table
+from pipelines.cloud.catalog import Offer, parse_node
+from pipelines.cloud.prices import PriceRow, billing_here, prices_json
 from pipelines.tracking.records import Machine
 from trainer.errors import UserError
 
 EVERYWHERE = [
-    Offer("aws", "us-east-1", None, "p5.48xlarge", False, 56.0, 56.0, "H100:8", 192),
-    Offer("aws", "us-east-1", "us-east-1a", "p5.48xlarge", True, 24.0, 56.0, "H100:8", 192),
-    Offer("aws", "us-east-1", "us-east-1b", "p5.48xlarge", True, 20.0, 56.0, "H100:8", 192),
-    Offer("aws", "us-east-1", None, "m6i.4xlarge", False, 0.8, 0.8, None, 16),
-    Offer("gcp", "us-central1", None, "a3-highgpu-8g", False, 72.0, 72.0, "H100:8", 208),
-    Offer("gcp", "us-central1", "us-central1-a", "a3-highgpu-8g", True, 26.0, 72.0, "H100:8", 208),
-    Offer("azure", "eastus", None, "Standard_ND96isr_H100_v5", False, 98.0, 98.0, "H100:8", 96),
-    Offer("azure", "eastus", None, "Standard_ND96isr_H100_v5", True, 49.0, 98.0, "H100:8", 96),
-    Offer("lambda", "us-east-1", None, "gpu_8x_h100_sxm5", False, 31.92, 31.92, "H100:8", 208),
-    Offer("lambda", "us-east-1", None, "cpu_16x_general", False, 0.64, 0.64, None, 16),
+    PriceRow.of(offer)
+    for offer in (
+        Offer("aws", "us-east-1", None, "p5.48xlarge", False, 56.0, 56.0, "H100:8", 192),
+        Offer("aws", "us-east-1", "us-east-1a", "p5.48xlarge", True, 24.0, 56.0, "H100:8", 192),
+        Offer("aws", "us-east-1", "us-east-1b", "p5.48xlarge", True, 20.0, 56.0, "H100:8", 192),
+        Offer("aws", "us-east-1", None, "m6i.4xlarge", False, 0.8, 0.8, None, 16),
+        Offer("gcp", "us-central1", None, "a3-highgpu-8g", False, 72.0, 72.0, "H100:8", 208),
+        Offer("gcp", "us-central1", "us-central1-a", "a3-highgpu-8g", True, 26.0, 72.0, "H100:8", 208),
+        Offer("azure", "eastus", None, "Standard_ND96isr_H100_v5", False, 98.0, 98.0, "H100:8", 96),
+        Offer("azure", "eastus", None, "Standard_ND96isr_H100_v5", True, 49.0, 98.0, "H100:8", 96),
+        Offer("lambda", "us-east-1", None, "gpu_8x_h100_sxm5", False, 31.92, 31.92, "H100:8", 208),
+        Offer("lambda", "us-east-1", None, "cpu_16x_general", False, 0.64, 0.64, None, 16),
+    )
 ]
 
 
@@ -48,7 +52,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def started(cloud: str, region: str, zone: str | None = None, gpus: int | None = 8, table: Any = None) -> None:
         info = {"cluster_name": "sky-1", "cloud": cloud, "region": region, "zone": zone}
         monkeypatch.setenv("SKYPILOT_CLUSTER_INFO", json.dumps(info))
-        monkeypatch.setenv("SKYTRAIN_PRICES", json.dumps(prices_table(EVERYWHERE) if table is None else table))
+        monkeypatch.setenv("SKYTRAIN_PRICES", prices_json(EVERYWHERE) if table is None else json.dumps(table))
         if gpus is not None:
             monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", str(gpus))
 
@@ -197,8 +201,8 @@ def test_a_table_that_is_none_is_the_users_mistake(text: str, monkeypatch: pytes
     "node", ["H100", "H100:", "H100:x", "H100:0", ":8", "H 100:8", "cpus", "cpus:4,32", "cpus:4,memory:"]
 )
 def test_a_node_is_a_gpu_and_how_many(node: str) -> None:
-    with pytest.raises(UserError, match="no node; write"):
-        parsed_node(node)
+    with pytest.raises(UserError, match="not a node; write"):
+        parse_node(node)
 
 
 # --- the catalog, in a process of its own whose HOME holds it
@@ -206,7 +210,7 @@ def test_a_node_is_a_gpu_and_how_many(node: str) -> None:
 ASK = """
 import json, sys
 from dataclasses import asdict
-from pipelines.cloud.prices import offers
+from pipelines.cloud.catalog import offers
 from trainer.errors import UserError
 found = {}
 for cloud, node in json.loads(sys.argv[1]):
@@ -254,4 +258,4 @@ def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path:
     assert found["aws cpus:16,memory:32"][0]["instance"] == "c6i.4xlarge"
     assert found["gcp H200:8"] == []
     assert found["azure H100:8"].startswith("azure: there is no price list of it here and none can be fetched")
-    assert found["nocloud H100:8"].startswith("nocloud: no cloud that SkyPilot knows")
+    assert found["nocloud H100:8"].startswith("nocloud: SkyPilot knows no such cloud")
