@@ -254,8 +254,8 @@ def test_where_no_gpus_are_to_be_had_a_job_with_a_deadline_waits_in_a_room_and_l
     room.terminate()  # as it does itself after ten minutes: exit code 75
     user.wait_until(lambda: user.summary.state == "done")
     waited, trained = (a for a in user.bill.attempts if a.stage == "train")
-    assert (waited.waited, waited.machine.get("accelerators"), waited.state) == (True, None, "interrupted")
-    assert (trained.waited, trained.machine.get("accelerators"), trained.state) == (False, "H100:8", "done")
+    assert (waited.waited, waited.machine.accelerators, waited.state) == (True, None, "interrupted")
+    assert (trained.waited, trained.machine.accelerators, trained.state) == (False, "H100:8", "done")
     user.skytrain("down", user.record.run)
 
 
@@ -288,7 +288,7 @@ def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: lis
     assert len(intervals) in (clusters, clusters + 1) and len(bill.attempts) <= clusters
     beyond_usd = 0.0
     for attempt in bill.attempts:
-        mine = [i for i in intervals if i.cluster == attempt.machine["cluster"] and i.started <= attempt.started + 1]
+        mine = [i for i in intervals if i.cluster == attempt.machine.cluster and i.started <= attempt.started + 1]
         interval = max(mine, key=lambda i: i.started)
         assert interval.nodes == attempt.nodes and (interval.ended or 0.0) > attempt.ended - HEAD_S
         assert attempt.started - interval.started < HEAD_S

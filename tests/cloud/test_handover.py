@@ -46,13 +46,13 @@ class Signal(StopSignal):
         pass
 
 
-def asked(done: float, spare_seconds: float, stage: str = "train", **progress: Any) -> StopSignal:
+def asked(done: float, spare_seconds: float, stage: str = "train", steps_done: int = 100) -> StopSignal:
     """What becomes of a run of which a part is done, 100 steps of it here, whose deadline leaves so much to spare."""
     stop, now = Signal(), time.time()
     steps = round(done * RECIPE.train.max_steps)
     left = SECONDS_PER_STEP * (RECIPE.train.max_steps - steps)
     last_step = {"perf/tokens_per_second": 1.0}  # it was slow
-    so_far = Progress(**{"step": steps, "steps_done": 100, "metrics": last_step} | progress)
+    so_far = Progress(steps, steps_done=steps_done, metrics=last_step)
     phases = {"compile": 60.0, "train": 80 * SECONDS_PER_STEP, "evaluate": 20 * SECONDS_PER_STEP}
     beat = Heartbeat(
         "run", stage, 1, "running", now - 200, now, 1.0, phases=phases, progress=so_far, machine=SPOT.machine

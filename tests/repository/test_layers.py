@@ -48,25 +48,15 @@ PRINTERS = {
 PLANNED = {"trainer.rank"}
 KNOWN_ARROWS: set[tuple[str, str]] = {
     ("pipelines.bench.measure", "pipelines.verbs.options"),
-    ("pipelines.cloud.plan", "pipelines.show.tables"),
     ("pipelines.nodes.worker", "pipelines.cloud.deadline"),
     ("pipelines.nodes.worker", "pipelines.stages.tokenize"),
     ("pipelines.nodes.worker", "pipelines.stages.train"),
     ("pipelines.recipe", "pipelines.text.tokenizer"),
     ("pipelines.stages.train", "pipelines.cloud.deadline"),
 }
-KNOWN_CIRCLES: set[tuple[str, str]] = {
-    ("pipelines.cloud.control", "pipelines.cloud.launch"),
-    ("pipelines.cloud.deadline", "pipelines.cloud.plan"),
-    ("pipelines.cloud.launch", "pipelines.cloud.deadline"),
-    ("pipelines.cloud.launch", "pipelines.cloud.plan"),
-    ("pipelines.cloud.plan", "pipelines.show.tables"),
-    ("pipelines.show.tables", "pipelines.cloud.control"),
-}
+KNOWN_CIRCLES: set[tuple[str, str]] = set()
 KNOWN_PRINTERS: set[str] = {
     "pipelines.bench.measure",
-    "pipelines.cloud.checks",
-    "pipelines.cloud.launch",
 }
 
 
