@@ -327,7 +327,7 @@ def test_gpus_that_cannot_train_the_recipe_are_not_waited_for(tmp_path: Path) ->
     assert shared and shared.state == "broken" and "2 x H100:8: train.batch_tokens: " in shared.seen
     assert found("H100:1", "train.precision=fp8") is None
     old = found("V100:1", "train.precision=fp8")
-    assert old and "1 x V100:1: no GPU for train.precision fp8" in old.seen
+    assert old and "1 x V100:1: no hardware for train.precision fp8" in old.seen
 
 
 def test_an_address_of_this_machine_means_another_one_there(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_what_slows_training_slows_the_plan() -> None:
     assert 7 * speed("H100:1") < speed() < 8 * speed("H100:1")
     smoke = load_recipe("smoke")  # so small that launching its kernels is all the work
     assert speed_on(smoke.model, smoke.runtime, "H100:1").source.startswith("1 ms a layer")
-    with pytest.raises(UserError, match="T4:8: no GPU that we know the speed of; known are H100"):
+    with pytest.raises(UserError, match="T4:8: the speed of this GPU is unknown; known are H100"):
         speed("T4:8")
 
 
@@ -123,7 +123,7 @@ def test_the_plan_knows_how_fast_a_precision_is_and_where_it_can_be_had() -> Non
     for precision in ("fp8", "fp8_head"):
         train = SMALL.train.model_copy(update={"precision": precision})
         check_gpus(SMALL.model, train, SMALL.runtime, "H100-MEGA-80GB:8", 1)
-        with pytest.raises(UserError, match=f"no GPU for train.precision {precision}; these are: H100, H200"):
+        with pytest.raises(UserError, match=f"train.precision {precision}; these GPUs have it: H100, H200"):
             check_gpus(SMALL.model, train, SMALL.runtime, "A100:8", 1)
 
 
