@@ -157,3 +157,12 @@ def registry(tmp_path: Path) -> Iterator[str]:
     finally:
         daemon.stop()
         shutil.rmtree(tmp_path / "registry", ignore_errors=True)
+
+
+@pytest.fixture
+def clean_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell without any variable or secret that a launch takes over."""
+    from pipelines.cloud.shell import SECRETS, VARIABLES
+
+    for name in (*VARIABLES, *SECRETS):
+        monkeypatch.delenv(name, raising=False)

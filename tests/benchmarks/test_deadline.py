@@ -1,6 +1,6 @@
 """The simulation of deadlines, benchmarks/deadline.py: no run is late, and no schedule is cheaper than the bound.
 
-tests/cloud/test_handover.py tests the rules of `launch --deadline` themselves.
+tests/cloud/test_deadline_rules.py tests the rules of `launch --deadline` themselves.
 """
 
 from itertools import product

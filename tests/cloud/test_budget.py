@@ -2,13 +2,13 @@
 
 import json
 import math
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cloud_support import Signal
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_runs import FOLDER_NAME, STEPS, Project
@@ -26,8 +26,8 @@ from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, claim
 from pipelines.tracking.records import Billing, Machine, Progress
 from pipelines.tracking.runs import record
-from trainer.errors import Interrupted, Stopped, UserError
-from trainer.process import DRILL, StopSignal
+from trainer.errors import Stopped, UserError
+from trainer.process import DRILL
 from trainer.store import LocalStore
 
 # --- the rule
@@ -66,17 +66,6 @@ def test_a_stop_is_given_what_a_step_and_a_save_or_the_last_upload_may_take(
 
 
 # --- the bill
-
-
-class Signal(StopSignal):
-    """pytest keeps its signals."""
-
-    def __init__(self) -> None:
-        self.heard = threading.Event()
-
-    def ask(self, reason: str, ending: type[Interrupted] = Interrupted) -> None:
-        super().ask(reason, ending)
-        self.heard.set()
 
 
 class Bench:

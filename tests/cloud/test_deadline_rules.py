@@ -4,9 +4,9 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cloud_support import Signal
 from pipeline_runs import FOLDER_NAME, Project
 
 from pipelines.cloud.deadline import (
@@ -21,10 +21,7 @@ from pipelines.cloud.deadline import (
     poll_seconds,
     seconds_per_token,
 )
-from pipelines.cloud.request import LaunchRequest
-from pipelines.cloud.tasks import MachineRequest, Task, in_trial_order, managed_job
 from pipelines.recipe import load_recipe
-from pipelines.stage import STAGES
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
 from trainer.errors import HandedOver, UserError
@@ -37,13 +34,6 @@ SPOT, STEADY = (
     Billing(1.0, machine=Machine(spot=True)),
     Billing(3.0, machine=Machine(spot=False)),
 )
-
-
-class Signal(StopSignal):
-    """pytest keeps its signals."""
-
-    def __init__(self) -> None:
-        pass
 
 
 def asked(done: float, spare_seconds: float, stage: str = "train", steps_done: int = 100) -> StopSignal:
@@ -130,56 +120,6 @@ def test_only_a_spot_machine_with_a_deadline_watches(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(DEADLINE, "tomorrow")
     with pytest.raises(UserError, match="SKYTRAIN_DEADLINE=tomorrow: not a time in unix seconds"):
         here(SPOT)
-
-
-def tasks_with(**options: Any) -> dict[str, Task]:
-    request = LaunchRequest("gpt2-124m-12345678", "s3://bucket/prefix", image="a/b@sha256:c", **options)
-    return {task.name: task for task in managed_job(request, STAGES).tasks}
-
-
-def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behind() -> None:
-    plain, timed = tasks_with(nodes=2), tasks_with(nodes=2, deadline=1.8e9)
-    train, evaluate = timed["train"], timed["evaluate"]
-    spot = [machine for machine in train.machines if machine.use_spot]
-    on_demand = [m for m in train.machines if not m.use_spot and m not in train.standbys]
-    assert spot and {machine.infra for machine in spot} <= {machine.infra for machine in on_demand}
-    assert {machine.infra for machine in train.standbys} == {machine.infra for machine in spot}
-    assert sorted(map(str, evaluate.machines)) == sorted(map(str, on_demand))
-    assert evaluate.resources["max_hourly_cost"] == train.resources["max_hourly_cost"]
-    assert evaluate.num_nodes == 2 and train.envs[DEADLINE] == "1800000000"
-    assert DEADLINE not in evaluate.envs
-    with pytest.raises(UserError, match="--deadline: can't be kept with --spot"):
-        tasks_with(deadline=1.8e9, spot=True)
-    with pytest.raises(UserError, match="--deadline: can't be kept with --stage train"):
-        tasks_with(deadline=1.8e9, until="train")
-    with pytest.raises(UserError, match="--deadline: slurm/here,k8s has no spot machines and no price list"):
-        tasks_with(deadline=1.8e9, infra="slurm/here,k8s")
-    assert tasks_with(deadline=1.8e9, infra="slurm/here,aws")["train"].envs[DEADLINE]
-    assert all(machine.use_spot for machine in tasks_with(spot=True)["train"].machines)
-    assert DEADLINE not in plain["train"].envs and plain["evaluate"].num_nodes == 1
-
-
-def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def price(machine: MachineRequest) -> float:
-        return {"gcp": 1.0, "aws": 2.0, "lambda": 3.0}[machine.infra] / (2 if machine.use_spot else 1)
-
-    def order(task: Task) -> list[str]:
-        resources = in_trial_order(task, price).to_yaml()["resources"]
-        assert "any_of" not in resources
-        return [
-            f"{m['infra']} {m.get('accelerators', 'standby')}" + " spot" * m["use_spot"] for m in resources["ordered"]
-        ]
-
-    spot, standbys = ["gcp H100:8 spot", "aws H100:8 spot"], ["gcp standby", "aws standby"]
-    train = tasks_with(deadline=1.8e9)["train"]
-    assert order(train) == spot + standbys
-    mixed = tasks_with(deadline=1.8e9, infra="slurm/here,aws")["train"]
-    assert order(mixed) == ["slurm/here H100:8", spot[1], standbys[1]]
-    without_spot = tuple(machine for machine in train.machines if not machine.use_spot)
-    late = replace(train, machines=without_spot)  # as where spot would not keep the deadline
-    on_demand = ["gcp H100:8", "aws H100:8", "lambda H100:8"]
-    assert order(late) == order(tasks_with(deadline=1.8e9)["evaluate"]) == on_demand
-    assert order(tasks_with()["train"]) == [*spot, "lambda H100:8"]
 
 
 PRICES = [
