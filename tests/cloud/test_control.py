@@ -213,7 +213,7 @@ def test_a_run_told_to_stop_commits_leaves_with_76_and_stays_stopped_until_it_is
     assert stopped_at > 0
 
     said = project.run(*command, "--unless-stopped", expect=76).stderr
-    assert "lunch): nothing starts it again by itself" in said
+    assert "lunch): nothing restarts this run automatically" in said
     assert project.claims("train") == 1
     status: dict[str, Any] = json.loads(project.run("status", record.run, "--json").stdout)[0]
     assert (status["state"], status["step"], status["wish"]["reason"]) == ("stopped", stopped_at, "lunch")

@@ -380,7 +380,7 @@ SHORT = TINY | {
     "runtime": TINY["runtime"] | {"processes": 2, "checkpoint_minutes": 1000},  # it commits when asked to stop only
 }
 STEPS = SHORT["train"]["max_steps"]
-QUICK_CLI = f"from pipelines import notice; notice.POLL_SECONDS = 0.05; {SHIPPED_CLI}"
+QUICK_CLI = f"from pipelines.cloud import notice; notice.POLL_SECONDS = 0.05; {SHIPPED_CLI}"
 COMMAND = ["run", "tiny.yaml", "--stage", "train"]
 
 

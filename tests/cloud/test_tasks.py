@@ -11,9 +11,7 @@ import pytest
 import yaml
 from cloud_support import KEYS
 
-from pipelines.cloud.deadline import (
-    DEADLINE,
-)
+from pipelines.cloud.deadline import DEADLINE
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import MachineRequest, Task, in_trial_order, managed_job
 from pipelines.stage import STAGES
