@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import spot_traces
-from pipelines.cloud.deadline import LOOK_SECONDS
-from pipelines.cloud.deadline import Race as Rules
+from pipelines.cloud.deadline import POLL_SECONDS, DeadlineRules
 
 TICK = 200.0  # about
 HOURS = 24.0
@@ -45,7 +44,7 @@ Decision = Machine | Literal["wait", "standby"]
 
 
 @dataclass(frozen=True)
-class Race(Rules):
+class Race(DeadlineRules):
     """A run and its deadline, and what spot costs. It begins at 0."""
 
     spot_per_hour: float
@@ -111,14 +110,14 @@ class Launched:
     ) -> Decision:
         if on == "spot":
             self.standby_since = None
-            self.only_on_demand |= until_ready == 0 and race.has_to_leave_spot(now, work_left)
+            self.only_on_demand |= until_ready == 0 and race.must_leave_spot(now, work_left)
         elif on is None and self.standby_since is not None and now >= self.standby_since:
-            self.only_on_demand |= race.has_to_stop_waiting(now, work_left, spent)
+            self.only_on_demand |= race.must_stop_polling(now, work_left, spent)
         if self.only_on_demand or on == "on-demand":
             return "on-demand"
         if on == "spot":
             return on
-        if self.standby_since is None or now >= self.standby_since + LOOK_SECONDS:
+        if self.standby_since is None or now >= self.standby_since + POLL_SECONDS:
             if available:
                 return "spot"
             self.standby_since = now + race.changeover

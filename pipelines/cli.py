@@ -17,8 +17,15 @@ import typer
 from typer.core import TyperGroup
 
 from pipelines.bench.measure import bench
-from pipelines.verbs.cloud import cloud_app
+from pipelines.verbs.doctor import doctor
+from pipelines.verbs.down import down
+from pipelines.verbs.launch import launch
+from pipelines.verbs.logs import logs
 from pipelines.verbs.options import Changes, Json, RecipeName, StoreUri, default_tracking_uri, home, one_of, store_uri
+from pipelines.verbs.orphans import orphans
+from pipelines.verbs.resume import resume
+from pipelines.verbs.status import status
+from pipelines.verbs.stop import stop
 from trainer.errors import EXIT_FAILED, EXIT_MISTAKE, Ending
 
 if TYPE_CHECKING:
@@ -83,6 +90,9 @@ app = typer.Typer(
 
 image_app = typer.Typer(help="The container image: build, push, check.", no_args_is_help=True)
 app.add_typer(image_app, name="image")
+cloud_app = typer.Typer()
+for verb in (launch, doctor, status, logs, stop, resume, down, orphans):
+    cloud_app.command()(verb)
 app.add_typer(cloud_app)
 app.command()(bench)
 
@@ -112,7 +122,7 @@ def run(
     """Run what is missing of a recipe; skip what exists; go on with what was interrupted."""
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.budget import Budget
-    from pipelines.cloud.deadline import before_ranks, handover_here, waits_here
+    from pipelines.cloud.deadline import before_ranks, deadline_watch, is_standby
     from pipelines.cloud.notice import watching
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes.address import this_node
@@ -145,7 +155,7 @@ def run(
 
         screen = TerminalScreen(quiet=as_json)
         with watching(stop, screen):
-            sys.exit(run_worker(place, name, stage, loaded, plans, opened, folder, stop, screen, waits_here()))
+            sys.exit(run_worker(place, name, stage, loaded, plans, opened, folder, stop, screen, is_standby()))
     tracker = Tracker(folder / "tracking" / name, name, default_uri=default_tracking_uri())
     pipeline = Pipeline(
         loaded,
@@ -160,8 +170,8 @@ def run(
         head=Head(place, name, stop, exit_code) if place.count > 1 else None,
         before_ranks=before_ranks,
     )
-    if handover := handover_here(pipeline.billing, loaded, stop):
-        pipeline.watches.append(handover.watch)
+    if watch := deadline_watch(pipeline.billing, loaded, stop):
+        pipeline.watches.append(watch.watch)
     limit = Budget(budget, pipeline.billing, opened, name, loaded.train.batch_tokens, stop) if budget else None
     try:
         with watching(stop, pipeline.screen), pipeline.head or nullcontext():
@@ -221,16 +231,17 @@ def plan(
         print(json.dumps(shown)) if as_json else print_plan(shown)
         return
     from pipelines.cloud import plan as cloud_plans
+    from pipelines.show.cloud_plan import print_cloud_plan
 
-    limits = cloud_plans.Limits(cloud_plans.hours_of(deadline) if deadline else None, budget)
+    limits = cloud_plans.Limits(cloud_plans.parse_hours(deadline) if deadline else None, budget)
     train_nodes = gpus.split(",") if gpus else cloud_plans.TRAIN_NODES
     clouds = infra.split(",") if infra else cloud_plans.CLOUDS
     found = cloud_plans.cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans)
     if as_json:
-        print(json.dumps(shown | {"cloud": asdict(found)}))
+        print(json.dumps(shown | {"cloud": found.to_json()}))
     else:
         print_plan(shown)
-        cloud_plans.print_cloud_plan(found)
+        print_cloud_plan(found)
 
 
 @app.command()
@@ -443,6 +454,7 @@ def image_check(
 ) -> None:
     """Look into an image and run it locked down: does it hold what it promises, and nothing it must not?"""
     from pipelines.cloud import image
+    from pipelines.show.findings import image_finding_text
     from trainer.errors import UserError
 
     one_of(target, image.TARGETS, "--target")
@@ -452,8 +464,8 @@ def image_check(
     chosen = name or (last.id if last else "")
     faults = 0
     for finding in image.check(chosen):
-        print(finding)
-        faults += bool(finding.fault)
+        print(image_finding_text(finding))
+        faults += finding.state == "broken"
     if faults:
         raise UserError(f"image check: {chosen}: {faults} of its promises are broken, see above")
 

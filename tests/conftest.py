@@ -178,3 +178,12 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[[str], Wo
 
     monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
     return partial(tiny_work, tmp_path)
+
+
+@pytest.fixture
+def clean_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell without any variable or secret that a launch takes over."""
+    from pipelines.cloud.shell import SECRETS, VARIABLES
+
+    for name in (*VARIABLES, *SECRETS):
+        monkeypatch.delenv(name, raising=False)

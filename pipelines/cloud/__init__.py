@@ -1,1 +1,1 @@
-"""Rented machines: prices and plans, launching through SkyPilot, and what is done with a run from afar."""
+"""Rented machines: prices and plans, launches through SkyPilot, and control of launched runs."""

@@ -1,4 +1,4 @@
-"""What a machine needs to run, launch and look after runs: looked at one by one, each fault with its remedy."""
+"""Checks of a machine: everything that it needs to run and launch runs. Each fault has its remedy."""
 
 import platform
 import shutil
@@ -7,7 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipelines.artifacts.store import open_store
-from pipelines.cloud.checks import Finding, api_server_is_up, broken, enabled_clouds, mlflow_answers, store_commits
+from pipelines.cloud.checks import Finding, broken, mlflow_answers, store_commits
+from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds
 from trainer.errors import UserError
 
 PACKAGES = ("torch", "mlflow", "boto3")
@@ -16,7 +17,7 @@ ENOUGH_BYTES = 30 * 10**9
 
 
 def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator[Finding]:
-    """Everything on this machine and what it leads to. Nothing is left behind, and no server is started."""
+    """All checks of this machine, its store and its servers. They leave no file behind and start no server."""
     yield from installed()
     yield gpus()
     yield disk(home)
@@ -34,7 +35,7 @@ def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator
 
 
 def installed() -> Iterator[Finding]:
-    """Python, the packages, and the programs beside them."""
+    """Python, the packages, and other programs."""
     yield Finding("python", platform.python_version())
     for name in PACKAGES:
         try:
@@ -55,19 +56,19 @@ def gpus() -> Finding:
 
 
 def disk(home: Path) -> Finding:
-    """Room for scratch and caches."""
-    there = next(folder for folder in (home, *home.parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free
-    seen = f"{free / 1e9:,.0f} GB free at {there}"
+    """Space for scratch and caches."""
+    nearest = next(folder for folder in (home, *home.parents) if folder.is_dir())
+    free = shutil.disk_usage(nearest).free
+    seen = f"{free / 1e9:,.0f} GB free at {nearest}"
     if free < ENOUGH_BYTES:
         return Finding(
-            "disk", seen, "note", f"gpt2-124m wants {ENOUGH_BYTES / 1e9:.0f} GB; SKYTRAIN_HOME names another place"
+            "disk", seen, "note", f"gpt2-124m needs {ENOUGH_BYTES / 1e9:.0f} GB; set SKYTRAIN_HOME to another disk"
         )
     return Finding("disk", seen)
 
 
 def skypilot() -> Finding:
-    """Whether launches can be made from here, and to which clouds."""
+    """Whether this machine can launch, and to which clouds."""
     try:
         found = version("skypilot")
     except PackageNotFoundError:
@@ -76,5 +77,5 @@ def skypilot() -> Finding:
         return Finding("skypilot", f"{found}; its server does not answer", "note", "sky api start")
     clouds = enabled_clouds()
     if not clouds:
-        return Finding("skypilot", f"{found}; no cloud is enabled", "note", "sky check says what each cloud needs")
+        return Finding("skypilot", f"{found}; no cloud is enabled", "note", "sky check lists what each cloud needs")
     return Finding("skypilot", f"{found}; may use {', '.join(clouds)}")

@@ -1,7 +1,7 @@
-"""The container image: built with its provenance in labels, pushed by digest, looked into before it is trusted.
+"""The container image: build it with its provenance in labels, push it, and check it.
 
-The outer half talks to Docker on the user's machine. `python -m pipelines.cloud.image` is the inner half: run in
-the container by `check`, it says as JSON what only the inside can tell.
+This module runs Docker on the user's machine. `check` also runs it in the container, by `python -m
+pipelines.cloud.image`, where it prints the facts that only the container has, as JSON.
 """
 
 import importlib
@@ -13,21 +13,22 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
+from pipelines.cloud.checks import Finding, broken
 from trainer.errors import UserError
 
 TARGETS = ("runtime", "cpu", "skypilot")
 UID = 10001
-# What a cautious cluster would allow; whatever works so, works with less caution too.
+# The rights in a strict cluster; with more rights the image works too.
 HARDENED = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--tmpfs=/tmp")
-# The source is a label too, but a clone need not have a remote.
+# The source is a label too, but a clone may have no remote.
 LABELS = tuple(f"org.opencontainers.image.{name}" for name in ("version", "revision", "base.name"))
 
 NEEDED = ("torch", "tiktoken", "datasets", "boto3", "mlflow", "safetensors", "psutil", "pipelines.cli", "trainer.loop")
@@ -48,26 +49,15 @@ SECRET_FILE = re.compile(
 
 @dataclass(frozen=True)
 class Image:
-    """An image as this machine has built it."""
+    """An image that this machine built."""
 
     target: str
     tag: str
     version: str
     revision: str  # git commit
-    dirty: bool  # built from files that no commit holds
+    dirty: bool  # built from files that are in no commit
     id: str
     pushed: str | None = None  # REGISTRY/NAME@sha256:…
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that `check` looked at."""
-
-    what: str
-    fault: str  # empty: as it should be
-
-    def __str__(self) -> str:
-        return f"FAILED  {self.what}: {self.fault}" if self.fault else f"    ok  {self.what}"
 
 
 # Building and pushing
@@ -83,10 +73,10 @@ def build(
     network: str | None = None,
     build_args: tuple[str, ...] = (),
 ) -> Image:
-    """Build a target from the clone at `root`, and write down in `home` what was built.
+    """Build a target from the clone at `root`, and record it in `home`.
 
-    `pip_conf` and `ca_bundle` reach the build as secrets, which leave nothing in a layer. UserError without
-    Docker, outside a clone, or when the build fails (its own output says why).
+    The build gets `pip_conf` and `ca_bundle` as secrets, which leave nothing in a layer. UserError without Docker,
+    outside a clone, or when the build fails (its output shows the reason).
     """
     if not (root / "docker" / "Dockerfile").exists():
         raise UserError("image build: there is no docker/Dockerfile beside this code; run it from a clone of skytrain")
@@ -115,29 +105,29 @@ def build(
     environment = os.environ | {"DOCKER_BUILDKIT": "1"}  # the default since Docker 23
     done = subprocess.run([*command, str(root)], stdin=subprocess.DEVNULL, env=environment)
     if done.returncode:
-        raise UserError(f"image build: docker ended with status {done.returncode}; what it said last is above")
+        raise UserError(f"image build: docker ended with status {done.returncode}; see its output above")
     image = Image(target, tag, project["version"], revision, dirty, docker("image", "inspect", "-f", "{{.Id}}", tag))
     remember(home, image)
     return image
 
 
 def push(home: Path, name: str, target: str) -> Image:
-    """Push what was last built of a target to REGISTRY/NAME, with the user's own docker login.
+    """Push the last build of a target to REGISTRY/NAME, with the user's own docker login.
 
-    The registry's digest is what a launch pins: a tag can be moved, a digest can't.
+    A launch pins the registry's digest: a tag can move, a digest can't.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9._:-]*(/[a-z0-9][a-z0-9._-]*)+", name):
         raise UserError(f"image push {name}: not of the form REGISTRY/NAME, in lower case, without a tag")
     image = remembered(home).get(target)
     if image is None:
-        raise UserError(f"image push: no '{target}' was built here; `skytrain image build --target {target}` first")
-    there = f"{name}:{tag_of(target, image.version, image.revision, image.dirty)}"
-    docker("image", "tag", image.id, there)
-    done = subprocess.run([docker_program(), "push", there], stdin=subprocess.DEVNULL)
+        raise UserError(f"image push: no '{target}' was built here; first: skytrain image build --target {target}")
+    remote = f"{name}:{tag_of(target, image.version, image.revision, image.dirty)}"
+    docker("image", "tag", image.id, remote)
+    done = subprocess.run([docker_program(), "push", remote], stdin=subprocess.DEVNULL)
     if done.returncode:
-        raise UserError(f"image push: docker could not push {there}; what it said last is above (docker login?)")
+        raise UserError(f"image push: docker could not push {remote}; see its output above (docker login?)")
     short = name.removeprefix("docker.io/")
-    digests = json.loads(docker("image", "inspect", "-f", "{{json .RepoDigests}}", there))
+    digests = json.loads(docker("image", "inspect", "-f", "{{json .RepoDigests}}", remote))
     (digest,) = {digest.partition("@")[2] for digest in digests if digest.partition("@")[0] in (name, short)}
     pushed = Image(**asdict(image) | {"pushed": f"{name}@{digest}"})
     remember(home, pushed)
@@ -150,28 +140,28 @@ def tag_of(target: str, version: str, revision: str, dirty: bool) -> str:
 
 
 def remember(home: Path, image: Image) -> None:
-    everything = {target: asdict(each) for target, each in (remembered(home) | {image.target: image}).items()}
+    images = {target: asdict(each) for target, each in (remembered(home) | {image.target: image}).items()}
     home.mkdir(parents=True, exist_ok=True)
     temporary = home / f"image.json.{os.getpid()}"
-    temporary.write_text(json.dumps(everything, indent=1))
+    temporary.write_text(json.dumps(images, indent=1))
     temporary.replace(home / "image.json")
 
 
 def remembered(home: Path) -> dict[str, Image]:
-    """What this machine has last built and pushed, by target."""
+    """The images that this machine built or pushed last, by target."""
     path = home / "image.json"
     return {t: Image(**each) for t, each in json.loads(path.read_text()).items()} if path.exists() else {}
 
 
 def revision_of(root: Path) -> tuple[str, bool]:
-    """The commit, and whether what goes into the image differs from it. Unknown and dirty outside a repository."""
+    """The commit, and whether the image's files differ from it. Unknown and dirty outside a repository."""
     commit = git(root, "rev-parse", "HEAD")
     changes = git(root, "status", "--porcelain", "--", "pyproject.toml", "trainer", "pipelines", "docker")
     return commit or "unknown", commit is None or changes != ""
 
 
 def source_of(remote: str | None) -> str:
-    """A git remote as an address one can visit, without the user and password that it may hold."""
+    """A git remote as a web address, without a user and password."""
     if not remote:
         return "unknown"
     if ssh := re.fullmatch(r"(?:[^@/]+@)?([^:/]+):(?!//)(.+)", remote):
@@ -184,55 +174,60 @@ def source_of(remote: str | None) -> str:
     return f"{scheme}://{parts.hostname}{port}{parts.path.removesuffix('.git')}"
 
 
-# Looking into an image
+# Checking an image
+
+
+def promise(what: str, fault: str = "") -> Finding:
+    """A promise of the image; `fault` tells how it is broken."""
+    return broken(what, fault, "") if fault else Finding(what, "")
 
 
 def check(image: str) -> Iterator[Finding]:
-    """Everything that is promised of an image, looked at one by one. UserError if there is no such image."""
+    """A finding for each promise of an image. UserError if there is no such image."""
     inspected = json.loads(docker("image", "inspect", image))[0]
     yield from promises_of(inspected["Config"])
     history = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", image)
-    yield Finding("no secret in the commands of its history", found_in(SECRET_TEXT.findall(history)))
-    yield Finding("no file with secrets in any layer", found_in(path for path in files_in(image) if is_secret(path)))
+    yield promise("no secret in the commands of its history", listed(SECRET_TEXT.findall(history)))
+    yield promise("no file with secrets in any layer", listed(path for path in files_in(image) if is_secret(path)))
     command = ["run", "--rm", *HARDENED, "--network=none", "--entrypoint=python", image, "-m", "pipelines.cloud.image"]
     try:
-        inside = json.loads(docker(*command).splitlines()[-1])
+        facts = ContainerFacts(**json.loads(docker(*command).splitlines()[-1]))
     except UserError as error:
-        yield Finding("runs locked down, without a network", str(error))
+        yield promise("runs locked down, without a network", str(error))
         return
-    yield Finding("runs locked down, without a network", "")
-    yield Finding(f"runs as UID {UID} by itself", "" if inside["uid"] == UID else f"UID {inside['uid']}")
-    yield Finding("its files are not its user's to change", found_in(inside["writable"]))
-    yield Finding("holds what every stage imports", found_in(inside["missing"]))
-    yield Finding("holds nothing else", found_in(inside["unwanted"]))
-    yield Finding("has the GPT-2 vocabulary without a network", inside["tokenizer"])
-    yield Finding("compiles and runs a training step", inside["compiled"])
+    yield promise("runs locked down, without a network", "")
+    yield promise(f"runs as UID {UID} by itself", "" if facts.uid == UID else f"UID {facts.uid}")
+    yield promise("its files are not its user's to change", listed(facts.writable))
+    yield promise("holds what every stage imports", listed(facts.missing))
+    yield promise("holds nothing else", listed(facts.unwanted))
+    yield promise("has the GPT-2 vocabulary without a network", facts.tokenizer)
+    yield promise("compiles and runs a training step", facts.compiled)
 
 
 def promises_of(config: dict[str, Any]) -> Iterator[Finding]:
-    """What the image's configuration alone tells."""
+    """The promises that the image's configuration shows."""
     labels, settings = config.get("Labels") or {}, config.get("Env") or []
     missing = [name for name in LABELS if labels.get(name, "unknown") == "unknown"]
-    yield Finding("labels name version, commit and base", found_in(missing))
+    yield promise("labels name version, commit and base", listed(missing))
     user = str(config.get("User")).partition(":")[0]
-    yield Finding("its user is a number and not root", "" if user.isdigit() and int(user) else f"USER {user}")
+    yield promise("its user is a number and not root", "" if user.isdigit() and int(user) else f"USER {user}")
     first = (config.get("Entrypoint") or [""])[0]
-    yield Finding("tini is its first process", "" if first.endswith("/tini") else f"ENTRYPOINT {first}")
+    yield promise("tini is its first process", "" if first.endswith("/tini") else f"ENTRYPOINT {first}")
     names = [s.partition("=")[0] for s in settings if SECRET_SETTING.search(s.partition("=")[0])]
     texts = [text for s in settings for text in SECRET_TEXT.findall(s)]
-    yield Finding("no secret in its environment", found_in([*(n for n in names if n not in HARMLESS_SETTINGS), *texts]))
+    yield promise("no secret in its environment", listed([*(n for n in names if n not in HARMLESS_SETTINGS), *texts]))
 
 
 def is_secret(path: str) -> bool:
     return bool(SECRET_FILE.search(path)) and "/site-packages/" not in path
 
 
-def found_in(things: Any) -> str:
-    return ", ".join(map(str, things))
+def listed(faults: Iterable[object]) -> str:
+    return ", ".join(map(str, faults))
 
 
 def files_in(image: str) -> Iterator[str]:
-    """The path of every non-empty file of every layer, also of those that a later layer hides."""
+    """The path of every non-empty file of every layer, with those that a later layer hides."""
     with subprocess.Popen([docker_program(), "save", image], stdout=subprocess.PIPE) as save:
         assert save.stdout
         with tarfile.open(fileobj=save.stdout, mode="r|") as archive:
@@ -245,7 +240,7 @@ def files_in(image: str) -> Iterator[str]:
         save.stdout.read()
 
 
-# Talking to Docker and git
+# Docker and git
 
 
 def docker_program() -> str:
@@ -262,7 +257,7 @@ def docker_program() -> str:
 
 
 def docker(*arguments: str) -> str:
-    """What a docker command prints. UserError with the last line of what it complains about."""
+    """The output of a docker command. UserError with the last line of its error output."""
     done = subprocess.run([docker_program(), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"docker {arguments[0]}: {last_line(done.stderr)}")
@@ -284,16 +279,28 @@ def last_line(text: str) -> str:
 # Inside the container
 
 
-def inside() -> dict[str, Any]:
-    """What only the inside can tell, for `check`."""
-    return {
-        "uid": os.getuid(),
-        "writable": [p for p in ("/", "/etc", "/opt/venv", str(Path(__file__).parent)) if os.access(p, os.W_OK)],
-        "missing": [name for name in NEEDED if not imports(name)],
-        "unwanted": [name for name in UNWANTED if name in {d.metadata["Name"].lower() for d in distributions()}],
-        "tokenizer": fault_of(load_vocabulary),
-        "compiled": fault_of(compiled_step),
-    }
+@dataclass(frozen=True)
+class ContainerFacts:
+    """The facts that only the container has, for `check`."""
+
+    uid: int
+    writable: list[str]  # paths that should not be
+    missing: list[str]  # modules
+    unwanted: list[str]  # packages
+    tokenizer: str  # the fault; empty without one
+    compiled: str  # the same
+
+    @classmethod
+    def here(cls) -> Self:
+        installed = {d.metadata["Name"].lower() for d in distributions()}
+        return cls(
+            uid=os.getuid(),
+            writable=[p for p in ("/", "/etc", "/opt/venv", str(Path(__file__).parent)) if os.access(p, os.W_OK)],
+            missing=[name for name in NEEDED if not imports(name)],
+            unwanted=[name for name in UNWANTED if name in installed],
+            tokenizer=fault_of(load_vocabulary),
+            compiled=fault_of(compiled_step),
+        )
 
 
 def imports(name: str) -> bool:
@@ -304,7 +311,7 @@ def imports(name: str) -> bool:
     return True
 
 
-def fault_of(action: Any) -> str:
+def fault_of(action: Callable[[], None]) -> str:
     try:
         action()
     except Exception as error:
@@ -319,7 +326,7 @@ def load_vocabulary() -> None:
 
 
 def compiled_step() -> None:
-    """Forward, backward and update of a small model through torch.compile: needs gcc, g++ and a writable cache."""
+    """Forward, backward and update of a small model through torch.compile: it needs gcc, g++ and a writable cache."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -332,4 +339,4 @@ def compiled_step() -> None:
 
 
 if __name__ == "__main__":
-    json.dump(inside(), sys.stdout)
+    json.dump(asdict(ContainerFacts.here()), sys.stdout)

@@ -1,13 +1,12 @@
-"""The notice before the end: a cloud that takes a machine back says so first, to whoever asks.
+"""Preemption notices: a cloud that takes a machine back announces it in the machine's metadata service.
 
-A daemon thread asks the machine's metadata service every two seconds. On a notice it does what SIGTERM
-does, so the run finishes its step, saves, commits and leaves with exit code 75. Which cloud this is it
-finds out by itself, in under a second and in the thread; where nobody answers, the thread ends. Whatever
-the service does, the worst that happens is that no notice is seen.
+A daemon thread polls the service every two seconds. On a notice it does the same as SIGTERM: the run finishes its step,
+saves, commits and exits with code 75. The thread detects the cloud by itself, in under a second, and ends if no service
+answers. A faulty service can only hide a notice; it does no other harm.
 
-SKYTRAIN_NOTICE: ec2, gce, azure, or off. Without it the thread finds out.
-SKYTRAIN_NOTICE_ENDPOINT: another http://host:port to ask.
-SKYTRAIN_GRACE_SECONDS: how long the training processes may take to save once asked to stop.
+SKYTRAIN_NOTICE: ec2, gce, azure, or off. Without it the thread detects the cloud.
+SKYTRAIN_NOTICE_ENDPOINT: another http://host:port to poll.
+SKYTRAIN_GRACE_SECONDS: the time that the training processes have to save, once asked to stop.
 """
 
 import http.client
@@ -37,21 +36,21 @@ FAULTS = (OSError, http.client.HTTPException, ValueError, RecursionError)  # the
 
 @dataclass(frozen=True)
 class Notice:
-    """What a cloud announces, in our words and with nothing of the answer in it that was not checked."""
+    """A cloud's announcement, in our own text and with checked parts of its answer only."""
 
     why: str
-    final: bool = True  # False: only a warning of what may come
+    final: bool = True  # False: a warning that a notice may come
 
 
 @dataclass(frozen=True)
-class Answer:
+class MetadataAnswer:
     status: int
     body: str
     headers: http.client.HTTPMessage
 
 
 class Metadata:
-    """A metadata service. Asked directly: neither a proxy nor a redirect may ever see a token."""
+    """A metadata service. Requests go to it directly, so neither a proxy nor a redirect ever sees a token."""
 
     def __init__(self, endpoint: str) -> None:
         try:
@@ -63,31 +62,31 @@ class Metadata:
             raise UserError(f"SKYTRAIN_NOTICE_ENDPOINT: {endpoint!r} is not of the form http://host:port")
         self._host, self._port = host, port
 
-    def ask(self, path: str, headers: dict[str, str], timeout_s: float, method: str = "GET") -> Answer:
-        """One request. OSError or HTTPException if there is no answer, `timeout_s` is for each read."""
+    def ask(self, path: str, headers: dict[str, str], timeout_s: float, method: str = "GET") -> MetadataAnswer:
+        """One request; `timeout_s` limits each read. OSError or HTTPException without an answer."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         try:
             connection.request(method, path, headers=headers)
             response = connection.getresponse()
-            return Answer(response.status, response.read(MOST_BYTES).decode(errors="replace"), response.headers)
+            return MetadataAnswer(response.status, response.read(MOST_BYTES).decode(errors="replace"), response.headers)
         finally:
             connection.close()
 
 
 class Source(Protocol):
-    """A cloud's way to announce the end."""
+    """A cloud's way to announce the end of a machine."""
 
     name: str
-    grace_seconds: int  # what a notice leaves to save, some seconds kept for what comes after
+    grace_seconds: int  # the time to save after a notice, less some seconds for the exit
 
     def greet(self) -> None:
-        """Raise one of FAULTS unless this machine is one of that cloud's."""
+        """Raise one of FAULTS unless this machine belongs to that cloud."""
 
     def notices(self) -> Iterator[Notice]:
-        """What is announced now, the most urgent first. Raises one of FAULTS for no answer or a senseless one."""
+        """The present announcements, the most urgent first. Raises one of FAULTS without a valid answer."""
 
     def machine(self) -> Machine:
-        """What this machine is. Raises as `notices`."""
+        """This machine. Raises as `notices`."""
 
 
 class Ec2:
@@ -95,7 +94,7 @@ class Ec2:
 
     name, grace_seconds = "EC2 spot", 110
     ACTIONS = ("terminate", "stop", "hibernate")
-    TOKEN_SECONDS = 21_600  # the longest there is; one that has expired is answered with 401
+    TOKEN_SECONDS = 21_600  # the maximum; the answer to an expired one is 401
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
@@ -106,21 +105,21 @@ class Ec2:
 
     def notices(self) -> Iterator[Notice]:
         if body := self._read("spot/instance-action"):
-            told = an_object(body)
-            if told.get("action") not in self.ACTIONS:
-                raise ValueError("no action that EC2 has")
-            yield Notice(f"{self.name}: {told['action']} at {utc_time(told.get('time'))}")
+            event = json_object(body)
+            if event.get("action") not in self.ACTIONS:
+                raise ValueError("not an action of EC2")
+            yield Notice(f"{self.name}: {event['action']} at {utc_time(event.get('time'))}")
         if self._read("events/recommendations/rebalance"):
-            # Says that an interruption is likelier than usual; many machines live on for hours.
-            yield Notice(f"{self.name}: an interruption is likelier than usual (rebalance recommendation)", final=False)
+            # Only a higher risk of an interruption; many machines run on for hours.
+            yield Notice(f"{self.name}: higher risk of an interruption (rebalance recommendation)", final=False)
 
     def machine(self) -> Machine:
-        place = "placement/region", "placement/availability-zone"
-        items = [self._read(item) for item in (*place, "instance-type", "instance-life-cycle")]
+        names = ("placement/region", "placement/availability-zone", "instance-type", "instance-life-cycle")
+        items = [self._read(name) for name in names]
         region, zone, instance, life_cycle = (item or "" for item in items)
         if not (region and instance and life_cycle):
-            raise ValueError("no machine of EC2's")
-        return located(region, zone, instance, spot=life_cycle == "spot")
+            raise ValueError("not a machine of EC2")
+        return described(region, zone, instance, spot=life_cycle == "spot")
 
     def _read(self, item: str) -> str | None:
         """An item's value, None if there is no such item (404)."""
@@ -132,7 +131,7 @@ class Ec2:
             answer = self._get(item)
         return None if answer.status == 404 else ok(answer).body
 
-    def _get(self, item: str) -> Answer:
+    def _get(self, item: str) -> MetadataAnswer:
         headers = {"X-aws-ec2-metadata-token": self._token}
         return self._metadata.ask(f"/latest/meta-data/{item}", headers, ANSWER_SECONDS)
 
@@ -140,7 +139,7 @@ class Ec2:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(self.TOKEN_SECONDS)}
         token = ok(self._metadata.ask("/latest/api/token", headers, timeout_s, method="PUT")).body
         if not (token.isascii() and token.isprintable() and 0 < len(token) < 1000) or set("<> ") & set(token):
-            raise ValueError("no token")  # but some gateway's page
+            raise ValueError("not a token")  # but a gateway's page
         self._token = token
 
 
@@ -148,34 +147,29 @@ class Gce:
     """GCE: two items that always have a value. 30 s of notice for spot, an hour for a GPU's host maintenance."""
 
     name, grace_seconds = "GCE", 25
-    HEADERS = {"Metadata-Flavor": "Google"}  # has to be in the request, and is in every true answer
+    HEADERS = {"Metadata-Flavor": "Google"}  # required in a request, and present in every real answer
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
 
     def greet(self) -> None:
         if self._read("preempted", FIND_SECONDS) not in ("TRUE", "FALSE"):
-            raise ValueError("neither preempted nor not")
+            raise ValueError("preempted is neither TRUE nor FALSE")
 
     def notices(self) -> Iterator[Notice]:
         if self._read("preempted") == "TRUE":
             yield Notice(f"{self.name}: preempted")
-        # Asking is what turns its notice on. A live migration (MIGRATE_…) is survived.
+        # A request enables this notice. The machine survives a live migration (MIGRATE_…).
         if self._read("maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":
-            yield Notice(f"{self.name}: the host is about to be maintained, this machine to be stopped")
+            yield Notice(f"{self.name}: host maintenance will stop this machine")
 
     def machine(self) -> Machine:
         # projects/<number>/zones/us-central1-a and projects/<number>/machineTypes/a3-highgpu-8g
         zone, instance = (self._read(item).rpartition("/")[2] for item in ("zone", "machine-type"))
         region = zone.rpartition("-")[0]
         if not (region and instance):
-            raise ValueError("no machine of GCE's")
-        return Machine(
-            region=region or None,
-            zone=zone or None,
-            instance=instance or None,
-            spot=self._read("scheduling/preemptible") == "TRUE",
-        )
+            raise ValueError("not a machine of GCE")
+        return described(region, zone, instance, spot=self._read("scheduling/preemptible") == "TRUE")
 
     def _read(self, item: str, timeout_s: float = ANSWER_SECONDS) -> str:
         answer = ok(self._metadata.ask(f"/computeMetadata/v1/instance/{item}", self.HEADERS, timeout_s))
@@ -192,8 +186,9 @@ class Azure:
 
     name, grace_seconds = "Azure", 25
     HEADERS = {"Metadata": "true"}
-    ENDS = {"Preempt": "preempted", "Terminate": "deleted"}  # Freeze, Reboot and Redeploy leave us the machine
-    # The first question turns scheduled events on, which takes up to two minutes; from then on it is quick.
+    # After Freeze, Reboot and Redeploy the machine is still ours.
+    ENDS = {"Preempt": "preempted", "Terminate": "deleted"}
+    # The first request enables scheduled events, which takes up to two minutes; later ones are fast.
     FIRST_ANSWER_SECONDS = 125.0
 
     def __init__(self, metadata: Metadata) -> None:
@@ -202,11 +197,11 @@ class Azure:
         self._patience_s = self.FIRST_ANSWER_SECONDS
 
     def greet(self) -> None:
-        self._learn_name(FIND_SECONDS)
+        self._read_name(FIND_SECONDS)
 
     def notices(self) -> Iterator[Notice]:
         if not self._machine:
-            self._learn_name(ANSWER_SECONDS)
+            self._read_name(ANSWER_SECONDS)
         answer = self._read("scheduledevents?api-version=2020-07-01", self._patience_s)
         self._patience_s = ANSWER_SECONDS
         events = answer.get("Events")
@@ -218,10 +213,8 @@ class Azure:
         compute = self._read(COMPUTE, ANSWER_SECONDS)
         region, zone, instance = (str(compute.get(name) or "") for name in ("location", "zone", "vmSize"))
         if not (region and instance):
-            raise ValueError("no machine of Azure's")
-        return Machine(
-            region=region or None, zone=zone or None, instance=instance or None, spot=compute.get("priority") == "Spot"
-        )
+            raise ValueError("not a machine of Azure")
+        return described(region, zone, instance, spot=compute.get("priority") == "Spot")
 
     def _ends_this_machine(self, event: dict[str, Any]) -> bool:
         machines = event.get("Resources")
@@ -229,44 +222,44 @@ class Azure:
             return False
         return self._machine.lower() in [str(machine).lower() for machine in machines]
 
-    def _learn_name(self, timeout_s: float) -> None:
+    def _read_name(self, timeout_s: float) -> None:
         name = self._read(COMPUTE, timeout_s).get("name")
         if not isinstance(name, str) or not name:
-            raise ValueError("no machine of Azure's")
+            raise ValueError("not a machine of Azure")
         self._machine = name
 
-    def _read(self, what: str, timeout_s: float) -> dict[str, Any]:
-        return an_object(ok(self._metadata.ask(f"/metadata/{what}", self.HEADERS, timeout_s)).body)
+    def _read(self, path: str, timeout_s: float) -> dict[str, Any]:
+        return json_object(ok(self._metadata.ask(f"/metadata/{path}", self.HEADERS, timeout_s)).body)
 
 
 SOURCES: dict[str, Callable[[Metadata], Source]] = {"ec2": Ec2, "gce": Gce, "azure": Azure}
 
 
-def located(region: str, zone: str, instance: str, spot: bool) -> Machine:
-    """A machine by the answers of its metadata service; an empty one says nothing."""
+def described(region: str, zone: str, instance: str, spot: bool) -> Machine:
+    """A machine by the answers of its metadata service; an empty answer is unknown."""
     return Machine(region=region or None, zone=zone or None, instance=instance or None, spot=spot)
 
 
-def ok(answer: Answer) -> Answer:
+def ok(answer: MetadataAnswer) -> MetadataAnswer:
     if answer.status != 200:
         raise ValueError(f"status {answer.status}")
     return answer
 
 
-def an_object(body: str) -> dict[str, Any]:
-    found = json.loads(body)
-    if not isinstance(found, dict):
+def json_object(body: str) -> dict[str, Any]:
+    values = json.loads(body)
+    if not isinstance(values, dict):
         raise ValueError("not a JSON object")
-    return found
+    return values
 
 
-def utc_time(said: object) -> str:
-    """A cloud's time (ISO 8601, or as in mail) in one form; 'once' if it is none, for the notice still counts."""
-    if not isinstance(said, str):
+def utc_time(text: object) -> str:
+    """A cloud's time (ISO 8601, or as in mail) in one form; 'once' if it is not a time: the notice still counts."""
+    if not isinstance(text, str):
         return "once"
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
-            return parse(said).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            return parse(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         except (ValueError, OverflowError):
             continue
     return "once"
@@ -274,45 +267,45 @@ def utc_time(said: object) -> str:
 
 @contextmanager
 def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
-    """Ask `stop` to stop if, while the block runs, the end of this machine is announced.
+    """Ask the run to stop if the cloud announces the end of this machine while the block runs.
 
-    Also sets `stop.grace_seconds` to what this cloud's notice leaves, or to SKYTRAIN_GRACE_SECONDS. Raises
-    UserError for an environment variable that can't be meant.
+    Also sets `stop.grace_seconds` to the time after this cloud's notice, or to SKYTRAIN_GRACE_SECONDS. UserError for an
+    environment variable with an invalid value.
     """
     named = os.environ.get("SKYTRAIN_NOTICE") or None
     if named not in (None, "off", *SOURCES):
         raise UserError(f"SKYTRAIN_NOTICE: {named!r} is unknown; it is one of {', '.join(SOURCES)}, off")
     metadata = Metadata(os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT)
-    wished_grace = grace_from_environment()
-    if wished_grace:
-        stop.grace_seconds = wished_grace
+    chosen_grace = grace_from_environment()
+    if chosen_grace:
+        stop.grace_seconds = chosen_grace
 
-    def settle_on(source: Source) -> Source:
-        stop.grace_seconds = wished_grace or source.grace_seconds
+    def choose(source: Source) -> Source:
+        stop.grace_seconds = chosen_grace or source.grace_seconds
         return source
 
-    source = settle_on(SOURCES[named](metadata)) if named in SOURCES else None
+    source = choose(SOURCES[named](metadata)) if named in SOURCES else None
     ending = threading.Event()
 
     def watch() -> None:
         if here := source or find(metadata):
-            poll(settle_on(here), stop, screen, ending, expected=source is not None)
+            poll(choose(here), stop, screen, ending, expected=source is not None)
 
     if named != "off":
         threading.Thread(target=watch, daemon=True, name="notice").start()
     try:
         yield
     finally:
-        ending.set()  # and no join: a service that hangs is not waited for
+        ending.set()  # without a join: a service that hangs delays nothing
 
 
 def grace_from_environment() -> int | None:
-    said = os.environ.get("SKYTRAIN_GRACE_SECONDS") or None
-    if said is None:
+    text = os.environ.get("SKYTRAIN_GRACE_SECONDS") or None
+    if text is None:
         return None
-    if not (said.isdecimal() and len(said) <= 5 and int(said) > 0):
-        raise UserError(f"SKYTRAIN_GRACE_SECONDS: {said!r} is not a whole number of seconds, from 1 to 99999")
-    return int(said)
+    if not (text.isdecimal() and len(text) <= 5 and int(text) > 0):
+        raise UserError(f"SKYTRAIN_GRACE_SECONDS: {text!r} is not a whole number of seconds, from 1 to 99999")
+    return int(text)
 
 
 def find(metadata: Metadata) -> Source | None:
@@ -328,22 +321,22 @@ def find(metadata: Metadata) -> Source | None:
 
 
 def poll(source: Source, stop: StopSignal, screen: Screen, ending: threading.Event, expected: bool) -> None:
-    """Look for a notice until there is one, or until `ending`. Who named the source (`expected`) learns if it fails."""
-    told: set[Notice] = set()
-    unheard = expected
+    """Poll until there is a notice, or until `ending`. If the user named the source (`expected`), warn if it fails."""
+    reported: set[Notice] = set()
+    warn = expected
     while not (ending.is_set() or stop.asked):
         try:
             for notice in source.notices():
                 if notice.final:
                     stop.ask(notice.why)
-                    screen.warn(f"{notice.why}; saving, then leaving")
+                    screen.warn(f"{notice.why}; the run saves, then exits")
                     return
-                if notice not in told:
-                    told.add(notice)
+                if notice not in reported:
+                    reported.add(notice)
                     screen.note(f"  {notice.why}")
-            unheard = False
+            warn = False
         except FAULTS:
-            if unheard and not ending.is_set():
-                screen.warn(f"{source.name}: the metadata service doesn't answer as it should; asking on for notices")
-            unheard = False
+            if warn and not ending.is_set():
+                screen.warn(f"{source.name}: the metadata service gives no valid answer; polling continues")
+            warn = False
         ending.wait(POLL_SECONDS)

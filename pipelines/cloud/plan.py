@@ -1,30 +1,28 @@
-"""What a run would cost where, before a dollar is spent: `skytrain plan RECIPE --cloud`.
+"""The expected time and cost of a run on rented machines: `skytrain plan RECIPE --cloud`.
 
-A candidate is a machine for training in one market of one cloud, at its cheapest place there; the other stages
-run on the cheapest machine that will do. Each stage's course is estimated in closed form (`course`): its work,
-starting up, and on spot what preemptions undo. Every number that was not measured is named in ASSUMED, and
-shown; the bill of the run itself is kept by the ledger and owes nothing to any of this.
+A candidate is a machine for training in one market of one cloud, where it is cheapest there. The other stages run on
+the cheapest machine that is large enough. `expected_time` estimates each stage in closed form: its work, its start-up,
+and on spot the work that preemptions undo. ASSUMED names every number that was not measured, and the plan shows it. The
+ledger keeps the run's actual cost; nothing here enters it.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-
-from rich.markup import escape
-from rich.table import Table
+from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, find
-from pipelines.cloud.prices import CLOUDS, Offer, offers
+from pipelines.cloud.catalog import CLOUDS, Offer, offers
 from pipelines.cloud.throughput import (
     SECONDS_PER_LAYER,
     Measurement,
     Speed,
     check_gpus,
     engine_of,
-    gpus_of,
+    gpu_count,
     mfu_of,
     peak_of,
     speed_on,
@@ -38,16 +36,16 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, tokens_before
 from trainer.errors import UserError
 from trainer.store import Store
 
-TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # what is looked at without --gpus
+TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # the default of --gpus
 # As in sky/*.yaml.
 SMALL_NODES = {"tokenize": ("cpus:16,memory:32",), "evaluate": ("L4:1", "A10:1"), "export": ("cpus:4,memory:16",)}
 ON_DEMAND_ONLY = ("export",)
 
 WAIT_SECONDS = 180.0  # until there is a node, first and after a preemption; on a local Slurm 25 to 40 s were measured
-START_SECONDS = 120.0  # of the bill: boot, image, interpreter
+START_SECONDS = 120.0  # billed: boot, image, interpreter
 FIRST_STEP_SECONDS = 34.1  # measured, 124M compiled on an H200 with empty caches; the fused engine has none to fill
-STALL_BYTES_PER_SECOND = 18.69e9 / 0.05  # measured, what a save costs the steps beside it: docs/measurements.md
-LEAST_STALL_SECONDS = 0.1  # what the trainer counts a save for at least
+STALL_BYTES_PER_SECOND = 18.69e9 / 0.05  # measured: how long a save delays the steps; docs/measurements.md
+LEAST_STALL_SECONDS = 0.1  # the least delay that the trainer assumes for a save
 TOKENS_PER_CORE_SECOND = 4.8e6  # tiktoken on English text: 4.8 to 5.5 M
 BYTES_PER_TOKEN = 4.3  # of English text
 BYTES_PER_SECOND = 100e6  # between the Hub or a bucket and a node
@@ -55,39 +53,39 @@ HELLASWAG_ITEMS, HELLASWAG_TOKENS = 10_042, 400  # an item is four endings of ab
 ASSUMED = (
     f"a spot node lasts {PRIOR_SECONDS_BETWEEN_FAILURES / 3600:g} h (2.1 in the traces of NSDI'24: AWS V100, 2022-23), "
     f"one on demand {STEADY_SECONDS_BETWEEN_FAILURES / 86_400:g} days",
-    f"{WAIT_SECONDS / 60:.0f} min until there is a node, then {START_SECONDS / 60:.0f} min of start-up on the bill",
+    f"{WAIT_SECONDS / 60:.0f} min until there is a node, then {START_SECONDS / 60:.0f} min of billed start-up",
     f"text and weights travel at {BYTES_PER_SECOND / 1e6:.0f} MB/s",
-    "MFU of evaluating as of eager training",
+    "evaluation has the MFU of eager training",
 )
-ASSUMED_BETWEEN_NODES = "no more is lost between nodes than between the GPUs of one, by NVLink; over TCP it is slower"
+ASSUMED_BETWEEN_NODES = "nodes scale as well as the GPUs of one node over NVLink; over TCP they are slower"
 
-Market = dict[str, list[Offer]]  # by stage, in their order
+OffersByStage = Mapping[str, list[Offer]]  # in the order of the stages
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a stage has to do on some machine, in hours of undisturbed work."""
+class StageWork:
+    """The work of a stage on some machine, in hours without interruptions."""
 
     work: float
-    segment: float  # what a preemption undoes at most: the work between two commits
-    stall: float = 0.0  # what a commit costs
+    segment: float  # the work between two commits, the most that a preemption undoes
+    stall: float = 0.0  # the delay of a commit
     start: float = START_SECONDS / 3600
 
 
 @dataclass(frozen=True)
-class Course:
-    """How a job is expected to go."""
+class ExpectedTime:
+    """The expected time of a stage's work."""
 
     hours: float
-    billed_hours: float  # without the waiting for nodes
+    billed_hours: float  # without the waits for nodes
     preemptions: float
 
 
 @dataclass(frozen=True)
-class Leg:
-    """A stage on so many of a machine."""
+class StageEstimate:
+    """The expected time and cost of a stage on `nodes` of an offer."""
 
-    offer: Offer | None  # None: the artifact is there already
+    offer: Offer | None  # None: the artifact exists
     hours: float
     usd: float  # of all nodes
     preemptions: float = 0.0
@@ -96,30 +94,47 @@ class Leg:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to make a run, with hours and dollars of all its stages."""
+    """A machine to train on, with the estimates of all stages, and their sums."""
 
     offer: Offer
     nodes: int
     speed: Speed
-    legs: dict[str, Leg]
+    estimates: Mapping[str, StageEstimate]  # by stage
     hours: float
     usd: float
     marks: tuple[str, ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        return {"legs" if name == "estimates" else name: value for name, value in values.items()}
+
 
 @dataclass(frozen=True)
 class CloudPlan:
-    """All candidates, the cheapest first, and what the user ought to know about them."""
+    """All candidates, the cheapest first, and notes for the user."""
 
     candidates: tuple[Candidate, ...]
-    chosen: int | None  # the cheapest that meets the limits; without limits the cheapest; None: nothing meets them
+    chosen: int | None  # the cheapest candidate within the limits; None: no candidate is
     notes: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ASSUMED
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"candidates": [candidate.to_json() for candidate in self.candidates]}
+
+
+@dataclass(frozen=True)
+class PlanWithoutTraining:
+    """The estimates where nothing is left to train, and their sums."""
+
+    estimates: Mapping[str, StageEstimate]  # by stage
+    hours: float
+    usd: float
     assumed: tuple[str, ...] = ASSUMED
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user has set."""
+    """The limits that the user set, for the whole run."""
 
     hours: float | None = None
     usd: float | None = None
@@ -134,10 +149,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Workload:
-    """What of a run is left to do."""
+    """The work that is left of a run."""
 
     recipe: Recipe
-    todo: frozenset[str]  # stages
+    stages: frozenset[str]  # that are missing
     steps_left: int
     own: list[Measurement] = field(default_factory=list)
 
@@ -151,63 +166,72 @@ def cloud_plan(
     clouds: Iterable[str] = CLOUDS,
     plans: dict[str, ArtifactPlan] | None = None,
 ) -> CloudPlan:
-    """Candidates for what is left of a run. UserError if there are no prices, or nothing that could train it.
+    """Candidates for the rest of a run. UserError without prices, or without a machine that can train it.
 
-    With a deadline the task evaluate is one that may have to finish training: on nodes as many and as large as train's,
-    on demand.
+    With a deadline the task evaluate may have to finish the training: on as many and as large nodes as train's, on
+    demand.
     """
-    found, notes = offers_of([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
-    places = best_places(offer for node in train_nodes for offer in found[node])
-    if not places:
-        raise UserError(f"plan --cloud: nobody in {', '.join(clouds)} offers {', '.join(train_nodes)}")
-    market = dict.fromkeys(STAGES, places)
+    found, notes = offers_by_node([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
+    for_training = cheapest_offers(offer for node in train_nodes for offer in found[node])
+    if not for_training:
+        raise UserError(f"plan --cloud: none of {', '.join(clouds)} offers {', '.join(train_nodes)}")
+    by_stage = dict.fromkeys(STAGES, for_training)
     for stage, kinds in SMALL_NODES.items():
         fitting = [o for node in kinds for o in found[node] if not (o.spot and stage in ON_DEMAND_ONLY)]
-        market[stage] = fitting or places
-    several = {"tokenize": recipe.tokens.parts, "train": nodes}
+        by_stage[stage] = fitting or for_training
+    node_counts = {"tokenize": recipe.tokens.parts, "train": nodes}
     work = workload(recipe, store, plans or plans_of(recipe))
-    steady = [offer for offer in places if not offer.spot]
-    if limits.hours and "train" in work.todo and steady and len(steady) < len(places):
-        market["evaluate"], several["evaluate"] = steady, nodes
-    return compared(work, market, several, limits, notes)
+    on_demand = [offer for offer in for_training if not offer.spot]
+    if limits.hours and "train" in work.stages and on_demand and len(on_demand) < len(for_training):
+        by_stage["evaluate"], node_counts["evaluate"] = on_demand, nodes
+    return compare_offers(work, by_stage, node_counts, limits, notes)
 
 
-def compared(
-    work: Workload, market: Market, several: dict[str, int], limits: Limits, notes: Iterable[str] = ()
+def compare_offers(
+    work: Workload, by_stage: OffersByStage, node_counts: Mapping[str, int], limits: Limits, notes: Iterable[str] = ()
 ) -> CloudPlan:
-    """A candidate for every offer to train on, with the stages that the market is for, on `several` nodes where they
-    are named there. UserError if these GPUs can't train it."""
-    nodes = several["train"]
+    """A candidate for every offer to train on, with the stages of `by_stage`; `node_counts`: 1 where it has no stage.
+
+    UserError if no offer can train the run.
+    """
+    nodes = node_counts["train"]
     found, faults = [], []
-    for offer in market["train"]:
+    for offer in by_stage["train"]:
         try:
-            found.append(candidate(work, offer, market, several))
+            found.append(candidate(work, offer, by_stage, node_counts))
         except UserError as error:
             faults.append(f"{nodes} x {offer.accelerators}: {error}")
     if not found:
         raise UserError("; ".join(dict.fromkeys(faults)))
-    plan = marked(sorted(found, key=lambda c: (c.usd, c.hours)), limits, [*notes, *dict.fromkeys(faults)])
+    plan = choose(sorted(found, key=lambda c: (c.usd, c.hours)), limits, [*notes, *dict.fromkeys(faults)])
     guessed = nodes > 1 and any(c.speed.kind != "measured" for c in plan.candidates)
     return replace(plan, assumed=(*ASSUMED, ASSUMED_BETWEEN_NODES)) if guessed else plan
 
 
-def offers_of(kinds: Iterable[str], clouds: Iterable[str]) -> tuple[dict[str, list[Offer]], list[str]]:
-    """Offers by node, and what is to be said of clouds without a price list. UserError if none has one."""
-    market: dict[str, list[Offer]] = {kind: [] for kind in kinds}
+def plan_without_training(
+    work: Workload, by_stage: OffersByStage, node_counts: Mapping[str, int]
+) -> PlanWithoutTraining:
+    estimates = estimate_stages(work, by_stage, node_counts)
+    return PlanWithoutTraining(estimates, *totals(estimates))
+
+
+def offers_by_node(kinds: Iterable[str], clouds: Iterable[str]) -> tuple[dict[str, list[Offer]], list[str]]:
+    """Offers by node, and a note for each cloud without a price list. UserError if no cloud has one."""
+    found: dict[str, list[Offer]] = {kind: [] for kind in kinds}
     faults: list[UserError] = []
     for cloud in (clouds := list(clouds)):
         try:
-            for kind, found in market.items():
-                found += offers(cloud, kind)
+            for kind, of_kind in found.items():
+                of_kind += offers(cloud, kind)
         except UserError as error:
             faults.append(error)
     if len(faults) == len(clouds):
         raise faults[0]
-    return market, [str(fault) for fault in faults]
+    return found, [str(fault) for fault in faults]
 
 
-def best_places(found: Iterable[Offer]) -> list[Offer]:
-    """Of each machine in each market the cheapest place."""
+def cheapest_offers(found: Iterable[Offer]) -> list[Offer]:
+    """The cheapest offer of each machine in each market."""
     best: dict[tuple[str, str, bool], Offer] = {}
     for offer in found:
         key = (offer.cloud, offer.instance, offer.spot)
@@ -217,17 +241,17 @@ def best_places(found: Iterable[Offer]) -> list[Offer]:
 
 
 def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan]) -> Workload:
-    todo = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
+    stages = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
     left = recipe.train.max_steps
     prefix = plans["train"].prefix
-    if "train" in todo and attempts(store, prefix):
+    if "train" in stages and attempts(store, prefix):
         state = committed_state(store, prefix)
         left -= state.step if state else 0
-    return Workload(recipe, todo, left, own_measurements(recipe, store, prefix))
+    return Workload(recipe, stages, left, measurements_of_run(recipe, store, prefix))
 
 
-def own_measurements(recipe: Recipe, store: Store, prefix: str) -> list[Measurement]:
-    """What the attempts of a run were measured to do, the newest first."""
+def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[Measurement]:
+    """The speeds of a run's attempts, the newest first."""
     speeds: dict[int, list[float]] = {}
     for entry in store.entries(f"{prefix}/metrics/"):  # step-<step>-a<attempt>.jsonl
         attempt = int(entry.key.rsplit("-a", 1)[1].removesuffix(".jsonl"))
@@ -235,42 +259,42 @@ def own_measurements(recipe: Recipe, store: Store, prefix: str) -> list[Measurem
         speeds.setdefault(attempt, []).extend(r[SPEED] for r in rows if SPEED in r)
     found = []
     for beat in reversed(attempts(store, prefix)):
-        machine, mine = beat.machine.accelerators, speeds.get(beat.attempt, [])[2:]  # the first steps compile
-        if machine and mine:
+        machine, steps = beat.machine.accelerators, speeds.get(beat.attempt, [])[2:]  # the first steps compile
+        if machine and steps:
             n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision)
             where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine}"
-            found.append(Measurement(n, machine, beat.nodes, engine, 0.0, median(mine), where))
+            found.append(Measurement(n, machine, beat.nodes, engine, 0.0, median(steps), where))
     return found
 
 
 SPEED = "perf/tokens_per_second"
 
 
-def candidate(work: Workload, offer: Offer, market: Market, several: dict[str, int]) -> Candidate:
-    """A run that trains on `offer`. UserError if these GPUs can't share its batch, lack its precision, or nobody knows
-    them."""
-    recipe, nodes = work.recipe, several["train"]
+def candidate(work: Workload, offer: Offer, by_stage: OffersByStage, node_counts: Mapping[str, int]) -> Candidate:
+    """A run that trains on `offer`. UserError if its GPUs can't share the batch, lack the precision, or are unknown."""
+    recipe, nodes = work.recipe, node_counts["train"]
     check_gpus(recipe.model, recipe.train, recipe.runtime, offer.accelerators or "", nodes)
-    legs = legs_of(work, market | {"train": [offer]}, several)
-    return Candidate(offer, nodes, speed_of(work, offer, nodes), legs, *sum_of(legs))
+    estimates = estimate_stages(work, {**by_stage, "train": [offer]}, node_counts)
+    return Candidate(offer, nodes, speed_of(work, offer, nodes), estimates, *totals(estimates))
 
 
-def legs_of(work: Workload, market: Market, several: dict[str, int]) -> dict[str, Leg]:
-    """The stages that the market is for, each on the cheapest machine that it may have there. What nobody offers is
-    left out."""
-    legs: dict[str, Leg] = {}
-    for stage, found in market.items():
-        if stage not in work.todo:
-            legs[stage] = Leg(None, 0.0, 0.0)
+def estimate_stages(
+    work: Workload, by_stage: OffersByStage, node_counts: Mapping[str, int]
+) -> dict[str, StageEstimate]:
+    """Each stage of `by_stage` on its cheapest offer. A stage without offers is left out."""
+    estimates: dict[str, StageEstimate] = {}
+    for stage, found in by_stage.items():
+        if stage not in work.stages:
+            estimates[stage] = StageEstimate(None, 0.0, 0.0)
         elif found:
-            offer, nodes = min(found, key=lambda o: o.usd_per_hour), several.get(stage, 1)
-            legs[stage] = leg(job_of(stage, work, offer, nodes), offer, nodes)
-    return legs
+            offer, nodes = min(found, key=lambda o: o.usd_per_hour), node_counts.get(stage, 1)
+            estimates[stage] = estimate_stage(stage_work(stage, work, offer, nodes), offer, nodes)
+    return estimates
 
 
-def sum_of(legs: dict[str, Leg]) -> tuple[float, float]:
+def totals(estimates: Mapping[str, StageEstimate]) -> tuple[float, float]:
     """Hours and dollars."""
-    return sum(one.hours for one in legs.values()), sum(one.usd for one in legs.values())
+    return sum(one.hours for one in estimates.values()), sum(one.usd for one in estimates.values())
 
 
 def speed_of(work: Workload, offer: Offer, nodes: int) -> Speed:
@@ -278,54 +302,55 @@ def speed_of(work: Workload, offer: Offer, nodes: int) -> Speed:
     return speed_on(recipe.model, recipe.runtime, offer.accelerators or "", nodes, work.own, recipe.train.precision)
 
 
-def leg(job: Job, offer: Offer, nodes: int) -> Leg:
-    went = course(job, hours_between(offer, nodes))
-    return Leg(offer, went.hours, went.billed_hours * nodes * offer.usd_per_hour, went.preemptions, nodes)
+def estimate_stage(work: StageWork, offer: Offer, nodes: int) -> StageEstimate:
+    time = expected_time(work, hours_between(offer, nodes))
+    return StageEstimate(offer, time.hours, time.billed_hours * nodes * offer.usd_per_hour, time.preemptions, nodes)
 
 
 def hours_between(offer: Offer, nodes: int) -> float:
-    """How long a job on several nodes is undisturbed: the first that goes interrupts it."""
+    """Mean time between interruptions: the loss of any node interrupts all of them."""
     return prior_seconds_between_failures(Machine(cloud=offer.cloud, spot=offer.spot), nodes) / 3600
 
 
-def course(job: Job, m: float, wait: float = WAIT_SECONDS / 3600) -> Course:
-    """A job on a machine that is taken away every `m` hours on average, at random.
+def expected_time(job: StageWork, m: float, wait: float = WAIT_SECONDS / 3600) -> ExpectedTime:
+    """Work on machines that are lost at random, on average after `m` hours.
 
-    Source of the bill: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
+    Source of the billed hours: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
     dumps": M · e^(S/M) · (e^((I+s)/M) - 1) · W/I for work W in segments I, each followed by a stall s, on machines
     that last M and need S to start. As M grows that goes to W · (1 + s/I). Preemptions are billed hours / M, and
-    each of them costs a wait off the bill.
+    each of them costs a wait that is not billed.
     """
     segments = job.work / job.segment if job.segment else 0.0
     billed = job.start + m * math.exp(job.start / m) * math.expm1((job.segment + job.stall) / m) * segments
     preemptions = billed / m
-    return Course(billed + wait * (1 + preemptions), billed, preemptions)
+    return ExpectedTime(billed + wait * (1 + preemptions), billed, preemptions)
 
 
-def job_of(stage: str, work: Workload, offer: Offer, nodes: int) -> Job:
-    """What a stage has to do on a machine."""
+def stage_work(stage: str, work: Workload, offer: Offer, nodes: int) -> StageWork:
     recipe = work.recipe
     if stage == "tokenize":
-        return tokenize_job(recipe, offer)
+        return tokenize_work(recipe, offer)
     if stage == "train":
-        return train_job(work, offer, nodes)
+        return train_work(work, offer, nodes)
     if stage == "evaluate":
         hours = evaluate_hours(recipe, offer)
-    else:  # float32 comes, at most float32 goes
+    else:  # it downloads float32 weights, and uploads at most float32
         hours = 2 * 4 * recipe.model.parameters / BYTES_PER_SECOND / 3600
-    return Job(hours, segment=hours)
+    return StageWork(hours, segment=hours)
 
 
-def tokenize_job(recipe: Recipe, offer: Offer) -> Job:
-    cores = offer.vcpus / 2  # two threads of one core tokenize hardly more than one
-    per_second = min(cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN)  # of a node; it has one part
+def tokenize_work(recipe: Recipe, offer: Offer) -> StageWork:
+    cores = offer.vcpus / 2  # two threads of a core are hardly faster than one
+    per_second = min(
+        cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN
+    )  # of one node, which makes one part
     hours = tokens_of(recipe) / recipe.tokens.parts / per_second / 3600
     shard = min(hours, recipe.tokens.shard_tokens / per_second / 3600)
-    return Job(hours, segment=shard)  # the shards go up while the next is made, or nearly so
+    return StageWork(hours, segment=shard)  # a shard is uploaded while the next one is made
 
 
 def tokens_of(recipe: Recipe) -> int:
-    """Tokens that tokenizing gives: as limited, as the sample's name says (sample-10BT), or what training reads."""
+    """Tokens to make: the recipe's limit, the number in the subset's name (sample-10BT), or all that training reads."""
     t = recipe.tokens
     if t.max_tokens is not None:
         return t.max_tokens
@@ -334,15 +359,14 @@ def tokens_of(recipe: Recipe) -> int:
     return recipe.train_tokens + t.val_shards * t.shard_tokens
 
 
-def train_job(work: Workload, offer: Offer, nodes: int) -> Job:
+def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
     recipe, steps = work.recipe, work.steps_left
     train, runtime = recipe.train, recipe.runtime
     tokens = float(recipe.train_tokens - tokens_before(train.max_steps - steps, train))
-    if train.val_every:  # the forward pass alone is a third of a step
+    if train.val_every:  # the forward pass is a third of a step
         tokens += (steps // train.val_every) * train.val_tokens / 3
-    stall = (
-        12 * recipe.model.parameters / (nodes * gpus_of(offer.accelerators or ":1")) / STALL_BYTES_PER_SECOND
-    )  # weights and two moments in float32
+    gpus = nodes * gpu_count(offer.accelerators or ":1")
+    stall = 12 * recipe.model.parameters / gpus / STALL_BYTES_PER_SECOND  # weights and two moments in float32
     if runtime.checkpoint_minutes == "auto":
         between = 3600 * hours_between(offer, nodes)
         segment = checkpoint_seconds(max(LEAST_STALL_SECONDS, stall), between) / 3600
@@ -350,11 +374,11 @@ def train_job(work: Workload, offer: Offer, nodes: int) -> Job:
         segment = runtime.checkpoint_minutes / 60
     hours = tokens / speed_of(work, offer, nodes).tokens_per_second / 3600
     start = START_SECONDS + (FIRST_STEP_SECONDS if engine_of(runtime, train.precision) == "compiled" else 0)
-    return Job(hours, min(segment, hours), stall / 3600, start / 3600)
+    return StageWork(hours, min(segment, hours), stall / 3600, start / 3600)
 
 
 def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
-    """Val loss and HellaSwag on one GPU; on a CPU as if it had 1 TFLOP/s."""
+    """Val loss and HellaSwag on one GPU; a CPU counts as 1 TFLOP/s."""
     kind = f"{(offer.accelerators or '').partition(':')[0]}:1"
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
     flops = (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager, "auto")
@@ -369,8 +393,8 @@ def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
 # --- choosing
 
 
-def marked(candidates: list[Candidate], limits: Limits, notes: list[str]) -> CloudPlan:
-    """Say which candidate is the cheapest, which the fastest, and which one to take under the limits."""
+def choose(candidates: list[Candidate], limits: Limits, notes: list[str]) -> CloudPlan:
+    """Mark the cheapest and the fastest candidate, and choose one within the limits. They come cheapest first."""
     fastest = min(range(len(candidates)), key=lambda i: (candidates[i].hours, candidates[i].usd))
     meeting = [i for i, c in enumerate(candidates) if limits.met_by(c.hours, c.usd)]
     marks: dict[int, list[str]] = {0: ["cheapest"]}
@@ -379,23 +403,23 @@ def marked(candidates: list[Candidate], limits: Limits, notes: list[str]) -> Clo
         if meeting:
             marks.setdefault(meeting[0], []).append(f"cheapest within {limits}")
         else:
-            notes = [*notes, nearest(candidates, limits)]
+            notes = [*notes, nearest_note(candidates, limits)]
     if limits.usd and meeting:
         quickest = min(meeting, key=lambda i: candidates[i].hours)
         marks.setdefault(quickest, []).append(f"fastest within {limits}")
-    shown = tuple(replace(c, marks=tuple(marks.get(i, []))) for i, c in enumerate(candidates))
-    return CloudPlan(shown, meeting[0] if meeting else None, tuple(notes))
+    marked = tuple(replace(c, marks=tuple(marks.get(i, []))) for i, c in enumerate(candidates))
+    return CloudPlan(marked, meeting[0] if meeting else None, tuple(notes))
 
 
-def nearest(candidates: list[Candidate], limits: Limits) -> str:
-    """Nothing meets the limits: what comes next to it."""
+def nearest_note(candidates: list[Candidate], limits: Limits) -> str:
+    """The note where no candidate is within the limits: it names the nearest one."""
 
     def excess(c: Candidate) -> float:
         return max(c.hours / limits.hours if limits.hours else 0.0, c.usd / limits.usd if limits.usd else 0.0)
 
     next_best = min(candidates, key=excess)
     return (
-        f"nothing is done within {limits}; the nearest is {next_best.offer.cloud} {next_best.offer.instance} "
+        f"no machine is within {limits}; the nearest is {next_best.offer.cloud} {next_best.offer.instance} "
         f"{next_best.offer.market}: {next_best.hours:.1f} h, ${next_best.usd:,.2f}"
     )
 
@@ -403,74 +427,13 @@ def nearest(candidates: list[Candidate], limits: Limits) -> str:
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?")
 
 
-def hours_of(text: str, option: str = "--deadline") -> float:
-    """36h, 2d, 90m, 1d12h as hours."""
+def parse_hours(text: str, option: str = "--deadline") -> float:
+    """36h, 2d, 90m, 1d12h as hours. UserError for other text."""
     found = DURATION.fullmatch(text.strip())
     if not found or not any(found.groups()):
-        raise UserError(f"{option} {text}: no duration; write 36h, 2d, 90m or 1d12h")
+        raise UserError(f"{option} {text}: not a duration; write 36h, 2d, 90m or 1d12h")
     days, hours, minutes = (float(part or 0) for part in found.groups())
     total = 24 * days + hours + minutes / 60
     if total <= 0:
-        raise UserError(f"{option} {text}: no time at all; write 36h, 2d, 90m or 1d12h")
+        raise UserError(f"{option} {text}: the duration is 0; write 36h, 2d, 90m or 1d12h")
     return total
-
-
-# --- showing
-
-
-def print_cloud_plan(plan: CloudPlan) -> None:
-    from pipelines.show.tables import console
-
-    out = console()
-    table = Table(box=None, pad_edge=False)
-    for name in ("train on", "place", "machine", "GPUs", "market"):
-        table.add_column(name)
-    for name in ("$/h", "tokens/s", "train", "preempted", "in all"):
-        table.add_column(name, justify="right")
-    table.add_column("")
-    for i, c in enumerate(plan.candidates):
-        o, train = c.offer, c.legs["train"]
-        cells = [o.cloud, o.zone or o.region, o.instance, f"{c.nodes} x {o.accelerators}", o.market]
-        cells += [
-            f"{c.nodes * o.usd_per_hour:,.2f}",
-            f"{'' if c.speed.kind == 'measured' else '~'}{c.speed.tokens_per_second:,.0f}",
-        ]
-        cells += [shown(train), f"{train.preemptions:.1f} x" if o.spot else "", f"{c.hours:.2f} h  ${c.usd:,.2f}"]
-        table.add_row(*map(escape, [*cells, ", ".join(c.marks)]), style="bold" if i == plan.chosen else None)
-    out.print()
-    out.print(table)
-    if others := {stage: one for stage, one in plan.candidates[0].legs.items() if stage != "train"}:
-        out.print("[dim]besides, and in the sums:[/]")
-        out.print(table_of(others))
-    for line in dict.fromkeys(f"{c.speed.kind}: {c.speed.source}" for c in plan.candidates):
-        out.print(f"[dim]tokens/s {escape(line)}[/]")
-    for line in plan.assumed:
-        out.print(f"[dim]assumed: {escape(line)}[/]")
-    for note in plan.notes:
-        out.print(f"[yellow]{escape(note)}[/]")
-
-
-def print_legs(legs: dict[str, Leg]) -> None:
-    """The plan where nothing is left to train."""
-    from pipelines.show.tables import console
-
-    out, (hours, usd) = console(), sum_of(legs)
-    table = table_of(legs)
-    table.add_row("in all", f"{hours:.2f} h  ${usd:,.2f}")
-    out.print()
-    out.print(table)
-    for line in ASSUMED:
-        out.print(f"[dim]assumed: {escape(line)}[/]")
-
-
-def table_of(legs: dict[str, Leg]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for stage, one in legs.items():
-        where = f"{one.offer.cloud} {one.offer.instance} {one.offer.market}" if one.offer else ""
-        where = f"{one.nodes} x {where}" if one.nodes > 1 else where
-        table.add_row(stage, shown(one), escape(where))
-    return table
-
-
-def shown(part: Leg) -> str:
-    return "there" if part.offer is None else f"{part.hours:.2f} h  ${part.usd:,.2f}"

@@ -1,16 +1,13 @@
-"""What keeps a job from running, as far as it can be known before a machine is rented."""
+"""Checks of a job before a machine is rented."""
 
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from pipelines.cloud.checks import (
     Finding,
-    api_server_is_up,
     broken,
-    enabled_clouds,
     image_exists,
     image_parts,
     is_loopback,
@@ -18,14 +15,16 @@ from pipelines.cloud.checks import (
     mlflow_answers,
     store_commits,
 )
-from pipelines.cloud.tasks import CLUSTERS, WORK_TREE, LaunchRequest, clouds_of
+from pipelines.cloud.request import WORK_TREE, LaunchRequest
+from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds, known_clouds
+from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe
 from pipelines.text.library import STDLIB
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 
-# Where one asks for more. GPUs are granted by the vCPU or by the piece, and a new account has none.
+# The names of the quotas. They count vCPUs or GPUs, and a new account has none.
 QUOTAS = {
     "aws": "needs the quota 'All P5 Spot Instance Requests' (192 vCPUs a node of 8 H100s), 'Running On-Demand P "
     "instances' without spot",
@@ -36,27 +35,28 @@ QUOTAS = {
 
 
 def preflight(
-    job: list[dict[str, Any]], wish: LaunchRequest, recipe: Recipe, store: Store, secrets: Mapping[str, str]
+    job: ManagedJob, request: LaunchRequest, recipe: Recipe, store: Store, secrets: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """All that could be known to fail before a machine is rented, cheapest question first."""
-    clouds = clouds_of(job)
-    afar = any(cloud not in CLUSTERS for cloud in clouds)
+    """All checks of a job, the cheapest first."""
+    clouds, stages = job.clouds, job.stages
+    remote = any(cloud not in CLUSTERS for cloud in clouds)
     yield skypilot_installed()
     yield from unknown_clouds(clouds)
-    yield from gpus_that_will_not_do(job[1:], recipe)
-    stages = [task["name"] for task in job[1:]]
-    yield from texts_reachable(recipe, stages, afar)
+    yield from unfit_gpus(job, recipe)
+    yield from texts_reachable(recipe, stages, remote)
     yield credentials(store, clouds, secrets)
-    if isinstance(store, LocalStore) and afar:
+    if isinstance(store, LocalStore) and remote:
         yield broken("store", f"{store.uri} is a folder of this machine", "--store s3://BUCKET/PREFIX")
     else:
         yield store_commits(store)
-    yield from endpoints(wish, afar)
-    yield image(wish, secrets)
-    if uri := wish.variables.get("MLFLOW_TRACKING_URI"):
-        yield mlflow_answers(uri, wish.variables | dict(secrets))
+    yield from endpoints(request, remote)
+    yield image(request, secrets)
+    if uri := request.variables.get("MLFLOW_TRACKING_URI"):
+        yield mlflow_answers(uri, request.variables | dict(secrets))
     else:
-        yield Finding("mlflow", "none", "note", "the ledger keeps all; MLFLOW_TRACKING_URI names a server to mirror to")
+        yield Finding(
+            "mlflow", "none", "note", "the store keeps all metrics; set MLFLOW_TRACKING_URI to mirror them to a server"
+        )
     for cloud in QUOTAS if "train" in stages else []:
         if cloud in clouds:
             yield Finding("quota", f"{cloud} {QUOTAS[cloud]}", "note")
@@ -71,58 +71,52 @@ def skypilot_installed() -> Finding:
     if (major, minor) < (0, 14):
         return broken("skypilot", found, "pip install -U 'skypilot>=0.14'")
     if " " in sys.executable:
-        seen = f"{found}: a jobs controller on this machine can't start {sys.executable}, for the space in its path"
-        return Finding("skypilot", seen, "note", "install skytrain in a folder without one")
+        seen = f"{found}: a jobs controller on this machine can't start {sys.executable}: its path has a space"
+        return Finding("skypilot", seen, "note", "install skytrain in a folder without a space in its path")
     return Finding("skypilot", found)
 
 
 def unknown_clouds(clouds: Iterable[str]) -> Iterator[Finding]:
-    """The places that SkyPilot has never heard of."""
-    try:
-        import sky  # noqa: F401 - enters its clouds into the registry
-        from sky.utils import registry
-    except ImportError:
-        return  # said already
-    known = {*registry.CLOUD_REGISTRY, "k8s"}
-    for cloud in sorted(set(clouds) - known):
+    """The names that SkyPilot does not know. None without SkyPilot, which `skypilot_installed` reports."""
+    known = known_clouds()
+    for cloud in sorted(set(clouds) - known if known else ()):
         if api_server_is_up():
-            remedy = f"{', '.join(enabled_clouds()) or 'no cloud at all'} may be used from here"
+            remedy = f"enabled here: {', '.join(enabled_clouds()) or 'no cloud'}"
         else:
-            remedy = f"it is one of {', '.join(sorted(known))}; skytrain doctor says which may be used from here"
+            remedy = f"it is one of {', '.join(sorted(known))}; skytrain doctor lists the enabled ones"
         yield broken("infra", f"{cloud}: SkyPilot knows no such cloud", remedy)
 
 
-def gpus_that_will_not_do(tasks: Iterable[dict[str, Any]], recipe: Recipe) -> Iterator[Finding]:
-    """The training machines that the run would end on as soon as its GPUs were counted."""
-    for task in (task for task in tasks if task["name"] == "train"):
-        kinds = (machine.get("accelerators") for machine in task["resources"]["any_of"])
-        for gpus in filter(None, dict.fromkeys(kinds)):  # but for the room in which a job with a deadline waits
-            try:
-                check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, task["num_nodes"])
-            except UserError as error:
-                seen = f"{task['num_nodes']} x {gpus}: {error}"
-                yield broken("GPUs", seen, "choose others with --gpus and --nodes, or change the recipe with --set")
+def unfit_gpus(job: ManagedJob, recipe: Recipe) -> Iterator[Finding]:
+    """The training machines whose GPUs can't train the recipe: the run would end as soon as it starts on one."""
+    if not (train := job.task("train")):
+        return
+    for gpus in filter(None, dict.fromkeys(machine.accelerators for machine in train.machines)):  # a standby has none
+        try:
+            check_gpus(recipe.model, recipe.train, recipe.runtime, gpus, train.num_nodes)
+        except UserError as error:
+            seen = f"{train.num_nodes} x {gpus}: {error}"
+            yield broken("GPUs", seen, "choose others with --gpus and --nodes, or change the recipe with --set")
 
 
-def texts_reachable(recipe: Recipe, stages: Iterable[str], afar: bool) -> Iterator[Finding]:
-    """Whether what is read besides artifacts can be read where the job runs. Every task plans all stages, so what
-    evaluate reads has to be there for each of them."""
+def texts_reachable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iterator[Finding]:
+    """Whether the nodes can read the recipe's texts. Every task plans all stages, so each needs evaluate's text."""
     sources = {"tokenize": recipe.tokens.source, "evaluate": recipe.evaluate.hellaswag}
     for stage, source in sources.items():
         if (stage == "tokenize" and stage not in stages) or source is None or "://" in source:
             continue
         what = f"text for {stage}"
         if source == STDLIB:
-            yield Finding(what, STDLIB, "note", "the job's Python has to be this very one")
-        elif afar or not os.path.isabs(source):
-            remedy = f"do that stage here, and launch the rest: skytrain run RECIPE --stage {stage} --store …"
-            yield broken(what, f"{source} lies on this machine", remedy)
+            yield Finding(what, STDLIB, "note", "the job needs this same version of Python")
+        elif remote or not os.path.isabs(source):
+            remedy = f"run that stage here, and launch the rest: skytrain run RECIPE --stage {stage} --store …"
+            yield broken(what, f"{source} is on this machine", remedy)
         else:
-            yield Finding(what, source, "note", "it has to be at this very path on the nodes")
+            yield Finding(what, source, "note", "the nodes need it at this same path")
 
 
 def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str]) -> Finding:
-    """Whether a job will be let into the bucket."""
+    """Whether a job will have access to the bucket."""
     if isinstance(store, LocalStore):
         return Finding("credentials", "a folder needs none")
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -132,40 +126,40 @@ def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str])
     if given and "AWS_SESSION_TOKEN" in secrets:
         return Finding(
             "credentials",
-            "a session's, which expires",
+            "those of a session, which expires",
             "note",
-            "a run that outlives it ends; use a user's keys for long runs",
+            "the run ends when they expire; use a user's keys for long runs",
         )
     if given:
-        return Finding("credentials", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY go along as secrets")
+        return Finding("credentials", "the job gets AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY as secrets")
     others = sorted(set(clouds) - {"aws"})
     if others:
         return broken(
             "credentials",
-            f"AWS_ACCESS_KEY_ID is not set, and machines of {', '.join(others)} have no role that opens {store.uri}",
+            f"AWS_ACCESS_KEY_ID is not set, and machines of {', '.join(others)} have no role for {store.uri}",
             "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may use the bucket, or --infra aws",
         )
-    return Finding("credentials", "none here: the nodes' own role has to open the bucket", "note")
+    return Finding("credentials", "none here: the nodes' own role needs access to the bucket", "note")
 
 
-def endpoints(wish: LaunchRequest, afar: bool) -> Iterator[Finding]:
-    """Addresses that mean another machine there than here."""
-    for name, value in wish.variables.items():
+def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:
+    """Addresses that the nodes can't reach, or that mean another machine there."""
+    for name, value in request.variables.items():
         if name == "MLFLOW_TRACKING_URI" and value.startswith(("sqlite:", "file:", "/")):
-            yield broken("network", f"{name}={value} lies on this machine", "name a server, or unset it")
-        if afar and "://" in value and is_loopback(value):
-            yield broken("network", f"{name}={value} is this machine", "name an address that the nodes can reach")
-        elif afar and "://" in value and is_private(value):
-            yield Finding(
-                "network", f"{name}={value}", "note", "a private address: the nodes have to be in its network"
+            yield broken("network", f"{name}={value} is on this machine", "name a server, or unset it")
+        if remote and "://" in value and is_loopback(value):
+            yield broken(
+                "network", f"{name}={value} is this machine's address", "name an address that the nodes can reach"
             )
+        elif remote and "://" in value and is_private(value):
+            yield Finding("network", f"{name}={value}", "note", "a private address: the nodes must be in its network")
 
 
-def image(wish: LaunchRequest, secrets: Mapping[str, str]) -> Finding:
-    if wish.image == WORK_TREE:
-        return Finding("image", "none: the work tree is synced, and makes its environment on the node")
-    image_parts(wish.image)  # a name that is none is the user's mistake, not the registry's
-    found = image_exists(wish.image, secrets)
-    if found.state == "ok" and "@" not in wish.image:
-        return Finding("image", found.seen, "note", "a tag can be moved between two recoveries; name a digest")
+def image(request: LaunchRequest, secrets: Mapping[str, str]) -> Finding:
+    if request.image == WORK_TREE:
+        return Finding("image", "none: SkyPilot syncs the work tree, and each node makes an environment for it")
+    image_parts(request.image)  # UserError for a malformed name
+    found = image_exists(request.image, secrets)
+    if found.state == "ok" and "@" not in request.image:
+        return Finding("image", found.seen, "note", "a tag can move between two recoveries; name a digest")
     return found

@@ -1,14 +1,14 @@
-"""How fast a model trains on which GPUs: a few measured runs, and what they say of the others.
+"""Training speeds of models on GPUs: a few measured runs, and estimates from them for other GPUs.
 
-One number carries over from run to run better than any speed: MFU, the share of the GPUs' peak that the model
-gets. Between measured sizes it is interpolated over the logarithm of the parameters, beyond them kept; every
-doubling of the GPUs costs what it was measured to cost; and every GPU is taken to reach the same MFU. What was
-measured just so is said to be `measured`, everything else `estimated`.
+The estimates use MFU, the share of the GPUs' peak that the model reaches, because it varies less between runs than
+speed does. Between measured sizes it is interpolated over the logarithm of the parameters, and beyond them it is
+constant. Every doubling of the GPUs has its measured loss. Every GPU is assumed to reach the same MFU. A speed is
+`measured` if exactly this run was measured, else `estimated`.
 
-A check from outside, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB 94 min,
-so 60% MFU, and 1558M on 8 x H100 24 h, 50%; the latter on 16 x H100 12 h, so no loss between two nodes, over
-InfiniBand. On A100 our estimate is therefore cautious; on H100, with the arithmetic of an H200 and 70% of its memory
-bandwidth, it is a little bold for small models; and on several nodes bold, where NCCL has but TCP between them.
+For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB in 94 min, 60% MFU;
+1558M on 8 x H100 in 24 h, 50%; the latter on 16 x H100 in 12 h, so without loss between two nodes over InfiniBand. So
+our estimate is too low on A100. It is a little too high for small models on H100, which has the arithmetic of an H200
+and 70% of its memory bandwidth. It is too high on several nodes where NCCL has only TCP between them.
 """
 
 import math
@@ -22,16 +22,15 @@ from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
 PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12}
-# All of them have bf16, which the fused engine wants. Those with fp8 as it wants it, also of those that one finds in a
-# cluster of one's own:
+# All of them have bf16, which the fused engine needs. These have the fp8 that it needs, with those of private clusters:
 FP8 = ("H100", "H200", "B200", "H20", "H800", "GH200", "GB200", "B300", "GB300")
-# What launching a layer's kernels takes, forward and backward: no GPU runs a small model faster. Estimated.
+# The launch of a layer's kernels, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A training speed, and how we know."""
+    """A training speed and its source."""
 
     tokens_per_second: float
     kind: str  # measured, estimated
@@ -40,7 +39,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A run whose speed somebody measured."""
+    """A measured run."""
 
     parameters: float
     gpu: str  # "H200:4", on each node
@@ -81,27 +80,27 @@ PER_DOUBLING |= dict.fromkeys(("compiled", "eager"), (FOUR_COMPILED / FIGURES.va
 
 
 def peak_of(accelerators: str) -> float | None:
-    """FLOP/s of a node such as "A100-80GB:8", None if we don't know such a GPU."""
+    """FLOP/s of a node such as "A100-80GB:8"; None for an unknown GPU."""
     gpu, _, count = accelerators.partition(":")
     peak = PEAKS.get(gpu.partition("-")[0])
     return None if peak is None else peak * int(count)
 
 
-def gpus_of(accelerators: str) -> int:
+def gpu_count(accelerators: str) -> int:
     return int(accelerators.partition(":")[2])
 
 
 def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> None:
     """UserError if `nodes` nodes with these GPUs can't share a step's batch, or don't have its precision."""
-    gpus = 1 if runtime.device == "cpu" else gpus_of(accelerators)
+    gpus = 1 if runtime.device == "cpu" else gpu_count(accelerators)
     ranks = gpus if runtime.processes == "auto" else runtime.processes
     grad_accum_steps(model, train, runtime, nodes * ranks)
     if train.precision.startswith("fp8") and accelerators.partition(":")[0].partition("-")[0] not in FP8:
-        raise UserError(f"no GPU for train.precision {train.precision}; these are: {', '.join(FP8)}")
+        raise UserError(f"no hardware for train.precision {train.precision}; these GPUs have it: {', '.join(FP8)}")
 
 
 def engine_of(runtime: RuntimeConfig, precision: str) -> str:
-    """How a step runs on rented GPUs: the engine, and fp8 if it is that."""
+    """The engine of a step on rented GPUs, with its precision if that is fp8."""
     if precision.startswith("fp8"):
         return f"fused {precision}"
     if runtime.engine == "auto":
@@ -117,10 +116,10 @@ def speed_on(
     own: Iterable[Measurement] = (),
     precision: str = "auto",
 ) -> Speed:
-    """Tokens a second on `nodes` nodes with these GPUs. UserError for a GPU that we know nothing of.
+    """Tokens a second on `nodes` nodes with these GPUs. UserError for an unknown GPU.
 
-    `own`: what this very run, or one of the same model and runtime, was measured to do. On the same machines
-    it is the answer; on others it corrects the estimate by as much as it was off there.
+    `own` are measurements of this run, or of one with the same model and runtime. On the same machines they are the
+    result; on others they correct the estimate by its error there.
     """
     own = list(own)
     for known in own:
@@ -133,8 +132,8 @@ def speed_on(
             return Speed(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
     if own:
-        there = estimate(model, runtime, own[0].gpu, own[0].nodes, precision)
-        factor = own[0].tokens_per_second / there.tokens_per_second
+        estimated = estimate(model, runtime, own[0].gpu, own[0].nodes, precision)
+        factor = own[0].tokens_per_second / estimated.tokens_per_second
         source = f"{speed.source}; times {factor:.2f}, as {own[0].source}"
         return replace(speed, tokens_per_second=factor * speed.tokens_per_second, source=source)
     return speed
@@ -143,19 +142,19 @@ def speed_on(
 def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int, precision: str) -> Speed:
     peak = peak_of(accelerators)
     if peak is None:
-        raise UserError(f"{accelerators}: no GPU that we know the speed of; known are {', '.join(PEAKS)}")
-    gpus = nodes * gpus_of(accelerators)
+        raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
+    gpus = nodes * gpu_count(accelerators)
     engine = engine_of(runtime, precision).partition(" ")[0]
     mfu = mfu_of(model.parameters, runtime, precision) * PER_DOUBLING[engine] ** math.log2(gpus)
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
-    what = f"{mfu:.0%} MFU" if tokens_per_second < most else f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer"
-    return Speed(tokens_per_second, "estimated", f"{what}, from 1 and 4 x H200")
+    basis = f"{mfu:.0%} MFU" if tokens_per_second < most else f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer"
+    return Speed(tokens_per_second, "estimated", f"{basis}, from 1 and 4 x H200")
 
 
 def mfu_of(parameters: float, runtime: RuntimeConfig, precision: str) -> float:
-    """MFU of one GPU, by the logarithm of the size between the measured ones of the same engine."""
+    """MFU of one GPU, interpolated over the logarithm of the size between the measured ones of the same engine."""
     engine = engine_of(runtime, precision)
     measured = "compiled" if engine == "eager" else engine
     (small, low), (large, high) = (

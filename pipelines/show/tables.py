@@ -24,13 +24,11 @@ from pipelines.tracking.account import Account, AttemptAccount, Cost, market_of,
 from pipelines.tracking.audit import Audit
 from pipelines.tracking.clusters import read_intervals, reconcile
 from pipelines.tracking.compare import Comparison
-from pipelines.tracking.ledger import SILENT_SECONDS, attempts
-from pipelines.tracking.records import Heartbeat
+from pipelines.tracking.ledger import attempts
 from pipelines.tracking.runs import Summary
 from trainer.store import LocalStore, Store
 
 if TYPE_CHECKING:
-    from pipelines.cloud.control import Status
     from pipelines.stage import Pipeline
 
 # The arithmetic of `skytrain recipes`: 8xH100 at half of the dense bf16 peak, at Lambda's on-demand price.
@@ -281,55 +279,6 @@ def sky_differences(store: Store, account: Account) -> Iterator[str]:
             f"{account.run}: cluster {one.cluster}: {one.sky_hours:.3f} h by SkyPilot, {one.ledger_hours:.3f} h "
             f"in the ledger ({usd})"
         )
-
-
-def print_status(runs: "list[Status]", notes: Iterable[str] = ()) -> None:
-    """How runs stand, a paragraph each."""
-    out = console()
-    for run in runs:
-        out.print(f"[bold]{escape(run.run)}[/]  {run.state}" + (f" in {run.stage}" if run.stage else ""))
-        speed = f"{run.tokens_per_second:,.0f} tokens/s" if run.tokens_per_second else None
-        losses = [f"{n} loss {v:.4f}" for n, v in (("train", run.train_loss), ("val", run.val_loss)) if v is not None]
-        out.print("  " + "  ".join(filter(None, [f"step {run.step:,} of {run.max_steps:,}", speed, *losses])))
-        recovered = f", {run.recoveries} recovered by SkyPilot" if run.tasks else ""
-        out.print(f"  ${money(run.usd, run.unpriced_hours)} so far, in {run.attempts} attempt(s){recovered}")
-        if run.to_come:
-            hours, usd = run.to_come.hours, run.to_come.usd
-            cost = f" and ${_span(usd.low, usd.middle, usd.high)}" if usd else ""
-            out.print(f"  to train still: {_span(hours.low, hours.middle, hours.high)} hours{cost} (eight of ten)")
-            end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + hours.middle * 3600))
-            total = f", ${run.usd + usd.middle:,.2f} in all" if usd else ""
-            out.print(f"  trained about {end}{total}")
-        if run.silent_seconds and run.silent_seconds > SILENT_SECONDS:
-            out.print(f"  [yellow]no heartbeat for {duration(run.silent_seconds)}[/]")
-        if run.wish:
-            out.print(f"  [yellow]to be stopped:[/] {escape(str(run.wish))}")
-        if run.notice:
-            out.print(f"  last asked to leave by: {escape(run.notice)}")
-        for task in run.tasks:
-            recoveries = f", recovered {task.recoveries} time(s)" if task.recoveries else ""
-            why = f": {escape(printable(task.why))}" if task.why else ""
-            out.print(f"  job {task.job}  {task.stage:9} {task.status}{recoveries}{why}")
-    for note in notes:
-        out.print(f"[yellow]{escape(printable(note))}[/]")
-
-
-def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, launched: bool) -> None:
-    """How a run took the wish that it stop, from the attempt at work then and now."""
-    if after is None:
-        died = f"{before.stage}: attempt {before.attempt} has died; " if before else "nothing of it is at work; "
-        left = f"; skytrain down {run} removes its machines" if launched else ""
-        print(f"{run}: {died}the wish stands for what a launch begins{left}")
-    elif after.state == "running":
-        print(f"{run}: {after.stage}: attempt {after.attempt} is still at it; the wish stands, it will leave")
-    else:
-        step = "" if after.progress.step is None else f" at step {after.progress.step:,}"
-        go_on = f"resume {run}" if launched else f"run run:{run}"
-        print(f"{run}: {after.stage}: attempt {after.attempt} is {after.state}{step}; skytrain {go_on} goes on")
-
-
-def _span(low: float, middle: float, high: float) -> str:
-    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
 
 
 def print_comparison(compared: Comparison) -> None:

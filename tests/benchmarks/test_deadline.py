@@ -1,6 +1,6 @@
 """The simulation of deadlines, benchmarks/deadline.py: no run is late, and no schedule is cheaper than the bound.
 
-tests/cloud/test_handover.py tests the rules of `launch --deadline` themselves.
+tests/cloud/test_deadline_rules.py tests the rules of `launch --deadline` themselves.
 """
 
 from itertools import product
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks import deadline as simulation
 from benchmarks import spot_traces
 from benchmarks.deadline import Decision, Launched, Machine, Race, greedy, must_switch, replay
-from pipelines.cloud.deadline import LOOK_SECONDS, PURSE
+from pipelines.cloud.deadline import POLL_SECONDS, SPOT_LOSS_LIMIT
 
 TICK = 60.0
 
@@ -42,9 +42,9 @@ def test_a_launched_run_is_on_time_and_loses_no_more_than_its_purse_and_one_mach
     run, available = drawn
     usd, done = replay(Launched(), run, available)
     assert done <= run.deadline + 1e-6
-    standby = simulation.STANDBY * (LOOK_SECONDS + TICK) / 3600  # before the last poll
+    standby = simulation.STANDBY * (POLL_SECONDS + TICK) / 3600  # before the last poll
     one_machine = run.changeover * run.spot_per_hour / 3600
-    assert usd <= run.on_demand_usd + PURSE * run.on_demand_usd + one_machine + standby + 1e-9
+    assert usd <= run.on_demand_usd + SPOT_LOSS_LIMIT * run.on_demand_usd + one_machine + standby + 1e-9
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_on_every_recorded_market_a_launched_run_costs_less_than_on_demand_on_av
     for trace in spot_traces.load(shared_data / "spot-traces"):
         costs = simulation.costs_on(trace, slack=min(simulation.SLACKS), change=change)  # fails if a run is late
         assert np.mean(costs["launched"]) < 1
-        assert max(costs["launched"]) <= 1 + PURSE
+        assert max(costs["launched"]) <= 1 + SPOT_LOSS_LIMIT
         for name in simulation.POLICIES:
             assert all(best <= usd + 1e-9 for best, usd in zip(costs["bound"], costs[name], strict=True))
 

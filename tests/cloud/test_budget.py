@@ -2,13 +2,13 @@
 
 import json
 import math
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cloud_support import Signal
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_runs import FOLDER_NAME, STEPS, Project
@@ -26,8 +26,8 @@ from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, claim
 from pipelines.tracking.records import Billing, Machine, Progress
 from pipelines.tracking.runs import record
-from trainer.errors import Interrupted, Stopped, UserError
-from trainer.process import DRILL, StopSignal
+from trainer.errors import Stopped, UserError
+from trainer.process import DRILL
 from trainer.store import LocalStore
 
 # --- the rule
@@ -66,17 +66,6 @@ def test_a_stop_is_given_what_a_step_and_a_save_or_the_last_upload_may_take(
 
 
 # --- the bill
-
-
-class Signal(StopSignal):
-    """pytest keeps its signals."""
-
-    def __init__(self) -> None:
-        self.heard = threading.Event()
-
-    def ask(self, reason: str, ending: type[Interrupted] = Interrupted) -> None:
-        super().ask(reason, ending)
-        self.heard.set()
 
 
 class Bench:
@@ -130,7 +119,7 @@ def test_the_timer_asks_on_time_even_if_no_heartbeat_comes_any_more(bench: Bench
     assert bench.stop.ending is Stopped
     assert (bench.stop.reason or "").startswith("budget: $100.")
     reason = budget.watch(mine.latest)
-    assert reason is not None and reason.endswith("are spent; a higher --budget goes on")
+    assert reason is not None and reason.endswith("are spent; raise --budget to continue")
 
 
 def test_a_later_heartbeat_that_knows_more_puts_the_stop_off(bench: Bench) -> None:
@@ -147,7 +136,7 @@ def test_a_later_heartbeat_that_knows_more_puts_the_stop_off(bench: Bench) -> No
 
 def test_what_is_left_of_a_spent_budget_begins_nothing(bench: Bench) -> None:
     bench.attempt("train", 1, 100, 3600.0)
-    with pytest.raises(Stopped, match=r"budget: \$100 of \$110 are spent; a higher --budget goes on"):
+    with pytest.raises(Stopped, match=r"budget: \$100 of \$110 are spent; raise --budget to continue"):
         bench.budget(110).begin()
     bench.budget(110, price=0.0).begin()  # a machine that costs nothing may
     bench.budget(200).begin()
@@ -158,13 +147,13 @@ def test_what_is_left_of_a_spent_budget_begins_nothing(bench: Bench) -> None:
 
 def test_a_budget_that_always_was_too_small_is_the_users_mistake(bench: Bench) -> None:
     bench.run = "another-12345678"
-    with pytest.raises(UserError, match=r"--budget 40: too little to begin: to stop in order may take \$45 here"):
+    with pytest.raises(UserError, match=r"--budget 40: too little to begin: an orderly stop may cost \$45 here"):
         bench.budget(40).begin()
 
 
 @pytest.mark.parametrize("billing", [Billing(None, "unknown: why ever"), Billing()])
-def test_no_budget_can_be_kept_where_nobody_has_told_the_price(bench: Bench, billing: Billing) -> None:
-    with pytest.raises(UserError, match=r"--budget: what this machine costs nobody has told \((unknown|own)"):
+def test_a_budget_needs_a_known_price(bench: Bench, billing: Billing) -> None:
+    with pytest.raises(UserError, match=r"--budget: the price of this machine is unknown \((unknown|own)"):
         Budget(100, billing, bench.store, bench.run, 2048, bench.stop)
 
 
@@ -188,7 +177,7 @@ def test_a_run_stops_on_a_commit_within_its_budget_and_goes_on_with_more_to_the_
         (moments / "mid-step.here").unlink()
         err = process.communicate(timeout=60)[1]
     assert process.returncode == 76, err
-    assert "stopped (budget: $" in err and "of $60 are spent; a higher --budget goes on)" in err
+    assert "stopped (budget: $" in err and "of $60 are spent; raise --budget to continue)" in err
     del project.environment[DRILL]
     steps = project.rows_committed()
     commits = project.found("train/*/checkpoints/*/COMMIT.json")

@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 from pipeline_runs import FOLDER_NAME, Project
 
 from pipelines.cloud import control
-from pipelines.cloud.control import Cluster, Task, status_of
-from pipelines.cloud.launch import Launched
-from pipelines.cloud.tasks import LaunchRequest
-from pipelines.show.tables import print_status
+from pipelines.cloud.control import status_of
+from pipelines.cloud.request import LaunchRecord, LaunchRequest, write_launch
+from pipelines.cloud.skypilot import Cluster, TaskStatus
+from pipelines.show.status import print_status
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
@@ -77,7 +76,7 @@ def test_stopping_tells_where_the_attempt_at_work_has_stopped(
     with attempt:
         ended = control.stop(store, record, "enough", 20, told.append)
     assert ended and (ended.state, ended.progress.step) == ("stopped", 17)
-    assert told == ["train: attempt 1 is asked to commit and leave"]
+    assert told == ["train: attempt 1 is asked to commit and exit"]
 
 
 def test_stopping_does_not_wait_for_the_dead(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +108,13 @@ def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(
     )
     store.put(f"train/{RUN}/attempts/0001/heartbeat.json", beat.to_json())
     wish = request_stop(store, RUN, "enough")
-    job = Task(3, "train", "RECOVERING", 2, "train-3", "preempted", over=False)
+    job = TaskStatus(3, "train", "RECOVERING", 2, "train-3", "preempted", over=False)
     status = status_of(Run(store, record), [job], now)
     assert (status.stage, status.step, status.max_steps) == ("train", 50, 100)
     assert (status.train_loss, status.tokens_per_second, status.recoveries) == (2.5, 1e3, 2)
     assert status.usd == pytest.approx(2 * 10.0 * 3500 / 3600)
     assert status.silent_seconds == pytest.approx(100)
-    assert status.wish == wish
+    assert status.stop_request == wish
     assert status.to_come and status.to_come.hours.middle >= 50 * 60 / 3600  # at the speed so far
     print_status([status])
     assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", capsys.readouterr().out)
@@ -142,11 +141,11 @@ def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_u
         Cluster("by-hand", None, 1, up),
         Cluster("strange", "other-run", 1, up),
     ]
-    monkeypatch.setattr(control, "managed_jobs", lambda run=None: jobs)
+    monkeypatch.setattr(control, "managed_tasks", lambda: [TaskStatus.of(job) for job in jobs])
     monkeypatch.setattr(control, "clusters", lambda: clusters)
 
     def found() -> list[str]:
-        return [orphan.what for orphan in control.orphans(store, now)]
+        return [orphan.what for orphan in control.find_orphans(store, now)]
 
     left_over = ["cluster train-2", "cluster by-hand", "cluster strange"]
     assert found() == [f"job 1 ({RUN}, train)", *left_over]
@@ -166,7 +165,14 @@ def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_u
 
 
 def job_record(number: int, run: str, status: str, submitted: float, cluster: str | None) -> Any:
-    names = {"job_id": number, "job_name": run, "task_name": "train", "recovery_count": 0, "submitted_at": submitted}
+    names = {
+        "job_id": number,
+        "task_id": 0,
+        "job_name": run,
+        "task_name": "train",
+        "recovery_count": 0,
+        "submitted_at": submitted,
+    }
     state = SimpleNamespace(value=status, is_terminal=lambda: status == "SUCCEEDED")
     return SimpleNamespace(**names, status=state, current_cluster_name=cluster, failure_reason=None, details=None)
 
@@ -175,21 +181,20 @@ def test_verbs_for_runs_that_were_not_launched_say_what_to_do(tmp_path: Path) ->
     project = Project(tmp_path / FOLDER_NAME)
     recorded(project.store)
     said = project.run("resume", RUN, expect=2).stderr
-    assert said == f"error: resume: {RUN} was never launched; skytrain run run:{RUN} goes on here\n"
+    assert said == f"error: resume: {RUN} was never launched; skytrain run run:{RUN} continues it here\n"
     said = project.run("logs", RUN, expect=2).stderr
     assert "was not launched" in said and "train.log" in said
-    assert "nothing of it is at work" in project.run("stop", RUN).stdout
+    assert "no attempt runs" in project.run("stop", RUN).stdout
     assert "to be stopped" in project.run("status").stdout
 
 
 def test_resuming_without_a_secret_that_the_launch_had_is_refused(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     recorded(project.store)
-    wish = LaunchRequest(RUN, project.store.uri, infra="slurm/here", image="none")
-    launched = Launched(wish, ["train"], [1], ["AWS_SESSION_TOKEN", "HF_TOKEN"], 0.0, [])
-    project.store.put(f"launches/{RUN}.json", json.dumps(asdict(launched)).encode())
+    request = LaunchRequest(RUN, project.store.uri, infra="slurm/here", image="none")
+    write_launch(project.store, LaunchRecord(request, ["train"], [1], ["AWS_SESSION_TOKEN", "HF_TOKEN"], 0.0, []))
     said = project.run("resume", RUN, "--yes", expect=2).stderr
-    assert said == "error: --secret HF_TOKEN: it is not set here; export it first, without writing it down\n"
+    assert said == "error: --secret HF_TOKEN: not set in this shell; export it first, without writing it to a file\n"
 
 
 def test_a_run_told_to_stop_commits_leaves_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
@@ -208,7 +213,7 @@ def test_a_run_told_to_stop_commits_leaves_with_76_and_stays_stopped_until_it_is
     assert stopped_at > 0
 
     said = project.run(*command, "--unless-stopped", expect=76).stderr
-    assert "lunch): nothing starts it again by itself" in said
+    assert "lunch): nothing restarts this run automatically" in said
     assert project.claims("train") == 1
     status: dict[str, Any] = json.loads(project.run("status", record.run, "--json").stdout)[0]
     assert (status["state"], status["step"], status["wish"]["reason"]) == ("stopped", stopped_at, "lunch")

@@ -174,7 +174,7 @@ def test_a_secret_in_a_text_is_told_from_what_only_looks_like_one(text: str, is_
 
 def test_a_configuration_that_breaks_a_promise_is_told() -> None:
     config = {"User": "0:0", "Entrypoint": ["/bin/sh"], "Env": ["AWS_SECRET_ACCESS_KEY=abc", "GPG_KEY=1"], "Labels": {}}
-    faults = {finding.what: finding.fault for finding in promises_of(config)}
+    faults = {finding.what: finding.seen for finding in promises_of(config)}
     assert all(faults.values()), faults
     assert faults["no secret in its environment"] == "AWS_SECRET_ACCESS_KEY"
     assert [is_secret(p) for p in ("var/lib/skytrain/.netrc", "etc/ssh/ssh_host_rsa_key", "etc/ssl/openssl.cnf")] == [

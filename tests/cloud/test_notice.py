@@ -143,12 +143,12 @@ def test_an_expired_token_is_renewed_and_none_is_asked_for_in_vain(start, watche
         until(lambda: stop.asked, "the notice was seen")
 
 
-def test_a_host_that_is_maintained_under_a_gpu_is_left(start, watched) -> None:
+def test_a_host_maintenance_of_a_gpu_machine_stops_the_run(start, watched) -> None:
     cloud = start(GceCloud())
     cloud.items["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
     with watched(cloud, "gce") as stop:
         until(lambda: stop.asked, "the notice was seen")
-    assert stop.reason and "maintained" in stop.reason
+    assert stop.reason and "host maintenance" in stop.reason
 
 
 # --- which cloud
@@ -296,7 +296,7 @@ def test_a_named_service_that_fails_is_told_once_and_its_later_notice_still_coun
         until(lambda: stop.asked, "the notice was seen")
         until(lambda: not threads(), "the watcher ended")
     said = capsys.readouterr().err
-    assert said.count("doesn't answer as it should") == 1
+    assert said.count("gives no valid answer") == 1
     assert said.count(Ec2Cloud.why) == 1
     assert not any(token in said for token in cloud.tokens)
 

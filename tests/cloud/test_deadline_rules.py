@@ -4,26 +4,24 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cloud_support import Signal
 from pipeline_runs import FOLDER_NAME, Project
 
 from pipelines.cloud.deadline import (
     AFTER_TRAINING_SECONDS,
     CHANGEOVER_SECONDS,
     DEADLINE,
-    LOOKING,
-    PURSE,
-    Handover,
-    Race,
-    handover_here,
-    looks,
+    POLLING,
+    SPOT_LOSS_LIMIT,
+    DeadlineRules,
+    DeadlineWatch,
+    deadline_watch,
+    poll_seconds,
     seconds_per_token,
 )
-from pipelines.cloud.tasks import LaunchRequest, documents, in_order
 from pipelines.recipe import load_recipe
-from pipelines.stage import STAGES
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
 from trainer.errors import HandedOver, UserError
@@ -38,26 +36,18 @@ SPOT, STEADY = (
 )
 
 
-class Signal(StopSignal):
-    """pytest keeps its signals."""
-
-    def __init__(self) -> None:
-        pass
-
-
-def asked(done: float, spare_seconds: float, stage: str = "train", **progress: Any) -> StopSignal:
+def asked(done: float, spare_seconds: float, stage: str = "train", steps_done: int = 100) -> StopSignal:
     """What becomes of a run of which a part is done, 100 steps of it here, whose deadline leaves so much to spare."""
     stop, now = Signal(), time.time()
     steps = round(done * RECIPE.train.max_steps)
     left = SECONDS_PER_STEP * (RECIPE.train.max_steps - steps)
     last_step = {"perf/tokens_per_second": 1.0}  # it was slow
-    values: dict[str, Any] = {"step": steps, "steps_done": 100, "metrics": last_step} | progress
-    so_far = Progress(**values)
+    so_far = Progress(steps, steps_done=steps_done, metrics=last_step)
     phases = {"compile": 60.0, "train": 80 * SECONDS_PER_STEP, "evaluate": 20 * SECONDS_PER_STEP}
     beat = Heartbeat(
         "run", stage, 1, "running", now - 200, now, 1.0, phases=phases, progress=so_far, machine=SPOT.machine
     )
-    Handover(now + left + spare_seconds, RECIPE, stop).watch(beat)
+    DeadlineWatch(now + left + spare_seconds, RECIPE, stop).watch(beat)
     return stop
 
 
@@ -73,17 +63,17 @@ def test_nobody_leaves_shortly_before_the_end_or_before_it_is_known_how_fast_it_
     assert not asked(0.5, 0.0, stage="evaluate").asked
 
 
-def test_spot_is_waited_for_while_another_look_would_be_in_time_and_its_loss_can_be_paid() -> None:
+def test_a_standby_polls_while_another_poll_would_be_in_time_and_within_the_loss_limit() -> None:
     ten_hours = 36_000.0  # $100 on demand, and $5 for the changeover before
-    race = Race(72_000.0, ten_hours, 1800.0, 5.0, on_demand_per_hour=10.0)
-    late = race.deadline - race.work - 3 * race.changeover
-    assert race.has_to_stop_waiting(late, race.work, 0.0) and not race.has_to_stop_waiting(late - 6, race.work, 0.0)
-    purse = PURSE * 105
-    assert race.has_to_stop_waiting(0.0, race.work, purse + 0.01)
-    assert not race.has_to_stop_waiting(0.0, race.work, purse - 0.01)
-    assert not race.has_to_stop_waiting(0.0, race.work / 2, 50.0)  # half is done, for as much as on demand
-    unpriced = Race(72_000.0, ten_hours, 1800.0, 5.0, on_demand_per_hour=0.0)
-    assert not unpriced.has_to_stop_waiting(0.0, race.work, 1000.0)
+    rules = DeadlineRules(72_000.0, ten_hours, 1800.0, 5.0, on_demand_per_hour=10.0)
+    late = rules.deadline - rules.work - 3 * rules.changeover
+    assert rules.must_stop_polling(late, rules.work, 0.0) and not rules.must_stop_polling(late - 6, rules.work, 0.0)
+    limit = SPOT_LOSS_LIMIT * 105
+    assert rules.must_stop_polling(0.0, rules.work, limit + 0.01)
+    assert not rules.must_stop_polling(0.0, rules.work, limit - 0.01)
+    assert not rules.must_stop_polling(0.0, rules.work / 2, 50.0)  # half is done, for as much as on demand
+    unpriced = DeadlineRules(72_000.0, ten_hours, 1800.0, 5.0, on_demand_per_hour=0.0)
+    assert not unpriced.must_stop_polling(0.0, rules.work, 1000.0)
 
 
 def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_long_enough() -> None:
@@ -100,22 +90,27 @@ def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_l
     assert told(200) is told(102) is told(201, gpus="H100:1") is told(201, nodes=2) is None
 
 
-def test_a_look_that_took_long_is_reckoned_with_from_then_on() -> None:
-    def room(number: int, started: float, **phases: float) -> StoredHeartbeat:
+def test_the_rules_count_with_the_longest_poll_so_far() -> None:
+    def standby(number: int, started: float, **phases: float) -> StoredHeartbeat:
         beat = Heartbeat("run", "train", number, "interrupted", started, started + 800, 0.1, phases=phases)
         return StoredHeartbeat(
-            "train/a", replace(beat, progress=Progress(waiting=True, notice=f"deadline: … {LOOKING}"))
+            "train/a", replace(beat, progress=Progress(waiting=True, notice=f"deadline: … {POLLING}"))
         )
 
     spot = StoredHeartbeat("train/a", Heartbeat("run", "train", 3, "running", 4000.0, 4100.0, 1.0))
-    seen = [room(1, 0.0, idle=600.0), room(2, 2000.0, provision=150.0, setup=20.0, idle=600.0), spot, room(4, 9000.0)]
-    assert list(looks(list(account("run", [room(1, 0.0), room(2, 86_400.0)]).attempts))) == [3600.0]
-    assert list(looks(list(account("run", seen).attempts))) == [2170.0 - 800.0]
+    seen = [
+        standby(1, 0.0, idle=600.0),
+        standby(2, 2000.0, provision=150.0, setup=20.0, idle=600.0),
+        spot,
+        standby(4, 9000.0),
+    ]
+    assert list(poll_seconds(list(account("run", [standby(1, 0.0), standby(2, 86_400.0)]).attempts))) == [3600.0]
+    assert list(poll_seconds(list(account("run", seen).attempts))) == [2170.0 - 800.0]
 
 
 def test_only_a_spot_machine_with_a_deadline_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(billing: Billing) -> Handover | None:
-        return handover_here(billing, RECIPE, Signal())
+    def here(billing: Billing) -> DeadlineWatch | None:
+        return deadline_watch(billing, RECIPE, Signal())
 
     assert here(SPOT) is None
     monkeypatch.setenv(DEADLINE, "2000000000")
@@ -127,67 +122,19 @@ def test_only_a_spot_machine_with_a_deadline_watches(monkeypatch: pytest.MonkeyP
         here(SPOT)
 
 
-def machines(**wish: Any) -> dict[str, dict[str, Any]]:
-    job = documents(LaunchRequest("gpt2-124m-12345678", "s3://bucket/prefix", image="a/b@sha256:c", **wish), STAGES)
-    return {task["name"]: task for task in job[1:]}
-
-
-def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behind() -> None:
-    plain, kept = machines(nodes=2), machines(nodes=2, deadline=1.8e9)
-    train, evaluate = kept["train"]["resources"], kept["evaluate"]["resources"]
-    spot = [machine for machine in train["any_of"] if machine["use_spot"]]
-    rooms = [machine for machine in train["any_of"] if "accelerators" not in machine]
-    steady = [machine for machine in train["any_of"] if not machine["use_spot"] and machine not in rooms]
-    assert spot and {machine["infra"] for machine in spot} <= {machine["infra"] for machine in steady}
-    assert {machine["infra"] for machine in rooms} == {machine["infra"] for machine in spot}
-    assert sorted(map(str, evaluate["any_of"])) == sorted(map(str, steady))
-    assert evaluate["max_hourly_cost"] == train["max_hourly_cost"]
-    assert kept["evaluate"]["num_nodes"] == 2 and kept["train"]["envs"][DEADLINE] == "1800000000"
-    assert DEADLINE not in kept["evaluate"]["envs"]
-    with pytest.raises(UserError, match="--deadline: can't be kept with --spot"):
-        machines(deadline=1.8e9, spot=True)
-    with pytest.raises(UserError, match="--deadline: can't be kept with --stage train"):
-        machines(deadline=1.8e9, until="train")
-    with pytest.raises(UserError, match="--deadline: slurm/here,k8s has no spot machines to leave"):
-        machines(deadline=1.8e9, infra="slurm/here,k8s")
-    assert machines(deadline=1.8e9, infra="slurm/here,aws")["train"]["envs"][DEADLINE]
-    assert all(machine["use_spot"] for machine in machines(spot=True)["train"]["resources"]["any_of"])
-    assert DEADLINE not in plain["train"]["envs"] and plain["evaluate"]["num_nodes"] == 1
-
-
-def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def order(task: dict[str, Any]) -> list[str]:
-        prices = {"gcp": 1.0, "aws": 2.0, "lambda": 3.0}
-        priced = in_order(task, lambda machine: prices[machine["infra"]] / (2 if machine["use_spot"] else 1))
-        resources = priced["resources"]
-        assert "any_of" not in resources
-        return [f"{m['infra']} {m.get('accelerators', 'room')}" + " spot" * m["use_spot"] for m in resources["ordered"]]
-
-    spot, rooms = ["gcp H100:8 spot", "aws H100:8 spot"], ["gcp room", "aws room"]
-    train = machines(deadline=1.8e9)["train"]
-    assert order(train) == spot + rooms
-    assert order(machines(deadline=1.8e9, infra="slurm/here,aws")["train"]) == ["slurm/here H100:8", spot[1], rooms[1]]
-    resources = train["resources"]
-    on_demand = [machine for machine in resources["any_of"] if not machine["use_spot"]]
-    late = train | {"resources": resources | {"any_of": on_demand}}  # as where spot would not keep the deadline
-    steady = ["gcp H100:8", "aws H100:8", "lambda H100:8"]
-    assert order(late) == order(machines(deadline=1.8e9)["evaluate"]) == steady
-    assert order(machines()["train"]) == [*spot, "lambda H100:8"]
-
-
 PRICES = [
     {"cloud": "aws", "spot": True, "usd_per_hour": 1.0, "on_demand_usd_per_hour": 3.0, "accelerators": "H100:8"},
     {"cloud": "aws", "spot": False, "usd_per_hour": 0.1, "on_demand_usd_per_hour": 0.1, "accelerators": None},
 ]
-ROOM = {"SKYTRAIN_PRICES": json.dumps(PRICES), "SKYPILOT_NUM_GPUS_PER_NODE": "0"}
+STANDBY = {"SKYTRAIN_PRICES": json.dumps(PRICES), "SKYPILOT_NUM_GPUS_PER_NODE": "0"}
 
 
 @pytest.mark.slow
-def test_the_waiting_room_leaves_to_look_or_hands_over_and_is_on_the_bill(tmp_path: Path) -> None:
+def test_a_standby_exits_to_poll_or_hands_over_and_is_on_the_bill(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
-    project.environment |= ROOM | {DEADLINE: f"{time.time() + AFTER_TRAINING_SECONDS + 60:.0f}"}
+    project.environment |= STANDBY | {DEADLINE: f"{time.time() + AFTER_TRAINING_SECONDS + 60:.0f}"}
     done = project.run("run", "tiny.yaml", "--stage", "train")
-    assert "handed over (deadline: 1 min of slack are left, no time or money to look for spot again)" in done.stderr
+    assert "handed over (deadline: 1 min of slack are left, no time or money to poll for spot again)" in done.stderr
     (one,) = project.found("train/*/attempts/*/heartbeat.json")
     beat = json.loads(one.read_text())
     assert beat["progress"]["waiting"] and beat["state"] == "interrupted" and beat["price_per_hour"] == 0.1
@@ -195,8 +142,8 @@ def test_the_waiting_room_leaves_to_look_or_hands_over_and_is_on_the_bill(tmp_pa
     project.environment[DEADLINE] = f"{time.time() + 36_000:.0f}"
     project.environment["SKYTRAIN_PRICES"] = json.dumps(PRICES[1:])
     done = project.run("run", "tiny.yaml", "--stage", "train")  # a failed task would end the launch
-    assert "handed over (SKYTRAIN_DEADLINE: SKYTRAIN_PRICES names no machine with GPUs" in done.stderr
-    project.environment |= ROOM
+    assert "handed over (SKYTRAIN_DEADLINE: SKYTRAIN_PRICES has no machine with GPUs" in done.stderr
+    project.environment |= STANDBY
     with project.started("run", "tiny.yaml", "--stage", "train") as waiting:
         project.wait_until(lambda: project.heartbeats()[-1]["phases"].get("idle", 0) > 1, waiting)
         waiting.terminate()

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
+from cloud_support import KEYS
 from sky_catalog import ROWS, Row, sky_environment, write_catalog
 
-from pipelines.cloud.tasks import WORK_TREE, LaunchRequest, as_yaml, documents, in_order, shown
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.tasks import ManagedJob, in_trial_order, managed_job
 from pipelines.stage import STAGES
-from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SKY = ROOT / "sky"
@@ -29,9 +30,11 @@ MORE = (
 )
 ASKING = """
 import contextlib, io, json, sys
-from pipelines.cloud import launch
-from pipelines.cloud.tasks import LaunchRequest
+from pipelines.cloud import pricing, skypilot
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
+from pipelines.show.cloud_plan import print_launch_report
 from pipelines.stage import plans_of
 from trainer.store import LocalStore
 from sky import Resources, check, execution, optimizer
@@ -49,7 +52,7 @@ def answer(question):
     enabled[:] = question["enabled"]
     secrets = list(question["secrets"].items())
     dag = dag_utils.load_chain_dag_from_yaml_str(question["yaml"], list(question["envs"].items()), secrets)
-    launch.ask_optimizer(dag, quiet=True)
+    skypilot.ask_optimizer(dag, quiet=True)
     execution._resolve_managed_secrets(dag)  # what a launch does next
     if gone := question.get("gone"):  # as while it provisions
         blocked = [Resources(**machine) for machine in gone]
@@ -66,30 +69,31 @@ def told(task):
         "secrets": sorted(task.secrets), "yaml": json.dumps(task.to_yaml_config(use_user_specified_yaml=True)),
     }
 
-def priced(wish, stages, spent=0.0):
-    launch.spent = lambda store, run: spent
-    job = launch.documents(LaunchRequest(**wish), stages)
+def priced(options, stages, spent=0.0):
+    pricing.usd_spent = lambda store, run: spent
+    request = LaunchRequest(**options)
+    job = managed_job(request, stages)
     recipe, store = load_recipe("gpt2-124m", ["evaluate.hellaswag=null"]), LocalStore("store")
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        job = launch.within_limits(job, LaunchRequest(**wish), recipe, plans_of(recipe), store)
-        job = launch.with_prices(job, LaunchRequest(**wish))
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        job = pricing.within_limits(job, request, recipe, plans_of(recipe), store, print_launch_report)
+        job = pricing.with_prices(job, request, print_launch_report)
     tasks = {
-        task["name"]: [launch.machines_of(task), json.loads(task["envs"]["SKYTRAIN_PRICES"])] for task in job[1:]
+        task.name: [[m.to_yaml() for m in task.machines], json.loads(task.envs["SKYTRAIN_PRICES"])]
+        for task in job.tasks
     }
-    ordered = [task["name"] for task in job[1:] if "ordered" in task["resources"]]
-    return tasks | {"said": said.getvalue(), "ordered": ordered}
+    ordered = [task.name for task in job.tasks if "ordered" in task.to_yaml()["resources"]]
+    return tasks | {"output": output.getvalue(), "ordered": ordered}
 
 answers = {}
 for name, question in json.load(sys.stdin).items():
     try:
-        answers[name] = priced(**question) if "wish" in question else answer(question)
+        answers[name] = priced(**question) if "options" in question else answer(question)
     except Exception as error:
         answers[name] = {"error": f"{type(error).__name__}: {error}"}
 print("ANSWERS" + json.dumps(answers))
 """
 CLOUDS = ("aws", "gcp", "lambda")
 GIVEN = {"SKYTRAIN_RECIPE": "smoke", "SKYTRAIN_STORE": "s3://bucket/prefix"}
-KEYS = {"AWS_ACCESS_KEY_ID": "an id", "AWS_SECRET_ACCESS_KEY": "a very secret key"}
 
 
 def question(
@@ -98,18 +102,18 @@ def question(
     return {"yaml": text, "envs": envs, "enabled": enabled, "secrets": secrets}
 
 
-def wished(stages: tuple[str, ...] = ("train",), **wish: Any) -> str:
-    asked = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", **{"image": IMAGE} | wish)
-    return as_yaml(documents(asked, stages))
+def requested(stages: tuple[str, ...] = ("train",), **options: Any) -> str:
+    request = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", **{"image": IMAGE} | options)
+    return managed_job(request, stages).to_yaml()
 
 
 def waiting(*gone: dict[str, Any]) -> dict[str, Any]:
     """What is tried next for training with a deadline where some machines can't be had."""
-    wish = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", image=IMAGE, deadline=2e9)
+    request = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", image=IMAGE, deadline=2e9)
     prices = {"aws": 20.0, "gcp": 26.0}
-    header, train, _ = documents(wish, ("train", "evaluate"))
-    task = in_order(train, lambda machine: prices[machine["infra"]] if machine["use_spot"] else 0.1)
-    return question(as_yaml([header, task]), {}) | {"gone": gone}
+    train, _ = managed_job(request, ("train", "evaluate")).tasks
+    task = in_trial_order(train, lambda machine: prices[machine.infra] if machine.use_spot else 0.1)
+    return question(ManagedJob(request.run, (task,)).to_yaml(), {}) | {"gone": gone}
 
 
 def capped(usd: float) -> str:
@@ -124,20 +128,20 @@ QUESTIONS = {
     "a cap of $19": question(capped(19), enabled=("aws", "lambda")),
     "a cap below spot": question(capped(20), enabled=("aws", "lambda")),
     "nothing cheap enough": question(capped(19), enabled=("lambda",)),
-    "on demand": question(wished(spot=False), {}),
-    "spot on gcp": question(wished(spot=True, infra="gcp"), {}),
-    "two nodes in one region": question(wished(nodes=2, infra="aws/us-west-2"), {}),
-    "other gpus": question(wished(("train", "evaluate"), gpus="A100-80GB:8", infra="aws"), {}),
-    "gpus that nobody has": question(wished(gpus="V100:8"), {}),
-    "all stages": question(wished(STAGES, budget=25.0), {}),
+    "on demand": question(requested(spot=False), {}),
+    "spot on gcp": question(requested(spot=True, infra="gcp"), {}),
+    "two nodes in one region": question(requested(nodes=2, infra="aws/us-west-2"), {}),
+    "other gpus": question(requested(("train", "evaluate"), gpus="A100-80GB:8", infra="aws"), {}),
+    "gpus that nobody has": question(requested(gpus="V100:8"), {}),
+    "all stages": question(requested(STAGES, budget=25.0), {}),
     "spot is there": waiting(),
     "spot is gone on aws": waiting({"infra": "aws", "accelerators": "H100:8", "use_spot": True}),
     "spot is gone": waiting({"accelerators": "H100:8", "use_spot": True}),
 }
 
 
-def to_price(stages: tuple[str, ...] = ("train",), **wish: Any) -> dict[str, Any]:
-    return {"wish": {"run": "tiny-12345678", "store": "s3://bucket/prefix"} | wish, "stages": stages}
+def to_price(stages: tuple[str, ...] = ("train",), **options: Any) -> dict[str, Any]:
+    return {"options": {"run": "tiny-12345678", "store": "s3://bucket/prefix"} | options, "stages": stages}
 
 
 QUESTIONS |= {
@@ -196,38 +200,6 @@ def only_task(answer: dict[str, Any]) -> dict[str, Any]:
 def place(answer: dict[str, Any]) -> tuple[Any, ...]:
     task = only_task(answer)
     return task["cloud"], task["region"], task["spot"], task["usd"]
-
-
-# What the files are
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_task_runs_its_stage_until_it_is_stopped_and_promises_the_budget(stage: str) -> None:
-    run = yaml.safe_load((SKY / f"{stage}.yaml").read_text())["run"]
-    assert f'run "$SKYTRAIN_RECIPE" --stage {stage} ' in run and "--unless-stopped" in run
-    assert "${SKYTRAIN_BUDGET:+--budget " in run
-
-
-def test_the_meter_starts_once_and_not_before_a_machine_was_ours(tmp_path: Path) -> None:
-    setup = yaml.safe_load((SKY / "train.yaml").read_text())["setup"]
-
-    def meter(**environment: str) -> int:
-        command = ["bash", "-euc", setup]
-        subprocess.run(command, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]} | environment, cwd=tmp_path)
-        return int((tmp_path / ".skytrain-meter").read_text())
-
-    handed_over = int(time.time()) - 100
-    (tmp_path / ".hushlogin").touch()
-    os.utime(tmp_path / ".hushlogin", (handed_over, handed_over))
-    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == handed_over  # Slurm
-    assert meter(SKY_RUNTIME_DIR="") == handed_over  # a second job on the same machine
-    recovered = int(time.time()) + 5
-    os.utime(tmp_path / ".hushlogin", (recovered, recovered))
-    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == recovered  # another cluster in the same home
-    (tmp_path / ".skytrain-meter").unlink()
-    uptime, now = float(Path("/proc/uptime").read_text().split()[0]), time.time()
-    booted = now - uptime if uptime < 1800 else now
-    assert abs(meter(SKY_RUNTIME_DIR="") - booted) <= 2
 
 
 # What SkyPilot makes of them
@@ -345,16 +317,16 @@ def test_a_cluster_of_ones_own_costs_what_skypilot_was_told(answers: dict[str, A
 
 def test_an_unknown_price_is_said_and_with_a_budget_refused(answers: dict[str, Any]) -> None:
     assert rows(answers["prices of an unpriced cluster"]) == []
-    assert "SkyPilot was told no kubernetes.pricing" in answers["prices of an unpriced cluster"]["said"]
+    assert "~/.sky/config.yaml has no kubernetes.pricing" in answers["prices of an unpriced cluster"]["output"]
     refused = answers["a budget on an unpriced cluster"]["error"]
     assert "--budget: can't be promised where a price is unknown" in refused
 
 
 def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: dict[str, Any]) -> None:
     kept = answers["a deadline that all keep"]
-    *spot, room, _ = kept["train"][0]
+    *spot, standby, _ = kept["train"][0]
     assert [(m["infra"], m["use_spot"]) for m in spot] == [("aws", True), ("gcp", True)]
-    assert kept["ordered"] == ["train", "evaluate"] and "accelerators" not in room
+    assert kept["ordered"] == ["train", "evaluate"] and "accelerators" not in standby
     assert {row["instance"] for row in rows(kept) if not row["accelerators"]} == {"m6i.xlarge", "n2-standard-16"}
     assert {m["use_spot"] for m in kept["evaluate"][0]} == {False}
     tight = answers["a deadline without slack for spot"]["train"][0]
@@ -362,7 +334,7 @@ def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: 
     kept = answers["a budget that spot keeps"]
     assert kept.get("train") and {m["use_spot"] for m in kept["train"][0]} == {True}
     for nothing in ("a budget that nothing keeps", "a deadline that none keeps"):
-        assert answers[nothing]["error"].startswith("UserError: launch: nothing is done within")
+        assert answers[nothing]["error"].startswith("UserError: launch: no machine is within")
 
 
 @pytest.mark.parametrize(
@@ -382,7 +354,7 @@ def test_with_a_deadline_spot_is_taken_first_and_waited_for_in_a_small_machine(
 
 def test_the_plan_shown_is_of_the_machines_and_stages_that_would_be_rented(answers: dict[str, Any]) -> None:
     def shown(asked: str) -> str:
-        return " ".join(answers[asked]["said"].split())
+        return " ".join(answers[asked]["output"].split())
 
     assert "us-west-2a" in shown("the plan in one region") and "us-east-1" not in shown("the plan in one region")
     both = answers["a budget in two regions"]
@@ -391,74 +363,16 @@ def test_the_plan_shown_is_of_the_machines_and_stages_that_would_be_rented(answe
         "on demand" in shown("the plan on demand") and " spot " not in shown("the plan on demand").split("assumed")[0]
     )
     alone = shown("the plan of train alone")
-    assert "p5.48xlarge" in alone and "evaluate" not in alone.split("assumed")[0] and "in the sums" not in alone
+    assert "p5.48xlarge" in alone and "evaluate" not in alone.split("assumed")[0] and "also included" not in alone
 
 
 def test_a_launch_without_train_is_planned_and_held_to_its_limits_too(answers: dict[str, Any]) -> None:
-    said = answers["the plan without train"]["said"]
+    said = answers["the plan without train"]["output"]
     assert [line.split()[0] for line in said.splitlines() if " h  $" in line] == ["tokenize", "evaluate", "in"]
     for asked, reason in {
         "a budget that the rest is beyond": "tokenize: expected to take ",
-        "a budget that is spent": "--budget 20: $25.00 are spent already; a higher one goes on",
+        "a budget that is spent": "--budget 20: the run has already cost $25.00; raise the budget to continue",
         "a deadline that is past": "the deadline of tiny-12345678 is over",
-        "a deadline without a price list": "--deadline: can't be kept where no price list has train's machines (aws, ",
+        "a deadline without a price list": "--deadline: can't be kept where train's machines have no price list (aws, ",
     }.items():
         assert reason in answers[asked]["error"]
-
-
-# What a launch makes of them, before SkyPilot
-
-
-def tasks_of(stages: tuple[str, ...] = STAGES, **wish: Any) -> dict[str, Any]:
-    asked = LaunchRequest("tiny-12345678", "s3://bucket/prefix", **wish)
-    return {task["name"]: task for task in documents(asked, stages)[1:]}
-
-
-def test_lambda_sells_no_spot_and_slurm_has_none() -> None:
-    for infra in ("lambda", "slurm/here"):
-        with pytest.raises(UserError, match=f"{infra} sells no spot machines"):
-            tasks_of(infra=infra, spot=True)
-
-
-def test_only_the_missing_stages_become_tasks() -> None:
-    assert list(tasks_of(("evaluate", "export"))) == ["evaluate", "export"]
-
-
-def test_a_cluster_of_ones_own_has_no_prices_and_one_kind_of_gpu() -> None:
-    tasks = tasks_of(infra="slurm/here", gpus="H100:4", nodes=2)
-    for task in tasks.values():
-        assert not {"max_hourly_cost", "autostop", "disk_size"} & set(task["resources"])
-        assert [machine["infra"] for machine in task["resources"]["any_of"]] == ["slurm/here"]
-    gpus = [task["resources"]["any_of"][0].get("accelerators") for task in tasks.values()]
-    assert gpus == [None, "H100:4", "H100:1", None]
-    assert [task["num_nodes"] for task in tasks.values()] == [1, 2, 1, 1]
-
-
-def test_every_part_of_the_tokens_is_given_a_node() -> None:
-    for wish in ({"nodes": 2}, {"nodes": 2, "deadline": 2e9}):
-        job = documents(LaunchRequest("tiny-12345678", "s3://bucket/prefix", **wish), STAGES, parts=3)
-        assert [task["num_nodes"] for task in job[1:]] == [3, 2, 2 if "deadline" in wish else 1, 1]
-
-
-def test_without_an_image_the_work_tree_goes_along() -> None:
-    for task in tasks_of(image=WORK_TREE).values():
-        assert Path(task["workdir"]) == ROOT and "image_id" not in task["resources"]
-    for task in tasks_of(image=IMAGE).values():
-        assert "workdir" not in task and task["envs"]["SKYTRAIN_IMAGE"] == IMAGE
-
-
-def test_a_job_is_told_the_runs_name_and_its_store() -> None:
-    envs = tasks_of(budget=12.5, variables={"MLFLOW_TRACKING_URI": "https://mlflow.example.org"})["train"]["envs"]
-    assert envs["SKYTRAIN_RECIPE"] == "run:tiny-12345678"
-    assert envs["SKYTRAIN_STORE"] == "s3://bucket/prefix"
-    assert envs["SKYTRAIN_BUDGET"] == "12.5"
-    assert envs["SKYTRAIN_TRACKING"] == "on" and envs["MLFLOW_TRACKING_URI"] == "https://mlflow.example.org"
-
-
-def test_a_dry_run_shows_every_line_but_no_secret() -> None:
-    job = documents(LaunchRequest("tiny-12345678", "s3://bucket/prefix"), STAGES)
-    text = shown(job, KEYS)
-    assert [task["name"] for task in list(yaml.safe_load_all(text))[1:]] == list(STAGES)
-    assert text.count("AWS_SECRET_ACCESS_KEY: (from your environment, not shown)") == len(STAGES)
-    assert not any(value in text for value in KEYS.values())
-    assert "  exec skytrain run" in text  # scripts as one reads them

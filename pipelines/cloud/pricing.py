@@ -1,0 +1,164 @@
+"""The plan and the prices of a job: machines within its deadline and budget, and SKYTRAIN_PRICES for each task."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.cloud.catalog import Offer, offers
+from pipelines.cloud.checks import Finding
+from pipelines.cloud.deadline import LEAST_SLACK_SECONDS
+from pipelines.cloud.plan import (
+    CloudPlan,
+    Limits,
+    PlanWithoutTraining,
+    cheapest_offers,
+    compare_offers,
+    plan_without_training,
+    workload,
+)
+from pipelines.cloud.prices import PriceRow, prices_json
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.skypilot import cluster_usd_per_hour
+from pipelines.cloud.tasks import MachineRequest, ManagedJob, Task, in_trial_order
+from pipelines.recipe import Recipe
+from pipelines.tracking.runs import find_run
+from trainer.errors import UserError
+from trainer.store import Store
+
+Report = Callable[[Finding | CloudPlan | PlanWithoutTraining], None]
+
+
+# The plan, and the limits
+
+
+def within_limits(
+    job: ManagedJob,
+    request: LaunchRequest,
+    recipe: Recipe,
+    plans: dict[str, ArtifactPlan],
+    store: Store,
+    report: Report,
+) -> ManagedJob:
+    """Report the plan for the machines that have a price list. With a deadline or budget, the job keeps the training
+    machines that are expected to meet it; UserError if none is."""
+    limits = limits_of(request, store)
+    offered = {task.name: list(dict.fromkeys(o for m in task.rented for o in offers_or_none(m))) for task in job.tasks}
+    train = job.task("train")
+    if limits.hours is not None and train and not offered["train"]:
+        infras = ", ".join(dict.fromkeys(machine.infra for machine in train.machines))
+        raise UserError(f"--deadline: can't be kept where train's machines have no price list ({infras}); leave it out")
+    if not any(offered.values()):
+        return job  # one's own machines: if SkyPilot knows their prices, its own table shows them
+    work = workload(recipe, store, plans)
+    node_counts = {task.name: task.num_nodes for task in job.tasks}
+    if not (train and offered["train"]):
+        rest = plan_without_training(work, offered, node_counts)
+        report(rest)
+        if not limits.met_by(rest.hours, rest.usd):
+            needs = f"{rest.hours:.1f} h and ${rest.usd:,.2f}"
+            raise UserError(
+                f"launch: {', '.join(rest.estimates)}: expected to take {needs}, which is not within {limits}"
+            )
+        return job
+    plan = compare_offers(work, offered, node_counts, limits)
+    report(plan)
+    if not str(limits):
+        return job
+    affordable = affordable_machines(train, plan, limits, request)
+    if set(affordable) <= set(train.standbys):
+        raise UserError(f"launch: {plan.notes[-1] if plan.notes else f'no machine is within {limits}'}")
+    return replace(job, tasks=tuple(replace(t, machines=affordable) if t.name == "train" else t for t in job.tasks))
+
+
+def limits_of(request: LaunchRequest, store: Store) -> Limits:
+    """The hours until the deadline, and what is left of the budget. UserError if nothing is left."""
+    spent = 0.0 if request.budget is None else usd_spent(store, request.run)
+    if request.budget is not None and request.budget <= spent:
+        raise UserError(
+            f"--budget {request.budget:g}: the run has already cost ${spent:,.2f}; raise the budget to continue"
+        )
+    hours = None if request.deadline is None else (request.deadline - time.time()) / 3600
+    if hours is not None and hours <= 0:
+        raise UserError(f"launch: the deadline of {request.run} is over; launch the run again with another --deadline")
+    return Limits(hours, None if request.budget is None else request.budget - spent)
+
+
+def affordable_machines(
+    train: Task, plan: CloudPlan, limits: Limits, request: LaunchRequest
+) -> tuple[MachineRequest, ...]:
+    """The machines of train that are expected to meet the limits, one's own ones and standbys."""
+    # A spot machine may be lost before any part of the job has checked the deadline.
+    on_demand_hours = min((c.hours for c in plan.candidates if not c.offer.spot), default=0.0)
+    slack_hours = math.inf if limits.hours is None else limits.hours - on_demand_hours
+    no_spot = request.spot is None and slack_hours < LEAST_SLACK_SECONDS / 3600
+    met = (c.offer for c in plan.candidates if limits.met_by(c.hours, c.usd))
+    good = {offer for offer in met if not (offer.spot and no_spot)}
+    beyond = [machine for machine in train.rented if good.isdisjoint(offers_or_none(machine))]
+    return tuple(machine for machine in train.machines if machine not in beyond)
+
+
+def usd_spent(store: Store, run: str) -> float:
+    """The dollars that a run has cost so far."""
+    found = find_run(store, run)
+    return found.account.total.usd if found else 0.0
+
+
+# The prices
+
+
+def with_prices(job: ManagedJob, request: LaunchRequest, report: Report) -> ManagedJob:
+    """The job with SKYTRAIN_PRICES, and with its machines in the order in which SkyPilot is to try them.
+
+    UserError for a budget if a price is unknown.
+    """
+    tasks = []
+    for task in (in_trial_order(task, lowest_price) for task in job.tasks):
+        rows: list[PriceRow] = []
+        faults = []
+        for machine in task.machines:
+            try:
+                rows += price_rows(machine)
+            except UserError as error:
+                faults.append(f"{task.name} on {machine.infra}: {error}")
+        if faults and request.budget is not None:
+            raise UserError(f"--budget: can't be promised where a price is unknown: {faults[0]}")
+        for fault in faults:
+            report(Finding("price", fault, "note", "every sum lists its hours separately"))
+        tasks.append(replace(task, envs={**task.envs, "SKYTRAIN_PRICES": prices_json(rows)}))
+    return replace(job, tasks=tuple(tasks))
+
+
+def lowest_price(machine: MachineRequest) -> float:
+    """Dollars an hour of the cheapest offer; infinite if no price is known."""
+    with suppress(UserError):
+        return min(row.usd_per_hour for row in price_rows(machine))
+    return math.inf
+
+
+def price_rows(machine: MachineRequest) -> list[PriceRow]:
+    """The rows of SKYTRAIN_PRICES for one of a task's machines. UserError if its price is unknown."""
+    if machine.is_own:
+        usd = cluster_usd_per_hour(machine)
+        region = machine.infra.partition("/")[2] or None
+        return [PriceRow(usd, machine.cloud, region, on_demand_usd_per_hour=usd, accelerators=machine.accelerators)]
+    return [PriceRow.of(offer) for offer in offers_for(machine)]
+
+
+def offers_for(machine: MachineRequest) -> list[Offer]:
+    """A cloud's offers for one of a task's machines. UserError if there is no price list, or no offer in it."""
+    _, region, zone = [*machine.infra.split("/"), "", ""][:3]
+    found: Iterable[Offer] = offers(machine.cloud, machine.node, region or None)
+    fitting = [o for o in found if o.spot == machine.use_spot and zone in ("", o.zone or zone)]
+    if not fitting:
+        raise UserError(f"its price list has no {machine.node}" + (" on spot" if machine.use_spot else ""))
+    return fitting
+
+
+def offers_or_none(machine: MachineRequest) -> list[Offer]:
+    """The cheapest offer of each instance type; none where no price is known, which `with_prices` reports."""
+    with suppress(UserError):
+        return cheapest_offers(offers_for(machine))
+    return []

@@ -1,0 +1,237 @@
+"""All questions and orders to SkyPilot's API server, and its answers in types of ours.
+
+Importing SkyPilot takes about 4 s, so every function imports it itself.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipelines.cloud.tasks import MachineRequest, ManagedJob
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from sky import Dag
+    from sky.schemas.api.responses import ManagedJobRecord
+
+JOB_FIELDS = (
+    *("job_id", "task_id", "job_name", "task_name", "status", "recovery_count", "submitted_at", "end_at"),
+    *("current_cluster_name", "failure_reason", "details"),
+)
+
+
+# The server
+
+
+def api_server_is_up() -> bool:
+    """Whether SkyPilot's API server answers, on this machine or elsewhere."""
+    from sky.client import sdk
+
+    try:
+        sdk.api_info()
+    except Exception:  # of any kind: there is no answer
+        return False
+    return True
+
+
+def reach_api_server(note: Callable[[str], None]) -> None:
+    """Start SkyPilot's API server if it is to run on this machine and is not up; `note` reports the start.
+
+    UserError without SkyPilot.
+    """
+    try:
+        from sky import sky_logging
+        from sky.client import sdk
+        from sky.server import common
+    except ImportError as error:
+        raise UserError("SkyPilot is not installed: pip install '.[cloud]'") from error
+    if common.is_api_server_local() and not api_server_is_up():
+        note("starting SkyPilot's API server on this machine; `sky api stop` ends it")
+        with sky_logging.silent():
+            sdk.api_start()
+
+
+def enabled_clouds() -> list[str]:
+    """The clouds that SkyPilot may use, in its server's spelling, lower case. Starts a local server if none is up."""
+    from sky.client import sdk
+
+    return sorted(cloud.lower() for cloud in sdk.get(sdk.enabled_clouds()))
+
+
+def known_clouds() -> set[str]:
+    """Every name of a cloud that SkyPilot takes; empty without SkyPilot."""
+    try:
+        import sky  # noqa: F401 - enters its clouds into the registry
+        from sky.utils import registry
+    except ImportError:
+        return set()
+    return {*registry.CLOUD_REGISTRY, "k8s"}
+
+
+# Launching
+
+
+def dag_of(job: ManagedJob, secrets: Mapping[str, str]) -> "Dag":
+    """The job as SkyPilot's chain of tasks, checked against its schema. UserError with SkyPilot's objection."""
+    try:
+        from sky.utils import dag_utils
+    except ImportError as error:
+        raise UserError("launch: SkyPilot is not installed: pip install '.[cloud]'") from error
+    try:
+        return dag_utils.load_chain_dag_from_yaml_str(job.to_yaml(), secrets_overrides=list(secrets.items()))
+    except ValueError as error:
+        raise UserError(f"launch: SkyPilot refuses the job: {' '.join(str(error).split())}") from error
+
+
+def ask_optimizer(dag: "Dag", quiet: bool) -> None:
+    """Let SkyPilot choose machines; unless `quiet` it prints its choice. UserError if no machine fits."""
+    from sky import exceptions
+    from sky.client import sdk
+
+    try:
+        request = sdk.optimize(dag)
+        sdk.get(request) if quiet else sdk.stream_and_get(request)
+    except (exceptions.ResourcesUnavailableError, exceptions.NoCloudAccessError) as error:
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("To fix:")[0]  # its hints are about its own CLI
+        reason = " ".join(plain.split()).rstrip(".")
+        raise UserError(
+            f"launch: no machine fits: {reason}; try another --infra or --gpus, or without --spot"
+        ) from error
+
+
+def submit_job(dag: "Dag", name: str) -> list[int]:
+    """Hand a job to SkyPilot; its ids. SkyPilot prints its progress."""
+    from sky import jobs
+    from sky.client import sdk
+
+    ids, _ = sdk.stream_and_get(jobs.launch(dag, name=name))
+    return [ids] if isinstance(ids, int) else list(ids or [])
+
+
+def cluster_usd_per_hour(machine: MachineRequest) -> float:
+    """The price of a machine of one's own cluster: `pricing` in ~/.sky/config.yaml. UserError without one."""
+    from sky.catalog import common
+
+    region = machine.infra.partition("/")[2]
+    section, clusters = {"slurm": ("slurm", "cluster_configs")}.get(machine.cloud, ("kubernetes", "context_configs"))
+    pricing = common.resolve_pricing_config((section, "pricing"), (section, clusters, region, "pricing"))
+    if not pricing:
+        raise UserError(f"~/.sky/config.yaml has no {section}.pricing")
+    gpu, _, count = (machine.accelerators or "").partition(":")
+    cpus, memory = (float((text or "0").rstrip("+")) for text in (machine.cpus, machine.memory))
+    return float(common.get_hourly_cost_from_pricing(pricing, cpus, memory, gpu or None, int(count or 0)))
+
+
+# Managed jobs
+
+
+@dataclass(frozen=True)
+class TaskStatus:
+    """SkyPilot's report of one task of a managed job: a stage of a launched run."""
+
+    job: int
+    stage: str
+    status: str  # PENDING, STARTING, RUNNING, RECOVERING, SUCCEEDED, FAILED, CANCELLED, …
+    recoveries: int
+    cluster: str | None
+    why: str | None  # it failed, or waits
+    over: bool
+    run: str = ""
+    task: int = 0  # its place in the job
+    submitted: float = 0.0  # unix seconds
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("job", "stage", "status", "recoveries", "cluster", "why", "over")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, record: "ManagedJobRecord") -> "TaskStatus":
+        assert record.job_id is not None and record.status is not None, record
+        return cls(
+            job=record.job_id,
+            stage=record.task_name or "",
+            status=record.status.value,
+            recoveries=record.recovery_count or 0,
+            cluster=record.current_cluster_name,
+            why=record.failure_reason or record.details,
+            over=record.status.is_terminal(),
+            run=record.job_name or "",
+            task=record.task_id or 0,
+            submitted=record.submitted_at or 0.0,
+        )
+
+
+def managed_tasks(run: str | None = None, skip_finished: bool = False) -> list[TaskStatus]:
+    """The tasks of all managed jobs, or of one run's. With `skip_finished` only of jobs that are not over."""
+    from sky import exceptions, jobs
+    from sky.client import sdk
+
+    try:
+        found, *_ = sdk.get(
+            jobs.queue_v2(refresh=False, skip_finished=skip_finished, name_match=run, fields=JOB_FIELDS)
+        )
+    except exceptions.ClusterNotUpError:
+        return []  # there never was a managed job
+    return [TaskStatus.of(record) for record in found if run in (None, record.job_name)]
+
+
+def cancel_jobs(ids: Iterable[int]) -> None:
+    from sky import jobs
+    from sky.client import sdk
+
+    sdk.get(jobs.cancel(job_ids=list(ids)))
+
+
+def tail_logs(job: int, follow: bool) -> int:
+    """Print a job's log; its exit code."""
+    from sky import jobs
+
+    return int(jobs.tail_logs(job_id=job, follow=follow) or 0)
+
+
+# Clusters
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster with our label. SkyPilot keeps it on record also when it is gone."""
+
+    name: str
+    run: str | None  # its label
+    nodes: int
+    intervals: list[tuple[float, float | None]]  # unix seconds, from its provisioning to its removal
+
+    @property
+    def up(self) -> bool:
+        """Whether it costs money, as far as SkyPilot knows."""
+        return bool(self.intervals) and self.intervals[-1][1] is None
+
+
+def clusters() -> list[Cluster]:
+    """Every cluster with our label, of managed jobs and other ones, of the last 30 days."""
+    from sky.client import sdk
+
+    return [
+        Cluster(one["name"], labels.get("run"), one["num_nodes"], [(a, b) for a, b in one["usage_intervals"] or ()])
+        for one in sdk.get(sdk.cost_report())
+        if (labels := one["resources"].labels or {}).get("project") == "skytrain"
+    ]
+
+
+def controllers() -> list[str]:
+    """SkyPilot's clusters that run managed jobs, where its API server does not run them itself (consolidation mode).
+
+    Such a controller keeps the clusters of its jobs on record itself: `clusters` does not see those.
+    """
+    from sky.client import sdk
+    from sky.utils import common
+
+    found = (one for one in sdk.get(sdk.cost_report()) if one["name"].startswith(common.JOB_CONTROLLER_PREFIX))
+    return [one["name"] for one in found if any(ended is None for _, ended in one["usage_intervals"] or ())]
+
+
+def take_down(cluster: str) -> None:
+    from sky.client import sdk
+
+    sdk.get(sdk.down(cluster))

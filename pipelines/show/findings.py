@@ -1,0 +1,29 @@
+"""The output of checks, and notes of verbs that have no screen."""
+
+import sys
+
+from pipelines.cloud.checks import Finding
+
+MARKS = {"ok": "   ok", "note": "    .", "broken": "WRONG"}
+
+
+def finding_text(finding: Finding) -> str:
+    remedy = f"\n       -> {finding.remedy}" if finding.remedy else ""
+    return f"{MARKS[finding.state]}  {finding.what}: {finding.seen}{remedy}"
+
+
+def image_finding_text(finding: Finding) -> str:
+    """A finding of `image check`: each is a promise of the image, kept or broken."""
+    return f"    ok  {finding.what}" if finding.state == "ok" else f"FAILED  {finding.what}: {finding.seen}"
+
+
+def print_finding(finding: Finding) -> None:
+    print(finding_text(finding), flush=True)
+
+
+def print_note(text: str) -> None:
+    print(text, flush=True)
+
+
+def print_note_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

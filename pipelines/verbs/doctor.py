@@ -1,0 +1,22 @@
+"""`skytrain doctor`: checks of this machine."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from pipelines.verbs.options import Json, StoreUri, home, store_uri
+
+
+def doctor(store: StoreUri = None, as_json: Json = False) -> None:
+    """Check what is installed, the store and the servers: exit 0 if runs can work, 2 if something is broken."""
+    os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
+    from pipelines.cloud.doctor import examine
+    from pipelines.show.findings import finding_text
+
+    findings = list(examine(home(), store_uri(store), dict(os.environ)))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        print(*map(finding_text, findings), sep="\n")
+    sys.exit(2 if any(finding.state == "broken" for finding in findings) else 0)

@@ -1,0 +1,148 @@
+"""`skytrain launch`: rent machines for a recipe. `submit_after_checks` is also the end of `skytrain resume`."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines.verbs.options import Changes, RecipeName, StoreUri, home, one_of, store_uri
+
+if TYPE_CHECKING:
+    from pipelines.cloud.launch import Launch
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def launch(
+    recipe: RecipeName,
+    stage: Annotated[str, typer.Option(help="The last stage to run: tokenize, train, evaluate or export.")] = "export",
+    store: StoreUri = None,
+    set_: Changes = None,
+    infra: Annotated[
+        str | None,
+        typer.Option(metavar="CLOUD[/REGION],…", help="aws, gcp/us-central1, lambda, slurm/NAME, kubernetes, …"),
+    ] = None,
+    spot: Annotated[
+        bool | None,
+        typer.Option("--spot/--on-demand", help="Only machines of this market; by default the cheapest of both."),
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(metavar="NAME:COUNT", help="GPUs of a training node [H100:8]")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes to train on.")] = 1,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="USD", help="The run stops on a commit before it has cost more."),
+    ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Be done in 36h, 2d or 90m: on spot while there is slack, then on demand."),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(metavar="IMAGE|none", help="REGISTRY/NAME@sha256:… [the last pushed], or none: this work tree"),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME=VALUE", help="A variable of the job; can be repeated."),
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option("--secret", metavar="NAME", help="One more secret to take from this shell; can be repeated."),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the job without its secrets, and the reasons to refuse it; submit none."),
+    ] = False,
+    yes: Yes = False,
+) -> None:
+    """Rent machines for the missing stages of a recipe, after checks and a plan of time and cost."""
+    # One answer shows whether a bucket exists. A run retries for two minutes; a launch does not.
+    os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
+    from pipelines.artifacts.store import open_store
+    from pipelines.cloud.launch import planned_launch
+    from pipelines.cloud.plan import parse_hours
+    from pipelines.cloud.request import LaunchRequest
+    from pipelines.cloud.shell import secrets_from_shell, variables_from_shell
+    from pipelines.stage import STAGES, planned, run_name
+    from trainer.errors import StoreUnavailable, UserError
+
+    one_of(stage, STAGES, "--stage")
+    opened = open_store(store_uri(store))
+    done_by = time.time() + 3600 * parse_hours(deadline) if deadline else None
+    variables, secrets = variables_from_shell(env or []), secrets_from_shell(secret or [])
+    try:
+        loaded, plans = planned(recipe, set_ or [], opened)
+        request = LaunchRequest(
+            run=run_name(plans),
+            store=opened.uri,
+            until=stage,
+            infra=infra,
+            spot=spot,
+            nodes=nodes,
+            gpus=gpus,
+            image=image or pushed_image(),
+            budget=budget,
+            deadline=done_by,
+            variables=variables,
+        )
+        prepared = planned_launch(request, loaded, plans, opened, secrets)
+        if prepared is None:
+            print(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
+        elif dry_run:
+            print_dry_run(prepared)
+        else:
+            submit_after_checks(prepared, lambda question: yes or typer.confirm(question))
+    except StoreUnavailable as error:  # a run waits until the store is back; a launch ends
+        raise UserError(f"launch: {error}") from error
+
+
+def print_dry_run(prepared: "Launch") -> None:
+    """The job on stdout and the findings on stderr. If a check fails: the job as requested, and its UserError."""
+    from pipelines.cloud.launch import checked_job
+    from pipelines.show.cloud_plan import print_launch_report
+    from pipelines.show.findings import print_note_on_stderr
+
+    job = prepared.job
+    try:
+        with redirect_stdout(sys.stderr):  # of SkyPilot, too
+            job, _ = checked_job(prepared, print_launch_report, print_note_on_stderr, may_start_server=False)
+    finally:
+        print(job.to_yaml(prepared.secrets), end="", flush=True)
+
+
+def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> None:
+    """Print the findings and the plan, ask, submit, and print the next commands."""
+    from pipelines.cloud.launch import checked_job, submit
+    from pipelines.show.cloud_plan import print_launch_report
+    from pipelines.show.findings import print_note_on_stderr
+
+    _, dag = checked_job(prepared, print_launch_report, print_note_on_stderr)
+    if agree(prepared.question):
+        launched = submit(prepared, dag)
+        print_next(launched.request.run, launched.jobs)
+
+
+def pushed_image() -> str:
+    """The image that `skytrain image push` pushed last."""
+    from pipelines.cloud.image import remembered
+    from trainer.errors import UserError
+
+    last = remembered(home()).get("skypilot")
+    if not (last and last.pushed):
+        raise UserError(
+            "--image: no image was pushed from here (skytrain image build --target skypilot; skytrain image push …); "
+            "name one, or add --image none to run this work tree without a container"
+        )
+    return last.pushed
+
+
+def print_next(run: str, jobs: list[int]) -> None:
+    """The commands for a run that was just launched."""
+    print(f"{run} is launched as managed job {', '.join(map(str, jobs))}")
+    print(f"  skytrain status {run}     progress and cost")
+    print(f"  skytrain logs {run} --follow")
+    print(f"  skytrain stop {run}       commit and exit; skytrain resume {run} continues")
+    print(f"  skytrain down {run}       remove its machines")

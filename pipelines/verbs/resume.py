@@ -1,0 +1,51 @@
+"""`skytrain resume`: launch a run again as it was launched before."""
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from pipelines.verbs.launch import Yes, submit_after_checks
+from pipelines.verbs.options import StoreUri
+from pipelines.verbs.runs import RunName, named_run
+
+
+def resume(
+    run: RunName,
+    store: StoreUri = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="USD", help="Another limit than before, for the whole run."),
+    ] = None,
+    yes: Yes = False,
+) -> None:
+    """Launch a run that was stopped, or ended, as it was launched before; it continues from its last commit."""
+    from pipelines.cloud.launch import planned_launch
+    from pipelines.cloud.request import last_launch
+    from pipelines.cloud.shell import secrets_from_shell
+    from pipelines.stage import planned
+    from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
+    from trainer.errors import UserError
+
+    record, opened = named_run(run, store)
+    before = last_launch(opened, record.run)
+    if before is None:
+        raise UserError(f"resume: {record.run} was never launched; skytrain run run:{record.run} continues it here")
+    request = replace(before.request, budget=budget) if budget is not None else before.request
+    secrets = secrets_from_shell(name for name in before.secrets if name != "AWS_SESSION_TOKEN")
+    loaded, plans = planned(f"run:{record.run}", [], opened)
+    stopped = read_stop_request(opened, record.run)
+
+    def agree(question: str) -> bool:
+        if not (yes or typer.confirm(question)):
+            return False
+        clear_stop_request(opened, record.run)  # before the job starts, which would end at once
+        return True
+
+    if stopped:
+        print(f"{record.run} was stopped by {stopped}")
+    prepared = planned_launch(request, loaded, plans, opened, secrets)
+    if prepared is None:
+        print(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
+    else:
+        submit_after_checks(prepared, agree)

@@ -1,0 +1,23 @@
+"""The argument RUN of the verbs for one run."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines.verbs.options import store_uri
+
+if TYPE_CHECKING:
+    from pipelines.tracking.runs import RunRecord
+    from trainer.store import Store
+
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run, or the beginning of its name.")]
+
+
+def named_run(run: str, store: str | None) -> "tuple[RunRecord, Store]":
+    """The run, and its store. UserError if there is no such run, or more than one."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.tracking.runs import read_records
+
+    opened = open_store(store_uri(store))
+    (record,) = read_records(opened, [run])
+    return record, opened

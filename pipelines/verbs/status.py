@@ -1,0 +1,41 @@
+"""`skytrain status`: the state of runs, and SkyPilot's report of their jobs."""
+
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from pipelines.verbs.options import Json, StoreUri, store_uri
+
+
+def status(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Runs, or the beginnings of their names; all by default."),
+    ] = None,
+    store: StoreUri = None,
+    as_json: Json = False,
+) -> None:
+    """The state of runs: step, speed, loss, attempts, recoveries, dollars so far and to come, SkyPilot's job."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.cloud import control
+    from pipelines.cloud.request import last_launch
+    from pipelines.cloud.skypilot import TaskStatus
+    from pipelines.show.findings import print_note_on_stderr
+    from pipelines.show.status import print_status
+    from pipelines.tracking.runs import read_runs
+
+    opened = open_store(store_uri(store))
+    found, silent = [], None
+    for run in read_runs(opened, runs or []):
+        tasks: list[TaskStatus] = []
+        if (launched := last_launch(opened, run.name)) and silent is None:
+            tasks, silent = control.report_of_skypilot(opened, run.record, launched, print_note_on_stderr)
+        found.append(control.status_of(run, tasks, time.time()))
+    if as_json:
+        print(json.dumps([one.to_json() for one in found]))
+    elif not found:
+        print(f"no runs in {opened.uri} yet; `skytrain run smoke` makes one")
+    else:
+        print_status(found, [f"SkyPilot does not answer: {silent}"] if silent else [])

@@ -1,0 +1,31 @@
+"""`skytrain stop`: ask a run to commit and exit."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from pipelines.verbs.options import StoreUri
+from pipelines.verbs.runs import RunName, named_run
+
+
+def stop(
+    run: RunName,
+    store: StoreUri = None,
+    reason: Annotated[str, typer.Option(help="Recorded with the request.")] = "skytrain stop",
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until it has stopped.")
+    ] = 300.0,
+) -> None:
+    """Ask a run to commit and exit, on whatever machine it is: exit 0 once it has, 1 if it has not yet."""
+    from pipelines.cloud import control
+    from pipelines.cloud.request import last_launch
+    from pipelines.show.findings import print_note
+    from pipelines.show.status import print_stopped
+    from pipelines.tracking.runs import Run
+
+    record, opened = named_run(run, store)
+    before = control.running_attempt(Run(opened, record))
+    after = control.stop(opened, record, reason, wait, print_note)
+    print_stopped(record.run, before, after, launched=last_launch(opened, record.run) is not None)
+    sys.exit(bool(after and after.state == "running"))

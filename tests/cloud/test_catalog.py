@@ -1,0 +1,76 @@
+"""The offers of SkyPilot's catalog."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sky_catalog import sky_environment, write_catalog
+
+from pipelines.cloud.catalog import parse_node
+from trainer.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "node", ["H100", "H100:", "H100:x", "H100:0", ":8", "H 100:8", "cpus", "cpus:4,32", "cpus:4,memory:"]
+)
+def test_a_node_is_a_gpu_and_how_many(node: str) -> None:
+    with pytest.raises(UserError, match="not a node; write"):
+        parse_node(node)
+
+
+ASK = """
+import json, sys
+from dataclasses import asdict
+from pipelines.cloud.catalog import offers
+from trainer.errors import UserError
+found = {}
+for cloud, node in json.loads(sys.argv[1]):
+    try:
+        found[f"{cloud} {node}"] = [asdict(offer) for offer in offers(cloud, node)]
+    except UserError as error:
+        found[f"{cloud} {node}"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path: Path) -> None:
+    pytest.importorskip("sky", reason="needs skypilot (pip)")
+    write_catalog(tmp_path)
+    nodes = [("aws", "h100:8"), ("gcp", "H100:8"), ("lambda", "H100:8"), ("aws", "cpus:16"), ("gcp", "H200:8")]
+    nodes += [("aws", "cpus:16,memory:32")]
+    nodes += [("azure", "H100:8"), ("nocloud", "H100:8")]
+    # A proxy that refuses: whatever SkyPilot would download can't be had, also on a machine with a network.
+    environment = os.environ | sky_environment(tmp_path) | {"HTTPS_PROXY": "http://127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(nodes)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # and nothing of SkyPilot's besides
+
+    def told(name: str) -> list[tuple[Any, ...]]:
+        return [(o["region"], o["zone"], o["spot"], o["usd_per_hour"]) for o in found[name]]
+
+    assert told("aws h100:8") == [
+        ("us-east-1", "us-east-1b", True, 20.0),
+        ("us-west-2", "us-west-2a", True, 22.0),
+        ("us-east-1", "us-east-1a", True, 24.0),
+        ("us-east-1", None, False, 56.0),
+        ("us-west-2", None, False, 60.0),
+    ]
+    assert {o["accelerators"] for o in found["aws h100:8"]} == {"H100:8"}
+    assert {o["on_demand_usd_per_hour"] for o in found["aws h100:8"] if o["region"] == "us-west-2"} == {60.0}
+    # GCP sells machine and GPUs apart.
+    assert told("gcp H100:8") == [("us-central1", "us-central1-a", True, 26.0), ("us-central1", None, False, 72.0)]
+    assert told("lambda H100:8") == [("us-east-1", None, False, 31.92)]
+    assert told("aws cpus:16")[0] == ("us-east-1", "us-east-1a", True, 0.3)
+    assert {(o["instance"], o["vcpus"], o["accelerators"]) for o in found["aws cpus:16"]} == {
+        ("m6i.4xlarge", 16.0, None)
+    }
+    assert found["aws cpus:16,memory:32"][0]["instance"] == "c6i.4xlarge"
+    assert found["gcp H200:8"] == []
+    assert found["azure H100:8"].startswith("azure: there is no price list of it here and none can be fetched")
+    assert found["nocloud H100:8"].startswith("nocloud: SkyPilot knows no such cloud")

@@ -1,0 +1,95 @@
+"""Checks of a job before a machine is rented."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cloud_support import KEYS
+
+from pipelines.artifacts.store import S3Store
+from pipelines.cloud.checks import Finding
+from pipelines.cloud.preflight import credentials, preflight, skypilot_installed
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.tasks import managed_job
+from pipelines.recipe import load_recipe
+from pipelines.stage import STAGES
+from trainer.store import LocalStore, Store
+
+pytestmark = pytest.mark.usefixtures("clean_shell")
+
+
+def looked(
+    store: Store,
+    secrets: dict[str, str],
+    source: str = "hf://datasets/a/b",
+    changes: tuple[str, ...] = (),
+    **options: Any,
+) -> dict[str, Finding]:
+    """The findings that are not simply fine, by what they are about."""
+    asked = LaunchRequest("tiny-12345678", store.uri, **options)
+    recipe = load_recipe("smoke", [f"tokens.source={source}", f"tokens.revision={'a' * 40}", *changes])
+    findings = preflight(managed_job(asked, STAGES), asked, recipe, store, secrets)
+    return {finding.what: finding for finding in findings if finding.state != "ok"}
+
+
+def test_a_folder_is_no_store_for_machines_elsewhere(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    assert looked(store, KEYS, infra="aws")["store"].remedy == "--store s3://BUCKET/PREFIX"
+    assert "store" not in looked(store, KEYS, infra="slurm/here")
+
+
+def test_text_that_lies_here_is_tokenized_here(tmp_path: Path) -> None:
+    found = looked(LocalStore(tmp_path), KEYS, "mine/*.txt", infra="aws")["text for tokenize"]
+    assert found.state == "broken" and "skytrain run RECIPE --stage tokenize" in found.remedy
+
+
+def test_gpus_that_cannot_train_the_recipe_are_not_waited_for(tmp_path: Path) -> None:
+    def found(gpus: str, *changes: str, nodes: int = 1) -> Finding | None:
+        where: dict[str, Any] = {"infra": "slurm/here", "gpus": gpus, "nodes": nodes}
+        return looked(LocalStore(tmp_path), KEYS, changes=changes, **where).get("GPUs")
+
+    assert found("H100:1") is None
+    for own_count in ("runtime.processes=1", "runtime.device=cpu"):
+        assert found("H100:8", own_count) is None
+    shared = found("H100:8", nodes=2)
+    assert shared and shared.state == "broken" and "2 x H100:8: train.batch_tokens: " in shared.seen
+    assert found("H100:1", "train.precision=fp8") is None
+    old = found("V100:1", "train.precision=fp8")
+    assert old and "1 x V100:1: no hardware for train.precision fp8" in old.seen
+
+
+def test_an_address_of_this_machine_means_another_one_there(tmp_path: Path) -> None:
+    variables = {"AWS_ENDPOINT_URL": "http://localhost:9000", "MLFLOW_TRACKING_URI": "https://mlflow.example.invalid"}
+    store = LocalStore(tmp_path)
+    assert "AWS_ENDPOINT_URL" in looked(store, KEYS, infra="aws", variables=variables)["network"].seen
+    assert "network" not in looked(store, KEYS, infra="slurm/here", variables=variables)
+    for local in ("sqlite:///mlflow.db", "file:///somewhere"):
+        found = looked(store, KEYS, infra="slurm/here", variables={"MLFLOW_TRACKING_URI": local})
+        assert found["network"].state == "broken"
+    for private in ("http://10.0.0.8:5000", "http://mlflow:5000"):
+        finding = looked(store, KEYS, infra="aws", variables={"MLFLOW_TRACKING_URI": private})["network"]
+        assert finding.state == "note" and private in finding.seen and "in its network" in finding.remedy
+    assert "network" not in looked(store, KEYS, infra="aws", variables={"AWS_ENDPOINT_URL": "https://8.8.8.8"})
+
+
+@pytest.mark.parametrize(
+    ("secrets", "clouds", "state"),
+    [
+        (KEYS, ["lambda"], "ok"),
+        ({}, ["aws"], "note"),  # the nodes' role
+        ({}, ["aws", "lambda"], "broken"),
+        ({"AWS_ACCESS_KEY_ID": "an id"}, ["aws"], "broken"),
+        (KEYS | {"AWS_SESSION_TOKEN": "for an hour"}, ["aws"], "note"),
+    ],
+)
+def test_a_job_that_could_not_open_the_bucket_is_not_launched(
+    secrets: dict[str, str], clouds: list[str], state: str
+) -> None:
+    assert credentials(S3Store("bucket", client=object()), clouds, secrets).state == state
+
+
+def test_a_path_that_skypilot_does_not_quote_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/a place/bin/python")
+    finding = skypilot_installed()
+    assert finding.state == "note" and "/a place/bin/python" in finding.seen

@@ -1,0 +1,165 @@
+"""The tasks that a launch makes of the files in sky/."""
+
+import os
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cloud_support import KEYS
+
+from pipelines.cloud.deadline import DEADLINE
+from pipelines.cloud.request import WORK_TREE, LaunchRequest
+from pipelines.cloud.tasks import MachineRequest, Task, in_trial_order, managed_job
+from pipelines.stage import STAGES
+from trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SKY = ROOT / "sky"
+IMAGE = "registry.example.org/skytrain@sha256:" + "0" * 64
+
+
+# What the files are
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_task_runs_its_stage_until_it_is_stopped_and_promises_the_budget(stage: str) -> None:
+    run = yaml.safe_load((SKY / f"{stage}.yaml").read_text())["run"]
+    assert f'run "$SKYTRAIN_RECIPE" --stage {stage} ' in run and "--unless-stopped" in run
+    assert "${SKYTRAIN_BUDGET:+--budget " in run
+
+
+def test_the_meter_starts_once_and_not_before_a_machine_was_ours(tmp_path: Path) -> None:
+    setup = yaml.safe_load((SKY / "train.yaml").read_text())["setup"]
+
+    def meter(**environment: str) -> int:
+        command = ["bash", "-euc", setup]
+        subprocess.run(command, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]} | environment, cwd=tmp_path)
+        return int((tmp_path / ".skytrain-meter").read_text())
+
+    handed_over = int(time.time()) - 100
+    (tmp_path / ".hushlogin").touch()
+    os.utime(tmp_path / ".hushlogin", (handed_over, handed_over))
+    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == handed_over  # Slurm
+    assert meter(SKY_RUNTIME_DIR="") == handed_over  # a second job on the same machine
+    recovered = int(time.time()) + 5
+    os.utime(tmp_path / ".hushlogin", (recovered, recovered))
+    assert meter(SKY_RUNTIME_DIR=str(tmp_path)) == recovered  # another cluster in the same home
+    (tmp_path / ".skytrain-meter").unlink()
+    uptime, now = float(Path("/proc/uptime").read_text().split()[0]), time.time()
+    booted = now - uptime if uptime < 1800 else now
+    assert abs(meter(SKY_RUNTIME_DIR="") - booted) <= 2
+
+
+# A launch's tasks
+
+
+def tasks_of(stages: tuple[str, ...] = STAGES, **options: Any) -> dict[str, Task]:
+    request = LaunchRequest("tiny-12345678", "s3://bucket/prefix", **options)
+    return {task.name: task for task in managed_job(request, stages).tasks}
+
+
+def test_lambda_sells_no_spot_and_slurm_has_none() -> None:
+    for infra in ("lambda", "slurm/here"):
+        with pytest.raises(UserError, match=f"{infra} sells no spot machines"):
+            tasks_of(infra=infra, spot=True)
+
+
+def test_only_the_missing_stages_become_tasks() -> None:
+    assert list(tasks_of(("evaluate", "export"))) == ["evaluate", "export"]
+
+
+def test_a_cluster_of_ones_own_has_no_prices_and_one_kind_of_gpu() -> None:
+    tasks = tasks_of(infra="slurm/here", gpus="H100:4", nodes=2)
+    for task in tasks.values():
+        assert not {"max_hourly_cost", "autostop", "disk_size"} & set(task.to_yaml()["resources"])
+        assert [machine.infra for machine in task.machines] == ["slurm/here"]
+    assert [task.machines[0].accelerators for task in tasks.values()] == [None, "H100:4", "H100:1", None]
+    assert [task.num_nodes for task in tasks.values()] == [1, 2, 1, 1]
+
+
+def test_every_part_of_the_tokens_is_given_a_node() -> None:
+    for deadline in (None, 2e9):
+        request = LaunchRequest("tiny-12345678", "s3://bucket/prefix", nodes=2, deadline=deadline)
+        job = managed_job(request, STAGES, parts=3)
+        assert [task.num_nodes for task in job.tasks] == [3, 2, 2 if deadline else 1, 1]
+
+
+def test_without_an_image_the_work_tree_goes_along() -> None:
+    for task in tasks_of(image=WORK_TREE).values():
+        document = task.to_yaml()
+        assert Path(document["workdir"]) == ROOT and "image_id" not in document["resources"]
+    for task in tasks_of(image=IMAGE).values():
+        assert "workdir" not in task.to_yaml() and task.envs["SKYTRAIN_IMAGE"] == IMAGE
+
+
+def test_a_job_is_told_the_runs_name_and_its_store() -> None:
+    envs = tasks_of(budget=12.5, variables={"MLFLOW_TRACKING_URI": "https://mlflow.example.org"})["train"].envs
+    assert envs["SKYTRAIN_RECIPE"] == "run:tiny-12345678"
+    assert envs["SKYTRAIN_STORE"] == "s3://bucket/prefix"
+    assert envs["SKYTRAIN_BUDGET"] == "12.5"
+    assert envs["SKYTRAIN_TRACKING"] == "on" and envs["MLFLOW_TRACKING_URI"] == "https://mlflow.example.org"
+
+
+def test_a_dry_run_shows_every_line_but_no_secret() -> None:
+    text = managed_job(LaunchRequest("tiny-12345678", "s3://bucket/prefix"), STAGES).to_yaml(KEYS)
+    assert [task["name"] for task in list(yaml.safe_load_all(text))[1:]] == list(STAGES)
+    assert text.count("AWS_SECRET_ACCESS_KEY: (from your environment, not shown)") == len(STAGES)
+    assert not any(value in text for value in KEYS.values())
+    assert "  exec skytrain run" in text  # scripts as one reads them
+
+
+# With a deadline
+
+
+def tasks_with(**options: Any) -> dict[str, Task]:
+    request = LaunchRequest("gpt2-124m-12345678", "s3://bucket/prefix", image="a/b@sha256:c", **options)
+    return {task.name: task for task in managed_job(request, STAGES).tasks}
+
+
+def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behind() -> None:
+    plain, timed = tasks_with(nodes=2), tasks_with(nodes=2, deadline=1.8e9)
+    train, evaluate = timed["train"], timed["evaluate"]
+    spot = [machine for machine in train.machines if machine.use_spot]
+    on_demand = [m for m in train.machines if not m.use_spot and m not in train.standbys]
+    assert spot and {machine.infra for machine in spot} <= {machine.infra for machine in on_demand}
+    assert {machine.infra for machine in train.standbys} == {machine.infra for machine in spot}
+    assert sorted(map(str, evaluate.machines)) == sorted(map(str, on_demand))
+    assert evaluate.resources["max_hourly_cost"] == train.resources["max_hourly_cost"]
+    assert evaluate.num_nodes == 2 and train.envs[DEADLINE] == "1800000000"
+    assert DEADLINE not in evaluate.envs
+    with pytest.raises(UserError, match="--deadline: can't be kept with --spot"):
+        tasks_with(deadline=1.8e9, spot=True)
+    with pytest.raises(UserError, match="--deadline: can't be kept with --stage train"):
+        tasks_with(deadline=1.8e9, until="train")
+    with pytest.raises(UserError, match="--deadline: slurm/here,k8s has no spot machines and no price list"):
+        tasks_with(deadline=1.8e9, infra="slurm/here,k8s")
+    assert tasks_with(deadline=1.8e9, infra="slurm/here,aws")["train"].envs[DEADLINE]
+    assert all(machine.use_spot for machine in tasks_with(spot=True)["train"].machines)
+    assert DEADLINE not in plain["train"].envs and plain["evaluate"].num_nodes == 1
+
+
+def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def price(machine: MachineRequest) -> float:
+        return {"gcp": 1.0, "aws": 2.0, "lambda": 3.0}[machine.infra] / (2 if machine.use_spot else 1)
+
+    def order(task: Task) -> list[str]:
+        resources = in_trial_order(task, price).to_yaml()["resources"]
+        assert "any_of" not in resources
+        return [
+            f"{m['infra']} {m.get('accelerators', 'standby')}" + " spot" * m["use_spot"] for m in resources["ordered"]
+        ]
+
+    spot, standbys = ["gcp H100:8 spot", "aws H100:8 spot"], ["gcp standby", "aws standby"]
+    train = tasks_with(deadline=1.8e9)["train"]
+    assert order(train) == spot + standbys
+    mixed = tasks_with(deadline=1.8e9, infra="slurm/here,aws")["train"]
+    assert order(mixed) == ["slurm/here H100:8", spot[1], standbys[1]]
+    without_spot = tuple(machine for machine in train.machines if not machine.use_spot)
+    late = replace(train, machines=without_spot)  # as where spot would not keep the deadline
+    on_demand = ["gcp H100:8", "aws H100:8", "lambda H100:8"]
+    assert order(late) == order(tasks_with(deadline=1.8e9)["evaluate"]) == on_demand
+    assert order(tasks_with()["train"]) == [*spot, "lambda H100:8"]

@@ -1,0 +1,96 @@
+"""Training speeds: those that were measured, and estimates that agree with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.cloud.throughput import MEASURED, Measurement, check_gpus, engine_of, speed_on
+from pipelines.recipe import load_recipe
+from trainer.config import RuntimeConfig
+from trainer.errors import UserError
+from trainer.metrics import mfu
+
+ROOT = Path(__file__).resolve().parents[2]
+SKY = ROOT / "sky"
+SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
+COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
+
+
+def runtime_of(known: Measurement) -> RuntimeConfig:
+    return RuntimeConfig(micro_batch_size=64, engine=known.engine.partition(" ")[0])  # type: ignore[arg-type]
+
+
+def precision_of(known: Measurement) -> str:
+    return known.engine.partition(" ")[2] or "auto"
+
+
+@pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
+def test_a_run_that_was_measured_is_planned_as_measured(known: Measurement) -> None:
+    recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
+    speed = speed_on(recipe.model, runtime_of(known), known.gpu, precision=precision_of(known))
+    assert (speed.tokens_per_second, speed.kind) == (known.tokens_per_second, "measured")
+    assert f"{known.tokens_per_second:,}" in (ROOT / "docs" / "measurements.md").read_text()
+    gpus = int(known.gpu.partition(":")[2])
+    assert mfu(known.tokens_per_second, recipe.model, gpus, 989e12) == pytest.approx(known.mfu, abs=0.001)
+
+
+@pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
+def test_the_estimate_alone_comes_within_a_hundredth_of_what_was_measured(known: Measurement) -> None:
+    recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
+    there = known.gpu.replace("H200", "H100")  # of the same peak, and not in the table
+    speed = speed_on(recipe.model, runtime_of(known), there, precision=precision_of(known))
+    assert speed.kind == "estimated"
+    assert speed.tokens_per_second == pytest.approx(known.tokens_per_second, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "nodes", "hours"),
+    [(SMALL, "A100-80GB:8", 1, 94 / 60), (LARGE, "H100:8", 1, 24), (LARGE, "H100:8", 2, 12)],
+)
+def test_llmc_as_published_is_faster_than_our_estimate_but_not_by_half(
+    recipe: Any, gpus: str, nodes: int, hours: float
+) -> None:
+    ours = recipe.train_tokens / speed_on(recipe.model, COMPILED, gpus, nodes).tokens_per_second / 3600
+    assert hours < ours < 1.5 * hours
+
+
+def test_a_runs_own_measurement_is_the_answer_there_and_corrects_the_estimate_elsewhere() -> None:
+    plain = {gpus: speed_on(SMALL.model, COMPILED, gpus).tokens_per_second for gpus in ("H100:8", "A100-80GB:8")}
+    own = [
+        Measurement(
+            124.5e6, "H100:8", 1, engine_of(COMPILED, "bf16"), 0.0, 0.8 * plain["H100:8"], "measured by attempt 3"
+        )
+    ]
+    there, elsewhere = (speed_on(SMALL.model, COMPILED, gpus, own=own) for gpus in plain)
+    assert (there.tokens_per_second, there.kind) == (0.8 * plain["H100:8"], "measured")
+    assert elsewhere.tokens_per_second == pytest.approx(0.8 * plain["A100-80GB:8"])
+    assert elsewhere.kind == "estimated" and "times 0.80, as measured by attempt 3" in elsewhere.source
+
+
+def test_what_slows_training_slows_the_plan() -> None:
+    def speed(gpus: str = "H100:8", nodes: int = 1, **runtime: Any) -> float:
+        return speed_on(LARGE.model, COMPILED.model_copy(update=runtime), gpus, nodes).tokens_per_second
+
+    assert speed(deterministic=True) < speed() > speed(recompute=True)
+    assert speed(engine="eager") < speed()
+    assert speed() < speed(nodes=2) < 2 * speed()
+    assert 7 * speed("H100:1") < speed() < 8 * speed("H100:1")
+    smoke = load_recipe("smoke")  # so small that launching its kernels is all the work
+    assert speed_on(smoke.model, smoke.runtime, "H100:1").source.startswith("1 ms a layer")
+    with pytest.raises(UserError, match="T4:8: the speed of this GPU is unknown; known are H100"):
+        speed("T4:8")
+
+
+def test_the_plan_knows_how_fast_a_precision_is_and_where_it_can_be_had() -> None:
+    def speed(gpus: str, precision: str) -> float:
+        return speed_on(LARGE.model, RuntimeConfig(), gpus, precision=precision).tokens_per_second
+
+    head, blocks, bf16, fp16 = (speed("H100:8", precision) for precision in ("fp8_head", "fp8", "auto", "fp16"))
+    assert min(head, blocks) > bf16 > fp16
+    assert speed("A100:8", "bf16") == speed("A100:8", "auto")
+    for precision in ("fp8", "fp8_head"):
+        train = SMALL.train.model_copy(update={"precision": precision})
+        check_gpus(SMALL.model, train, SMALL.runtime, "H100-MEGA-80GB:8", 1)
+        with pytest.raises(UserError, match=f"train.precision {precision}; these GPUs have it: H100, H200"):
+            check_gpus(SMALL.model, train, SMALL.runtime, "A100:8", 1)
