@@ -12,6 +12,7 @@ from pipeline_runs import FOLDER_NAME, PRICE, Project, ranks
 from servers import FOREIGN_AWS_VARIABLES, Daemon, MotoServer, Radosgw, S3Account, free_ports, http_answers
 
 from pipelines.artifacts.store import S3Store
+from trainer.store import LocalStore
 
 # Without a GPU, Triton's kernels run in its interpreter. The variable has to be set before the first import of triton;
 # child processes inherit it. The check of the device file spares most tests the import of torch.
@@ -57,6 +58,11 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("needs ../shared/data beside the repository")
     return SHARED_DATA
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
 
 
 @pytest.fixture(autouse=True)

@@ -419,7 +419,7 @@ def hours_of(text: str, option: str = "--deadline") -> float:
 
 
 def print_cloud_plan(plan: CloudPlan) -> None:
-    from pipelines.show.tables import console
+    from pipelines.show.console import console
 
     out = console()
     table = Table(box=None, pad_edge=False)
@@ -452,7 +452,7 @@ def print_cloud_plan(plan: CloudPlan) -> None:
 
 def print_legs(legs: dict[str, Leg]) -> None:
     """The plan where nothing is left to train."""
-    from pipelines.show.tables import console
+    from pipelines.show.console import console
 
     out, (hours, usd) = console(), sum_of(legs)
     table = table_of(legs)

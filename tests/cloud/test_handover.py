@@ -206,7 +206,7 @@ def test_the_waiting_room_leaves_to_look_or_hands_over_and_is_on_the_bill(tmp_pa
     told = project.report()
     assert told["state"] == "done" and 0 < told["goodput"] <= 1
     bill = project.run("report", told["run"]).stdout
-    assert "train 1 to 3" in bill and "waiting for spot" in bill and "waiting for spot left out" in bill
+    assert "train 1 to 3" in bill and "waiting for spot" in bill and "without waits for spot" in bill
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ LAYERS = (
     ("pipelines.drill",),
     ("pipelines.cloud",),
     ("pipelines.stages",),
-    ("pipelines.stage", "pipelines.gc", "pipelines.sample"),
+    ("pipelines.gc", "pipelines.plan", "pipelines.sample", "pipelines.stage"),
     ("pipelines.tracking",),
     ("pipelines.nodes",),
     ("pipelines.bench",),
@@ -46,24 +46,15 @@ PRINTERS = {
 
 # Today's violations. Each goes with the change that removes it: an entry that no longer occurs fails the test.
 KNOWN_ARROWS: set[tuple[str, str]] = {
-    ("pipelines.bench.measure", "pipelines.verbs.options"),
-    ("pipelines.cloud.plan", "pipelines.show.tables"),
+    ("pipelines.cloud.plan", "pipelines.show.console"),
     ("pipelines.nodes.worker", "pipelines.cloud.deadline"),
     ("pipelines.nodes.worker", "pipelines.stages.tokenize"),
     ("pipelines.nodes.worker", "pipelines.stages.train"),
     ("pipelines.recipe", "pipelines.text.tokenizer"),
     ("pipelines.stages.train", "pipelines.cloud.deadline"),
 }
-KNOWN_CIRCLES: set[tuple[str, str]] = {
-    ("pipelines.cloud.control", "pipelines.cloud.launch"),
-    ("pipelines.cloud.deadline", "pipelines.cloud.plan"),
-    ("pipelines.cloud.launch", "pipelines.cloud.deadline"),
-    ("pipelines.cloud.launch", "pipelines.cloud.plan"),
-    ("pipelines.cloud.plan", "pipelines.show.tables"),
-    ("pipelines.show.tables", "pipelines.cloud.control"),
-}
+KNOWN_CIRCLES: set[tuple[str, str]] = set()
 KNOWN_PRINTERS: set[str] = {
-    "pipelines.bench.measure",
     "pipelines.cloud.checks",
     "pipelines.cloud.launch",
 }
