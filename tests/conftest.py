@@ -14,6 +14,7 @@ from pipeline_runs import FOLDER_NAME, PRICE, Project, ranks
 from servers import FOREIGN_AWS_VARIABLES, Daemon, MotoServer, Radosgw, S3Account, free_ports, http_answers
 
 from pipelines.artifacts.store import S3Store
+from trainer.store import LocalStore
 
 if TYPE_CHECKING:
     from pipelines.stage import Work
@@ -62,6 +63,11 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip("needs ../shared/data beside the repository")
     return SHARED_DATA
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What a GPU tells of itself: its clock and power while it works, and the time it spends in each kind of kernel."""
+"""Clock and power of a GPU under load, and its time in each kind of kernel."""
 
 import ctypes
 import math
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 SENSOR_SECONDS = 0.1
 
-# A kernel belongs to the first class whose pattern its name holds. Names: ours (trainer/fused/), cuBLAS's
-# (nvjet, xmma, cutlass), cuDNN's, torch's own and those that torch.compile makes up of the operations in them.
+# The first class with a pattern that matches a kernel's name. Names: ours (trainer/fused/triton_kernels.py), those of
+# cuBLAS (nvjet, xmma, cutlass), cuDNN and torch, and those that torch.compile derives from the operations.
 KERNEL_CLASSES = {
     "communication": r"nccl",
     "attention": r"flash|fmha|sdpa|attention|mha_",
@@ -32,7 +32,7 @@ KERNEL_CLASSES = {
 
 @dataclass(frozen=True)
 class Spread:
-    """Of several values: the middle one, the half around it, the least and the most."""
+    """Median, quartiles and extremes of some values."""
 
     median: float
     low_quartile: float
@@ -42,13 +42,13 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        several = sorted(values)
-        low, middle, high = statistics.quantiles(several, n=4, method="inclusive") if several[1:] else several * 3
-        return cls(middle, low, high, several[0], several[-1])
+        ordered = sorted(values)
+        low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive") if ordered[1:] else ordered * 3
+        return cls(middle, low, high, ordered[0], ordered[-1])
 
 
 def kernel_seconds(work: Callable[[], None], trace: Path | None) -> dict[str, float]:
-    """Seconds in each kernel while some work is done, by name; `trace`: where to write it as a Chrome trace."""
+    """Seconds by kernel name during `work`. `trace`: a file for the Chrome trace."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -67,30 +67,31 @@ def kernel_seconds(work: Callable[[], None], trace: Path | None) -> dict[str, fl
 
 
 def class_of(kernel: str) -> str:
-    """The kind of work that a kernel does, by its name."""
+    """The class of a kernel, by its name."""
     lower = kernel.lower()
     return next((name for name, pattern in KERNEL_CLASSES.items() if re.search(pattern, lower)), "other")
 
 
 def shares(kernels: dict[str, float]) -> dict[str, float]:
-    """The share of each class of kernels of their time together, the largest first."""
-    whole, parts = math.fsum(kernels.values()), dict.fromkeys([*KERNEL_CLASSES, "other"], 0.0)
+    """The share of each class in the time of all kernels, the largest first."""
+    total, by_class = math.fsum(kernels.values()), dict.fromkeys([*KERNEL_CLASSES, "other"], 0.0)
     for name, seconds in kernels.items():
-        parts[class_of(name)] += seconds / whole
-    return dict(sorted(((name, part) for name, part in parts.items() if part), key=lambda item: -item[1]))
+        by_class[class_of(name)] += seconds / total
+    return dict(sorted(((name, share) for name, share in by_class.items() if share), key=lambda item: -item[1]))
 
 
 def others(kernels: dict[str, float], most: int = 5) -> list[str]:
-    known = sorted((name for name in kernels if class_of(name) == "other"), key=lambda name: -kernels[name])
-    return [name[:100] for name in known[:most]]
+    """Names of the kernels outside all classes, the longest time first."""
+    unknown = sorted((name for name in kernels if class_of(name) == "other"), key=lambda name: -kernels[name])
+    return [name[:100] for name in unknown[:most]]
 
 
 class Sensors:
-    """Samples a GPU's clock and power in a thread, by the driver's NVML; without it, or on a CPU, nothing."""
+    """Samples clock and power of a GPU in a thread, by NVML. No samples without NVML or on a CPU."""
 
     def __init__(self, device: "torch.device") -> None:
         self.samples: dict[str, list[float]] = {"sm_mhz": [], "watts": []}
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._read = nvml_reader(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -100,7 +101,7 @@ class Sensors:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._ended.set()
         if self._read:
             self._thread.join()
 
@@ -109,13 +110,13 @@ class Sensors:
 
     def _sample(self) -> None:
         assert self._read
-        while not self._over.wait(SENSOR_SECONDS):
+        while not self._ended.wait(SENSOR_SECONDS):
             for name, value in self._read().items():
                 self.samples[name].append(value)
 
 
 def nvml_reader(device: "torch.device") -> Callable[[], dict[str, float]] | None:
-    """Reads SM clock and power of a GPU; None where the driver's library is not there or does not know it.
+    """A function that reads SM clock and power of a GPU; None without NVML, or if NVML does not know the GPU.
 
     Source: NVML API reference, nvmlDeviceGetClockInfo (1 = SM, MHz) and nvmlDeviceGetPowerUsage (mW).
     """
@@ -131,11 +132,11 @@ def nvml_reader(device: "torch.device") -> Callable[[], dict[str, float]] | None
         return None
 
     def read() -> dict[str, float]:
-        mhz, milliwatts, found = ctypes.c_uint(), ctypes.c_uint(), {}
+        mhz, milliwatts, values = ctypes.c_uint(), ctypes.c_uint(), dict[str, float]()
         if not nvml.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz)):
-            found["sm_mhz"] = float(mhz.value)
+            values["sm_mhz"] = float(mhz.value)
         if not nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts)):
-            found["watts"] = milliwatts.value / 1e3
-        return found
+            values["watts"] = milliwatts.value / 1e3
+        return values
 
     return read

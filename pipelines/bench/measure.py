@@ -1,37 +1,33 @@
-"""`skytrain bench`: how fast whole optimizer steps are, on this machine, and where their time goes.
+"""The speed of whole optimizer steps on this machine, and the time of each kind of kernel.
 
-A step here is all that training does for one: text from shards, forward and backward over its micro-batches,
-reduction over the ranks, clipping, AdamW, and the look at the loss. Three things make a speed look better than
-it is, and are kept out:
+A step is all the work that training does for one: sequences from shards, forward and backward over the micro-batches,
+reduction over the ranks, clipping, AdamW, and the loss on the host. Three effects would make a speed look better than
+it is:
 
-- a cold card. An H200 that has just begun runs at 1980 MHz, and after some seconds at 700 W at 1560 to 1710:
-  steps are timed only once WARM_SECONDS have passed, and clock and power are told with the speed.
-- NaN, which toggles few bits: the card runs cool and 10 to 20% faster. A loss that is not finite is an error.
-- the best of many. The speed is that of the median step, with its spread.
+- A cold GPU. An H200 starts at 1980 MHz; after some seconds at 700 W it runs at 1560 to 1710 MHz. Timing starts after
+  WARM_SECONDS, and the result has clock and power.
+- NaN toggles few bits: the GPU stays cool and is 10 to 20% faster. A loss that is not finite raises Diverged.
+- The best of many steps. The result has the median step and its spread.
 
-    torchrun --standalone --nproc-per-node 4 -m pipelines.bench.measure gpt2-124m --data-parallel zero1
+    torchrun --standalone --nproc-per-node 4 -m pipelines.cli bench gpt2-124m --data-parallel zero1
 
 runs on several GPUs; rank 0 prints.
 """
 
 import gc
-import json
 import math
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
-
-import typer
+from typing import TYPE_CHECKING
 
 from pipelines.bench.gauges import Sensors, Spread, kernel_seconds, others, shares
 from pipelines.bench.measurements import PEERS_DATE, measurements
-from pipelines.verbs.options import Changes, Json
+from trainer.errors import Diverged, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -41,22 +37,19 @@ if TYPE_CHECKING:
     from trainer.engine import Engine, PendingNumbers
     from trainer.parallel import World
 
-LEAST_STEPS = 20
 WARM_SECONDS = 10.0
 PROFILED_STEPS = 2
 ZIPF_TOKENS = 1 << 22
-TEXT_OF_NOBODY = "tokens drawn by Zipf's law; --data FOLDER reads llm.c's shards"
+SYNTHETIC_TEXT = "tokens drawn by Zipf's law; --data FOLDER reads llm.c's shards"
 ENGINES = ("eager", "compiled", "fused")
-
-
 PEERS_SOURCE = f"measured earlier, in {PEERS_DATE}, on another H200: not in this run"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One engine's steps. Sizes in bytes, of this rank's GPU; None: can't be told here."""
+class Measurement:
+    """The steps of one engine. Sizes in bytes, of this rank's GPU; None: unknown on this device."""
 
-    engine: str  # which, on what, and why
+    engine: str  # its name, device and the reason for it
     precision: str
     world_size: int
     micro_batch_size: int
@@ -69,87 +62,76 @@ class Measured:
     mfu: float | None  # of the median step
     first_loss: float
     last_loss: float
-    remarks: list[str]  # what slowed it down
-    first_step_seconds: float  # from the start of the process, or of this engine where it is not the first, to its end
-    allocated_bytes: int | None  # at most, as torch counts
+    remarks: list[str]  # reasons why the engine is slower than it could be
+    first_step_seconds: float  # to the end of the first step, from the start of the process (first engine) or engine
+    allocated_bytes: int | None  # peak, as torch counts
     reserved_bytes: int | None
     sm_mhz: Spread | None
     watts: Spread | None
     kernel_shares: dict[str, float] | None  # of the time in kernels, by class
-    other_kernels: list[str] | None  # the names that no class knows, by time
-    kernel_seconds: float | None  # a step's, added up: less than a step where the GPU waits
+    other_kernels: list[str] | None  # names outside all classes, the longest time first
+    kernel_seconds: float | None  # sum over the kernels of a step: less than the step where the GPU waits
 
 
 @dataclass(frozen=True)
 class NotMeasured:
+    """An engine that cannot run here."""
+
     engine: str
     why: str
 
 
-def bench(
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(metavar="RECIPE", help="Whose model and batch to take [gpt2-124m; without a GPU smoke]"),
-    ] = None,
-    micro_batch: Annotated[str, typer.Option(metavar="N|auto", help="Sequences at once.")] = "auto",
-    precision: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16, fp8 or fp8_head.")] = "auto",
-    engine: Annotated[str, typer.Option(help="auto, fused, compiled or eager.")] = "auto",
-    data_parallel: Annotated[str, typer.Option(help="zero1 or all_reduce, under torchrun.")] = "zero1",
-    batch_tokens: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Tokens of an optimizer step [the recipe's]"),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=LEAST_STEPS, help="Optimizer steps to time.")] = LEAST_STEPS,
-    data: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FOLDER", help="Shards train_*.bin to read; otherwise tokens by Zipf's law."),
-    ] = None,
-    peers: Annotated[
-        bool, typer.Option("--peers", help="All our engines, one after the other, beside what others reach.")
-    ] = False,
-    trace: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Write the profiled steps as a Chrome trace; of --peers, the first one's."),
-    ] = None,
-    set_: Changes = None,
-    as_json: Json = False,
-) -> None:
-    """Time whole optimizer steps: tokens/s, MFU, memory, clock, and the share of each kind of kernel."""
-    import torch
+@dataclass(frozen=True)
+class BenchResult:
+    """The measurements of a recipe on this machine, beside published trainers of the same size."""
 
-    from trainer.errors import UserError
+    recipe: str
+    device: str
+    world_size: int
+    torch: str  # version
+    text: str
+    parameters: int
+    flops_per_token: int
+    formula: str  # of MFU
+    measured: list[Measurement]
+    not_measured: list[NotMeasured]
+    peers: dict[str, float]  # trainer -> tokens per second
+    peers_source: str | None
+    left_out: list[str]
+
+
+def bench(
+    name: str, recipes: "Sequence[Recipe]", steps: int, data: Path | None, trace: Path | None, peers: bool
+) -> BenchResult | None:
+    """Measure the engine of each recipe; None on every rank but 0.
+
+    With `peers`, an engine that cannot run here is NotMeasured; without, its UserError is raised.
+    """
     from trainer.parallel import World
 
-    name = model or ("gpt2-124m" if torch.cuda.is_available() else "smoke")
-    asked = {
-        "runtime.micro_batch_size": micro_batch,
-        "runtime.data_parallel": data_parallel,
-        "runtime.engine": engine,
-        "train.precision": precision,
-    }
-    changes = [f"{field}={value}" for field, value in asked.items()] + [*(set_ or [])]
-    changes += [f"train.batch_tokens={batch_tokens}"] if batch_tokens else []
-    recipe = bench_recipe(name, changes)
-    recipes = [recipe] if not peers else [bench_recipe(name, [*changes, *more]) for more in contenders(precision)]
-    world = World.start(recipe.runtime)
+    world = World.start(recipes[0].runtime)
     if trace and world.device.type != "cuda":
         raise UserError("--trace: kernels are profiled on CUDA devices, and there is none here; leave it out")
-    with text(recipe, data) as tokens:
-        rows: list[Measured | NotMeasured] = []
-        if peers:
-            for i, one in enumerate(recipes):
-                rows.append(measured_alone(one, tokens, world, steps, None if i else trace, first=not i))
-        else:
-            rows += [measured(recipe, tokens, world, steps, trace, time.perf_counter() - process_seconds())]
+    measured: list[Measurement] = []
+    not_measured: list[NotMeasured] = []
+    with training_data(recipes[0], data) as tokens:
+        for i, recipe in enumerate(recipes):
+            started = time.perf_counter() - (0.0 if i else process_seconds())
+            one_trace = None if i else trace
+            if not peers:
+                measured.append(measure(recipe, tokens, world, steps, one_trace, started))
+            elif isinstance(one := measure_or_not(recipe, tokens, world, steps, one_trace, started), Measurement):
+                measured.append(one)
+            else:
+                not_measured.append(one)
     world.close()
     if world.rank:
-        return
-    result = told(name, recipe, rows, world, data, peers)
-    print(json.dumps(result) if as_json else "\n".join(lines(result)))
+        return None
+    return bench_result(name, recipes[0], measured, not_measured, world, data, peers)
 
 
 def bench_recipe(name: str, changes: list[str]) -> "Recipe":
-    """A recipe with a constant learning rate that does no harm in some hundred steps. UserError as for any recipe."""
+    """A recipe with a constant learning rate that stays stable for some hundred steps. UserError as for any recipe."""
     from pipelines.recipe import load_recipe
 
     steady = ["train.schedule=constant", "train.warmup_steps=0", "train.learning_rate=1.0e-4"]
@@ -157,29 +139,29 @@ def bench_recipe(name: str, changes: list[str]) -> "Recipe":
     return load_recipe(name, [*steady, *constant, *changes])
 
 
-def contenders(precision: str) -> list[list[str]]:
-    """Our engines in the precision they have in common, and the fused one in fp8 if that was asked for."""
+def engines_compared(precision: str) -> list[list[str]]:
+    """Changes of a recipe: each engine in a common precision, and the fused one in fp8 if `precision` is fp8."""
     common = [] if not precision.startswith("fp8") else ["train.precision=bf16"]
     several = [[f"runtime.engine={engine}", *common] for engine in ENGINES]
     return several + ([["runtime.engine=fused"]] if common else [])
 
 
 @contextmanager
-def text(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]":
-    """The shards of a folder, or a shard of tokens that are as unequally frequent as words."""
+def training_data(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]":
+    """The shards of a folder, or a shard of tokens with the frequencies of words."""
     import numpy as np
 
     from trainer.data import TokenData
     from trainer.shards import local_shards, write_shard
 
-    def split_of(place: Path) -> TokenData:
-        return TokenData(local_shards(place, "train"), place.joinpath, recipe.model.block_size, recipe.train.seed)
+    def split_of(folder: Path) -> TokenData:
+        return TokenData(local_shards(folder, "train"), folder.joinpath, recipe.model.block_size, recipe.train.seed)
 
     if folder:
         yield split_of(folder)
         return
     with tempfile.TemporaryDirectory(prefix="skytrain-bench-") as scratch:
-        # Zipf's law as Mandelbrot has it: the k-th most frequent word comes in proportion to 1 / (k + 2.7).
+        # Zipf's law in Mandelbrot's form: the frequency of the k-th word is proportional to 1 / (k + 2.7).
         up_to = np.cumsum(1 / (np.arange(recipe.model.vocab_size) + 3.7))
         drawn = np.random.RandomState(0).random_sample(ZIPF_TOKENS)
         ids = np.searchsorted(up_to / up_to[-1], drawn).astype(np.uint16)
@@ -187,17 +169,14 @@ def text(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]":
         yield split_of(Path(scratch))
 
 
-def measured_alone(
-    recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None, first: bool
-) -> Measured | NotMeasured:
-    """One of several engines' measurement, or why it can't run here; its memory is given back."""
+def measure_or_not(
+    recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None, started: float
+) -> Measurement | NotMeasured:
+    """The measurement of an engine, or the reason why it cannot run here. Its memory is free afterwards."""
     import torch
 
-    from trainer.errors import UserError
-
     try:
-        since = process_seconds() if first else 0.0
-        return measured(recipe, data, world, steps, trace, time.perf_counter() - since)
+        return measure(recipe, data, world, steps, trace, started)
     except (UserError, torch.cuda.OutOfMemoryError) as error:
         return NotMeasured(recipe.runtime.engine, str(error).splitlines()[0])
     finally:
@@ -207,9 +186,10 @@ def measured_alone(
             torch._dynamo.reset()
 
 
-def measured(
+def measure(
     recipe: "Recipe", data: "TokenData", world: "World", steps: int, trace: Path | None, started: float
-) -> Measured:
+) -> Measurement:
+    """Warm up, time and profile the steps of a recipe. `started`: when its first step began, by perf_counter."""
     import torch
 
     from trainer.commits import TrainState
@@ -239,7 +219,7 @@ def measured(
     kernels = kernel_seconds(run.several, trace if world.rank == 0 else None) if on_gpu else None
     speeds = Spread.of(train.batch_tokens / s for s in seconds)
     peak = peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
-    return Measured(
+    return Measurement(
         engine=engine.why,
         precision=engine.precision,
         world_size=world.world_size,
@@ -277,7 +257,6 @@ class Steps:
 
     def step(self) -> float:
         """Make a step and return its loss. Diverged if the loss is not finite."""
-        from trainer.errors import Diverged
         from trainer.health import Health
         from trainer.loop import Verdict, step
         from trainer.parallel import Agreement
@@ -350,7 +329,7 @@ def timed(run: Steps, steps: int, device: "torch.device") -> list[float]:
 
 
 def process_seconds() -> float:
-    """Since this process began; 0 where /proc does not tell."""
+    """Seconds since this process began; 0 without /proc."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -359,112 +338,34 @@ def process_seconds() -> float:
     return uptime - ticks / os.sysconf("SC_CLK_TCK")
 
 
-# --- what is told
-
-
-def told(
+def bench_result(
     name: str,
     recipe: "Recipe",
-    rows: list[Measured | NotMeasured],
+    measured: list[Measurement],
+    not_measured: list[NotMeasured],
     world: "World",
     data: Path | None,
     peers: bool,
-) -> dict[str, Any]:
-    """All of it, for a program."""
+) -> BenchResult:
     import torch
 
     from trainer.metrics import MFU_FORMULA
 
     on_gpu = world.device.type == "cuda"
-    device = torch.cuda.get_device_name(world.device) if on_gpu else "CPU"
     figures = measurements()
     size = figures.size_of(recipe.model.n_layer, recipe.model.n_embd) if peers else None
-    return {
-        "recipe": name,
-        "device": device,
-        "world_size": world.world_size,
-        "torch": torch.__version__,
-        "text": str(data) if data else TEXT_OF_NOBODY,
-        "parameters": recipe.model.parameters,
-        "flops_per_token": recipe.model.flops_per_token,
-        "formula": MFU_FORMULA,
-        "measured": [asdict(row) for row in rows if isinstance(row, Measured)],
-        "not_measured": [asdict(row) for row in rows if isinstance(row, NotMeasured)],
-        "peers": {name: speeds[size] for name, speeds in figures.peers().items()} if size else {},
-        "peers_source": PEERS_SOURCE if size else None,
-        "left_out": [] if on_gpu else ["memory, clock, power, MFU and kernels: they are told of CUDA devices only"],
-    }
-
-
-def lines(result: dict[str, Any]) -> Iterator[str]:
-    """All of it, for a person."""
-    yield f"{result['recipe']}: {result['parameters']:,} parameters, {result['world_size']} x {result['device']}"
-    yield f"torch {result['torch']}; text: {result['text']}"
-    for row in result["measured"]:
-        yield from ("", *row_lines(row, result["flops_per_token"]))
-    for row in result["not_measured"]:
-        yield from ("", f"{row['engine']}: not measured: {row['why']}")
-    if result["peers_source"] or len(result["measured"]) > 1:
-        yield from ("", *comparison(result))
-    yield from ("", result["formula"], *(f"left out: {what}" for what in result["left_out"]))
-
-
-def row_lines(row: dict[str, Any], flops_per_token: int) -> Iterator[str]:
-    speed, step = row["tokens_per_second"], row["step_seconds"]
-    yield f"{row['engine']}; {row['precision']}"
-    many = row["accumulated"] * row["world_size"]
-    yield f"  batch    {row['batch_tokens']:,} tokens: {many} {row['micro_batch_why']}"
-    yield f"  speed    {speed['median']:,.0f} tokens/s, the median step; half of them {around(speed, ',.0f')}"
-    yield f"           {row['sustained_tokens_per_second']:,.0f} tokens/s over all of them"
-    yield f"  step     {1e3 * step['median']:,.1f} ms ({1e3 * step['least']:,.1f} to {1e3 * step['most']:,.1f})"
-    if row["mfu"] is not None:
-        yield f"  MFU      {row['mfu']:.1%} at {flops_per_token / 1e9:.3f} GFLOP a token"
-    if row["allocated_bytes"] is not None:
-        allocated, reserved = row["allocated_bytes"] / 2**30, row["reserved_bytes"] / 2**30
-        yield f"  memory   {allocated:.1f} GiB allocated at most, {reserved:.1f} reserved"
-    if row["sm_mhz"]:
-        yield f"  clock    {row['sm_mhz']['median']:,.0f} MHz ({around(row['sm_mhz'], ',.0f')})"
-    if row["watts"]:
-        yield f"  power    {row['watts']['median']:,.0f} W ({around(row['watts'], ',.0f')})"
-    if row["kernel_shares"]:
-        yield "  kernels  " + ", ".join(f"{name} {share:.1%}" for name, share in row["kernel_shares"].items())
-        yield f"           {1e3 * row['kernel_seconds']:,.1f} ms a step, added up"
-    yield f"  start    first step done after {row['first_step_seconds']:.1f} s"
-    yield f"  loss     {row['first_loss']:.3f}, then {row['last_loss']:.3f}; all finite"
-    yield from (f"  slow     {remark}" for remark in row["remarks"])
-
-
-def around(spread: dict[str, float], form: str) -> str:
-    ends = (spread[name] for name in ("low_quartile", "high_quartile", "least", "most"))
-    low, high, least, most = (format(value, form) for value in ends)
-    return f"{low} to {high}, all {least} to {most}"
-
-
-def comparison(result: dict[str, Any]) -> Iterator[str]:
-    """Every speed beside the last one of ours."""
-    ours = result["measured"][-1]["tokens_per_second"]["median"]
-    rows = [(f"{r['engine']}; {r['precision']}", r["tokens_per_second"]["median"]) for r in result["measured"]]
-    yield "tokens/s, and the last of ours as a multiple of it"
-    for name, speed in rows:
-        yield f"  {speed:>12,.0f}  {ours / speed:6.3f}  {name}"
-    if result["peers"]:
-        yield f"{result['peers_source']}:"
-        for name, speed in result["peers"].items():
-            yield f"  {speed:>12,.0f}  {ours / speed:6.3f}  {name}"
-
-
-def main() -> None:
-    from trainer.errors import Diverged, UserError
-
-    try:
-        typer.run(bench)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except Diverged as error:
-        print(f"failed: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+    return BenchResult(
+        recipe=name,
+        device=torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
+        world_size=world.world_size,
+        torch=torch.__version__,
+        text=str(data) if data else SYNTHETIC_TEXT,
+        parameters=recipe.model.parameters,
+        flops_per_token=recipe.model.flops_per_token,
+        formula=MFU_FORMULA,
+        measured=measured,
+        not_measured=not_measured,
+        peers={trainer: speeds[size] for trainer, speeds in figures.peers().items()} if size else {},
+        peers_source=PEERS_SOURCE if size else None,
+        left_out=[] if on_gpu else ["memory, clock, power, MFU and kernels: only CUDA devices report them"],
+    )

@@ -7,8 +7,8 @@ from rich.table import Table
 
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.plan import Candidate, CloudPlan, PlanWithoutTraining, StageEstimate
+from pipelines.show.console import console
 from pipelines.show.findings import print_finding
-from pipelines.show.tables import console
 
 LEFT = ("train on", "place", "machine", "GPUs", "market")
 RIGHT = ("$/h", "tokens/s", "train", "preempted", "in all")

@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from pipelines.drill.verdict import Report
-from pipelines.show.tables import console
+from pipelines.show.console import console
 
 
 def print_report(report: Report) -> None:

@@ -1,8 +1,8 @@
-"""Curves that others have recorded, to be laid over ours: the `main.log` that llm.c's trainers write.
+"""Curves of other trainers for the report page: the `main.log` of llm.c.
 
-A line is a step and what was measured at it: `s:250 tel:6.1565` (val loss), `s:250 trl:6.1 lr:0.0002 norm:1.2`
+A line is a step and its measurements: `s:250 tel:6.1565` (val loss), `s:250 trl:6.1 lr:0.0002 norm:1.2`
 (training), `s:250 eval:0.2437` (HellaSwag, completion style, by mean loss: the same as our acc_norm). The log
-tells neither time nor tokens: the tokens of a step are the user's to name.
+has neither time nor tokens: the user gives the tokens of a step.
 """
 
 import math
@@ -23,18 +23,18 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Overlay:
-    """Somebody else's run, as far as its log tells."""
+    """A run of llm.c, from its log."""
 
     name: str
     batch_tokens: int
     series: dict[str, dict[int, float]]  # metric -> step -> value
 
 
-def read_overlay(asked: str) -> Overlay:
-    """`main.log`, or `main.log@1048576` where a step has that many tokens. UserError if it is no such log."""
-    name, at, tokens = asked.rpartition("@")
+def read_overlay(option: str) -> Overlay:
+    """Read `main.log`, or `main.log@1048576` with the tokens of a step. UserError if it is no such log."""
+    name, at, tokens = option.rpartition("@")
     if not (at and tokens.isdigit() and int(tokens)):
-        name, tokens = asked, str(LLMC_BATCH_TOKENS)
+        name, tokens = option, str(LLMC_BATCH_TOKENS)
     try:
         lines = Path(name).read_text(encoding="utf8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -43,20 +43,22 @@ def read_overlay(asked: str) -> Overlay:
         ) from error
     series: dict[str, dict[int, float]] = {}
     for number, line in enumerate(lines, start=1):
-        for metric, step, value in measured(line, f"--overlay {name}: line {number}"):
-            # llm.c appends when it resumes: a step that was done again counts as it was done last.
+        for metric, step, value in measurements_of(line, f"--overlay {name}: line {number}"):
+            # llm.c appends when it resumes: the last line of a repeated step counts.
             series.setdefault(metric, {})[step] = value
     if not series:
         raise UserError(f"--overlay {name}: holds no step; a main.log of llm.c has lines like 's:250 tel:6.1565'")
     return Overlay(Path(name).name, int(tokens), series)
 
 
-def measured(line: str, where: str) -> list[tuple[str, int, float]]:
-    """(metric, step, value) of one line; what is not finite is left out, as it is in our series."""
+def measurements_of(line: str, where: str) -> list[tuple[str, int, float]]:
+    """(metric, step, value) of one line, without values that are not finite, as in our series."""
     try:
         fields = dict(word.split(":", 1) for word in line.split())
         step = int(fields.pop("s")) if fields else 0
         values = [(METRICS[key], step, float(value)) for key, value in fields.items() if key in METRICS]
     except (ValueError, KeyError) as error:
-        raise UserError(f"{where}: {line[:60]!r} is not llm.c's; a line looks like 's:250 tel:6.1565'") from error
+        raise UserError(
+            f"{where}: {line[:60]!r} is not a line of llm.c; a line looks like 's:250 tel:6.1565'"
+        ) from error
     return [each for each in values if math.isfinite(each[2])]

@@ -1,8 +1,8 @@
-"""`skytrain report --html`: runs on one page that explains itself, in one file that asks the network for nothing.
+"""`skytrain report --html`: runs on one page with explanations, in one file that makes no network request.
 
-Python gathers, from the store alone, what the scripts in assets/ draw: series (thinned, with the hours and dollars
-that were billed when each point was logged), attempts, the bill, lineage, receipt and samples. It travels as JSON
-inside the page; the scripts put it there as text only, never as markup, and the page's own policy forbids all else.
+Python gathers the data from the store alone: series (thinned, each point with the hours and dollars billed until then),
+attempts, the bill, lineage, receipt and samples. The page holds the data as JSON, and the scripts in assets/ draw it.
+They insert data as text only, never as markup; the page's content security policy forbids everything else.
 """
 
 import base64
@@ -30,8 +30,8 @@ from trainer.errors import UserError
 from trainer.metrics import MFU_FORMULA
 from trainer.store import Store
 
-SCRIPTS = ("elements.js", "figures.js", "bill.js", "page.js")  # one after the other
-POINTS = 2000  # of a curve at most: more than a screen has columns, and 50 KB
+SCRIPTS = ("elements.js", "figures.js", "bill.js", "page.js")  # in this order
+POINTS = 2000  # most points of a curve: more than the columns of a screen, and 50 KB
 METRICS = (
     "train/loss",
     "val/loss",
@@ -43,9 +43,9 @@ METRICS = (
 )
 SMOOTHED = ("train/loss", "perf/tokens_per_second", "perf/mfu", "train/grad_norm")
 
-# GPT-2's and GPT-3's sizes (n_layer, n_head, n_embd) and what is known of them. Source: llm.c, dev/vislog.ipynb: the
-# losses of OpenAI's GPT-2 weights on its FineWeb validation shard, their HellaSwag (completion style, acc_norm), and
-# HellaSwag of GPT-3 as its paper has it (Brown et al. 2020, Small to XL; the models nearest to these sizes).
+# Sizes of GPT-2 (n_layer, n_head, n_embd) and published results. Source: llm.c, dev/vislog.ipynb: losses of OpenAI's
+# GPT-2 weights on its FineWeb validation shard, their HellaSwag (completion style, acc_norm), and HellaSwag of GPT-3
+# from its paper (Brown et al. 2020, Small to XL; the models nearest to these sizes).
 SHAPES = {"124M": (12, 12, 768), "350M": (24, 16, 1024), "774M": (36, 20, 1280), "1558M": (48, 25, 1600)}
 REFERENCES = {  # metric -> name, size, value
     "val/loss": [
@@ -68,7 +68,7 @@ REFERENCES = {  # metric -> name, size, value
 
 
 def write_page(path: Path, store: Store, runs: Sequence[Run], overlays: Iterable[str]) -> None:
-    """What `report --html` does. UserError if there is nothing to show, or no place for it."""
+    """Write the page to a file. UserError without any run, or if the file cannot be written."""
     if not runs:
         raise UserError(f"--html: no runs in {store.uri} yet; `skytrain run smoke` makes one")
     page = render(runs, [read_overlay(log) for log in overlays])
@@ -76,16 +76,16 @@ def write_page(path: Path, store: Store, runs: Sequence[Run], overlays: Iterable
         path.write_text(page, encoding="utf8")
     except OSError as error:
         raise UserError(f"--html {path}: cannot be written ({error.strerror}); name a file that can be") from error
-    print(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; one file, made to be opened in a browser)")
+    print(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; one file; open it in a browser)")
 
 
 def render(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> str:
-    """The page of some runs, with what others have recorded laid over their curves."""
+    """The page of some runs, with the curves of other trainers' logs."""
     return bind(
         {
             "made": time.time(),
-            "runs": [run_shown(run) for run in runs],
-            "overlays": [overlay_shown(overlay) for overlay in overlays],
+            "runs": [run_data(run) for run in runs],
+            "overlays": [overlay_data(overlay) for overlay in overlays],
             "references": REFERENCES,
             "mfu": MFU_FORMULA,
         }
@@ -93,7 +93,7 @@ def render(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> str:
 
 
 def bind(data: dict[str, Any]) -> str:
-    """One HTML file of the template, its style, its script and the data, under a policy that admits only these."""
+    """One HTML file: the template with its style, its scripts and the data, under a policy that permits only these."""
     page, style, script = asset("page.html"), asset("page.css"), "\n".join(asset(name) for name in SCRIPTS)
     parts = {
         "{{policy}}": (
@@ -102,12 +102,12 @@ def bind(data: dict[str, Any]) -> str:
         ),
         "{{style}}": style,
         "{{script}}": script,
-        # JSON has `<` in strings only, and escaped there it can't close the element that holds it.
+        # JSON has `<` in strings only. Escaped, it cannot close the script element.
         "{{data}}": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    for place, text in parts.items():  # the data last, so that nothing is looked for in what it says
-        before, found, after = page.partition(place)
-        assert found, place
+    for mark, text in parts.items():  # the data last, so that no mark in the data is replaced
+        before, found, after = page.partition(mark)
+        assert found, mark
         page = before + text + after
     return page
 
@@ -117,11 +117,11 @@ def asset(name: str) -> str:
 
 
 def hash_source(text: str) -> str:
-    """How a content security policy names an inline style or script."""
+    """The name of an inline style or script in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def run_shown(run: Run) -> dict[str, Any]:
+def run_data(run: Run) -> dict[str, Any]:
     record, recipe, made, summary = run.record, run.recipe, run.manifests, run.summary
     rows, account = run.series, run.account
     size = next((size for size, shape in SHAPES.items() if shape == shape_of(recipe)), None)
@@ -145,10 +145,10 @@ def run_shown(run: Run) -> dict[str, Any]:
         "tokens_per_second": median(speeds) if speeds else None,
         "mfu": median(shares) if shares else None,
         "starts": summary.attempts,
-        "account": account_shown(account),
+        "account": account_data(account),
         "faults": summary.faults,
-        "attempts": [attempt_shown(number, one, account) for number, one in merge_waits(account.attempts)],
-        "series": series_shown(rows, account),
+        "attempts": [attempt_data(number, one, account) for number, one in merge_waits(account.attempts)],
+        "series": series_data(rows, account),
         "lineage": lineage(record, recipe, made, account),
         "targets": targets(recipe, size, summary.steps, summary.val_loss, summary.hellaswag_acc_norm),
         "receipt": receipt(recipe, made, account, run.attempts.get("train", [])),
@@ -157,31 +157,31 @@ def run_shown(run: Run) -> dict[str, Any]:
     }
 
 
-def overlay_shown(overlay: Overlay) -> dict[str, Any]:
-    """An overlay has a series and its ends, and no time, money or text."""
-    found = {metric: sorted(overlay.series[metric].items()) for metric in METRICS if metric in overlay.series}
-    last = {metric: points[-1][1] for metric, points in found.items()}
+def overlay_data(overlay: Overlay) -> dict[str, Any]:
+    """An overlay has series and their last values, but no time, cost or text."""
+    series = {metric: sorted(overlay.series[metric].items()) for metric in METRICS if metric in overlay.series}
+    last = {metric: points[-1][1] for metric, points in series.items()}
     return {
         "name": overlay.name,
         "batches": [(0, 0, overlay.batch_tokens)],
-        "steps": max(points[-1][0] for points in found.values()),
+        "steps": max(points[-1][0] for points in series.values()),
         "val_loss": last.get("val/loss"),
         "train_loss": last.get("train/loss"),
         "hellaswag": last.get("eval/hellaswag_acc_norm"),
-        "series": {m: curve(m, [step for step, _ in points], [y for _, y in points]) for m, points in found.items()},
+        "series": {m: curve(m, [step for step, _ in points], [y for _, y in points]) for m, points in series.items()},
     }
 
 
 # --- curves
 
 
-def series_shown(rows: list[dict[str, Any]], account: Account) -> dict[str, Any]:
-    shown = {}
+def series_data(rows: list[dict[str, Any]], account: Account) -> dict[str, Any]:
+    curves = {}
     for metric in METRICS:
-        if mine := [row for row in rows if metric in row]:
-            steps, values, times = ([row[key] for row in mine] for key in ("step", metric, "time"))
-            shown[metric] = curve(metric, steps, values, times, account)
-    return shown
+        if logged := [row for row in rows if metric in row]:
+            steps, values, times = ([row[key] for row in logged] for key in ("step", metric, "time"))
+            curves[metric] = curve(metric, steps, values, times, account)
+    return curves
 
 
 def curve(
@@ -191,17 +191,17 @@ def curve(
     times: Sequence[float] = (),
     account: Account | None = None,
 ) -> dict[str, Any]:
-    """A metric as the page draws it: a line, and for a noisy one what was measured, to stand behind its mean."""
+    """A metric for the page: a line; for a noisy metric its running mean as the line, and the raw values behind it."""
 
     def columns(drawn: Sequence[float], limit: int) -> dict[str, Any]:
-        kept = thin(drawn, limit)
-        bills = [cost_until(account, times[i]) for i in kept] if account else []
+        points = thin(drawn, limit)
+        costs = [cost_until(account, times[i]) for i in points] if account else []
         priced = account and account.total.usd and not account.total.unpriced_hours
         return {
-            "step": [steps[i] for i in kept],
-            "y": [float(f"{drawn[i]:.6g}") for i in kept],
-            "hours": [round(bill.hours, 6) for bill in bills],
-            "usd": [round(bill.usd, 6) for bill in bills] if priced else [],
+            "step": [steps[i] for i in points],
+            "y": [float(f"{drawn[i]:.6g}") for i in points],
+            "hours": [round(cost.hours, 6) for cost in costs],
+            "usd": [round(cost.usd, 6) for cost in costs] if priced else [],
         }
 
     reach = len(values) // 150 if metric in SMOOTHED else 0
@@ -211,24 +211,24 @@ def curve(
 
 
 def thin(values: Sequence[float], limit: int) -> list[int]:
-    """The indices of at most `limit` values: the first, the last, and the extremes of every piece in between.
+    """The indices of at most `limit` values: the first, the last, and the extremes of every interval in between.
 
-    The pieces are those of an even division and those of a geometric one: the page has a logarithmic axis, too.
+    The intervals come from an even and a geometric division, because the page also has a logarithmic axis.
     """
     if len(values) <= limit:
         return list(range(len(values)))
-    last, parts = len(values) - 1, (limit - 2) // 4  # two extremes of a piece, two divisions
-    even = (part * last // parts for part in range(parts + 1))
-    geometric = (int(last ** (part / parts)) for part in range(parts + 1))
-    kept = {0, last}
+    last, count = len(values) - 1, (limit - 2) // 4  # two extremes an interval, two divisions
+    even = (i * last // count for i in range(count + 1))
+    geometric = (int(last ** (i / count)) for i in range(count + 1))
+    points = {0, last}
     for low, high in pairwise(sorted({*even, *geometric})):
-        piece = range(low, high)
-        kept |= {min(piece, key=values.__getitem__), max(piece, key=values.__getitem__)}
-    return sorted(kept)
+        interval = range(low, high)
+        points |= {min(interval, key=values.__getitem__), max(interval, key=values.__getitem__)}
+    return sorted(points)
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
-    """The mean over `reach` values on either side: over fewer where a curve has just begun and falls steeply."""
+    """The mean over `reach` values on either side; over fewer near the start, where a curve falls steeply."""
     sums = [0.0, *accumulate(values)]
     means = []
     for i in range(len(values)):
@@ -241,7 +241,7 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
 # --- the account, lineage, receipt
 
 
-def account_shown(account: Account) -> dict[str, Any]:
+def account_data(account: Account) -> dict[str, Any]:
     return {
         "total": asdict(account.total),
         "by_phase": {phase: asdict(bill) for phase, bill in account.by_phase.items()},
@@ -255,7 +255,7 @@ def account_shown(account: Account) -> dict[str, Any]:
     }
 
 
-def attempt_shown(number: str, one: AttemptAccount, account: Account) -> dict[str, Any]:
+def attempt_data(number: str, one: AttemptAccount, account: Account) -> dict[str, Any]:
     return {
         "stage": one.stage,
         "number": number,
@@ -278,7 +278,7 @@ def attempt_shown(number: str, one: AttemptAccount, account: Account) -> dict[st
 
 
 def machine_name(one: AttemptAccount) -> str:
-    """What it ran on, as one orders it; at home, the host's name."""
+    """Market, instance type and zone of a rented machine; the host name of one's own."""
     machine = one.machine
     parts = [machine.instance or machine.accelerators, machine.zone or machine.region]
     return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host
@@ -290,7 +290,7 @@ def lineage(
     made: dict[str, Manifest | None],
     account: Account,
 ) -> list[dict[str, Any]]:
-    """From the text to what was made of it: a box each, with its fingerprint and what is in it."""
+    """The text and the artifacts made from it: a box each, with fingerprint and contents."""
     tokens = recipe.tokens
     of_text = [f"revision {tokens.revision[:12]}"] if tokens.revision else []
     boxes = [{"stage": "text", "name": text_name(recipe), "facts": [*of_text, f"tokenizer {tokens.tokenizer}"]}]
@@ -300,7 +300,7 @@ def lineage(
             "stage": stage,
             "name": prefix,
             "there": manifest is not None,
-            "facts": contents(manifest) if manifest else ["not there yet"],
+            "facts": contents(manifest) if manifest else ["not made yet"],
             "attempts": sum(one.stage == stage and not one.waited for one in account.attempts),
             "bill": asdict(account.by_stage.get(stage, Cost())),
         }
@@ -313,23 +313,24 @@ def lineage(
 
 
 def contents(manifest: Manifest) -> list[str]:
-    """What an artifact holds, in a few words."""
+    """The contents of an artifact, a short text each."""
     facts = manifest.facts
-    words = {
+    texts = {
         "tokens": "{:,} tokens",
         "steps": "{:,} steps",
         "parameters": "{:,} parameters",
         "val/loss": "val loss {:.4f}",
         "eval/hellaswag_acc_norm": "HellaSwag {:.4f}",
     }
-    said = [text.format(facts[name]) for name, text in words.items() if facts.get(name) is not None]
-    return said if manifest.stage != "train" else [word for word in said if "parameters" not in word]
+    if manifest.stage == "train":
+        del texts["parameters"]
+    return [text.format(facts[name]) for name, text in texts.items() if facts.get(name) is not None]
 
 
 def targets(
     recipe: Recipe, size: str | None, steps: int, val_loss: float | None, hellaswag: float | None
 ) -> list[dict[str, Any]]:
-    """What the run was meant to reach, and whether it did: its steps, and what OpenAI's weights of its size reach."""
+    """The run's targets and results: its steps, and the results of OpenAI's weights of the same size."""
     max_steps = recipe.train.max_steps
     rows: list[dict[str, Any]] = [
         {"what": "steps", "target": max_steps, "got": steps, "met": steps >= max_steps or None}
@@ -349,7 +350,7 @@ def targets(
 def receipt(
     recipe: Recipe, made: dict[str, Manifest | None], account: Account, beats: Sequence[Heartbeat]
 ) -> list[tuple[str, str]]:
-    """What one needs to know to do it again."""
+    """The facts for a repetition of the run."""
     train = made.get("train")
     origins = [manifest.provenance for manifest in made.values() if manifest]
     origin = train.provenance if train else origins[-1] if origins else {}
@@ -365,19 +366,19 @@ def receipt(
         for beat in beats
         if beat.progress.device is not None
     )
-    told = {
+    facts = {
         "recipe": f"{recipe.name}, fingerprint {train.fingerprint}" if train else recipe.name,
         "text": " at ".join(filter(None, (text_name(recipe), recipe.tokens.revision))),
         "seed": str(recipe.train.seed),
-        "commit": commit + (" with changes that no commit holds" if commit and origin.get("git_dirty") else ""),
-        "image": origin.get("image") or ("none: it ran outside a container" if origin else ""),
+        "commit": commit + (" with uncommitted changes" if commit and origin.get("git_dirty") else ""),
+        "image": origin.get("image") or ("none: the run used no container" if origin else ""),
         "hardware": "; ".join([*devices, *machines]),
         "versions": ", ".join(filter(None, (f"Python {origin.get('python')}" if origin else "", versions))),
         "platform": origin.get("platform", ""),
-        "updates left out": str(train.facts["skipped_updates"]) if train else "",
+        "skipped updates": str(train.facts["skipped_updates"]) if train else "",
         "rollbacks": str(len(train.facts["rollbacks"])) if train else "",
     }
-    return [(label, value) for label, value in told.items() if value]
+    return [(label, value) for label, value in facts.items() if value]
 
 
 def text_name(recipe: Recipe) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from rich.markup import escape
 
 from pipelines.cloud.control import Status
-from pipelines.show.tables import console, duration, money, printable
+from pipelines.show.console import console, duration, money, printable
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat
 

@@ -1,20 +1,26 @@
-"""What many verbs take, and what it means when it is not given."""
+"""Options that several verbs share, and their defaults."""
 
 import os
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A shipped recipe, a path to one, or run:NAME for a recorded run's.")
+    str, typer.Argument(metavar="RECIPE", help="A shipped recipe, a recipe file, or run:NAME for a recorded run.")
 ]
+RunNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN]...", help="Runs, by name or the beginning of it; all by default."),
+]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run, by name or the beginning of it.")]
+LastStage = Annotated[str, typer.Option("--stage", help="The last stage to run: tokenize, train, evaluate or export.")]
 Changes = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads it
+    list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one field; can be repeated."),
 ]
 StoreUri = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(
         "--store", metavar="URI", help="file://folder or s3://bucket/prefix [SKYTRAIN_STORE; .skytrain/store]"
     ),
@@ -23,12 +29,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 
 def home() -> Path:
-    """Where this machine keeps scratch, caches and, by default, the store: SKYTRAIN_HOME or ./.skytrain."""
+    """The folder of this machine for scratch, caches and the default store: SKYTRAIN_HOME or ./.skytrain."""
     return Path(os.environ.get("SKYTRAIN_HOME", ".skytrain")).absolute()
 
 
-def store_uri(asked: str | None) -> str:
-    return asked or os.environ.get("SKYTRAIN_STORE") or f"file://{home() / 'store'}"
+def store_uri(option: str | None) -> str:
+    return option or os.environ.get("SKYTRAIN_STORE") or f"file://{home() / 'store'}"
 
 
 def default_tracking_uri() -> str:
@@ -36,6 +42,7 @@ def default_tracking_uri() -> str:
 
 
 def one_of(value: str, known: tuple[str, ...], option: str) -> None:
+    """UserError if the value of an option is not a known one."""
     from trainer.errors import UserError
 
     if value not in known:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from run_records import ELSEWHERE, GONE, PLANS, RUN, TRAIN, attempted, finished, put_heartbeat, recorded
 
-from pipelines import cli, gc
+from pipelines import gc
 from pipelines.artifacts.manifest import ArtifactPlan, File, scratch
 from pipelines.gc import Leftover, leftovers, remove
 from pipelines.tracking.ledger import this_process
 from pipelines.tracking.records import Heartbeat, ProcessId
+from pipelines.verbs.gc import gc as verb_gc
 from trainer.store import PARTIAL, LocalStore
 
 
@@ -202,14 +203,14 @@ def test_a_dry_run_tells_all_and_deletes_nothing(
     folder = scratch(tmp_path, store, TRAIN) / "a0001"
     folder.mkdir(parents=True)
     before = sorted(path for path in tmp_path.rglob("*"))
-    cli.gc(store=store.uri, dry_run=True)
+    verb_gc(store=store.uri, dry_run=True)
     told = capsys.readouterr().out
     assert torn in told and str(folder) in told and f"2 objects, 5 bytes would be removed in {store.uri}" in told
     assert sorted(path for path in tmp_path.rglob("*")) == before
-    cli.gc(store=store.uri, dry_run=False)
+    verb_gc(store=store.uri, dry_run=False)
     assert capsys.readouterr().out == told.replace("would be removed", "removed")
     assert store.get(torn) is None and not folder.exists()
-    cli.gc(store=store.uri)
+    verb_gc(store=store.uri)
     assert capsys.readouterr().out == f"0 objects, 0 bytes removed in {store.uri}\n"
 
 

@@ -153,7 +153,7 @@ def test_a_standby_exits_to_poll_or_hands_over_and_is_on_the_bill(tmp_path: Path
     told = project.report()
     assert told["state"] == "done" and 0 < told["goodput"] <= 1
     bill = project.run("report", told["run"]).stdout
-    assert "train 1 to 3" in bill and "waiting for spot" in bill and "waiting for spot left out" in bill
+    assert "train 1 to 3" in bill and "waiting for spot" in bill and "without waits for spot" in bill
 
 
 @pytest.mark.slow

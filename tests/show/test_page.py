@@ -1,4 +1,4 @@
-"""The report page: it says what the store says, nothing in it becomes markup, and a browser draws it alone."""
+"""The report page shows the data of the store; no text becomes markup; a browser draws it without the network."""
 
 import base64
 import hashlib
@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines import cli
 from pipelines.artifacts.manifest import File, Manifest, commit
 from pipelines.recipe import load_recipe
+from pipelines.show.bill import print_bill
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.show.page import REFERENCES, SHAPES, bind, render, run_shown, smoothed, targets, thin
-from pipelines.show.tables import print_bill
+from pipelines.show.page import REFERENCES, SHAPES, bind, render, run_data, smoothed, targets, thin
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, ProcessId, Progress
 from pipelines.tracking.runs import Run, RunRecord, record
+from pipelines.verbs.report import report
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 
@@ -37,11 +37,6 @@ CHANGES = [
     f"tokens.revision={'a' * 40}",
     "train.max_steps=400",
 ]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 def attempted(store: Store, prefix: str, stage: str, number: int, start: float, end: float, **changes: Any) -> None:
@@ -71,9 +66,9 @@ def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool =
         ]
         body = "".join(json.dumps(row) + "\n" for row in rows).encode()
         store.put(f"{train}/metrics/step-{last:08d}-a{attempt:04d}.jsonl", body)
-    at_first = Progress(resumed_from=0, step=250, device="cpu", world_size=1, precision="fp32")
-    resumed = replace(at_first, resumed_from=200, step=steps)
-    attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=at_first, **prices)
+    killed = Progress(resumed_from=0, step=250, device="cpu", world_size=1, precision="fp32")
+    resumed = replace(killed, resumed_from=200, step=steps)
+    attempted(store, train, "train", 1, NOON, NOON + 250, run=run, state="running", progress=killed, **prices)
     start = NOON + 3850
     attempted(store, train, "train", 2, start, start + 10 + steps - 200, run=run, progress=resumed, **prices)
     if finished:
@@ -96,17 +91,19 @@ def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool =
 
 def run_that_waited(store: Store, scale: float = 1.0) -> RunRecord:
     """An attempt at training, 59 waits for spot, and another: 26.4 hours, or `scale` times as long."""
-    told = run_in(store, f"patient-{scale}", steps=300, finished=False)
+    record_of_run = run_in(store, f"patient-{scale}", steps=300, finished=False)
     start, numbers = NOON, range(1, 62)
     for number in numbers:
         waits = number not in (numbers[0], numbers[-1])
         seconds = scale * (600 if waits else 6_000 if number == 1 else 36_000)
         progress = Progress(waiting=True, notice=f"look {number}") if waits else Progress(resumed_from=0, step=250)
-        rest = {"progress": progress, "price_per_hour": 0.6 if waits else 36.0, "run": told.run}
+        rest = {"progress": progress, "price_per_hour": 0.6 if waits else 36.0, "run": record_of_run.run}
         phases = {"idle" if waits else "train": seconds}
-        attempted(store, told.prefixes["train"], "train", number, start, start + seconds, phases=phases, **rest)
+        attempted(
+            store, record_of_run.prefixes["train"], "train", number, start, start + seconds, phases=phases, **rest
+        )
         start += seconds + (300 * scale if waits else 0)
-    return told
+    return record_of_run
 
 
 class Parts(HTMLParser):
@@ -129,47 +126,47 @@ class Parts(HTMLParser):
         return [attributes for name, attributes in self.found if name == tag]
 
 
-# --- what the page says
+# --- what the page shows
 
 
 def test_a_page_says_what_the_store_says(store: LocalStore) -> None:
-    told = run_in(store)
-    shown, account = run_shown(Run(store, told)), Run(store, told).account
-    assert (shown["state"], shown["steps"], shown["starts"]) == ("done", 400, 2)
-    assert shown["account"]["total"] == asdict(account.total)
+    record_of_run = run_in(store)
+    data, account = run_data(Run(store, record_of_run)), Run(store, record_of_run).account
+    assert (data["state"], data["steps"], data["starts"]) == ("done", 400, 2)
+    assert data["account"]["total"] == asdict(account.total)
     assert account.total.usd == pytest.approx(36.0 * (250 + 210) / 3600)
-    assert [(a["state"], a["from"], a["to"]) for a in shown["attempts"]] == [("lost", 0, 250), ("done", 200, 400)]
-    assert shown["attempts"][1]["billed_before"]["usd"] == pytest.approx(2.5)
-    assert shown["series"]["train/loss"]["raw"]["step"] == list(range(1, 401))
-    boxes = {box["stage"]: box for box in shown["lineage"]}
+    assert [(a["state"], a["from"], a["to"]) for a in data["attempts"]] == [("lost", 0, 250), ("done", 200, 400)]
+    assert data["attempts"][1]["billed_before"]["usd"] == pytest.approx(2.5)
+    assert data["series"]["train/loss"]["raw"]["step"] == list(range(1, 401))
+    boxes = {box["stage"]: box for box in data["lineage"]}
     assert list(boxes) == ["text", "tokenize", "train", "evaluate", "export"]
     assert boxes["tokenize"]["facts"] == ["8,000,000 tokens", "made by other-12345678"]
     assert boxes["evaluate"]["facts"] == ["val loss 2.0625"]
-    receipt = dict(shown["receipt"])
-    assert receipt["commit"] == "c0ffee with changes that no commit holds"
+    receipt = dict(data["receipt"])
+    assert receipt["commit"] == "c0ffee with uncommitted changes"
     assert receipt["seed"] == "1337" and receipt["hardware"].startswith("1 x cpu, fp32; ")
 
 
 def test_waits_for_spot_in_a_row_are_one_row_of_the_page_as_of_the_bill(
     store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = run_that_waited(store)
-    shown = run_shown(Run(store, told))
-    assert [a["number"] for a in shown["attempts"]] == ["1", "2 to 60", "61"]
-    wait = shown["attempts"][1]
+    record_of_run = run_that_waited(store)
+    data = run_data(Run(store, record_of_run))
+    assert [a["number"] for a in data["attempts"]] == ["1", "2 to 60", "61"]
+    wait = data["attempts"][1]
     assert wait["waited"] and wait["notice"] == "look 60" and wait["phases"] == {"idle": 59 * 600.0}
     assert (wait["started"], wait["ended"]) == (NOON + 6_000, NOON + 6_000 + 59 * 900 - 300)
     assert wait["bill"]["usd"] == pytest.approx(59 * 0.1)
-    assert {box["stage"]: box.get("attempts") for box in shown["lineage"]}["train"] == shown["starts"] == 2
+    assert {box["stage"]: box.get("attempts") for box in data["lineage"]}["train"] == data["starts"] == 2
     monkeypatch.setenv("COLUMNS", "200")
-    print_bill(Run(store, told).account)
+    print_bill(Run(store, record_of_run).account)
     bill = "\n".join(" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
     rows = ["train 1 done", "train 2 to 60 waiting for spot (look 60)", "train 61 done"]
     assert [bill.count(f"\n{row} ") for row in rows] == [1, 1, 1] and "\ntrain 3" not in bill
 
 
 def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logged(store: LocalStore) -> None:
-    line = run_shown(Run(store, run_in(store)))["series"]["val/loss"]["line"]
+    line = run_data(Run(store, run_in(store)))["series"]["val/loss"]["line"]
     bill = dict(zip(line["step"], zip(line["hours"], line["usd"], strict=True), strict=True))
     assert bill[50] == pytest.approx((60 / 3600, 0.6), abs=1e-5)
     # Step 250 as it stands was done by the second attempt; the first one, lost work and all, is on the bill before it.
@@ -178,17 +175,17 @@ def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logg
 
 
 def test_a_run_without_a_known_price_has_hours_and_no_dollars(store: LocalStore) -> None:
-    shown = run_shown(Run(store, run_in(store, price_per_hour=None)))
-    line = shown["series"]["val/loss"]["line"]
+    data = run_data(Run(store, run_in(store, price_per_hour=None)))
+    line = data["series"]["val/loss"]["line"]
     assert line["usd"] == [] and len(line["hours"]) == len(line["step"])
-    assert shown["account"]["total"]["usd"] == 0 and shown["account"]["total"]["unpriced_hours"] > 0
+    assert data["account"]["total"]["usd"] == 0 and data["account"]["total"]["unpriced_hours"] > 0
 
 
 def test_an_unfinished_run_has_a_page_too(store: LocalStore) -> None:
-    shown = run_shown(Run(store, run_in(store, steps=300, finished=False)))
-    assert [box.get("there") for box in shown["lineage"]] == [None, False, False, False, False]
-    assert shown["targets"] == [{"what": "steps", "target": 400, "got": 300, "met": None}]
-    assert shown["sample"] is None
+    data = run_data(Run(store, run_in(store, steps=300, finished=False)))
+    assert [box.get("there") for box in data["lineage"]] == [None, False, False, False, False]
+    assert data["targets"] == [{"what": "steps", "target": 400, "got": 300, "met": None}]
+    assert data["sample"] is None
 
 
 def test_targets_are_met_missed_or_not_yet_measured() -> None:
@@ -214,10 +211,10 @@ def test_every_size_of_gpt2_is_that_of_a_shipped_recipe_and_has_its_references(s
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(10, 300))
 def test_a_thinned_curve_keeps_its_ends_and_extremes_within_the_limit(values: Sequence[float], limit: int) -> None:
-    kept = thin(values, limit)
-    assert kept == sorted(set(kept)) and len(kept) <= max(limit, 2)
-    assert (kept[0], kept[-1]) == (0, len(values) - 1)
-    left = [values[i] for i in kept]
+    points = thin(values, limit)
+    assert points == sorted(set(points)) and len(points) <= max(limit, 2)
+    assert (points[0], points[-1]) == (0, len(values) - 1)
+    left = [values[i] for i in points]
     assert (min(left), max(left)) == (min(values), max(values))
 
 
@@ -244,7 +241,7 @@ def test_a_log_of_llmc_is_read_as_it_was_written(tmp_path: Path) -> None:
             "val/loss": {0: 11.0},
             "train/loss": {0: 11.5, 1: 9.0},
             "train/lr": {0: 1e-6, 1: 0.1},
-            "train/grad_norm": {0: 14.96},  # what is not finite is left out
+            "train/grad_norm": {0: 14.96},  # values that are not finite are left out
             "eval/hellaswag_acc_norm": {1: 0.25},
         },
     )
@@ -254,21 +251,21 @@ def test_a_log_of_llmc_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "cannot be read"),
         ("", "holds no step; a main.log of llm.c has lines like 's:250 tel:6.1565'"),
-        ("s:1 trl:2.0\nstep 2: loss 3\n", "line 2: 'step 2: loss 3' is not llm.c's"),
-        ("s:1 trl:2.0\ntrl:3.0\n", "line 2: 'trl:3.0' is not llm.c's"),
-        ("s:1 trl:two\n", "line 1: 's:1 trl:two' is not llm.c's"),
+        ("s:1 trl:2.0\nstep 2: loss 3\n", "line 2: 'step 2: loss 3' is not a line of llm.c"),
+        ("s:1 trl:2.0\ntrl:3.0\n", "line 2: 'trl:3.0' is not a line of llm.c"),
+        ("s:1 trl:two\n", "line 1: 's:1 trl:two' is not a line of llm.c"),
     ],
 )
-def test_another_file_is_refused_in_one_line(tmp_path: Path, text: str | None, said: str) -> None:
+def test_another_file_is_refused_in_one_line(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "main.log").write_text(text)
     with pytest.raises(UserError) as error:
         read_overlay(str(tmp_path / "main.log"))
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_recorded_log_of_a_real_llmc_run_is_read_whole(shared_data: Path) -> None:
@@ -290,7 +287,7 @@ def test_no_text_of_a_run_becomes_markup(store: LocalStore) -> None:
     page = render([Run(store, run_in(store))], [Overlay(HOSTILE, 1, {"val/loss": {1: 2.0}})])
     parts = Parts(page)
     assert [script.get("type") for script in parts.all("script")] == ["application/json", None]
-    assert parts.all("img") == [] and "window.broken" in page  # said, and escaped
+    assert parts.all("img") == [] and "window.broken" in page  # as text, escaped
     data = json.loads("".join(parts.texts["script"][:1]))
     assert data["runs"][0]["sample"] == HOSTILE and data["overlays"][0]["name"] == HOSTILE
 
@@ -324,14 +321,14 @@ def test_report_writes_the_page_where_it_is_told(
 ) -> None:
     path = tmp_path / "report.html"
     with pytest.raises(UserError, match="no runs in .* yet; `skytrain run smoke` makes one"):
-        cli.report(store=store.uri, html=path)
+        report(store=store.uri, html=path)
     run = run_in(store).run
-    cli.report([run[:7]], store=store.uri, html=path)
+    report([run[:7]], store=store.uri, html=path)
     assert run in path.read_text() and str(path) in capsys.readouterr().out
     with pytest.raises(UserError, match="cannot be written"):
-        cli.report(store=store.uri, html=tmp_path / "nowhere" / "report.html")
+        report(store=store.uri, html=tmp_path / "nowhere" / "report.html")
     with pytest.raises(UserError, match="add --html FILE"):
-        cli.report(store=store.uri, overlay=["main.log"])
+        report(store=store.uri, overlay=["main.log"])
 
 
 # --- in a real browser
@@ -473,7 +470,7 @@ def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_n
     )
     assert len(figures) == 7  # loss, HellaSwag, throughput, learning rate, gradient norm; two timelines
     assert all(marks > 1 and len(name) > 40 for marks, name in figures)
-    assert "3.2731" in figures[0][1] and "died without a word" in figures[5][1]
+    assert "3.2731" in figures[0][1] and "died without a last heartbeat" in figures[5][1]
     minutes = ["0", "1 min", "2 min", "3 min"]  # and anew behind the hour between the attempts, which is cut short
     assert ticks_of(browser, 5) == [*minutes, "4 min", *minutes]
     browser.screen(1200)
@@ -486,8 +483,8 @@ def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_n
     browser.js("document.querySelector('input[name=axis][value=usd]').click()")
     names = browser.js("document.querySelector('figure svg').getAttribute('aria-label')")
     assert names.startswith("Loss, nats per token against dollars") and "main.log" not in names and "dear" not in names
-    said = browser.js("document.querySelector('figcaption').innerText")
-    assert "No price is known for dear-" in said and "tells neither time nor money" in said
+    message = browser.js("document.querySelector('figcaption').innerText")
+    assert "No price is known for dear-" in message and "has neither time nor cost" in message
 
     # The keyboard reads values: Tab leads to the figure, arrows walk along it.
     browser.js("document.querySelector('.check input').focus()")

@@ -165,7 +165,7 @@ def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
     step = json.loads(commit.read_text())["step"]
     assert 7 <= step == project.rows_logged() < STEPS
     shown = project.run("plan", "tiny.yaml").stdout
-    assert re.search(rf"interrupted, step {step}\b.*: run goes on from its last commit", shown), shown
+    assert re.search(rf"interrupted, step {step}\b.*; run resumes from its last commit", shown), shown
 
     made = json.loads(project.run(*command, "--price-per-hour", "20", "--json").stdout)
     assert (made["state"], made["attempts"]) == ("done", 2)

@@ -113,7 +113,7 @@ def test_an_audit_notices_a_step_that_read_other_text(undisturbed: Callable[[int
     other["data/digest"] += 1
     segment.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] != gone["step"]))
     told = forged.run("report", "--audit", expect=1).stdout
-    assert f"1 steps read other text (the first: {other['step']})" in told
+    assert f"1 steps read other sequences (the first: {other['step']})" in told
     assert f"1 steps are missing (the first: {gone['step']})" in told
 
 
@@ -382,7 +382,7 @@ def test_mlflow_has_one_run_with_one_nested_run_a_stage_after_a_kill_and_a_rerun
 
     lost = everything(client, runs)
     fresh = f"sqlite:///{project.folder}/rebuilt.db"
-    assert "2 session(s) told again" in project.run("report", "--rebuild-mlflow", "--to", fresh).stdout
+    assert "2 session(s) logged again" in project.run("report", "--rebuild-mlflow", "--to", fresh).stdout
     assert everything(*told(fresh, made["run"])) == lost
     project.run("report", "--rebuild-mlflow", "--to", fresh)
     assert everything(*told(fresh, made["run"])) == lost, "told twice, it is still there once"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pipelines.plan import shipped_estimates
 from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig, load_recipe, shipped
-from pipelines.show.tables import shipped_rows
 from pipelines.stage import STAGES, plans_of, run_name
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.errors import UserError
@@ -165,17 +165,17 @@ def test_smoke_needs_no_network_and_no_account() -> None:
 
 
 def test_the_cost_of_a_recipe_is_the_arithmetic_it_states() -> None:
-    rows = {row["recipe"]: row for row in shipped_rows()}
+    rows = {estimate.recipe: estimate for estimate in shipped_estimates()}
     assert list(rows) == list(shipped())
     for name, (layers, _, width, context, batch_tokens, steps, _) in TABLE.items():
         n, tokens = parameters(layers, width, context), batch_tokens * steps
         flops = tokens * (6 * (n - context * width) + 12 * layers * width * context)
         hours = flops / (8 * 989e12 * 0.5) / 3600
-        assert rows[name]["parameters"] == n
-        assert rows[name]["tokens"] == tokens
-        assert rows[name]["flops"] == pytest.approx(flops, rel=1e-12)
-        assert rows[name]["node_hours"] == pytest.approx(hours, rel=1e-12)
-        assert rows[name]["usd"] == pytest.approx(hours * 31.92, rel=1e-12)
+        assert rows[name].parameters == n
+        assert rows[name].tokens == tokens
+        assert rows[name].flops == pytest.approx(flops, rel=1e-12)
+        assert rows[name].node_hours == pytest.approx(hours, rel=1e-12)
+        assert rows[name].usd == pytest.approx(hours * 31.92, rel=1e-12)
         # The comment beside max_steps tells the same.
         shown = f"{tokens / 1e9:.1f}B tokens; {flops:.1e} FLOPs; {hours:.1f} h on 8xH100 at 50% MFU"
         assert f"{shown}: ~${hours * 31.92:,.0f} at $31.92/h" in shipped()[name].read_text()

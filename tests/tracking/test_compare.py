@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from run_records import GONE, RECIPE, RUN, TRAIN, put_heartbeat, recipe_with
 
-from pipelines import cli
 from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.compare import compare
@@ -16,6 +15,7 @@ from pipelines.tracking.runs import (
     read_runs,
     record,
 )
+from pipelines.verbs.report import report
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 
@@ -44,7 +44,7 @@ def test_two_runs_are_compared_at_equal_tokens_and_at_equal_dollars(
     quick = recipe_with("train.learning_rate=0.01")
     priced(store, RUN, RECIPE, {0: 9.0, 50: 5.0, 100: 4.0}, price=6.0)  # 10 dollars
     priced(store, run_name(plans_of(quick)), quick, {0: 9.0, 50: 4.5, 100: 3.5, 200: 3.0}, price=12.0)  # 40 dollars
-    cli.report([RUN, run_name(plans_of(quick))], store=store.uri, as_json=True, compare=True)
+    report([RUN, run_name(plans_of(quick))], store=store.uri, as_json=True, compare=True)
     told = json.loads(capsys.readouterr().out)
     assert told["runs"] == [RUN, run_name(plans_of(quick))]
     assert told["differs"]["recipe.train.learning_rate"] == [RECIPE.train.learning_rate, 0.01]
@@ -54,11 +54,11 @@ def test_two_runs_are_compared_at_equal_tokens_and_at_equal_dollars(
     assert tokens[100 * 8192] == [4.0, 3.5] and tokens[50 * 8192] == [5.0, 4.5]
     dollars = {round(level["at"], 6): level["values"] for level in told["at_equal_dollars"]}
     assert dollars[10.0] == [4.0, 4.5]  # for the same money the dearer machine did half the steps
-    cli.report([run_name(plans_of(quick)), RUN], store=store.uri, compare=True)
+    report([run_name(plans_of(quick)), RUN], store=store.uri, compare=True)
     shown = capsys.readouterr().out
     assert "recipe.train.learning_rate" in shown and "at equal dollars" in shown
     with pytest.raises(UserError, match="takes two runs, got 1"):
-        cli.report([RUN], store=store.uri, compare=True)
+        report([RUN], store=store.uri, compare=True)
 
 
 def test_runs_of_unknown_price_are_not_compared_by_dollars(store: LocalStore) -> None:

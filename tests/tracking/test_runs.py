@@ -23,7 +23,7 @@ from run_records import (
     recorded,
 )
 
-from pipelines.show.page import run_shown
+from pipelines.show.page import run_data
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.compare import compare
 from pipelines.tracking.ledger import this_process
@@ -218,7 +218,7 @@ def test_everything_that_is_shown_of_a_run_takes_one_look_at_each_of_its_objects
 
     snapshot = Run(store, made)
     assert len(snapshot.account.attempts) == 2 * len(prefixes) and len(snapshot.attempts["evaluate"]) == 2
-    shown, compared = run_shown(snapshot), compare(snapshot, snapshot)
+    shown, compared = run_data(snapshot), compare(snapshot, snapshot)
     assert shown["account"]["total"] == asdict(snapshot.account.total) and not compared.differs
     assert snapshot.summary.state == snapshot.state
     heartbeats = [f"{prefix}/attempts/{number:04d}/heartbeat.json" for prefix in prefixes for number in (1, 2)]

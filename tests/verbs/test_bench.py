@@ -1,7 +1,8 @@
-"""What `skytrain bench` tells is measured, adds up, and is refused where the numbers are not finite."""
+"""`skytrain bench` prints measured values that add up, and rejects numbers that are not finite."""
 
 import json
 import re
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelines.bench.gauges import Spread, class_of, others, shares
-from pipelines.bench.measure import PEERS_SOURCE, contenders, lines
+from pipelines.bench.measure import PEERS_SOURCE, BenchResult, Measurement, engines_compared
 from pipelines.cli import app
+from pipelines.show.bench import lines
 from trainer.errors import Diverged, UserError
 from trainer.shards import write_shard
 
@@ -27,6 +29,11 @@ def benched(*options: str) -> Any:
     return done
 
 
+def measurement(values: dict[str, Any]) -> Measurement:
+    spreads = {name: Spread(**values[name]) for name in ("step_seconds", "tokens_per_second")}
+    return Measurement(**values | spreads)
+
+
 def test_a_measurement_adds_up(tmp_path: Path) -> None:
     write_shard(tmp_path / "train_000000.bin", (np.arange(5000) % 250).astype(np.uint16))
     result = json.loads(benched("--json", "--steps", "21", "--data", str(tmp_path)).stdout)
@@ -39,7 +46,7 @@ def test_a_measurement_adds_up(tmp_path: Path) -> None:
     assert speed["least"] <= speed["low_quartile"] <= speed["median"] <= speed["high_quartile"] <= speed["most"]
     assert step["least"] <= 256 / row["sustained_tokens_per_second"] <= step["most"]
     assert 0 < row["last_loss"] < row["first_loss"] < 6 and row["first_step_seconds"] > step["least"]
-    # What a CPU can't tell is left out, and said to be.
+    # Values that a CPU does not have are left out, with a note.
     assert [row[name] for name in ("mfu", "allocated_bytes", "sm_mhz", "watts", "kernel_shares")] == 5 * [None]
     assert "kernels" in result["left_out"][0] and result["peers"] == {}
 
@@ -53,15 +60,15 @@ def test_a_person_is_told_the_same_and_beside_the_peers_what_was_not_measured_no
     text = benched("--micro-batch", "2").stdout
     assert "tokens by Zipf's law" in text or "Zipf's law" in text
     assert "micro-batches of 2, as configured" in text and "all finite" in text and "MFU = tokens/s" in text
-    result = json.loads(benched("--json").stdout)
-    row = result["measured"][0]
-    slower = row | {"engine": "slower", "tokens_per_second": {k: v / 2 for k, v in row["tokens_per_second"].items()}}
-    ours = row["tokens_per_second"]["median"]
-    result |= {"measured": [slower, row], "peers": {"llm.c": ours / 4}, "peers_source": PEERS_SOURCE}
-    shown = list(lines(result))
-    place = shown.index(f"{PEERS_SOURCE}:")
-    assert "not in this run" in PEERS_SOURCE and re.search(r" 4\.000  llm\.c$", shown[place + 1])
-    assert any(re.search(r" 2\.000  slower; fp32$", line) for line in shown[:place])
+    row = measurement(json.loads(benched("--json").stdout)["measured"][0])
+    half = Spread(*(value / 2 for value in astuple(row.tokens_per_second)))
+    slower, ours = replace(row, engine="slower", tokens_per_second=half), row.tokens_per_second.median
+    peers = {"llm.c": ours / 4}
+    both = BenchResult("smoke", "CPU", 1, "2", "text", 1, 1, "MFU = …", [slower, row], [], peers, PEERS_SOURCE, [])
+    printed = list(lines(both))
+    place = printed.index(f"{PEERS_SOURCE}:")
+    assert "not in this run" in PEERS_SOURCE and re.search(r" 4\.000  llm\.c$", printed[place + 1])
+    assert any(re.search(r" 2\.000  slower; fp32$", line) for line in printed[:place])
 
 
 def test_a_loss_that_is_not_finite_measures_nothing() -> None:
@@ -70,7 +77,7 @@ def test_a_loss_that_is_not_finite_measures_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--steps", "19"], "--steps"),
         (["--micro-batch", "3"], "use a micro_batch_size that divides 8"),
@@ -79,25 +86,25 @@ def test_a_loss_that_is_not_finite_measures_nothing() -> None:
         (["--engine", "fused"], "runtime.engine: fused cannot run here: it needs a CUDA device"),
     ],
 )
-def test_a_measurement_that_can_not_be_is_refused(options: list[str], words: str) -> None:
+def test_a_measurement_that_can_not_be_is_refused(options: list[str], message: str) -> None:
     done = CliRunner().invoke(app, [*TINY, *options], env={"TRITON_INTERPRET": None})
-    assert done.exit_code != 0 and words in f"{done.output} {done.exception}"
+    assert done.exit_code != 0 and message in f"{done.output} {done.exception}"
 
 
 def test_the_engines_are_compared_in_a_precision_they_share() -> None:
-    assert [change[1:] for change in contenders("auto")] == [[], [], []]
-    several = contenders("fp8_head")
+    assert [change[1:] for change in engines_compared("auto")] == [[], [], []]
+    several = engines_compared("fp8_head")
     assert several[:3] == [[f"runtime.engine={e}", "train.precision=bf16"] for e in ("eager", "compiled", "fused")]
     assert several[3] == ["runtime.engine=fused"]
 
 
 def test_every_kernel_of_ours_has_a_class_and_the_shares_sum_to_one() -> None:
-    source = (Path(__file__).resolve().parents[2] / "trainer" / "fused" / "kernels.py").read_text()
-    ours = re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE)
+    source = (Path(__file__).resolve().parents[2] / "trainer" / "fused" / "triton_kernels.py").read_text()
+    ours = re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)
     assert len(ours) >= 8
     classes = {kernel: class_of(kernel) for kernel in ours}
     assert "other" not in classes.values(), classes
-    assert classes["_norm_backward_kernel"] == "norm" and classes["_adamw_kernel"] == "optimizer"
+    assert classes["norm_backward_kernel"] == "norm" and classes["adamw_kernel"] == "optimizer"
     foreign = {
         "nvjet_tst_192x192_64x4_1x2_h_bz_coopA_NTN": "gemm",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize2x1x1_cublas": "gemm",

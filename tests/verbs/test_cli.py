@@ -19,7 +19,7 @@ from trainer.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SKYTRAIN = [sys.executable, "-c", "from pipelines.cli import main; main()"]
-# Commands one after the other in one process, which says at the end how each of them ended.
+# Runs several commands in one process and prints their exit codes at the end.
 SEVERAL = """
 import json, sys
 from pipelines.cli import main
@@ -123,7 +123,7 @@ def test_a_wrong_option_ends_with_2_and_is_named(folder: Path, arguments: list[s
     done = skytrain(folder, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert word in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert done.stderr.endswith("--help tells what it takes\n")
+    assert done.stderr.endswith(" --help\n")
 
 
 def broken(folder: Path, error: str) -> str:
@@ -170,11 +170,11 @@ def test_a_run_that_somebody_stopped_ends_with_76_which_nothing_recovers(folder:
     assert (done.returncode, done.stdout, done.stderr) == (76, "", line)
 
 
-# --- what is imported
+# --- imports
 
 
-# The command, which says at the end which of the heavy modules it has loaded.
-CONFESSING = (
+# Runs the command and prints at the end the heavy modules that it loaded.
+LISTING_IMPORTS = (
     "import atexit, json, sys\nfrom pipelines.cli import main\n"
     f"atexit.register(lambda: print(json.dumps([m for m in {HEAVY} if m in sys.modules]), file=sys.stderr))\nmain()"
 )
@@ -183,7 +183,7 @@ CONFESSING = (
 def test_help_and_recipes_import_nothing_heavy(folder: Path) -> None:
     expected: dict[str, list[str]] = {"--help": [], "recipes": ["pydantic", "yaml"]}
     for verb, loaded in expected.items():
-        command = [sys.executable, "-c", CONFESSING, verb]
+        command = [sys.executable, "-c", LISTING_IMPORTS, verb]
         done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True)
         assert json.loads(done.stderr) == loaded
 
@@ -191,7 +191,7 @@ def test_help_and_recipes_import_nothing_heavy(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["report"], ["report", "--series"], ["status"], ["plan", "tiny.yaml"], ["gc"]])
 def test_a_look_at_a_run_loads_no_torch(undisturbed: Callable[[int], Project], arguments: list[str]) -> None:
-    done = undisturbed(1).run(*arguments, code=CONFESSING)
+    done = undisturbed(1).run(*arguments, code=LISTING_IMPORTS)
     assert set(json.loads(done.stderr)) <= {"pydantic", "yaml"}
 
 
@@ -210,15 +210,15 @@ def test_help_names_every_verb_and_every_verb_has_help(folder: Path) -> None:
 def test_results_go_to_stdout_as_one_object_and_all_else_to_stderr(folder: Path) -> None:
     done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--json", "--price-per-hour", "3.5")
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    assert set(told) == {"run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"}
-    assert (told["state"], told["attempts"], told["val_loss"]) == ("done", 1, None)
-    assert told["usd"] == pytest.approx(3.5 * told["billed_hours"]) and told["usd"] > 0
-    tokens = told["artifacts"]["tokenize"]
+    result = json.loads(done.stdout)
+    assert set(result) == {"run", "state", "attempts", "usd", "billed_hours", "unpriced_hours", "val_loss", "artifacts"}
+    assert (result["state"], result["attempts"], result["val_loss"]) == ("done", 1, None)
+    assert result["usd"] == pytest.approx(3.5 * result["billed_hours"]) and result["usd"] > 0
+    tokens = result["artifacts"]["tokenize"]
     assert tokens["skipped"] is False and len(tokens["fingerprint"]) == 64
     assert tokens["uri"] == f"file://{folder}/.skytrain/store/tokens/python-stdlib-{tokens['fingerprint'][:8]}"
     again = json.loads(skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--json").stdout)
-    assert again == told | {"artifacts": {"tokenize": tokens | {"skipped": True}}}
+    assert again == result | {"artifacts": {"tokenize": tokens | {"skipped": True}}}
 
 
 def test_the_secret_key_is_in_no_output_and_no_object(
@@ -226,20 +226,20 @@ def test_the_secret_key_is_in_no_output_and_no_object(
 ) -> None:
     store = fresh_s3_store(moto_server)
     aws = moto_server.environment | {"AWS_SECRET_ACCESS_KEY": SECRET}
-    said = ""
+    output = ""
     for options in ([], ["--json"]):
         done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--store", store.uri, *options, **aws)
         assert done.returncode == 0, done.stderr
-        said += done.stdout + done.stderr
+        output += done.stdout + done.stderr
     looks = [["plan", "tiny.yaml"], ["report"], ["report", "--json"], ["gc", "--dry-run"], ["report", "nope"]]
     command = [sys.executable, "-c", SEVERAL, json.dumps([[*look, "--store", store.uri] for look in looks])]
     done = subprocess.run(command, cwd=folder, env=environment(folder, **aws), capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "exit codes [0, 0, 0, 0, 2]", done.stderr
-    said += done.stdout + done.stderr
+    output += done.stdout + done.stderr
     objects = [store.get(entry.key) or b"" for entry in store.entries("")]
     left = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
-    assert "tiny-" in said and any(b"git_commit" in body for body in objects)
-    assert SECRET not in said and not any(SECRET.encode() in body for body in [*objects, *left])
+    assert "tiny-" in output and any(b"git_commit" in body for body in objects)
+    assert SECRET not in output and not any(SECRET.encode() in body for body in [*objects, *left])
 
 
 def test_a_server_that_refuses_the_secret_key_is_quoted_without_it(
@@ -274,8 +274,8 @@ def in_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
 
 def test_neither_a_narrow_terminal_nor_a_pipe_cuts_a_name(folder: Path) -> None:
     plan = ["plan", "gpt2-124m", "--set", f"name={'a' * 63}"]
-    told = json.loads(skytrain(folder, *plan, "--json").stdout)
-    names = [told["run"], *(stage["artifact"] for stage in told["stages"].values())]
+    result = json.loads(skytrain(folder, *plan, "--json").stdout)
+    names = [result["run"], *(stage["artifact"] for stage in result["stages"].values())]
     for shown in (in_a_terminal(folder, 30, *plan), skytrain(folder, *plan).stdout):
         assert all(name in shown for name in names) and "…" not in shown
     for shown in (in_a_terminal(folder, 30, "recipes"), skytrain(folder, "recipes").stdout):
@@ -319,5 +319,5 @@ def test_ctrl_c_before_the_work_has_begun_ends_with_75(folder: Path) -> None:
     while not (folder / "loading").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (75, "interrupted: run the same command to resume\n")
+    _, output = process.communicate(timeout=30)
+    assert (process.returncode, output) == (75, "interrupted: run the same command to resume\n")

@@ -4,39 +4,39 @@ const STATES = {
   done: ["✓", "finished"],
   running: ["●", "running"],
   interrupted: ["▼", "interrupted, after saving"],
-  stopped: ["■", "stopped as asked"],
-  lost: ["✕", "died without a word"],
+  stopped: ["■", "stopped on request"],
+  lost: ["✕", "died without a last heartbeat"],
   failed: ["!", "failed"],
   stale: ["⤳", "superseded by a later attempt"],
   waiting: ["…", "waited for spot"],
 };
 const stateOf = (a) => (a.waited ? "waiting" : a.state);
-const PHASES = {  // in this order: its colour, and what it is
+const PHASES = {  // in this order: color and meaning
   train: ["train", "steps that count"],
   evaluate: ["evaluate", "val loss and HellaSwag"],
   tokenize: ["evaluate", "text to tokens"],
-  export: ["evaluate", "the Hugging Face checkpoint is written"],
-  checkpoint: ["save", "training waits for a save"],
+  export: ["evaluate", "write the Hugging Face checkpoint"],
+  checkpoint: ["save", "training waits for a checkpoint"],
   upload: ["save", "results to the store"],
-  provision: ["prepare", "the machine comes up"],
-  setup: ["prepare", "processes start, imports, the store is read"],
-  download: ["prepare", "tokens, weights and commits are fetched"],
+  provision: ["prepare", "the machine boots"],
+  setup: ["prepare", "processes start, import, and read the store"],
+  download: ["prepare", "download of tokens, weights and commits"],
   compile: ["prepare", "first step of each attempt, with the compiler"],
-  idle: ["idle", "billed, and spent on nothing else"],
-  redone: ["redone", "steps done again after a loss"],
-  lost: ["waste", "after the last sign of life"],
+  idle: ["idle", "billed, without any work"],
+  redone: ["redone", "steps repeated after a loss"],
+  lost: ["waste", "after the last heartbeat"],
 };
 const phaseColor = (phase) => PHASES[phase]?.[0] ?? "prepare";
 const inOrder = (phases) => [...new Set([...Object.keys(PHASES), ...Object.keys(phases)])].filter((p) => p in phases);
-const TICKS = [  // a unit, its seconds, and how many of it may lie between two ticks
+const TICKS = [  // a unit, its seconds, and its possible numbers between two ticks
   ["s", 1, [0.1, 0.2, 0.5, 1, 2, 5, 10]],
   ["min", 60, [0.5, 1, 2, 5, 10]],
   ["h", 3600, [0.5, 1, 2, 3, 6]],
   ["d", 86400, [0.5, 1, 2, 5, 10, 20, 50, 100]],
 ].flatMap(([unit, size, steps]) => steps.map((step) => ({ unit, size, step })));
-const LANE = 46;  // pixels of a stage: marks, bars, and what the seconds went to
+const LANE = 46;  // pixels of a stage: marks, bars, and the strip of phases
 
-// Wall-clock time to pixels. A pause that is long beside the work is cut short, and says so.
+// Wall-clock time to pixels. A long pause is shortened, with a mark.
 function clock(attempts, left, right) {
   const spans = [];
   for (const { started, ended } of attempts)
@@ -59,7 +59,7 @@ function clock(attempts, left, right) {
   return { at, cut, busy };
 }
 
-// The clock counts from 0 again behind a pause that was cut short: "14 h 3 min" says less than what was before it.
+// After a shortened pause the clock starts at 0 again.
 function drawClock(root, attempts, { at, cut, busy }, box, count) {
   const end = Math.max(...attempts.map((a) => a.ended));
   const { unit, size, step } = TICKS.find((tick) => busy / (tick.step * tick.size) <= count) ?? TICKS.at(-1);
@@ -98,7 +98,7 @@ function drawAttempt({ a, x, y, width }) {
   return group;
 }
 
-// Without what lies between attempts that are drawn as one.
+// Seconds of an attempt, or of several in one bar, without the pauses between them.
 const lasted = (a) => Object.values(a.phases).reduce((sum, s) => sum + s, 0);
 const ending = (a) => `${STATES[stateOf(a)]?.[1] ?? a.state}${a.notice ? `: ${a.notice}` : ""}`;
 const steps = (a, to) => (has(a.from) ? `${full(a.from)} ${to} ${full(a.to ?? a.from)}` : "");
@@ -145,13 +145,13 @@ function timeline(run) {
       [swatch(phaseColor(phase)), phase, el("span", { class: "value" }, seconds(a.phases[phase]))]),
   ];
   const caption = () => [
-    `When ${run.name} was worked on. A bar is an attempt`,
-    states.includes("waiting") && ", or a row of those that waited for spot",
+    `The attempts of ${run.name} over time. A bar is an attempt`,
+    states.includes("waiting") && ", or several waits for spot",
     ": ",
     states.map((state, i) => [
       i ? ", " : "", el("span", { class: `chip s-${state}` }, (STATES[state] ?? [state]).join(" ")),
     ]),
-    ". The strip below it shows what its seconds went to, in the colours of the bill, sorted by kind and not by time.",
+    ". The strip below a bar shows its seconds by phase, in the colors of the bill, not in order of time.",
   ];
   const heads = ["attempt", "ended", "started", "billed", "steps", "machine", "dollars"];
   const row = (a) => [
@@ -175,7 +175,7 @@ function bill(run) {
   const most = Math.max(...page.runs.filter((other) => hasPrice(other) === hasPrice(run)).map(billed));
   const bar = el("div", { class: "bill", "aria-hidden": "true" }, phases.map((phase) => {
     const piece = el("span", { color: phaseColor(phase), title: `${phase}: ${paid(by_phase[phase])}` });
-    piece.style.flexGrow = (100 * value(by_phase[phase])) / all;  // below 1 in sum, they would not fill the bar
+    piece.style.flexGrow = (100 * value(by_phase[phase])) / all;  // a sum below 1 would not fill the bar
     return piece;
   }));
   bar.style.width = `${(100 * all) / most}%`;
@@ -195,10 +195,10 @@ function notes(run) {
   return [
     markets.length > 1 && `By market: ${markets.join(", ")}.`,
     interruptions.hours > 0 &&
-      `Being interrupted cost ${both(interruptions)}: work done again, time lost, and the way back.`,
-    has(savings_usd) && `Against the on-demand price of the same machines, ${dollars(savings_usd)} were saved.`,
-    deaths > 0 && `${plural(deaths, "attempt")} died without a word: up to ${seconds(unseen_seconds)} after their ` +
-      "last signs of life may be missing here.",
+      `Interruptions cost ${both(interruptions)}: repeated work, lost time, and restarts.`,
+    has(savings_usd) && `${dollars(savings_usd)} saved against the on-demand price of the same machines.`,
+    deaths > 0 && `${plural(deaths, "attempt")} died without a last heartbeat: up to ${seconds(unseen_seconds)} of them ` +
+      "may be missing here.",
     ...run.faults,
   ].filter(Boolean).map((note) => soft(note));
 }

@@ -1,14 +1,14 @@
 "use strict";
-// The page draws what page.py has gathered: these scripts are put into it one after the other (elements, figures, bill,
-// page). All text goes in as text nodes. Figures are SVG at the width they have, drawn again when that, the axis or
-// the choice of runs changes. Colours are classes, so day and night need no redrawing.
+// These scripts draw the data of page.py, which inserts them in this order: elements, figures, bill, page. All text
+// becomes text nodes. Figures are SVG at their present width; a change of width, axis or runs draws them again. Colors
+// are classes, so light and dark themes need no redrawing.
 
 const page = JSON.parse(document.getElementById("data").textContent);
 const sources = [
   ...page.runs.map((run, i) => ({ ...run, key: `r${i % 8}`, dash: i < 8 ? null : "6 3" })),
   ...page.overlays.map((log, i) => ({ ...log, key: `o${i % 3}`, dash: i < 3 ? null : "6 3", overlay: true })),
 ];
-// Beside a run of many times its length, a linear axis would make a short one a vertical line.
+// On a linear axis, a short run beside a very long one would be a vertical line.
 const lengths = sources.map((source) => source.steps).filter((steps) => steps > 0);
 const unequal = Math.max(...lengths) > 8 * Math.min(...lengths);
 const view = { axis: "step", scale: unequal ? "log" : "linear", whole: false, hidden: new Set() };
@@ -37,7 +37,7 @@ const line = (kind, x1, y1, x2, y2, more = {}) => svg("line", { class: kind, x1,
 const soft = (...text) => el("p", { class: "soft" }, ...text);
 const swatch = (color, box = "") => el("span", { class: `swatch ${box}`, color });
 
-// A table in a box that scrolls by itself; `wrapped` columns hold words, which may break.
+// A table in a box that scrolls by itself; `wrapped` columns hold text, which may break.
 function table(heads, rows, { kind = null, wrapped = [] } = {}) {
   const cells = (name, row) => row.map((cell, i) => el(name, {
     scope: name === "th" ? "col" : null,
@@ -48,7 +48,7 @@ function table(heads, rows, { kind = null, wrapped = [] } = {}) {
     el("tbody", {}, rows.map((row) => el("tr", {}, cells("td", row))))));
 }
 
-// --- numbers as people read them
+// --- numbers for people
 
 const full = (n) => Math.round(n).toLocaleString("en-US");
 function short(n) {
@@ -72,7 +72,7 @@ const moment = (unix) => new Date(unix * 1000).toLocaleString("en-GB", { dateSty
 const plural = (n, word) => `${full(n)} ${word}${n === 1 ? "" : "s"}`;
 const dollars = (n) => `$${n >= 1000 ? full(n) : n.toFixed(2)}`;
 
-// What a bill came to; hours whose price nobody knows stand beside the dollars, not in them.
+// A cost; hours of unknown price stand beside the dollars, not in them.
 function paid({ usd, unpriced_hours }) {
   const unpriced = unpriced_hours ? `${seconds(3600 * unpriced_hours)} unpriced` : "";
   return [usd > 0 || !unpriced ? dollars(usd) : "", unpriced].filter(Boolean).join(" + ");

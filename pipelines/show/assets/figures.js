@@ -21,7 +21,7 @@ const AXES = {
     text: dollars,
   },
 };
-// Tokens of all steps before one. A run has a batch size from a step on: [step, tokens before it, tokens a step].
+// Tokens of all steps before a step. Batch sizes: [first step, tokens before it, tokens a step].
 function tokensBefore(source, step) {
   const [first, before, batch] = source.batches.findLast(([from]) => from <= step);
   return before + (step - first) * batch;
@@ -45,7 +45,7 @@ function decades(low, high) {
 }
 const spread = (from, to, start, end) => (value) => start + ((value - from) / (to - from || 1)) * (end - start);
 
-// --- a figure: svg, a cursor that mouse, finger and arrow keys move, a caption, and the numbers as a table
+// --- a figure: svg, a cursor for mouse, finger and arrow keys, a caption, and the numbers as a table
 
 let figures = 0;
 function figure({ height, caption, aria, draw, stops, speak, numbers }) {
@@ -108,21 +108,21 @@ function figure({ height, caption, aria, draw, stops, speak, numbers }) {
 const LINES = {
   "train/loss": { text: score },
   "val/loss": { text: score, rings: true },
-  "eval/hellaswag_acc_norm": { text: score, rings: true, floor: 0.25 },  // what guessing gets
+  "eval/hellaswag_acc_norm": { text: score, rings: true, floor: 0.25 },  // the result of guessing
   "perf/tokens_per_second": { text: full, fromZero: true, end: short },
   "perf/mfu": { text: percent, fromZero: true, tick: (y) => percent(y).replace(".0%", "%") },
   "train/lr": { text: (y) => y.toExponential(2), fromZero: true, whole: true, tick: (y) => y && y.toExponential(0) },
   "train/grad_norm": { text: (y) => y.toFixed(3), fromZero: true },
 };
 
-// A curve on the axis that is chosen; a logarithmic one has no place for what came before the first step.
+// A curve on the chosen axis; a logarithmic axis has no place for values before the first step.
 function along(source, curve) {
   const x = AXES[view.axis].of(source, curve);
   const begin = x && view.scale === "log" ? x.findIndex((value) => value > 0) : 0;
   return x && begin >= 0 ? { x: x.slice(begin), y: curve.y.slice(begin) } : null;
 }
 
-// Lines; rings for what is measured now and then; and for what the stage evaluate found, a diamond: one point.
+// Lines; rings for metrics of some steps; a diamond for the one result of the stage evaluate.
 function curvesShown(metrics) {
   const found = [];
   for (const source of visible())
@@ -140,7 +140,7 @@ function curvesShown(metrics) {
   return found;
 }
 
-// The point of a curve that is nearest to x; none where the curve has ended or not begun, within some slack.
+// The point of a curve nearest to x; none where x is too far outside the curve.
 function nearest({ x: xs, y }, x, slack) {
   if (!(x >= xs[0] - slack && x <= xs.at(-1) + slack)) return {};
   let low = 0, high = xs.length - 1;
@@ -172,7 +172,7 @@ function horizontal(curves, box) {
   return { first, last, X: (x) => place(grow(x)), valueAt: (px) => (log ? 10 ** back(px) : back(px)) };
 }
 
-// What most of a run looks like, unless the whole is asked for: the first steps would press the rest flat.
+// The range of most of a run, unless the reader chooses the whole: the first steps would flatten the rest.
 function vertical(metrics, curves, box) {
   const kind = LINES[metrics[0]], floor = LINES[metrics.at(-1)].floor;
   const whole = view.whole || view.scale === "log" || kind.whole;
@@ -183,7 +183,7 @@ function vertical(metrics, curves, box) {
   let low = Math.min(...seen), high = Math.max(...seen);
   const known = referencesOf(metrics), sizes = new Set(visible().map((source) => source.size));
   const own = known.filter(([, size]) => sizes.has(size)).map(([, , y]) => y);
-  const above = Math.min(...known.map(([, , y]) => y).filter((y) => y > high));  // to be reached, if near
+  const above = Math.min(...known.map(([, , y]) => y).filter((y) => y > high));  // a reference above the curves, if near
   if (!own.length && has(floor) && above - high < 0.7 * (high - low)) own.push(above);
   [low, high] = [Math.min(low, ...own), Math.max(high, ...own)];
   const margin = 0.05 * (high - low || Math.abs(high) || 1);
@@ -191,7 +191,7 @@ function vertical(metrics, curves, box) {
   return { low, high, Y: spread(low, high, box.bottom, box.top) };
 }
 
-// --- what a line figure is made of; `at` holds the box, the scales and the curves
+// --- the parts of a line figure; `at` holds the box, the scales and the curves
 
 function drawAxes(root, { box, X, Y, first, last, low, high, kind, roomy, tall }) {
   const tick = kind.tick ?? ((y) => (Math.abs(y) >= 1000 ? short(y) : `${+y.toPrecision(4)}`));
@@ -232,7 +232,7 @@ function drawCurves(layer, { box, X, Y, curves }) {
   }
 }
 
-// A tick on the axis wherever a later attempt at training went on.
+// A tick on the axis for each later attempt at training.
 function resumptions(source, X, box) {
   const places = {
     step: (a) => a.from,
@@ -245,7 +245,7 @@ function resumptions(source, X, box) {
   return at.map((x) => line("tick", x, box.bottom - 9, x, box.bottom, { color: source.key }));
 }
 
-// A name that would run into the one above it moves to its right.
+// A name that would overlap the one above it moves to the right.
 function drawReferences(layer, { box, Y, low, high, known, kind }) {
   let above = { y: -Infinity, x: 0 };
   for (const [name, , y] of known.filter(([, , y]) => y > low && y < high).sort((a, b) => b[2] - a[2])) {
@@ -263,8 +263,8 @@ function drawFinals(layer, { X, Y, curves }) {
   }
 }
 
-// Each curve's last value at its right end, pushed apart where they would overlap. What was evaluated speaks for its
-// curve, and where there are both, val loss for a run.
+// The last value of each curve at its right end, moved apart where they would overlap. The final evaluation replaces the
+// value of its curve, and val loss replaces the training loss of a run.
 function drawEnds(root, { box, X, Y, curves, kind, metrics }) {
   const settled = ({ source, metric, role, raw }) => role === "evaluate" ||
     ((!raw || metrics.length === 1) && !has(source.final?.[metric]));

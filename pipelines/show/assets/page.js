@@ -1,13 +1,13 @@
-// --- words
+// --- the text on top
 
 function lead(run) {
   const model = run.size ? `GPT-2 ${run.size}` : `A GPT-2 of ${short(run.parameters)} parameters`;
-  if (!run.steps) return `${model}, to be trained on ${run.text}. It has not made a step yet.`;
+  if (!run.steps) return `${model}, to be trained on ${run.text}. It has no step yet.`;
   const all = plural(run.max_steps, "step");
   const reached = run.steps >= run.max_steps ? `in ${all}` : `in ${full(run.steps)} of ${all} so far`;
   const { total } = run.account, again = run.starts - 1;
   const cost = costs(run) ? ` and ${paid(total)}` : "";
-  const interrupted = again > 0 ? `, was interrupted ${again === 1 ? "once" : `${full(again)} times`} and went on` : "";
+  const interrupted = again > 0 ? `, was interrupted ${again === 1 ? "once" : `${full(again)} times`} and resumed` : "";
   const hellaswag = has(run.hellaswag) ? ` and its HellaSwag accuracy ${score(run.hellaswag)}` : "";
   const scores = has(run.val_loss) ? ` Its validation loss is ${score(run.val_loss)}${hellaswag}.` : "";
   return `${model}, trained on ${short(run.tokens)} tokens of ${run.text} ${reached}. ` +
@@ -25,7 +25,7 @@ function leads(runs) {
 function tiles(run) {
   const { total, goodput, usd_per_billion_tokens: rate } = run.account;
   const price = has(rate) ? `${dollars(rate)} per billion tokens` : "";
-  const rooms = run.attempts.some((a) => a.waited) ? ", waits for spot left out" : "";
+  const waits = run.attempts.some((a) => a.waited) ? ", without waits for spot" : "";
   const tiles = [
     ["val loss", score(run.val_loss), has(run.train_loss) ? `train ${score(run.train_loss)}` : ""],
     has(run.hellaswag) && ["HellaSwag", score(run.hellaswag), "acc_norm"],
@@ -34,7 +34,7 @@ function tiles(run) {
       ["tokens/s", short(run.tokens_per_second), has(run.mfu) ? `MFU ${percent(run.mfu)}` : "median of steps"],
     ["billed", seconds(3600 * total.hours), plural(run.starts, "start")],
     costs(run) && ["dollars", dollars(total.usd), total.unpriced_hours ? `and ${paid({ ...total, usd: 0 })}` : price],
-    has(goodput) && ["goodput", percent(goodput), `of billed time trained${rooms}`],
+    has(goodput) && ["goodput", percent(goodput), `of billed time is training${waits}`],
   ].filter(Boolean);
   return el("dl", { class: "tiles" }, tiles.map(([name, value, more]) =>
     el("div", {}, more && el("dd", { class: "more" }, more), el("dt", {}, name), el("dd", {}, value))));
@@ -58,7 +58,7 @@ function overview() {
   return table([...heads, ...more], sources.map(row), { kind: "runs" });
 }
 
-// What a reader could take wrongly from what is drawn now.
+// Warnings for the reader of the present figure.
 function caveats() {
   const names = (list) => list.map((source) => source.name).join(", ");
   const bytewise = visible().filter((source) => !source.overlay && source.tokenizer !== "gpt2");
@@ -67,12 +67,12 @@ function caveats() {
   return [
     bytewise.length > 0 && bytewise.length < visible().length &&
       ` A token of ${names(bytewise)} is a byte: its losses and those of GPT-2's tokens are not on one scale.`,
-    logs.length > 0 && ` ${names(logs)} tells neither time nor money, and is not drawn here.`,
+    logs.length > 0 && ` ${names(logs)} has neither time nor cost, and is not drawn here.`,
     unpriced.length > 0 && ` No price is known for ${names(unpriced)}, which is not drawn here.`,
   ];
 }
 
-// --- controls: native inputs, so that keyboard and screen reader come with them
+// --- controls: native inputs, which support keyboard and screen reader
 
 function choice(legend, name, options, chosen, change) {
   const option = ([value, text, disabled]) => el("label", { title: disabled }, text, el("input", {
@@ -104,7 +104,7 @@ function controls() {
     view[name] = value;
     redraw();
   };
-  const why = { hours: "no run here has billed time", usd: "no run here has a price that is known throughout" };
+  const why = { hours: "no run here has billed time", usd: "no run here has a known price for all its hours" };
   const axes = Object.entries(AXES).map(([axis, { name }]) =>
     [axis, name, sources.some((source) => isOn(source, axis)) ? null : why[axis]]);
   const whole = el("input", { type: "checkbox", onchange: () => change("whole")(whole.checked) });
@@ -112,7 +112,7 @@ function controls() {
     sources.length > 1 && el("div", { class: "keys", role: "group", "aria-label": "Runs shown" }, sources.map(key)),
     choice("Against", "axis", axes, view.axis, change("axis")),
     choice("Axis", "scale", [["linear", "linear"], ["log", "log"]], view.scale, change("scale")),
-    el("label", { class: "check" }, whole, "from the very start"));
+    el("label", { class: "check" }, whole, "from the first step"));
 }
 
 // --- sections
@@ -123,17 +123,17 @@ function training() {
   const resumed = page.runs.some((run) => run.attempts.some((a) => a.stage === "train" && a.from));
   const evaluated = page.runs.some((run) => has(run.final["val/loss"]));
   const loss = () => [
-    "Training loss (lines; a running mean over 1.3% of the steps, with every step's in pale behind it) and validation ",
+    "Training loss (lines; a running mean over 1.3% of the steps, with every step's in pale color behind it) and validation ",
     `loss (rings${evaluated ? "; a diamond is the final evaluation" : ""}).`,
-    resumed && " Ticks on the axis: a new attempt went on from the last commit.",
-    ["hours", "usd"].includes(view.axis) && " The bill is that of all stages and attempts up to each point.",
+    resumed && " Ticks on the axis: a new attempt resumed from the last commit.",
+    ["hours", "usd"].includes(view.axis) && " Each point has the cost of all stages and attempts until then.",
     usesReferences() && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on other text they " +
-      "are a guide, no comparison.",
+      "are a guide only.",
     caveats(),
   ];
   const hellaswag = () => [
-    "HellaSwag in completion style (acc_norm); guessing gets 0.25. Rings: while training; diamond: the final one.",
-    usesReferences() && " Dotted: GPT-2 as llm.c measured it, GPT-3 as its paper has it.",
+    "HellaSwag in completion style (acc_norm); guessing gets 0.25. Rings: during training; diamond: the final evaluation.",
+    usesReferences() && " Dotted: GPT-2 as measured by llm.c, GPT-3 from its paper.",
     caveats(),
   ];
   const small = [
@@ -149,7 +149,7 @@ function training() {
     any("eval/hellaswag_acc_norm") &&
       lineFigure({ metrics: ["eval/hellaswag_acc_norm"], title: "HellaSwag accuracy", caption: hellaswag }),
     el("div", { class: "several" },
-      small.map(([metric, title, words]) => lineFigure({ metrics: [metric], title, caption: () => [words] }))),
+      small.map(([metric, title, text]) => lineFigure({ metrics: [metric], title, caption: () => [text] }))),
   ];
 }
 
@@ -172,7 +172,7 @@ function receipt(run) {
   const chip = ([color, text]) => el("span", { class: "chip", color }, text);
   return [
     el("dl", { class: "receipt" }, run.receipt.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
-    table(["target", "meant", "got", ""], run.targets.map(({ what, target, got, met }) =>
+    table(["target", "value", "result", ""], run.targets.map(({ what, target, got, met }) =>
       [what, amount(target), amount(got), chip(verdict[met])])),
     el("details", {}, el("summary", {}, "The recipe, with every default"), el("pre", {}, run.recipe)),
   ];
@@ -193,22 +193,22 @@ function build() {
     sources.length === 1 ? tiles(runs[0]) : overview(),
     el("h2", {}, "Training"), training(),
     worked.length > 0 && [el("h2", {}, "Attempts"), worked.map(timeline)],
-    el("h2", {}, runs.some(costs) ? "Where the money went" : "Where the time went"), each(bill),
+    el("h2", {}, runs.some(costs) ? "Cost by phase" : "Time by phase"), each(bill),
     sampled.length > 0 && [
-      el("h2", {}, "What it writes"), soft("Generated from nothing by the final weights."),
+      el("h2", {}, "Sample"), soft("Text of the final weights without a prompt."),
       each((run) => el("pre", {}, run.sample), sampled),
     ],
     el("h2", {}, "Lineage"),
-    soft("What was made of what. A fingerprint is the sha256 of all that decides an artifact's bytes."), each(lineage),
+    soft("The inputs of each artifact. A fingerprint is the sha256 of everything that determines an artifact's bytes."), each(lineage),
     el("h2", {}, "Receipt"),
-    soft("What it takes to do it again, and whether it reached what it was meant to."), each(receipt),
-    el("footer", {}, "Long curves are thinned to 2,000 points that keep every extreme; means are taken before that. ",
-      "Times and dollars are those of the attempts' heartbeats. This page loads nothing and sends nothing."),
+    soft("The facts for a repetition of the run, and its targets."), each(receipt),
+    el("footer", {}, "Long curves are thinned to 2,000 points that include the extremes; means are computed before. ",
+      "Times and dollars come from the attempts' heartbeats. This page makes no network request."),
   ]);
   redraw();
   let width = innerWidth;
   addEventListener("resize", () => {
-    if (width === innerWidth) return;  // a phone's address bar comes and goes
+    if (width === innerWidth) return;  // only a phone's address bar changed
     width = innerWidth;
     requestAnimationFrame(redraw);
   });

@@ -1,0 +1,121 @@
+"""What a recipe would make: the state of each artifact, and the size and cost of the training."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
+from pipelines.recipe import Recipe, load_recipe, shipped
+from pipelines.stage import plans_of, run_name
+from pipelines.tracking.ledger import attempts
+from pipelines.tracking.records import without_none
+from trainer.store import Store
+
+# The node of `skytrain recipes`: 8xH100 at half of their dense bf16 peak, at Lambda's on-demand price.
+# Sources: NVIDIA's data sheet for the peak; SkyPilot's catalog, read 2026-11, for the price.
+NODE_FLOPS, ASSUMED_MFU, NODE_USD_PER_HOUR = 8 * 989e12, 0.50, 31.92
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The artifact of a stage, and the reason if it does not exist."""
+
+    artifact: str  # prefix
+    fingerprint: str
+    exists: bool
+    sibling: str | None = None  # prefix of the finished artifact of the same stage that differs in the fewest fields
+    differs: Mapping[str, tuple[Any, Any]] | None = None  # field -> its value here and in the sibling
+    why: str | None = None  # it does not exist
+
+    def to_json(self) -> dict[str, Any]:
+        values = without_none(asdict(self))
+        if self.differs is not None:
+            values["differs"] = {field: {"here": a, "there": b} for field, (a, b) in self.differs.items()}
+        return values
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The artifacts of a run by stage, and the size of its training."""
+
+    run: str
+    store: str
+    parameters: int
+    steps: int
+    tokens: int
+    flops: float
+    stages: Mapping[str, StagePlan]
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"stages": {name: stage.to_json() for name, stage in self.stages.items()}}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The training of a shipped recipe on one 8xH100 node."""
+
+    recipe: str
+    parameters: int
+    tokens: int
+    flops: float
+    node_hours: float
+    usd: float
+
+
+def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | None = None) -> RunPlan:
+    """The plan of `run`: for each stage its artifact, and the reason if the store does not have it."""
+    known = dict(plans or plans_of(recipe))
+    return RunPlan(
+        run=run_name(known),
+        store=store.uri,
+        parameters=recipe.model.parameters,
+        steps=recipe.train.max_steps,
+        tokens=recipe.train_tokens,
+        flops=recipe.train_flops,
+        stages={stage: stage_plan(store, plan) for stage, plan in known.items()},
+    )
+
+
+def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
+    if find(store, plan) is not None:
+        return StagePlan(plan.prefix, plan.fingerprint, exists=True)
+    if started := attempts(store, plan.prefix):
+        last = started[-1]
+        counts = {"step": last.progress.step, "tokens": last.progress.tokens}
+        where = "".join(f", {name} {count:,}" for name, count in counts.items() if count is not None)
+        why = f"attempt {last.attempt} is {last.state}{where}; run resumes from its last commit"
+        return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
+    sibling, differs = nearest_sibling(store, plan)
+    if sibling is None:
+        why = f"{plan.prefix.partition('/')[0]}/ has no artifact to compare with yet"
+        return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
+    fields = [f"{field}: {shortened(a)} here, {shortened(b)} there" for field, (a, b) in differs.items()]
+    more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
+    why = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}"
+    return StagePlan(plan.prefix, plan.fingerprint, False, sibling.prefix, differs, why)
+
+
+def nearest_sibling(store: Store, plan: ArtifactPlan) -> tuple[Manifest | None, dict[str, tuple[Any, Any]]]:
+    """The finished artifact of the same stage that differs in the fewest fields, and those fields."""
+    folder = plan.prefix.partition("/")[0]
+    keys = (e.key for e in store.entries(f"{folder}/") if e.key.endswith("/MANIFEST.json"))
+    siblings = [m for key in keys if (m := read_manifest(store, key.removesuffix("/MANIFEST.json")))]
+    compared = [(m, differences(plan.identity, m.identity)) for m in siblings]
+    return min(compared, key=lambda pair: len(pair[1]), default=(None, {}))
+
+
+def shipped_estimates() -> list[Estimate]:
+    """Size, tokens, FLOPs, hours and dollars of each shipped recipe."""
+    estimates = []
+    for name in shipped():
+        recipe = load_recipe(name)
+        hours = recipe.train_flops / (NODE_FLOPS * ASSUMED_MFU) / 3600
+        size = recipe.model.parameters, recipe.train_tokens, recipe.train_flops
+        estimates.append(Estimate(name, *size, hours, hours * NODE_USD_PER_HOUR))
+    return estimates
+
+
+def shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 24 else text[:21] + "…"

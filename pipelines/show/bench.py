@@ -1,0 +1,66 @@
+"""The result of `skytrain bench` for a person."""
+
+from collections.abc import Iterator
+
+from pipelines.bench.gauges import Spread
+from pipelines.bench.measure import BenchResult, Measurement
+
+
+def print_bench(result: BenchResult) -> None:
+    print("\n".join(lines(result)))
+
+
+def lines(result: BenchResult) -> Iterator[str]:
+    yield f"{result.recipe}: {result.parameters:,} parameters, {result.world_size} x {result.device}"
+    yield f"torch {result.torch}; text: {result.text}"
+    for row in result.measured:
+        yield from ("", *lines_of(row, result.flops_per_token))
+    for failed in result.not_measured:
+        yield from ("", f"{failed.engine}: not measured: {failed.why}")
+    if result.measured and (result.peers_source or len(result.measured) > 1):
+        yield from ("", *comparison(result))
+    yield from ("", result.formula, *(f"left out: {text}" for text in result.left_out))
+
+
+def lines_of(row: Measurement, flops_per_token: int) -> Iterator[str]:
+    speed, step = row.tokens_per_second, row.step_seconds
+    micro_batches = row.accumulated * row.world_size
+    yield f"{row.engine}; {row.precision}"
+    yield f"  batch    {row.batch_tokens:,} tokens: {micro_batches} {row.micro_batch_why}"
+    yield f"  speed    {speed.median:,.0f} tokens/s, the median step; half of the steps {spread(speed)}"
+    yield f"           {row.sustained_tokens_per_second:,.0f} tokens/s over all steps"
+    yield f"  step     {1e3 * step.median:,.1f} ms ({1e3 * step.least:,.1f} to {1e3 * step.most:,.1f})"
+    if row.mfu is not None:
+        yield f"  MFU      {row.mfu:.1%} at {flops_per_token / 1e9:.3f} GFLOP a token"
+    if row.allocated_bytes is not None and row.reserved_bytes is not None:
+        allocated, reserved = row.allocated_bytes / 2**30, row.reserved_bytes / 2**30
+        yield f"  memory   {allocated:.1f} GiB allocated at most, {reserved:.1f} reserved"
+    if row.sm_mhz:
+        yield f"  clock    {row.sm_mhz.median:,.0f} MHz ({spread(row.sm_mhz)})"
+    if row.watts:
+        yield f"  power    {row.watts.median:,.0f} W ({spread(row.watts)})"
+    if row.kernel_shares and row.kernel_seconds is not None:
+        yield "  kernels  " + ", ".join(f"{name} {share:.1%}" for name, share in row.kernel_shares.items())
+        yield f"           {1e3 * row.kernel_seconds:,.1f} ms a step, summed over the kernels"
+    yield f"  start    first step done after {row.first_step_seconds:.1f} s"
+    yield f"  loss     {row.first_loss:.3f}, then {row.last_loss:.3f}; all finite"
+    yield from (f"  slow     {remark}" for remark in row.remarks)
+
+
+def spread(values: Spread) -> str:
+    return f"{values.low_quartile:,.0f} to {values.high_quartile:,.0f}, all {values.least:,.0f} to {values.most:,.0f}"
+
+
+def comparison(result: BenchResult) -> Iterator[str]:
+    """Every speed, and the ratio of our last engine to it."""
+    ours = result.measured[-1].tokens_per_second.median
+    yield "tokens/s, and the ratio of our last engine to it"
+    for row in result.measured:
+        yield compared(ours, row.tokens_per_second.median, f"{row.engine}; {row.precision}")
+    if result.peers:
+        yield f"{result.peers_source}:"
+        yield from (compared(ours, speed, name) for name, speed in result.peers.items())
+
+
+def compared(ours: float, speed: float, name: str) -> str:
+    return f"  {speed:>12,.0f}  {ours / speed:6.3f}  {name}"

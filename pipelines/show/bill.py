@@ -1,0 +1,70 @@
+"""The bill of a run: its cost by stage, phase and market, and a row for each attempt."""
+
+import time
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from pipelines.show.console import console, duration, money
+from pipelines.tracking.account import Account, AttemptAccount, market_of, merge_waits
+from pipelines.tracking.clusters import read_intervals, reconcile
+from trainer.store import Store
+
+
+def print_bill(account: Account) -> None:
+    """The costs of one run, their prices, and the losses."""
+    out = console()
+    for title, costs in (("stage", account.by_stage), ("phase", account.by_phase), ("market", account.by_market)):
+        table = Table(title, "time", "dollars", box=None, pad_edge=False)
+        for name, cost in sorted(costs.items(), key=lambda item: -item[1].hours):
+            table.add_row(name, duration(3600 * cost.hours), money(cost.usd, cost.unpriced_hours))
+        out.print(table)
+        out.print()
+    heads = ("attempt", "state", "on", "began (UTC)", "time", "price an hour", "dollars", "steps", "kept", "redone")
+    table = Table(*heads, box=None, pad_edge=False)
+    for number, attempt in merge_waits(account.attempts):
+        table.add_row(*attempt_row(number, attempt))
+    out.print(table)
+    out.print()
+    lines = []
+    if account.goodput is not None:
+        waits = " without waits for spot" if any(a.waited for a in account.attempts) else ""
+        lines.append(f"goodput {account.goodput:.1%}: training, each step counted once, of all billed time{waits}")
+    if account.usd_per_billion_tokens:
+        lines.append(f"{account.usd_per_billion_tokens:,.2f} dollars per billion tokens")
+    if account.interruptions.hours:
+        lost = money(account.interruptions.usd, account.interruptions.unpriced_hours)
+        lines.append(f"{lost} dollars lost to interruptions: repeated work, and the restarts")
+    if account.savings_usd is not None:
+        lines.append(f"{account.savings_usd:.2f} dollars saved against on-demand prices")
+    if account.deaths:
+        lines.append(
+            f"{account.deaths} attempt(s) died without a last heartbeat: up to {account.unseen_seconds:.0f} s may be "
+            "missing from the bill"
+        )
+    for line in lines:
+        out.print(line)
+
+
+def attempt_row(number: str, a: AttemptAccount) -> list[str]:
+    return [
+        f"{a.stage} {number}",
+        ("waiting for spot" if a.waited else a.state) + (f" ({a.notice})" if a.notice else ""),
+        (f"{a.nodes} x " if a.nodes > 1 else "") + f"{a.machine.instance or a.host}, {market_of(a.machine)}",
+        time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(a.started)),
+        duration(sum(a.phases.values())),
+        f"{'unknown' if a.price_per_hour is None else f'{a.price_per_hour:.2f}'} ({a.price_source})",
+        money(a.bill.usd, a.bill.unpriced_hours),
+        *(str(steps) if a.steps_done else "" for steps in (a.steps_done, a.steps_kept, a.steps_redone)),
+    ]
+
+
+def sky_differences(store: Store, account: Account) -> Iterator[str]:
+    """The hours of SkyPilot's last report beside those of the ledger: a line for each cluster."""
+    intervals = read_intervals(store, account.run)
+    for one in reconcile(account, intervals, time.time()) if intervals else []:
+        usd = "unknown dollars" if one.usd is None else f"{one.usd:+.2f} dollars"
+        yield (
+            f"{account.run}: cluster {one.cluster}: {one.sky_hours:.3f} h by SkyPilot, {one.ledger_hours:.3f} h "
+            f"in the ledger ({usd})"
+        )

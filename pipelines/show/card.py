@@ -1,0 +1,85 @@
+"""The card of a finished run: its artifacts, losses, time and cost, and commands for a closer look."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.show.console import console, duration, money, printable
+from pipelines.tracking.account import Account, Cost
+from pipelines.tracking.runs import Summary
+
+if TYPE_CHECKING:
+    from pipelines.stage import Pipeline
+
+PHASES_FIRST = (
+    *("provision", "setup", "download", "tokenize", "compile", "train", "redone", "evaluate", "export"),
+    *("checkpoint", "upload", "idle", "lost"),
+)
+
+
+def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
+    run, out = pipeline.snapshot(), console()
+    facts = Table.grid(padding=(0, 2))
+    for name, value in card_facts(pipeline, run.summary):
+        facts.add_row(f"[bold]{name}[/]", escape(value))
+    out.print()
+    out.print(f"[bold]{pipeline.run}[/]  {run.summary.state}")
+    out.print("─" * 100)
+    out.print(table_of_stages(pipeline, run.account))
+    out.print()
+    out.print(facts)
+    evaluated = pipeline.made.get("evaluate")
+    if evaluated and evaluated.facts.get("sample"):
+        text = Text(printable(evaluated.facts["sample"]))
+        out.print(Panel(text, title="a sample without a prompt", title_align="left", width=100))
+    out.print("[bold]Next[/]")
+    for command in next_commands:
+        out.print(f"  {escape(command)}")
+
+
+def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:
+    table = Table("stage", "artifact", "time", "attempts", "dollars", box=None, pad_edge=False)
+    for stage, manifest in pipeline.made.items():
+        cost = account.by_stage.get(stage, Cost())
+        table.add_row(
+            stage,
+            f"{manifest.prefix}" + (" [dim](skipped)[/]" if pipeline.skipped[stage] else ""),
+            duration(3600 * cost.hours),
+            str(sum(attempt.stage == stage and not attempt.waited for attempt in account.attempts)),
+            money(cost.usd, cost.unpriced_hours),
+        )
+    return table
+
+
+def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
+    facts = [("store", pipeline.store.uri)]
+    train = pipeline.made.get("train")
+    if train:
+        facts += [
+            ("tokens", f"{summary.tokens:,} in {summary.steps:,} steps"),
+            ("speed", f"{train.facts['perf/tokens_per_second']:,.0f} tokens/s (median step)"),
+            ("train loss", f"{train.facts['train/loss']:.4f}"),
+        ]
+    if summary.val_loss is not None:
+        facts.append(("val loss", f"{summary.val_loss:.4f}"))
+    if summary.hellaswag_acc_norm is not None:
+        facts.append(("HellaSwag", f"{summary.hellaswag_acc_norm:.4f} (completion style, acc_norm)"))
+    order = {phase: i for i, phase in enumerate(PHASES_FIRST)}
+    phases = sorted(summary.phases.items(), key=lambda item: order.get(item[0], len(order)))
+    facts += [
+        ("time", f"{duration(3600 * summary.billed_hours)} billed, in {summary.attempts} attempt(s)"),
+        (
+            "by phase",
+            ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in phases if seconds >= 0.05),
+        ),
+        (
+            "dollars",
+            money(summary.usd, summary.unpriced_hours)
+            + ("" if summary.usd else "  (--price-per-hour gives this machine a price)"),
+        ),
+    ]
+    return facts

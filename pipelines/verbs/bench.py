@@ -1,0 +1,64 @@
+"""`skytrain bench`: the speed of whole optimizer steps on this machine, and the share of each kind of kernel."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelines.verbs.options import Changes, Json
+
+LEAST_STEPS = 20
+
+
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="The recipe of model and batch [gpt2-124m; without a GPU smoke]"),
+    ] = None,
+    micro_batch: Annotated[str, typer.Option(metavar="N|auto", help="Sequences of a micro-batch.")] = "auto",
+    precision: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16, fp8 or fp8_head.")] = "auto",
+    engine: Annotated[str, typer.Option(help="auto, fused, compiled or eager.")] = "auto",
+    data_parallel: Annotated[str, typer.Option(help="zero1 or all_reduce, under torchrun.")] = "zero1",
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of an optimizer step [the recipe's]"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=LEAST_STEPS, help="Optimizer steps to time.")] = LEAST_STEPS,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="A folder of shards train_*.bin; by default tokens drawn by Zipf's law."),
+    ] = None,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="Measure all engines, one after the other, beside the speeds of other trainers."),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the profiled steps as a Chrome trace; with --peers those of the first engine."
+        ),
+    ] = None,
+    set_: Changes = None,
+    as_json: Json = False,
+) -> None:
+    """Time whole optimizer steps: tokens/s, MFU, memory, clock, and the share of each kind of kernel."""
+    import torch
+
+    from pipelines.bench import measure
+    from pipelines.show.bench import print_bench
+
+    name = model or ("gpt2-124m" if torch.cuda.is_available() else "smoke")
+    options = {
+        "runtime.micro_batch_size": micro_batch,
+        "runtime.data_parallel": data_parallel,
+        "runtime.engine": engine,
+        "train.precision": precision,
+    }
+    changes = [f"{field}={value}" for field, value in options.items()] + [*(set_ or [])]
+    changes += [f"train.batch_tokens={batch_tokens}"] if batch_tokens else []
+    variants = measure.engines_compared(precision) if peers else [[]]
+    recipes = [measure.bench_recipe(name, [*changes, *variant]) for variant in variants]
+    if result := measure.bench(name, recipes, steps, data, trace, peers):
+        print(json.dumps(asdict(result))) if as_json else print_bench(result)

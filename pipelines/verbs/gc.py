@@ -1,0 +1,34 @@
+"""`skytrain gc`: remove files that nothing needs."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from pipelines.verbs.options import StoreUri, home, store_uri
+
+
+def gc(
+    store: StoreUri = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the objects.")] = False,
+    older_than_days: Annotated[
+        float, typer.Option(min=0.0, help="Remove an unfinished artifact after so many days without any work on it.")
+    ] = 7.0,
+) -> None:
+    """Remove every object that no manifest and no running or resumable attempt needs."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.gc import leftovers, remove
+
+    opened = open_store(store_uri(store))
+    count = size = 0
+    faults: list[str] = []
+    # `leftovers` examines one artifact at a time, just before its objects are removed here.
+    for leftover in leftovers(opened, home(), older_than_days, faults.append):
+        print(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
+        if not dry_run:
+            remove(opened, leftover)
+        count, size = count + 1, size + leftover.size
+    verb = "would be removed" if dry_run else "removed"
+    print(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")
+    for fault in faults:
+        print(f"left alone: {fault}", file=sys.stderr)

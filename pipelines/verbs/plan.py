@@ -1,0 +1,63 @@
+"""`skytrain plan`: the artifacts of a recipe, and with --cloud the cost of the missing ones."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from pipelines.verbs.options import Changes, Json, RecipeName, StoreUri, store_uri
+from trainer.errors import UserError
+
+
+def plan(
+    recipe: RecipeName,
+    store: StoreUri = None,
+    set_: Changes = None,
+    cloud: Annotated[
+        bool, typer.Option("--cloud", help="Compare rented machines: hours and dollars of the work that is left.")
+    ] = False,
+    deadline: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="With --cloud: the longest time, as 36h, 2d or 90m."),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0.01, metavar="USD", help="With --cloud: the highest cost."),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="GPU:N,…", help="With --cloud: nodes to train on [H100:8,H200:8,A100-80GB:8]."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="With --cloud: the number of training nodes.")] = 1,
+    infra: Annotated[
+        str | None,
+        typer.Option(metavar="CLOUD,…", help="With --cloud: the clouds to compare [aws,gcp,lambda]."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the artifacts that `run` makes, which ones exist, and why the others do not; --cloud: their cost."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.plan import plan_of
+    from pipelines.show.plan import print_plan
+    from pipelines.stage import planned
+
+    opened = open_store(store_uri(store))
+    loaded, plans = planned(recipe, set_ or [], opened)
+    found = plan_of(loaded, opened, plans)
+    if not cloud:
+        if deadline or budget or gpus or infra or nodes > 1:
+            raise UserError("plan: --deadline, --budget, --gpus, --nodes and --infra belong to --cloud; add it")
+        print(json.dumps(found.to_json())) if as_json else print_plan(found)
+        return
+    from pipelines.cloud import plan as cloud_plans
+    from pipelines.show.cloud_plan import print_cloud_plan
+
+    limits = cloud_plans.Limits(cloud_plans.parse_hours(deadline) if deadline else None, budget)
+    train_nodes = gpus.split(",") if gpus else cloud_plans.TRAIN_NODES
+    clouds = infra.split(",") if infra else cloud_plans.CLOUDS
+    rented = cloud_plans.cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans)
+    if as_json:
+        print(json.dumps(found.to_json() | {"cloud": rented.to_json()}))
+    else:
+        print_plan(found)
+        print_cloud_plan(rented)

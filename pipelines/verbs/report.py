@@ -1,0 +1,130 @@
+"""`skytrain report`: state, cost, series and page of runs, from the store alone."""
+
+import json
+import sys
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines.verbs.options import Json, RunNames, StoreUri, default_tracking_uri, store_uri
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from pipelines.tracking.runs import Run
+    from trainer.store import Store
+
+TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+
+
+def report(
+    runs: RunNames = None,
+    store: StoreUri = None,
+    as_json: Json = False,
+    series: Annotated[bool, typer.Option("--series", help="Print the run's series as CSV, a row a step.")] = False,
+    audit_: Annotated[
+        bool,
+        typer.Option(
+            "--audit", help="Recompute the sequences of every step; exit code 1 if a step read other sequences."
+        ),
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with curves, attempts, bill, lineage and receipt."),
+    ] = None,
+    overlay: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LOG[@TOKENS]",
+            help="With --html: add the curves of llm.c's main.log; @ gives the tokens of a step (524288).",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Compare two runs: their differences, and their losses at equal cost."),
+    ] = False,
+    rebuild_mlflow: Annotated[
+        bool, typer.Option("--rebuild-mlflow", help="Log everything to MLflow again that the runs ever logged there.")
+    ] = False,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="URI", help="The MLflow to rebuild [MLFLOW_TRACKING_URI; .skytrain/mlflow.db]"),
+    ] = None,
+) -> None:
+    """Show runs: state, attempts, tokens, val loss, hours, dollars."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.tracking.runs import read_runs
+
+    if overlay and not html:
+        raise UserError("--overlay: the page of --html shows it; add --html FILE")
+    opened = open_store(store_uri(store))
+    found = read_runs(opened, runs or [])
+    if compare:
+        compare_runs(opened, runs or [], as_json)
+    elif rebuild_mlflow:
+        rebuild_tracking(found, to)
+    elif series:
+        from pipelines.show.runs import print_series
+
+        for run in found:
+            print_series(run.name, run.series, as_json, alone=len(found) == 1)
+    elif audit_:
+        audit_runs(found, as_json)
+    elif html:
+        from pipelines.show.page import write_page
+
+        write_page(html, opened, found, overlay or [])
+    elif as_json:
+        print(json.dumps([asdict(run.summary) | {"account": asdict(run.account)} for run in found]))
+    else:
+        show_runs(opened, found, with_bill=bool(runs))
+
+
+def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:
+    """The table of runs; with_bill: and the bill if it is one run."""
+    from pipelines.show.bill import print_bill, sky_differences
+    from pipelines.show.runs import print_runs
+
+    notes = [line for run in runs for line in sky_differences(store, run.account)]
+    print_runs([run.summary for run in runs], store.uri, notes)
+    if with_bill and len(runs) == 1:
+        print()
+        print_bill(runs[0].account)
+
+
+def audit_runs(runs: "list[Run]", as_json: bool) -> None:
+    """Exit with 1 if a step of a run read other sequences than the recipe says."""
+    from pipelines.show.runs import print_audits
+    from pipelines.tracking.audit import audit
+
+    audits = [audit(run) for run in runs]
+    print(json.dumps([asdict(a) for a in audits])) if as_json else print_audits(audits)
+    sys.exit(any(a.wrong_steps or a.missing_steps for a in audits))
+
+
+def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
+    from pipelines.show.compare import print_comparison
+    from pipelines.tracking.compare import compare
+    from pipelines.tracking.runs import read_run
+
+    if len(names) != 2:
+        raise UserError(f"report --compare: takes two runs, got {len(names)}; name them: report --compare A B")
+    one, other = (read_run(store, name) for name in names)
+    compared = compare(one, other)
+    print(json.dumps(asdict(compared))) if as_json else print_comparison(compared)
+
+
+def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
+    from pipelines.tracking.mlflow.settings import tracking_uri
+    from pipelines.tracking.mlflow.shipper import rebuild
+
+    if not find_spec("mlflow"):
+        raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
+    uri = tracking_uri(to, default_tracking_uri())
+    if uri.partition(":")[0].partition("+")[0] not in TRACKING_SCHEMES:
+        raise UserError(f"--to {uri}: no MLflow; give http(s)://server, or a database such as sqlite:///mlflow.db")
+    for run in runs:
+        sessions = rebuild(run.store, run.name, uri)
+        print(f"{run.name}: " + (f"{sessions} session(s) logged again" if sessions else "never logged to MLflow"))

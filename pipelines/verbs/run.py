@@ -1,0 +1,217 @@
+"""`skytrain run`: one node of a run, which makes every artifact that is missing."""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipelines.verbs.options import (
+    Changes,
+    Json,
+    LastStage,
+    RecipeName,
+    StoreUri,
+    default_tracking_uri,
+    home,
+    one_of,
+    store_uri,
+)
+from trainer.errors import EXIT_FAILED, Stopped, StoreUnavailable, UserError, ending_of
+
+if TYPE_CHECKING:
+    from pipelines.artifacts.manifest import ArtifactPlan
+    from pipelines.cloud.budget import Budget
+    from pipelines.recipe import Recipe
+    from pipelines.screen import Screen
+    from pipelines.stage import Pipeline
+    from trainer.process import StopSignal
+    from trainer.store import Store
+
+
+def run(
+    recipe: RecipeName,
+    stage: LastStage = "export",
+    store: StoreUri = None,
+    set_: Changes = None,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="USD", help="Price of one node of this machine for an hour."),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="USD", help="Commit and stop before the whole run costs more; exit code 76."),
+    ] = None,
+    unless_stopped: Annotated[
+        bool,
+        typer.Option(
+            "--unless-stopped", help="Exit with 76 after `skytrain stop`; without it, `run` withdraws the request."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make every artifact of a recipe that is missing; resume after an interruption."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.cloud.notice import watching
+    from pipelines.nodes.address import this_node
+    from pipelines.show.card import print_card
+    from pipelines.show.console import TerminalScreen
+    from pipelines.stage import STAGES, missing, run_name
+    from trainer.process import StopSignal
+
+    one_of(stage, STAGES, "--stage")
+    node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
+    opened = open_store(store_uri(store))  # its mistakes show before gigabytes of text are hashed
+    loaded, plans = load(recipe, set_ or [], opened, unless_stopped)
+    heed_stop_request(opened, run_name(plans), unless_stopped)
+    if node.rank:
+        from pipelines.cloud.deadline import is_standby
+        from pipelines.nodes.worker import run_worker
+
+        name = run_name(plans)
+        with watching(stop, screen):
+            sys.exit(run_worker(node, name, stage, loaded, plans, opened, home(), stop, screen, is_standby()))
+    pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
+    limit = budget_of(pipeline, budget) if budget else None
+    try:
+        with watching(stop, screen), pipeline.head or nullcontext():
+            if limit and missing(opened, plans, until=stage):
+                limit.begin()
+                pipeline.watches.append(limit.watch)
+            pipeline.execute(until=stage)
+    finally:
+        # A store that does not answer has no result, and another request would only wait as long again.
+        if as_json and not isinstance(sys.exception(), UserError | StoreUnavailable):
+            print(json.dumps(result(pipeline)))
+    if not as_json:
+        print_card(pipeline, next_commands(pipeline))
+
+
+def load(
+    recipe: str, changes: Iterable[str], store: "Store", unless_stopped: bool
+) -> "tuple[Recipe, dict[str, ArtifactPlan]]":
+    """The recipe and its plans. A managed job (`unless_stopped`) that can't reach the store makes a mistake."""
+    from pipelines.stage import planned
+
+    try:
+        return planned(recipe, changes, store)
+    except StoreUnavailable as error:
+        if unless_stopped:  # otherwise the job would rent such a machine again and again
+            raise UserError(f"{error}; this machine has never reached it") from error
+        raise
+
+
+def heed_stop_request(store: "Store", run: str, unless_stopped: bool) -> None:
+    """Withdraw the request to stop a run; with `unless_stopped` obey it: Stopped."""
+    from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
+
+    if not unless_stopped:
+        clear_stop_request(store, run)
+    elif request := read_stop_request(store, run):
+        raise Stopped(str(request))
+
+
+def pipeline_here(
+    recipe: "Recipe",
+    plans: "dict[str, ArtifactPlan]",
+    store: "Store",
+    price_per_hour: float | None,
+    screen: "Screen",
+    stop: "StopSignal",
+) -> "Pipeline":
+    """The pipeline of a run on this machine, with its watches."""
+    from pipelines.cloud.deadline import before_ranks, deadline_watch
+    from pipelines.cloud.prices import billing_here
+    from pipelines.nodes.address import this_node
+    from pipelines.nodes.head import Head
+    from pipelines.stage import Pipeline, run_name
+    from pipelines.tracking.mlflow.tracker import Tracker
+    from pipelines.tracking.stop_request import watch_stop_request
+
+    name, node = run_name(plans), this_node()
+    pipeline = Pipeline(
+        recipe,
+        store,
+        home(),
+        billing_here(price_per_hour),
+        Tracker(home() / "tracking" / name, name, default_uri=default_tracking_uri()),
+        screen,
+        stop,
+        plans,
+        watches=[watch_stop_request(store, name)],
+        head=Head(node, name, stop, exit_code) if node.count > 1 else None,
+        before_ranks=before_ranks,
+    )
+    if watch := deadline_watch(pipeline.billing, recipe, stop):
+        pipeline.watches.append(watch.watch)
+    return pipeline
+
+
+def budget_of(pipeline: "Pipeline", usd: float) -> "Budget":
+    """The limit that stops a pipeline before its run costs more than `usd`."""
+    from pipelines.cloud.budget import Budget
+
+    batch_tokens = pipeline.recipe.train.batch_tokens
+    return Budget(usd, pipeline.billing, pipeline.store, pipeline.run, batch_tokens, pipeline.stop)
+
+
+def exit_code(error: BaseException) -> int:
+    ending = ending_of(error)
+    return ending.exit_code if ending else EXIT_FAILED
+
+
+def result(pipeline: "Pipeline") -> dict[str, Any]:
+    """The object that `run --json` prints, after the end as after an interruption."""
+    summary = pipeline.snapshot().summary
+    return {
+        "run": pipeline.run,
+        "state": summary.state,
+        "attempts": summary.attempts,
+        "usd": summary.usd,
+        "billed_hours": summary.billed_hours,
+        "unpriced_hours": summary.unpriced_hours,
+        "val_loss": summary.val_loss,
+        "artifacts": {
+            stage: {
+                "uri": f"{pipeline.store.uri}/{manifest.prefix}",
+                "fingerprint": manifest.fingerprint,
+                "skipped": pipeline.skipped[stage],
+            }
+            for stage, manifest in pipeline.made.items()
+        },
+    }
+
+
+def next_commands(pipeline: "Pipeline") -> list[str]:
+    """Commands for a look at a finished run, ready to be typed in this folder."""
+    from trainer.store import LocalStore
+
+    skytrain = program("skytrain")
+    is_default = pipeline.store.uri == f"file://{pipeline.home / 'store'}"
+    option = "" if is_default else f" --store {shlex.quote(pipeline.store.uri)}"
+    commands = [
+        f"{skytrain} report{option}",
+        f"{skytrain} report {pipeline.run} --series{option}",
+        f"{skytrain} report {pipeline.run} --html report.html{option}",
+        f'{skytrain} sample {pipeline.run} --prompt "def "{option}',
+    ]
+    if not pipeline.tracker.off and pipeline.tracker.uri.startswith("sqlite:"):  # a server's URI may hold a password
+        commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.tracker.uri)}")
+    export = pipeline.made.get("export")
+    if export and isinstance(pipeline.store, LocalStore):
+        folder = pipeline.store.path_of(f"{export.prefix}/{export.files[0].key}").parent
+        commands.append(f"transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    return commands
+
+
+def program(name: str) -> str:
+    """A program of this Python environment as a shell here can call it: its name if PATH finds it, else its path."""
+    beside = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    return name if found and Path(found) == beside else shlex.quote(os.path.relpath(beside))

@@ -1,0 +1,76 @@
+"""The card of a finished run shows its artifacts, its cost and commands for a closer look."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from run_records import PLANS, RECIPE, RUN, TRAIN, done_run, finished
+
+from pipelines.artifacts.manifest import File
+from pipelines.show.card import card_facts, print_card
+from pipelines.show.console import TerminalScreen
+from pipelines.stage import STAGES, Pipeline
+from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.records import Billing
+from pipelines.verbs.run import next_commands, program
+from trainer.process import StopSignal
+from trainer.store import LocalStore
+
+
+@pytest.fixture
+def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    done_run(store)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker = Tracker(tmp_path / "tracking", RUN, default_uri="sqlite:///some folder/mlflow.db")
+    stop = StopSignal.__new__(StopSignal)  # pytest keeps its signals
+    stop.asked = False
+    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), tracker, TerminalScreen(quiet=True), stop, PLANS)
+    file = File("config.json", "a0001/config.json", 0, "")
+    pipeline.made = {stage: finished(store, stage) for stage in STAGES}
+    pipeline.made["export"] = replace(pipeline.made["export"], files=(file,))
+    pipeline.skipped = dict.fromkeys(STAGES, False) | {"tokenize": True}
+    return pipeline
+
+
+def test_the_run_card_shows_what_was_made_what_it_cost_and_where_to_look(
+    finished_pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_card(finished_pipeline, next_commands(finished_pipeline))
+    card = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in card.splitlines()]
+    assert f"{RUN} done" in lines
+    assert f"tokenize {PLANS['tokenize'].prefix} (skipped) 30 min 00 s 1 5.00" in lines
+    assert f"train {TRAIN} 30 min 00 s 1 5.00" in lines
+    for fact in (
+        "tokens 1,638,400 in 200 steps",
+        "speed 4,321 tokens/s (median step)",
+        "train loss 2.4000",
+        "val loss 2.4568",
+        "HellaSwag 0.2945 (completion style, acc_norm)",
+        "time 2 h 00 min billed, in 1 attempt(s)",
+        "dollars 20.00",
+        f"store {finished_pipeline.store.uri}",
+    ):
+        assert fact in lines
+    assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is no markup, and no commands
+    assert f"{program('skytrain')} report {RUN} --series" in lines
+    assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
+
+
+def test_a_card_without_a_price_says_how_to_give_one(finished_pipeline: Pipeline) -> None:
+    free = replace(finished_pipeline.snapshot().summary, usd=0.0)
+    assert dict(card_facts(finished_pipeline, free))["dollars"] == "0.00  (--price-per-hour gives this machine a price)"
+
+
+def test_the_card_names_a_store_that_is_not_the_default_one(finished_pipeline: Pipeline, tmp_path: Path) -> None:
+    finished_pipeline.home = tmp_path / "elsewhere"
+    for command in next_commands(finished_pipeline)[:3]:
+        assert command.startswith(program("skytrain"))
+        assert command.endswith(f"--store {finished_pipeline.store.uri}")
+
+
+def test_the_card_does_not_print_the_address_of_a_tracking_server(
+    finished_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished_pipeline.tracker.uri = "https://user:secret@mlflow.example.org"
+    assert "secret" not in "".join(next_commands(finished_pipeline))

@@ -1,0 +1,52 @@
+"""A plan names the state of each artifact, and the fields that differ from the nearest one."""
+
+import pytest
+from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, finished, recipe_with
+
+from pipelines.plan import RunPlan, StagePlan, plan_of
+from pipelines.show.plan import print_plan
+from pipelines.stage import STAGES
+from pipelines.tracking.records import Progress
+from trainer.store import LocalStore
+
+
+def test_a_plan_says_what_is_there_and_what_a_run_would_make(store: LocalStore) -> None:
+    finished(store, "tokenize")
+    plan = plan_of(RECIPE, store)
+    assert (plan.run, plan.store, plan.steps, plan.tokens) == (RUN, store.uri, 200, 200 * 8192)
+    assert plan.parameters == RECIPE.model.parameters and plan.flops == RECIPE.train_flops
+    assert [plan.stages[s].exists for s in STAGES] == [True, False, False, False]
+    assert plan.stages["train"].why == "train/ has no artifact to compare with yet"
+    assert plan.stages["train"].fingerprint == PLANS["train"].fingerprint
+    assert plan.stages["train"].artifact == TRAIN
+
+
+def test_a_plan_names_the_fields_that_differ_from_the_nearest_sibling(store: LocalStore) -> None:
+    finished(store, "train")
+    near = plan_of(recipe_with("train.seed=7"), store).stages["train"].to_json()
+    assert near["sibling"] == TRAIN
+    assert near["differs"] == {"train.seed": {"here": 7, "there": 1337}}
+    assert near["why"] == f"differs from {TRAIN} in train.seed: 7 here, 1337 there"
+    far = plan_of(recipe_with(*(f"train.{f}=0.5" for f in ("beta1", "beta2", "epsilon", "grad_clip"))), store)
+    assert (far.stages["train"].why or "").endswith(" and 1 more fields")
+
+
+def test_a_plan_says_how_far_an_unfinished_stage_is(store: LocalStore) -> None:
+    attempted(store, "train", 3, state="interrupted", progress=Progress(step=12_000))
+    why = plan_of(RECIPE, store).stages["train"].why
+    assert why == "attempt 3 is interrupted, step 12,000; run resumes from its last commit"
+
+
+def test_a_plan_changes_nothing(store: LocalStore) -> None:
+    plan_of(RECIPE, store)
+    assert not store.root.exists()
+
+
+def test_a_printed_plan_cuts_and_swallows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    why = "source: data/[a-c].txt " + "x " * 200
+    plan = StagePlan("train/" + "a" * 63 + "-12345678", "", exists=False, why=why)
+    stages = {"train": plan, "export": StagePlan("export/b", "", exists=True)}
+    print_plan(RunPlan(RUN, "file:///a [b]", 1, 2, 3, 4.0, stages))
+    out = capsys.readouterr().out
+    assert f"{RUN} in file:///a [b]\n" in out
+    assert f"{plan.artifact}  to do: {plan.why}\n" in out and "✓ exists" in out

@@ -1,0 +1,144 @@
+"""Tables, series and bills of runs show every value, for people and for programs."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from run_records import PLANS, RUN, attempted, done_run, recorded, row, segment
+
+from pipelines.show.runs import print_runs, print_series
+from pipelines.stage import STAGES
+from pipelines.tracking.clusters import Interval, record_intervals
+from pipelines.tracking.records import Machine, Progress
+from pipelines.tracking.runs import (
+    Run,
+    Summary,
+    read_run,
+)
+from pipelines.verbs.report import report
+from trainer.store import LocalStore
+
+
+def test_the_table_of_runs_shows_every_column_whole(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    long = "a" * 63 + "-12345678"
+    summary = Run(store, done_run(store)).summary
+    print_runs([summary, replace(summary, run=long, val_loss=None, hellaswag_acc_norm=None)], store.uri)
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == [
+        "run",
+        "state",
+        "attempts",
+        "tokens",
+        "val",
+        "loss",
+        "HellaSwag",
+        "hours",
+        "dollars",
+        "goodput",
+    ]
+    assert first.split() == [RUN, "done", "1", "1,638,400", "2.4568", "0.2945", "2.000", "20.00", "24%"]
+    assert second.split() == [long, "done", "1", "1,638,400", "2.000", "20.00", "24%"]
+
+
+def test_no_runs_are_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+    print_runs([], "file:///some/[odd]/place")
+    assert capsys.readouterr().out == "no runs in file:///some/[odd]/place yet; `skytrain run smoke` makes one\n"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_report_goes_on_past_a_damaged_manifest_and_names_it(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], stage: str
+) -> None:
+    done_run(store)
+    key = f"{PLANS[stage].prefix}/MANIFEST.json"
+    store.put(key, b"{")
+    report(None, store=store.uri)
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[:2] == [RUN, "damaged"] and f"{store.uri}/{key}: damaged" in out
+    assert "20.00" in out
+
+
+def test_what_skypilot_says_of_a_runs_clusters_stands_below_the_table(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done_run(store)
+    attempted(store, "train", hours=0.5, price_per_hour=10.0, machine=Machine(cloud="aws", cluster="spot-7"))
+    record_intervals(store, RUN, [Interval("spot-7", 1, 0.0, 1800.0), Interval("spot-7", 1, 3600.0, 3960.0)])
+    report(None, store=store.uri)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"{RUN}: cluster spot-7: 0.600 h by SkyPilot, 0.500 h in the ledger (+1.00 dollars)"
+    )
+
+
+def test_the_report_of_one_run_says_for_what_and_at_what_price(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done_run(store)
+    spot = Machine(cloud="aws", spot=True, instance="p5.48xlarge", on_demand_per_hour=12.0)
+    steps = Progress(resumed_from=0, step=70, notice="SIGTERM")
+    half: dict[str, Any] = {"hours": 0.5, "price_per_hour": 10.0, "machine": spot, "price_source": "catalog aws"}
+    attempted(store, "train", 1, state="interrupted", progress=steps, **half)
+    attempted(store, "train", 2, price_per_hour=None, phases={"setup": 900.0, "train": 2700.0}, nodes=2)
+    report([RUN], store=store.uri)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "aws spot 30 min 00 s 5.00" in lines
+    assert "train 2 h 30 min 5.00 + 2 h of unknown price" in lines
+    assert any(
+        line.startswith("train 1 interrupted (SIGTERM) p5.48xlarge, aws spot ")
+        and line.endswith(" 30 min 00 s 10.00 (catalog aws) 5.00 70 70 0")
+        for line in lines
+    ), lines
+    assert "0.00 + 0.5 h of unknown price dollars lost to interruptions: repeated work, and the restarts" in lines
+    assert "1.00 dollars saved against on-demand prices" in lines
+    report(None, store=store.uri)
+    assert "aws spot" not in capsys.readouterr().out  # that is for one run
+
+
+def test_the_series_has_one_row_a_step_as_the_last_attempt_did_it(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segment(store, 4, 1, [row(s, 1.0) for s in (1, 2, 3, 4)])
+    segment(store, 6, 1, [row(s, 1.5) for s in (5, 6)])
+    segment(store, 7, 2, [row(s, 2.0) for s in (5, 6, 7)])  # went on from step 4: its predecessor's 6 was damaged
+    segment(store, 8, 3, [{"step": 7, "time": 1.0, "val/loss": 9.0}, row(8, 3.0)])
+    found = Run(store, recorded(store)).series
+    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [r["train/loss"] for r in found] == [1.0] * 4 + [2.0] * 3 + [3.0]
+    print_series(RUN, found, as_json=False, alone=True)
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "step,train/loss,lr,grad_norm,tokens/s"
+    assert out.splitlines()[7] == "7,2.0,0.001,0.5,10.0"
+    assert [int(r["step"]) for r in csv.DictReader(io.StringIO(out))] == list(range(1, 9))
+
+
+def test_steps_that_were_only_evaluated_are_no_rows_of_the_csv(capsys: pytest.CaptureFixture[str]) -> None:
+    print_series(RUN, [{"step": 0, "val/loss": 9.0}, row(1, 2.0)], as_json=False, alone=True)
+    assert capsys.readouterr().out.splitlines()[1:] == ["1,2.0,0.001,0.5,10.0"]
+
+
+def test_series_of_several_runs_name_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+    print_series("a-1", [row(1, 2.0)], as_json=False, alone=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "run,step,train/loss,lr,grad_norm,tokens/s",
+        "a-1,1,2.0,0.001,0.5,10.0",
+    ]
+    print_series("a-1", [row(1, 2.0)], as_json=True, alone=False)
+    assert json.loads(capsys.readouterr().out) == {"run": "a-1", **row(1, 2.0)}
+
+
+def test_report_prints_json_and_csv_for_programs(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done_run(store)
+    segment(store, 1, 1, [row(1, 2.0)])
+    report([RUN[:7]], store=store.uri, as_json=True)
+    (printed,) = json.loads(capsys.readouterr().out)
+    account = printed.pop("account")
+    assert Summary(**printed) == read_run(store, RUN).summary
+    assert (len(account["attempts"]), account["total"]["usd"]) == (4, pytest.approx(20.0))
+    assert account["by_phase"]["setup"]["usd"] == pytest.approx(4 * 60 / 3600 * 10)
+    report(None, store=store.uri, series=True)
+    assert capsys.readouterr().out.splitlines()[1:] == ["1,2.0,0.001,0.5,10.0"]
