@@ -54,7 +54,9 @@ def launch(
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the job without its secrets, and the reasons to refuse it; submit none."),
+        typer.Option(
+            "--dry-run", help="Print the job with masked secrets, and the reasons to refuse it; submit nothing."
+        ),
     ] = False,
     yes: Yes = False,
 ) -> None:

@@ -213,28 +213,33 @@ def test_a_launched_run_stopped_by_its_budget_and_preempted_twice_ends_as_the_un
 # `launch --deadline` refuses clusters that have no spot market; so machines that are taken are made to play spot.
 SUBMIT = """
 import sys
+from dataclasses import replace
 from pipelines.artifacts.store import open_store
-from pipelines.cloud import launch
 from pipelines.cloud.deadline import DEADLINE
-from pipelines.cloud.tasks import ROOM, Wish, dag_of, documents
+from pipelines.cloud.launch import planned_launch, submit
+from pipelines.cloud.pricing import with_prices
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.shell import secrets_from_shell, variables_from_shell
+from pipelines.cloud.skypilot import dag_of
+from pipelines.cloud.tasks import STANDBY_CPUS, STANDBY_MEMORY, MachineRequest
 from pipelines.stage import planned, run_name
 
 uri, recipe, deadline = sys.argv[1:]
 store = open_store(uri)
 loaded, plans = planned(recipe, [], store)
-variables = launch.variables_here([f"SKYTRAIN_VENV={sys.prefix}", "SKYTRAIN_NOTICE=off"])
-wish = Wish(run_name(plans), uri, until="train", infra="slurm/local", variables=variables)
-job = launch.with_prices(documents(wish, ["train"]), wish)
-resources = job[1]["resources"]
-resources["ordered"].append({"infra": wish.infra, **ROOM, "use_spot": False})
-job[1]["envs"][DEADLINE] = deadline
-secrets = launch.secrets_here()
-launch.submit(dag_of(job, secrets), wish, ["train"], secrets, loaded, plans, store)
+variables = variables_from_shell([f"SKYTRAIN_VENV={sys.prefix}", "SKYTRAIN_NOTICE=off"])
+request = LaunchRequest(run_name(plans), uri, until="train", infra="slurm/local", variables=variables)
+launch = planned_launch(request, loaded, plans, store, secrets_from_shell())
+job = with_prices(launch.job, request, print)
+(train,) = job.tasks
+standby = MachineRequest(request.infra, False, cpus=STANDBY_CPUS, memory=STANDBY_MEMORY)
+train = replace(train, machines=(*train.machines, standby), envs={**train.envs, DEADLINE: deadline})
+submit(launch, dag_of(replace(job, tasks=(train,)), launch.secrets))
 """
 
 
 @pytest.mark.skipif("SKYTRAIN_LONG_TESTS" not in os.environ, reason="needs five minutes: SKYTRAIN_LONG_TESTS=1")
-def test_where_no_gpus_are_to_be_had_a_job_with_a_deadline_waits_in_a_room_and_looks_again(
+def test_without_gpus_a_job_with_a_deadline_waits_on_a_standby_and_polls_again(
     tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = User(tmp_path, cloud, s3_server)
@@ -250,8 +255,8 @@ def test_where_no_gpus_are_to_be_had_a_job_with_a_deadline_waits_in_a_room_and_l
     user.wait_until(lambda: any(a.waited for a in user.bill.attempts))
     assert f"{user.record.run}  waiting in train" in user.skytrain("status")
     cloud.slurm("scancel", "--name=others")
-    (room,) = processes_with(DEADLINE, "run", f"run:{user.record.run}")
-    room.terminate()  # as it does itself after ten minutes: exit code 75
+    (standby,) = processes_with(DEADLINE, "run", f"run:{user.record.run}")
+    standby.terminate()  # as it does itself after ten minutes: exit code 75
     user.wait_until(lambda: user.summary.state == "done")
     waited, trained = (a for a in user.bill.attempts if a.stage == "train")
     assert (waited.waited, waited.machine.accelerators, waited.state) == (True, None, "interrupted")

@@ -161,7 +161,7 @@ def test_a_run_on_spot_without_slack_commits_its_last_step_and_hands_over(tmp_pa
     project = Project(tmp_path / FOLDER_NAME)
     project.environment |= {"SKYTRAIN_PRICES": json.dumps(PRICES[:1]), DEADLINE: f"{time.time() + 60:.0f}"}
     done = project.run("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000")
-    assert "handed over (deadline: " in done.stderr and "the launch's next task goes on from here" in done.stderr
+    assert "handed over (deadline: " in done.stderr and "the next task of this launch continues" in done.stderr
     newest = project.found("train/*/checkpoints/*/COMMIT.json")[-1]
     assert json.loads(newest.read_text())["step"] == project.rows_committed() > 0
     assert project.report()["state"] == "interrupted" and not project.alive()

@@ -476,7 +476,7 @@ def test_a_container_that_is_killed_or_stopped_is_resumed_by_a_new_one_with_the_
     code, said = containers.interrupt(stores["killed"], "kill")
     assert code == 137, said  # and silent from then on: the next one waits for 20 s before it takes over
     code, said = containers.interrupt(stores["stopped"], "stop", "--time=60")
-    assert (code, "the same command goes on from here" in said) == (75, True), said
+    assert (code, "run the same command to resume" in said) == (75, True), said
     for name in ("killed", "stopped"):
         assert len(losses(stores[name])) < STEPS, "it was done before it could be interrupted"
         said = containers.run(stores[name].uri)
