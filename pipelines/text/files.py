@@ -1,7 +1,6 @@
 """Text files of one kind, local or remote, as a source of text."""
 
 import glob
-import hashlib
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ from pipelines.text.columns import (
     unreadable,
 )
 from trainer.errors import UserError
+from trainer.store import sha256_of
 
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = ("gz", "zst")
@@ -33,8 +33,8 @@ ENCODING = "utf-8-sig"  # UTF-8 that accepts the byte order mark of some editors
 class Files:
     """Files of one kind, read one after the other.
 
-    parquet: a row is a document. jsonl: a line that isn't blank is one. txt: a file is one (invalid UTF-8
-    becomes U+FFFD, line ends become \\n).
+    A document is a row of parquet, a line of jsonl that is not blank, or a file of txt (invalid UTF-8 becomes U+FFFD,
+    line ends become \\n).
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Files:
         with closing(self.documents(0)) as texts:  # a wrong column fails now, not on rented machines
             next(texts)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return identity | {"sha256": list(pool.map(sha256_of_file, self.paths))}
+            return identity | {"sha256": list(pool.map(sha256_of, map(Path, self.paths)))}
 
     def files(self) -> int | None:
         return None if self._is_pattern else len(self.paths)
@@ -206,8 +206,3 @@ def kind_of(path: str) -> str:
         if packing not in fsspec.utils.compressions:
             raise UserError(f"tokens.source: '{path}': .zst needs the package zstandard; install it")
     return kind
-
-
-def sha256_of_file(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

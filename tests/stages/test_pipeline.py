@@ -159,7 +159,7 @@ def test_a_run_that_diverges_ends_with_a_diagnosis_and_state_failed(project: Pro
     assert "Traceback" not in ended.stderr
     (diagnosis,) = [line for line in ended.stderr.splitlines() if line.startswith("failed: ")]
     assert "training diverged at step" in diagnosis and "not finite in 8 updates in a row" in diagnosis
-    assert "What may help: a lower train.learning_rate (now 1e+30)" in diagnosis
+    assert "Possible remedies: a lower train.learning_rate (now 1e+30)" in diagnosis
     assert project.report()["state"] == "failed"
     assert not project.artifacts("train")
 
