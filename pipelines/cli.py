@@ -7,7 +7,7 @@ The verbs import heavy modules inside their functions, so that `--help` answers 
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -35,6 +35,8 @@ from pipelines.verbs.stop import stop
 from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
 
 PROGRAM = "skytrain"
+VERBS: tuple[Callable[..., None], ...] = (bench, run, plan, report, sample, recipes, gc, drill)
+CLOUD_VERBS: tuple[Callable[..., None], ...] = (launch, doctor, status, logs, stop, resume, down, orphans)
 
 
 # The class of click, or of typer's own copy of click.
@@ -85,11 +87,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (bench, run, plan, report, sample, recipes, gc, drill):
+for verb in VERBS:
     app.command()(verb)
 app.add_typer(image_app, name="image")
-for cloud_verb in (launch, doctor, status, logs, stop, resume, down, orphans):
-    app.command()(cloud_verb)
+cloud_app = typer.Typer()  # a group without a name: --help lists its verbs last
+for verb in CLOUD_VERBS:
+    cloud_app.command()(verb)
+app.add_typer(cloud_app)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """`skytrain down`: remove a run's machines."""
 
-from pipelines.verbs.options import StoreUri
-from pipelines.verbs.runs import RunName, named_run
+from pipelines.verbs.options import RunName, StoreUri
+from pipelines.verbs.runs import named_run
 
 
 def down(run: RunName, store: StoreUri = None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.verbs.options import Changes, RecipeName, StoreUri, home, one_of, store_uri
+from pipelines.verbs.options import Changes, LastStage, RecipeName, StoreUri, home, one_of, store_uri
 
 if TYPE_CHECKING:
     from pipelines.cloud.launch import Launch
@@ -19,7 +19,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 def launch(
     recipe: RecipeName,
-    stage: Annotated[str, typer.Option(help="The last stage to run: tokenize, train, evaluate or export.")] = "export",
+    stage: LastStage = "export",
     store: StoreUri = None,
     set_: Changes = None,
     infra: Annotated[

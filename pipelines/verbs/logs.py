@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import StoreUri
-from pipelines.verbs.runs import RunName, named_run
+from pipelines.verbs.options import RunName, StoreUri
+from pipelines.verbs.runs import named_run
 
 
 def logs(

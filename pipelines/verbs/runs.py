@@ -1,16 +1,12 @@
-"""The argument RUN of the verbs for one run."""
+"""The run that a verb names."""
 
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from pipelines.verbs.options import store_uri
 
 if TYPE_CHECKING:
     from pipelines.tracking.runs import RunRecord
     from trainer.store import Store
-
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run, or the beginning of its name.")]
 
 
 def named_run(run: str, store: str | None) -> "tuple[RunRecord, Store]":

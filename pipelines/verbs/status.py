@@ -2,18 +2,12 @@
 
 import json
 import time
-from typing import Annotated
 
-import typer
-
-from pipelines.verbs.options import Json, StoreUri, store_uri
+from pipelines.verbs.options import Json, RunNames, StoreUri, store_uri
 
 
 def status(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[RUN]...", help="Runs, or the beginnings of their names; all by default."),
-    ] = None,
+    runs: RunNames = None,
     store: StoreUri = None,
     as_json: Json = False,
 ) -> None:
