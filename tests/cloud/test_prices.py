@@ -91,7 +91,7 @@ class PricedAzure(AzureCloud):
 
     def answer(self, request: Any) -> None:
         if request.path.startswith("/metadata/instance/compute"):
-            return request.say(200, json.dumps(self.compute))
+            return request.respond(200, json.dumps(self.compute))
         return super().answer(request)
 
 

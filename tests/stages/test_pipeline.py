@@ -109,7 +109,7 @@ def test_an_audit_notices_a_step_that_read_other_text(undisturbed: Callable[[int
     segment = max(forged.found("train/*/metrics/*.jsonl"), key=lambda path: path.stat().st_size)
     rows = [json.loads(line) for line in segment.read_text().splitlines()]
     other, gone = [row for row in rows if "data/digest" in row][:2]
-    assert forged.run("report", "--audit").stdout.endswith("recipe and the seed say\n")
+    assert forged.run("report", "--audit").stdout.endswith("recipe and the seed\n")
     other["data/digest"] += 1
     segment.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] != gone["step"]))
     told = forged.run("report", "--audit", expect=1).stdout
