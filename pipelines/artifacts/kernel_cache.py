@@ -137,10 +137,11 @@ def sources(engine: str, recipe: "Recipe") -> bytes:
     """The inputs, besides Triton and the GPU, of an engine's kernels; kernels of one key may still differ."""
     from trainer import config
 
-    code = Path(config.__file__).parent / ("fused/kernels.py" if engine == "fused" else "model.py")
+    files = ("fused/triton_kernels.py", "fused/kernels.py") if engine == "fused" else ("model.py",)
+    code = b"".join((Path(config.__file__).parent / name).read_bytes() for name in files)
     settings = {"engine": engine, "torch": version("torch"), "precision": recipe.train.precision}
     settings |= recipe.runtime.model_dump(include={"micro_batch_size", "recompute"}) | recipe.model.model_dump()
-    return code.read_bytes() + json.dumps(settings, sort_keys=True).encode()
+    return code + json.dumps(settings, sort_keys=True).encode()
 
 
 @contextmanager
