@@ -86,7 +86,7 @@ class KernelCache:
         A damaged pack is removed: otherwise the same kernels could not be saved under its name again.
         """
         new = 0
-        with faults_logged("fetching compiled kernels"):
+        with failures_logged("fetching compiled kernels"):
             for entry in self.store.entries(self.prefix):
                 body = self.store.get(entry.key) or b""
                 try:
@@ -103,7 +103,7 @@ class KernelCache:
 
     def save(self) -> bool:
         """Put the kernels that no pack has into the store, as a further pack; returns whether there was one."""
-        with faults_logged("saving compiled kernels"):
+        with failures_logged("saving compiled kernels"):
             if compiled(self.folder) <= self.known:
                 return False
             self.fetch()  # other runs of this key may have saved the same kernels
@@ -145,7 +145,7 @@ def sources(engine: str, recipe: "Recipe") -> bytes:
 
 
 @contextmanager
-def faults_logged(action: str) -> Iterator[None]:
+def failures_logged(action: str) -> Iterator[None]:
     """Log a fault of the block and continue: no step depends on the cache."""
     try:
         yield

@@ -38,12 +38,12 @@ PARTS_AT_ONCE = 4
 
 # Server errors that another attempt can cure, besides every 5xx but 501: load, a conflicting write in progress
 # (create's 409), and bodies that were damaged or cut in transfer.
-CURABLE_CODES = {
+TRANSIENT_CODES = {
     "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
     "RequestTimeout", "RequestTimeoutException", "ConditionalRequestConflict", "OperationAborted",
     "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
 }  # fmt: skip
-CURABLE_STATUS = {408, 429}
+TRANSIENT_STATUS = {408, 429}
 
 # What to do about errors that time does not cure.
 REMEDIES = {
@@ -259,7 +259,7 @@ class S3Store:
             log.warning("%s: %s; trying again", what, _brief(state.outcome.exception()))
 
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_time_can_cure),
+            retry=tenacity.retry_if_exception(_is_transient),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
             stop=tenacity.stop_before_delay(self._time_limit_s),
             before_sleep=log_retry,
@@ -327,16 +327,16 @@ def _client_from_environment(uri: str, time_limit_s: float) -> Any:
         raise UserError(f"{uri}: {error}; correct the AWS_* environment or ~/.aws/config") from error
 
 
-def _time_can_cure(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     from botocore import exceptions
     from botocore.parsers import ResponseParserError
 
     if isinstance(error, exceptions.ClientError):
         status = _status(error)
-        return _code(error) in CURABLE_CODES or status in CURABLE_STATUS or (status >= 500 and status != 501)
+        return _code(error) in TRANSIENT_CODES or status in TRANSIENT_STATUS or (status >= 500 and status != 501)
     if isinstance(error, exceptions.SSLError):
         return "CERTIFICATE_VERIFY_FAILED" not in str(error)
-    connection_faults = (
+    connection_errors = (
         exceptions.ConnectionError,  # refused, no such host (yet)
         exceptions.HTTPClientError,  # reset, timed out, closed half-way
         exceptions.IncompleteReadError,
@@ -344,7 +344,7 @@ def _time_can_cure(error: BaseException) -> bool:
         exceptions.CredentialRetrievalError,  # a short fault of the instance's metadata service
         exceptions.MetadataRetrievalError,
     )
-    return isinstance(error, connection_faults)
+    return isinstance(error, connection_errors)
 
 
 def _outdated(error: Exception) -> bool:
@@ -362,7 +362,7 @@ def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) 
     from botocore import exceptions
 
     where = f"{what} at {_without_secrets(endpoint)}"
-    if _time_can_cure(error):
+    if _is_transient(error):
         return StoreUnavailable(f"{where}: no success within {time_limit_s:g} s; last: {_brief(error)}")
     if isinstance(error, exceptions.ClientError):
         code = CODE_OF_STATUS.get(_code(error), _code(error))
