@@ -28,10 +28,15 @@ from trainer.process import StopSignal
 
 ENDPOINT = "http://169.254.169.254"  # link-local, the same at EC2, GCE and Azure
 POLL_SECONDS = 2.0  # of at least 30 s of notice
-FIND_SECONDS = 0.3  # for each of three clouds: under a second in all; a metadata service answers in milliseconds
+DETECT_SECONDS = 0.3  # for each of three clouds: under a second in all; a metadata service answers in milliseconds
 ANSWER_SECONDS = 5.0
 MOST_BYTES = 65_536  # of an answer: real ones have a few hundred
-FAULTS = (OSError, http.client.HTTPException, ValueError, RecursionError)  # the last: of JSON nested without end
+METADATA_ERRORS = (
+    OSError,
+    http.client.HTTPException,
+    ValueError,
+    RecursionError,
+)  # the last: of JSON nested without end
 
 
 @dataclass(frozen=True)
@@ -73,17 +78,17 @@ class Metadata:
             connection.close()
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """A cloud's way to announce the end of a machine."""
 
     name: str
     grace_seconds: int  # the time to save after a notice, less some seconds for the exit
 
-    def greet(self) -> None:
-        """Raise one of FAULTS unless this machine belongs to that cloud."""
+    def probe(self) -> None:
+        """Raise one of METADATA_ERRORS unless this machine belongs to that cloud."""
 
     def notices(self) -> Iterator[Notice]:
-        """The present announcements, the most urgent first. Raises one of FAULTS without a valid answer."""
+        """The present announcements, the most urgent first. Raises one of METADATA_ERRORS without a valid answer."""
 
     def machine(self) -> Machine:
         """This machine. Raises as `notices`."""
@@ -100,8 +105,8 @@ class Ec2:
         self._metadata = metadata
         self._token = ""
 
-    def greet(self) -> None:
-        self._renew_token(FIND_SECONDS)
+    def probe(self) -> None:
+        self._renew_token(DETECT_SECONDS)
 
     def notices(self) -> Iterator[Notice]:
         if body := self._read("spot/instance-action"):
@@ -152,8 +157,8 @@ class Gce:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
 
-    def greet(self) -> None:
-        if self._read("preempted", FIND_SECONDS) not in ("TRUE", "FALSE"):
+    def probe(self) -> None:
+        if self._read("preempted", DETECT_SECONDS) not in ("TRUE", "FALSE"):
             raise ValueError("preempted is neither TRUE nor FALSE")
 
     def notices(self) -> Iterator[Notice]:
@@ -196,8 +201,8 @@ class Azure:
         self._machine = ""
         self._patience_s = self.FIRST_ANSWER_SECONDS
 
-    def greet(self) -> None:
-        self._read_name(FIND_SECONDS)
+    def probe(self) -> None:
+        self._read_name(DETECT_SECONDS)
 
     def notices(self) -> Iterator[Notice]:
         if not self._machine:
@@ -232,7 +237,7 @@ class Azure:
         return json_object(ok(self._metadata.ask(f"/metadata/{path}", self.HEADERS, timeout_s)).body)
 
 
-SOURCES: dict[str, Callable[[Metadata], Source]] = {"ec2": Ec2, "gce": Gce, "azure": Azure}
+SOURCES: dict[str, Callable[[Metadata], NoticeSource]] = {"ec2": Ec2, "gce": Gce, "azure": Azure}
 
 
 def described(region: str, zone: str, instance: str, spot: bool) -> Machine:
@@ -280,7 +285,7 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
     if chosen_grace:
         stop.grace_seconds = chosen_grace
 
-    def choose(source: Source) -> Source:
+    def choose(source: NoticeSource) -> NoticeSource:
         stop.grace_seconds = chosen_grace or source.grace_seconds
         return source
 
@@ -288,7 +293,7 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
     ending = threading.Event()
 
     def watch() -> None:
-        if here := source or find(metadata):
+        if here := source or detect_source(metadata):
             poll(choose(here), stop, screen, ending, expected=source is not None)
 
     if named != "off":
@@ -308,19 +313,19 @@ def grace_from_environment() -> int | None:
     return int(text)
 
 
-def find(metadata: Metadata) -> Source | None:
+def detect_source(metadata: Metadata) -> NoticeSource | None:
     """The cloud whose metadata service answers."""
     for kind in SOURCES.values():
         source = kind(metadata)
         try:
-            source.greet()
-        except FAULTS:
+            source.probe()
+        except METADATA_ERRORS:
             continue
         return source
     return None
 
 
-def poll(source: Source, stop: StopSignal, screen: Screen, ending: threading.Event, expected: bool) -> None:
+def poll(source: NoticeSource, stop: StopSignal, screen: Screen, ending: threading.Event, expected: bool) -> None:
     """Poll until there is a notice, or until `ending`. If the user named the source (`expected`), warn if it fails."""
     reported: set[Notice] = set()
     warn = expected
@@ -335,7 +340,7 @@ def poll(source: Source, stop: StopSignal, screen: Screen, ending: threading.Eve
                     reported.add(notice)
                     screen.note(f"  {notice.why}")
             warn = False
-        except FAULTS:
+        except METADATA_ERRORS:
             if warn and not ending.is_set():
                 screen.warn(f"{source.name}: the metadata service gives no valid answer; polling continues")
             warn = False

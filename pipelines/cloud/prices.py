@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from pipelines.cloud.catalog import Offer, parse_node
-from pipelines.cloud.notice import ENDPOINT, FAULTS, Azure, Ec2, Gce, Metadata, Source
+from pipelines.cloud.notice import ENDPOINT, METADATA_ERRORS, Azure, Ec2, Gce, Metadata, NoticeSource
 from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
 
 IDENTITY = ("cloud", "region", "zone", "instance", "spot")  # the fields of a row that identify a machine
-METADATA: dict[str, Callable[[Metadata], Source]] = {"aws": Ec2, "gcp": Gce, "azure": Azure}
+METADATA: dict[str, Callable[[Metadata], NoticeSource]] = {"aws": Ec2, "gcp": Gce, "azure": Azure}
 TRIES = 3  # the cost of a whole attempt depends on the answer
 
 
@@ -156,9 +156,9 @@ def machine_from_metadata(cloud: str | None) -> Machine:
         if source is None:
             continue
         for _ in range(TRIES):
-            with suppress(*FAULTS):
+            with suppress(*METADATA_ERRORS):
                 here = source(metadata)
-                here.greet()
+                here.probe()
                 return replace(here.machine(), cloud=name)
     return Machine()
 
