@@ -18,8 +18,8 @@ from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.cloud.catalog import CLOUDS, Offer, offers
 from pipelines.cloud.throughput import (
     SECONDS_PER_LAYER,
-    Measurement,
-    Speed,
+    MeasuredRun,
+    Throughput,
     check_gpus,
     engine_of,
     gpu_count,
@@ -98,7 +98,7 @@ class Candidate:
 
     offer: Offer
     nodes: int
-    speed: Speed
+    speed: Throughput
     estimates: Mapping[str, StageEstimate]  # by stage
     hours: float
     usd: float
@@ -154,7 +154,7 @@ class Workload:
     recipe: Recipe
     stages: frozenset[str]  # that are missing
     steps_left: int
-    own: list[Measurement] = field(default_factory=list)
+    own: list[MeasuredRun] = field(default_factory=list)
 
 
 def cloud_plan(
@@ -250,7 +250,7 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan]) -> Wo
     return Workload(recipe, stages, left, measurements_of_run(recipe, store, prefix))
 
 
-def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[Measurement]:
+def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[MeasuredRun]:
     """The speeds of a run's attempts, the newest first."""
     speeds: dict[int, list[float]] = {}
     for entry in store.entries(f"{prefix}/metrics/"):  # step-<step>-a<attempt>.jsonl
@@ -263,7 +263,7 @@ def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[Measu
         if machine and steps:
             n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision)
             where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine}"
-            found.append(Measurement(n, machine, beat.nodes, engine, 0.0, median(steps), where))
+            found.append(MeasuredRun(n, machine, beat.nodes, engine, 0.0, median(steps), where))
     return found
 
 
@@ -297,7 +297,7 @@ def totals(estimates: Mapping[str, StageEstimate]) -> tuple[float, float]:
     return sum(one.hours for one in estimates.values()), sum(one.usd for one in estimates.values())
 
 
-def speed_of(work: Workload, offer: Offer, nodes: int) -> Speed:
+def speed_of(work: Workload, offer: Offer, nodes: int) -> Throughput:
     recipe = work.recipe
     return speed_on(recipe.model, recipe.runtime, offer.accelerators or "", nodes, work.own, recipe.train.precision)
 

@@ -29,7 +29,7 @@ SECONDS_PER_LAYER = 1e-3
 
 
 @dataclass(frozen=True)
-class Speed:
+class Throughput:
     """A training speed and its source."""
 
     tokens_per_second: float
@@ -38,7 +38,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class MeasuredRun:
     """A measured run."""
 
     parameters: float
@@ -53,7 +53,7 @@ class Measurement:
 SOURCE = "docs/measurements.md: torch 2.11, CUDA 13"
 FIGURES = measurements()
 MEASURED = tuple(
-    Measurement(
+    MeasuredRun(
         FIGURES.sizes[speed.size].parameters,
         speed.gpus,
         1,
@@ -113,9 +113,9 @@ def speed_on(
     runtime: RuntimeConfig,
     accelerators: str,
     nodes: int = 1,
-    own: Iterable[Measurement] = (),
+    own: Iterable[MeasuredRun] = (),
     precision: str = "auto",
-) -> Speed:
+) -> Throughput:
     """Tokens a second on `nodes` nodes with these GPUs. UserError for an unknown GPU.
 
     `own` are measurements of this run, or of one with the same model and runtime. On the same machines they are the
@@ -124,12 +124,12 @@ def speed_on(
     own = list(own)
     for known in own:
         if (known.gpu, known.nodes) == (accelerators, nodes):
-            return Speed(known.tokens_per_second, "measured", known.source)
+            return Throughput(known.tokens_per_second, "measured", known.source)
     plain = not (runtime.deterministic or runtime.recompute)
     for known in MEASURED if plain else ():
         same = abs(known.parameters / model.parameters - 1) < 0.01 and known.engine == engine_of(runtime, precision)
         if same and (known.gpu, known.nodes) == (accelerators, nodes):
-            return Speed(known.tokens_per_second, "measured", known.source)
+            return Throughput(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
     if own:
         estimated = estimate(model, runtime, own[0].gpu, own[0].nodes, precision)
@@ -139,7 +139,7 @@ def speed_on(
     return speed
 
 
-def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int, precision: str) -> Speed:
+def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int, precision: str) -> Throughput:
     peak = peak_of(accelerators)
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
@@ -150,7 +150,7 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
     basis = f"{mfu:.0%} MFU" if tokens_per_second < most else f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer"
-    return Speed(tokens_per_second, "estimated", f"{basis}, from 1 and 4 x H200")
+    return Throughput(tokens_per_second, "estimated", f"{basis}, from 1 and 4 x H200")
 
 
 def mfu_of(parameters: float, runtime: RuntimeConfig, precision: str) -> float:

@@ -28,7 +28,7 @@ from pipelines.cloud.plan import (
     parse_hours,
     tokens_of,
 )
-from pipelines.cloud.throughput import Speed, speed_on
+from pipelines.cloud.throughput import Throughput, speed_on
 from pipelines.recipe import load_recipe
 from pipelines.show.cloud_plan import print_cloud_plan
 from pipelines.stage import plans_of, run_name
@@ -112,7 +112,7 @@ def test_the_tokens_to_be_made_are_what_the_recipe_says() -> None:
 def candidate(cloud: str, hours: float, usd: float) -> Candidate:
     offer = Offer(cloud, "here", None, f"{cloud}-8", False, usd / hours, usd / hours, "H100:8", 192)
     return Candidate(
-        offer, 1, Speed(1e6, "estimated", "a guess"), {"train": StageEstimate(offer, hours, usd)}, hours, usd
+        offer, 1, Throughput(1e6, "estimated", "a guess"), {"train": StageEstimate(offer, hours, usd)}, hours, usd
     )
 
 

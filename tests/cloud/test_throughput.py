@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.cloud.throughput import MEASURED, Measurement, check_gpus, engine_of, speed_on
+from pipelines.cloud.throughput import MEASURED, MeasuredRun, check_gpus, engine_of, speed_on
 from pipelines.recipe import load_recipe
 from trainer.config import RuntimeConfig
 from trainer.errors import UserError
@@ -17,16 +17,16 @@ SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
 COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
 
 
-def runtime_of(known: Measurement) -> RuntimeConfig:
+def runtime_of(known: MeasuredRun) -> RuntimeConfig:
     return RuntimeConfig(micro_batch_size=64, engine=known.engine.partition(" ")[0])  # type: ignore[arg-type]
 
 
-def precision_of(known: Measurement) -> str:
+def precision_of(known: MeasuredRun) -> str:
     return known.engine.partition(" ")[2] or "auto"
 
 
 @pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
-def test_a_run_that_was_measured_is_planned_as_measured(known: Measurement) -> None:
+def test_a_run_that_was_measured_is_planned_as_measured(known: MeasuredRun) -> None:
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
     speed = speed_on(recipe.model, runtime_of(known), known.gpu, precision=precision_of(known))
     assert (speed.tokens_per_second, speed.kind) == (known.tokens_per_second, "measured")
@@ -36,7 +36,7 @@ def test_a_run_that_was_measured_is_planned_as_measured(known: Measurement) -> N
 
 
 @pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
-def test_the_estimate_alone_comes_within_a_hundredth_of_what_was_measured(known: Measurement) -> None:
+def test_the_estimate_alone_comes_within_a_hundredth_of_what_was_measured(known: MeasuredRun) -> None:
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
     there = known.gpu.replace("H200", "H100")  # of the same peak, and not in the table
     speed = speed_on(recipe.model, runtime_of(known), there, precision=precision_of(known))
@@ -58,7 +58,7 @@ def test_llmc_as_published_is_faster_than_our_estimate_but_not_by_half(
 def test_a_runs_own_measurement_is_the_answer_there_and_corrects_the_estimate_elsewhere() -> None:
     plain = {gpus: speed_on(SMALL.model, COMPILED, gpus).tokens_per_second for gpus in ("H100:8", "A100-80GB:8")}
     own = [
-        Measurement(
+        MeasuredRun(
             124.5e6, "H100:8", 1, engine_of(COMPILED, "bf16"), 0.0, 0.8 * plain["H100:8"], "measured by attempt 3"
         )
     ]
