@@ -11,11 +11,11 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeAlias
 
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress
-from pipelines.nodes.messages import Beat, Message, message_from_json, message_to_json
+from pipelines.nodes.messages import KeepAlive, Message, message_from_json, message_to_json
 from trainer.errors import UserError
 from trainer.process import StopSignal
 
-BEAT_SECONDS = 2.0
+KEEP_ALIVE_SECONDS = 2.0
 SILENT_SECONDS = 20.0  # ten heartbeats: following a file or waiting for tiktoken never blocks a process so long
 MAX_MESSAGE_BYTES = 1 << 20  # a spec has a few thousand
 # A broken connection, or bytes that are not a message between nodes.
@@ -45,19 +45,19 @@ class NodeConnection:
     def close(self) -> None:
         """End the connection; messages that were sent before still arrive."""
         self.gone.set()
-        self._thread.join(2 * BEAT_SECONDS)
+        self._thread.join(2 * KEEP_ALIVE_SECONDS)
         self._socket.close()
 
     def _receive(self) -> None:
-        last_received = last_beat = time.monotonic()
+        last_received = last_sent = time.monotonic()
         try:
             while not self.gone.is_set() and time.monotonic() - last_received < SILENT_SECONDS:
-                if message := receive(self._socket, BEAT_SECONDS / 2):
+                if message := receive(self._socket, KEEP_ALIVE_SECONDS / 2):
                     last_received = time.monotonic()
                     self._received(message)
-                if time.monotonic() - last_beat >= BEAT_SECONDS:
-                    last_beat = time.monotonic()
-                    self.send(Beat())
+                if time.monotonic() - last_sent >= KEEP_ALIVE_SECONDS:
+                    last_sent = time.monotonic()
+                    self.send(KeepAlive())
         except CONNECTION_ERRORS:
             pass  # `gone` reports it
         finally:

@@ -127,9 +127,9 @@ class Head:
                 socket = listener.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._greet, args=[socket], daemon=True, name="greeting").start()
+            threading.Thread(target=self._admit, args=[socket], daemon=True, name="admission").start()
 
-    def _greet(self, socket: Socket) -> None:
+    def _admit(self, socket: Socket) -> None:
         """Admit a worker, and watch it until it is gone."""
         try:
             hello = receive(socket, SILENT_SECONDS)

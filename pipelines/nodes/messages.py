@@ -1,7 +1,7 @@
 """The messages between the head and the workers, one JSON object each.
 
 A worker sends Hello first, then PartsProgress, WorkDone and StopNotice. The head sends MakeParts, StartRanks, Trained
-and End. Both send Beat.
+and End. Both send KeepAlive.
 """
 
 import json
@@ -13,7 +13,7 @@ from pipelines.text.parts import PartsProgress
 
 
 @dataclass(frozen=True)
-class Beat:
+class KeepAlive:
     """The sender is alive."""
 
 
@@ -71,12 +71,12 @@ class End:
     reason: str
 
 
-Message = Beat | Hello | PartsProgress | WorkDone | StopNotice | MakeParts | StartRanks | Trained | End
+Message = KeepAlive | Hello | PartsProgress | WorkDone | StopNotice | MakeParts | StartRanks | Trained | End
 
 
 def message_to_json(message: Message) -> bytes:
     match message:
-        case Beat():
+        case KeepAlive():
             values: dict[str, object] = {"beat": True}
         case Hello():
             values = asdict(message)
@@ -101,7 +101,7 @@ def message_from_json(body: bytes) -> Message:
     """ValueError or TypeError for anything that `message_to_json` does not write."""
     match json.loads(body):
         case {"beat": True}:
-            return Beat()
+            return KeepAlive()
         case {"node": int(node), "run": str(run), "processes": int(processes)}:
             return Hello(node, run, processes)
         case {"there": int(stored), "new": int(new)}:

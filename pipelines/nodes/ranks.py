@@ -24,7 +24,7 @@ RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; started by name,
 SPEC_FILE = "spec.json"
 LOG_FILE = "train.log"  # output of torchrun and its ranks
 LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
-DOOMED_SECONDS = 10.0  # for ranks to fail and leave their errors on their own, once those of another node failed
+FAILING_SECONDS = 10.0  # for ranks to fail and leave their errors on their own, once those of another node failed
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def before_torchrun() -> None:
 def wait_or_kill(torchrun: subprocess.Popen[bytes]) -> None:
     """End ranks that cannot continue without those of another node. NCCL does not always report the loss."""
     try:
-        torchrun.wait(DOOMED_SECONDS)
+        torchrun.wait(FAILING_SECONDS)
     except subprocess.TimeoutExpired:
         kill_ranks(torchrun)
 

@@ -7,9 +7,9 @@ import pytest
 from node_ends import spec
 
 from pipelines.nodes.messages import (
-    Beat,
     End,
     Hello,
+    KeepAlive,
     MakeParts,
     Message,
     StartRanks,
@@ -26,7 +26,7 @@ from pipelines.text.parts import PartsProgress
 @pytest.mark.parametrize(
     ("message", "wire"),
     [
-        (Beat(), {"beat": True}),
+        (KeepAlive(), {"beat": True}),
         (Hello(1, "tiny-0123", 4), {"node": 1, "run": "tiny-0123", "processes": 4}),
         (PartsProgress(500, 100), {"there": 500, "new": 100}),
         (WorkDone(2, NodeResult(1)), {"ended": 2, "node": 1, "kind": None, "words": ""}),

@@ -9,7 +9,7 @@ from servers import LOOPBACK
 
 from pipelines.nodes.connection import Socket, receive
 from pipelines.nodes.head import Head
-from pipelines.nodes.messages import Beat, Hello, Message, message_to_json
+from pipelines.nodes.messages import Hello, KeepAlive, Message, message_to_json
 from pipelines.nodes.ranks import RankSpec
 from pipelines.recipe import load_recipe
 
@@ -27,7 +27,7 @@ def send(connection: Socket, message: Message) -> None:
 
 def next_message(connection: Socket) -> Message | None:
     """The next message but heartbeats."""
-    while isinstance(message := receive(connection, 10), Beat):
+    while isinstance(message := receive(connection, 10), KeepAlive):
         pass
     return message
 
