@@ -28,7 +28,7 @@ TAIL_BYTES = 1 << 14  # of an event file: some thirty rows
 class Command:
     """A running `skytrain run` and its descendants. All have the folder of failpoints in their environment."""
 
-    def __init__(self, words: Sequence[str], environment: dict[str, str], home: Path, folder: Path) -> None:
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str], home: Path, folder: Path) -> None:
         self.home, self.failpoints, self.log = home, folder / "failpoints", folder / "command.log"
         self.failpoints.mkdir(parents=True)
         self.finished_run: CommandRun | None = None
@@ -36,7 +36,7 @@ class Command:
         self._began = time.time()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, "run", *words],
+                [sys.executable, "-c", COMMAND, "run", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

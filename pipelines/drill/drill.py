@@ -31,7 +31,7 @@ from pipelines.drill.faults import (
     unavailable,
 )
 from pipelines.drill.outages import MlflowServer, Proxy, wait_until
-from pipelines.drill.verdict import Report, outcome, points_of, verdicts
+from pipelines.drill.verdict import DrillReport, outcome, points_of, verdicts
 from pipelines.nodes.address import processes_on_this_node
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, plans_of, run_name
@@ -43,7 +43,7 @@ STOP_SECONDS = 120.0  # limit for a command that was asked to stop; it gives its
 TAKEOVER_SECONDS = SILENT_SECONDS + 100
 OUTAGE_SECONDS = (1.0, 6.0)
 # The environment of a drill's commands: no cloud notices, and no HTTP proxy for this machine's own servers.
-ALONE = {"SKYTRAIN_NOTICE": "off", "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+ISOLATED = {"SKYTRAIN_NOTICE": "off", "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Drill:
     """A run under faults: its current command, and all commands so far."""
 
     recipe: Recipe
-    words: Sequence[str]  # RECIPE and --set
+    arguments: Sequence[str]  # RECIPE and --set
     store: Store
     folder: Path  # homes, logs, failpoints
     faults: list[Fault]
@@ -71,10 +71,10 @@ class Drill:
 
     def start(self) -> Command:
         """Start the command (again) on the current machine."""
-        words = [*self.words, "--store", self.store.uri, "--set", f"runtime.processes={self.processes}"]
+        arguments = [*self.arguments, "--store", self.store.uri, "--set", f"runtime.processes={self.processes}"]
         environment = self.environment | {"SKYTRAIN_DRILL_MACHINE": f"drill-{self.machine}"}
         home, folder = self.folder / f"home-{self.machine}", self.folder / f"command-{len(self.commands):03d}"
-        self.command = Command(words, environment, home, folder)
+        self.command = Command(arguments, environment, home, folder)
         self.commands.append(self.command)
         return self.command
 
@@ -156,7 +156,7 @@ class Drill:
             self.end(fault, command)
         fault.interrupted = fault.kind == "rival" or (self.command is None and not self.finished(fault.stage))
 
-    def record_steps(self, fault: Fault, command: Command) -> None:
+    def record_step(self, fault: Fault, command: Command) -> None:
         """Record the step of the injection."""
         progress = TrainingProgress.of(command.home) if fault.stage == "train" else None
         if progress and progress.attempt == fault.attempt:
@@ -172,7 +172,7 @@ class Drill:
                 fault.violation = f"exit code {code} instead of 75"
         else:
             command.kill()
-        self.record_steps(fault, command)
+        self.record_step(fault, command)
         fault.injected_at, self.command = time.time(), None
         if fault.kind == "corrupt":
             self.corrupt()
@@ -189,7 +189,7 @@ class Drill:
 
     def outage(self, fault: Fault, command: Command, following: Sequence[Fault]) -> None:
         """cut, mlflow: a server is away for some seconds. The run has to continue by itself."""
-        self.record_steps(fault, command)
+        self.record_step(fault, command)
         seconds = self.rng.uniform(*OUTAGE_SECONDS)
         stop: Callable[[], None]
         start: Callable[[], None]
@@ -213,7 +213,7 @@ class Drill:
         """Freeze the run until another machine takes over. The run has to notice that when it wakes."""
         prefix, mine = self.prefix[fault.stage], f"-a{fault.attempt:04d}/COMMIT.json"
         first.freeze()
-        self.record_steps(fault, first)
+        self.record_step(fault, first)
         fault.injected_at = time.time()
         self.machine += 1
         second = self.start()
@@ -275,7 +275,7 @@ def drill(
     seed: int,
     kinds: Sequence[str] | None,
     note: Callable[[str], None],
-) -> Report:
+) -> DrillReport:
     """Run a recipe undisturbed and with `kills` faults, in a folder of the store; remove it after success.
 
     `kinds` are the kinds to draw from, by default all that are possible here. UserError for any other.
@@ -286,7 +286,7 @@ def drill(
     faults = schedule(kills, seed, chosen(kinds, left_out), recipe.train.max_steps)
     location = f"{store_uri.rstrip('/')}/drill-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="skytrain-drill-"))
-    words = [name, *(word for change in changes for word in ("--set", change))]
+    arguments = [name, *(word for change in changes for word in ("--set", change))]
     note(f"the same run twice: undisturbed, and with {kills} faults drawn from seed {seed}")
     note(f"in {location}, logs in {folder}")
     for kind in KINDS:
@@ -307,7 +307,7 @@ def drill(
         store = open_store(f"{location}/{which}")
         made = Drill(
             recipe,
-            words,
+            arguments,
             store,
             folder / which,
             faults,
@@ -325,13 +325,13 @@ def drill(
                 command.kill()
         return made
 
-    undisturbed = run("undisturbed", [], ALONE | {"SKYTRAIN_TRACKING": "off"})
+    undisturbed = run("undisturbed", [], ISOLATED | {"SKYTRAIN_TRACKING": "off"})
     with ExitStack() as stack:
         proxy = None if "cut" in left_out else stack.enter_context(Proxy(s3_endpoint()))
         server = None if "mlflow" in left_out else stack.enter_context(MlflowServer(folder / "mlflow"))
-        environment = ALONE | {"SKYTRAIN_TRACKING": "off"}
+        environment = ISOLATED | {"SKYTRAIN_TRACKING": "off"}
         if server:
-            environment = ALONE | {"MLFLOW_TRACKING_URI": server.uri}
+            environment = ISOLATED | {"MLFLOW_TRACKING_URI": server.uri}
         if proxy:
             environment |= {"AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ENDPOINT_URL_S3": proxy.endpoint}
         disturbed = run("disturbed", faults, environment, proxy, server)
@@ -343,7 +343,7 @@ def drill(
         later = [b.started for b in ends[1].beats[fault.stage] if b.attempt > fault.attempt]
         fault.seconds = max(0.0, later[0] - (fault.injected_at or 0)) if later else None
     judged = verdicts(ends[0], ends[1], faults, command_runs, points)
-    report = Report(name, seed, location, faults, judged, left_out, time.monotonic() - began)
+    report = DrillReport(name, seed, location, faults, judged, left_out, time.monotonic() - began)
     if report.passed:
         shutil.rmtree(folder)
         for each in (undisturbed, disturbed):

@@ -35,7 +35,7 @@ class Proxy:
         self._listener = socket.create_server((LOOPBACK, 0))
         self.endpoint = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
         self._open: set[socket.socket] = set()
-        self._away: str | None = None  # "silent" or "reset"
+        self._outage: str | None = None  # "silent" or "reset"
 
     def __enter__(self) -> "Proxy":
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
@@ -48,13 +48,13 @@ class Proxy:
         self._reset_all()
 
     def cut(self, silent: bool) -> None:
-        self._away = "silent" if silent else "reset"
+        self._outage = "silent" if silent else "reset"
         if not silent:
             self._reset_all()
 
     def restore(self) -> None:
         """Forward new connections. Reset the open ones: a swallowed request would wait a minute for its answer."""
-        self._away = None
+        self._outage = None
         self._reset_all()
 
     def _accept(self) -> None:
@@ -63,11 +63,11 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            if self._away == "reset":
+            if self._outage == "reset":
                 reset(client)
                 continue
             self._open.add(client)
-            if self._away is None:
+            if self._outage is None:
                 threading.Thread(target=self._carry, args=(client,), daemon=True).start()
 
     def _carry(self, client: socket.socket) -> None:
@@ -83,9 +83,9 @@ class Proxy:
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):  # reset by either side, or by us
             while data := source.recv(1 << 16):
-                if self._away is None:
+                if self._outage is None:
                     target.sendall(data)
-        if self._away is None and source in self._open:  # otherwise it was reset, or the outage swallows its end
+        if self._outage is None and source in self._open:  # otherwise it was reset, or the outage swallows its end
             for end in (source, target):
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)

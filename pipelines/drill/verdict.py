@@ -223,7 +223,7 @@ def points_of(uri: str, run: str) -> Points:
 
 
 @dataclass(frozen=True)
-class Report:
+class DrillReport:
     """The settings and the result of a drill."""
 
     recipe: str

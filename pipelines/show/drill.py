@@ -2,11 +2,11 @@
 
 from rich.table import Table
 
-from pipelines.drill.verdict import Report
+from pipelines.drill.verdict import DrillReport
 from pipelines.show.console import console
 
 
-def print_report(report: Report) -> None:
+def print_report(report: DrillReport) -> None:
     """Print each fault with its failpoint and its cost, then the comparisons."""
     faults = Table("#", "fault", "at", "stage", "attempt", "step", "redone", "seconds", box=None, pad_edge=False)
     for number, fault in enumerate(report.faults, 1):

@@ -18,7 +18,7 @@ from pipelines.artifacts.store import S3Store
 from pipelines.drill.command import TrainingProgress
 from pipelines.drill.faults import FAILPOINTS, KINDS, Fault, chosen, schedule, unavailable
 from pipelines.drill.outages import LOOPBACK, Proxy
-from pipelines.drill.verdict import CommandRun, Outcome, Points, Report, Verdict, verdicts
+from pipelines.drill.verdict import CommandRun, DrillReport, Outcome, Points, Verdict, verdicts
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.ledger import this_process
@@ -306,10 +306,12 @@ def test_the_exit_code_is_the_verdict_and_the_report_holds_it_all(
 ) -> None:
     from pipelines.cli import app
 
-    made = Report("smoke", 3, "file://there", list(FAULTS), [Verdict("weights", equal, "…")], {"cut": "no S3"}, 1.0)
+    made = DrillReport(
+        "smoke", 3, "file://there", list(FAULTS), [Verdict("weights", equal, "…")], {"cut": "no S3"}, 1.0
+    )
     asked: list[Any] = []
 
-    def drill(*words: Any) -> Report:
+    def drill(*words: Any) -> DrillReport:
         asked.append(words)
         return made
 
