@@ -8,7 +8,7 @@ from pipelines.artifacts.manifest import differences
 from pipelines.tracking.account import cost_until, market_of
 from pipelines.tracking.runs import Run
 
-PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens or dollars that both runs have used
+FRACTIONS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the tokens or dollars that both runs have used
 STEPS_TOGETHER = 20  # the training loss at a point is their mean: the loss of one step is noisy
 FRESH = 0.9  # of a level: an older val loss does not describe it
 
@@ -82,13 +82,13 @@ def levels(series: tuple[list[Row], list[Row]], axes: tuple[Axis, Axis]) -> list
         return []
     curves = [[(axis(row), row) for row in rows] for rows, axis in zip(series, axes, strict=True)]
     end = min(curve[-1][0] for curve in curves)
-    found_levels = []
+    found = []
     for metric, together in (("val/loss", 1), ("train/loss", STEPS_TOGETHER)):
-        for part in PARTS:
-            a, b = (loss_at(curve, part * end, metric, together) for curve in curves)
+        for fraction in FRACTIONS:
+            a, b = (loss_at(curve, fraction * end, metric, together) for curve in curves)
             if (a, b) != (None, None):
-                found_levels.append(Level(part * end, metric, (a, b)))
-    return found_levels
+                found.append(Level(fraction * end, metric, (a, b)))
+    return found
 
 
 def loss_at(curve: list[tuple[float, Row]], level: float, metric: str, together: int) -> float | None:

@@ -74,7 +74,7 @@ def forecast(attempts: Iterable[AttemptAccount], steps_left: float, now: float) 
     if past is None:
         return None
     draw = random.Random(len(trained) + steps_left)  # equal inputs give equal forecasts
-    drawn = [course(past, steps_left * past.seconds_per_step, draw) for _ in range(DRAWS)]
+    drawn = [simulate(past, steps_left * past.seconds_per_step, draw) for _ in range(DRAWS)]
     calendar, billed, interruptions = (quantiles(values) for values in zip(*drawn, strict=True))
     last = trained[-1]
     price = None if last.price_per_hour is None else last.nodes * last.price_per_hour
@@ -114,7 +114,7 @@ def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
     )
 
 
-def course(past: Past, training: float, draw: random.Random) -> tuple[float, float, float]:
+def simulate(past: Past, training: float, draw: random.Random) -> tuple[float, float, float]:
     """One simulated course of the rest: seconds by the calendar, seconds billed, machines lost."""
     known = 1 + min(past.losses, PAST_COUNTS)
     rate = draw.gammavariate(known, (1 + past.losses) / (past.prior + past.exposed) / known)

@@ -66,7 +66,7 @@ class Meter:
             fresh.write_text(f"{time} {phase}\n")
             fresh.replace(self.path)
 
-    def before(self, now: float, idle: float = 0.0, billed: float = 0.0) -> dict[str, float]:
+    def unbilled(self, now: float, idle: float = 0.0, billed: float = 0.0) -> dict[str, float]:
         """Seconds by phase that no attempt has billed yet. This process spent `idle` seconds of them waiting.
 
         An attempt has billed the time up to `billed`, even if the file lags behind: a kill may come between a
@@ -175,7 +175,7 @@ class Attempt:
 
     def phases(self, now: float) -> dict[str, float]:
         """Seconds by phase from the start of its bill."""
-        return added([self.before, self.clock(now)])
+        return sum_by_key([self.before, self.clock(now)])
 
 
 def claim(
@@ -197,7 +197,7 @@ def claim(
     now, meter = time.time(), Meter.here()
     here = this_process()
     billed = max((b.time for b in earlier if b.process.machine == here.machine), default=0.0)
-    before = meter.before(now, idle, billed)
+    before = meter.unbilled(now, idle, billed)
     heartbeat = Heartbeat(
         run,
         stage,
@@ -234,10 +234,10 @@ def latest_number(store: Store, prefix: str) -> int:
 
 def is_alive(heartbeat: Heartbeat) -> bool | None:
     """Whether an attempt still works; None if only its next heartbeat can show that."""
-    return is_there(heartbeat) if heartbeat.state == "running" else False
+    return process_exists(heartbeat) if heartbeat.state == "running" else False
 
 
-def is_there(heartbeat: Heartbeat) -> bool | None:
+def process_exists(heartbeat: Heartbeat) -> bool | None:
     """Whether the process of an attempt still exists; None if this machine cannot know."""
     here, there = this_process(), heartbeat.process
     if here.machine == there.machine:
@@ -285,7 +285,7 @@ def process_began() -> float:
     return time.time() - float(uptime.read_text().split()[0]) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def added(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def sum_by_key(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The sums by key."""
     sums: dict[str, float] = {}
     for one in several:

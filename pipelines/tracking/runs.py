@@ -14,7 +14,7 @@ from typing import Any, Self
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, StoredHeartbeat, account
-from pipelines.tracking.ledger import SILENT_SECONDS, is_alive, is_there
+from pipelines.tracking.ledger import SILENT_SECONDS, is_alive, process_exists
 from pipelines.tracking.records import FORMAT, Heartbeat
 from trainer.commits import series
 from trainer.config import TrainConfig, tokens_before
@@ -218,7 +218,7 @@ def state_of(attempts: Iterable[list[Heartbeat]]) -> str:
     if newest is None:
         return "interrupted"
     working = newest.state in ("running", "done")  # done with one stage, about to start the next
-    there = is_there(newest)
+    there = process_exists(newest)
     if working and (there or (there is None and time.time() - newest.time < 3 * SILENT_SECONDS)):
         return "running"
     return {"running": "lost", "done": "interrupted"}.get(newest.state, newest.state)

@@ -10,7 +10,7 @@ import pytest
 
 from pipelines.stage import Work
 from pipelines.stages import train
-from pipelines.tracking.ledger import attempts, is_there
+from pipelines.tracking.ledger import attempts, process_exists
 from pipelines.tracking.records import Heartbeat
 
 
@@ -33,7 +33,7 @@ def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
         with work.attempt:
             pass  # a heartbeat
         (seen,) = attempts(work.store, work.plan.prefix)
-        assert is_there(without_us(seen)) is True
+        assert process_exists(without_us(seen)) is True
         raise RuntimeError("something breaks here")
 
     monkeypatch.setattr(train, "start_torchrun", sleeping)
@@ -42,4 +42,4 @@ def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
         train.build(mine)
     assert started[0].poll() is not None
     (seen,) = attempts(mine.store, mine.plan.prefix)
-    assert is_there(without_us(seen)) is False
+    assert process_exists(without_us(seen)) is False

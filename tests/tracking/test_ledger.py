@@ -22,9 +22,9 @@ from pipelines.tracking.ledger import (
     attempts,
     claim,
     is_alive,
-    is_there,
     latest_number,
     prior_seconds_between_failures,
+    process_exists,
     process_started,
     seconds_between_failures,
     this_process,
@@ -305,15 +305,15 @@ def test_another_process_with_the_same_pid_does_not_pass_for_the_attempt() -> No
 
 def test_an_attempt_is_there_as_long_as_what_it_started_is() -> None:
     dead, here = replace(this_process(), started="1"), this_process()
-    assert is_there(beat(process=replace(dead, children=(here,)))) is True
-    assert is_there(beat(process=replace(dead, children=(replace(here, started="1"),)))) is False
+    assert process_exists(beat(process=replace(dead, children=(here,)))) is True
+    assert process_exists(beat(process=replace(dead, children=(replace(here, started="1"),)))) is False
 
 
 def test_a_process_of_another_machine_can_only_be_watched_until_it_is_silent_for_long() -> None:
     elsewhere = replace(this_process(), machine="other/boot")
     assert is_alive(beat(process=elsewhere)) is None
     assert is_alive(beat(process=elsewhere, time=time.time() - 7200)) is False
-    assert is_there(beat(process=elsewhere, state="done")) is None
+    assert process_exists(beat(process=elsewhere, state="done")) is None
 
 
 def test_containers_of_one_host_are_machines_of_their_own() -> None:
@@ -326,7 +326,7 @@ def test_containers_of_one_host_are_machines_of_their_own() -> None:
 def test_an_attempt_that_has_ended_is_not_alive_although_its_process_is() -> None:
     for state in ("done", "interrupted", "failed", "stale"):
         ended = beat(state=state)
-        assert is_alive(ended) is False and is_there(ended) is True
+        assert is_alive(ended) is False and process_exists(ended) is True
 
 
 def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_on_the_bill(tmp_path: Path) -> None:
@@ -406,8 +406,8 @@ def test_a_kill_between_a_heartbeat_and_the_meter_bills_nothing_twice(tmp_path: 
 def test_waiting_for_a_rival_is_idle_time(tmp_path: Path, meter: Path) -> None:
     now = time.time()
     meter.write_text(f"{now - 30} idle")
-    phases = ledger.Meter(meter).before(now, idle=0.0)
-    waited = ledger.Meter(meter).before(now, idle=0.2)
+    phases = ledger.Meter(meter).unbilled(now, idle=0.0)
+    waited = ledger.Meter(meter).unbilled(now, idle=0.2)
     assert waited["idle"] == pytest.approx(phases.get("idle", 0.0) + 0.2, abs=0.02)
     assert sum(waited.values()) == pytest.approx(sum(phases.values())) == pytest.approx(30, abs=0.1)
 

@@ -311,7 +311,7 @@ class SystemMetrics:
         while True:
             for chunk in iter(self.reader.read, []):
                 for record, _ in chunk:
-                    self._note(record)
+                    self._observe(record)
             if not self.training:
                 monitors = None
             elif monitors is None:
@@ -325,7 +325,7 @@ class SystemMetrics:
                     append(fd, sample)
             time.sleep(POLL_SECONDS)
 
-    def _note(self, record: Record) -> None:
+    def _observe(self, record: Record) -> None:
         if isinstance(record, Close):
             self.closing.set()
         else:

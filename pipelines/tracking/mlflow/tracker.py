@@ -71,7 +71,7 @@ class Tracker:
         self.off = tracking_is_off()
         self._fd: int | None = None
         self._shipper: subprocess.Popen[bytes] | None = None
-        self._fault = ""  # why records did not reach the log
+        self._write_error = ""  # why records did not reach the log
 
     def start(self) -> None:
         """Open the log and start the shipper, which ships the records of an earlier run first."""
@@ -84,7 +84,7 @@ class Tracker:
                     stale.unlink(missing_ok=True)
             self._fd = open_log(self.log)
         except OSError as error:
-            self._fault = str(error)
+            self._write_error = str(error)
             return
         # The empty line before it closes a line that a crash has cut in two.
         self._append(Session(time.time(), self.run, self.experiment), torn=True)
@@ -153,8 +153,8 @@ class Tracker:
             os.close(self._fd)
             self._fd = None
             unshipped = self._unshipped_up_to(end)
-        if self._fault:
-            return f"MLflow: records are lost, because {self.log} cannot be written: {self._fault}"
+        if self._write_error:
+            return f"MLflow: records are lost, because {self.log} cannot be written: {self._write_error}"
         if unshipped:
             return (
                 f"MLflow: {unshipped} records are kept in {self.log}; the next run ships them "
@@ -164,12 +164,12 @@ class Tracker:
 
     def _append(self, record: Record, torn: bool = False) -> None:
         if self._fd is None:
-            assert self.off or self._fault, "start() comes first, and nothing comes after close()"
+            assert self.off or self._write_error, "start() comes first, and nothing comes after close()"
             return
         try:
-            append(self._fd, record, torn or bool(self._fault))
+            append(self._fd, record, torn or bool(self._write_error))
         except OSError as error:  # a full disk stops the tracking, not the training
-            self._fault = str(error)
+            self._write_error = str(error)
 
     def _keep_shipping(self) -> None:
         """Start a shipper unless one lives, or the last one could not import mlflow."""
@@ -204,7 +204,7 @@ class Tracker:
         try:
             records = [record for chunk in iter(reader.read, []) for record, offset in chunk if offset <= end]
         except OSError as error:  # the work folder was deleted meanwhile
-            self._fault = str(error)
+            self._write_error = str(error)
             return 0
         return sum(not isinstance(record, Session | Close) for record in records)
 
