@@ -343,7 +343,7 @@ class Pipeline:
         except BaseException as error:
             interrupted = isinstance(error, Interrupted | StaleAttempt | KeyboardInterrupt)
             if not isinstance(error, StaleAttempt):
-                attempt.update(state=ended_as(error))
+                attempt.update(state=state_after(error))
             if interrupted and self.stop.reason:
                 attempt.report(notice=self.stop.reason)
             self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
@@ -390,7 +390,7 @@ class Pipeline:
         self.tracker.stage_ended(stage, "FINISHED")
 
 
-def ended_as(error: BaseException) -> str:
+def state_after(error: BaseException) -> str:
     """The state of an attempt that `error` ended."""
     if isinstance(error, Stopped):
         return "stopped"

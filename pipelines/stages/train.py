@@ -60,7 +60,7 @@ def build(work: Work) -> Built:
     work.clock.enter("upload")
     if last_step != recipe.train.max_steps:
         raise work.stop.interruption()
-    return file_result(work)
+    return store_result(work)
 
 
 def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
@@ -90,7 +90,7 @@ def rank_spec(work: Work) -> RankSpec:
     )
 
 
-def file_result(work: Work) -> Built:
+def store_result(work: Work) -> Built:
     """Upload the final weights and the whole series."""
     rows = series(work.store, work.plan.prefix)
     state = committed_state(work.store, work.plan.prefix)

@@ -69,7 +69,7 @@ def run(
     node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # its mistakes show before gigabytes of text are hashed
     loaded, plans = load(recipe, set_ or [], opened, unless_stopped)
-    heed_stop_request(opened, run_name(plans), unless_stopped)
+    apply_stop_request(opened, run_name(plans), unless_stopped)
     if node.rank:
         from pipelines.cloud.deadline import is_standby
         from pipelines.nodes.worker import run_worker
@@ -107,7 +107,7 @@ def load(
         raise
 
 
-def heed_stop_request(store: "Store", run: str, unless_stopped: bool) -> None:
+def apply_stop_request(store: "Store", run: str, unless_stopped: bool) -> None:
     """Withdraw the request to stop a run; with `unless_stopped` obey it: Stopped."""
     from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
 
