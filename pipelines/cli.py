@@ -1,7 +1,7 @@
-"""`skytrain`: the verbs, and the exit codes that an exception leads to.
+"""`skytrain`: the verbs, and the exit code of each exception.
 
 Exit codes: 0 done; 2 the user's mistake; 75 interrupted, run the same command to resume; 76 stopped, nothing restarts
-the run automatically; 1 a fault of ours, or a run that diverged.
+the run automatically; 1 a bug, or a run that diverged.
 
 The verbs import heavy modules inside their functions, so that `--help` answers at once.
 """
@@ -44,8 +44,8 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Verbs(TyperGroup):
-    """Handles three exceptions before typer does: Ctrl-C has its own exit code, EOFError keeps its traceback as any
-    other fault of ours, and a wrong option takes one line as any other mistake."""
+    """Handles three exceptions before typer does: Ctrl-C has its own exit code, EOFError keeps its traceback like any
+    other bug, and a wrong option takes one line like any other mistake."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with usage_in_a_line():

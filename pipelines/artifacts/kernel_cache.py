@@ -4,12 +4,12 @@ After the first step, rank 0 packs the kernels that Triton has compiled and crea
 `cache/triton/<key>/<sha256 of the pack>.tar`. The key names Triton's version, the GPU's architecture and the sources
 of the kernels: our kernels' source or the input of torch.compile, and sizes. Kernels that Triton compiles later under
 the same key (in fp8 after the warm-up, for a larger batch) follow in further packs. A node fetches all packs before
-its first step. The cache is optional: any fault costs a line in the log and the seconds of compiling.
+its first step. The cache is optional: a failure costs a line in the log and the seconds of compiling.
 
 A pack holds data only: GPU code (.cubin) and its description (.json). Triton finds an entry by the hash of its
 input, so it never finds an entry for something else. Triton's CPU code (.so) stays out. So do the files that
 torch.compile keeps beside its kernels, traced graphs and generated Python: they are pickles and code, which run when
-they are read, and nobody should run code from a bucket. torch.compile makes them again.
+they are read, and a bucket is no trusted source of code. torch.compile makes them again.
 """
 
 import io
@@ -146,7 +146,7 @@ def sources(engine: str, recipe: "Recipe") -> bytes:
 
 @contextmanager
 def failures_logged(action: str) -> Iterator[None]:
-    """Log a fault of the block and continue: no step depends on the cache."""
+    """Log a failure of the block and continue: no step depends on the cache."""
     try:
         yield
     except Exception as error:

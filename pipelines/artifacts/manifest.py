@@ -190,16 +190,18 @@ def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
 
 
 def _verify(store: Store, key: str, file: File, path: Path) -> None:
-    fault = None
+    damage = None
     if not path.exists():
-        fault = "missing"
+        damage = "missing"
     elif path.stat().st_size != file.size:
-        fault = f"{path.stat().st_size} bytes long, but {file.size} bytes in its manifest"
+        damage = f"{path.stat().st_size} bytes long, but {file.size} bytes in its manifest"
     elif sha256_of(path) != file.sha256:
-        fault = "different from its manifest (sha256 differs)"
-    if fault:
+        damage = "different from its manifest (sha256 differs)"
+    if damage:
         artifact = key.removesuffix(f"/{file.key}")
-        raise DamagedArtifact(f"{store.uri}/{key}: damaged: it is {fault}; remove {key_of(artifact)} to build it again")
+        raise DamagedArtifact(
+            f"{store.uri}/{key}: damaged: it is {damage}; remove {key_of(artifact)} to build it again"
+        )
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

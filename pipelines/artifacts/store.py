@@ -1,8 +1,8 @@
 """The store in a bucket, and `open_store`, which opens the store of a URI.
 
-boto3 makes one attempt a request; tenacity, only in this module, decides whether another one can help. Errors that
-time can cure are retried until the time limit and then raise StoreUnavailable. Errors that time cannot cure raise
-UserError at once, with the place and the remedy.
+boto3 makes one attempt a request; tenacity, only in this module, decides about another one. Transient errors are
+retried until the time limit and then raise StoreUnavailable. Permanent errors raise UserError at once, with the request
+and the remedy.
 
 Endpoint, region and credentials are those of every AWS tool: AWS_ENDPOINT_URL(_S3), AWS_REGION, AWS_ACCESS_KEY_ID,
 AWS_PROFILE, ~/.aws, the instance's role.
@@ -36,7 +36,7 @@ MAX_PARTS = 10_000
 # One S3 connection gives ~100 MB/s, so four fill a 3 Gbit/s link; uploading holds 4 x 16 MiB in memory.
 PARTS_AT_ONCE = 4
 
-# Server errors that another attempt can cure, besides every 5xx but 501: load, a conflicting write in progress
+# Transient server errors, besides every 5xx but 501: load, a conflicting write in progress
 # (create's 409), and bodies that were damaged or cut in transfer.
 TRANSIENT_CODES = {
     "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
@@ -45,7 +45,7 @@ TRANSIENT_CODES = {
 }  # fmt: skip
 TRANSIENT_STATUS = {408, 429}
 
-# What to do about errors that time does not cure.
+# The remedies of permanent errors.
 REMEDIES = {
     "NoSuchBucket": "there is no such bucket; create it, or correct the store's URI",
     "InvalidBucketName": "that is no valid bucket name; correct the store's URI",
@@ -341,7 +341,7 @@ def _is_transient(error: BaseException) -> bool:
         exceptions.HTTPClientError,  # reset, timed out, closed half-way
         exceptions.IncompleteReadError,
         ResponseParserError,
-        exceptions.CredentialRetrievalError,  # a short fault of the instance's metadata service
+        exceptions.CredentialRetrievalError,  # a short failure of the instance's metadata service
         exceptions.MetadataRetrievalError,
     )
     return isinstance(error, connection_errors)

@@ -148,7 +148,7 @@ def engines_compared(precision: str) -> list[list[str]]:
 
 @contextmanager
 def training_data(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]":
-    """The shards of a folder, or a shard of tokens with the frequencies of words."""
+    """The shards of a folder; without one, a shard of random tokens with word frequencies by Zipf's law."""
     import numpy as np
 
     from trainer.data import TokenData
@@ -246,7 +246,7 @@ def measure(
 
 
 class Steps:
-    """Steps of the training loop, with this rank's loss and without the exchange between ranks after each."""
+    """Steps of the training loop. Each returns this rank's own loss: the ranks exchange no numbers after a step."""
 
     def __init__(
         self, recipe: "Recipe", engine: "Engine", data: "TokenData", world: "World", micro_batch_size: int
@@ -305,7 +305,7 @@ def warm(run: Steps, world: "World") -> None:
 
 
 def timed(run: Steps, steps: int, device: "torch.device") -> list[float]:
-    """Seconds of each of some steps. On a GPU by its own clock, from the end of one step to the end of the next."""
+    """Seconds of each of `steps` steps. A GPU's own clock measures from the end of one step to the end of the next."""
     import torch
 
     if device.type != "cuda":
@@ -347,6 +347,7 @@ def bench_result(
     data: Path | None,
     peers: bool,
 ) -> BenchResult:
+    """The result of all engines. With `peers`, beside the published speeds of other trainers for this size."""
     import torch
 
     from trainer.metrics import MFU_FORMULA

@@ -86,12 +86,12 @@ class Measurements(Record):
         return self.figures[name].value
 
     def speed(self, size: str, name: str, gpus: str = "H200:1") -> Speed | None:
-        """The speed with this `Speed.name`; None if nobody measured it."""
+        """The speed with this `Speed.name`; None if it was not measured."""
         matches = (s for s in self.speeds if (s.size, s.name, s.gpus) == (size, name, gpus))
         return next(matches, None)
 
     def peers(self) -> dict[str, dict[str, float]]:
-        """Tokens a second on one H200 of the trainers that others wrote: {trainer: {size: speed}}."""
+        """Tokens a second of other projects' trainers on one H200: {trainer: {size: speed}}."""
         speeds: dict[str, dict[str, float]] = {}
         for speed in self.speeds:
             if speed.trainer != OURS:

@@ -1,9 +1,9 @@
 """`--budget`: the run stops on a commit before it has cost more.
 
-The job itself watches the budget, by the ledger and a clock, so the launching machine and the store may be away. Each
-heartbeat computes the time of the stop: when the cost so far (all attempts of all stages from the store, and this one
-by the clock) plus the cost of stopping reaches the budget. A timer then asks the run to stop. The command ends with
-exit code 76, which no launcher restarts by itself.
+The job itself watches the budget with the ledger and a clock. So it needs neither the launching machine nor a store
+that always answers. Each heartbeat computes the time of the stop: the cost so far (all attempts of all stages from the
+store, and this one by the clock) plus the cost of stopping reaches the budget. A timer then asks the run to stop. The
+command ends with exit code 76, which no launcher restarts by itself.
 """
 
 import math
@@ -51,13 +51,13 @@ def teardown_usd(attempt: AttemptAccount) -> float:
     return TEARDOWN_SECONDS / 3600 * attempt.nodes * (attempt.price_per_hour or 0.0)
 
 
-def spent_by_others(store: Store, run: str, this: Heartbeat | None, price_per_hour: float) -> float:
-    """Dollars of the run's attempts in the store, without `this`. Hours of unknown price count as `price_per_hour`."""
-    found = find_run(store, run)
-    if found is None:
+def spent_by_others(store: Store, run: str, current: Heartbeat | None, price_per_hour: float) -> float:
+    """Dollars of the run's attempts in the store, without `current`. Hours of unknown price cost `price_per_hour`."""
+    recorded = find_run(store, run)
+    if recorded is None:
         return 0.0
-    this_one = (this.stage, this.attempt) if this else None
-    others = [a for a in found.account.attempts if (a.stage, a.number) != this_one]
+    own = (current.stage, current.attempt) if current else None
+    others = [a for a in recorded.account.attempts if (a.stage, a.number) != own]
     spent = sum(a.bill.usd + a.bill.unpriced_hours * price_per_hour for a in others)
     # No heartbeat covers the removal of a cluster. A lost cluster, or one that runs the next attempt, is not removed.
     return spent + sum(teardown_usd(a) for a in others if a.state not in ("lost", "running"))
@@ -85,12 +85,12 @@ class Budget:
         self._before = spent_by_others(self.store, self.run, None, self.price_per_hour)
         meter = Meter.here().read()
         started = meter[0] if meter else time.time()
-        left = self._arm(started, Progress())
-        if left > 0:
+        until_ask = self._arm(started, Progress())
+        if until_ask > 0:
             return
         if self.begun():
             raise Stopped(f"{self._message(self.spent(started))}; the rest is too little to start and stop again")
-        least = self.usd - left * self.usd_per_hour / 3600
+        least = self.usd - until_ask * self.usd_per_hour / 3600
         raise UserError(f"--budget {self.usd:g}: too little to begin: an orderly stop may cost ${least:.4g} here")
 
     def watch(self, beat: Heartbeat) -> str | None:
@@ -109,14 +109,14 @@ class Budget:
     def _arm(self, started: float, progress: Progress) -> float:
         """Set the timer again; the seconds until it asks the run to stop."""
         stopping = stopping_seconds(progress, self.batch_tokens, self.stop.grace_seconds, self.rented)
-        left = seconds_until_ask(self.usd, self.spent(started), self.usd_per_hour, stopping)
+        until_ask = seconds_until_ask(self.usd, self.spent(started), self.usd_per_hour, stopping)
         if self._timer:
             self._timer.cancel()
-        if 0 < left < threading.TIMEOUT_MAX:
-            self._timer = threading.Timer(max(0.0, left), self._ask, [started])
+        if 0 < until_ask < threading.TIMEOUT_MAX:
+            self._timer = threading.Timer(until_ask, self._ask, [started])
             self._timer.daemon = True
             self._timer.start()
-        return left
+        return until_ask
 
     def _ask(self, started: float) -> None:
         self.stop.ask(self._message(self.spent(started)), Stopped)

@@ -48,7 +48,7 @@ def offers(cloud: str, node: str, region: str | None = None) -> list[Offer]:
         ) from error
     if cloud not in constants.ALL_CLOUDS:
         raise UserError(f"{cloud}: SkyPilot knows no such cloud; it is one of {', '.join(constants.ALL_CLOUDS)}")
-    # The decorator: without an account, which has zone names of its own, the public names are used.
+    # An account has zone names of its own; without one the decorator uses the public names.
     read = catalog.fallback_to_default_catalog(read_offers)
     try:
         with silent_sky():
@@ -102,7 +102,7 @@ def parse_node(node: str) -> tuple[str, int]:
 
 def gpu_instances(catalog: Any, cloud: str, gpu: str, count: int) -> Iterator[Offer]:
     """On-demand offers of machines with exactly these GPUs, one for each region and instance type."""
-    # We filter the whole list here: a filter that leaves nothing ends GCP's with a TypeError (SkyPilot 0.14.1).
+    # We filter the whole list here: with a filter that matches nothing, GCP's raises TypeError (SkyPilot 0.14.1).
     for name, infos in catalog.list_accelerators(clouds=cloud, all_regions=True).items():
         for info in infos:
             if name.lower() == gpu.lower() and info.accelerator_count == count and not math.isnan(info.price):

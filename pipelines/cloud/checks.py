@@ -1,7 +1,7 @@
-"""Checks that find a fault before it costs money. Each examines the real thing, and names a remedy.
+"""Checks that find a problem before it costs money. Each examines the real store or server, and names a remedy.
 
-`doctor` makes the checks of a machine, `launch` those of a job. A check returns its finding, and never raises for a
-fault. It asks once, so it takes seconds.
+`doctor` makes the checks of a machine, `launch` those of a job. A check returns a finding; it never raises because it
+found a problem. It does not retry, so it takes seconds.
 """
 
 import base64
@@ -40,7 +40,7 @@ class Finding:
 
     what: str
     seen: str
-    state: str = "ok"  # ok; note: not a fault, but the user should know it; broken: it can't work
+    state: str = "ok"  # ok; note: no problem, but the user should know it; broken: it can't work
     remedy: str = ""
 
 
@@ -52,7 +52,7 @@ def broken(what: str, seen: str, remedy: str) -> Finding:
 
 
 def store_commits(store: Store) -> Finding:
-    """Whether the store keeps its one promise: the second of two writers that create a key is refused."""
+    """Whether the store refuses the second of two writers that create the same key. Every commit relies on that."""
     key = f"control/tried/{uuid.uuid4().hex}"
     try:
         first = store.create(key, b"first")

@@ -1,7 +1,7 @@
 """Status, stop and removal of a launched run from any machine, and the search for orphans.
 
-The store has the run's progress and cost. SkyPilot reports its job, and is asked only for runs that were launched. If
-it does not answer, the status has the store's part.
+The store has the run's progress and cost. SkyPilot reports the job of a launched run. If it does not answer, the status
+has the facts of the store only.
 """
 
 import time
@@ -118,7 +118,7 @@ def report_of_skypilot(
         tasks = tasks_of_last_job(record.run, launched)
         record_cluster_hours(store, record.run)
         return tasks, None
-    except Exception as error:  # of SkyPilot, its server, or the network: the store's part of the status still holds
+    except Exception as error:  # of SkyPilot, its server, or the network: the facts of the store are still right
         return [], " ".join(str(error).split()) or type(error).__name__
 
 
@@ -181,9 +181,10 @@ def down(run: str, note: Callable[[str], None]) -> None:
     if ids := sorted({task.job for task in unfinished_tasks(run)}):
         note(f"cancelling job {', '.join(map(str, ids))}")
         cancel_jobs(ids)
-    while left := unfinished_tasks(run):
+    while unfinished := unfinished_tasks(run):
         if time.monotonic() > deadline:
-            raise UserError(f"down: job {left[0].job} is not over; see sky jobs logs --controller {left[0].job}")
+            job = unfinished[0].job
+            raise UserError(f"down: job {job} is not over; see sky jobs logs --controller {job}")
         time.sleep(2)
     patience = time.monotonic() + JOB_CLUSTER_SECONDS
     deadline = patience + DOWN_SECONDS
@@ -238,7 +239,7 @@ def find_orphans(store: Store, now: float) -> Iterator[Orphan]:
 
 
 def idle_reason(run: Run, since: float, now: float) -> str | None:
-    """Why a machine that a run has had since then is idle; None if it may be busy."""
+    """Why a machine is idle that the run got at `since` (unix seconds); None if it may be busy."""
     if running_attempt(run):
         return None
     if run.state == "done":

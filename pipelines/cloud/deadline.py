@@ -2,9 +2,9 @@
 
 A managed job can't change its market. But it is a chain of tasks, and `skytrain run` makes every missing stage. So
 `launch --deadline` gives the task train, in this order, spot machines and a small machine without GPUs, the standby. It
-gives the task evaluate on-demand machines as large as train's. And it gives train the deadline (SKYTRAIN_DEADLINE, unix
-seconds). Uniform Progress (Wu et al., "Can't Be Late", NSDI'24) waits without a machine. A process has to make the
-decision meanwhile, so here it runs on the standby:
+gives the task evaluate on-demand machines as large as train's, and the task train the deadline (SKYTRAIN_DEADLINE, unix
+seconds). Uniform Progress (Wu et al., "Can't Be Late", NSDI'24) waits without a machine. Here a process has to decide
+during the wait, and it runs on the standby:
 
 - On spot: once another lost machine could make the run late, train commits and exits with code 0. Evaluate first
   finishes the training.
@@ -147,7 +147,7 @@ def before_ranks(work: "Work") -> None:
 def leave_spot_in_time(work: "Work") -> None:
     """On a spot machine that replaces a lost one: exit before training, if the rules would end it at once.
 
-    SkyPilot replaces a lost machine by itself, so the rules were not applied since. Raises HandedOver.
+    SkyPilot replaces a lost machine without applying the rules. Raises HandedOver.
     """
     latest = work.attempt.latest
     if not deadline_here() or not latest.machine.spot:
@@ -170,7 +170,7 @@ def poll_for_spot(work: "Work") -> NoReturn:
     """On the standby: exit after POLL_SECONDS, so that SkyPilot tries spot again. Exit for on-demand machines if the
     rules demand it, or can't be applied.
 
-    Raises Interrupted or HandedOver, or another error that this process was asked to end with.
+    Raises Interrupted or HandedOver; after another request to stop, the error of that request.
     """
     work.report(waiting=True)
     account = read_run(work.store, work.attempt.latest.run).account

@@ -1,4 +1,4 @@
-"""Checks of a machine: everything that it needs to run and launch runs. Each fault has its remedy."""
+"""Checks of a machine: everything that it needs to run and launch runs. Each problem has its remedy."""
 
 import platform
 import shutil

@@ -177,9 +177,9 @@ def source_of(remote: str | None) -> str:
 # Checking an image
 
 
-def promise(what: str, fault: str = "") -> Finding:
-    """A promise of the image; `fault` tells how it is broken."""
-    return broken(what, fault, "") if fault else Finding(what, "")
+def promise(what: str, violation: str = "") -> Finding:
+    """A promise of the image, and its violation; empty if the image keeps it."""
+    return broken(what, violation, "") if violation else Finding(what, "")
 
 
 def check(image: str) -> Iterator[Finding]:
@@ -197,8 +197,8 @@ def check(image: str) -> Iterator[Finding]:
         return
     yield promise("runs locked down, without a network", "")
     yield promise(f"runs as UID {UID} by itself", "" if facts.uid == UID else f"UID {facts.uid}")
-    yield promise("its files are not its user's to change", listed(facts.writable))
-    yield promise("holds what every stage imports", listed(facts.missing))
+    yield promise("its user cannot change its files", listed(facts.writable))
+    yield promise("holds the imports of every stage", listed(facts.missing))
     yield promise("holds nothing else", listed(facts.unwanted))
     yield promise("has the GPT-2 vocabulary without a network", facts.tokenizer)
     yield promise("compiles and runs a training step", facts.compiled)
@@ -222,8 +222,8 @@ def is_secret(path: str) -> bool:
     return bool(SECRET_FILE.search(path)) and "/site-packages/" not in path
 
 
-def listed(faults: Iterable[object]) -> str:
-    return ", ".join(map(str, faults))
+def listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items))
 
 
 def files_in(image: str) -> Iterator[str]:
@@ -287,7 +287,7 @@ class ContainerFacts:
     writable: list[str]  # paths that should not be
     missing: list[str]  # modules
     unwanted: list[str]  # packages
-    tokenizer: str  # the fault; empty without one
+    tokenizer: str  # the error; empty without one
     compiled: str  # the same
 
     @classmethod
@@ -298,8 +298,8 @@ class ContainerFacts:
             writable=[p for p in ("/", "/etc", "/opt/venv", str(Path(__file__).parent)) if os.access(p, os.W_OK)],
             missing=[name for name in NEEDED if not imports(name)],
             unwanted=[name for name in UNWANTED if name in installed],
-            tokenizer=fault_of(load_vocabulary),
-            compiled=fault_of(compiled_step),
+            tokenizer=error_of(load_vocabulary),
+            compiled=error_of(compiled_step),
         )
 
 
@@ -311,7 +311,8 @@ def imports(name: str) -> bool:
     return True
 
 
-def fault_of(action: Callable[[], None]) -> str:
+def error_of(action: Callable[[], None]) -> str:
+    """The error of an action in one line; empty without one."""
     try:
         action()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`skytrain launch`: check the job for everything that could go wrong, then submit it to SkyPilot as one managed job.
+"""`skytrain launch`: check everything that the job needs, then submit it to SkyPilot as one managed job.
 
 The job gets only the run's name and store (`skytrain run run:NAME --store …`): the recipe is in `runs/<run>.json`. The
 launch is in `launches/<run>.json`, from which `resume` launches it again.
@@ -72,7 +72,7 @@ def checked_job(
     """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's.
 
     `report` gets every finding and the plan, as they come; `note` gets a line when SkyPilot's API server starts. A
-    server that is not up starts only with `may_start_server`. UserError for a fault that would keep the job from
+    server that is not up starts only with `may_start_server`. UserError for a problem that would keep the job from
     running.
     """
     request, store = launch.request, launch.store
@@ -99,12 +99,12 @@ def checked_job(
 
 def report_all(findings: Iterable[Finding], report: Report) -> None:
     """Report each finding as it comes. UserError at the end if some are broken."""
-    faults = 0
+    broken = 0
     for finding in findings:
         report(finding)
-        faults += finding.state == "broken"
-    if faults:
-        raise UserError(f"launch: {faults} of the findings above would keep the job from running; nothing was launched")
+        broken += finding.state == "broken"
+    if broken:
+        raise UserError(f"launch: {broken} of the findings above would keep the job from running; nothing was launched")
 
 
 def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
@@ -126,7 +126,7 @@ def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
 
 
 def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
-    """Record the run, hand the job to SkyPilot, and record the launch."""
+    """Record the run, submit the job to SkyPilot, and record the launch."""
     request, store = launch.request, launch.store
     record(store, request.run, launch.recipe, launch.plans, request.until)
     clear_stop_request(store, request.run)  # otherwise the job would end at once

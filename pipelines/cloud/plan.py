@@ -54,7 +54,7 @@ ASSUMED = (
     f"a spot node lasts {PRIOR_SECONDS_BETWEEN_FAILURES / 3600:g} h (2.1 in the traces of NSDI'24: AWS V100, 2022-23), "
     f"one on demand {STEADY_SECONDS_BETWEEN_FAILURES / 86_400:g} days",
     f"{WAIT_SECONDS / 60:.0f} min until there is a node, then {START_SECONDS / 60:.0f} min of billed start-up",
-    f"text and weights travel at {BYTES_PER_SECOND / 1e6:.0f} MB/s",
+    f"text and weights are transferred at {BYTES_PER_SECOND / 1e6:.0f} MB/s",
     "evaluation has the MFU of eager training",
 )
 ASSUMED_BETWEEN_NODES = "nodes scale as well as the GPUs of one node over NVLink; over TCP they are slower"
@@ -154,7 +154,7 @@ class Workload:
     recipe: Recipe
     stages: frozenset[str]  # that are missing
     steps_left: int
-    own: list[MeasuredRun] = field(default_factory=list)
+    own: list[MeasuredRun] = field(default_factory=list)  # speeds of this run's attempts, the newest first
 
 
 def cloud_plan(
@@ -195,15 +195,15 @@ def compare_offers(
     UserError if no offer can train the run.
     """
     nodes = node_counts["train"]
-    found, faults = [], []
+    candidates, unfit = [], []
     for offer in by_stage["train"]:
         try:
-            found.append(candidate(work, offer, by_stage, node_counts))
+            candidates.append(candidate(work, offer, by_stage, node_counts))
         except UserError as error:
-            faults.append(f"{nodes} x {offer.accelerators}: {error}")
-    if not found:
-        raise UserError("; ".join(dict.fromkeys(faults)))
-    plan = choose(sorted(found, key=lambda c: (c.usd, c.hours)), limits, [*notes, *dict.fromkeys(faults)])
+            unfit.append(f"{nodes} x {offer.accelerators}: {error}")
+    if not candidates:
+        raise UserError("; ".join(dict.fromkeys(unfit)))
+    plan = choose(sorted(candidates, key=lambda c: (c.usd, c.hours)), limits, [*notes, *dict.fromkeys(unfit)])
     guessed = nodes > 1 and any(c.speed.kind != "measured" for c in plan.candidates)
     return replace(plan, assumed=(*ASSUMED, ASSUMED_BETWEEN_NODES)) if guessed else plan
 
@@ -218,16 +218,16 @@ def plan_without_training(
 def offers_by_node(kinds: Iterable[str], clouds: Iterable[str]) -> tuple[dict[str, list[Offer]], list[str]]:
     """Offers by node, and a note for each cloud without a price list. UserError if no cloud has one."""
     found: dict[str, list[Offer]] = {kind: [] for kind in kinds}
-    faults: list[UserError] = []
+    errors: list[UserError] = []
     for cloud in (clouds := list(clouds)):
         try:
             for kind, of_kind in found.items():
                 of_kind += offers(cloud, kind)
         except UserError as error:
-            faults.append(error)
-    if len(faults) == len(clouds):
-        raise faults[0]
-    return found, [str(fault) for fault in faults]
+            errors.append(error)
+    if len(errors) == len(clouds):
+        raise errors[0]
+    return found, [str(error) for error in errors]
 
 
 def cheapest_offers(found: Iterable[Offer]) -> list[Offer]:
@@ -242,12 +242,12 @@ def cheapest_offers(found: Iterable[Offer]) -> list[Offer]:
 
 def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan]) -> Workload:
     stages = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
-    left = recipe.train.max_steps
+    steps_left = recipe.train.max_steps
     prefix = plans["train"].prefix
     if "train" in stages and attempts(store, prefix):
         state = committed_state(store, prefix)
-        left -= state.step if state else 0
-    return Workload(recipe, stages, left, measurements_of_run(recipe, store, prefix))
+        steps_left -= state.step if state else 0
+    return Workload(recipe, stages, steps_left, measurements_of_run(recipe, store, prefix))
 
 
 def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[MeasuredRun]:
@@ -317,7 +317,7 @@ def expected_time(job: StageWork, m: float, wait: float = WAIT_SECONDS / 3600) -
 
     Source of the billed hours: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
     dumps": M · e^(S/M) · (e^((I+s)/M) - 1) · W/I for work W in segments I, each followed by a stall s, on machines
-    that last M and need S to start. As M grows that goes to W · (1 + s/I). Preemptions are billed hours / M, and
+    that last M and need S to start. For large M this is W · (1 + s/I). Preemptions are billed hours / M, and
     each of them costs a wait that is not billed.
     """
     segments = job.work / job.segment if job.segment else 0.0
@@ -385,8 +385,8 @@ def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
     forward = recipe.model.flops_per_token / 3
     seconds = recipe.evaluate.val_tokens * forward / flops
     if recipe.evaluate.hellaswag:
-        an_item = max(HELLASWAG_TOKENS * forward / flops, recipe.model.n_layer * SECONDS_PER_LAYER / 3)
-        seconds += HELLASWAG_ITEMS * an_item
+        item_seconds = max(HELLASWAG_TOKENS * forward / flops, recipe.model.n_layer * SECONDS_PER_LAYER / 3)
+        seconds += HELLASWAG_ITEMS * item_seconds
     return seconds / 3600
 
 

@@ -97,7 +97,7 @@ def billing_here(price_per_hour: float | None) -> Billing:
 
 
 def shared_values(rows: list[PriceRow]) -> dict[str, Any]:
-    """The values, but None, that all rows have: they hold for this machine, whichever row is its own."""
+    """The values other than None that all rows share. They hold for this machine, even if its own row is unknown."""
     if not rows:
         return {}
     first, *others = map(asdict, rows)
@@ -121,7 +121,7 @@ def description_of(machine: Machine) -> str:
 
 
 def matching_rows(prices: list[PriceRow], machine: Machine) -> list[PriceRow]:
-    """The rows that may be this machine's, by all that is known of it."""
+    """The rows that no known fact about this machine excludes."""
     gpus = os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE")
 
     def fits(row: PriceRow) -> bool:

@@ -89,7 +89,7 @@ def limits_of(request: LaunchRequest, store: Store) -> Limits:
 def affordable_machines(
     train: Task, plan: CloudPlan, limits: Limits, request: LaunchRequest
 ) -> tuple[MachineRequest, ...]:
-    """The machines of train that are expected to meet the limits, one's own ones and standbys."""
+    """The rented machines of train that are expected to meet the limits, all own machines, and all standbys."""
     # A spot machine may be lost before any part of the job has checked the deadline.
     on_demand_hours = min((c.hours for c in plan.candidates if not c.offer.spot), default=0.0)
     slack_hours = math.inf if limits.hours is None else limits.hours - on_demand_hours
@@ -117,16 +117,16 @@ def with_prices(job: ManagedJob, request: LaunchRequest, report: Report) -> Mana
     tasks = []
     for task in (in_trial_order(task, lowest_price) for task in job.tasks):
         rows: list[PriceRow] = []
-        faults = []
+        unpriced = []
         for machine in task.machines:
             try:
                 rows += price_rows(machine)
             except UserError as error:
-                faults.append(f"{task.name} on {machine.infra}: {error}")
-        if faults and request.budget is not None:
-            raise UserError(f"--budget: can't be promised where a price is unknown: {faults[0]}")
-        for fault in faults:
-            report(Finding("price", fault, "note", "every sum lists its hours separately"))
+                unpriced.append(f"{task.name} on {machine.infra}: {error}")
+        if unpriced and request.budget is not None:
+            raise UserError(f"--budget: can't be promised where a price is unknown: {unpriced[0]}")
+        for reason in unpriced:
+            report(Finding("price", reason, "note", "every sum lists its hours separately"))
         tasks.append(replace(task, envs={**task.envs, "SKYTRAIN_PRICES": prices_json(rows)}))
     return replace(job, tasks=tuple(tasks))
 

@@ -1,4 +1,4 @@
-"""All questions and orders to SkyPilot's API server, and its answers in types of ours.
+"""All requests to SkyPilot's API server, and its answers in our own types.
 
 Importing SkyPilot takes about 4 s, so every function imports it itself.
 """
@@ -101,7 +101,7 @@ def ask_optimizer(dag: "Dag", quiet: bool) -> None:
 
 
 def submit_job(dag: "Dag", name: str) -> list[int]:
-    """Hand a job to SkyPilot; its ids. SkyPilot prints its progress."""
+    """Submit a job to SkyPilot, which prints its progress. Returns the ids of the managed jobs."""
     from sky import jobs
     from sky.client import sdk
 
@@ -135,10 +135,10 @@ class TaskStatus:
     status: str  # PENDING, STARTING, RUNNING, RECOVERING, SUCCEEDED, FAILED, CANCELLED, …
     recoveries: int
     cluster: str | None
-    why: str | None  # it failed, or waits
+    why: str | None  # the reason of a failure, or of a wait
     over: bool
     run: str = ""
-    task: int = 0  # its place in the job
+    task: int = 0  # its index in the job
     submitted: float = 0.0  # unix seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def cancel_jobs(ids: Iterable[int]) -> None:
 
 
 def tail_logs(job: int, follow: bool) -> int:
-    """Print a job's log; its exit code."""
+    """Print a job's log. Returns the exit code of SkyPilot's client."""
     from sky import jobs
 
     return int(jobs.tail_logs(job_id=job, follow=follow) or 0)

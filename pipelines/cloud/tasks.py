@@ -59,7 +59,7 @@ class MachineRequest:
 
 @dataclass(frozen=True)
 class Task:
-    """One stage of a managed job: a YAML document, of which the parts that a launch changes are typed."""
+    """One stage of a managed job: a YAML document. The fields that a launch changes are typed."""
 
     name: str
     num_nodes: int

@@ -22,7 +22,8 @@ from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
 PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12}
-# All of them have bf16, which the fused engine needs. These have the fp8 that it needs, with those of private clusters:
+# All of them have bf16, which the fused engine needs. The following have the fp8 that it needs; some of them occur in
+# private clusters only.
 FP8 = ("H100", "H200", "B200", "H20", "H800", "GH200", "GB200", "B300", "GB300")
 # The launch of a layer's kernels, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
@@ -161,9 +162,9 @@ def mfu_of(parameters: float, runtime: RuntimeConfig, precision: str) -> float:
         (m.parameters, m.mfu) for m in MEASURED if m.gpu == "H200:1" and m.engine == measured
     )
     engine = engine.partition(" ")[0]
-    where = min(1.0, max(0.0, math.log(parameters / small) / math.log(large / small)))
+    share = min(1.0, max(0.0, math.log(parameters / small) / math.log(large / small)))
     return (
-        (low + where * (high - low))
+        (low + share * (high - low))
         * (EAGER if engine == "eager" else 1)
         * (DETERMINISTIC[engine] if runtime.deterministic else 1)
         * (RECOMPUTE[engine] if runtime.recompute else 1)

@@ -46,7 +46,7 @@ def start() -> Iterator[Callable[[Any], Any]]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notice, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(notice, "FIND_SECONDS", 2.0)  # this machine may be busy
+    monkeypatch.setattr(notice, "DETECT_SECONDS", 2.0)  # this machine may be busy
     monkeypatch.delenv("SKYTRAIN_NOTICE", raising=False)
     monkeypatch.setenv("SKYTRAIN_NOTICE_ENDPOINT", "http://127.0.0.1:1")  # never a real one
     monkeypatch.delenv("SKYTRAIN_GRACE_SECONDS", raising=False)
