@@ -31,7 +31,7 @@ class Leftover:
 
 
 def leftovers(
-    store: Store, home: Path, older_than_days: float, on_damage: Callable[[str], None] = lambda fault: None
+    store: Store, home: Path, older_than_days: float, on_damage: Callable[[str], None] = lambda message: None
 ) -> Iterator[Leftover]:
     """Leftovers in deletion order: a checkpoint's COMMIT.json before its files.
 

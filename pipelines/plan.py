@@ -1,4 +1,4 @@
-"""What a recipe would make: the state of each artifact, and the size and cost of the training."""
+"""The plan of a recipe: the state of each artifact, and the size and cost of the training."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class StagePlan:
     exists: bool
     sibling: str | None = None  # prefix of the finished artifact of the same stage that differs in the fewest fields
     differs: Mapping[str, tuple[Any, Any]] | None = None  # field -> its value here and in the sibling
-    why: str | None = None  # it does not exist
+    why: str | None = None  # the reason if it does not exist
 
     def to_json(self) -> dict[str, Any]:
         values = without_none(asdict(self))

@@ -1,8 +1,8 @@
 """The pipeline: it plans the artifacts of all stages, skips those that exist, and builds the others.
 
 A stage is a module in pipelines/stages with two functions: `plan(recipe, plans)` returns the identity of its artifact,
-hence its fingerprint, without side effects; `build(work)` makes the files. Everything else is here: claiming an
-attempt, waiting for another process that builds the same artifact, the commit, and tracking.
+and thus its fingerprint, without side effects; `build(work)` makes the files. This module does the rest: it claims an
+attempt, waits for another process that builds the same artifact, commits, and tracks.
 """
 
 import importlib
@@ -98,7 +98,7 @@ class Work:
         return self.clock.inside("ranks", seconds, current, now)
 
     def check(self) -> None:
-        """Leave if asked to stop, or if a newer attempt has taken over."""
+        """Raise Interrupted if asked to stop, and StaleAttempt if a newer attempt has taken over."""
         self.stop.check()
         if self.attempt.lost:
             self.attempt.check()

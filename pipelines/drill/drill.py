@@ -211,7 +211,7 @@ class Drill:
 
     def rival(self, fault: Fault, first: Command, following: Sequence[Fault]) -> None:
         """Freeze the run until another machine takes over. The run has to notice that when it wakes."""
-        prefix, mine = self.prefix[fault.stage], f"-a{fault.attempt:04d}/COMMIT.json"
+        prefix, suffix = self.prefix[fault.stage], f"-a{fault.attempt:04d}/COMMIT.json"
         first.freeze()
         self.record_step(fault, first)
         fault.injected_at = time.time()
@@ -224,7 +224,7 @@ class Drill:
             return latest_number(self.store, prefix) > fault.attempt
 
         wait_until(taken_over, "the takeover by another machine", TAKEOVER_SECONDS)
-        before = {key for key in self.commits() if key.endswith(mine)}
+        before = {key for key in self.commits() if key.endswith(suffix)}
         first.thaw()
         first.release(fault.failpoint)
 
@@ -242,7 +242,7 @@ class Drill:
             fault.violation = (
                 f"the first command ended with exit code {code} and state '{stale.state}' after the takeover"
             )
-        elif {key for key in self.commits() if key.endswith(mine)} - before:
+        elif {key for key in self.commits() if key.endswith(suffix)} - before:
             fault.violation = "the first command committed after the takeover"
 
     def finish(self) -> None:
@@ -339,7 +339,7 @@ def drill(
     command_runs = [command.finished_run for command in disturbed.commands if command.finished_run]
     ends = [outcome(each.store, run_name(each.plans)) for each in (undisturbed, disturbed)]
     # No step followed in the same attempt: count until the start of the next attempt.
-    for fault in (b for b in faults if b.injected_at and b.seconds is None):
+    for fault in (f for f in faults if f.injected_at and f.seconds is None):
         later = [b.started for b in ends[1].beats[fault.stage] if b.attempt > fault.attempt]
         fault.seconds = max(0.0, later[0] - (fault.injected_at or 0)) if later else None
     judged = verdicts(ends[0], ends[1], faults, command_runs, points)

@@ -75,7 +75,7 @@ def schedule(kills: int, seed: int, kinds: Sequence[str], max_steps: int) -> lis
         if (
             kind in OUTAGES
             and reached_once(failpoint)
-            and any(b.failpoint == failpoint and b.kind in OUTAGES for b in faults)
+            and any(f.failpoint == failpoint and f.kind in OUTAGES for f in faults)
         ):
             kind = "kill"  # an attempt passes here once: a second outage would wait forever
         steps = rng.randrange(max(1, int(LATEST_STEP * max_steps))) if FAILPOINTS[failpoint] == "train" else 0

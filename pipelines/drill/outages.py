@@ -35,7 +35,7 @@ class Proxy:
         self._listener = socket.create_server((LOOPBACK, 0))
         self.endpoint = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
         self._open: set[socket.socket] = set()
-        self._outage: str | None = None  # "silent" or "reset"
+        self._outage: str | None = None  # "silent" or "reset"; None: no outage
 
     def __enter__(self) -> "Proxy":
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()

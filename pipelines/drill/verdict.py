@@ -97,7 +97,7 @@ def verdicts(
 
 
 def _faults(faults: Sequence[Fault]) -> Verdict:
-    broken = [f"{b.kind} at {b.failpoint}: {b.violation}" for b in faults if b.violation]
+    broken = [f"{f.kind} at {f.failpoint}: {f.violation}" for f in faults if f.violation]
     return Verdict("faults", not broken, _few(broken) or f"all {len(faults)} injected, every promise kept")
 
 
@@ -189,11 +189,11 @@ def _hours(disturbed: Outcome, command_runs: Sequence[CommandRun], outages: bool
     if abs(3600 * disturbed.billed_hours - billed) > 1e-3:
         errors.append(f"the report says {3600 * disturbed.billed_hours:.1f} s, its attempts {billed:.1f} s")
     for run in command_runs:
-        mine = [b for b in beats if b.process.pid == run.pid and run.began <= b.started <= run.ended]
-        beats = [b for b in beats if b not in mine]
-        if mine and max(b.time for b in mine) > run.ended:
+        of_run = [b for b in beats if b.process.pid == run.pid and run.began <= b.started <= run.ended]
+        beats = [b for b in beats if b not in of_run]
+        if of_run and max(b.time for b in of_run) > run.ended:
             errors.append(f"process {run.pid}: billed after its end")
-        if mine and run.killed and (unbilled := run.ended - max(b.time for b in mine)) > bound:
+        if of_run and run.killed and (unbilled := run.ended - max(b.time for b in of_run)) > bound:
             errors.append(f"process {run.pid}: {unbilled:.1f} s before its kill are not billed")
     if beats:
         errors.append(f"{len(beats)} attempts belong to no process of the drill")

@@ -1,4 +1,4 @@
-"""One end of the connection between a worker and the head: messages and heartbeats over TCP.
+"""One end of the connection between a worker and the head: messages and keep-alives over TCP.
 
 A connection that breaks, or is silent for SILENT_SECONDS, means that the other end is gone.
 """
@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.process import StopSignal
 
 KEEP_ALIVE_SECONDS = 2.0
-SILENT_SECONDS = 20.0  # ten heartbeats: following a file or waiting for tiktoken never blocks a process so long
+SILENT_SECONDS = 20.0  # ten keep-alives: following a file or waiting for tiktoken never blocks a process so long
 MAX_MESSAGE_BYTES = 1 << 20  # a spec has a few thousand
 # A broken connection, or bytes that are not a message between nodes.
 CONNECTION_ERRORS = (OSError, EOFError, ValueError, TypeError, KeyError)
@@ -26,7 +26,7 @@ Socket: TypeAlias = "Connection[Any, Any]"
 
 
 class NodeConnection:
-    """One end. A thread sends heartbeats, receives messages, and detects that the other end is gone."""
+    """One end. A thread sends keep-alives, receives messages, and detects that the other end is gone."""
 
     def __init__(self, socket: Socket, received: Callable[[Message], None]) -> None:
         self.gone = threading.Event()

@@ -2,7 +2,7 @@
 
 Every node runs the same command. Only the head claims attempts, sends heartbeats to the store and commits. Each other
 node is a worker: it keeps a connection to the head, which asks it to make its parts of the text and to start its
-ranks. Nodes share no file but those in the store. Once a node is gone, all leave, and the same command resumes.
+ranks. Nodes share only the files in the store. Once a node is gone, all nodes exit, and the same command resumes.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""The ranks of one node: torchrun starts them, and their files tell how they ended.
+"""The ranks of one node: torchrun starts them, and the files that they leave show how they ended.
 
 torchrun does not pass on the errors of its ranks. So a rank that fails leaves its error in its attempt's folder, in a
 file `<kind>-<rank>.txt`.
@@ -24,7 +24,7 @@ RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; started by name,
 SPEC_FILE = "spec.json"
 LOG_FILE = "train.log"  # output of torchrun and its ranks
 LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
-FAILING_SECONDS = 10.0  # for ranks to fail and leave their errors on their own, once those of another node failed
+FAILING_SECONDS = 10.0  # for ranks to fail and write their error files, once those of another node failed
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ RERAISED: dict[str, type[Exception]] = {
     "diverged": Diverged,
 }
 STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
-FAULT = "fault"  # kind: any other error
+FAULT = "fault"  # kind: any other error; it also names the ranks' error files
 
 
 @dataclass(frozen=True)

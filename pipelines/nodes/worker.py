@@ -23,7 +23,7 @@ from trainer.errors import Interrupted
 from trainer.process import StopSignal
 from trainer.store import Store
 
-POLL_SECONDS = 0.2  # between two looks at messages, ranks and the stop signal
+POLL_SECONDS = 0.2  # between two checks of messages, ranks and the stop signal
 PARTS_SECONDS = 10.0  # to finish the current shard; its receipt then survives
 HEAD_SECONDS = 30.0  # for the head to end, beyond the time for saving
 
@@ -66,9 +66,9 @@ def run_worker(
         return 0
     tokenizes_only = until == "tokenize"
     processes = 0 if tokenizes_only or standby else processes_on_this_node(recipe.runtime)
-    offer = "parts of the text" if tokenizes_only else f"{processes} process(es)"
+    task = "parts of the text" if tokenizes_only else f"{processes} process(es)"
     head = f"{address.head}:{address.port}"
-    screen.note(f"node {address.rank} of {address.count}: worker with {offer} for the head, {head}")
+    screen.note(f"node {address.rank} of {address.count}: worker with {task} for the head, {head}")
     socket = connect_to_head(address, stop)
     reason = f"the head, {head}, does not answer"
     if socket:
@@ -145,7 +145,7 @@ class Worker:
         return False
 
     def _leave_parts(self) -> None:
-        """A newer attempt has taken over the one that the parts were for."""
+        """Stop making parts: a newer attempt has replaced the attempt that needed them."""
         if self.parts:
             self.parts.leave()
 
@@ -198,7 +198,7 @@ class Worker:
 
 
 class Parts:
-    """This node's parts of the text. A thread makes them, so that messages of the head are handled meanwhile."""
+    """This node's parts of the text. A thread makes them, so that the node handles messages of the head meanwhile."""
 
     def __init__(
         self, node: int, round_: int, job: Callable[[Callable[[], None]], PartsJob], connection: NodeConnection
@@ -206,7 +206,7 @@ class Parts:
         self.node, self.round, self.connection = node, round_, connection
         self._leaving = threading.Event()
         self.job = job(self._check)
-        # A daemon: a slow source of text must not keep a node that is to leave.
+        # A daemon thread: a slow source of text must not delay the exit of the node.
         self._thread = threading.Thread(target=self._make, daemon=True, name="parts")
         self._thread.start()
 

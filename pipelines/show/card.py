@@ -1,4 +1,4 @@
-"""The card of a finished run: its artifacts, losses, time and cost, and commands for a closer look."""
+"""The card of a finished run: its artifacts, losses, time and cost, and the next commands."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING

@@ -10,7 +10,7 @@ from pipelines.cloud.plan import Candidate, CloudPlan, PlanWithoutTraining, Stag
 from pipelines.show.console import console
 from pipelines.show.findings import print_finding
 
-LEFT = ("train on", "place", "machine", "GPUs", "market")
+LEFT = ("train on", "zone", "machine", "GPUs", "market")
 RIGHT = ("$/h", "tokens/s", "train", "preempted", "in all")
 
 

@@ -244,8 +244,8 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
 def account_data(account: Account) -> dict[str, Any]:
     return {
         "total": asdict(account.total),
-        "by_phase": {phase: asdict(bill) for phase, bill in account.by_phase.items()},
-        "by_market": {market: asdict(bill) for market, bill in account.by_market.items()},
+        "by_phase": {phase: asdict(cost) for phase, cost in account.by_phase.items()},
+        "by_market": {market: asdict(cost) for market, cost in account.by_market.items()},
         "goodput": account.goodput,
         "usd_per_billion_tokens": account.usd_per_billion_tokens,
         "interruptions": asdict(account.interruptions),

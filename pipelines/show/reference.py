@@ -28,7 +28,7 @@ SIZES = ("124M", "1558M")
 
 
 def renewed(text: str) -> str:
-    """A document with its generated parts written anew."""
+    """A document with its generated parts made again."""
     return PART.sub(lambda part: part[1] + "".join(f"{line}\n" for line in PARTS[part["name"]]()) + part[3], text)
 
 
@@ -60,7 +60,7 @@ def row(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 
 def type_of(field: FieldInfo) -> str:
-    """The annotation of a field in the words of YAML, with its bounds."""
+    """The annotation of a field in YAML's terms, with its bounds."""
     bounds = ""
     for constraint in field.metadata:
         for name, sign in BOUNDS.items():
@@ -181,15 +181,15 @@ def ratios() -> Iterator[str]:
     """Our fused engine against other trainers, with the same batch."""
     known = measurements()
 
-    def ratio(size: str, ours: str, theirs: str) -> str:
-        mine, other = known.speed(size, ours), known.speed(size, theirs)
-        return f"{mine.tokens_per_second / other.tokens_per_second:.3f}" if mine and other else ""
+    def ratio(size: str, ours: str, peer: str) -> str:
+        own, other = known.speed(size, ours), known.speed(size, peer)
+        return f"{own.tokens_per_second / other.tokens_per_second:.3f}" if own and other else ""
 
     ours = ("fused, bf16", "fused, fp8", "fused, fp8_head")
 
     def rows() -> Iterator[tuple[str, ...]]:
-        for theirs in known.peers():
-            yield theirs, *(" / ".join(ratio(size, each, theirs) for each in ours) for size in SIZES)
+        for peer in known.peers():
+            yield peer, *(" / ".join(ratio(size, each, peer) for each in ours) for size in SIZES)
 
     yield from table(("bf16 / fp8 / fp8_head against", *SIZES), rows())
 

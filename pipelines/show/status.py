@@ -24,7 +24,7 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         if run.to_come:
             hours, usd = run.to_come.hours, run.to_come.usd
             cost = f" and ${_span(usd.low, usd.middle, usd.high)}" if usd else ""
-            out.print(f"  to train still: {_span(hours.low, hours.middle, hours.high)} hours{cost} (eight of ten)")
+            out.print(f"  training left: {_span(hours.low, hours.middle, hours.high)} hours{cost} (eight of ten)")
             end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + hours.middle * 3600))
             total = f", ${run.usd + usd.middle:,.2f} in all" if usd else ""
             out.print(f"  trained about {end}{total}")

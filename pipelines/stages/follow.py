@@ -50,7 +50,7 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> int | None:
 
 
 class Follower:
-    """What the pipeline's process knows of its ranks."""
+    """The state of the ranks as the pipeline's process knows it."""
 
     def __init__(self, work: Work, torchrun: subprocess.Popen[bytes]) -> None:
         self.work, self.torchrun = work, torchrun
@@ -180,7 +180,7 @@ def count_step(work: Work, row: Row) -> None:
 
 
 def describe(step: int, metrics: Mapping[str, float]) -> str:
-    """A row in a few words."""
+    """A row as a short text."""
     facts = [f"step {step:,}"]
     if "train/loss" in metrics:
         facts += [f"loss {metrics['train/loss']:.3f}", f"{metrics['perf/tokens_per_second']:,.0f} tok/s"]
@@ -190,7 +190,7 @@ def describe(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def report_event(work: Work, event: Event) -> None:
-    """Let screen, heartbeat and tracking know of an event that is no row."""
+    """Report an event that is no row to screen, heartbeat and tracking."""
     screen = work.screen
     match event:
         case Started():

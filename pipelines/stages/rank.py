@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(folder: Path, cache: Path) -> int:
-    """Train as one rank. An error is left in the attempt's folder, because torchrun does not pass it on."""
+    """Train as one rank. Leaves an error in the attempt's folder, because torchrun does not pass it on."""
     die_with_parent()
     stop = StopSignal()
     try:
@@ -71,7 +71,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         run_rank(job, stop)
     except StaleAttempt as error:
         print(error, file=sys.stderr)
-        return EXIT_FAILED  # the pipeline's process finds by itself that the attempt is stale
+        return EXIT_FAILED  # the pipeline's process detects by itself that the attempt is stale
     return EXIT_DONE
 
 

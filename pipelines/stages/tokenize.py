@@ -26,7 +26,7 @@ from pipelines.tracking.ledger import attempts
 from trainer.errors import Interrupted, UserError
 from trainer.store import Store
 
-POLL_SECONDS = 0.2  # between two looks at the workers' progress
+POLL_SECONDS = 0.2  # between two checks of the workers' progress
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
@@ -65,7 +65,7 @@ def build(work: Work) -> Built:
 def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
     """Forget the shards of an artifact that an attempt finished, if its manifest was removed.
 
-    The message about a damaged artifact advises to remove the manifest, to have the shards made anew.
+    The message about a damaged artifact advises to remove its manifest; the shards are then made again.
     """
     done = [beat.attempt for beat in attempts(store, plan.prefix) if beat.state == "done"]
     if done:
@@ -107,7 +107,7 @@ def make_all_parts(work: Work, head: Head | None) -> None:
 
 
 def check(work: Work) -> None:
-    """Leave if asked to stop, if a newer attempt has taken over, or if another node cannot make its parts."""
+    """Raise if asked to stop, if a newer attempt has taken over, or if another node cannot make its parts."""
     if work.head and (lost := work.head.lost_nodes()) and work.stop.ending is Interrupted:
         raise Interrupted(f"node {lost[0]} is gone")
     work.check()

@@ -1,7 +1,7 @@
 """train: torchrun over the GPUs of all nodes (or CPU processes), resumed from the newest commit automatically.
 
 `build` runs in the pipeline's process. It starts torchrun on this node, lets the workers start theirs, follows rank 0
-(follow.py), and files the result. Each rank runs rank.py.
+(follow.py), and stores the result. Each rank runs rank.py.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Texts out of columns of Arrow tables, with the library `datasets`; and the errors of a bad column or file."""
+"""Texts from columns of Arrow tables, with the library `datasets`; and the errors of a bad column or file."""
 
 import functools
 import zlib

@@ -103,7 +103,7 @@ def missing_shards(job: PartsJob, part: int, receipts: list[ShardReceipt]) -> It
     t = job.config
     document, offset = (receipts[-1].document, receipts[-1].offset) if receipts else (0, 0)
     limit = t.tokens_of_part(part)
-    left = None if limit is None else limit - sum(receipt.tokens for receipt in receipts)
+    tokens_left = None if limit is None else limit - sum(receipt.tokens for receipt in receipts)
     buffer, filled = np.empty(t.shard_tokens, np.uint16), 0
     texts = documents(t.source, t.subset, t.revision, t.text_column, document, part=part, parts=t.parts)
     with (
@@ -112,15 +112,19 @@ def missing_shards(job: PartsJob, part: int, receipts: list[ShardReceipt]) -> It
     ):
         for tokens in stream:
             job.check()
-            while offset < len(tokens) and left != 0:
-                take = min(len(tokens) - offset, t.shard_tokens - filled, t.shard_tokens if left is None else left)
+            while offset < len(tokens) and tokens_left != 0:
+                take = min(
+                    len(tokens) - offset,
+                    t.shard_tokens - filled,
+                    t.shard_tokens if tokens_left is None else tokens_left,
+                )
                 buffer[filled : filled + take] = tokens[offset : offset + take]
                 filled, offset = filled + take, offset + take
-                left = None if left is None else left - take
+                tokens_left = None if tokens_left is None else tokens_left - take
                 if filled == t.shard_tokens:
                     yield buffer, document, offset
                     filled = 0
-            if left == 0:
+            if tokens_left == 0:
                 break
             document, offset = document + 1, 0
     if filled:

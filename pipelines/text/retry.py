@@ -5,7 +5,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Errors of `datasets` and its libraries (httpx, aiohttp) without a connection, by name: none need be installed.
+# Errors of `datasets` and its libraries (httpx, aiohttp) without a connection, by name: some may not be installed.
 TRANSIENT_ERRORS = {"ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError"}
 RETRY_SECONDS = 60.0
 

@@ -26,13 +26,19 @@ SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, glob or URL of .parquet, .jsonl 
 
 
 class Source(Protocol):
-    def identity(self) -> dict[str, Any]: ...
+    """A source of text, pinned to a version."""
 
-    def files(self) -> int | None:
-        """How many files there are; None if only a server knows."""
+    def identity(self) -> dict[str, Any]:
+        """Its canonical identity, for the fingerprint: equal identities give equal documents."""
         ...
 
-    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts: ...
+    def files(self) -> int | None:
+        """The number of its files; None if only a server knows."""
+        ...
+
+    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
+        """The documents of a part in their fixed order, from number `start` on. UserError if it cannot be read."""
+        ...
 
 
 def source_identity(

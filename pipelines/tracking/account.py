@@ -165,8 +165,8 @@ def newest_of_each(heartbeats: Iterable[StoredHeartbeat]) -> list[StoredHeartbea
 def settled_phases(beat: Heartbeat) -> dict[str, float]:
     """Seconds by phase that sum to the attempt's wall time.
 
-    Seconds without a phase are idle. If somebody set the clock back during the attempt, the phases are longer than
-    the wall time: all of them shrink.
+    Seconds without a phase are idle. If the clock was set back during the attempt, the phases are longer than the
+    wall time: all of them shrink.
     """
     wall = 3600 * beat.billed_hours
     phases = {phase: seconds for phase, seconds in beat.phases.items() if seconds > 0}
@@ -321,8 +321,8 @@ def account_tags(account: Account) -> dict[str, str]:
     """An account as tags of an MLflow run: sums by stage, phase and market."""
     groups = {"stage": account.by_stage, "phase": account.by_phase, "market": account.by_market}
     tags = {
-        f"usd_by_{name}": ", ".join(f"{key} {part.usd:.4f}" for key, part in sorted(parts.items()))
-        for name, parts in groups.items()
+        f"usd_by_{name}": ", ".join(f"{key} {cost.usd:.4f}" for key, cost in sorted(costs.items()))
+        for name, costs in groups.items()
     }
     usd = "unknown" if nothing_priced(account) else f"{account.total.usd:.4f}"
     tags |= {"usd": usd, "billed_hours": f"{account.total.hours:.4f}"}

@@ -77,7 +77,7 @@ def by_dollars(run: Run) -> Axis:
 
 
 def levels(series: tuple[list[Row], list[Row]], axes: tuple[Axis, Axis]) -> list[Level]:
-    """Both runs' losses at the end of the shorter run, and at parts of it."""
+    """Both runs' losses at the end of the shorter run, and at fractions of it."""
     if not all(series):
         return []
     curves = [[(axis(row), row) for row in rows] for rows, axis in zip(series, axes, strict=True)]

@@ -4,8 +4,9 @@ A few hundred draws simulate the rest of the run: it trains at its own speed unt
 next one, starts up, repeats some steps, and continues. Losses are a Poisson process, as in the ledger: its rate has a
 Gamma posterior from the attempts so far and a prior that counts as one loss. Waits are drawn from the waits so far
 and a prior that counts as one wait (a Bayesian bootstrap: each draw has new weights). Real markets are calm for days
-and then flicker, so the past predicts the future less well than in a Poisson process: any number of past losses and
-waits narrows the spread of the draws as if there had been one.
+and then interrupt often, so the past predicts the future less well than in a Poisson process: any number of past losses
+and waits narrows the spread of the draws as if there had been one.
+
 The middle is the median; eight of ten runs should end between low and high. benchmarks/forecast.py measures on
 recorded spot markets how often they do, and the error of the middle.
 """

@@ -24,7 +24,7 @@ from trainer.store import Store
 HEARTBEAT_SECONDS = 5.0
 # Three heartbeats and a slow upload: after a longer silence, an attempt counts as dead and is replaced.
 SILENT_SECONDS = 20.0
-# Beyond any clock skew between nodes that object storage would still talk to (15 min).
+# More than any clock skew that object storage accepts (15 min).
 LONG_AGO_SECONDS = 3600.0
 # Own and on-demand machines: Llama 3's 16,384 GPUs had 419 unplanned interruptions in 54 days (Dubey et al. 2024),
 # so eight GPUs fail once in about 260 days. A new rented machine is less reliable than that.
@@ -60,7 +60,7 @@ class Meter:
             raise UserError(f"SKYTRAIN_METER: {self.path}: holds no unix seconds; remove it") from error
 
     def forward(self, time: float, phase: str) -> None:
-        """The machine is billed up to `time`; the phase after it is `phase`."""
+        """Record that the machine is billed up to `time` (unix seconds), and the phase after it."""
         if self.path is not None:
             fresh = self.path.with_name(f"{self.path.name}.{os.getpid()}")
             fresh.write_text(f"{time} {phase}\n")
@@ -221,7 +221,7 @@ def claim(
 
 def attempts(store: Store, prefix: str) -> list[Heartbeat]:
     """All attempts of an artifact as they last reported, in order."""
-    # claim.json sorts before heartbeat.json, and is not read if that is there
+    # claim.json sorts before heartbeat.json, and is not read if there is a heartbeat
     newest = {entry.key.split("/")[-2]: entry.key for entry in store.entries(f"{prefix}/attempts/")}
     bodies = (store.get(newest[number]) for number in sorted(newest))
     return [Heartbeat.from_json(body) for body in bodies if body is not None]
@@ -239,10 +239,10 @@ def is_alive(heartbeat: Heartbeat) -> bool | None:
 
 def process_exists(heartbeat: Heartbeat) -> bool | None:
     """Whether the process of an attempt still exists; None if this machine cannot know."""
-    here, there = this_process(), heartbeat.process
-    if here.machine == there.machine:
-        processes = ((process.pid, process.started) for process in (there, *there.children))
-        return any(pid is not None and process_started(pid) == started for pid, started in processes)
+    here, process = this_process(), heartbeat.process
+    if here.machine == process.machine:
+        starts = ((one.pid, one.started) for one in (process, *process.children))
+        return any(pid is not None and process_started(pid) == started for pid, started in starts)
     if abs(time.time() - heartbeat.time) > LONG_AGO_SECONDS:
         return False
     return None

@@ -62,7 +62,7 @@ class Progress:
     tokens_per_second: float | None = None  # tokenize
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
-    watch_failed: str | None = None  # a fault of ours in a watch
+    watch_failed: str | None = None  # the error of a watch: a bug
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

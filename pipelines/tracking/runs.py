@@ -192,7 +192,7 @@ class Run:
 
 
 def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHeartbeat], list[str]]:
-    """A run's attempts on an artifact, and which of them are unreadable.
+    """A run's attempts on an artifact, and a message for each unreadable one.
 
     Another run pays for its own attempts on a shared artifact.
     """
@@ -218,8 +218,8 @@ def state_of(attempts: Iterable[list[Heartbeat]]) -> str:
     if newest is None:
         return "interrupted"
     working = newest.state in ("running", "done")  # done with one stage, about to start the next
-    there = process_exists(newest)
-    if working and (there or (there is None and time.time() - newest.time < 3 * SILENT_SECONDS)):
+    exists = process_exists(newest)
+    if working and (exists or (exists is None and time.time() - newest.time < 3 * SILENT_SECONDS)):
         return "running"
     return {"running": "lost", "done": "interrupted"}.get(newest.state, newest.state)
 
@@ -284,5 +284,5 @@ def full_name(runs: list[str], name: str, where: str) -> str:
     if len(found) == 1:
         return found[0]
     known = ", ".join(found or runs) or "none yet; `skytrain run RECIPE` makes one"
-    fault = "more than one run begins so" if found else "no such run"
-    raise UserError(f"{name}: {fault} in {where}; there: {known}")
+    reason = "the beginning of more than one run" if found else "no such run"
+    raise UserError(f"{name}: {reason} in {where}; known runs: {known}")

@@ -21,14 +21,14 @@ def gc(
 
     opened = open_store(store_uri(store))
     count = size = 0
-    faults: list[str] = []
+    damaged: list[str] = []
     # `leftovers` examines one artifact at a time, just before its objects are removed here.
-    for leftover in leftovers(opened, home(), older_than_days, faults.append):
+    for leftover in leftovers(opened, home(), older_than_days, damaged.append):
         print(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
         if not dry_run:
             remove(opened, leftover)
         count, size = count + 1, size + leftover.size
     verb = "would be removed" if dry_run else "removed"
     print(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")
-    for fault in faults:
-        print(f"left alone: {fault}", file=sys.stderr)
+    for message in damaged:
+        print(f"left alone: {message}", file=sys.stderr)

@@ -64,7 +64,7 @@ def check(
     ] = None,
     target: Target = "runtime",
 ) -> None:
-    """Inspect an image and run it with restricted rights: it holds all that it should, and nothing that it must not."""
+    """Inspect an image and run it with restricted rights; check its contents, its user and its labels."""
     from pipelines.cloud import image
     from pipelines.show.findings import image_finding_text
 
@@ -73,9 +73,9 @@ def check(
     if not (name or last):
         raise UserError(f"image check: no '{target}' was built here; build it first, or name an image")
     chosen = name or (last.id if last else "")
-    faults = 0
+    violations = 0
     for finding in image.check(chosen):
         print(image_finding_text(finding))
-        faults += finding.state == "broken"
-    if faults:
-        raise UserError(f"image check: {chosen}: {faults} of its promises are broken, see above")
+        violations += finding.state == "broken"
+    if violations:
+        raise UserError(f"image check: {chosen}: {violations} of its promises are broken, see above")

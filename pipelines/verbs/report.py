@@ -83,7 +83,7 @@ def report(
 
 
 def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:
-    """The table of runs; with_bill: and the bill if it is one run."""
+    """Print the table of runs; `with_bill`: also the bill, if it is one run."""
     from pipelines.show.bill import print_bill, sky_differences
     from pipelines.show.runs import print_runs
 
@@ -95,7 +95,7 @@ def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:
 
 
 def audit_runs(runs: "list[Run]", as_json: bool) -> None:
-    """Exit with 1 if a step of a run read other sequences than the recipe says."""
+    """Exit with 1 if a step of a run read other sequences than its recipe defines, or is missing."""
     from pipelines.show.runs import print_audits
     from pipelines.tracking.audit import audit
 

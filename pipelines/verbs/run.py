@@ -67,7 +67,7 @@ def run(
 
     one_of(stage, STAGES, "--stage")
     node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
-    opened = open_store(store_uri(store))  # its mistakes show before gigabytes of text are hashed
+    opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
     loaded, plans = load(recipe, set_ or [], opened, unless_stopped)
     apply_stop_request(opened, run_name(plans), unless_stopped)
     if node.rank:
@@ -96,7 +96,7 @@ def run(
 def load(
     recipe: str, changes: Iterable[str], store: "Store", unless_stopped: bool
 ) -> "tuple[Recipe, dict[str, ArtifactPlan]]":
-    """The recipe and its plans. A managed job (`unless_stopped`) that can't reach the store makes a mistake."""
+    """The recipe and its plans. UserError if a managed job (`unless_stopped`) can't reach the store."""
     from pipelines.stage import planned
 
     try:
@@ -108,7 +108,7 @@ def load(
 
 
 def apply_stop_request(store: "Store", run: str, unless_stopped: bool) -> None:
-    """Withdraw the request to stop a run; with `unless_stopped` obey it: Stopped."""
+    """Withdraw the request to stop a run; with `unless_stopped` raise Stopped for it."""
     from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
 
     if not unless_stopped:
@@ -167,7 +167,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def result(pipeline: "Pipeline") -> dict[str, Any]:
-    """The object that `run --json` prints, after the end as after an interruption."""
+    """The object that `run --json` prints, after success and after an interruption."""
     summary = pipeline.snapshot().summary
     return {
         "run": pipeline.run,
@@ -189,7 +189,7 @@ def result(pipeline: "Pipeline") -> dict[str, Any]:
 
 
 def next_commands(pipeline: "Pipeline") -> list[str]:
-    """Commands for a look at a finished run, ready to be typed in this folder."""
+    """Commands to inspect a finished run, as the user can type them in this folder."""
     from trainer.store import LocalStore
 
     skytrain = program("skytrain")

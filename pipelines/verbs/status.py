@@ -21,15 +21,15 @@ def status(
     from pipelines.tracking.runs import read_runs
 
     opened = open_store(store_uri(store))
-    found, silent = [], None
+    found, failure = [], None
     for run in read_runs(opened, runs or []):
         tasks: list[TaskStatus] = []
-        if (launched := last_launch(opened, run.name)) and silent is None:
-            tasks, silent = control.report_of_skypilot(opened, run.record, launched, print_note_on_stderr)
+        if (launched := last_launch(opened, run.name)) and failure is None:
+            tasks, failure = control.report_of_skypilot(opened, run.record, launched, print_note_on_stderr)
         found.append(control.status_of(run, tasks, time.time()))
     if as_json:
         print(json.dumps([one.to_json() for one in found]))
     elif not found:
         print(f"no runs in {opened.uri} yet; `skytrain run smoke` makes one")
     else:
-        print_status(found, [f"SkyPilot does not answer: {silent}"] if silent else [])
+        print_status(found, [f"SkyPilot does not answer: {failure}"] if failure else [])

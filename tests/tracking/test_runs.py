@@ -141,12 +141,12 @@ def test_a_run_is_found_by_the_beginning_of_its_name() -> None:
     with pytest.raises(UserError) as several:
         full_name(runs, "smoke-1a", "file:///s")
     assert str(several.value) == (
-        "smoke-1a: more than one run begins so in file:///s; there: smoke-1a2b3c4d, smoke-1aaaaaaa"
+        "smoke-1a: the beginning of more than one run in file:///s; known runs: smoke-1a2b3c4d, smoke-1aaaaaaa"
     )
     with pytest.raises(UserError) as none:
         full_name(runs[:2], "gpt3", "file:///s")
-    assert str(none.value) == "gpt3: no such run in file:///s; there: smoke-1a2b3c4d, smoke-1aaaaaaa"
-    with pytest.raises(UserError, match="there: none yet; `skytrain run RECIPE` makes one"):
+    assert str(none.value) == "gpt3: no such run in file:///s; known runs: smoke-1a2b3c4d, smoke-1aaaaaaa"
+    with pytest.raises(UserError, match="known runs: none yet; `skytrain run RECIPE` makes one"):
         full_name([], "gpt3", "file:///s")
 
 

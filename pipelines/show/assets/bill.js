@@ -59,7 +59,7 @@ function clock(attempts, left, right) {
   return { at, cut, busy };
 }
 
-// After a shortened pause the clock starts at 0 again.
+// After a shortened pause the clock starts at 0 again: the time since the first start would explain little.
 function drawClock(root, attempts, { at, cut, busy }, box, count) {
   const end = Math.max(...attempts.map((a) => a.ended));
   const { unit, size, step } = TICKS.find((tick) => busy / (tick.step * tick.size) <= count) ?? TICKS.at(-1);
@@ -135,10 +135,10 @@ function timeline(run) {
     const bar = bars.reduce((best, each) => (distance(each) < distance(best) ? each : best));
     return { bar, x: Math.min(bar.x + bar.width, Math.max(bar.x, px)) };
   }
-  const speak = ({ bar: { a } }) => [
+  const describe = ({ bar: { a } }) => [
     [el("b", {}, `${a.stage}, attempt ${a.number}`)],
     [`${STATES[stateOf(a)]?.[0] ?? ""} ${ending(a)}`],
-    [`${moment(a.started)}, billed for ${seconds(lasted(a))}`],
+    [`${dateTime(a.started)}, billed for ${seconds(lasted(a))}`],
     ...(has(a.from) ? [[`steps ${steps(a, "to")}`]] : []),
     [machine(a)],
     ...inOrder(a.phases).filter((phase) => a.phases[phase] >= 0.05).map((phase) =>
@@ -155,11 +155,11 @@ function timeline(run) {
   ];
   const heads = ["attempt", "ended", "started", "billed", "steps", "machine", "dollars"];
   const row = (a) => [
-    `${a.stage} ${a.number}`, ending(a), moment(a.started), seconds(lasted(a)), steps(a, "→"), a.machine,
+    `${a.stage} ${a.number}`, ending(a), dateTime(a.started), seconds(lasted(a)), steps(a, "→"), a.machine,
     paid(a.bill),
   ];
   const numbers = () => table(heads, attempts.map(row), { wrapped: [1] });
-  return figure({ height: () => LANE * stages.length + 44, caption, aria, draw, stops, speak, numbers });
+  return figure({ height: () => LANE * stages.length + 44, caption, aria, draw, stops, describe, numbers });
 }
 
 // --- the bill

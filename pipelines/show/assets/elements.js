@@ -68,7 +68,7 @@ function bytes(n) {
 }
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
 const score = (n) => (has(n) ? n.toFixed(4) : "–");
-const moment = (unix) => new Date(unix * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+const dateTime = (unix) => new Date(unix * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 const plural = (n, word) => `${full(n)} ${word}${n === 1 ? "" : "s"}`;
 const dollars = (n) => `$${n >= 1000 ? full(n) : n.toFixed(2)}`;
 

@@ -48,13 +48,13 @@ const spread = (from, to, start, end) => (value) => start + ((value - from) / (t
 // --- a figure: svg, a cursor for mouse, finger and arrow keys, a caption, and the numbers as a table
 
 let figures = 0;
-function figure({ height, caption, aria, draw, stops, speak, numbers }) {
+function figure({ height, caption, aria, draw, stops, describe, numbers }) {
   const number = ++figures;
   const tip = el("div", { class: "tip", hidden: true });
   const cursor = el("input", { type: "range", min: 0, max: 1000, value: 1000 });
   const canvas = el("div");
   const plot = el("div", { class: "plot" }, canvas, cursor, tip);  // only the canvas is replaced
-  const words = el("figcaption"), rows = el("div");
+  const captionBox = el("figcaption"), rows = el("div");
   const details = el("details", {}, el("summary", {}, `Figure ${number} as a table`), rows);
   let drawn = null;
 
@@ -63,10 +63,10 @@ function figure({ height, caption, aria, draw, stops, speak, numbers }) {
     drawn?.hair.replaceChildren(...(stop ? drawn.mark(stop) : []));
     tip.hidden = !stop;
     if (!stop) return;
-    const said = speak(stop);
-    const spoken = (row) => row.map((part) => part.textContent ?? part).join(" ").trim();
-    cursor.setAttribute("aria-valuetext", said.map(spoken).join("; "));
-    tip.replaceChildren(...said.map((row) => el("div", {}, row)));
+    const tipRows = describe(stop);
+    const rowText = (row) => row.map((part) => part.textContent ?? part).join(" ").trim();
+    cursor.setAttribute("aria-valuetext", tipRows.map(rowText).join("; "));
+    tip.replaceChildren(...tipRows.map((row) => el("div", {}, row)));
     const left = stop.x > plot.clientWidth / 2 ? stop.x - tip.offsetWidth - 14 : stop.x + 14;
     tip.style.left = `${Math.max(0, Math.min(plot.clientWidth - tip.offsetWidth, left))}px`;
   }
@@ -90,8 +90,8 @@ function figure({ height, caption, aria, draw, stops, speak, numbers }) {
 
   redraws.push(() => {
     const width = plot.clientWidth, tall = height(width), name = aria();
-    words.replaceChildren();
-    fill(words, {}, [el("b", {}, `Figure ${number}. `), caption()]);
+    captionBox.replaceChildren();
+    fill(captionBox, {}, [el("b", {}, `Figure ${number}. `), caption()]);
     const root = svg("svg", { width, height: tall, viewBox: `0 0 ${width} ${tall}`, role: "img", "aria-label": name });
     canvas.replaceChildren(root);
     drawn = draw(root, width, tall);
@@ -100,7 +100,7 @@ function figure({ height, caption, aria, draw, stops, speak, numbers }) {
     nowhere();
     if (details.open) rows.replaceChildren(numbers());
   });
-  return el("figure", {}, plot, words, details);
+  return el("figure", {}, plot, captionBox, details);
 }
 
 // --- curves
@@ -115,7 +115,7 @@ const LINES = {
   "train/grad_norm": { text: (y) => y.toFixed(3), fromZero: true },
 };
 
-// A curve on the chosen axis; a logarithmic axis has no place for values before the first step.
+// A curve on the chosen axis; a logarithmic axis cannot show values before the first step.
 function along(source, curve) {
   const x = AXES[view.axis].of(source, curve);
   const begin = x && view.scale === "log" ? x.findIndex((value) => value > 0) : 0;
@@ -167,9 +167,9 @@ function horizontal(curves, box) {
   const xs = curves.flatMap((c) => [c.x[0], c.x.at(-1)]);
   const last = Math.max(...xs), first = log ? Math.min(...xs) : 0;
   const grow = log ? (x) => Math.log10(Math.max(x, first)) : (x) => x;
-  const place = spread(grow(first), grow(last), box.left, box.right);
+  const position = spread(grow(first), grow(last), box.left, box.right);
   const back = spread(box.left, box.right, grow(first), grow(last));
-  return { first, last, X: (x) => place(grow(x)), valueAt: (px) => (log ? 10 ** back(px) : back(px)) };
+  return { first, last, X: (x) => position(grow(x)), valueAt: (px) => (log ? 10 ** back(px) : back(px)) };
 }
 
 // The range of most of a run, unless the reader chooses the whole: the first steps would flatten the rest.
@@ -179,8 +179,8 @@ function vertical(metrics, curves, box) {
   const late = ({ x, y }) => y.filter((_, i) => whole || x[i] >= x[0] + 0.04 * (x.at(-1) - x[0]));
   const noise = curves.flatMap((c) => (c.raw ? late(c.raw) : [])).sort((a, b) => a - b);
   const most = noise.length ? [0.01, 0.99].map((share) => noise[Math.floor(share * noise.length)]) : [];
-  const seen = [...curves.flatMap(late), ...most, ...(has(floor) ? [floor] : []), ...(kind.fromZero ? [0] : [])];
-  let low = Math.min(...seen), high = Math.max(...seen);
+  const values = [...curves.flatMap(late), ...most, ...(has(floor) ? [floor] : []), ...(kind.fromZero ? [0] : [])];
+  let low = Math.min(...values), high = Math.max(...values);
   const known = referencesOf(metrics), sizes = new Set(visible().map((source) => source.size));
   const own = known.filter(([, size]) => sizes.has(size)).map(([, , y]) => y);
   const above = Math.min(...known.map(([, , y]) => y).filter((y) => y > high));  // a reference above the curves, if near
@@ -199,11 +199,11 @@ function drawAxes(root, { box, X, Y, first, last, low, high, kind, roomy, tall }
     root.append(line("grid", box.left, Y(y), box.right, Y(y)),
       label(box.left - 8, Y(y) + 4, tick(y), { class: "right" }));
   const log = view.scale === "log", minutes = view.axis === "hours" && last < 1 ? 60 : 1;
-  const places = log ? decades(first * minutes, last * minutes) : ticks(0, last * minutes, roomy ? 8 : 4);
-  for (const place of places) {
-    const x = X(place / minutes);
+  const positions = log ? decades(first * minutes, last * minutes) : ticks(0, last * minutes, roomy ? 8 : 4);
+  for (const position of positions) {
+    const x = X(position / minutes);
     root.append(line("axis", x, box.bottom, x, box.bottom + 4),
-      label(x, box.bottom + 18, (view.axis === "usd" ? "$" : "") + short(place), { class: "middle" }));
+      label(x, box.bottom + 18, (view.axis === "usd" ? "$" : "") + short(position), { class: "middle" }));
   }
   const { title } = AXES[view.axis];
   const name = (minutes > 1 ? title.replace("hours", "minutes") : title) + (log ? " (log)" : "");
@@ -234,14 +234,14 @@ function drawCurves(layer, { box, X, Y, curves }) {
 
 // A tick on the axis for each later attempt at training.
 function resumptions(source, X, box) {
-  const places = {
+  const positions = {
     step: (a) => a.from,
     tokens: (a) => tokensBefore(source, a.from),
     hours: (a) => a.billed_before.hours,
     usd: (a) => a.billed_before.usd,
   };
   const [, ...later] = (source.attempts ?? []).filter((a) => a.stage === "train");
-  const at = later.filter((a) => a.from > 0).map((a) => X(places[view.axis](a)));
+  const at = later.filter((a) => a.from > 0).map((a) => X(positions[view.axis](a)));
   return at.map((x) => line("tick", x, box.bottom - 9, x, box.bottom, { color: source.key }));
 }
 
@@ -311,7 +311,7 @@ function lineFigure({ metrics, tall, title, caption }) {
     const x = Math.max(left, Math.min(right, px)), value = valueAt(x);
     return { x, value, points: allAt(curves, value).filter((p) => has(p.y)) };
   }
-  const speak = ({ value, points }) => [
+  const describe = ({ value, points }) => [
     [el("b", {}, AXES[view.axis].text(value))],
     ...points.map(({ curve: { source, role }, y }) => [
       swatch(source.key),
@@ -325,10 +325,10 @@ function lineFigure({ metrics, tall, title, caption }) {
     const last = Math.max(...curves.map((c) => c.x.at(-1)));
     const heads = curves.map(({ source, metric, raw, role }) =>
       [source.name, el("br"), metric + (raw ? ", running mean" : role === "evaluate" ? ", final" : "")]);
-    const places = Array.from({ length: 21 }, (_, i) => (last * i) / 20);
+    const positions = Array.from({ length: 21 }, (_, i) => (last * i) / 20);
     const row = (x) => [AXES[view.axis].text(x), ...allAt(curves, x).map(({ y }) => (has(y) ? kind.text(y) : "–"))];
-    return table([AXES[view.axis].name, ...heads], places.map(row));
+    return table([AXES[view.axis].name, ...heads], positions.map(row));
   }
   const height = (width) => (tall ? (width < 560 ? 300 : 430) : 230);
-  return figure({ height, caption, aria, draw, stops, speak, numbers });
+  return figure({ height, caption, aria, draw, stops, describe, numbers });
 }

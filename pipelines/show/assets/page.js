@@ -186,7 +186,7 @@ function build() {
   document.title = `${title} – skytrain report`;
   fill(document.getElementById("page"), {}, [
     el("header", {},
-      el("div", { class: "eyebrow" }, `skytrain report, ${moment(page.made)}`),
+      el("div", { class: "eyebrow" }, `skytrain report, ${dateTime(page.made)}`),
       el("h1", {}, title, alone && [" ", el("span", { class: `chip s-${runs[0].state}` }, runs[0].state)]),
       themes(),
       el("p", {}, alone ? lead(runs[0]) : leads(runs))),

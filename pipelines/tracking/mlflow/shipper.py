@@ -234,7 +234,7 @@ def _alike(one: Record, other: Record) -> bool:
 def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        # A server knows the place of its artifacts. Without one they would go to the current folder.
+        # A server has a location for artifacts. Without a server they would go to the current folder.
         database = Path(uri.removeprefix("sqlite:///")).absolute()
         beside = (database.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         return client.create_experiment(name, beside)
@@ -270,7 +270,7 @@ def _metrics(record: Metrics) -> list[Any]:
 def _log_table(client: MlflowClient, run_id: str, record: Table) -> None:
     """A table as MLflow's own `log_table` writes it, without the pandas that it needs.
 
-    Artifacts take another way than metrics, which may be closed to this machine: one try.
+    Artifacts use another connection than metrics, which this machine may lack. So this tries once.
     """
     rows = [list(row) for row in zip(*record.columns.values(), strict=True)]
     try:
@@ -398,7 +398,7 @@ def main() -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of one run share the log: one of them ships it
         try:
             import mlflow  # noqa: F401
-        except Exception as error:  # a broken installation is as good as none
+        except Exception as error:  # a broken installation counts as none
             log(f"mlflow cannot be imported: {type(error).__name__}: {error}")
             return NO_MLFLOW
         if os.environ["MLFLOW_TRACKING_URI"].startswith("sqlite:") and not find_spec("sqlalchemy"):

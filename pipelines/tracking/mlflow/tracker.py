@@ -1,4 +1,4 @@
-"""The run's side of MLflow tracking: it cannot hurt the run.
+"""The run's side of MLflow tracking, which cannot disturb the run.
 
 The run appends records to a log on its own disk and never imports MLflow. A second process, the shipper, follows
 that log and sends it to the server. So a slow, silent, refusing or lost server costs the run nothing until `close`,
@@ -47,7 +47,7 @@ SHIPPER = "import sys; sys.path.append({!r}); from pipelines.tracking.mlflow.shi
 
 
 class Tracker:
-    """Appends to the log, keeps a shipper running, and never raises for a fault of MLflow.
+    """Appends to the log, keeps a shipper running, and never raises for an error of MLflow.
 
     `work_dir` holds the log and belongs to `run`. The tracking URI is `uri`, else MLFLOW_TRACKING_URI, else
     `default_uri`. A stage of None means the run itself. SKYTRAIN_TRACKING=off writes and starts nothing;
