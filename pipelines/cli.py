@@ -119,6 +119,7 @@ def sky_ending_of(error: BaseException) -> Ending | None:
 
 
 def exit_with(ending: Ending) -> NoReturn:
+    """Print the message of an ending on stderr, and exit with its code."""
     print(ending.message, file=sys.stderr)
     sys.exit(ending.exit_code)
 

@@ -78,6 +78,7 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
 
 
 def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
+    """The state of one artifact in the store, and the reason if it does not exist."""
     if find(store, plan) is not None:
         return StagePlan(plan.prefix, plan.fingerprint, exists=True)
     if started := attempts(store, plan.prefix):

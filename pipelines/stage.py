@@ -113,12 +113,15 @@ class Built:
 
 
 class Stage(Protocol):
+    """A module of pipelines/stages."""
+
     def plan(self, recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan: ...
 
     def build(self, work: Work) -> Built: ...
 
 
 def stage_named(name: str) -> Stage:
+    """The module of a stage."""
     return cast(Stage, importlib.import_module(f"pipelines.stages.{name}"))
 
 

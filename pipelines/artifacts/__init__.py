@@ -1,1 +1,1 @@
-"""What passes between stages, and the object storage it lives in."""
+"""Artifacts, the data between stages, and the object storage that holds them."""

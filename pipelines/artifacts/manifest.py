@@ -99,6 +99,7 @@ class Manifest:
 
 
 def prefix_of(stage: str, label: str, fingerprint: str) -> str:
+    """The prefix of an artifact in the store, such as train/gpt2-124m-0f3a9c21."""
     return f"{FOLDERS[stage]}/{label}-{fingerprint[:SHORT]}"
 
 

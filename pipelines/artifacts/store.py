@@ -358,7 +358,7 @@ def _outdated(error: Exception) -> bool:
 
 
 def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -> Exception:
-    """The error for the caller: StoreUnavailable, UserError, or `error` itself if it is a bug of ours."""
+    """The error for the caller: StoreUnavailable, UserError, or `error` itself if it is a bug."""
     from botocore import exceptions
 
     where = f"{what} at {_without_secrets(endpoint)}"

@@ -1,1 +1,1 @@
-"""How fast whole optimizer steps are on this machine."""
+"""The speed of whole optimizer steps on this machine, and the measured figures of the project."""

@@ -105,6 +105,7 @@ class Measurements(Record):
 
 @cache
 def measurements() -> Measurements:
+    """The whole file, read once. pydantic's ValidationError for a wrong field."""
     text = resources.files("pipelines.bench").joinpath("measurements.yaml").read_text(encoding="utf8")
     values: dict[str, Any] = yaml.safe_load(text)
     return TypeAdapter(Measurements).validate_python(values)

@@ -72,6 +72,8 @@ def store_commits(store: Store) -> Finding:
 
 @dataclass(frozen=True)
 class HttpAnswer:
+    """An answer of any status, with at most MOST_BYTES of its body."""
+
     status: int
     headers: Message
     body: bytes
@@ -88,15 +90,18 @@ def ask(url: str, method: str = "GET", headers: Mapping[str, str] | None = None)
 
 
 def reason_of(error: Exception) -> str:
+    """The reason of a failed request, without the URL."""
     inner = getattr(error, "reason", error)
     return str(getattr(inner, "strerror", None) or inner)
 
 
 def basic(user: str, password: str) -> str:
+    """The value of an Authorization header for a user and password."""
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
 def is_loopback(url: str) -> bool:
+    """Whether an address means the machine that uses it."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 

@@ -64,6 +64,7 @@ class Status:
 
 
 def status_of(run: Run, tasks: list[TaskStatus], now: float) -> Status:
+    """The status of a run at `now` (unix seconds), from its snapshot and SkyPilot's tasks."""
     summary, total, train = run.summary, run.account.total, run.recipe.train
     beats = [beat for stage in run.attempts.values() for beat in stage]
     newest = max(beats, key=lambda beat: beat.started, default=None)
@@ -92,6 +93,7 @@ def status_of(run: Run, tasks: list[TaskStatus], now: float) -> Status:
 
 
 def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | None:
+    """The forecast of the rest of the training at `now` (unix seconds); None if nothing is left or known."""
     steps, prefix = run.summary.steps, run.record.prefixes.get("train")
     if steps >= train.max_steps or prefix is None:
         return None
@@ -198,6 +200,7 @@ def down(run: str, note: Callable[[str], None]) -> None:
 
 
 def unfinished_tasks(run: str) -> list[TaskStatus]:
+    """The tasks of a run's jobs that are not over."""
     return [task for task in managed_tasks(run) if not task.over]
 
 

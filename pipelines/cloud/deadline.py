@@ -242,4 +242,5 @@ def seconds_per_token(train: TrainConfig, gpus: list[str], nodes: int, attempts:
 
 
 def slack_text(slack: float) -> str:
+    """The slack (seconds) as a text for notes and reasons."""
     return f"deadline: {slack / 60:.0f} min of slack are left"

@@ -48,6 +48,8 @@ def installed() -> Iterator[Finding]:
 
 
 def gpus() -> Finding:
+    """The GPUs that torch can use here."""
+
     import torch
 
     if not torch.cuda.is_available():

@@ -140,6 +140,7 @@ def tag_of(target: str, version: str, revision: str, dirty: bool) -> str:
 
 
 def remember(home: Path, image: Image) -> None:
+    """Record an image as the last one of its target in `home`/image.json."""
     images = {target: asdict(each) for target, each in (remembered(home) | {image.target: image}).items()}
     home.mkdir(parents=True, exist_ok=True)
     temporary = home / f"image.json.{os.getpid()}"
@@ -265,6 +266,7 @@ def docker(*arguments: str) -> str:
 
 
 def git(root: Path, *arguments: str) -> str | None:
+    """The output of a git command in `root`; None if git fails or is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
     except OSError:

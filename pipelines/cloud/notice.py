@@ -49,6 +49,8 @@ class Notice:
 
 @dataclass(frozen=True)
 class MetadataAnswer:
+    """An answer of a metadata service, with at most MOST_BYTES of its body."""
+
     status: int
     body: str
     headers: http.client.HTTPMessage
@@ -246,12 +248,14 @@ def described(region: str, zone: str, instance: str, spot: bool) -> Machine:
 
 
 def ok(answer: MetadataAnswer) -> MetadataAnswer:
+    """The answer itself. ValueError for a status other than 200."""
     if answer.status != 200:
         raise ValueError(f"status {answer.status}")
     return answer
 
 
 def json_object(body: str) -> dict[str, Any]:
+    """The JSON object in a body. ValueError for anything else."""
     values = json.loads(body)
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
@@ -305,6 +309,7 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
 
 
 def grace_from_environment() -> int | None:
+    """SKYTRAIN_GRACE_SECONDS; None if it is not set. UserError for an invalid value."""
     text = os.environ.get("SKYTRAIN_GRACE_SECONDS") or None
     if text is None:
         return None

@@ -211,6 +211,7 @@ def compare_offers(
 def plan_without_training(
     work: Workload, by_stage: OffersByStage, node_counts: Mapping[str, int]
 ) -> PlanWithoutTraining:
+    """The estimates of the missing stages for a run whose training is complete."""
     estimates = estimate_stages(work, by_stage, node_counts)
     return PlanWithoutTraining(estimates, *totals(estimates))
 
@@ -241,6 +242,7 @@ def cheapest_offers(found: Iterable[Offer]) -> list[Offer]:
 
 
 def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan]) -> Workload:
+    """The work that is left of a run, by the artifacts and commits in the store."""
     stages = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
     steps_left = recipe.train.max_steps
     prefix = plans["train"].prefix
@@ -298,11 +300,13 @@ def totals(estimates: Mapping[str, StageEstimate]) -> tuple[float, float]:
 
 
 def speed_of(work: Workload, offer: Offer, nodes: int) -> Throughput:
+    """The training speed of a run on `nodes` of an offer. UserError for an unknown GPU."""
     recipe = work.recipe
     return speed_on(recipe.model, recipe.runtime, offer.accelerators or "", nodes, work.own, recipe.train.precision)
 
 
 def estimate_stage(work: StageWork, offer: Offer, nodes: int) -> StageEstimate:
+    """The expected hours and dollars of a stage's work on `nodes` of an offer."""
     time = expected_time(work, hours_between(offer, nodes))
     return StageEstimate(offer, time.hours, time.billed_hours * nodes * offer.usd_per_hour, time.preemptions, nodes)
 
@@ -327,6 +331,7 @@ def expected_time(job: StageWork, m: float, wait: float = WAIT_SECONDS / 3600) -
 
 
 def stage_work(stage: str, work: Workload, offer: Offer, nodes: int) -> StageWork:
+    """The work of a stage on `nodes` of an offer."""
     recipe = work.recipe
     if stage == "tokenize":
         return tokenize_work(recipe, offer)
@@ -340,6 +345,7 @@ def stage_work(stage: str, work: Workload, offer: Offer, nodes: int) -> StageWor
 
 
 def tokenize_work(recipe: Recipe, offer: Offer) -> StageWork:
+    """The work of one node that makes one part of the text."""
     cores = offer.vcpus / 2  # two threads of a core are hardly faster than one
     per_second = min(
         cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN
@@ -360,6 +366,7 @@ def tokens_of(recipe: Recipe) -> int:
 
 
 def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
+    """The steps and validations that are left, on `nodes` of an offer."""
     recipe, steps = work.recipe, work.steps_left
     train, runtime = recipe.train, recipe.runtime
     tokens = float(recipe.train_tokens - tokens_before(train.max_steps - steps, train))

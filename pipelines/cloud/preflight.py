@@ -63,6 +63,7 @@ def preflight(
 
 
 def skypilot_installed() -> Finding:
+    """Whether SkyPilot 0.14 or newer is installed, at a path without a space."""
     try:
         found = version("skypilot")
     except PackageNotFoundError:
@@ -156,6 +157,7 @@ def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:
 
 
 def image(request: LaunchRequest, secrets: Mapping[str, str]) -> Finding:
+    """Whether the nodes can pull the image. UserError for a malformed name."""
     if request.image == WORK_TREE:
         return Finding("image", "none: SkyPilot syncs the work tree, and each node makes an environment for it")
     image_parts(request.image)  # UserError for a malformed name

@@ -67,6 +67,7 @@ def prices_json(rows: Iterable[PriceRow]) -> str:
 
 
 def prices_from_environment() -> list[PriceRow]:
+    """The rows of SKYTRAIN_PRICES; none if it is not set. UserError for an invalid value."""
     text = os.environ.get("SKYTRAIN_PRICES") or "[]"
     try:
         return [PriceRow.from_json(values) for values in json.loads(text)]
@@ -105,6 +106,7 @@ def shared_values(rows: list[PriceRow]) -> dict[str, Any]:
 
 
 def why_unknown(prices: list[PriceRow], rows: list[PriceRow], machine: Machine) -> str:
+    """The reason why the price of this machine is unknown."""
     if not prices:
         return "neither SKYTRAIN_PRICES nor --price-per-hour is given"
     if not rows:

@@ -51,7 +51,7 @@ def within_limits(
         infras = ", ".join(dict.fromkeys(machine.infra for machine in train.machines))
         raise UserError(f"--deadline: can't be kept where train's machines have no price list ({infras}); leave it out")
     if not any(offered.values()):
-        return job  # one's own machines: if SkyPilot knows their prices, its own table shows them
+        return job  # own machines: if SkyPilot knows their prices, its table shows them
     work = workload(recipe, store, plans)
     node_counts = {task.name: task.num_nodes for task in job.tasks}
     if not (train and offered["train"]):
@@ -74,7 +74,7 @@ def within_limits(
 
 
 def limits_of(request: LaunchRequest, store: Store) -> Limits:
-    """The hours until the deadline, and what is left of the budget. UserError if nothing is left."""
+    """The hours until the deadline, and the rest of the budget. UserError if nothing is left."""
     spent = 0.0 if request.budget is None else usd_spent(store, request.run)
     if request.budget is not None and request.budget <= spent:
         raise UserError(

@@ -110,7 +110,7 @@ def submit_job(dag: "Dag", name: str) -> list[int]:
 
 
 def cluster_usd_per_hour(machine: MachineRequest) -> float:
-    """The price of a machine of one's own cluster: `pricing` in ~/.sky/config.yaml. UserError without one."""
+    """Dollars an hour of a machine in a private cluster: `pricing` in ~/.sky/config.yaml. UserError without one."""
     from sky.catalog import common
 
     region = machine.infra.partition("/")[2]

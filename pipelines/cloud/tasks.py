@@ -17,7 +17,7 @@ from pipelines.cloud.catalog import parse_node
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from trainer.errors import UserError
 
-CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # one's own machines: no spot market, no price list
+CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # private clusters: no spot market, no price list
 CLUSTER_GPUS = "H100:8"  # as in train.yaml; such a cluster seldom has smaller ones for evaluate
 STANDBY_CPUS, STANDBY_MEMORY = "2+", "8+"  # of the machine that polls for spot
 MASKED = "(from your environment, not shown)"
@@ -39,7 +39,7 @@ class MachineRequest:
 
     @property
     def is_own(self) -> bool:
-        """Whether it belongs to a cluster of one's own."""
+        """Whether it belongs to a private cluster."""
         return self.cloud in CLUSTERS
 
     @property
@@ -76,7 +76,7 @@ class Task:
 
     @property
     def rented(self) -> tuple[MachineRequest, ...]:
-        """Machines that do the work and are not one's own."""
+        """Machines of a cloud that do the work."""
         standbys = self.standbys
         return tuple(machine for machine in self.machines if not machine.is_own and machine not in standbys)
 
@@ -195,7 +195,7 @@ def deadline_tasks(train: Task, evaluate: Task, deadline: float) -> dict[str, Ta
 
 
 def in_trial_order(task: Task, cheapest: Callable[[MachineRequest], float]) -> Task:
-    """A task with its machines in the order in which SkyPilot is to try them: one's own, then rented ones and standbys,
+    """A task with its machines in the order in which SkyPilot is to try them: own, then rented ones and standbys,
     each with the `cheapest` first. With standbys it has no on-demand machines; without spot machines no standbys.
 
     SkyPilot's optimizer takes the cheapest of `any_of`. But the controller of managed jobs (0.14.1) makes a list of
@@ -259,6 +259,7 @@ def machines_on(infra: str, known: tuple[MachineRequest, ...]) -> list[MachineRe
 
 
 def cloud_of(infra: str) -> str:
+    """ "aws/us-east-1" -> "aws"."""
     return infra.partition("/")[0].lower()
 
 

@@ -88,6 +88,7 @@ def peak_of(accelerators: str) -> float | None:
 
 
 def gpu_count(accelerators: str) -> int:
+    """ "H100:8" -> 8."""
     return int(accelerators.partition(":")[2])
 
 
@@ -141,6 +142,7 @@ def speed_on(
 
 
 def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, nodes: int, precision: str) -> Throughput:
+    """The estimated speed on `nodes` nodes with these GPUs. UserError for an unknown GPU."""
     peak = peak_of(accelerators)
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")

@@ -132,4 +132,5 @@ def other_processes(processes: int) -> int:
 
 
 def s3_endpoint() -> str:
+    """The S3 endpoint in the environment; empty for AWS itself."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""

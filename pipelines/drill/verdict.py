@@ -49,6 +49,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
+    """One comparison of the two runs."""
+
     what: str
     equal: bool | None  # None: not compared
     detail: str

@@ -1,1 +1,1 @@
-"""Several machines that work on one run."""
+"""Several machines that work on one run: a head and its workers."""

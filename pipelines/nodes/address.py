@@ -48,6 +48,7 @@ def this_node() -> NodeAddress:
 
 
 def number_from(name: str, default: int) -> int:
+    """A whole number from an environment variable. UserError for another value."""
     text = os.environ.get(name) or str(default)
     if not (text.isdecimal() and len(text) <= 5):
         raise UserError(f"{name}: {text!r} is not a whole number of at most 5 digits")

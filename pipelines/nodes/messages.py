@@ -75,6 +75,7 @@ Message = KeepAlive | Hello | PartsProgress | WorkDone | StopNotice | MakeParts 
 
 
 def message_to_json(message: Message) -> bytes:
+    """The JSON of a message; `message_from_json` is its reader."""
     match message:
         case KeepAlive():
             values: dict[str, object] = {"beat": True}

@@ -84,6 +84,7 @@ def start_torchrun(
 
 
 def before_torchrun() -> None:
+    """Runs in the child process before it becomes torchrun."""
     die_with_parent()
     # Slurm sends SIGUSR1 to every process of a step. The ranks handle it; torchrun would die and end them.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -102,7 +102,7 @@ class Worker:
     stop_sent_at: float | None = None  # by time.monotonic
 
     def serve(self, hello: Hello) -> bool:
-        """Do what the head asks for. Returns True once the head releases this node, False if the head is gone."""
+        """Do the work that the head requests. True once the head releases this node, False if it is gone."""
         self.connection.send(hello)
         self.connection.start()
         try:

@@ -1,1 +1,1 @@
-"""What is printed and drawn. Only verbs import it."""
+"""Output: text, tables and the report page. Only verbs import it."""

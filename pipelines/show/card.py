@@ -22,6 +22,7 @@ PHASES_FIRST = (
 
 
 def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
+    """Print the card of a finished run, and the next commands."""
     run, out = pipeline.snapshot(), console()
     facts = Table.grid(padding=(0, 2))
     for name, value in card_facts(pipeline, run.summary):
@@ -56,6 +57,7 @@ def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:
 
 
 def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
+    """Labels and values of the card below the table of stages."""
     facts = [("store", pipeline.store.uri)]
     train = pipeline.made.get("train")
     if train:

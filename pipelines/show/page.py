@@ -122,6 +122,7 @@ def hash_source(text: str) -> str:
 
 
 def run_data(run: Run) -> dict[str, Any]:
+    """A run as the scripts of the page read it."""
     record, recipe, made, summary = run.record, run.recipe, run.manifests, run.summary
     rows, account = run.series, run.account
     size = next((size for size, shape in SHAPES.items() if shape == shape_of(recipe)), None)
@@ -176,6 +177,7 @@ def overlay_data(overlay: Overlay) -> dict[str, Any]:
 
 
 def series_data(rows: list[dict[str, Any]], account: Account) -> dict[str, Any]:
+    """The curves of a run by metric, with hours and dollars at each point."""
     curves = {}
     for metric in METRICS:
         if logged := [row for row in rows if metric in row]:
@@ -278,7 +280,7 @@ def attempt_data(number: str, one: AttemptAccount, account: Account) -> dict[str
 
 
 def machine_name(one: AttemptAccount) -> str:
-    """Market, instance type and zone of a rented machine; the host name of one's own."""
+    """Market, instance type and zone of a rented machine; the host name of an own machine."""
     machine = one.machine
     parts = [machine.instance or machine.accelerators, machine.zone or machine.region]
     return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host

@@ -29,6 +29,7 @@ VAL_BATCH = 8  # sequences
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
+    """The identity of the evaluation. UserError if the HellaSwag file does not exist."""
     identity = {
         "stage": "evaluate",
         "train": plans["train"].fingerprint,
@@ -48,6 +49,8 @@ def hellaswag_identity(source: str | None) -> str | None:
 
 
 def build(work: Work) -> Built:
+    """Evaluate the final weights, and generate a sample. UserError if HellaSwag cannot be loaded."""
+
     from trainer.evaluate import validation_loss
     from trainer.parallel import World
 
@@ -73,6 +76,8 @@ def build(work: Work) -> Built:
 
 
 def validation_data(work: Work) -> "TokenData":
+    """The held-out shards, fetched on demand."""
+
     from trainer.data import TokenData
     from trainer.shards import Shard
 
@@ -84,6 +89,8 @@ def validation_data(work: Work) -> "TokenData":
 def hellaswag_facts(
     work: Work, source: str, model: "GPT", encoding: "tiktoken.Encoding", world: "World"
 ) -> dict[str, float]:
+    """The HellaSwag scores as facts of the artifact."""
+
     from trainer.evaluate import hellaswag
 
     items = hellaswag_items(source)
@@ -111,6 +118,8 @@ def hellaswag_items(source: str) -> "list[HellaSwagItem]":
 
 
 def hub_rows(source: str) -> Iterator[dict[str, Any]]:
+    """The rows of the validation split on the Hub. UserError if it cannot be loaded."""
+
     import datasets
 
     name, _, revision = source.removeprefix(HUB).partition("@")

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
+    """The identity of the checkpoint: the trained weights, and the dtype."""
     identity = {"stage": "export", "train": plans["train"].fingerprint, "dtype": recipe.export.dtype}
     return ArtifactPlan("export", recipe.name, identity)
 
 
 def build(work: Work) -> Built:
+    """Write the checkpoint. RuntimeError if its weights, read back, give other logits."""
+
     import torch
     from safetensors.torch import load_file, save_file
 

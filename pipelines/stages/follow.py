@@ -211,6 +211,7 @@ def report_event(work: Work, event: Event) -> None:
 
 
 def report_start(work: Work, event: Started) -> None:
+    """Report the hardware and the first step of the ranks."""
     hardware: dict[str, Any] = {"device": event.device, "precision": event.precision, "world_size": event.world_size}
     work.report(resumed_from=event.step, lowest_step=event.step, step=event.step, **hardware)
     resumed = f", resumed from step {event.step:,}" if event.step else ""
@@ -222,6 +223,7 @@ def report_start(work: Work, event: Started) -> None:
 
 
 def report_rollback(work: Work, event: RolledBack) -> None:
+    """Report a rollback: progress, a tag in MLflow, and a warning."""
     progress = work.attempt.latest.progress
     number = (progress.rollbacks or 0) + 1
     text = f"from step {event.step} to {event.to}; of two points at a step the later one counts"

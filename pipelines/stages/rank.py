@@ -35,6 +35,8 @@ def main(folder: Path, cache: Path) -> int:
 
 
 def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> int:
+    """Train as one rank of `spec`'s attempt. Returns the exit code of this process."""
+
     from trainer.rank import RankJob, run_rank
     from trainer.shards import Shard
 

@@ -30,6 +30,7 @@ POLL_SECONDS = 0.2  # between two checks of the workers' progress
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
+    """The identity of the tokens. UserError for a text that cannot be read or is not pinned."""
     t = recipe.tokens
     identity = {
         "stage": "tokenize",
@@ -45,6 +46,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 
 def build(work: Work) -> Built:
+    """Make the shards on all nodes. UserError for a text that is too small; Interrupted if a node is gone."""
     config = work.recipe.tokens
     forget_removed_artifact(work.store, work.plan)
     # One part is the head's task alone: it does not wait for the workers.
@@ -117,6 +119,7 @@ def check(work: Work) -> None:
 
 
 def facts_of(parts: list[list[ShardReceipt]]) -> dict[str, Any]:
+    """Counts of tokens and documents, and the tokens of each shard by name."""
     shards = {receipt.file.name: receipt.tokens for part in parts for receipt in part}
     return {
         "tokens": sum(shards.values()),

@@ -27,6 +27,7 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, grad_accum_steps
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
+    """The identity of the trained weights: tokens, model and training."""
     identity = {
         "stage": "train",
         "tokens": plans["tokenize"].fingerprint,
@@ -37,6 +38,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 
 def build(work: Work) -> Built:
+    """Train to the last step. Raises the error of the ranks that ended them early."""
     if work.before_ranks:
         work.before_ranks(work)
     recipe = work.recipe
@@ -76,7 +78,7 @@ def rank_spec(work: Work) -> RankSpec:
     reached = max((beat.progress.highest_step or 0 for beat in earlier), default=0)
     work.report(highest_step=reached)
     own, prior = work.attempt.latest, PRIOR_SECONDS_BETWEEN_FAILURES
-    if own.machine.cloud:  # one's own machine fails as rarely as this prior, except by its user's hand
+    if own.machine.cloud:  # an own machine fails as rarely as this prior, unless its user ends the run
         prior = prior_seconds_between_failures(own.machine, own.nodes)
     return RankSpec(
         started=time.time(),

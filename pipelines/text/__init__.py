@@ -1,1 +1,1 @@
-"""Text sources and tokenizers."""
+"""Text sources, tokenizers, and the parts of a text as token shards."""

@@ -13,6 +13,7 @@ ROWS = 1_000  # a batch of Arrow rows: ~5 MB of web text
 
 
 def joined(first: list[str], rest: Iterator[str]) -> Texts:
+    """Two sequences of texts as one."""
     yield from first
     yield from rest
 
@@ -31,6 +32,7 @@ def column_texts(stream: Any, column: str, where: str, start: int) -> Texts:
 
 
 def unreadable(where: str, error: Exception) -> UserError:
+    """The error for a text that fails while it is read."""
     return UserError(f"tokens.source: '{where}' cannot be read further ({reason_of(error)})")
 
 
@@ -46,6 +48,7 @@ def check_column(schema: Any, column: str, where: str) -> None:
 
 
 def no_column(column: str, where: str, names: Iterable[str]) -> UserError:
+    """The error for a missing text column."""
     return UserError(f"tokens.text_column: no '{column}' in {where}; it has: {', '.join(names) or 'none'}")
 
 

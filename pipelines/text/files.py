@@ -169,11 +169,13 @@ class Files:
 
 
 def files_of_part(files: Sequence[str], part: int, parts: int, where: str) -> Sequence[str]:
+    """Every `parts`-th file from number `part` on. UserError if there are fewer files than parts."""
     check_parts(len(files), parts, where)
     return files[part::parts]
 
 
 def check_parts(files: int, parts: int, where: str) -> None:
+    """UserError if there are fewer files than parts."""
     if files < parts:
         raise UserError(
             f"tokens.parts: '{where}' has only {files} file(s), and each of the {parts} parts needs one; "
@@ -182,6 +184,7 @@ def check_parts(files: int, parts: int, where: str) -> None:
 
 
 def common_kind(paths: tuple[str, ...]) -> str:
+    """The kind of all files. UserError for files of several kinds, or of an unknown one."""
     kinds = {kind_of(path) for path in paths}
     if len(kinds) > 1:
         raise UserError(
@@ -192,6 +195,7 @@ def common_kind(paths: tuple[str, ...]) -> str:
 
 
 def kind_of(path: str) -> str:
+    """parquet, jsonl or txt, by the name of a file. UserError for another name."""
     name = path.rpartition("/")[2].lower()
     stem, _, packing = name.rpartition(".")
     kind = stem.rpartition(".")[2] if packing in PACKED else packing

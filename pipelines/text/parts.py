@@ -132,6 +132,8 @@ def missing_shards(job: PartsJob, part: int, receipts: list[ShardReceipt]) -> It
 
 
 def save_shard(job: PartsJob, part: int, index: int, tokens: "np.ndarray", document: int, offset: int) -> ShardReceipt:
+    """Write a shard to the store, then its receipt."""
+
     from trainer.shards import write_shard
 
     path = job.folder / shard_name(part, index, job.config)
@@ -190,4 +192,5 @@ def shard_name(part: int, index: int, config: TokensConfig) -> str:
 
 
 def part_prefix(part: int, config: TokensConfig) -> str:
+    """The part's number in names of shards and receipts; empty for a text in one part."""
     return f"{part:02d}_" if config.parts > 1 else ""

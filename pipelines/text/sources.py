@@ -93,6 +93,7 @@ def documents(
 
 
 def open_source(source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None) -> Source:
+    """The source that the fields of a recipe name. UserError if they do not fit together."""
     scheme, separator, _ = source.partition("://")
     if separator and scheme not in REMOTE:
         raise UserError(f"tokens.source: '{source}': unknown scheme '{scheme}'; use {SOURCES}")
@@ -116,6 +117,7 @@ def open_source(source: str, subset: str | None, revision: str | None, text_colu
 
 
 def local_files(source: str, column: str, base: Path) -> Files:
+    """The local files of a path or pattern, sorted by name. UserError if none matches."""
     named = Path(source).expanduser()
     path = base.absolute() / named
     if path.is_dir():
@@ -132,6 +134,7 @@ def local_files(source: str, column: str, base: Path) -> Files:
 
 
 def remote_files(source: str, revision: str | None, column: str) -> Files:
+    """The remote files of a URL or pattern. UserError without a revision, or for a URL with a secret."""
     parts = urlsplit(source)
     if "@" in parts.netloc or parts.query or parts.fragment:
         # Manifests are published: they must not contain a signed URL or a password.

@@ -231,6 +231,7 @@ def merge_waits(attempts: Iterable[AttemptAccount]) -> Iterator[tuple[str, Attem
 
 
 def total_cost(costs: Iterable[Cost]) -> Cost:
+    """The sum of several costs."""
     several = list(costs)
     return Cost(
         math.fsum(cost.hours for cost in several),

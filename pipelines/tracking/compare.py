@@ -32,6 +32,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Two runs side by side."""
+
     runs: tuple[str, str]
     differs: dict[str, tuple[Any, Any]]  # recipe, data, code and machines, only where they differ
     results: dict[str, tuple[Any, Any]]
@@ -40,6 +42,7 @@ class Comparison:
 
 
 def compare(one: Run, other: Run) -> Comparison:
+    """Compare two runs."""
     series, totals = (one.series, other.series), (one.account.total, other.account.total)
     priced = all(total.usd and not total.unpriced_hours for total in totals)
     return Comparison(
@@ -69,10 +72,12 @@ def conditions(run: Run) -> dict[str, Any]:
 
 
 def by_tokens(run: Run) -> Axis:
+    """The tokens that a run has trained on at a row."""
     return lambda row: run.tokens_before(row["step"])
 
 
 def by_dollars(run: Run) -> Axis:
+    """The dollars that a run has cost at a row."""
     return lambda row: cost_until(run.account, row["time"]).usd
 
 

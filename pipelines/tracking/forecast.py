@@ -88,10 +88,12 @@ def forecast(attempts: Iterable[AttemptAccount], steps_left: float, now: float) 
 
 
 def training_seconds(attempt: AttemptAccount) -> float:
+    """Seconds of an attempt in the phases of training."""
     return math.fsum(attempt.phases.get(phase, 0.0) for phase in TRAINING_PHASES)
 
 
 def past_of(attempts: list[AttemptAccount], now: float) -> Past | None:
+    """The parameters of the attempts so far, at `now` (unix seconds); None before the first step."""
     steps, training = sum(a.steps_done for a in attempts), list(map(training_seconds, attempts))
     if not steps:
         return None

@@ -174,4 +174,5 @@ class Heartbeat:
 
 
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are not None."""
     return {name: value for name, value in values.items() if value is not None}

@@ -246,7 +246,7 @@ def read_record(store: Store, run: str) -> RunRecord | None:
     except UserError as error:
         raise UserError(f"{store.uri}/{key_of(run)}: {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{store.uri}/{key_of(run)}: damaged ({error!r}); run its recipe to write it anew") from error
+        raise UserError(f"{store.uri}/{key_of(run)}: damaged ({error!r}); run its recipe to write it again") from error
 
 
 def key_of(run: str) -> str:

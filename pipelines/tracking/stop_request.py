@@ -41,6 +41,7 @@ class StopRequest:
 
 
 def read_stop_request(store: Store, run: str) -> StopRequest | None:
+    """The request to stop a run; None if there is none. UserError for one of a newer format."""
     body = store.get(key_of(run))
     return StopRequest.from_json(body) if body else None
 
@@ -63,6 +64,7 @@ def watch_stop_request(store: Store, run: str) -> Callable[[Heartbeat], str | No
 
 
 def clear_stop_request(store: Store, run: str) -> None:
+    """Withdraw the request to stop a run, if there is one."""
     store.delete(key_of(run))
 
 

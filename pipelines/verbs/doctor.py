@@ -9,7 +9,7 @@ from pipelines.verbs.options import Json, StoreUri, home, store_uri
 
 
 def doctor(store: StoreUri = None, as_json: Json = False) -> None:
-    """Check what is installed, the store and the servers: exit 0 if runs can work, 2 if something is broken."""
+    """Check installed packages, the store and the servers: exit 0 if runs can work, 2 if something is broken."""
     os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     from pipelines.cloud.doctor import examine
     from pipelines.show.findings import finding_text

@@ -34,10 +34,12 @@ def home() -> Path:
 
 
 def store_uri(option: str | None) -> str:
+    """The store: the option, SKYTRAIN_STORE, or a folder in `home`."""
     return option or os.environ.get("SKYTRAIN_STORE") or f"file://{home() / 'store'}"
 
 
 def default_tracking_uri() -> str:
+    """The MLflow of runs without a tracking server: a SQLite file in `home`."""
     return f"sqlite:///{home() / 'mlflow.db'}"
 
 

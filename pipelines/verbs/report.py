@@ -105,6 +105,8 @@ def audit_runs(runs: "list[Run]", as_json: bool) -> None:
 
 
 def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
+    """Print the comparison of two runs. UserError for another number of names."""
+
     from pipelines.show.compare import print_comparison
     from pipelines.tracking.compare import compare
     from pipelines.tracking.runs import read_run
@@ -117,6 +119,8 @@ def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
 
 
 def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
+    """Send the journals of runs to MLflow again. UserError without mlflow, or for a URI that is no MLflow."""
+
     from pipelines.tracking.mlflow.settings import tracking_uri
     from pipelines.tracking.mlflow.shipper import rebuild
 

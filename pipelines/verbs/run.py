@@ -162,6 +162,7 @@ def budget_of(pipeline: "Pipeline", usd: float) -> "Budget":
 
 
 def exit_code(error: BaseException) -> int:
+    """The exit code of a command that `error` ends."""
     ending = ending_of(error)
     return ending.exit_code if ending else EXIT_FAILED
 

@@ -54,6 +54,8 @@ class StageRecord(Record):
 
 @dataclass(frozen=True)
 class StageStarted(StageRecord):
+    """A stage has started or resumed."""
+
     kind = "stage_started"
     params: dict[str, str]
     tags: dict[str, str]
@@ -61,12 +63,16 @@ class StageStarted(StageRecord):
 
 @dataclass(frozen=True)
 class StageEnded(StageRecord):
+    """A stage has ended."""
+
     kind = "stage_ended"
     status: str  # FINISHED, FAILED or KILLED
 
 
 @dataclass(frozen=True)
 class Metrics(StageRecord):
+    """The values of metrics at a step."""
+
     kind = "metrics"
     step: int
     values: dict[str, float]
@@ -75,6 +81,8 @@ class Metrics(StageRecord):
 
 @dataclass(frozen=True)
 class DatasetInput(StageRecord):
+    """An input of a stage."""
+
     kind = "dataset"
     name: str
     digest: str
@@ -83,12 +91,16 @@ class DatasetInput(StageRecord):
 
 @dataclass(frozen=True)
 class Tags(StageRecord):
+    """Tags of an MLflow run."""
+
     kind = "tags"
     tags: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Table(StageRecord):
+    """A table, as an artifact of an MLflow run."""
+
     kind = "table"
     name: str
     columns: Mapping[str, list[Any]]

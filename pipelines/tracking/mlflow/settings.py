@@ -31,4 +31,5 @@ def tracking_is_off() -> bool:
 
 
 def tracking_uri(option: str | None, default: str) -> str:
+    """The MLflow to ship to: the option, MLFLOW_TRACKING_URI, or the default."""
     return option or os.environ.get("MLFLOW_TRACKING_URI") or default
