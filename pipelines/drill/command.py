@@ -1,6 +1,5 @@
 """The command under test, from outside: its processes, its failpoints and its progress."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,12 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from pipelines.drill.outages import wait_until
 from pipelines.drill.verdict import CommandRun
+from trainer.events import Event, Row, Started, event_from_json
 from trainer.process import DRILL, die_with_parent
 
 COMMAND = "from pipelines.cli import main; main()"
@@ -126,17 +125,17 @@ class TrainingProgress:
         with suppress(FileNotFoundError), logs[-1].open("rb") as file:  # a finished stage removes it
             first = _events(file.read(TAIL_BYTES))
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            rows = [e for e in _events(file.read()) if e["event"] == "row"]
-            start = next((e["step"] for e in first if e["event"] == "start"), None)
-            step, at = (rows[-1]["step"], rows[-1]["time"]) if rows else (start, 0.0)
+            rows = [event for event in _events(file.read()) if isinstance(event, Row)]
+            start = next((event.step for event in first if isinstance(event, Started)), None)
+            step, at = (rows[-1].step, rows[-1].time) if rows else (start, 0.0)
             return cls(int(logs[-1].parent.name[1:]), start, step, at)
         return None
 
 
-def _events(text: bytes) -> list[dict[str, Any]]:
-    """The complete lines."""
-    found = []
-    for line in text.split(b"\n"):
+def _events(text: bytes) -> list[Event]:
+    """The events of the complete lines."""
+    events = []
+    for line in text.decode(errors="replace").split("\n"):
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return [event for event in found if isinstance(event, dict) and "event" in event]
+            events.append(event_from_json(line))
+    return events

@@ -24,6 +24,7 @@ from pipelines.stage import STAGES
 from pipelines.tracking.ledger import this_process
 from pipelines.tracking.records import Heartbeat, ProcessId
 from trainer.errors import UserError
+from trainer.events import Row, Started, event_to_json
 from trainer.process import DRILL, failpoint
 
 # --- failpoints
@@ -86,16 +87,16 @@ def test_progress_is_that_of_the_newest_attempts_events(tmp_path: Path) -> None:
         log.write_text("".join(lines))
     assert TrainingProgress.of(tmp_path) == TrainingProgress(2, resumed_from=5, step=5, time=0.0)
     with log.open("a") as file:
-        file.write("".join(row_event(step, note="x" * 2000) for step in range(6, 40)) + row_event(40)[:-5])
+        file.write("".join(row_event(step, phase="x" * 2000) for step in range(6, 40)) + row_event(40)[:-5])
     assert TrainingProgress.of(tmp_path) == TrainingProgress(2, resumed_from=5, step=39, time=139.0)
 
 
 def start(step: int) -> str:
-    return json.dumps({"event": "start", "step": step}) + "\n"
+    return event_to_json(Started(step, 1, "cpu", "eager on a CPU", "fp32", 1, 1, "")) + "\n"
 
 
-def row_event(step: int, **more: str) -> str:
-    return json.dumps({"event": "row", "step": step, "time": 100.0 + step, **more}) + "\n"
+def row_event(step: int, phase: str = "train") -> str:
+    return event_to_json(Row(step, 100.0 + step, {}, {}, phase)) + "\n"
 
 
 # --- the schedule
