@@ -64,23 +64,23 @@ class DeadlineRules:
     tick: float  # between two decisions, at most
     on_demand_per_hour: float  # 0: unknown, and the rules ignore cost
 
-    def slack(self, now: float, left: float) -> float:
-        """Seconds that may still pass without training, if `left` seconds of training are left."""
-        return self.deadline - now - left
+    def slack(self, now: float, work_left: float) -> float:
+        """Seconds that may still pass without training, if `work_left` seconds of training are left."""
+        return self.deadline - now - work_left
 
-    def must_leave_spot(self, now: float, left: float) -> bool:
+    def must_leave_spot(self, now: float, work_left: float) -> bool:
         """Whether the slack is too short for two changeovers: to another spot machine, and to one on demand."""
-        return self.slack(now, left) < 2 * self.changeover + self.tick
+        return self.slack(now, work_left) < 2 * self.changeover + self.tick
 
-    def must_stop_polling(self, now: float, left: float, spent: float) -> bool:
+    def must_stop_polling(self, now: float, work_left: float, spent: float) -> bool:
         """Whether the time or the money for another poll is gone.
 
         A poll takes a changeover, even if it finds no machine. The money is gone if `spent` (on training) and the cost
         of the rest on demand exceed the all-on-demand cost by more than SPOT_LOSS_LIMIT.
         """
-        if self.slack(now, left) < 3 * self.changeover + self.tick:
+        if self.slack(now, work_left) < 3 * self.changeover + self.tick:
             return True
-        to_finish = (self.changeover + left) * self.on_demand_per_hour / 3600
+        to_finish = (self.changeover + work_left) * self.on_demand_per_hour / 3600
         return self.on_demand_per_hour > 0 and spent + to_finish > (1 + SPOT_LOSS_LIMIT) * self.on_demand_usd
 
     @property
@@ -130,10 +130,10 @@ class DeadlineWatch:
         seconds = sum(beat.phases.get(phase, 0.0) for phase in TRAINING_PHASES)
         before, whole = tokens_before(step, train), tokens_before(train.max_steps, train)
         per_token = seconds / (before - tokens_before(max(0, step - done), train))
-        now, left = time.time(), (whole - before) * per_token
+        now, work_left = time.time(), (whole - before) * per_token
         rules = DeadlineRules(self.deadline, whole * per_token, CHANGEOVER_SECONDS, HEARTBEAT_SECONDS, 0.0)
-        if left > CHANGEOVER_SECONDS and rules.must_leave_spot(now, left):
-            reason = f"{slack_text(rules.slack(now, left))}, too few to lose another spot machine"
+        if work_left > CHANGEOVER_SECONDS and rules.must_leave_spot(now, work_left):
+            reason = f"{slack_text(rules.slack(now, work_left))}, too few to lose another spot machine"
             self.stop.ask(reason, HandedOver)
 
 
@@ -156,10 +156,10 @@ def leave_spot_in_time(work: "Work") -> None:
     gpus = str(latest.machine.accelerators)
     if seconds_per_token(work.recipe.train, [gpus], latest.nodes, attempts) is None:
         return  # an estimate is no reason to exit
-    rules, left = rules_for(work, attempts)
+    rules, work_left = rules_for(work, attempts)
     now = time.time()
-    if left > CHANGEOVER_SECONDS and rules.must_leave_spot(now, left):
-        work.stop.ask(f"{slack_text(rules.slack(now, left))}, too few to train on spot", HandedOver)
+    if work_left > CHANGEOVER_SECONDS and rules.must_leave_spot(now, work_left):
+        work.stop.ask(f"{slack_text(rules.slack(now, work_left))}, too few to train on spot", HandedOver)
         work.check()
 
 
@@ -175,22 +175,22 @@ def poll_for_spot(work: "Work") -> NoReturn:
     work.report(waiting=True)
     account = read_run(work.store, work.attempt.latest.run).account
     try:
-        rules, left = rules_for(work, [a for a in account.attempts if a.stage == "train"])
+        rules, work_left = rules_for(work, [a for a in account.attempts if a.stage == "train"])
     except UserError as error:  # a failed task would end the whole launch
         raise HandedOver(str(error)) from error
     spent = account.by_stage["train"].usd  # with this attempt
     work.screen.note(
-        f"  {slack_text(rules.slack(time.time(), left))}: waiting for spot; SkyPilot polls again in 10 min"
+        f"  {slack_text(rules.slack(time.time(), work_left))}: waiting for spot; SkyPilot polls again in 10 min"
     )
     with work.clock.phase("idle"):
         poll_at = time.time() + POLL_SECONDS
         while True:
             now = time.time()
-            if rules.must_stop_polling(now, left, spent):
-                reason = f"{slack_text(rules.slack(now, left))}, no time or money to poll for spot again"
+            if rules.must_stop_polling(now, work_left, spent):
+                reason = f"{slack_text(rules.slack(now, work_left))}, no time or money to poll for spot again"
                 work.stop.ask(reason, HandedOver)
             elif now > poll_at:
-                work.stop.ask(f"{slack_text(rules.slack(now, left))}: {POLLING}")
+                work.stop.ask(f"{slack_text(rules.slack(now, work_left))}: {POLLING}")
             work.check()
             time.sleep(1)
 
@@ -207,16 +207,16 @@ def rules_for(work: "Work", attempts: list[AttemptAccount]) -> tuple[DeadlineRul
     done = state.step if state else 0
     to_come = whole - tokens_before(done, train)
     if measured := seconds_per_token(train, gpus, nodes, attempts):
-        left = to_come * measured
+        work_left = to_come * measured
     elif gpus:
         speeds = (speed_on(recipe.model, recipe.runtime, kind, nodes, precision=train.precision) for kind in gpus)
-        left = ESTIMATE_MARGIN * to_come / min(speed.tokens_per_second for speed in speeds)
+        work_left = ESTIMATE_MARGIN * to_come / min(speed.tokens_per_second for speed in speeds)
     else:
         raise UserError(f"{DEADLINE}: SKYTRAIN_PRICES has no machine with GPUs to wait for")
     usd = nodes * min((row.on_demand_usd_per_hour or 0.0 for row in rows), default=0.0)
-    whole_training = left * whole / max(1, to_come)
+    whole_training = work_left * whole / max(1, to_come)
     changeover = max([CHANGEOVER_SECONDS, *poll_seconds(attempts)])
-    return DeadlineRules(deadline_here() or 0.0, whole_training, changeover, HEARTBEAT_SECONDS, usd), left
+    return DeadlineRules(deadline_here() or 0.0, whole_training, changeover, HEARTBEAT_SECONDS, usd), work_left
 
 
 def poll_seconds(attempts: list[AttemptAccount]) -> Iterator[float]:

@@ -111,15 +111,12 @@ def _series(undisturbed: Outcome, disturbed: Outcome, names: Sequence[str], what
             False,
             f"{len(undisturbed.rows)} steps undisturbed, {len(disturbed.rows)} disturbed, or other step numbers",
         )
-    pairs = [(a["step"], name, a.get(name), b.get(name)) for a, b in _both(undisturbed, disturbed) for name in names]
+    both = zip(undisturbed.rows, disturbed.rows, strict=True)
+    pairs = [(a["step"], name, a.get(name), b.get(name)) for a, b in both for name in names]
     differ = [f"step {s}: {n} {a} / {b}" for s, n, a, b in pairs if not _alike(a, b, exact)]
     values = sum(a is not None for _, _, a, _ in pairs)
     how = "bit for bit" if exact else f"to {WORLD_TOLERANCE:.0%}, because the world size changed"
     return Verdict(what, not differ, _few(differ) or f"{values} values in {len(undisturbed.rows)} rows, {how}")
-
-
-def _both(undisturbed: Outcome, disturbed: Outcome) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return list(zip(undisturbed.rows, disturbed.rows, strict=True))
 
 
 def _alike(a: Any, b: Any, exact: bool) -> bool:

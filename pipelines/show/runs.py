@@ -41,7 +41,7 @@ def print_runs(summaries: list[Summary], where: str, notes: Iterable[str] = ()) 
             "" if s.goodput is None else f"{s.goodput:.0%}",
         )
     console().print(table)
-    for line in [*(fault for s in summaries for fault in s.faults), *notes]:
+    for line in [*(line for s in summaries for line in s.faults), *notes]:
         console().print(escape(line))
 
 
@@ -61,10 +61,10 @@ def print_series(run: str, rows: list[dict[str, Any]], as_json: bool, alone: boo
 
 def print_audits(audits: list[Audit]) -> None:
     for a in audits:
-        faults = [
-            f"{len(steps)} steps {fault} (the first: {steps[0]:,})"
-            for fault, steps in (("read other sequences", a.wrong_steps), ("are missing", a.missing_steps))
+        differences = [
+            f"{len(steps)} steps {difference} (the first: {steps[0]:,})"
+            for difference, steps in (("read other sequences", a.wrong_steps), ("are missing", a.missing_steps))
             if steps
         ]
-        verdict = "; ".join(faults) or "every step read exactly the sequences of the recipe and the seed"
+        verdict = "; ".join(differences) or "every step read exactly the sequences of the recipe and the seed"
         print(f"{a.run}: {a.steps:,} steps, {a.sequences:,} sequences: {verdict}")

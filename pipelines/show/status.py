@@ -46,8 +46,8 @@ def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, l
     """The result of a stop request. `before` and `after`: the running attempt before it, and at the end of the wait."""
     if after is None:
         died = f"{before.stage}: attempt {before.attempt} has died; " if before else "no attempt runs; "
-        left = f"; skytrain down {run} removes its machines" if launched else ""
-        print(f"{run}: {died}the stop request also stops a later launch{left}")
+        removal = f"; skytrain down {run} removes its machines" if launched else ""
+        print(f"{run}: {died}the stop request also stops a later launch{removal}")
     elif after.state == "running":
         print(f"{run}: {after.stage}: attempt {after.attempt} still runs; the stop request stands, and it will exit")
     else:

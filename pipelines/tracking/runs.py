@@ -120,7 +120,7 @@ class Run:
             for stage in self.record.prefixes
             for prefix in self.record.all_prefixes(stage)
         ]
-        return [one for found, _ in read for one in found], [fault for _, faults in read for fault in faults]
+        return [one for found, _ in read for one in found], [text for _, damage in read for text in damage]
 
     @property
     def heartbeats(self) -> list[StoredHeartbeat]:
@@ -138,8 +138,8 @@ class Run:
     @cached_property
     def account(self) -> Account:
         """The time and money of all attempts."""
-        heartbeats, faults = self._heartbeats
-        return account(self.name, heartbeats, self.tokens_before, faults)
+        heartbeats, damage = self._heartbeats
+        return account(self.name, heartbeats, self.tokens_before, damage)
 
     @cached_property
     def series(self) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
     Another run pays for its own attempts on a shared artifact.
     """
     found: dict[str, StoredHeartbeat] = {}
-    faults = []
+    damage = []
     for entry in reversed(list(store.entries(f"{prefix}/attempts/"))):  # heartbeat.json sorts behind claim.json
         if (number := entry.key.split("/")[-2]) in found:
             continue  # a launch that waits for spot has hundreds, and every get takes its time
@@ -205,8 +205,8 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
             beat = Heartbeat.from_json(store.get(entry.key) or b"")
             found[number] = StoredHeartbeat(prefix, beat, entry.modified, is_alive(beat))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            faults.append(f"{store.uri}/{entry.key}: damaged ({error!r}); the bill may miss this attempt")
-    return [found[number] for number in sorted(found) if found[number].beat.run == run], faults
+            damage.append(f"{store.uri}/{entry.key}: damaged ({error!r}); the bill may miss this attempt")
+    return [found[number] for number in sorted(found) if found[number].beat.run == run], damage
 
 
 def state_of(attempts: Iterable[list[Heartbeat]]) -> str:
