@@ -113,7 +113,7 @@ def main() -> None:
 def scores(
     trace: spot_traces.Trace, hours: float, everything: dict[float, tuple[Scores, Scores]]
 ) -> dict[float, tuple[Scores, Scores]]:
-    mine = {share: (Scores([], [], []), Scores([], [], [])) for share in AT}
+    in_trace = {share: (Scores([], [], []), Scores([], [], [])) for share in AT}
     for start in trace.starts(STARTS, margin=trace.seconds / 3):
         replayed = replay(trace.spells(start), 3600 * hours)
         if replayed is None:
@@ -122,10 +122,10 @@ def scores(
         for share, at in zip(AT, snapshots, strict=True):
             predicted = forecast(at.attempts, at.steps_left, at.now)
             assert predicted is not None and predicted.usd is not None
-            for usd, calendar in (mine[share], everything[share]):
+            for usd, calendar in (in_trace[share], everything[share]):
                 usd.add(predicted.usd, (end.billed - at.billed) / 3600, at.billed / 3600)
                 calendar.add(predicted.hours, (end.now - at.now) / 3600, at.now / 3600)
-    return mine
+    return in_trace
 
 
 if __name__ == "__main__":

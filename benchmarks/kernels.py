@@ -1,4 +1,4 @@
-"""Every kernel of the fused step on a GPU: is it correct, and how close is it to the memory's speed.
+"""Every kernel of the fused step on a GPU: its correctness, and its speed compared with the memory's.
 
 `python -m benchmarks.kernels [NAME…]` with a CUDA GPU takes less than a minute. For each kernel, size and launch shape
 it first compares the results with float64 on new random inputs (the norm of the error relative to the result's norm,
@@ -37,6 +37,8 @@ Expected = dict[str, tuple[Tensor | slice, Tensor]]  # the rows that were comput
 
 @dataclass
 class Case:
+    """One kernel at one size."""
+
     name: str
     size: str
     run: Callable[[], Results]  # from the same inputs every time
@@ -408,7 +410,7 @@ def measure(case: Case) -> None:
                 error, ms = errors(case, expected), median_ms(case.prepare, case.time)
         except AssertionError:
             raise
-        except Exception as problem:  # a shape that does not fit this GPU is no reason to stop
+        except Exception as problem:  # a shape that does not fit this GPU: the others still run
             print(f"{case.name:<18} {case.size:<14} {shape!s:<18} {problem!r:.90}", flush=True)
             continue
         rate = f"{case.bytes / 1e6:9.1f} MB {case.bytes / ms / 1e9:6.2f} TB/s"
