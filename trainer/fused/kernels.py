@@ -26,8 +26,8 @@ before scaling, from which the caller makes the next scale. fp8 products need bo
 innermost, hence the transposes.
 
 Row counts may be anything. Widths may be any multiple of 8; multiples of 16 are the fast ones. The kernels are in
-`trainer/fused/triton_kernels.py`. Each launcher checks what a wrong call would turn into a wrong number, allocates its
-results, and never waits for the GPU.
+`trainer/fused/triton_kernels.py`. Each launcher checks the arguments that could make results
+wrong without an error, allocates its results, and never waits for the GPU.
 """
 
 from dataclasses import dataclass
@@ -170,7 +170,7 @@ def column_sums(x: Tensor, sums: Tensor) -> None:
     M, N = x.shape
     assert x.stride(1) == 1 and x.dtype == torch.bfloat16
     _check(sums)
-    grid, tiles, block = _column_grid(M, N, sums, _column_sums_shape(N, x.device))
+    grid, tiles, block = _column_grid(M, N, sums, _column_sums_shape(x.device))
     column_sums_kernel[grid](x, sums, M, N, x.stride(0), tiles, **block)
 
 
@@ -339,7 +339,7 @@ def _adamw_shape(device: torch.device) -> tuple[int, int]:
     return (1024, 4) if device.type == "cuda" else (65536, 4)
 
 
-def _column_sums_shape(N: int, device: torch.device) -> tuple[int, int, int, int]:
+def _column_sums_shape(device: torch.device) -> tuple[int, int, int, int]:
     """Rows and columns of a tile, warps, stages of the load pipeline."""
     return (32, 128, 4, 5) if device.type == "cuda" else (64, 256, 4, 1)
 

@@ -37,7 +37,7 @@ class Linear:
 
 @dataclass
 class Normed(Generic[Operand]):
-    """A norm's output and its statistics (M,) for the backward pass; `y` is None if that recomputes it."""
+    """A norm's output and its statistics (M,) for the backward pass; `y` is None if that pass recomputes it."""
 
     y: Operand | None
     mean: Tensor
@@ -67,7 +67,7 @@ class Products(ABC, Generic[Operand]):
     # --- the schedule of a run
 
     def begin(self, number: int) -> "Products[Any]":
-        """Prepare update `number` (from 1; 0: a rehearsal, whose gradients nobody uses); return its policy."""
+        """Prepare update `number` (from 1; 0: a rehearsal, whose gradients are not used); return its policy."""
         return self
 
     @property
@@ -96,7 +96,7 @@ class Products(ABC, Generic[Operand]):
     def norm_backward(self, writer: Linear | None, kernel: NormBackwardKernel) -> ResidualGrad[Operand]:
         """Run the backward pass of a norm; return the gradient of its input.
 
-        `writer` is the layer whose output the residual stream takes up before the norm; None if there is none.
+        `writer` is the layer whose output was added to the residual stream just before the norm; None if there is none.
         """
 
     @abstractmethod
