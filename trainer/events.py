@@ -17,7 +17,7 @@ from trainer.metrics import PhaseClock
 
 @dataclass(frozen=True)
 class Row:
-    """One point of the series: metrics after `step` updates, and where the seconds went until then."""
+    """One point of the series: metrics after `step` updates, and the seconds by phase until then."""
 
     step: int
     time: float  # unix seconds
