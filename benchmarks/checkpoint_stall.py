@@ -1,8 +1,8 @@
-"""The cost of a checkpoint for the steps that run beside it, against a blocking `torch.save` of the same state.
+"""The cost of a checkpoint for the steps during the save, compared with a blocking `torch.save` of the same state.
 
 `python -m benchmarks.checkpoint_stall [RECIPE] [--saves N] [--seconds S] [--folder FOLDER]` trains on random tokens
 with the engine of this machine. Windows of S seconds alternate: one without a save, one with a save at its start.
-Hashing, writing and committing run beside the steps. The cost of a save is the extra time of its window's steps; `call`
+Hashing, writing and committing run during the steps. The cost of a save is the extra time of its window's steps; `call`
 is the time that the loop waits in `save` itself. Results are printed as they come, then median and [min … max].
 """
 

@@ -306,7 +306,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="orders of the text")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="first order, to continue on another machine")
     parser.add_argument("--val-tokens", type=int, default=1_048_576)
-    parser.add_argument("--minutes", type=float, default=1e6, help="start no branch after so many")
+    parser.add_argument("--minutes", type=float, default=1e6, help="start no branch after this time")
     parser.add_argument("--curve", action="store_true", help="eager against fused, instead of precisions")
     parser.add_argument("--json", type=Path, help="file for all results, as they come")
     return parser.parse_args()

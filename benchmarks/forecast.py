@@ -46,13 +46,13 @@ def replay(spells: list[tuple[float, float]], work: float) -> tuple[list[Snapsho
             at = begin + START_UP + share * work - base
             if at >= end:
                 break
-            now = beat(len(beats) + 1, begin, at, base, redo)
+            now = last_heartbeat(len(beats) + 1, begin, at, base, redo)
             snapshots.append(snapshot([*beats, now], at, billed + at - begin, round(work * (1 - share))))
         done = begin + START_UP + work - base
         if done <= end:
             return snapshots, snapshot([], done, billed + done - begin, 0)
         trained = max(0.0, end - begin - START_UP)
-        beats.append(beat(len(beats) + 1, begin, end, base, redo))
+        beats.append(last_heartbeat(len(beats) + 1, begin, end, base, redo))
         billed += end - begin
         committed = trained // COMMIT_EVERY * COMMIT_EVERY
         redo = trained - committed if trained else redo
@@ -60,7 +60,7 @@ def replay(spells: list[tuple[float, float]], work: float) -> tuple[list[Snapsho
     return None
 
 
-def beat(number: int, begin: float, end: float, base: float, redo: float) -> Heartbeat:
+def last_heartbeat(number: int, begin: float, end: float, base: float, redo: float) -> Heartbeat:
     """The last heartbeat of an attempt."""
     trained = max(0.0, end - begin - START_UP)
     redone = min(trained, redo)

@@ -287,11 +287,11 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         ((((2, 1056, 2, 3), (1, 2112, 1, 3)) if C <= 1024 else ((1, 2112, 1, 3), (1, 528, 4, 3))) if tune else ()),
     )
 
-    beside, sums = da[:, :C].contiguous(), torch.zeros(3, 1056, C, device=GPU)
+    residual, sums = da[:, :C].contiguous(), torch.zeros(3, 1056, C, device=GPU)
 
     def backward8() -> Results:
         sums = torch.zeros(3, kernels.norm_partials(C, GPU), C, device=GPU)
-        dx, dx8 = kernels.norm_backward(dy, x, mean, rstd, weight, beside, sums, down)
+        dx, dx8 = kernels.norm_backward(dy, x, mean, rstd, weight, residual, sums, down)
         assert dx8 is not None
         return {"dx": dx, "dx8": dx8, "sums": sums}
 
@@ -299,8 +299,8 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         "norm_backward, fp8",
         f"{M} x {C}",
         backward8,
-        partial(kernels.norm_backward, dy, x, mean, rstd, weight, beside, sums, down),
-        lambda: all_rows(dx=dx + beside.double(), dx8=3000 * (dx + beside.double())),
+        partial(kernels.norm_backward, dy, x, mean, rstd, weight, residual, sums, down),
+        lambda: all_rows(dx=dx + residual.double(), dx8=3000 * (dx + residual.double())),
         9 * M * C,
         "_norm_backward_shape",
         ((((1, 792, 4, 4), (1, 528, 4, 4)) if C <= 1024 else ((1, 396, 8, 4), (1, 264, 4, 3))) if tune else ()),

@@ -55,7 +55,7 @@ def start(config: Path, data: Path, out: Path, gpus: int, last: bool) -> dict[st
 
 
 def first_row(events: Path, offset: int) -> dict[str, Any]:
-    """The first step in the file after `offset` bytes; empty if there is none yet."""
+    """The row of the first step in the file after `offset` bytes; empty without one."""
     lines = events.read_bytes()[offset:].split(b"\n")[:-1]
     rows = (json.loads(line) for line in lines if b'"train/loss"' in line)
     return next(rows, {})
