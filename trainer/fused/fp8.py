@@ -10,7 +10,7 @@ a tensor, *delayed*: the largest magnitude of the last HISTORY micro-batches, wi
 for gradients, which vary more. A gradient is proportional to the factor of its micro-batch's loss. The history stores
 it without that factor, as batch, ranks and micro-batches may change. Weights are scaled by their own largest magnitude
 at each update. The size of the logits' gradient is known. It is rounded stochastically (`precision: fp8_head`): rounded
-to nearest, most of it would vanish beside the target's. Sums in the backward pass are accumulated in full; in the
+to nearest, most of it would become 0, far below the target's. Sums in the backward pass are accumulated in full; in the
 forward pass cuBLAS may add up in fewer bits.
 
 A block saves 27·C bytes a token (x and the sum after attention 2 each, both norms 1 each, qkv 6, attention 2 + 1, the
@@ -57,7 +57,7 @@ class TensorScale:
     column: int  # in the buffers of Scales
     gradient: bool
     out: Fp8Out  # how a kernel writes the tensor
-    inverse: Tensor  # (1,) fp32: what a product multiplies the stored numbers by
+    inverse: Tensor  # (1,) fp32: the factor of the stored numbers in a product
 
 
 class Scales:

@@ -9,8 +9,8 @@ itself, through ctypes, in the library that torch has loaded.
 
 Epilogues that were slower on an H200 than a separate kernel, and are not used (ms, 124M at M=65536 | 1558M at 16384):
 the bias gradient with the weight gradient (BGRADB), 0.566 | 0.551 for the MLP against 0.528 | 0.520 for product and
-column sums; with GELU's derivative (DGELU_BGRAD), three times the product. In fp8, GELU with its input kept costs
-0.16 | 0.08 more than the bias alone, also if it writes fp8, and its derivative quadruples the product. A residual sum
+column sums; with GELU's derivative (DGELU_BGRAD), three times the product. In fp8, GELU with its input stored costs
+0.16 | 0.08 more than the bias alone, even if it writes fp8; GELU's derivative quadruples the product. A residual sum
 cost 1% of a step at 1558M and gained 0.2% at 124M.
 
 In fp8 the tensor cores are twice as fast and the operands half as wide. A tensor has one scale: its numbers are the

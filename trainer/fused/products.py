@@ -1,4 +1,4 @@
-"""The products policy: how a fused step makes operands, matrix products and the head, and what a block saves.
+"""The products policy: how a fused step makes operands, matrix products and the head, and which tensors a block saves.
 
 An architecture writes its forward and backward pass once (GPT-2's is `trainer/fused/step.py`) and calls a policy for
 everything that depends on the precision: `Bf16Products` (`trainer/fused/bf16.py`) or `Fp8Products`

@@ -9,7 +9,7 @@ All of it draws on one power budget, so every pass over memory that is left out 
 - separate passes for bias, GELU and its derivative, which ride on the products (`trainer/fused/gemm.py`), and for
   residual sums, which ride on the norms (`trainer/fused/kernels.py`);
 - zeroing gradients: the first micro-batch of a step overwrites, the others add, in float32 inside the product;
-- float32 logits, and gradients of logits beside them: loss and gradient are made in place, a chunk of rows at a time
+- float32 logits, and separate gradients of logits: loss and gradient are made in place, a chunk of rows at a time
   (whole, the logits of 64 x 1024 tokens would be 6.6 GB in bf16);
 - autograd's graph: `Saved` lists the tensors that a block saves. Its backward pass frees them.
 
