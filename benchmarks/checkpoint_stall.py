@@ -1,8 +1,8 @@
-"""The cost of a checkpoint for the steps that run beside it, against a blocking `torch.save` of the same state.
+"""The cost of a checkpoint for the steps during the save, compared with a blocking `torch.save` of the same state.
 
 `python -m benchmarks.checkpoint_stall [RECIPE] [--saves N] [--seconds S] [--folder FOLDER]` trains on random tokens
 with the engine of this machine. Windows of S seconds alternate: one without a save, one with a save at its start.
-Hashing, writing and committing run beside the steps. The cost of a save is the extra time of its window's steps; `call`
+Hashing, writing and committing run during the steps. The cost of a save is the extra time of its window's steps; `call`
 is the time that the loop waits in `save` itself. Results are printed as they come, then median and [min … max].
 """
 
@@ -20,15 +20,18 @@ from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState, checkpoint_seconds
 from trainer.engine import Engine, PendingNumbers, make_engine
 from trainer.events import EventLog
+from trainer.health import Health
+from trainer.loop import Verdict, step
 from trainer.metrics import PhaseClock
-from trainer.parallel import World
+from trainer.parallel import Agreement, World
 from trainer.store import LocalStore
 
 WARM_SECONDS = 8.0
+LEARNING_RATE = 1e-5
 
 
 class Training:
-    """Steps on the same random tokens, as the loop makes them."""
+    """Steps of the training loop on the same random tokens."""
 
     def __init__(self, recipe: Recipe, engine: Engine, checkpointer: Checkpointer, world: World) -> None:
         self.recipe, self.engine, self.checkpointer, self.world = recipe, engine, checkpointer, world
@@ -40,11 +43,16 @@ class Training:
 
     def step(self) -> None:
         self.done += 1
-        found = self.engine.accumulate(iter([(self.tokens, self.tokens)] * self.count), self.count, self.done)
-        self.checkpointer.before_update()
-        reading = PendingNumbers(found)
-        self.engine.update(1e-5, found, self.done)
-        assert all(abs(number) < 1e6 for number in reading.values()), "a diverged run is faster"
+        step(
+            self.engine,
+            iter([(self.tokens, self.tokens)] * self.count),
+            self.count,
+            LEARNING_RATE,
+            self.done,
+            judge,
+            update_first=self.engine.guarded,
+            before_update=self.checkpointer.before_update,
+        )
 
     def steps(self, count: int) -> float:
         """The seconds of `count` steps."""
@@ -59,7 +67,15 @@ class Training:
             torch.cuda.synchronize()
 
 
+def judge(numbers: PendingNumbers) -> Verdict:
+    """The verdict of a single rank without health."""
+    loss, grad_norm = numbers.values()
+    assert abs(loss) < 1e6 and abs(grad_norm) < 1e6, "a diverged run is faster"
+    return Verdict(Agreement(loss, grad_norm), Health())
+
+
 def blocking_save(engine: Engine, path: Path) -> float:
+    """The seconds of a `torch.save` of weights and moments with fsync."""
     started = time.perf_counter()
     with path.open("wb") as file:
         torch.save({name: piece.live for name, piece in engine.pieces().items()}, file)
@@ -68,16 +84,16 @@ def blocking_save(engine: Engine, path: Path) -> float:
     return time.perf_counter() - started
 
 
-def shown(times: list[float]) -> str:
+def summary(times: list[float]) -> str:
     return f"{statistics.median(times):8.3f} [{min(times):.3f} … {max(times):.3f}]"
 
 
-def measure(recipe: Recipe, saves: int, seconds: float, place: Path) -> None:
+def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
     world = World.alone(recipe.runtime)
     engine = make_engine(recipe.model, recipe.train, recipe.runtime, world)
     engine.initialize(recipe.train.seed)
     log = EventLog(None, PhaseClock())
-    checkpointer = Checkpointer(LocalStore(place), "run", world, place / "work", keep_last=1)
+    checkpointer = Checkpointer(LocalStore(folder), "run", world, folder / "work", keep_last=1)
     training = Training(recipe, engine, checkpointer, world)
     size = sum(piece.live.nbytes for piece in engine.pieces().values()) / 1e9
     print(f"{recipe.name}, {engine.why}, torch {torch.__version__}: {size:.2f} GB of weights and moments", flush=True)
@@ -92,7 +108,7 @@ def measure(recipe: Recipe, saves: int, seconds: float, place: Path) -> None:
     count = max(1, round(seconds / (training.steps(2) / 2)))
     print(f"windows of {count} steps; the first save was done after {time.perf_counter() - started:.1f} s", flush=True)
 
-    call, behind, cost = [], [], []
+    call, until_commit, cost = [], [], []
     for _ in range(saves):
         undisturbed = training.steps(count)
         began = time.perf_counter()
@@ -100,16 +116,16 @@ def measure(recipe: Recipe, saves: int, seconds: float, place: Path) -> None:
         call.append(time.perf_counter() - began)
         cost.append(call[-1] + training.steps(count) - undisturbed)
         checkpointer.finish(log)
-        behind.append(time.perf_counter() - began)
+        until_commit.append(time.perf_counter() - began)
         print(f"  a step {undisturbed / count:.4f}; a save: call {call[-1]:.4f}, cost {cost[-1]:.3f}", flush=True)
-    print(f"  call of save                          {shown(call)}")
-    print(f"  cost of a save for training           {shown(cost)}")
-    print(f"  until the commit, at most             {shown(behind)}")
+    print(f"  call of save                          {summary(call)}")
+    print(f"  cost of a save for training           {summary(cost)}")
+    print(f"  until the commit, at most             {summary(until_commit)}")
     interval = checkpoint_seconds(max(0.1, statistics.median(call)))
     share = statistics.median(cost) / interval
     print(f"  share of training at the interval that `auto` chooses, {interval:.0f} s: {share:.2%}")
     training.wait()
-    blocking = blocking_save(engine, place / "blocking.pt")
+    blocking = blocking_save(engine, folder / "blocking.pt")
     print(
         f"  blocking torch.save with fsync        {blocking:8.3f}: {blocking / statistics.median(cost):.0f} times that"
     )
@@ -123,9 +139,9 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--folder", type=Path, help="folder for the checkpoints")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         recipe = load_recipe(options.recipe, [f"train.batch_tokens={options.batch_tokens}"])
-        measure(recipe, options.saves, options.seconds, Path(place))
+        measure(recipe, options.saves, options.seconds, Path(folder))
 
 
 if __name__ == "__main__":

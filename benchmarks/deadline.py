@@ -45,7 +45,7 @@ Decision = Machine | Literal["wait", "standby"]
 
 @dataclass(frozen=True)
 class Race(DeadlineRules):
-    """A run and its deadline, and what spot costs. It begins at 0."""
+    """A run that begins at 0, its deadline, and the price of spot."""
 
     spot_per_hour: float
 
@@ -59,6 +59,7 @@ def must_switch(race: Race, now: float, work_left: float, until_ready: float = 0
     return race.slack(now, work_left) < race.changeover + until_ready
 
 
+# (race, now, seconds of work left, dollars spent, current machine, spot is available, seconds until it is ready)
 Policy = Callable[[Race, float, float, float, Machine | None, bool, float], Decision]
 
 
@@ -78,13 +79,13 @@ def greedy(
 def uniform(
     race: Race, now: float, work_left: float, spent: float, on: Machine | None, available: bool, until_ready: float
 ) -> Decision:
-    done, asked = race.work - work_left, race.work * now / race.deadline
-    ventures = race.slack(now, work_left) >= 2 * race.changeover + race.tick
-    if on == "on-demand" and not (available and until_ready == 0 and ventures):
-        return on if done < race.work * (now + 2 * race.changeover) / race.deadline or not ventures else "wait"
-    if available and (on == "spot" or ventures):
+    done, required = race.work - work_left, race.work * now / race.deadline
+    can_try_spot = race.slack(now, work_left) >= 2 * race.changeover + race.tick
+    if on == "on-demand" and not (available and until_ready == 0 and can_try_spot):
+        return on if done < race.work * (now + 2 * race.changeover) / race.deadline or not can_try_spot else "wait"
+    if available and (on == "spot" or can_try_spot):
         return greedy(race, now, work_left, spent, None if on == "on-demand" else on, available, until_ready)
-    return "on-demand" if done < asked or not ventures else "wait"
+    return "on-demand" if done < required or not can_try_spot else "wait"
 
 
 class Launched:
@@ -153,22 +154,22 @@ def bound(race: Race, available: NDArray[np.bool_]) -> float:
     """Dollars of the cheapest schedule with full knowledge of the future."""
     work, change, ticks = round(race.work / race.tick), round(race.changeover / race.tick), len(available)
     spot, on_demand = race.spot_per_hour * race.tick / 3600, race.on_demand_per_hour * race.tick / 3600
-    lasts = np.zeros(ticks + 1, dtype=int)  # ticks of spot from here on
+    spot_left = np.zeros(ticks + 1, dtype=int)  # ticks of spot from here on
     for t in reversed(range(ticks)):
-        lasts[t] = lasts[t + 1] + 1 if available[t] else 0
+        spot_left[t] = spot_left[t + 1] + 1 if available[t] else 0
     late = np.full(work + 1, np.inf)  # dollars to finish by work left
     late[0] = 0.0
-    without, on_spot, on_dem = ([late] * (ticks + change + 1) for _ in range(3))  # by the tick
+    from_none, from_spot, from_on_demand = ([late] * (ticks + change + 1) for _ in range(3))  # by the tick
     for t in reversed(range(ticks)):
-        best = np.minimum(without[t + 1], change * on_demand + on_dem[t + change])
-        if lasts[t] >= change:
-            best = np.minimum(best, change * spot + on_spot[t + change])
+        best = np.minimum(from_none[t + 1], change * on_demand + from_on_demand[t + change])
+        if spot_left[t] >= change:
+            best = np.minimum(best, change * spot + from_spot[t + change])
         best[0] = 0.0
-        without[t] = on_spot[t] = best
-        on_dem[t] = np.append(0.0, np.minimum(best[1:], on_demand + on_dem[t + 1][:-1]))
+        from_none[t] = from_spot[t] = best
+        from_on_demand[t] = np.append(0.0, np.minimum(best[1:], on_demand + from_on_demand[t + 1][:-1]))
         if available[t]:
-            on_spot[t] = np.append(0.0, np.minimum(best[1:], spot + on_spot[t + 1][:-1]))
-    return float(without[0][work])
+            from_spot[t] = np.append(0.0, np.minimum(best[1:], spot + from_spot[t + 1][:-1]))
+    return float(from_none[0][work])
 
 
 def grid(trace: spot_traces.Trace) -> tuple[float, NDArray[np.bool_]]:

@@ -40,7 +40,7 @@ from trainer.commits import TrainState
 from trainer.config import sequences_per_step
 from trainer.data import TokenData, to_device
 from trainer.engine import Engine, make_engine
-from trainer.errors import UserError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, UserError
 from trainer.parallel import World
 from trainer.shards import local_shards, sequences_of
 
@@ -306,7 +306,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="orders of the text")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="first order, to continue on another machine")
     parser.add_argument("--val-tokens", type=int, default=1_048_576)
-    parser.add_argument("--minutes", type=float, default=1e6, help="start no branch after so many")
+    parser.add_argument("--minutes", type=float, default=1e6, help="start no branch after this time")
     parser.add_argument("--curve", action="store_true", help="eager against fused, instead of precisions")
     parser.add_argument("--json", type=Path, help="file for all results, as they come")
     return parser.parse_args()
@@ -341,9 +341,9 @@ def main() -> int:
             equal = precisions(bench, names, options.warmup_steps, options.steps or 200, orders)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_MISTAKE
     bench.world.close()
-    return 0 if equal else 1
+    return EXIT_DONE if equal else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -46,13 +46,13 @@ def replay(spells: list[tuple[float, float]], work: float) -> tuple[list[Snapsho
             at = begin + START_UP + share * work - base
             if at >= end:
                 break
-            now = beat(len(beats) + 1, begin, at, base, redo)
+            now = last_heartbeat(len(beats) + 1, begin, at, base, redo)
             snapshots.append(snapshot([*beats, now], at, billed + at - begin, round(work * (1 - share))))
         done = begin + START_UP + work - base
         if done <= end:
             return snapshots, snapshot([], done, billed + done - begin, 0)
         trained = max(0.0, end - begin - START_UP)
-        beats.append(beat(len(beats) + 1, begin, end, base, redo))
+        beats.append(last_heartbeat(len(beats) + 1, begin, end, base, redo))
         billed += end - begin
         committed = trained // COMMIT_EVERY * COMMIT_EVERY
         redo = trained - committed if trained else redo
@@ -60,7 +60,7 @@ def replay(spells: list[tuple[float, float]], work: float) -> tuple[list[Snapsho
     return None
 
 
-def beat(number: int, begin: float, end: float, base: float, redo: float) -> Heartbeat:
+def last_heartbeat(number: int, begin: float, end: float, base: float, redo: float) -> Heartbeat:
     """The last heartbeat of an attempt."""
     trained = max(0.0, end - begin - START_UP)
     redone = min(trained, redo)
@@ -113,7 +113,7 @@ def main() -> None:
 def scores(
     trace: spot_traces.Trace, hours: float, everything: dict[float, tuple[Scores, Scores]]
 ) -> dict[float, tuple[Scores, Scores]]:
-    mine = {share: (Scores([], [], []), Scores([], [], [])) for share in AT}
+    in_trace = {share: (Scores([], [], []), Scores([], [], [])) for share in AT}
     for start in trace.starts(STARTS, margin=trace.seconds / 3):
         replayed = replay(trace.spells(start), 3600 * hours)
         if replayed is None:
@@ -122,10 +122,10 @@ def scores(
         for share, at in zip(AT, snapshots, strict=True):
             predicted = forecast(at.attempts, at.steps_left, at.now)
             assert predicted is not None and predicted.usd is not None
-            for usd, calendar in (mine[share], everything[share]):
+            for usd, calendar in (in_trace[share], everything[share]):
                 usd.add(predicted.usd, (end.billed - at.billed) / 3600, at.billed / 3600)
                 calendar.add(predicted.hours, (end.now - at.now) / 3600, at.now / 3600)
-    return mine
+    return in_trace
 
 
 if __name__ == "__main__":

@@ -102,8 +102,9 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device="cuda", dtype=torch.bfloat16)).mul_(scale)
 
 
-def check(name: str, found: Tensor, exact: Tensor, limit: float = BF16_ERROR) -> None:
-    error = ((found.double() - exact).norm() / exact.norm()).item()
+def check(name: str, result: Tensor, exact: Tensor, limit: float = BF16_ERROR) -> None:
+    """Assert that the norm of the error is below `limit`, relative to the norm of `exact`."""
+    error = ((result.double() - exact).norm() / exact.norm()).item()
     print(f"  {name:46} relative error {error:.1e}", flush=True)
     assert error < limit, f"{name}: {error} is above {limit}"
 
@@ -129,7 +130,7 @@ def dgelu(d: Tensor, pre: Tensor) -> Tensor:
 
 def check_products(rows: int, width: int, vocab: int) -> None:
     """Compare every function with float64, on the first 256 rows of its result."""
-    print(f"\ncorrect? M={rows}, C={width}")
+    print(f"\ncheck: M={rows}, C={width}")
     part = slice(0, 256)
     x, w, bias = random(rows, width), random(4 * width, width, scale=0.02), random(4 * width)
     back = random(width, 4 * width, scale=0.02)
@@ -164,7 +165,7 @@ def check_products(rows: int, width: int, vocab: int) -> None:
 
 
 def check_products8(rows: int, n: int, k: int) -> None:
-    print(f"\ncorrect in fp8? M={rows}, N={n}, K={k}")
+    print(f"\ncheck in fp8: M={rows}, N={n}, K={k}")
     part, o, bias = slice(0, 256), operands8(rows, n, k), random(n)
     w = o.w.double() * o.w_inverse
     exact = (o.x[part].double() * o.x_inverse) @ w.t()
@@ -372,7 +373,7 @@ def time_all8(shape: Shape) -> None:
 
 
 def attempt(work: Run) -> bool:
-    """Returns False, and prints the traceback, if it raised: the rest still runs, as GPU time is expensive."""
+    """True if `work` raises nothing. Otherwise print the traceback: the rest still runs, as GPU time is expensive."""
     try:
         work()
         torch.cuda.synchronize()

@@ -25,7 +25,7 @@ class Size:
     """The cost of saving and loading a model's state, in seconds."""
 
     name: str
-    stall: float  # of a save: training waits so long
+    stall: float  # of a save: training waits for it
     first_stall: float  # of an attempt's first save, which pins the memory
     background: float  # of a save, until it is committed
     load: float  # from the process's start until the clock of saves starts
@@ -48,7 +48,7 @@ class Tally:
     """The use of the paid seconds."""
 
     billed: float = 0.0
-    kept: float = 0.0
+    useful: float = 0.0  # training that a commit or the end of the run kept
     stalled: float = 0.0
     redone: float = 0.0
     started: float = 0.0  # start-up
@@ -56,7 +56,7 @@ class Tally:
 
     @property
     def goodput(self) -> float:
-        return self.kept / self.billed
+        return self.useful / self.billed
 
 
 def replay(
@@ -71,7 +71,7 @@ def replay(
         attempt(
             min(left, end - begin), SaveClock(runtime, between, rollbacks=False), size, tally, dies=end - begin < left
         )
-        tally.attempts.append(beat(len(tally.attempts) + 1, begin, end))
+        tally.attempts.append(last_heartbeat(len(tally.attempts) + 1, begin, end))
         if end - begin >= left:
             break
     return tally
@@ -83,7 +83,7 @@ def attempt(seconds: float, clock: SaveClock, size: Size, tally: Tally, dies: bo
     now = size.load + size.compile
     tally.billed += seconds
     tally.started += min(seconds, now)
-    trained = kept = 0.0
+    trained = 0.0
     saves: list[tuple[float, float]] = []  # (time of the commit, seconds of training in it)
     stall = size.first_stall
     while now < seconds:
@@ -94,12 +94,12 @@ def attempt(seconds: float, clock: SaveClock, size: Size, tally: Tally, dies: bo
         clock.saved(stall)
         last, free_at, stall = now, now + size.background, size.stall
         saves.append((free_at, trained))
-    kept = max((held for at, held in saves if at <= seconds), default=0.0) if dies else trained
-    tally.kept += kept
-    tally.redone += trained - kept
+    useful = max((committed for at, committed in saves if at <= seconds), default=0.0) if dies else trained
+    tally.useful += useful
+    tally.redone += trained - useful
 
 
-def beat(number: int, started: float, ended: float) -> Heartbeat:
+def last_heartbeat(number: int, started: float, ended: float) -> Heartbeat:
     """The last heartbeat of an attempt that lost its machine without notice."""
     return Heartbeat("run", "train", number, "running", started, ended, price_per_hour=0.0)
 
@@ -115,7 +115,7 @@ def over_starts(trace: spot_traces.Trace, rule: float | str, size: Size, hours: 
     """Goodput of the first `hours` on a machine, over runs that start at many points."""
     starts = trace.starts(STARTS, margin=trace.seconds / 2)
     tallies = [replay(trace.spells(start), rule, size, 3600 * hours) for start in starts]
-    return sum(tally.kept for tally in tallies) / sum(tally.billed for tally in tallies)
+    return sum(tally.useful for tally in tallies) / sum(tally.billed for tally in tallies)
 
 
 def main() -> None:

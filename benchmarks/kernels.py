@@ -1,4 +1,4 @@
-"""Every kernel of the fused step on a GPU: is it correct, and how close is it to the memory's speed.
+"""Every kernel of the fused step on a GPU: its correctness, and its speed compared with the memory's.
 
 `python -m benchmarks.kernels [NAME…]` with a CUDA GPU takes less than a minute. For each kernel, size and launch shape
 it first compares the results with float64 on new random inputs (the norm of the error relative to the result's norm,
@@ -37,6 +37,8 @@ Expected = dict[str, tuple[Tensor | slice, Tensor]]  # the rows that were comput
 
 @dataclass
 class Case:
+    """One kernel at one size."""
+
     name: str
     size: str
     run: Callable[[], Results]  # from the same inputs every time
@@ -285,11 +287,11 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         ((((2, 1056, 2, 3), (1, 2112, 1, 3)) if C <= 1024 else ((1, 2112, 1, 3), (1, 528, 4, 3))) if tune else ()),
     )
 
-    beside, sums = da[:, :C].contiguous(), torch.zeros(3, 1056, C, device=GPU)
+    residual, sums = da[:, :C].contiguous(), torch.zeros(3, 1056, C, device=GPU)
 
     def backward8() -> Results:
         sums = torch.zeros(3, kernels.norm_partials(C, GPU), C, device=GPU)
-        dx, dx8 = kernels.norm_backward(dy, x, mean, rstd, weight, beside, sums, down)
+        dx, dx8 = kernels.norm_backward(dy, x, mean, rstd, weight, residual, sums, down)
         assert dx8 is not None
         return {"dx": dx, "dx8": dx8, "sums": sums}
 
@@ -297,8 +299,8 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         "norm_backward, fp8",
         f"{M} x {C}",
         backward8,
-        partial(kernels.norm_backward, dy, x, mean, rstd, weight, beside, sums, down),
-        lambda: all_rows(dx=dx + beside.double(), dx8=3000 * (dx + beside.double())),
+        partial(kernels.norm_backward, dy, x, mean, rstd, weight, residual, sums, down),
+        lambda: all_rows(dx=dx + residual.double(), dx8=3000 * (dx + residual.double())),
         9 * M * C,
         "_norm_backward_shape",
         ((((1, 792, 4, 4), (1, 528, 4, 4)) if C <= 1024 else ((1, 396, 8, 4), (1, 264, 4, 3))) if tune else ()),
@@ -408,7 +410,7 @@ def measure(case: Case) -> None:
                 error, ms = errors(case, expected), median_ms(case.prepare, case.time)
         except AssertionError:
             raise
-        except Exception as problem:  # a shape that does not fit this GPU is no reason to stop
+        except Exception as problem:  # a shape that does not fit this GPU: the others still run
             print(f"{case.name:<18} {case.size:<14} {shape!s:<18} {problem!r:.90}", flush=True)
             continue
         rate = f"{case.bytes / 1e6:9.1f} MB {case.bytes / ms / 1e9:6.2f} TB/s"

@@ -38,7 +38,7 @@ CHROMIUM += ("--disable-background-networking", "--disable-component-update", "-
 
 
 def environment(home: Path) -> dict[str, str]:
-    """A user's, whose home is the scratch folder: pictures show `~` and no path of this machine."""
+    """The environment of a user with the scratch folder as home: pictures show `~` and no path of this machine."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SKY", "MLFLOW"))}
     return inherited | {"HOME": str(home), "PYTHONPATH": str(ROOT), "COLUMNS": str(COLUMNS), "SKYTRAIN_NOTICE": "off"}
 
@@ -61,7 +61,7 @@ def run_and_kill(folder: Path, environ: dict[str, str]) -> None:
 
 
 def run_to_the_end(folder: Path, environ: dict[str, str]) -> str:
-    """What `skytrain run smoke` prints on a terminal: text with ANSI escapes."""
+    """The output of `skytrain run smoke` on a terminal: text with ANSI escapes."""
     command = [*SKYTRAIN, "run", "smoke", *PRICE]
     colours = environ | {"FORCE_COLOR": "1"}
     with (folder / "second.log").open("wb") as log:  # with colours on, bars are redrawn ten times a second
@@ -103,22 +103,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
     parser.add_argument("--home", type=Path, help="keep the run here, and take it from here if it is done")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="skytrain-pictures-") as scratch:
-        home = (given.home or Path(scratch)).resolve()
+        home = (options.home or Path(scratch)).resolve()
         folder = home / "skytrain"
         folder.mkdir(parents=True, exist_ok=True)
         environ, card = environment(home), home / "card.ansi"
         if not card.exists():
             run_and_kill(folder, environ)
             card.write_text(run_to_the_end(folder, environ))
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "card.svg").write_text(card_svg(card.read_text().replace(str(home), "~")))
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "card.svg").write_text(card_svg(card.read_text().replace(str(home), "~")))
         report = home / "report.html"
         subprocess.run([*SKYTRAIN, "report", "--html", str(report)], cwd=folder, env=environ, check=True)
-        page_png(report, (given.out / "report.png").resolve(), Path(scratch) / "chromium")
+        page_png(report, (options.out / "report.png").resolve(), Path(scratch) / "chromium")
         for name in ("card.svg", "report.png"):
-            print(f"{given.out / name}: {(given.out / name).stat().st_size / 1024:.0f} kB")
+            print(f"{options.out / name}: {(options.out / name).stat().st_size / 1024:.0f} kB")
 
 
 if __name__ == "__main__":

@@ -35,27 +35,27 @@ def start(config: Path, data: Path, out: Path, gpus: int, last: bool) -> dict[st
     command = [sys.executable, *torchrun, "-m", "trainer", str(config), "--data", str(data), "--out", str(out)]
     started = time.time()
     process = subprocess.Popen(command)
-    found: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     try:
         while time.time() < started + LIMIT_SECONDS:
             if process.poll() is not None:
                 raise SystemExit(f"the trainer ended by itself with exit code {process.returncode}")
-            if not found and events.exists():
-                found = first_row(events, offset)
-            if found and (last or committed(commits) > before):
+            if not row and events.exists():
+                row = first_row(events, offset)
+            if row and (last or committed(commits) > before):
                 break
             time.sleep(0.05)
     finally:
         kill_ranks(process)
-    if not found:
+    if not row:
         raise SystemExit(f"no step in {LIMIT_SECONDS:.0f} s")
-    seconds = {name: found["phases"].get(phase, 0.0) for phase, name in PHASES.items()}
-    whole = found["time"] - started
-    return {"step": found["step"], "imports": whole - sum(found["phases"].values()), **seconds, "total": whole}
+    seconds = {name: row["phases"].get(phase, 0.0) for phase, name in PHASES.items()}
+    total = row["time"] - started
+    return {"step": row["step"], "imports": total - sum(row["phases"].values()), **seconds, "total": total}
 
 
 def first_row(events: Path, offset: int) -> dict[str, Any]:
-    """The first step in the file after `offset` bytes; empty if there is none yet."""
+    """The row of the first step in the file after `offset` bytes; empty without one."""
     lines = events.read_bytes()[offset:].split(b"\n")[:-1]
     rows = (json.loads(line) for line in lines if b'"train/loss"' in line)
     return next(rows, {})
@@ -76,14 +76,14 @@ def main() -> None:
     options = parser.parse_args()
     fixed = ["train.val_every=null", "runtime.checkpoint_minutes=0.02"]
     recipe = load_recipe(options.recipe, [*fixed, *options.changes])
-    with tempfile.TemporaryDirectory(dir=options.place) as place:
-        config, out = Path(place, "config.yaml"), Path(place, "out")
+    with tempfile.TemporaryDirectory(dir=options.place) as folder:
+        config, out = Path(folder, "config.yaml"), Path(folder, "out")
         config.write_text(yaml.safe_dump(recipe.model_dump(include={"model", "train", "runtime"}, mode="json")))
         out.mkdir()
         for number in range(options.kills + 1):
-            found = start(config, options.data.resolve(), out, options.gpus, last=number == options.kills)
-            shown = "  ".join(f"{name} {seconds:.2f}" for name, seconds in found.items() if name != "step")
-            print(f"{'first' if number == 0 else 'resumed'}, step {found['step']}: {shown}", flush=True)
+            result = start(config, options.data.resolve(), out, options.gpus, last=number == options.kills)
+            phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in result.items() if name != "step")
+            print(f"{'first' if number == 0 else 'resumed'}, step {result['step']}: {phases}", flush=True)
 
 
 if __name__ == "__main__":

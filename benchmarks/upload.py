@@ -19,6 +19,7 @@ WAYS = ("boto3", "obstore", "obstore-unsigned")
 
 
 def parts_of(gib: float) -> list[memoryview]:
+    """Random bytes in parts of SIZES, `gib` GiB together."""
     parts: list[memoryview] = []
     left = int(gib * 2**30)
     while left:
@@ -35,18 +36,18 @@ def upload(way: str, uri: str, gib: float) -> None:
         from pipelines.artifacts.store import S3Store
 
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-        ours = S3Store(bucket, prefix)
-        ours.get("warm-up")
+        store = S3Store(bucket, prefix)
+        store.get("warm-up")
         before, started = cpu_seconds(), time.perf_counter()
-        ours.write(parts, key)
+        store.write(parts, key)
     else:
         import obstore
 
         options = {"unsigned_payload": way.endswith("unsigned"), "client_options": {"allow_http": True}}
-        theirs = obstore.store.S3Store.from_url(uri, endpoint=os.environ["AWS_ENDPOINT_URL"], **options)
-        obstore.put(theirs, "warm-up", b"x")
+        remote = obstore.store.S3Store.from_url(uri, endpoint=os.environ["AWS_ENDPOINT_URL"], **options)
+        obstore.put(remote, "warm-up", b"x")
         before, started = cpu_seconds(), time.perf_counter()
-        obstore.put(theirs, key, iter(parts), use_multipart=True, chunk_size=PART_BYTES, max_concurrency=4)
+        obstore.put(remote, key, iter(parts), use_multipart=True, chunk_size=PART_BYTES, max_concurrency=4)
     print(time.perf_counter() - started, cpu_seconds() - before)
 
 
@@ -55,12 +56,12 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def shown(values: list[float]) -> str:
+def summary(values: list[float]) -> str:
     return f"{statistics.median(values):7.2f} [{min(values):.2f} … {max(values):.2f}]"
 
 
 def main(uri: str, gib: float, repeats: int) -> None:
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    results: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(repeats):
         for way in WAYS:
             done = subprocess.run(
@@ -69,10 +70,10 @@ def main(uri: str, gib: float, repeats: int) -> None:
             if done.returncode:
                 sys.exit(done.stderr)
             wall, cpu = map(float, done.stdout.split())
-            found[way].append((gib * 2**30 / 1e6 / wall, cpu / gib))
+            results[way].append((gib * 2**30 / 1e6 / wall, cpu / gib))
     print(f"{gib:g} GiB, {repeats} times: MB/s and CPU seconds per GiB")
-    for way, times in found.items():
-        print(f"  {way:17} {shown([speed for speed, _ in times])}   {shown([cpu for _, cpu in times])}")
+    for way, times in results.items():
+        print(f"  {way:17} {summary([speed for speed, _ in times])}   {summary([cpu for _, cpu in times])}")
 
 
 if __name__ == "__main__":

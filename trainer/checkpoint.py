@@ -1,9 +1,10 @@
 """Checkpoints of a run: saved in the background, committed by one small object, verified when they are loaded.
 
-A checkpoint is a folder `checkpoints/step-<step>-a<attempt>/` with a safetensors file a rank (see trainer/pieces.py).
-Training waits only while `save` copies this rank's pieces to host memory. Then a thread hashes and uploads the copy,
-and puts a receipt (size, sha256) into the folder. Rank 0 waits for all receipts and *creates* COMMIT.json, which lists
-them: the checkpoint exists. One save runs at a time, so host memory holds one copy. A save that fails leaves no commit.
+A checkpoint is a folder `checkpoints/step-<step>-a<attempt>/` with one safetensors file per rank, see
+trainer/pieces.py. Training waits only while `save` copies this rank's pieces to host memory. Then a thread hashes and
+uploads the copy, and puts a receipt (size, sha256) into the folder. Rank 0 waits for all receipts and *creates*
+COMMIT.json, which lists them: the checkpoint exists. One save runs at a time, so host memory holds one copy. A save
+that fails leaves no commit.
 
 Deletion removes COMMIT.json first. Listing the store finds the newest commit. Loading verifies every file; if one is
 damaged, it reports that and uses the checkpoint before.
@@ -218,12 +219,12 @@ class Checkpointer:
         while self._damaged:
             delete_checkpoint(self.store, self._damaged.pop())
         committed = committed_folders(self.store, self.prefix)
-        for folder in self._ours(
+        for folder in self._not_newer(
             deletable_checkpoints(committed, self.keep_last, state.health.calm_step, self.keep_every)
         ):
             delete_checkpoint(self.store, folder)
 
-    def _ours(self, keys: Iterable[str]) -> list[str]:
+    def _not_newer(self, keys: Iterable[str]) -> list[str]:
         """Keys of this attempt and earlier ones. This attempt must never delete those of a later one, which may
         exist before this one knows of it."""
         return [key for key in keys if int(key.rpartition("-a")[2].partition(".")[0]) <= self.attempt]
@@ -237,14 +238,14 @@ class Checkpointer:
         """
         while folders := [f for f in self._committed(last_step) if f not in self._damaged]:
             damage = self._download(folders[0]) if self.world.local_rank == 0 else None
-            found = [d for d in self.world.gather(damage) if d]
-            if not found:
+            damages = [d for d in self.world.gather(damage) if d]
+            if not damages:
                 return self._load(pieces)
             self._damaged.append(folders[0])
-            log.write(Damaged(folders[0], found[0]))
+            log.write(Damaged(folders[0], damages[0]))
             if self.world.rank == 0:
                 consequence = "using the one before it" if folders[1:] else "there is no other one"
-                log_line(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {found[0]}; {consequence}")
+                log_line(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damages[0]}; {consequence}")
         return None
 
     def _committed(self, last_step: int | None) -> list[str]:
@@ -258,7 +259,7 @@ class Checkpointer:
 
     def _download(self, folder: str) -> str | None:
         """Download a checkpoint into this node's work folder and verify it. Returns a description of the damage, or
-        None. Raises if the store is away or refuses, or if the disk is full: that is no damage."""
+        None. Errors of the store and a full disk are raised: they are no damage."""
         local = self.work / "loading"
         shutil.rmtree(local, ignore_errors=True)
         (local / "files").mkdir(parents=True)
@@ -280,9 +281,9 @@ class Checkpointer:
             return None
 
         with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:  # hashing keeps a core busy while another file arrives
-            damages = list(pool.map(download, commit.files))
-        if found := [damage for damage in damages if damage]:
-            return found[0]
+            damages = [damage for damage in pool.map(download, commit.files) if damage]
+        if damages:
+            return damages[0]
         (local / "COMMIT.json").write_bytes(body)
         return None
 
@@ -308,10 +309,10 @@ class Checkpointer:
         if self.world.rank == 0:
             # Uncommitted folders go, too: their receipts would belong to files with other weights.
             folders = {e.key.rpartition("/")[0] for e in self.store.entries(f"{self.prefix}/checkpoints/")}
-            for folder in self._ours(folders):
+            for folder in self._not_newer(folders):
                 if step_of(folder) > step:
                     delete_checkpoint(self.store, folder)
-            for key in self._ours(e.key for e in self.store.entries(f"{self.prefix}/metrics/")):
+            for key in self._not_newer(e.key for e in self.store.entries(f"{self.prefix}/metrics/")):
                 if step_of(key) > step:
                     self.store.delete(key)
         self.world.gather(None)  # no rank commits before the deletion is complete

@@ -18,7 +18,7 @@ from trainer.store import Store
 
 @dataclass
 class TrainState:
-    """How far a run is: together with weights and moments, all that resuming needs."""
+    """The progress of a run. Together with weights and moments it is all that resuming needs."""
 
     step: int = 0  # updates done, including skipped ones
     tokens_seen: int = 0
@@ -36,7 +36,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TrainState":
-        """The state from `asdict` after a way through JSON."""
+        """The state from the JSON of `asdict`."""
         rollbacks = tuple((returned_to, left_out) for returned_to, left_out in values["rollbacks"])
         return cls(**{**values, "health": Health.from_json(values["health"]), "rollbacks": rollbacks})
 
@@ -96,17 +96,19 @@ def _digest(values: dict[str, Any]) -> str:
 def deletable_checkpoints(
     committed: list[str], keep_last: int, calm_step: int | None, keep_every: int | None = None
 ) -> list[str]:
-    """The folders of `committed` (newest first) that may be deleted. The last ones stay, and one every M steps.
+    """The folders of `committed` (newest first) that may be deleted.
+
+    The `keep_last` newest ones stay, and those at multiples of `keep_every` steps.
 
     With rollbacks on, two rollback points stay, too: the newest one before any rise of the loss, and the one after
     it, which will take its place.
     """
-    kept = [folder for folder in committed if keep_every and step_of(folder) % keep_every == 0]
+    protected = [folder for folder in committed if keep_every and step_of(folder) % keep_every == 0]
     if calm_step is not None:
         rollback_points = [folder for folder in committed if is_rollback_point(step_of(folder))]
         newer = sum(step_of(folder) > calm_step for folder in rollback_points)
-        kept += rollback_points[max(0, newer - 1) : newer + 1]
-    return [folder for folder in committed[keep_last:] if folder not in kept]
+        protected += rollback_points[max(0, newer - 1) : newer + 1]
+    return [folder for folder in committed[keep_last:] if folder not in protected]
 
 
 def delete_checkpoint(store: Store, folder: str) -> None:
@@ -125,7 +127,7 @@ def committed_folders(store: Store, prefix: str) -> list[str]:
 def committed_state(store: Store, prefix: str) -> TrainState | None:
     """The state of a run's newest commit; None without a readable commit."""
     for folder in committed_folders(store, prefix):
-        body = store.get(f"{folder}/COMMIT.json") or b""  # outside: a store's refusal is a ValueError, too, not damage
+        body = store.get(f"{folder}/COMMIT.json") or b""  # not suppressed: a UserError is no damage
         with suppress(ValueError):
             return Commit.decode(body).state
     return None

@@ -296,7 +296,10 @@ def steps_to_come(done: int, train: TrainConfig) -> float:
 
 
 def sequences_per_step(model: ModelConfig, train: TrainConfig) -> int:
-    """Sequences of `block_size` tokens in one optimizer step, over all ranks; with a ramp, at its end."""
+    """Sequences of `block_size` tokens in one optimizer step, over all ranks; with a ramp, at its end.
+
+    UserError if a batch is not a multiple of block_size.
+    """
     for field, tokens in (("batch_tokens", train.batch_tokens), ("batch_ramp_from", train.batch_ramp_from)):
         if tokens is not None and tokens % model.block_size:
             nearest = max(1, round(tokens / model.block_size)) * model.block_size
@@ -309,7 +312,7 @@ def sequences_per_step(model: ModelConfig, train: TrainConfig) -> int:
 def grad_accum_steps(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world_size: int) -> int:
     """Micro-batches each rank accumulates in one step: batch_tokens / (block_size · micro_batch_size · ranks).
 
-    While the batch ramps up they may be smaller, see `micro_batch_of`.
+    While the batch ramps up they may be smaller, see `micro_batch_of`. UserError if a batch cannot be divided so.
     """
     if train.batch_ramp_from and (first := train.batch_ramp_from // model.block_size) % world_size:
         raise UserError(

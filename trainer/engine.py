@@ -44,7 +44,9 @@ class Engine(Protocol):
     precision: str
     guarded: bool  # `update` itself leaves out an update whose numbers are not finite
 
-    def initialize(self, seed: int) -> None: ...
+    def initialize(self, seed: int) -> None:
+        """Draw the weights of a new run, see `GPT.initialize`."""
+        ...
 
     def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
         """Gradients of the mean loss over `count` micro-batches (B, T) on each rank. Returns [loss, norm of the mean
@@ -99,6 +101,7 @@ class PendingNumbers:
         self._arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
     def values(self) -> list[float]:
+        """The numbers, as soon as they are on the host."""
         if self._arrived:
             self._arrived.synchronize()
         return self._numbers.tolist()
@@ -276,24 +279,24 @@ def make_engine(config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig,
 
 
 def choose_engine(
-    config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, where: torch.device
+    config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, device: torch.device
 ) -> tuple[Literal["fused", "compiled", "eager"], str]:
-    """The name of that engine; and in one line its name, its device and the reason for the choice."""
-    device = name_of(where)
-    obstacle = why_not_fused(config, train, where)
+    """The name of the engine, and one line with its name, its device and the reason. UserError as in `make_engine`."""
+    on = f"on {device_name(device)}"
+    obstacle = why_not_fused(config, train, device)
     if train.precision.startswith("fp8") and (obstacle or runtime.engine in ("compiled", "eager")):
         reason = obstacle or f"runtime.engine is {runtime.engine}"
         raise UserError(f"train.precision: {train.precision} needs the fused engine: {reason}")
     if runtime.engine == "fused" and obstacle:
         raise UserError(f"runtime.engine: fused cannot run here: {obstacle}; use 'auto'")
-    wanted = where.type == "cuda" or train.precision.startswith("fp8")
+    wanted = device.type == "cuda" or train.precision.startswith("fp8")
     if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
-        return "fused", f"fused, on {device}"
-    if runtime.engine == "compiled" or (runtime.engine == "auto" and where.type == "cuda"):
+        return "fused", f"fused, {on}"
+    if runtime.engine == "compiled" or (runtime.engine == "auto" and device.type == "cuda"):
         why = "as configured" if runtime.engine == "compiled" else f"not fused: {obstacle}"
-        return "compiled", f"compiled, on {device}; {why}"
+        return "compiled", f"compiled, {on}; {why}"
     why = "as configured" if runtime.engine == "eager" else "there is no CUDA device"
-    return "eager", f"eager, on {device}; {why}"
+    return "eager", f"eager, {on}; {why}"
 
 
 def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device) -> str | None:
@@ -307,10 +310,10 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
     if train.precision in ("fp32", "fp16"):
         return f"it computes in bf16, but train.precision is {train.precision}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{name_of(device)} has no bf16"
+        return f"{device_name(device)} has no bf16"
     if train.precision.startswith("fp8"):
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-            return f"{name_of(device)} does not have Hopper's fp8"
+            return f"{device_name(device)} does not have Hopper's fp8"
         for field in ("n_embd", "block_size"):  # fp8 products need rows of 16, and sum over tokens in groups of 16
             if (value := getattr(config, field)) % 16:
                 return f"model.{field} {value} is not a multiple of 16, which fp8 products need"
@@ -319,7 +322,8 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
     return None
 
 
-def name_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The device's type, or for CUDA the name of the GPU with its compute capability."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)

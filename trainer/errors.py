@@ -40,19 +40,22 @@ class Diverged(FloatingPointError):
 
 
 class StoreUnavailable(OSError):
-    """The store did not answer within the time limit. Nobody's mistake: the same command may work later."""
+    """The store did not answer within the time limit. Not the user's mistake: the same command may work later."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What a command prints on stderr as it ends, and its exit code."""
+    """The message that a command prints on stderr as it ends, and its exit code."""
 
     exit_code: int
     message: str
 
 
 def ending_of(error: BaseException) -> Ending | None:
-    """How `error` ends a command; None for a fault of ours, which keeps its traceback."""
+    """The message and exit code of a command that ends with `error`.
+
+    None for a fault of ours, which keeps its traceback.
+    """
     reason = f" ({error})" if str(error) else ""
     match error:
         case Diverged():
@@ -75,5 +78,5 @@ def ending_of(error: BaseException) -> Ending | None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a disk or a quota is used up, which waiting does not cure."""
+    """Whether a disk or a quota is used up. Trying again later would not help."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

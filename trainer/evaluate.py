@@ -94,6 +94,8 @@ def read_hellaswag_file(path: Path) -> list[HellaSwagItem]:
 
 @dataclass(frozen=True)
 class HellaSwagScore:
+    """Fractions of items whose correct ending has the lowest sum of losses (`acc`) or the lowest mean (`acc_norm`)."""
+
     acc: float
     acc_norm: float
     items: int

@@ -17,7 +17,7 @@ from trainer.metrics import PhaseClock
 
 @dataclass(frozen=True)
 class Row:
-    """One point of the series: metrics after `step` updates, and where the seconds went until then."""
+    """One point of the series: metrics after `step` updates, and the seconds by phase until then."""
 
     step: int
     time: float  # unix seconds
@@ -116,7 +116,7 @@ KIND_OF = {event: kind for kind, event in KINDS.items()}
 
 
 def event_to_json(event: Event) -> str:
-    """The event as one line, without its newline. A row's metrics stand beside its other fields."""
+    """The event as one line, without its newline. A row's metrics and other fields share one object."""
     values = vars(event)
     if isinstance(event, Row):
         values = {"step": event.step, "time": event.time, **event.metrics, "phases": event.phases, "phase": event.phase}

@@ -58,7 +58,7 @@ class Health:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Health":
-        """The health from `asdict` after a way through JSON."""
+        """The health from the JSON of `asdict`."""
         lists: dict[str, Any] = {name: tuple(values[name]) for name in ("losses", "grad_norms")}
         return cls(**{**values, **lists})
 
@@ -113,6 +113,7 @@ class Health:
 
 
 def is_rollback_point(step: int) -> bool:
+    """Whether a run with rollbacks commits after `step` updates, and may return to that commit."""
     return step % ROLLBACK_POINT_STEPS == 0
 
 

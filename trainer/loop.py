@@ -23,7 +23,7 @@ from trainer.config import (
     sequences_per_step,
 )
 from trainer.data import TokenData
-from trainer.engine import Batches, Engine, PendingNumbers, make_engine, name_of
+from trainer.engine import Batches, Engine, PendingNumbers, device_name, make_engine
 from trainer.errors import Diverged
 from trainer.evaluate import validation_loss
 from trainer.events import EventLog, RolledBack, Skipped, Slow, Started
@@ -62,7 +62,7 @@ def train(
         if state is None:
             engine.initialize(config.seed)
             state = TrainState()
-        fit = fit_here(engine, model_config, config, runtime, state, world)
+        fit = choose_micro_batch(engine, model_config, config, runtime, state, world)
         state.micro_batch_size = fit.micro_batch_size
         state.world_size, state.devices = world.world_size, devices_of(world)
         checkpointer.prepare(engine.pieces())
@@ -208,11 +208,14 @@ def validate(
         log.row(state.step, **{"val/loss": state.val_loss})
 
 
-def fit_here(
+def choose_micro_batch(
     engine: Engine, model: ModelConfig, config: TrainConfig, runtime: RuntimeConfig, state: TrainState, world: World
 ) -> Fit:
-    """The micro-batch size: as configured; or, on as many of the same devices, as before the resume, because another
-    size would add gradients in another order; or the largest that fits."""
+    """The micro-batch size: the configured one; with `auto`, the largest that fits.
+
+    A run with `auto` that resumes on as many ranks and the same kinds of devices keeps its size: another size would add
+    gradients in another order. A collective call.
+    """
     if runtime.micro_batch_size != "auto":
         return Fit(runtime.micro_batch_size, f"micro-batches of {runtime.micro_batch_size}, as configured")
     if state.micro_batch_size and (state.world_size, state.devices) == (world.world_size, devices_of(world)):
@@ -223,7 +226,7 @@ def fit_here(
 
 def devices_of(world: World) -> str:
     """The kinds of devices of all ranks. A collective call."""
-    return " and ".join(sorted(set(world.gather(name_of(world.device)))))
+    return " and ".join(sorted(set(world.gather(device_name(world.device)))))
 
 
 def resume(
@@ -240,10 +243,10 @@ def resume(
 def roll_back(
     engine: Engine, diverged: TrainState, evidence: str, config: TrainConfig, checkpointer: Checkpointer, log: EventLog
 ) -> TrainState:
-    """Return to a commit from before the rise of the loss, and skip the data between there and here for good.
+    """Return to a commit from before the rise of the loss, and skip the data of the steps in between for good.
 
-    A run that is killed before its next commit repeats this by itself: it resumes from the same commit, or a later one,
-    and takes the same way. Diverged if rollbacks are off or used up.
+    A run that is killed before its next commit repeats the rollback by itself: it resumes from the same commit or a
+    later one, and diverges again. Diverged if rollbacks are off or used up, or without a commit to return to.
     """
     checkpointer.settle(log, wait=True)
     if config.rollback_above_nats is None or len(diverged.rollbacks) >= config.max_rollbacks:
@@ -309,6 +312,7 @@ def val_is_due(state: TrainState, config: TrainConfig) -> bool:
 
 
 def log_start(engine: Engine, model: ModelConfig, state: TrainState, fit: Fit, world: World, log: EventLog) -> None:
+    """Log that the ranks are ready for their first step."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     log.write(
         Started(
@@ -345,6 +349,7 @@ class SaveClock:
         return 60 * self.minutes
 
     def due_now(self) -> bool:
+        """Whether the interval since the last save has passed."""
         return time.monotonic() - self.last >= self.interval
 
     def due_at(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""The ranks of a run: their places, the mean of their gradients, and their agreement after each step.
+"""The ranks of a run: their numbers and devices, the mean of their gradients, and their agreement after each step.
 
 The gradients of the plain module are one flat float32 buffer. A single all-reduce after the last micro-batch averages
 it (for the fused step see trainer/fused/flat.py). torch's DistributedDataParallel would overlap the all-reduce with the
@@ -32,7 +32,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place among `world_size`, and its device."""
+    """This rank among `world_size`, and its device."""
 
     rank: int
     local_rank: int
@@ -63,7 +63,7 @@ class World:
 
     @classmethod
     def alone(cls, runtime: RuntimeConfig) -> "World":
-        """A single process on the best device, whatever torchrun started."""
+        """A single process on the best device; torchrun's variables are ignored."""
         return cls(0, 0, 1, torch.device(device_kind(runtime)))
 
     def close(self) -> None:

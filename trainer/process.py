@@ -46,7 +46,7 @@ class StopSignal:
 
 
 def log_line(line: str) -> None:
-    """Print a line into the log. A full disk is ignored."""
+    """Print a line to the log. Errors, such as a full disk, are ignored."""
     with suppress(OSError):
         print(line, flush=True)
 

@@ -49,7 +49,7 @@ class RankJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a rank trained. `weights` is the file of the final weights, written by rank 0 of a complete run."""
+    """The result of a rank. `weights` is the file of the final weights, written by rank 0 of a complete run."""
 
     rank: int
     state: TrainState
@@ -58,7 +58,10 @@ class Outcome:
 
 
 def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
-    """Train from the newest commit until the last step or a stop; rank 0 of a complete run writes the weights."""
+    """Train from the newest commit until the last step or a stop; rank 0 of a complete run writes the weights.
+
+    Raises the errors of `train`.
+    """
     train_data, val_data = (
         TokenData(shards, job.fetch, job.model.block_size, job.train.seed)
         for shards in (job.train_shards, job.val_shards)
@@ -78,7 +81,8 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
         between_failures=job.between_failures,
     )
     engine, state = train(job.model, job.train, job.runtime, train_data, val_data, checkpointer, world, stop, log)
-    done, path = state.step == job.train.max_steps, None
+    done = state.step == job.train.max_steps
+    path = None
     if done:
         log.clock.enter("checkpoint")
         weights = engine.weights()

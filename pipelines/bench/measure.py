@@ -195,7 +195,7 @@ def measure(
     from trainer.commits import TrainState
     from trainer.config import grad_accum_steps, sequences_per_step
     from trainer.engine import make_engine
-    from trainer.loop import fit_here
+    from trainer.loop import choose_micro_batch
     from trainer.metrics import mfu, peak_flops
 
     model, train, runtime, device = recipe.model, recipe.train, recipe.runtime, world.device
@@ -203,7 +203,7 @@ def measure(
     grad_accum_steps(model, train, runtime, world.world_size)
     engine = make_engine(model, train, runtime, world)
     engine.initialize(train.seed)
-    fit = fit_here(engine, model, train, runtime, TrainState(), world)
+    fit = choose_micro_batch(engine, model, train, runtime, TrainState(), world)
     run = Steps(recipe, engine, data, world, fit.micro_batch_size)
 
     first_loss = run.step()

@@ -36,6 +36,7 @@ from pipelines.nodes.address import processes_on_this_node
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, plans_of, run_name
 from pipelines.tracking.ledger import SILENT_SECONDS, attempts, latest_number
+from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED
 from trainer.store import Store
 
 POLL_SECONDS = 0.03
@@ -168,8 +169,8 @@ class Drill:
             command.process.terminate()
             command.release(fault.failpoint)
             code = command.wait(STOP_SECONDS)
-            if code != 75:
-                fault.violation = f"exit code {code} instead of 75"
+            if code != EXIT_INTERRUPTED:
+                fault.violation = f"exit code {code} instead of {EXIT_INTERRUPTED}"
         else:
             command.kill()
         self.record_step(fault, command)
@@ -238,7 +239,7 @@ class Drill:
         code = first.wait(STOP_SECONDS)
         stale = next(beat for beat in attempts(self.store, prefix) if beat.attempt == fault.attempt)
         # -SIGTERM: it was ending already, and Python's shutdown no longer handles signals.
-        if stale.state != "stale" or code not in (0, 75, -signal.SIGTERM):
+        if stale.state != "stale" or code not in (EXIT_DONE, EXIT_INTERRUPTED, -signal.SIGTERM):
             fault.violation = (
                 f"the first command ended with exit code {code} and state '{stale.state}' after the takeover"
             )

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from pipelines.verbs.options import Changes, RecipeName, StoreUri, store_uri
+from trainer.errors import EXIT_FAILED
 
 
 def drill(
@@ -35,4 +36,4 @@ def drill(
         report.write_text(done.json())
     print_report(done)
     if not done.passed:
-        sys.exit(1)
+        sys.exit(EXIT_FAILED)

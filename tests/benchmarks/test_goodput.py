@@ -26,7 +26,7 @@ def test_a_preempted_machine_keeps_its_commits_and_any_other_machine_keeps_every
     # Saves begin at 70, 131 and 192 s, and commit six seconds later: the last one too late.
     tally = goodput.replay([(0.0, 195.0)], 1.0, size)
     assert tally.billed == 195.0 and tally.started == 30.0
-    assert tally.kept == 40.0 + 60.0  # from 30 to 70 s and from 71 to 131 s
+    assert tally.useful == 40.0 + 60.0  # from 30 to 70 s and from 71 to 131 s
     assert tally.stalled == pytest.approx(3.0)
     assert tally.redone == pytest.approx(195 - 30 - 3 - 100)
-    assert goodput.replay([(0.0, 500.0)], 1.0, size, machine_seconds=195.0).kept == pytest.approx(195 - 30 - 3)
+    assert goodput.replay([(0.0, 500.0)], 1.0, size, machine_seconds=195.0).useful == pytest.approx(195 - 30 - 3)

@@ -13,7 +13,7 @@ from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.fit import fit_micro_batch, largest_that_fits
-from trainer.loop import fit_here
+from trainer.loop import choose_micro_batch
 from trainer.parallel import World
 
 MODEL = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=100)
@@ -90,4 +90,4 @@ def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None
         (1, "NVIDIA H200 (sm_90)", found),
     ):
         state = TrainState(micro_batch_size=3, world_size=ranks, devices=devices)
-        assert fit_here(engine, MODEL, train, runtime, state, world).why == why
+        assert choose_micro_batch(engine, MODEL, train, runtime, state, world).why == why

@@ -2,15 +2,15 @@
 
 A product of two fp8 matrices is up to twice as fast as one in bf16 (1,979 TFLOP/s dense on an H100 or H200) and reads
 half the bytes. The casts cost some of it back: every operand is written twice, as it is and transposed, since these
-products want both operands along the inner dimension. The residual stream, the statistics of the norms, attention,
-softmax, master weights and gradients stay as they are with `Bf16Products`.
+products need both operands contiguous along the inner dimension. The residual stream, the statistics of the norms,
+attention, softmax, master weights and gradients stay as they are with `Bf16Products`.
 
 Scaling (after Micikevicius et al. 2022, "FP8 formats for deep learning", and NVIDIA's Transformer Engine): one number
 a tensor, *delayed*: the largest magnitude of the last HISTORY micro-batches, with a margin of 2 for activations and 4
 for gradients, which vary more. A gradient is proportional to the factor of its micro-batch's loss. The history stores
 it without that factor, as batch, ranks and micro-batches may change. Weights are scaled by their own largest magnitude
 at each update. The size of the logits' gradient is known. It is rounded stochastically (`precision: fp8_head`): rounded
-to nearest, most of it would vanish beside the target's. Sums in the backward pass are accumulated in full; in the
+to nearest, most of it would become 0, far below the target's. Sums in the backward pass are accumulated in full; in the
 forward pass cuBLAS may add up in fewer bits.
 
 A block saves 27·C bytes a token (x and the sum after attention 2 each, both norms 1 each, qkv 6, attention 2 + 1, the
@@ -57,7 +57,7 @@ class TensorScale:
     column: int  # in the buffers of Scales
     gradient: bool
     out: Fp8Out  # how a kernel writes the tensor
-    inverse: Tensor  # (1,) fp32: what a product multiplies the stored numbers by
+    inverse: Tensor  # (1,) fp32: the factor of the stored numbers in a product
 
 
 class Scales:
@@ -93,26 +93,26 @@ class Scales:
         self.scale[tensor.column] = scale
         self.inverse[tensor.column, 0] = 1 / scale
 
-    def follow_amax(self, tensor: TensorScale) -> None:
+    def set_from_amax(self, tensor: TensorScale) -> None:
         """Set the scale of a tensor from the magnitude that was just measured."""
         part = slice(tensor.column, tensor.column + 1)
         self._scale_by(self.amax[part], part)
 
-    def follow_factor(self, factor: float) -> None:
+    def set_loss_factor(self, factor: float) -> None:
         """From now on the loss is multiplied by `factor`, and all gradients with it."""
         if factor != self.factor:
             self.factor = factor
             self.unit.masked_fill_(self.gradients, factor)
-            self.follow_history()
+            self.set_from_history()
 
     def roll(self) -> None:
         """Add a micro-batch's magnitudes to the history, but no infinite one: it would spoil the next 16."""
         self.history[1:] = self.history[:-1].clone()
         self.history[0] = torch.where(self.amax.isfinite(), self.amax / self.unit, 0.0)
         self.amax.zero_()
-        self.follow_history()
+        self.set_from_history()
 
-    def follow_history(self) -> None:
+    def set_from_history(self) -> None:
         """Set all scales from the largest magnitudes in the history."""
         self._scale_by(self.history.amax(0) * self.unit, slice(None))
 
@@ -171,7 +171,7 @@ class Fp8Products(Products[Fp8Operand]):
         self.weights.clear()
         self.measuring = not number or not self.calibrated
         self.scales.amax.zero_()
-        self.scales.follow_history()
+        self.scales.set_from_history()
         # A resumed run draws the same random numbers for the rounding; no two ranks do.
         self.seed.fill_((number * 65_537 + self.world.rank) % (1 << 31))
         self.counts = [] if number and number % COUNT_EVERY == 0 else None
@@ -186,7 +186,7 @@ class Fp8Products(Products[Fp8Operand]):
         return self.measuring and self.number > 0
 
     def begin_micro_batch(self, scale: float) -> None:
-        self.scales.follow_factor(scale)
+        self.scales.set_loss_factor(scale)
 
     def end_micro_batch(self, last: bool) -> None:
         if not self.number:
@@ -195,7 +195,7 @@ class Fp8Products(Products[Fp8Operand]):
         self.calibrated = True
         if last and self.world.world_size > 1:
             dist.all_reduce(self.scales.history, op=dist.ReduceOp.MAX)
-            self.scales.follow_history()
+            self.scales.set_from_history()
 
     # --- operands
 
@@ -306,7 +306,7 @@ class Fp8Products(Products[Fp8Operand]):
         """Results of a kernel, number `which` of them in fp8. While measuring, the kernel runs twice."""
         results = kernel(tensor.out)
         if self.measuring:
-            self.scales.follow_amax(tensor)
+            self.scales.set_from_amax(tensor)
             results = kernel(tensor.out)
         self._count(tensor, results[which])
         return results
@@ -314,7 +314,7 @@ class Fp8Products(Products[Fp8Operand]):
     # --- checkpoints and metrics
 
     def _count(self, tensor: TensorScale, x8: Tensor) -> None:
-        """Note the fractions of a tensor that saturate at the largest number and that underflow to zero."""
+        """Record the fractions of a tensor that saturate at the largest number and that underflow to zero."""
         if self.counts is None or self.measuring:
             return
         bits = x8.view(torch.uint8) & 0x7F
@@ -326,7 +326,7 @@ class Fp8Products(Products[Fp8Operand]):
         counts, self.counts = self.counts or [], None
         metrics: dict[str, float] = {}
         for kind in sorted({kind for kind, _ in counts}):
-            fractions = torch.stack([both for of, both in counts if of == kind]).mean(0)
+            fractions = torch.stack([fraction for counted, fraction in counts if counted == kind]).mean(0)
             saturated, underflown = fractions.tolist()
             metrics |= {f"fp8/{kind}_saturated": saturated, f"fp8/{kind}_underflown": underflown}
         return metrics
@@ -339,4 +339,4 @@ class Fp8Products(Products[Fp8Operand]):
     def restore(self) -> None:
         self.scales.history.copy_(self.checkpointed)
         self.calibrated = bool(self.scales.history.any())
-        self.scales.follow_history()
+        self.scales.set_from_history()

@@ -9,8 +9,8 @@ itself, through ctypes, in the library that torch has loaded.
 
 Epilogues that were slower on an H200 than a separate kernel, and are not used (ms, 124M at M=65536 | 1558M at 16384):
 the bias gradient with the weight gradient (BGRADB), 0.566 | 0.551 for the MLP against 0.528 | 0.520 for product and
-column sums; with GELU's derivative (DGELU_BGRAD), three times the product. In fp8, GELU with its input kept costs
-0.16 | 0.08 more than the bias alone, also if it writes fp8, and its derivative quadruples the product. A residual sum
+column sums; with GELU's derivative (DGELU_BGRAD), three times the product. In fp8, GELU with its input stored costs
+0.16 | 0.08 more than the bias alone, even if it writes fp8; GELU's derivative quadruples the product. A residual sum
 cost 1% of a step at 1558M and gained 0.2% at 124M.
 
 In fp8 the tensor cores are twice as fast and the operands half as wide. A tensor has one scale: its numbers are the
@@ -170,6 +170,7 @@ class Lt:
             self.handle = self.create("cublasLtCreate")
 
     def check(self, status: int, action: str) -> None:
+        """RuntimeError with cuBLASLt's name of `status` if it is not success."""
         if status:
             name = self.library.cublasLtGetStatusName(status).decode()
             raise RuntimeError(f"cuBLASLt {self.library.cublasLtGetVersion()}: {action}: {name}")
@@ -182,12 +183,14 @@ class Lt:
         return address.value
 
     def set(self, operation: int, attribute: int, value: ctypes._SimpleCData) -> None:
+        """Set an attribute of an operation."""
         status = self.library.cublasLtMatmulDescSetAttribute(
             operation, attribute, ctypes.byref(value), ctypes.sizeof(value)
         )
         self.check(status, f"attribute {attribute}")
 
     def point(self, operation: int, attribute: int, address: int) -> None:
+        """Set a pointer attribute without allocating: every call of a product does it."""
         self.pointer.value = address
         status = self.library.cublasLtMatmulDescSetAttribute(operation, attribute, self.pointer_address, 8)
         if status:
@@ -198,16 +201,19 @@ class Lt:
         self.point(operation, B_SCALE_POINTER, inverses[0].data_ptr())
 
     def workspace(self, stream: int) -> int:
+        """The address of the stream's workspace."""
         if stream not in self.workspaces:
             memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", self.device))
             self.workspaces[stream] = memory.data_ptr(), memory
         return self.workspaces[stream][0]
 
     def layout(self, matrix: Matrix) -> int:
+        """The layout of a row-major matrix: for cuBLASLt its transpose, column-major."""
         dtype, (rows, columns), (stride, _) = matrix
         return self.create("cublasLtMatrixLayoutCreate", TYPES[dtype], columns, rows, stride)
 
     def operation(self, request: Request, inverses: Inverses | None) -> int:
+        """The descriptor of a request's operation. Each call of a product sets its pointers."""
         operation = self.create("cublasLtMatmulDescCreate", COMPUTE_32F, TYPES[torch.float32])
         left_transposed, right_transposed = request.transposes
         self.set(operation, TRANSPOSE_A, ctypes.c_int32(right_transposed))

@@ -26,8 +26,8 @@ before scaling, from which the caller makes the next scale. fp8 products need bo
 innermost, hence the transposes.
 
 Row counts may be anything. Widths may be any multiple of 8; multiples of 16 are the fast ones. The kernels are in
-`trainer/fused/triton_kernels.py`. Each launcher checks what a wrong call would turn into a wrong number, allocates its
-results, and never waits for the GPU.
+`trainer/fused/triton_kernels.py`. Each launcher checks the arguments that could make results
+wrong without an error, allocates its results, and never waits for the GPU.
 """
 
 from dataclasses import dataclass
@@ -135,7 +135,7 @@ def norm_backward(
     sums: Tensor,
     fp8: Fp8Out | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of x, (M, C) bf16, through its LayerNorm, plus `residual`: the gradient that arrives beside it.
+    """The gradient of x, (M, C) bf16, through its LayerNorm, plus `residual`: the gradient that skips the norm.
 
     With `fp8`, the second result is the same as (M, C) e5m2. Adds to sums (3, P, C) fp32: the gradient of weight, that
     of bias, and the column sums of the result, which are the gradient of the bias of the projection before.
@@ -170,7 +170,7 @@ def column_sums(x: Tensor, sums: Tensor) -> None:
     M, N = x.shape
     assert x.stride(1) == 1 and x.dtype == torch.bfloat16
     _check(sums)
-    grid, tiles, block = _column_grid(M, N, sums, _column_sums_shape(N, x.device))
+    grid, tiles, block = _column_grid(M, N, sums, _column_sums_shape(x.device))
     column_sums_kernel[grid](x, sums, M, N, x.stride(0), tiles, **block)
 
 
@@ -191,7 +191,7 @@ def cross_entropy8(
     """cross_entropy that returns its gradient, times q, as (M, V) e5m2; the logits stay.
 
     q (1,) fp32, seed (1,) int32. The gradient is rounded up or down at random, so that sums over tokens stay right:
-    most of it is far below the precision that e5m2 has beside the largest. The same seed gives the same bits.
+    most of it is far below e5m2's precision at the scale of the largest. The same seed gives the same bits.
     """
     dlogits8 = torch.empty_like(logits, dtype=torch.float8_e5m2)
     _cross_entropy(logits, targets, vocab_size, scale, losses, dlogits8, q, seed, True)
@@ -298,7 +298,7 @@ def _check(*tensors: Tensor | None) -> None:
 
 
 # ── launch shapes, as measured by `python -m benchmarks.kernels` on an H200 ───────────────────────────────────────────
-# On a CPU a program costs the interpreter milliseconds, whatever its size: few and large ones.
+# On a CPU each program costs the interpreter milliseconds, small or large: so there are few and large ones.
 
 
 def _norm_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
@@ -325,7 +325,7 @@ def _norm_backward_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, 
 
 
 def _warps(C: int, columns: int) -> int:
-    """The number of warps that gives each thread so many `columns` of a row."""
+    """The number of warps for which each thread has this number of `columns` of a row."""
     return max(1, triton.next_power_of_2(C) // (32 * columns))
 
 
@@ -339,7 +339,7 @@ def _adamw_shape(device: torch.device) -> tuple[int, int]:
     return (1024, 4) if device.type == "cuda" else (65536, 4)
 
 
-def _column_sums_shape(N: int, device: torch.device) -> tuple[int, int, int, int]:
+def _column_sums_shape(device: torch.device) -> tuple[int, int, int, int]:
     """Rows and columns of a tile, warps, stages of the load pipeline."""
     return (32, 128, 4, 5) if device.type == "cuda" else (64, 256, 4, 1)
 

@@ -1,4 +1,4 @@
-"""The products policy: how a fused step makes operands, matrix products and the head, and what a block saves.
+"""The products policy: how a fused step makes operands, matrix products and the head, and which tensors a block saves.
 
 An architecture writes its forward and backward pass once (GPT-2's is `trainer/fused/step.py`) and calls a policy for
 everything that depends on the precision: `Bf16Products` (`trainer/fused/bf16.py`) or `Fp8Products`
@@ -37,7 +37,7 @@ class Linear:
 
 @dataclass
 class Normed(Generic[Operand]):
-    """A norm's output and its statistics (M,) for the backward pass; `y` is None if that recomputes it."""
+    """A norm's output and its statistics (M,) for the backward pass; `y` is None if that pass recomputes it."""
 
     y: Operand | None
     mean: Tensor
@@ -67,7 +67,7 @@ class Products(ABC, Generic[Operand]):
     # --- the schedule of a run
 
     def begin(self, number: int) -> "Products[Any]":
-        """Prepare update `number` (from 1; 0: a rehearsal, whose gradients nobody uses); return its policy."""
+        """Prepare update `number` (from 1; 0: a rehearsal, whose gradients are not used); return its policy."""
         return self
 
     @property
@@ -96,7 +96,7 @@ class Products(ABC, Generic[Operand]):
     def norm_backward(self, writer: Linear | None, kernel: NormBackwardKernel) -> ResidualGrad[Operand]:
         """Run the backward pass of a norm; return the gradient of its input.
 
-        `writer` is the layer whose output the residual stream takes up before the norm; None if there is none.
+        `writer` is the layer whose output was added to the residual stream just before the norm; None if there is none.
         """
 
     @abstractmethod

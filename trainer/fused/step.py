@@ -9,7 +9,7 @@ All of it draws on one power budget, so every pass over memory that is left out 
 - separate passes for bias, GELU and its derivative, which ride on the products (`trainer/fused/gemm.py`), and for
   residual sums, which ride on the norms (`trainer/fused/kernels.py`);
 - zeroing gradients: the first micro-batch of a step overwrites, the others add, in float32 inside the product;
-- float32 logits, and gradients of logits beside them: loss and gradient are made in place, a chunk of rows at a time
+- float32 logits, and separate gradients of logits: loss and gradient are made in place, a chunk of rows at a time
   (whole, the logits of 64 x 1024 tokens would be 6.6 GB in bf16);
 - autograd's graph: `Saved` lists the tensors that a block saves. Its backward pass frees them.
 
@@ -46,7 +46,7 @@ class LayerNorm:
 
     weight: Tensor
     bias: Tensor
-    writer: Linear | None  # the layer whose output, with its bias, the residual stream takes up before the norm
+    writer: Linear | None  # the layer whose output and bias are added to the residual stream just before the norm
     reader: Linear  # the layer whose input is the norm's output
     sums: Tensor  # (3, P, C) partial sums of the gradients of weight, bias, and the writer's bias
 
@@ -108,9 +108,9 @@ class FusedStep:
         ln_f = self._norm("ln_f", 2 * self.n_blocks, self.blocks[-1].fc_projection, self.head)
         # In the order of the forward pass: two norms a block, then ln_f.
         self.norms = [norm for block in self.blocks for norm in (block.ln_1, block.ln_2)] + [ln_f]
-        self.number = 0
-        self.current = products
-        self.first = True
+        self.number = 0  # of the current update
+        self.current = products  # the policy of the current update
+        self.first = True  # the next micro-batch overwrites the gradients
 
     def _linear(self, name: str) -> Linear:
         weights, gradients = self.state.weights, self.state.gradients
@@ -132,7 +132,7 @@ class FusedStep:
         return blocks
 
     def begin(self, number: int) -> None:
-        """Begin update `number` (from 1; 0: a rehearsal, whose gradients nobody uses): its micro-batches follow."""
+        """Begin update `number` (from 1; 0: a rehearsal, whose gradients are not used): its micro-batches follow."""
         self.number = number
         self.first = True
         self.sums.zero_()
@@ -277,6 +277,8 @@ class FusedStep:
         normed: Normed[Operand],
         residual: Tensor | None,
     ) -> ResidualGrad[Operand]:
+        """From the gradient `dy` (M, C) of a norm's output to that of its input, plus `residual` (M, C)."""
+
         def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:
             return kernels.norm_backward(dy, x, normed.mean, normed.rstd, norm.weight, residual, norm.sums, out)
 
@@ -289,6 +291,7 @@ class FusedStep:
         return dqkv
 
     def _embed_backward(self, tokens: Tensor, dx: Tensor, B: int) -> None:
+        """Add the gradients of both embeddings."""
         g = self.state.gradients
         g["wte.weight"].index_add_(0, tokens, dx.float())
         positions = dx.view(B, -1, self.config.n_embd).sum(0, dtype=torch.float32)
@@ -321,6 +324,7 @@ class FusedStep:
         v.copy_(projection @ self.blocks[i].projection.weight.float())
 
     def _complete_rest(self) -> None:
+        """Make ln_f's gradients from the partial sums, and begin to reduce the last bucket."""
         g, (weight, bias) = self.state.gradients, self.sums.norms[-1, :2].sum(1)
         g["ln_f.weight"].copy_(weight)
         g["ln_f.bias"].copy_(bias)

@@ -248,8 +248,9 @@ def cross_entropy_kernel(
     """R rows a program, the last first, in tiles of BLOCK columns, of which a thread holds G neighbours.
 
     The first pass keeps a maximum and a sum of exponentials for every G columns of the tile, so that rescaling costs
-    one exponential in G: with one a column, all three a logit would take the special function units 2.8 ms of the
-    3.1 ms that the memory takes. The second pass goes backwards, since the caches still hold the end of the row.
+    one exponential in G. With one for every column, a logit would need three exponentials: 2.8 ms on the special
+    function units, while the memory takes 3.1 ms. The second pass goes backwards, since the
+    caches still hold the end of the row.
     """
     rows = ((tl.num_programs(0) - 1 - tl.program_id(0)) * R + tl.arange(0, R)).to(tl.int64)
     inside = rows < M
@@ -288,17 +289,19 @@ def cross_entropy_kernel(
             random = _mixed(rows.to(tl.uint32) * 0x9E3779B1 + tl.load(seed_ptr).to(tl.uint32))
         # scale·softmax is one power of two: 2^(x·log2(e) + shift).
         shift = tl.log2(scale / total_row) - highest * LOG2E
-        shifts, row, dice = shift[:, None, None], rows[:, None, None], random[:, None, None]
+        shifts, row, noise = shift[:, None, None], rows[:, None, None], random[:, None, None]
         for first in range(whole, width, BLOCK):
             columns = first + lanes
             given = mask & (columns < width)
             x = tl.load(row_ptr + first, mask=given, other=0.0).to(tl.float32)
             p = tl.where(columns < V, tl.exp2(x * LOG2E + shifts), 0.0)
-            _store_dlogits(logits_ptr, dlogits8_ptr, p, row, columns, dice, width, given)
+            _store_dlogits(logits_ptr, dlogits8_ptr, p, row, columns, noise, width, given)
         for done in range(0, whole, BLOCK):
             first = whole - BLOCK - done
             x = tl.load(row_ptr + first, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            _store_dlogits(logits_ptr, dlogits8_ptr, tl.exp2(x * LOG2E + shifts), row, first + lanes, dice, width, mask)
+            _store_dlogits(
+                logits_ptr, dlogits8_ptr, tl.exp2(x * LOG2E + shifts), row, first + lanes, noise, width, mask
+            )
         # The target's gradient is stored again, less the scale: comparing every column cost 71 of 163 instructions.
         tl.debug_barrier()
         p = tl.exp2(chosen * LOG2E + shift) - scale
@@ -309,8 +312,8 @@ def cross_entropy_kernel(
 def _store_dlogits(logits_ptr, dlogits8_ptr, p, rows, columns, random, width, mask):
     at = rows * width + columns
     if dlogits8_ptr is not None:
-        dice = _mixed((columns.to(tl.uint32) * 0x9E3779B1) ^ random)
-        tl.store(dlogits8_ptr + at, _fp8(_stochastic(p, dice), True), mask=mask)
+        bits = _mixed((columns.to(tl.uint32) * 0x9E3779B1) ^ random)
+        tl.store(dlogits8_ptr + at, _fp8(_stochastic(p, bits), True), mask=mask)
     else:
         tl.store(logits_ptr + at, _bf16(p), mask=mask)
 
