@@ -66,10 +66,16 @@ class StageEnded(StageRecord):
 
 
 @dataclass(frozen=True)
-class Metrics(StageRecord):
+class Sample(StageRecord):
+    """Metrics of the machine. A reader gets them as Metrics."""
+
     kind = "metrics"
     step: int
     values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Metrics(Sample):
     again: bool = False  # ship the points even if MLflow has points of a training series at that step
 
 
