@@ -86,6 +86,10 @@ class Account:
     unseen_seconds: float  # at most so much is missing from the bill: a heartbeat interval for each death
     faults: tuple[str, ...] = ()  # unreadable heartbeats, which the bill does not contain
 
+    def to_json(self) -> dict[str, Any]:
+        attempts = [asdict(attempt) | {"machine": attempt.machine.to_json()} for attempt in self.attempts]
+        return asdict(self) | {"attempts": attempts}
+
 
 def account(
     run: str,

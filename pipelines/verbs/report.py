@@ -77,7 +77,7 @@ def report(
 
         write_page(html, opened, found, overlay or [])
     elif as_json:
-        print(json.dumps([asdict(run.summary) | {"account": asdict(run.account)} for run in found]))
+        print(json.dumps([asdict(run.summary) | {"account": run.account.to_json()} for run in found]))
     else:
         show_runs(opened, found, with_bill=bool(runs))
 

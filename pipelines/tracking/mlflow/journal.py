@@ -70,12 +70,18 @@ class StageEnded(StageRecord):
 
 
 @dataclass(frozen=True)
-class Metrics(StageRecord):
-    """The values of metrics at a step."""
+class Sample(StageRecord):
+    """Metrics of the machine. A reader gets them as Metrics."""
 
     kind = "metrics"
     step: int
     values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Metrics(Sample):
+    """The values of metrics at a step."""
+
     again: bool = False  # ship the points even if MLflow has points of a training series at that step
 
 

@@ -28,6 +28,7 @@ from pipelines.tracking.mlflow.journal import (
     LogReader,
     Metrics,
     Record,
+    Sample,
     Session,
     StageEnded,
     StageRecord,
@@ -320,7 +321,7 @@ class SystemMetrics:
                 due = time.monotonic() + 1.0
             elif monitors and time.monotonic() >= due:
                 due = time.monotonic() + _sample_seconds()
-                sample = Metrics(time.time(), "train", self.step, _sample(monitors))
+                sample = Sample(time.time(), "train", self.step, _sample(monitors))
                 with contextlib.suppress(OSError):
                     append(fd, sample)
             time.sleep(POLL_SECONDS)
