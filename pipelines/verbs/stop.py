@@ -17,7 +17,7 @@ def stop(
         float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until it has stopped.")
     ] = 300.0,
 ) -> None:
-    """Ask a run to commit and exit, on whatever machine it is: exit 0 once it has, 1 if it has not yet."""
+    """Ask a run to commit and exit, on any machine: exit 0 once it has, 1 if it has not yet."""
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
     from pipelines.show.findings import print_note
