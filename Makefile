@@ -22,7 +22,7 @@ help:
 install: $(INSTALLED)
 
 # editable_mode=compat links the clone by a plain path entry. The default may use an import hook instead, which
-# is asked after the path search: there a folder of the same name in the working directory would win.
+# runs after the path search: there a folder of the same name in the working directory would win.
 $(INSTALLED): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
 	    echo "make install: $(PYTHON) is not Python 3.11 or 3.12; name one: make install PYTHON=python3.12" >&2; exit 1; }

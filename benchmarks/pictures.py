@@ -73,7 +73,7 @@ def card_svg(ansi: str) -> str:
     """The card as SVG that loads nothing: rich's own template names web fonts."""
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere)
-        for line in Text.from_ansi(ansi.split("Look further")[0].strip("\n")).split(allow_blank=True):
+        for line in Text.from_ansi(ansi.rsplit("Next", 1)[0].strip("\n")).split(allow_blank=True):
             line.rstrip()
             rest = line[INDENT:].wrap(console, COLUMNS - INDENT) if len(line) > COLUMNS else [line[INDENT:]]
             for number, piece in enumerate(rest):

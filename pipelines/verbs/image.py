@@ -60,7 +60,7 @@ def push(
 def check(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[IMAGE]", help="Any image; by default the last build of --target."),
+        typer.Argument(metavar="IMAGE", help="Any image; by default the last build of --target."),
     ] = None,
     target: Target = "runtime",
 ) -> None:

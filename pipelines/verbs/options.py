@@ -11,7 +11,7 @@ RecipeName = Annotated[
 ]
 RunNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RUN]...", help="Runs, by name or the beginning of it; all by default."),
+    typer.Argument(metavar="RUN", help="Runs, by name or the beginning of it; all by default."),
 ]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run, by name or the beginning of it.")]
 LastStage = Annotated[str, typer.Option("--stage", help="The last stage to run: tokenize, train, evaluate or export.")]
@@ -25,7 +25,7 @@ StoreUri = Annotated[
         "--store", metavar="URI", help="file://folder or s3://bucket/prefix [SKYTRAIN_STORE; .skytrain/store]"
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 def home() -> Path:

@@ -46,7 +46,7 @@ def report(
         typer.Option("--compare", help="Compare two runs: their differences, and their losses at equal cost."),
     ] = False,
     rebuild_mlflow: Annotated[
-        bool, typer.Option("--rebuild-mlflow", help="Log everything to MLflow again that the runs ever logged there.")
+        bool, typer.Option("--rebuild-mlflow", help="Log all records of the runs to MLflow again.")
     ] = False,
     to: Annotated[
         str | None,
