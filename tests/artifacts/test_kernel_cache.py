@@ -50,7 +50,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_next_machine_finds_what_the_first_has_compiled(
+def test_the_next_machine_finds_the_kernels_of_the_first(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton.runtime.cache import FileCacheManager
@@ -72,7 +72,7 @@ def test_the_next_machine_finds_what_the_first_has_compiled(
     assert Path(group["k.cubin"]).read_bytes() == b"\x7fELF gpu"
 
 
-def test_what_is_compiled_later_in_a_run_is_kept_too_in_a_pack_of_its_own(tmp_path: Path) -> None:
+def test_kernels_compiled_later_in_a_run_are_kept_in_another_pack(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     first, second, third = (KernelCache(store, tmp_path / name, KEY) for name in ("1", "2", "3"))
     compile_one(first.folder, "BF16")
@@ -108,7 +108,7 @@ def test_packs_of_a_key_have_a_limit_together(
     assert not smaller.save() and "is full" in capsys.readouterr().out
 
 
-def test_kernels_are_kept_once_steps_are_made_and_looked_for_again(
+def test_kernels_are_kept_after_the_first_steps_and_after_later_compilations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_cache, "POLL_SECONDS", 0)
@@ -152,7 +152,7 @@ def test_each_key_has_a_folder_of_its_own_for_triton(tmp_path: Path, monkeypatch
     assert KernelCache.here(store, tmp_path, recipe, gpu) is None
 
 
-def test_each_engine_has_packs_of_its_own_and_so_has_whatever_changes_its_kernels(tmp_path: Path) -> None:
+def test_packs_differ_by_engine_and_by_every_setting_that_changes_its_kernels(tmp_path: Path) -> None:
     recipe = load_recipe("gpt2-124m")
     changes = ("model.n_embd=1536", "train.precision=fp8", "runtime.micro_batch_size=32", "runtime.recompute=true")
     seen = [sources(engine, recipe) for engine in ("fused", "compiled")]
@@ -163,7 +163,7 @@ def test_each_engine_has_packs_of_its_own_and_so_has_whatever_changes_its_kernel
     assert KernelCache.here(LocalStore(tmp_path), tmp_path, recipe, torch.device("cpu")) is None
 
 
-def test_a_damaged_pack_is_told_of_not_used_and_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_pack_is_reported_not_used_and_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = LocalStore(tmp_path / "store")
     first, second = (KernelCache(store, tmp_path / name, KEY) for name in ("1", "2"))
     for name in ("A", "B"):
@@ -180,7 +180,7 @@ def test_a_damaged_pack_is_told_of_not_used_and_made_again(tmp_path: Path, capsy
     assert second.fetch() and entries_in(second.folder) == {"A", "B"} and not capsys.readouterr().out
 
 
-def test_a_pack_of_other_things_does_not_keep_the_sound_ones_away(tmp_path: Path) -> None:
+def test_a_pack_of_other_files_does_not_block_the_sound_ones(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     first, second = (KernelCache(store, tmp_path / name, KEY) for name in ("1", "2"))
     compile_one(first.folder, "A")
@@ -195,7 +195,7 @@ def test_a_pack_of_other_things_does_not_keep_the_sound_ones_away(tmp_path: Path
     assert entries_in(second.folder) == {"A"} and store.entries("cache/") == [sound]
 
 
-def test_a_store_that_fails_costs_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_fails_costs_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "cache").write_text("in the way")
     compile_one(tmp_path / "compiled", HASH)
@@ -235,9 +235,7 @@ def tar_of(**changes: object) -> bytes:
         {"type": tarfile.DIRTYPE},
     ],
 )
-def test_nothing_is_unpacked_that_could_be_anything_else_than_a_kernel(
-    tmp_path: Path, changes: dict[str, object]
-) -> None:
+def test_only_kernels_are_unpacked(tmp_path: Path, changes: dict[str, object]) -> None:
     assert unpack(tar_of(), tmp_path / "fine") == 2
     with pytest.raises(ValueError, match="which is no kernel file"):
         unpack(tar_of(**changes), tmp_path / "bad")

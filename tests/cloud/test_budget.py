@@ -36,7 +36,7 @@ dollars, rates, durations = st.floats(0.01, 1e5), st.floats(0.01, 1e3), st.float
 
 
 @given(dollars, dollars, rates, durations)
-def test_who_works_until_asked_and_then_stops_has_spent_the_budget_and_no_more(
+def test_a_run_that_stops_when_asked_has_spent_the_budget_and_no_more(
     budget: float, spent: float, rate: float, stopping: float
 ) -> None:
     left = seconds_until_ask(budget, spent, rate, stopping)
@@ -51,7 +51,7 @@ def test_a_machine_that_costs_nothing_is_never_asked_to_stop() -> None:
 
 
 @given(st.floats(0.01, 1000), st.floats(1, 1e7), st.floats(1, 1000), st.booleans(), st.integers(1, 64))
-def test_a_stop_is_given_what_a_step_and_a_save_or_the_last_upload_may_take(
+def test_the_reserve_for_a_stop_covers_a_step_and_a_save_or_the_last_upload(
     save: float, speed: float, grace: float, rented: bool, ranks: int
 ) -> None:
     fixed = LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0)
@@ -108,7 +108,7 @@ def test_all_attempts_of_all_stages_are_on_the_bill_and_none_of_another_run(benc
     assert spent_by_others(bench.store, "another-12345678", None, 3600.0) == 0.0
 
 
-def test_the_timer_asks_on_time_even_if_no_heartbeat_comes_any_more(bench: Bench) -> None:
+def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(bench: Bench) -> None:
     bench.attempt("tokenize", 1, 100, 3600.0)
     stopping = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, rented=False)
     mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
@@ -122,7 +122,7 @@ def test_the_timer_asks_on_time_even_if_no_heartbeat_comes_any_more(bench: Bench
     assert reason is not None and reason.endswith("are spent; raise --budget to continue")
 
 
-def test_a_later_heartbeat_that_knows_more_puts_the_stop_off(bench: Bench) -> None:
+def test_a_later_heartbeat_with_measured_times_delays_the_stop(bench: Bench) -> None:
     """A save that was measured takes less than the whole grace, so there is more left to work with."""
     mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
     assert mine is not None
@@ -134,7 +134,7 @@ def test_a_later_heartbeat_that_knows_more_puts_the_stop_off(bench: Bench) -> No
     assert not bench.stop.heard.wait(1.5)  # it would have been asked by now
 
 
-def test_what_is_left_of_a_spent_budget_begins_nothing(bench: Bench) -> None:
+def test_a_spent_budget_begins_nothing(bench: Bench) -> None:
     bench.attempt("train", 1, 100, 3600.0)
     with pytest.raises(Stopped, match=r"budget: \$100 of \$110 are spent; raise --budget to continue"):
         bench.budget(110).begin()
@@ -145,7 +145,7 @@ def test_what_is_left_of_a_spent_budget_begins_nothing(bench: Bench) -> None:
     assert not bench.stop.asked
 
 
-def test_a_budget_that_always_was_too_small_is_the_users_mistake(bench: Bench) -> None:
+def test_a_budget_that_always_was_too_small_is_a_user_error(bench: Bench) -> None:
     bench.run = "another-12345678"
     with pytest.raises(UserError, match=r"--budget 40: too little to begin: an orderly stop may cost \$45 here"):
         bench.budget(40).begin()
@@ -161,7 +161,7 @@ def test_a_budget_needs_a_known_price(bench: Bench, billing: Billing) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_stops_on_a_commit_within_its_budget_and_goes_on_with_more_to_the_same_losses(
+def test_a_run_stops_on_a_commit_within_its_budget_and_a_higher_budget_resumes_it_to_the_same_losses(
     tmp_path: Path, undisturbed: Callable[[int], Project]
 ) -> None:
     """At a dollar a second. Its 8th step is held up until the budget has asked, however fast the machine is."""

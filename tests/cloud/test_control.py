@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
 
 
-def test_a_wish_stands_until_it_is_dropped_and_the_first_one_counts(store: LocalStore) -> None:
+def test_a_stop_request_stands_until_it_is_withdrawn_and_the_first_one_counts(store: LocalStore) -> None:
     watch = watch_stop_request(store, RUN)
     beat = Heartbeat(RUN, "train", 1, "running", 0.0, 0.0, 0.0)
     assert (read_stop_request(store, RUN), watch(beat)) == (None, None)
@@ -56,9 +56,7 @@ def recorded(store: LocalStore) -> RunRecord:
     return record
 
 
-def test_stopping_tells_where_the_attempt_at_work_has_stopped(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_reports_where_the_working_attempt_stopped(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
     record = recorded(store)
     assert control.stop(store, record, "enough", 10, lambda text: None) is None  # nothing is at work
@@ -88,7 +86,7 @@ def test_stopping_does_not_wait_for_the_dead(store: LocalStore, monkeypatch: pyt
     assert read_stop_request(store, RUN)
 
 
-def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(
+def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = recorded(store)
@@ -120,7 +118,7 @@ def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(
     assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", capsys.readouterr().out)
 
 
-def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_up(
+def test_clusters_without_a_live_run_are_found_with_skypilots_answers_made_up(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
@@ -177,7 +175,7 @@ def job_record(number: int, run: str, status: str, submitted: float, cluster: st
     return SimpleNamespace(**names, status=state, current_cluster_name=cluster, failure_reason=None, details=None)
 
 
-def test_verbs_for_runs_that_were_not_launched_say_what_to_do(tmp_path: Path) -> None:
+def test_verbs_for_runs_that_were_not_launched_name_the_remedy(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     recorded(project.store)
     said = project.run("resume", RUN, expect=2).stderr
@@ -197,7 +195,7 @@ def test_resuming_without_a_secret_that_the_launch_had_is_refused(tmp_path: Path
     assert said == "error: --secret HF_TOKEN: not set in this shell; export it first, without writing it to a file\n"
 
 
-def test_a_run_told_to_stop_commits_leaves_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
+def test_a_stopped_run_commits_exits_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     # So long that only a wish ends it; and what is committed was committed because of that.
     endless = ["--set", "train.max_steps=1000000", "--set", "runtime.checkpoint_minutes=1000"]

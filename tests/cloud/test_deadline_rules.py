@@ -51,13 +51,13 @@ def asked(done: float, spare_seconds: float, stage: str = "train", steps_done: i
     return stop
 
 
-def test_spot_is_left_while_a_lost_machine_and_the_next_one_would_still_be_in_time() -> None:
+def test_a_run_leaves_spot_while_one_more_lost_machine_would_still_meet_the_deadline() -> None:
     assert not asked(0.5, 2 * CHANGEOVER_SECONDS + 60).asked
     left = asked(0.5, 2 * CHANGEOVER_SECONDS - 60)
     assert left.asked and left.ending is HandedOver and left.reason and "19 min of slack" in left.reason
 
 
-def test_nobody_leaves_shortly_before_the_end_or_before_it_is_known_how_fast_it_goes() -> None:
+def test_no_handover_happens_shortly_before_the_end_or_before_the_speed_is_known() -> None:
     assert not asked(1 - 0.5 * CHANGEOVER_SECONDS / SECONDS, 0.0).asked  # to change over would take longer
     assert not asked(0.5, 0.0, steps_done=9).asked
     assert not asked(0.5, 0.0, stage="evaluate").asked
@@ -76,7 +76,7 @@ def test_a_standby_polls_while_another_poll_would_be_in_time_and_within_the_loss
     assert not unpriced.must_stop_polling(0.0, rules.work, 1000.0)
 
 
-def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_long_enough() -> None:
+def test_the_speed_comes_from_the_same_machines_once_they_ran_long_enough() -> None:
     def told(last: int, gpus: str = "H100:8", nodes: int = 1) -> float | None:
         """Of an attempt from step 100 to `last`, 2 s a step, the first of them in the phase "compile"."""
         phases = {"compile": 30.0, "train": 2.0 * (last - 101)}
@@ -90,7 +90,7 @@ def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_l
     assert told(200) is told(102) is told(201, gpus="H100:1") is told(201, nodes=2) is None
 
 
-def test_the_rules_count_with_the_longest_poll_so_far() -> None:
+def test_the_rules_use_the_longest_poll_so_far() -> None:
     def standby(number: int, started: float, **phases: float) -> StoredHeartbeat:
         beat = Heartbeat("run", "train", number, "interrupted", started, started + 800, 0.1, phases=phases)
         return StoredHeartbeat(

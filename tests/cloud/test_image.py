@@ -75,7 +75,7 @@ def locked(name: str) -> dict[str, str]:
     return names_in((DOCKER / "locks" / name).read_text().splitlines())
 
 
-def test_the_image_is_asked_for_what_the_project_depends_on() -> None:
+def test_the_image_requires_the_projects_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = {*names_in(project["project"]["dependencies"]), *names_in(project["build-system"]["requires"])}
     assert set(locked("common.in")) == declared - {"torch", "nvidia-cudnn-frontend", "mlflow"} | {"mlflow-skinny"}
@@ -92,7 +92,7 @@ def test_the_image_holds_the_versions_that_were_tested_each_with_its_hash(name: 
     assert [r.splitlines()[0] for r in requirements if not r.startswith("#") and "--hash=sha256:" not in r] == []
 
 
-def test_the_training_image_is_asked_for_no_more_than_training_needs() -> None:
+def test_the_training_image_requires_only_the_dependencies_of_training() -> None:
     everything = {*locked("common.txt"), *locked("cpu.txt"), *locked("cuda.txt")}
     assert everything & {"skypilot", "mlflow", "flask", "pytest", "moto", "transformers", "ruff", "mypy"} == set()
     assert {p for p in locked("cpu.txt") if p.startswith(("nvidia", "cuda", "triton"))} == set()
@@ -135,7 +135,7 @@ def test_the_source_label_is_an_address_without_credentials(remote: str | None, 
     assert source_of(remote) == source
 
 
-def test_an_image_says_whether_a_commit_holds_what_is_in_it(tmp_path: Path) -> None:
+def test_an_images_label_shows_whether_a_commit_has_its_contents(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         who = ("-c", "user.name=test", "-c", "user.email=test@example.org")
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
@@ -168,11 +168,11 @@ def test_an_image_says_whether_a_commit_holds_what_is_in_it(tmp_path: Path) -> N
         ("TOKEN=$TOKEN", False),
     ],
 )
-def test_a_secret_in_a_text_is_told_from_what_only_looks_like_one(text: str, is_one: bool) -> None:
+def test_secrets_are_distinguished_from_similar_text(text: str, is_one: bool) -> None:
     assert bool(SECRET_TEXT.search(text)) is is_one
 
 
-def test_a_configuration_that_breaks_a_promise_is_told() -> None:
+def test_a_configuration_that_breaks_a_promise_is_reported() -> None:
     config = {"User": "0:0", "Entrypoint": ["/bin/sh"], "Env": ["AWS_SECRET_ACCESS_KEY=abc", "GPG_KEY=1"], "Labels": {}}
     faults = {finding.what: finding.seen for finding in promises_of(config)}
     assert all(faults.values()), faults
@@ -197,13 +197,13 @@ def skytrain(*arguments: str, cwd: Path, code_at: Path = ROOT, **environment: st
 
 
 @pytest.mark.parametrize("verb", [("build",), ("check", "some/image")])
-def test_without_docker_one_line_says_so(tmp_path: Path, verb: tuple[str, ...]) -> None:
+def test_missing_docker_is_a_one_line_error(tmp_path: Path, verb: tuple[str, ...]) -> None:
     done = skytrain("image", *verb, cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == 2
     assert done.stderr == "error: docker: not installed; images need Docker Engine 20.10 or newer, or Docker Desktop\n"
 
 
-def test_without_an_engine_one_line_says_so(tmp_path: Path) -> None:
+def test_a_missing_docker_engine_is_a_one_line_error(tmp_path: Path) -> None:
     if not shutil.which("docker"):
         pytest.skip("needs docker.io (apt)")
     done = skytrain("image", "check", "x", cwd=tmp_path, DOCKER_HOST=f"unix://{tmp_path}/none.sock")
@@ -211,7 +211,7 @@ def test_without_an_engine_one_line_says_so(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: docker: no engine answers (") and done.stderr.count("\n") == 1
 
 
-def test_pushing_what_was_never_built_is_a_mistake(tmp_path: Path) -> None:
+def test_pushing_an_image_that_was_never_built_is_a_user_error(tmp_path: Path) -> None:
     done = skytrain("image", "push", "registry.example.org/name", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no 'runtime' was built here" in done.stderr
@@ -373,7 +373,7 @@ def test_the_image_that_was_built_keeps_its_promises(clone: Clone, image: dict[s
 
 
 @pytest.mark.slow
-def test_an_image_that_breaks_its_promises_is_found_out(clone: Clone, base: str, tmp_path: Path) -> None:
+def test_an_image_that_breaks_its_promises_fails_the_check(clone: Clone, base: str, tmp_path: Path) -> None:
     secrets = ["/var/lib/id_rsa", "/etc/pip.conf"]
     (tmp_path / "Dockerfile").write_text(
         f"FROM {base}\nENV HF_TOKEN=abc\n"
@@ -498,7 +498,7 @@ def points_in_mlflow(uri: str, run: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_a_pushed_image_is_known_by_its_digest(clone: Clone, registry: str, tmp_path: Path) -> None:
+def test_a_pushed_image_is_identified_by_its_digest(clone: Clone, registry: str, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")  # 100 bytes are as good as gigabytes
     clone.engine.docker("build", "--tag=test/tiny", str(tmp_path))
     identity = clone.engine.docker("image", "inspect", "--format={{.Id}}", "test/tiny").stdout.strip()

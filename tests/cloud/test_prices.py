@@ -98,7 +98,7 @@ class PricedAzure(AzureCloud):
 # --- this machine's own price
 
 
-def test_ones_own_machine_costs_nothing_unless_told() -> None:
+def test_an_own_machine_costs_nothing_without_a_given_price() -> None:
     assert (billing_here(None).price_per_hour, billing_here(None).price_source) == (0.0, "own machine")
     asked = billing_here(2.5)
     assert (asked.price_per_hour, asked.price_source, asked.nodes) == (2.5, "--price-per-hour", 1)
@@ -139,7 +139,7 @@ def test_a_machine_finds_its_price_wherever_it_is_recovered(
     assert billing.machine.cluster == "sky-1"
 
 
-def test_where_only_one_price_can_be_meant_nobody_is_asked(
+def test_a_single_possible_price_needs_no_metadata_service(
     job: Callable[..., None], metadata: Callable[[Cloud], Cloud]
 ) -> None:
     cloud = metadata(ec2(spot=True))
@@ -152,7 +152,7 @@ def test_where_only_one_price_can_be_meant_nobody_is_asked(
     assert cloud.requests == []
 
 
-def test_a_price_that_cannot_be_told_is_unknown_and_says_why(
+def test_a_price_that_cannot_be_determined_is_unknown_with_a_reason(
     job: Callable[..., None], metadata: Callable[[Cloud], Cloud], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def source() -> str:
@@ -187,7 +187,7 @@ def test_a_table_may_name_a_cloud_alone_and_every_node_is_billed(
 @pytest.mark.parametrize(
     "text", ["{", "[1]", '[{"cloud": "aws"}]', '[{"usd_per_hour": "20"}]', '[{"usd_per_hour": -1}]']
 )
-def test_a_table_that_is_none_is_the_users_mistake(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_table_is_a_user_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYTRAIN_PRICES", text)
     with pytest.raises(UserError, match="SKYTRAIN_PRICES: not a JSON list"):
         billing_here(None)

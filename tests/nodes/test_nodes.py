@@ -18,7 +18,7 @@ from trainer.shards import local_shards
 
 
 @pytest.mark.slow
-def test_whichever_node_dies_all_leave_resumable_and_the_losses_stay_equal(
+def test_after_the_death_of_any_node_all_leave_resumable_and_the_losses_stay_equal(
     tmp_path: Path, undisturbed: Callable[[int], Project]
 ) -> None:
     head, other = two_nodes(tmp_path / "two nodes")
@@ -60,7 +60,7 @@ def three_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_however_many_nodes_tokenize_they_make_the_same_shards(
+def test_any_number_of_nodes_tokenizes_to_the_same_shards(
     count: int, tmp_path: Path, three_parts: dict[str, str]
 ) -> None:
     head, *others = several_nodes(tmp_path / "nodes", count, PARTS)
@@ -80,7 +80,7 @@ def test_however_many_nodes_tokenize_they_make_the_same_shards(
 
 
 @pytest.mark.slow
-def test_nodes_that_tokenize_share_a_bucket_and_nothing_else(
+def test_nodes_that_tokenize_share_only_a_bucket(
     tmp_path: Path, three_parts: dict[str, str], s3_store: S3Store
 ) -> None:
     nodes = several_nodes(tmp_path / "all", 3, PARTS)
@@ -99,7 +99,7 @@ def test_nodes_that_tokenize_share_a_bucket_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_a_node_that_is_killed_amid_its_part_loses_no_finished_shard(
+def test_a_node_that_is_killed_during_its_part_loses_no_finished_shard(
     tmp_path: Path, three_parts: dict[str, str]
 ) -> None:
     head, other = several_nodes(tmp_path / "nodes", 2, PARTS)

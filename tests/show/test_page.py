@@ -129,7 +129,7 @@ class Parts(HTMLParser):
 # --- what the page shows
 
 
-def test_a_page_says_what_the_store_says(store: LocalStore) -> None:
+def test_a_page_shows_the_data_of_the_store(store: LocalStore) -> None:
     record_of_run = run_in(store)
     data, account = run_data(Run(store, record_of_run)), Run(store, record_of_run).account
     assert (data["state"], data["steps"], data["starts"]) == ("done", 400, 2)
@@ -147,7 +147,7 @@ def test_a_page_says_what_the_store_says(store: LocalStore) -> None:
     assert receipt["seed"] == "1337" and receipt["hardware"].startswith("1 x cpu, fp32; ")
 
 
-def test_waits_for_spot_in_a_row_are_one_row_of_the_page_as_of_the_bill(
+def test_consecutive_waits_for_spot_are_one_row_of_the_page_as_in_the_bill(
     store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record_of_run = run_that_waited(store)
@@ -231,7 +231,7 @@ def test_a_running_mean_is_the_mean_of_the_neighbours(values: Sequence[float], r
 # --- overlays
 
 
-def test_a_log_of_llmc_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_log_of_llmc_is_read_with_its_values(tmp_path: Path) -> None:
     log = tmp_path / "main.log"
     log.write_text("s:0 tel:11.0\ns:0 trl:11.5 lr:0.000001 norm:14.96\ns:1 trl:9.0 lr:0.1 norm:nan\ns:1 eval:0.25\n")
     assert read_overlay(str(log)) == Overlay(
@@ -268,7 +268,7 @@ def test_another_file_is_refused_in_one_line(tmp_path: Path, text: str | None, m
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_recorded_log_of_a_real_llmc_run_is_read_whole(shared_data: Path) -> None:
+def test_the_recorded_log_of_a_real_llmc_run_is_read_completely(shared_data: Path) -> None:
     overlay = read_overlay(str(shared_data / "llmc_124M_main.log"))
     assert {metric: len(points) for metric, points in overlay.series.items()} == {
         "train/loss": 19_552,
@@ -292,7 +292,7 @@ def test_no_text_of_a_run_becomes_markup(store: LocalStore) -> None:
     assert data["runs"][0]["sample"] == HOSTILE and data["overlays"][0]["name"] == HOSTILE
 
 
-def test_what_the_data_says_is_not_taken_for_a_part_of_the_template() -> None:
+def test_data_that_looks_like_the_template_is_not_substituted() -> None:
     page = bind({"runs": [{"name": "{{script}}{{style}}{{data}}"}]})
     assert page.count('"use strict"') == 1 and '"name":"{{script}}{{style}}{{data}}"' in page
 
@@ -316,7 +316,7 @@ def test_a_long_run_makes_a_page_of_less_than_a_megabyte(store: LocalStore, shar
     assert len(page) < 1_000_000
 
 
-def test_report_writes_the_page_where_it_is_told(
+def test_report_writes_the_page_to_the_given_path(
     store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.html"
@@ -429,7 +429,7 @@ def ticks_of(browser: Browser, figure: int) -> list[str]:
     return browser.js(f"[...{clock}.querySelectorAll('line.axis + text')].map((text) => text.textContent)")
 
 
-def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_bar(
+def test_the_time_axis_has_round_numbers_of_one_unit_and_consecutive_waits_are_one_bar(
     store: LocalStore, tmp_path: Path, browser: Browser
 ) -> None:
     expected = {
@@ -454,7 +454,7 @@ def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_b
     assert browser.heard(*COMPLAINTS) == []
 
 
-def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_nothing(
+def test_a_browser_draws_the_page_without_errors_and_without_the_network(
     store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
 ) -> None:
     runs = [Run(store, made) for made in (run_in(store), run_in(store, "dear", price_per_hour=None))]

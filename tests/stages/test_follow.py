@@ -24,7 +24,7 @@ def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[s
     assert mine.attempt.latest.progress.checkpoint_failed == 1200
 
 
-def test_a_step_that_is_done_again_in_one_attempt_is_told_once(work: Callable[[str], Work]) -> None:
+def test_a_step_that_one_attempt_redoes_is_reported_once(work: Callable[[str], Work]) -> None:
     mine = work("train")
     mine.tracker = cast(Tracker, recorder := Recorder())
     tracked: dict[str, int] = {}
@@ -33,7 +33,7 @@ def test_a_step_that_is_done_again_in_one_attempt_is_told_once(work: Callable[[s
     assert recorder.points == [(step, {"train/loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (4, 3.0))]
 
 
-def test_of_what_an_earlier_attempt_has_told_nothing_is_told_again_not_even_step_0(
+def test_nothing_that_an_earlier_attempt_reported_is_reported_again_not_even_step_0(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = work("train")
@@ -59,7 +59,7 @@ START = Started(
 )
 
 
-def test_how_a_run_is_carried_out_and_why_is_said_and_tagged(work: Callable[[str], Work]) -> None:
+def test_the_execution_settings_and_their_reasons_are_shown_and_tagged(work: Callable[[str], Work]) -> None:
     mine = work("train")
     mine.tracker, mine.screen = cast(Tracker, recorder := Recorder()), cast(TerminalScreen, recorder)
     report_event(mine, START)
@@ -73,7 +73,7 @@ def test_how_a_run_is_carried_out_and_why_is_said_and_tagged(work: Callable[[str
     }
 
 
-def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
+def test_after_a_rollback_a_step_is_reported_again_and_counts_as_redone(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = work("train")

@@ -40,7 +40,7 @@ def project(tmp_path: Path) -> Project:
 # --- killed at any moment
 
 
-def test_a_run_killed_in_every_stage_ends_as_if_nothing_had_happened(
+def test_a_run_killed_in_every_stage_ends_like_an_undisturbed_one(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
     finished, moments = undisturbed(1), random.Random(1)
@@ -142,7 +142,7 @@ def test_training_processes_do_not_outlive_a_killed_command(
     ("number", "processes", "as_json"),
     [(signal.SIGINT, 1, True), pytest.param(signal.SIGTERM, 2, False, marks=pytest.mark.slow)],
 )
-def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
+def test_a_stopped_run_commits_its_last_step_and_resumes_after_it(
     project: Project, undisturbed: Callable[[int], Project], number: signal.Signals, processes: int, as_json: bool
 ) -> None:
     command = ["run", "tiny.yaml", "--set", PATIENT, *ranks(processes)]
@@ -179,7 +179,7 @@ def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
 
 
 @pytest.mark.slow
-def test_a_run_stopped_before_it_trains_goes_on_too(project: Project) -> None:
+def test_a_run_stopped_before_training_resumes_too(project: Project) -> None:
     with project.started("run", "tiny.yaml") as process:
         project.wait_until(lambda: len(project.found("tokens/*/shards/*.json")) >= 5, process)
         process.terminate()
@@ -195,7 +195,7 @@ def test_a_run_stopped_before_it_trains_goes_on_too(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_two_commands_at_once_make_one_of_each_and_the_second_says_that_it_waits(
+def test_two_commands_at_once_make_each_artifact_once_and_the_second_reports_that_it_waits(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
     with project.started("run", "tiny.yaml") as one, project.started("run", "tiny.yaml") as other:
@@ -211,7 +211,7 @@ ON_ANOTHER_MACHINE = f"import platform; platform.node = lambda: 'elsewhere'; {SH
 
 
 @pytest.mark.slow
-def test_a_frozen_attempt_elsewhere_is_taken_over_and_does_no_harm_when_it_wakes(
+def test_a_frozen_attempt_on_another_machine_is_taken_over_and_does_no_harm_when_it_wakes(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
     with project.started("run", "tiny.yaml", code=ON_ANOTHER_MACHINE) as frozen:

@@ -28,7 +28,7 @@ def project(tmp_path: Path) -> Project:
 # --- stages, skipping, the card
 
 
-def test_stages_are_made_up_to_the_one_asked_for(project: Project) -> None:
+def test_stages_are_made_up_to_the_requested_one(project: Project) -> None:
     for done, asked in enumerate(("tokenize", "train"), 1):
         made = project.result("--stage", asked)
         assert (made["state"], list(made["artifacts"])) == ("done", list(STAGES[:done]))
@@ -67,7 +67,7 @@ def plans_of_recipe(project: Project) -> dict[str, Any]:
     return plans_of(Recipe.model_validate(values))
 
 
-def test_a_price_makes_dollars_of_hours(undisturbed: Callable[[int], Project]) -> None:
+def test_a_price_turns_hours_into_dollars(undisturbed: Callable[[int], Project]) -> None:
     finished = undisturbed(1)
     summary, made = finished.report(), finished.result()
     hours = sum(beat["time"] - beat["started"] for beat in finished.heartbeats()) / 3600
@@ -79,7 +79,7 @@ def test_a_price_makes_dollars_of_hours(undisturbed: Callable[[int], Project]) -
 
 
 @pytest.mark.parametrize("at_home", [True, False])
-def test_the_card_shows_what_was_made_and_commands_that_work(
+def test_the_card_shows_artifacts_and_commands_that_work(
     undisturbed: Callable[[int], Project], tmp_path: Path, at_home: bool
 ) -> None:
     finished = Project(undisturbed(1).folder)
@@ -104,7 +104,7 @@ def test_a_folder_of_finished_runs_can_move(undisturbed: Callable[[int], Project
     assert [a["skipped"] for a in made["artifacts"].values()] == [True, True, False, True]
 
 
-def test_an_audit_notices_a_step_that_read_other_text(undisturbed: Callable[[int], Project], tmp_path: Path) -> None:
+def test_an_audit_detects_a_step_that_read_other_text(undisturbed: Callable[[int], Project], tmp_path: Path) -> None:
     forged = undisturbed(1).copy(tmp_path / "forged")
     segment = max(forged.found("train/*/metrics/*.jsonl"), key=lambda path: path.stat().st_size)
     rows = [json.loads(line) for line in segment.read_text().splitlines()]
@@ -165,7 +165,7 @@ def test_a_run_that_diverges_ends_with_a_diagnosis_and_state_failed(project: Pro
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_an_s3_server_that_stays_away_is_said_and_interrupts(project: Project, as_json: bool) -> None:
+def test_an_s3_server_that_stays_away_is_reported_and_interrupts(project: Project, as_json: bool) -> None:
     (port,) = free_ports(1)
     project.environment |= {
         "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{port}",
@@ -184,7 +184,7 @@ def test_an_s3_server_that_stays_away_is_said_and_interrupts(project: Project, a
     assert "Traceback" not in ended.stderr and ended.stdout == ""
 
 
-def test_an_s3_server_that_goes_away_in_mid_training_interrupts_and_loses_nothing(
+def test_an_s3_server_that_fails_during_training_interrupts_and_loses_nothing(
     project: Project, s3_store: S3Store, s3_server: S3Account, undisturbed: Callable[[int], Project]
 ) -> None:
     project.environment["SKYTRAIN_STORE_SECONDS"] = "3"
@@ -230,7 +230,7 @@ def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(
     assert all(artifact["skipped"] for artifact in again["artifacts"].values())
 
 
-def test_a_wrong_bucket_is_the_users_mistake(project: Project, s3_store: S3Store) -> None:
+def test_a_wrong_bucket_is_a_user_error(project: Project, s3_store: S3Store) -> None:
     ended = project.run("run", "tiny.yaml", "--store", "s3://no-such-bucket-here/prefix", expect=2)
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ") and "no-such-bucket-here" in line and "there is no such bucket" in line
@@ -346,7 +346,7 @@ def assert_one_point_a_step(client: Any, train: Any, project: Project) -> None:
     ]
 
 
-def test_mlflow_has_one_run_with_one_nested_run_a_stage_after_a_kill_and_a_rerun(
+def test_mlflow_has_one_run_with_one_nested_run_per_stage_after_a_kill_and_a_rerun(
     project: Project, mlflow_server: MlflowServer
 ) -> None:
     tracked(project, mlflow_server)
@@ -405,7 +405,7 @@ def everything(client: Any, runs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_mlflow_server_that_dies_in_mid_run_stops_nothing_and_misses_nothing(
+def test_an_mlflow_server_that_dies_during_a_run_stops_nothing_and_misses_nothing(
     project: Project, mlflow_server: MlflowServer
 ) -> None:
     tracked(project, mlflow_server)

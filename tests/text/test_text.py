@@ -102,18 +102,18 @@ def test_vocabulary_sizes_are_known_without_a_download(monkeypatch: pytest.Monke
     assert vocab_size_of("bytes") == tokenizer("bytes").n_vocab
 
 
-def test_gpt2_is_openais(gpt2: tiktoken.Encoding) -> None:
+def test_gpt2_ids_equal_openais(gpt2: tiktoken.Encoding) -> None:
     assert gpt2.n_vocab == vocab_size_of("gpt2") and gpt2.eot_token == 50_256
     assert gpt2.encode_ordinary("hello world") == [31373, 995]
 
 
 @pytest.mark.parametrize("ask", [vocab_size_of, tokenizer])
-def test_an_unknown_tokenizer_is_told_the_known_ones(ask: Any) -> None:
+def test_an_unknown_tokenizer_is_refused_with_the_known_ones(ask: Any) -> None:
     with pytest.raises(UserError, match=r"'gpt-2'; did you mean 'gpt2'\? There are gpt2 and bytes"):
         ask("gpt-2")
 
 
-def test_a_vocabulary_that_cannot_be_had_names_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_an_unavailable_vocabulary_names_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise ConnectionError("no route to host")
 
@@ -157,7 +157,7 @@ def test_a_million_spaces_before_a_word_do_not_exhaust_the_regex(gpt2: tiktoken.
     assert gpt2.decode(array[1:].tolist()) == f"see {spaces}word\n{spaces}"
 
 
-def test_cutting_long_spaces_leaves_the_tokens_as_they_were(gpt2: tiktoken.Encoding) -> None:
+def test_cutting_long_spaces_changes_no_token(gpt2: tiktoken.Encoding) -> None:
     @settings(max_examples=300, deadline=None)
     @given(st.text(alphabet=" \n\t\r\u3000\x1c\x85ab1'.s", max_size=40))
     def check(document: str) -> None:
@@ -219,7 +219,7 @@ def test_documents_from_number_n_on_are_the_rest_of_all_documents(rows: Path) ->
             assert read(source, start) == everything[start:], (source, start)
 
 
-def test_parts_are_dealt_out_file_by_file_and_are_all_of_the_text(rows: Path, tmp_path: Path) -> None:
+def test_parts_are_assigned_file_by_file_and_cover_all_of_the_text(rows: Path, tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     lines.mkdir()
     for name in range(3):
@@ -246,7 +246,7 @@ def test_more_parts_than_files_are_refused_before_anything_is_read(rows: Path) -
     assert identity("*.parquet", base=rows, parts=3) == identity("*.parquet", base=rows)
 
 
-def test_a_part_may_be_empty_where_the_text_is_not(tmp_path: Path) -> None:
+def test_a_part_may_be_empty_although_the_text_is_not(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "0.parquet")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "1.parquet")
     assert [read("*.parquet", base=tmp_path, part=part, parts=2) for part in (0, 1)] == [["a", "b"], []]
@@ -299,21 +299,21 @@ def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path: Path) -> Non
     assert read(tmp_path / "*.txt") == ["one", "two\n\nlines\ufffd"]
 
 
-def test_packed_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
+def test_compressed_files_are_read_as_their_contents(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"packed"))
     (tmp_path / "l.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n{"text": "y"}\n'))
     assert read(tmp_path / "a.txt.gz") == ["packed"]
     assert read(tmp_path / "l.jsonl.gz") == ["x", "y"]
 
 
-def test_a_packing_that_needs_a_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compression_that_needs_a_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsspec.utils.compressions", {"gz": "gzip"})
     (tmp_path / "a.txt.zst").write_bytes(b"")
     with pytest.raises(UserError, match=r"a.txt.zst': .zst needs the package zstandard"):
         read(tmp_path / "a.txt.zst")
 
 
-def test_the_identity_of_files_is_what_they_hold_in_reading_order(rows: Path, tmp_path: Path) -> None:
+def test_the_identity_of_files_is_their_content_in_reading_order(rows: Path, tmp_path: Path) -> None:
     monday = identity("part-*.parquet", base=rows.rename(tmp_path / "monday"))
     moved = (tmp_path / "monday").rename(tmp_path / "tuesday")
     assert identity("part-*.parquet", base=moved) == monday
@@ -337,7 +337,7 @@ def test_identities_of_remote_text_are_made_without_a_connection() -> None:
     assert "text_column" not in source_identity("s3://bucket/*.txt", None, "1", "text")
 
 
-def test_labels_are_short_names_fit_for_folders() -> None:
+def test_labels_are_short_and_valid_as_folder_names() -> None:
     assert source_label("python-stdlib", None) == "python-stdlib"
     assert source_label("hf://datasets/HuggingFaceFW/fineweb-edu", "sample-10BT") == "fineweb-edu-sample-10BT"
     assert source_label("hf://datasets/org/name", None) == "name"
@@ -377,7 +377,7 @@ def test_labels_are_short_names_fit_for_folders() -> None:
         ("python-stdlib", "small", None, r"tokens.subset: .*remove it"),
     ],
 )
-def test_a_source_that_cannot_be_right_is_refused_before_it_is_opened(
+def test_an_invalid_source_is_refused_before_it_is_opened(
     source: str, subset: str | None, revision: str | None, said: str
 ) -> None:
     for ask in (source_identity, documents):
@@ -398,7 +398,7 @@ def test_mixed_and_unknown_kinds_of_files_are_refused(rows: Path, monkeypatch: p
             identity(name)
 
 
-def test_a_wrong_column_is_told_the_columns_there_are(rows: Path, tmp_path: Path) -> None:
+def test_a_wrong_column_is_refused_with_the_existing_ones(rows: Path, tmp_path: Path) -> None:
     parquet = rows / "part-0.parquet"
     lines = write_lines(tmp_path / "l.jsonl", {"text": "x", "id": 1}, {"body": "y"}, ["z"])
     for ask in (identity, read):
@@ -578,7 +578,7 @@ def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: str, tm
 
 
 @pytest.mark.slow
-def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> None:
+def test_text_on_the_hub_is_assigned_by_files_too(hub: str, tmp_path: Path) -> None:
     source = "hf://datasets/org/name"
     parquet = ("small", COMMIT, "text", 2, None, 1, 2), (None, COMMIT, "text", 0, None, 3, 4)
     (subset, (mistake,)) = read_apart(hub, tmp_path / "home", *((source, *call) for call in parquet))
@@ -599,13 +599,13 @@ def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_hub_that_is_busy_is_asked_again(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_busy_hub_are_retried(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Hub, "busy", 3)
     (found,) = read_apart(hub, tmp_path / "home", ("hf://datasets/org/name", "small", COMMIT, "text", 7))
     assert found == [f"document 1.{row}" for row in range(2, 5)] and _Hub.busy == 0
 
 
-def test_a_server_that_cannot_be_reached_is_told_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_reported_after_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, int] = {}
 
     def rows(place: str) -> int:
@@ -620,7 +620,7 @@ def test_a_server_that_cannot_be_reached_is_told_in_the_end(tmp_path: Path, monk
     assert asked[unreachable] > 1 == asked[nowhere]
 
 
-def test_what_the_hub_does_not_have_is_told(hub: str, tmp_path: Path) -> None:
+def test_text_that_the_hub_does_not_have_is_reported(hub: str, tmp_path: Path) -> None:
     source = "hf://datasets/org/name"
     (subset,), (column,), (files,), (dataset,) = read_apart(
         hub,
@@ -654,7 +654,7 @@ def load_in_transformers(encoding: tiktoken.Encoding, folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def test_merges_and_vocabulary_recovered_from_ranks_are_openais(gpt2: tiktoken.Encoding, shared_data: Path) -> None:
+def test_merges_and_vocabulary_recovered_from_ranks_equal_openais(gpt2: tiktoken.Encoding, shared_data: Path) -> None:
     files = tokenizer_files(gpt2, model_max_length=1024)
     originals = [path.read_bytes() for path in (shared_data / "tiktoken").iterdir()]
     assert files["merges.txt"] in originals

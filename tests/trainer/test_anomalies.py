@@ -204,7 +204,7 @@ def test_a_run_that_rolled_back_is_resumed_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_run_that_died_in_a_rollback_takes_the_same_way(
+def test_a_run_that_died_in_a_rollback_repeats_it(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
     inject({"spike": [30, 31]}, monkeypatch.setattr)

@@ -290,7 +290,7 @@ def test_a_checkpoint_deleted_while_it_is_read_gives_way_to_the_one_that_replace
         OSError(28, "No space left on device"),
     ],
 )
-def test_a_store_that_refuses_is_not_taken_for_damage(tmp_path: Path, trouble: Exception) -> None:
+def test_an_error_of_the_store_is_not_treated_as_damage(tmp_path: Path, trouble: Exception) -> None:
     store = LocalStore(tmp_path)
     committed(store, 5)
 

@@ -43,7 +43,7 @@ def test_only_the_last_checkpoints_are_kept(runner: Callable[..., Runner]) -> No
     assert len(run.rows()) == 13  # the series of deleted checkpoints stays
 
 
-def test_every_so_many_steps_a_checkpoint_stays_for_good(runner: Callable[..., Runner]) -> None:
+def test_checkpoints_at_multiples_of_keep_every_steps_are_never_deleted(runner: Callable[..., Runner]) -> None:
     run = runner(keep_every_steps=5, keep_last=1)  # nothing else is due in so short a run
     run.attempt()
     assert run.commits() == [12, 10, 5]

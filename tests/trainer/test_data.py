@@ -77,7 +77,7 @@ GOOD = struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + struct.pack("<3H", 1, 
         (struct.pack("<256i", 20240520, 1, -5, *[0] * 253), "1024 bytes, but its header requires 1014"),
     ],
 )
-def test_a_cut_off_or_foreign_file_is_named_and_refused(tmp_path: Path, body: bytes, complaint: str) -> None:
+def test_a_truncated_or_foreign_file_is_named_and_refused(tmp_path: Path, body: bytes, complaint: str) -> None:
     path = tmp_path / "train_000000.bin"
     path.write_bytes(body)
     with pytest.raises(UserError, match=complaint) as refusal:
@@ -138,7 +138,7 @@ def test_ranks_share_a_step_without_gap_or_overlap(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3000), st.sampled_from([1, 2]))
-def test_steps_that_grow_read_everything_once_and_as_gpt3_did(
+def test_growing_batches_read_everything_once_and_grow_as_in_gpt3(
     first: int, multiples: int, ramp: int, world_size: int
 ) -> None:
     first *= 2 * MODEL.block_size
@@ -164,7 +164,7 @@ def test_steps_that_grow_read_everything_once_and_as_gpt3_did(
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, seeds, st.lists(st.integers(0, 500), min_size=1, max_size=30))
-def test_the_order_remembers_nothing(sizes: list[int], seed: int, sequences: list[int]) -> None:
+def test_the_order_is_stateless(sizes: list[int], seed: int, sequences: list[int]) -> None:
     shards = shards_of([*sizes, 30])
     used = Order(shards, 3, seed)
     assert [used[g] for g in sequences] == [Order(shards, 3, seed)[g] for g in sequences]
@@ -186,7 +186,7 @@ def test_each_epoch_and_each_seed_has_another_order() -> None:
     assert orders[0] != sorted(orders[0])
 
 
-def test_the_order_of_a_seed_is_set_in_stone() -> None:
+def test_the_order_of_a_seed_never_changes() -> None:
     # Runs begun with an older version go on with this one: these numbers never change.
     order = Order(shards_of([20, 0, 33, 9]), 4, 1337)
     assert [order[g] for g in range(18)] == PINNED
@@ -324,7 +324,7 @@ def test_the_shard_to_prefetch_is_the_one_that_is_read_next(sizes: list[int], se
     assert order.next_shard(sequence) == next((s for s in later if s != here), order[next_epoch][0])
 
 
-def test_a_failed_prefetch_is_no_news_and_the_read_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_prefetch_is_silent_and_the_read_reports_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = [41, 41]
     numbered_data(tmp_path, sizes, block_size=4)
     broken = threading.Event()
@@ -351,7 +351,7 @@ def test_a_shard_with_another_number_of_tokens_than_announced_is_refused(tmp_pat
         data.window(0, 0)
 
 
-def test_a_digest_tells_other_data_from_the_same(tmp_path: Path) -> None:
+def test_a_digest_distinguishes_other_data_from_the_same(tmp_path: Path) -> None:
     data = numbered_data(tmp_path, [200, 150], block_size=4)
     digests = [data.digest(range(8 * step, 8 * step + 8)) for step in range(10)]
     assert len(set(digests)) == 10

@@ -282,7 +282,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, body: bytes, compla
         read_hellaswag_file(path)
 
 
-def test_a_missing_file_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone\.jsonl: No such file or directory; give a jsonl file"):
         read_hellaswag_file(tmp_path / "gone.jsonl")
 

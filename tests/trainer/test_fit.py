@@ -53,7 +53,7 @@ def test_the_largest_divisor_that_fits_is_found_without_running_out_of_memory(
     assert all(law(n) <= room for n in tried if n != 2) and len(tried) < 12
 
 
-def test_an_estimate_that_was_too_bold_is_taken_back() -> None:
+def test_an_estimate_that_was_too_large_is_corrected() -> None:
     tried: list[int] = []
 
     def law(size: int) -> float:  # convex: what no engine should be
@@ -63,7 +63,7 @@ def test_an_estimate_that_was_too_bold_is_taken_back() -> None:
     assert (size, used) == (32, 235) and 64 in tried
 
 
-def test_a_model_of_which_no_sequence_fits_is_the_users_to_change() -> None:
+def test_a_model_without_room_for_one_sequence_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"one sequence takes 3\.0 GiB of GPU memory, and 2\.0 GiB are available"):
         largest_that_fits(lambda size: 3 * 2**30, 64, 64, 2 * 2**30)
 

@@ -179,7 +179,7 @@ print(sorted({{m.partition(".")[0] for m in sys.modules}} & {{"pipelines", "boto
         (yaml.safe_dump(CONFIG), "contains no train_*.bin shards; give a folder that tokenize wrote"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, body: str, line: str) -> None:
+def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, body: str, line: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(body)
     result = python("-m", "trainer", str(config), "--data", str(tmp_path), "--out", str(tmp_path / "out"))

@@ -117,7 +117,7 @@ def test_weights_of_transformers_load_and_give_the_same_logits() -> None:
     assert not ours.wte.weight[SMALL.vocab_size :].any()
 
 
-def test_names_of_old_files_are_understood() -> None:
+def test_names_of_old_files_are_accepted() -> None:
     model = small_model()
     old = {name.removeprefix("transformer."): t for name, t in to_hf(model.state_dict(), SMALL).items()}
     mask = torch.ones(1, 1, 40, 40).tril()
@@ -204,7 +204,7 @@ def test_a_vocabulary_that_needs_no_padding_gets_none() -> None:
     assert ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8).padded_vocab_size == 50_304
 
 
-def test_no_position_sees_a_later_one() -> None:
+def test_no_position_depends_on_a_later_one() -> None:
     model = small_model().eval()
     tokens = some_tokens(1, 30)
     before = model(tokens)
