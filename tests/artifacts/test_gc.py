@@ -18,12 +18,6 @@ from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.verbs.gc import gc as verb_gc
 from trainer.store import PARTIAL, LocalStore
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 DAY = 86_400.0
 
 
@@ -55,7 +49,7 @@ def test_gc_deletes_files_that_a_finished_artifacts_manifest_does_not_name(store
     before = {entry.key for entry in store.entries("")}
     going = found(store, tmp_path)
     assert sorted(going) == sorted(gone)
-    assert going[0].endswith("/COMMIT.json")  # the marker first: what is half deleted was never committed
+    assert going[0].endswith("/COMMIT.json")  # the marker first: a half deleted checkpoint has no commit
     for leftover in list(leftovers(store, tmp_path, 7.0)):
         remove(store, leftover)
     assert {entry.key for entry in store.entries("")} == before - set(gone)
@@ -125,7 +119,7 @@ def test_gc_deletes_commits_that_a_stale_attempt_adds_to_a_finished_artifact(sto
 
 
 def test_an_artifact_that_is_finished_during_gc_loses_nothing(tmp_path: Path) -> None:
-    """The attempt commits between any two of the looks that gc takes."""
+    """The attempt commits between any two reads of the store by gc."""
     for number in range(6):
         fresh = LocalStore(tmp_path / f"store-{number}")
         model = put(fresh, f"{TRAIN}/a0001/model.safetensors")
@@ -202,11 +196,11 @@ def test_a_dry_run_lists_everything_and_deletes_nothing(
     folder.mkdir(parents=True)
     before = sorted(path for path in tmp_path.rglob("*"))
     verb_gc(store=store.uri, dry_run=True)
-    told = capsys.readouterr().out
-    assert torn in told and str(folder) in told and f"2 objects, 5 bytes would be removed in {store.uri}" in told
+    output = capsys.readouterr().out
+    assert torn in output and str(folder) in output and f"2 objects, 5 bytes would be removed in {store.uri}" in output
     assert sorted(path for path in tmp_path.rglob("*")) == before
     verb_gc(store=store.uri, dry_run=False)
-    assert capsys.readouterr().out == told.replace("would be removed", "removed")
+    assert capsys.readouterr().out == output.replace("would be removed", "removed")
     assert store.get(torn) is None and not folder.exists()
     verb_gc(store=store.uri)
     assert capsys.readouterr().out == f"0 objects, 0 bytes removed in {store.uri}\n"

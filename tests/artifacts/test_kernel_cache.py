@@ -1,4 +1,4 @@
-"""Kernels that one machine has compiled are found by the next; what is no kernel is neither packed nor unpacked."""
+"""The next machine finds the kernels that one machine compiled; other files are neither packed nor unpacked."""
 
 import io
 import os
@@ -21,7 +21,7 @@ HASH = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567ABCDEFGHIJKLMNOPQRST"
 
 
 def compile_one(folder: Path, entry: str, body: bytes = b"gpu") -> None:
-    """A kernel of our own making, as Triton would leave it."""
+    """A made-up kernel in the form that Triton writes."""
     (folder / entry).mkdir(parents=True)
     (folder / entry / "k.cubin").write_bytes(body)
     group = f'{{"child_paths": {{"k.cubin": "{folder / entry / "k.cubin"}"}}}}'
@@ -34,7 +34,7 @@ def entries_in(folder: Path) -> set[str]:
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as Triton itself fills it."""
+    """A folder that Triton's own code filled."""
     cache = pytest.importorskip("triton.runtime.cache")
     folder = tmp_path / "compiled"
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
@@ -58,14 +58,14 @@ def test_the_next_machine_finds_the_kernels_of_the_first(
     store = LocalStore(tmp_path / "store")
     first, second = KernelCache(store, compiled, KEY), KernelCache(store, tmp_path / "other" / "cache", KEY)
     assert second.fetch() == 0 and first.save()
-    assert not first.save()  # it is there
+    assert not first.save()  # it exists
     assert KernelCache(store, tmp_path / "older", KEY.replace("3.6.0", "3.5.0")).fetch() == 0
     (entry,) = store.entries("cache/")
     assert entry.key == f"cache/triton/{KEY}/{sha256(pack(compiled, [HASH])).hexdigest()}.tar"
     assert second.fetch() == 3 and second.fetch() == 0
     names = sorted(path.name for path in second.folder.glob("*/*"))
-    assert names == ["__grp__k.json", "k.cubin", "k.json"]  # neither what the CPU runs nor what nobody needs
-    # Triton finds them there, and looks nowhere else.
+    assert names == ["__grp__k.json", "k.cubin", "k.json"]  # neither CPU code nor intermediate files
+    # Triton reads this folder only.
     monkeypatch.setenv(CACHE_VARIABLE, str(second.folder))
     group = FileCacheManager(HASH).get_group("k.json")
     assert group == {name: str(second.folder / HASH / name) for name in ("k.cubin", "k.json")}
@@ -78,16 +78,16 @@ def test_kernels_compiled_later_in_a_run_are_kept_in_another_pack(tmp_path: Path
     compile_one(first.folder, "BF16")
     assert first.save() and not first.save()
     second.fetch()
-    assert not second.save()  # what was fetched is there already
+    assert not second.save()  # the store has the fetched kernels already
     compile_one(second.folder, "FP8")
     (second.folder / "FP8" / "__grp__k.json").rename(tmp_path / "group")
-    assert not second.save()  # half a kernel would be found, and fail
+    assert not second.save()  # an incomplete kernel would be loaded, and fail
     (tmp_path / "group").rename(second.folder / "FP8" / "__grp__k.json")
     assert second.save()
     third.fetch()
     assert entries_in(third.folder) == {"BF16", "FP8"} and len(store.entries("cache/")) == 2
     compile_one(first.folder, "FP8")
-    assert not first.save()  # another run has done so
+    assert not first.save()  # another run saved it
 
 
 def test_packs_of_a_key_have_a_limit_together(
@@ -99,7 +99,7 @@ def test_packs_of_a_key_have_a_limit_together(
         assert kernels.save()
     compile_one(kernels.folder, "MORE")
     assert not kernels.save() and "is full" in capsys.readouterr().out
-    assert not kernels.save() and not capsys.readouterr().out  # told of once
+    assert not kernels.save() and not capsys.readouterr().out  # reported once
     monkeypatch.setattr(kernel_cache, "MAX_BYTES", 40_000)
     smaller = KernelCache(LocalStore(tmp_path / "other"), tmp_path / "smaller", KEY)
     compile_one(smaller.folder, "A", bytes(15_000))
@@ -125,7 +125,7 @@ def test_kernels_are_kept_after_the_first_steps_and_after_later_compilations(
         yield "train"
         kept.append(len(store.entries("cache/")))
         seen.set()
-        threading.Event().wait()  # the thread has no end of its own
+        threading.Event().wait()  # the thread never ends by itself
 
     run = phases()
     KernelCache(store, folder, KEY).save_from_first_step(lambda: next(run))
@@ -174,7 +174,7 @@ def test_a_damaged_pack_is_reported_not_used_and_made_again(tmp_path: Path, caps
         if b"A/k.cubin" in body:
             store.put(entry.key, body[:600] + b"x" + body[601:])
     second.fetch()
-    assert entries_in(second.folder) == {"B"}  # the other is as good as ever
+    assert entries_in(second.folder) == {"B"}  # the other pack is still valid
     assert "is damaged and removed; its kernels are compiled again" in capsys.readouterr().out
     assert KernelCache(store, first.folder, KEY).save()  # under the same name
     assert second.fetch() and entries_in(second.folder) == {"A", "B"} and not capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""An artifact exists once its manifest does, and is only ever read as the manifest describes it."""
+"""An artifact exists once its manifest does, and reads always follow the manifest."""
 
 import json
 import os
@@ -174,7 +174,7 @@ def test_a_damaged_file_is_named_and_refused_until_it_is_whole_again(
     manifest = finished(store, tmp_path)
     key = f"{PLAN.prefix}/a0001/weights.bin"
     store.delete(key) if damage is None else store.put(key, damage)
-    for _ in range(2):  # what the first try has left is no better at the second
+    for _ in range(2):  # the file of the first try stays damaged at the second
         with pytest.raises(DamagedArtifact) as refused:
             fetch(store, PLAN.prefix, manifest.file("weights.bin"), tmp_path / "cache")
         message = str(refused.value)
@@ -233,7 +233,8 @@ def test_processes_that_need_a_file_at_the_same_time_fetch_it_once(remote_store:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     children = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready-*"))) < 4 and time.monotonic() < deadline:
+    while len(list(tmp_path.glob("ready-*"))) < 4:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     (tmp_path / "go").touch()
     said = [child.communicate(timeout=60)[0].split(" ", 2) for child in children]

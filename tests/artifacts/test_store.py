@@ -1,4 +1,4 @@
-"""Promises of every store, tried on all three; then what S3Store makes of a server that fails."""
+"""Promises of every store, tested on all three; then S3Store with a server that fails."""
 
 import hashlib
 import json
@@ -143,7 +143,7 @@ class TestEveryStore:
         found = store.entries("")
         assert [entry.key for entry in found] == sorted(["b", "a/2", "a/10", "a-b", "a/B", "ä"])
         assert all(entry.size == len(entry.key.encode()) for entry in found)
-        # S3 tells whole seconds.
+        # S3 has whole seconds.
         assert all(before - 2 <= entry.modified <= time.time() + 2 for entry in found)
 
     def test_a_prefix_is_text_and_hides_everything_else(self, store: Store) -> None:
@@ -692,7 +692,7 @@ def test_a_stopped_daemon_leaves_no_child(tmp_path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process still runs; a zombie that waits for its parent does not."""
+    """True if the process still runs; a zombie that waits for its parent does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

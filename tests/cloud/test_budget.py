@@ -1,4 +1,4 @@
-"""`--budget`: the run has stopped on a commit before its bill is higher, whatever the bill is made of."""
+"""`--budget`: the run stops on a commit before its bill exceeds the budget, whichever costs are on the bill."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_a_run_that_stops_when_asked_has_spent_the_budget_and_no_more(
     if left >= 0:
         assert spent + rate * (left + stopping) / 3600 == pytest.approx(budget, rel=1e-9)
     else:
-        assert spent + rate * stopping / 3600 > budget * (1 - 1e-9)  # not even stopping at once would keep it
+        assert spent + rate * stopping / 3600 > budget * (1 - 1e-9)  # not even an immediate stop would meet it
 
 
 def test_a_machine_that_costs_nothing_is_never_asked_to_stop() -> None:
@@ -57,8 +57,8 @@ def test_the_reserve_for_a_stop_covers_a_step_and_a_save_or_the_last_upload(
     fixed = LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0)
     progress = Progress(save_seconds=save, world_size=ranks, metrics={"perf/tokens_per_second": speed})
     busy = stopping_seconds(progress, 1000, grace, rented) - fixed
-    assert busy >= min(grace, save + 1000 / speed) * (1 - 1e-9)  # the ranks are cut off after the grace
-    assert busy >= ranks * save / 3 * (1 - 1e-9)  # nobody cuts off the upload of the final weights
+    assert busy >= min(grace, save + 1000 / speed) * (1 - 1e-9)  # the ranks are killed after the grace
+    assert busy >= ranks * save / 3 * (1 - 1e-9)  # the upload of the final weights is not interrupted
     assert busy <= max(grace, ranks * save / 3) * (1 + 1e-9)
     assert stopping_seconds(Progress(), 1000, grace, rented) - fixed == pytest.approx(
         grace
@@ -69,7 +69,7 @@ def test_the_reserve_for_a_stop_covers_a_step_and_a_save_or_the_last_upload(
 
 
 class Bench:
-    """A run in a store of its own, and attempts of which we say when they began and ended."""
+    """A run in its own store, and attempts with given starts and ends."""
 
     def __init__(self, folder: Path) -> None:
         self.store = LocalStore(folder)
@@ -123,7 +123,7 @@ def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(bench: 
 
 
 def test_a_later_heartbeat_with_measured_times_delays_the_stop(bench: Bench) -> None:
-    """A save that was measured takes less than the whole grace, so there is more left to work with."""
+    """A measured save takes less than the whole grace, so more time is left for training."""
     mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
     assert mine is not None
     usd = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, rented=False) + 0.5
@@ -131,7 +131,7 @@ def test_a_later_heartbeat_with_measured_times_delays_the_stop(bench: Bench) -> 
     assert budget.watch(mine.latest) is None
     mine.update(progress=Progress(save_seconds=0.5, metrics={"perf/tokens_per_second": 1e6}))
     assert budget.watch(mine.latest) is None
-    assert not bench.stop.heard.wait(1.5)  # it would have been asked by now
+    assert not bench.stop.heard.wait(1.5)  # the stop would have been requested by now
 
 
 def test_a_spent_budget_begins_nothing(bench: Bench) -> None:
@@ -141,7 +141,7 @@ def test_a_spent_budget_begins_nothing(bench: Bench) -> None:
     bench.budget(110, price=0.0).begin()  # a machine that costs nothing may
     bench.budget(200).begin()
     with pytest.raises(Stopped):
-        bench.budget(200, cluster="sky-1", nodes=2).begin()  # whose end is paid for, too
+        bench.budget(200, cluster="sky-1", nodes=2).begin()  # its end is paid too
     assert not bench.stop.asked
 
 
@@ -164,7 +164,7 @@ def test_a_budget_needs_a_known_price(bench: Bench, billing: Billing) -> None:
 def test_a_run_stops_on_a_commit_within_its_budget_and_a_higher_budget_resumes_it_to_the_same_losses(
     tmp_path: Path, undisturbed: Callable[[int], Project]
 ) -> None:
-    """At a dollar a second. Its 8th step is held up until the budget has asked, however fast the machine is."""
+    """At a dollar a second. The 8th step waits until the budget stops the run, on a machine of any speed."""
     project = Project(tmp_path / FOLDER_NAME)
     moments = tmp_path / "moments"
     moments.mkdir()

@@ -112,7 +112,7 @@ def test_a_private_registry_needs_valid_credentials(tmp_path: Path) -> None:
 
 
 def test_a_token_is_requested_from_a_registry_that_needs_one_imitated() -> None:
-    """Docker Hub and GHCR do so; neither can be reached from everywhere that tests run."""
+    """Docker Hub and GHCR do this; some machines that run the tests cannot reach them."""
 
     class Hub(http.server.BaseHTTPRequestHandler):
         server: http.server.HTTPServer
@@ -192,7 +192,7 @@ def push_empty_image(host: str, repository: str, tag: str, account: str = "") ->
 
 
 def test_a_tracking_server_that_is_gone_or_refuses_us_is_named_imitated() -> None:
-    """The real one that answers is in tests/test_mlflow.py."""
+    """tests/tracking/test_shipper.py has the test with a real server that answers."""
     assert "start it" in mlflow_answers(closed_port(), {}).remedy
 
     class Guarded(http.server.BaseHTTPRequestHandler):

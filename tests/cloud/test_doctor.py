@@ -1,4 +1,4 @@
-"""`skytrain doctor` on machines that are well and on one that is not."""
+"""`skytrain doctor` on machines without and with faults."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def doctor(folder: Path, expect: int, **more: str) -> dict[str, Any]:
-    """Its findings by what they are about; the exit code is as expected."""
+    """Its findings by subject; the exit code is as expected."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "MLFLOW_", "AWS_"))}
     ours = {
         "PYTHONPATH": str(ROOT),

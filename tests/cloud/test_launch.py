@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("clean_shell")
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe and its text, and in it."""
+    """A folder with a recipe and its text, as the working directory."""
     write_texts(tmp_path / "texts")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     monkeypatch.chdir(tmp_path)
@@ -42,8 +42,8 @@ def test_a_launch_reports_all_faults_before_it_fails(capsys: pytest.CaptureFixtu
     findings = [Finding("a", "x", "broken", "mend it"), Finding("b", "fine"), Finding("c", "y", "broken", "do that")]
     with pytest.raises(UserError, match="2 of the findings above"):
         report_all(findings, print_launch_report)
-    said = capsys.readouterr().out
-    assert "WRONG  a: x\n       -> mend it" in said and "   ok  b: fine" in said and "do that" in said
+    output = capsys.readouterr().out
+    assert "WRONG  a: x\n       -> mend it" in output and "   ok  b: fine" in output and "do that" in output
 
 
 # run:NAME
@@ -129,8 +129,8 @@ def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) ->
     arguments.append(f"tokens.source={texts}/texts/*.txt")
     alone = KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()}
     unreachable = {"AWS_ENDPOINT_URL": closed_port(), "SKYTRAIN_STORE_SECONDS": "1"}
-    said = skytrain(texts, *arguments, "--store", "s3://bucket/prefix", **alone, **unreachable, expect=2)
-    assert "error: launch: get s3://bucket/prefix/" in said  # it has to know what is missing
+    output = skytrain(texts, *arguments, "--store", "s3://bucket/prefix", **alone, **unreachable, expect=2)
+    assert "error: launch: get s3://bucket/prefix/" in output  # it has to read the state of the artifacts
 
     done = given(texts, *arguments, "--infra", "slurm/here", **alone)
     header, *tasks = yaml.safe_load_all(done.stdout)
@@ -173,7 +173,7 @@ def test_missing_requirements_of_a_launch_are_reported_within_seconds_with_remed
     """SkyPilot finds a fifth, no capacity: test_skypilot.py, and test_cluster.py with a real cloud."""
     store = fresh_s3_store(moto_server)
     account = dict(moto_server.environment)
-    if "lambda" in options:  # the keys are there for us, and not for a job
+    if "lambda" in options:  # the keys are set here, and not given to the job
         (texts / "credentials").write_text(
             "[default]\n"
             + "".join(
@@ -183,10 +183,10 @@ def test_missing_requirements_of_a_launch_are_reported_within_seconds_with_remed
         account["AWS_SHARED_CREDENTIALS_FILE"] = str(texts / "credentials")
     began = time.monotonic()
     arguments = ["launch", "tiny.yaml", "--store", store.uri, "--infra", "slurm/here", "--image", "none", "--yes"]
-    said = skytrain(texts, *arguments, *(word.format(registry=registry) for word in options), **account, expect=2)
-    assert time.monotonic() - began < 30  # on a busy machine; nobody was asked twice
-    assert remedy.format(registry=registry) in said
-    assert said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
+    output = skytrain(texts, *arguments, *(word.format(registry=registry) for word in options), **account, expect=2)
+    assert time.monotonic() - began < 30  # on a busy machine; each server got one request
+    assert remedy.format(registry=registry) in output
+    assert output.splitlines()[-1].startswith("error: ") and "Traceback" not in output
 
 
 def test_a_launch_without_an_image_reports_how_to_get_one(texts: Path) -> None:

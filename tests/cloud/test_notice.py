@@ -1,4 +1,4 @@
-"""The notice before the end: servers that speak each cloud's protocol, and servers that speak nothing of the kind."""
+"""Notices of preemption: servers with each cloud's protocol, and servers with none of them."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ from pipelines.show.console import TerminalScreen
 from trainer.errors import UserError
 from trainer.process import StopSignal
 
-LIMIT_S = 20.0  # for what takes milliseconds
+LIMIT_S = 20.0  # of waits that take milliseconds
 
 
 CLOUDS: list[type[Ec2Cloud] | type[GceCloud] | type[AzureCloud]] = [Ec2Cloud, GceCloud, AzureCloud]
@@ -31,7 +31,7 @@ CLOUDS: list[type[Ec2Cloud] | type[GceCloud] | type[AzureCloud]] = [Ec2Cloud, Gc
 
 @pytest.fixture
 def start() -> Iterator[Callable[[Any], Any]]:
-    """Closes at the end what it was given."""
+    """Starts clouds and closes them at the end."""
     clouds: list[Cloud] = []
 
     def started(cloud: Cloud) -> Cloud:
@@ -77,7 +77,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def polled(cloud: Cloud, times: int) -> None:
-    """Wait until the watcher has asked so many times more."""
+    """Wait for so many more requests of the watcher."""
     before = len(cloud.requests)
     until(lambda: len(cloud.requests) >= before + times, f"{cloud.name} was asked {times} times")
 
@@ -179,7 +179,7 @@ def test_training_may_use_the_clouds_notice_time_to_save(start, watched, kind, m
     with watched(cloud) as stop:
         until(lambda: stop.grace_seconds == kind.grace_seconds, "the cloud was found")
     with watched(cloud, kind.name) as stop:
-        assert stop.grace_seconds == kind.grace_seconds  # at once: nothing is to be found out
+        assert stop.grace_seconds == kind.grace_seconds  # at once: no probe is needed
     monkeypatch.setenv("SKYTRAIN_GRACE_SECONDS", "77")
     with watched(cloud, kind.name) as stop:
         polled(cloud, 4)
@@ -291,10 +291,10 @@ def test_a_named_service_that_fails_is_reported_once_and_its_later_notice_still_
         cloud.preempt()
         until(lambda: stop.asked, "the notice was seen")
         until(lambda: not threads(), "the watcher ended")
-    said = capsys.readouterr().err
-    assert said.count("gives no valid answer") == 1
-    assert said.count(Ec2Cloud.why) == 1
-    assert not any(token in said for token in cloud.tokens)
+    message = capsys.readouterr().err
+    assert message.count("gives no valid answer") == 1
+    assert message.count(Ec2Cloud.why) == 1
+    assert not any(token in message for token in cloud.tokens)
 
 
 @pytest.mark.parametrize("named", ["ec2", "gce", "azure", None])
@@ -358,8 +358,8 @@ def test_a_token_goes_through_no_proxy_and_follows_no_redirect(start, watched, m
 @given(
     st.one_of(st.none(), st.integers(), st.text(), st.from_regex(r"\w\w\w, \d+ \w\w\w \d+ [\d:]+ \S+", fullmatch=True))
 )
-def test_any_deadline_text_of_a_cloud_is_accepted(said: object) -> None:
-    shown = utc_time(said)
+def test_any_deadline_text_of_a_cloud_is_accepted(message: object) -> None:
+    shown = utc_time(message)
     assert shown == "once" or shown.endswith(" UTC")
 
 
@@ -443,7 +443,7 @@ def test_a_run_that_cannot_save_in_time_is_ended_after_its_grace_and_loses_only_
         (torchrun,) = psutil.Process(process.pid).children()
         ranks = torchrun.children()
         assert len(ranks) == 2
-        ranks[1].suspend()  # SIGTERM reaches it no more, and its peer waits for it
+        ranks[1].suspend()  # SIGTERM does not reach it any more, and its peer waits for it
         process.terminate()
         err = process.communicate(timeout=25)[1]  # torchrun's own grace is 30
     assert process.returncode == 75, err

@@ -68,7 +68,7 @@ def test_the_expected_time_and_cost_are_the_mean_of_many_simulations(job: StageW
             if up + needs <= lasts:
                 up, billed, left = up + needs, billed + needs, left - job.segment
                 continue
-            # It dies: what of its life was not yet billed goes, and the next ones start until one lives to work.
+            # It dies: the unbilled rest of its life is removed, and nodes start until one lives long enough to work.
             billed, died = billed + lasts - up, died + 1
             while (lasts := chance.expovariate(1 / hours_between)) <= job.start:
                 billed, died = billed + lasts, died + 1

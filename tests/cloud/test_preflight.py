@@ -26,7 +26,7 @@ def looked(
     changes: tuple[str, ...] = (),
     **options: Any,
 ) -> dict[str, Finding]:
-    """The findings that are not simply fine, by what they are about."""
+    """The findings that are not fine, by subject."""
     asked = LaunchRequest("tiny-12345678", store.uri, **options)
     recipe = load_recipe("smoke", [f"tokens.source={source}", f"tokens.revision={'a' * 40}", *changes])
     findings = preflight(managed_job(asked, STAGES), asked, recipe, store, secrets)

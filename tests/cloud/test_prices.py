@@ -43,7 +43,7 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """The environment of a job that SkyPilot has started somewhere."""
+    """The environment of a job that SkyPilot started."""
 
     def started(cloud: str, region: str, zone: str | None = None, gpus: int | None = 8, table: Any = None) -> None:
         info = {"cluster_name": "sky-1", "cloud": cloud, "region": region, "zone": zone}
@@ -143,7 +143,7 @@ def test_a_single_possible_price_needs_no_metadata_service(
     job: Callable[..., None], metadata: Callable[[Cloud], Cloud]
 ) -> None:
     cloud = metadata(ec2(spot=True))
-    job("Lambda", "us-east-1")  # which has no metadata service; the GPUs tell the node from the CPU node
+    job("Lambda", "us-east-1")  # no metadata service; the GPUs distinguish the node from the CPU node
     assert billing_here(None).price_per_hour == 31.92
     job("Lambda", "us-east-1", gpus=0)
     billing = billing_here(None)
@@ -160,7 +160,7 @@ def test_a_price_that_cannot_be_determined_is_unknown_with_a_reason(
         assert billing.price_per_hour is None
         return billing.price_source
 
-    job("AWS", "us-east-1", "us-east-1a")  # spot or not? nobody answers
+    job("AWS", "us-east-1", "us-east-1a")  # spot or not: no service answers
     assert source() == "unknown: aws/us-east-1/p5.48xlarge may be any of 2 rows of SKYTRAIN_PRICES"
     metadata(ec2(spot=True, instance="p5en.48xlarge"))
     assert source() == "unknown: aws/us-east-1b/p5en.48xlarge/spot is not in SKYTRAIN_PRICES"
@@ -169,7 +169,7 @@ def test_a_price_that_cannot_be_determined_is_unknown_with_a_reason(
     assert source() == "unknown: aws/eu-north-1 is not in SKYTRAIN_PRICES"
     job("Slurm", "local", table=[])
     assert source() == "unknown: neither SKYTRAIN_PRICES nor --price-per-hour is given"
-    assert billing_here(3.0).price_per_hour == 3.0  # what the user says holds
+    assert billing_here(3.0).price_per_hour == 3.0  # the user's value wins
 
 
 def test_a_table_may_name_a_cloud_alone_and_every_node_is_billed(

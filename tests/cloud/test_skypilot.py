@@ -1,7 +1,7 @@
-"""The SkyPilot tasks in sky/, put before SkyPilot's own schema and optimizer with a small price catalog.
+"""The SkyPilot tasks in sky/, checked by SkyPilot's own schema and optimizer with a small price catalog.
 
 Both run for real, in one child process for all questions (importing SkyPilot takes 4 s), and without its server.
-Only the answer to "which clouds are enabled" is given to them: it would take accounts.
+The tests only replace the list of enabled clouds, which would need accounts.
 """
 
 import json
@@ -57,9 +57,9 @@ def answer(question):
     if gone := question.get("gone"):  # as while it provisions
         blocked = [Resources(**machine) for machine in gone]
         optimizer.Optimizer.optimize(dag, blocked_resources=blocked, quiet=True)
-    return {"name": dag.name, "tasks": [told(task) for task in dag.tasks]}
+    return {"name": dag.name, "tasks": [task_record(task) for task in dag.tasks]}
 
-def told(task):
+def task_record(task):
     best = task.best_resources
     return {
         "name": task.name, "nodes": task.num_nodes, "cloud": str(best.cloud).lower(), "region": best.region,
@@ -108,7 +108,7 @@ def requested(stages: tuple[str, ...] = ("train",), **options: Any) -> str:
 
 
 def waiting(*gone: dict[str, Any]) -> dict[str, Any]:
-    """What is tried next for training with a deadline where some machines can't be had."""
+    """The next machine for training with a deadline when some machines are unavailable."""
     request = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", image=IMAGE, deadline=2e9)
     prices = {"aws": 20.0, "gcp": 26.0}
     train, _ = managed_job(request, ("train", "evaluate")).tasks
@@ -166,7 +166,7 @@ QUESTIONS |= {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What SkyPilot says to every question."""
+    """SkyPilot's answer to every question."""
     pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
     home = tmp_path_factory.mktemp("sky-home")
     write_catalog(home, ROWS + MORE)
@@ -202,7 +202,7 @@ def place(answer: dict[str, Any]) -> tuple[Any, ...]:
     return task["cloud"], task["region"], task["spot"], task["usd"]
 
 
-# What SkyPilot makes of them
+# SkyPilot's reading of them
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -295,7 +295,7 @@ def test_a_job_knows_the_price_of_every_machine_it_may_end_up_on(answers: dict[s
         "cpu_16x_general",
     }
     assert [r["usd_per_hour"] for r in rows(answers["prices in one region"])] == [22.0]
-    for stage in STAGES:  # what SkyPilot takes of each file's machines, at its price
+    for stage in STAGES:  # SkyPilot's choice among each file's machines, at its price
         chosen = only_task(answers[stage])
         (price,) = {
             r["usd_per_hour"]

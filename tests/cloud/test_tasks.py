@@ -109,7 +109,7 @@ def test_a_dry_run_shows_every_line_but_no_secret() -> None:
     assert [task["name"] for task in list(yaml.safe_load_all(text))[1:]] == list(STAGES)
     assert text.count("AWS_SECRET_ACCESS_KEY: (from your environment, not shown)") == len(STAGES)
     assert not any(value in text for value in KEYS.values())
-    assert "  exec skytrain run" in text  # scripts as one reads them
+    assert "  exec skytrain run" in text  # scripts in readable form
 
 
 # With a deadline
@@ -159,7 +159,7 @@ def test_the_order_of_machines_with_a_deadline(monkeypatch: pytest.MonkeyPatch) 
     mixed = tasks_with(deadline=1.8e9, infra="slurm/here,aws")["train"]
     assert order(mixed) == ["slurm/here H100:8", spot[1], standbys[1]]
     without_spot = tuple(machine for machine in train.machines if not machine.use_spot)
-    late = replace(train, machines=without_spot)  # as where spot would not keep the deadline
+    late = replace(train, machines=without_spot)  # as if spot would miss the deadline
     on_demand = ["gcp H100:8", "aws H100:8", "lambda H100:8"]
     assert order(late) == order(tasks_with(deadline=1.8e9)["evaluate"]) == on_demand
     assert order(tasks_with()["train"]) == [*spot, "lambda H100:8"]

@@ -76,7 +76,7 @@ def test_settings_that_slow_training_slow_the_plan() -> None:
     assert speed(engine="eager") < speed()
     assert speed() < speed(nodes=2) < 2 * speed()
     assert 7 * speed("H100:1") < speed() < 8 * speed("H100:1")
-    smoke = load_recipe("smoke")  # so small that launching its kernels is all the work
+    smoke = load_recipe("smoke")  # so small that kernel launches take all the time
     assert speed_on(smoke.model, smoke.runtime, "H100:1").source.startswith("1 ms a layer")
     with pytest.raises(UserError, match="T4:8: the speed of this GPU is unknown; known are H100"):
         speed("T4:8")

@@ -24,7 +24,7 @@ def test_a_work_trees_own_code_runs_in_an_existing_environment(tmp_path: Path) -
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A node's shell, where `uv` and `getent` are scripts that write down what they were told."""
+    """A node's shell, where `uv` and `getent` are scripts that record their arguments."""
     programs = tmp_path / "programs"
     programs.mkdir()
     (tmp_path / "home").mkdir()
@@ -41,7 +41,7 @@ def node(tmp_path: Path) -> Iterator[dict[str, str]]:
 def test_eight_recoveries_install_once_although_slurm_removes_their_home(node: dict[str, str], tmp_path: Path) -> None:
     for i in range(8):
         subprocess.run(["bash", ROOT / "sky" / "environment.sh"], env=node | {"HOME": f"{tmp_path}/{i}"}, check=True)
-    told = (tmp_path / "uv.log").read_text().splitlines()
-    assert [line.split()[0] for line in told] == ["venv", "pip"]
+    calls = (tmp_path / "uv.log").read_text().splitlines()
+    assert [line.split()[0] for line in calls] == ["venv", "pip"]
     (venv,) = (tmp_path / "home" / ".cache" / "skytrain").glob("venv-*/")
     assert f'exec "{venv}/bin/python"' in (tmp_path / "7" / ".local" / "bin" / "skytrain").read_text()

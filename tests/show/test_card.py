@@ -52,7 +52,7 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
         f"store {finished_pipeline.store.uri}",
     ):
         assert fact in lines
-    assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is no markup, and no commands
+    assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is neither markup nor a command
     assert f"{program('skytrain')} report {RUN} --series" in lines
     assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
 

@@ -47,7 +47,7 @@ def attempted(store: Store, prefix: str, stage: str, number: int, start: float, 
 
 
 def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool = True, **prices: Any) -> RunRecord:
-    """A run that was killed at step 250, a commit after step 200, and went on an hour later."""
+    """A run that was killed at step 250, after a commit at step 200, and resumed an hour later."""
     recipe = load_recipe("smoke", [f"name={name}", *CHANGES])
     plans = plans_of(recipe)
     run, train = run_name(plans), plans["train"].prefix
@@ -107,7 +107,7 @@ def run_that_waited(store: Store, scale: float = 1.0) -> RunRecord:
 
 
 class Parts(HTMLParser):
-    """The elements of a page that could do something, as a browser's parser would find them."""
+    """The active elements of a page, as a browser's parser would find them."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logg
     line = run_data(Run(store, run_in(store)))["series"]["val/loss"]["line"]
     bill = dict(zip(line["step"], zip(line["hours"], line["usd"], strict=True), strict=True))
     assert bill[50] == pytest.approx((60 / 3600, 0.6), abs=1e-5)
-    # Step 250 as it stands was done by the second attempt; the first one, lost work and all, is on the bill before it.
-    # The hour between them is on nobody's.
+    # The second attempt did the final step 250; the first one, with its lost work, is on the bill before it.
+    # The hour between them is on no bill.
     assert bill[250] == pytest.approx(((250 + 60) / 3600, 3.1), abs=1e-5)
 
 
@@ -193,7 +193,7 @@ def test_targets_are_met_missed_or_not_yet_measured() -> None:
     verdicts = [row["met"] for row in targets(recipe, "124M", recipe.train.max_steps, 3.5, 0.30)]
     assert verdicts == [True, False, True]
     assert [row["met"] for row in targets(recipe, "124M", 5, None, None)] == [None, None, None]
-    assert len(targets(load_recipe("smoke"), None, 600, 1.0, None)) == 1  # no weights of OpenAI's are of that size
+    assert len(targets(load_recipe("smoke"), None, 600, 1.0, None)) == 1  # OpenAI has no weights of that size
 
 
 @pytest.mark.parametrize("size", SHAPES)
@@ -246,7 +246,7 @@ def test_a_log_of_llmc_is_read_with_its_values(tmp_path: Path) -> None:
         },
     )
     assert read_overlay(f"{log}@1048576").batch_tokens == 1_048_576
-    log.write_text("s:5 trl:3.0\ns:6 trl:2.9\ns:5 trl:3.1\n")  # it was resumed, and did step 5 again
+    log.write_text("s:5 trl:3.0\ns:6 trl:2.9\ns:5 trl:3.1\n")  # it was resumed, and redid step 5
     assert read_overlay(str(log)).series["train/loss"] == {5: 3.1, 6: 2.9}
 
 
@@ -424,7 +424,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 
 
 def ticks_of(browser: Browser, figure: int) -> list[str]:
-    """What stands below the axis of a figure that has no title there."""
+    """The tick labels of the x axis of a figure whose axis has no title."""
     clock = f"document.querySelectorAll('figure')[{figure}]"
     return browser.js(f"[...{clock}.querySelectorAll('line.axis + text')].map((text) => text.textContent)")
 
@@ -471,7 +471,7 @@ def test_a_browser_draws_the_page_without_errors_and_without_the_network(
     assert len(figures) == 7  # loss, HellaSwag, throughput, learning rate, gradient norm; two timelines
     assert all(marks > 1 and len(name) > 40 for marks, name in figures)
     assert "3.2731" in figures[0][1] and "died without a last heartbeat" in figures[5][1]
-    minutes = ["0", "1 min", "2 min", "3 min"]  # and anew behind the hour between the attempts, which is cut short
+    minutes = ["0", "1 min", "2 min", "3 min"]  # and again after the hour between the attempts, which is shortened
     assert ticks_of(browser, 5) == [*minutes, "4 min", *minutes]
     browser.screen(1200)
     assert browser.js("document.querySelectorAll('figure table').length") == 7
@@ -495,7 +495,7 @@ def test_a_browser_draws_the_page_without_errors_and_without_the_network(
     assert spoken.startswith("$") and "quick-" in spoken and spoken != at_the_end
     assert browser.js("!document.querySelector('.tip').hidden")
 
-    # Night, by the system's wish and by the page's own switch; and a phone.
+    # Dark mode, by the system's setting and by the page's own switch; and a phone.
     ground = "getComputedStyle(document.body).backgroundColor"
     day = browser.js(ground)
     browser.screen(1200, "dark")
@@ -505,14 +505,14 @@ def test_a_browser_draws_the_page_without_errors_and_without_the_network(
     browser.screen(375)
     wide = "document.documentElement.scrollWidth > 375"
     frames = f"(async () => {{ for (let i = 0; i < 300 && {wide}; i++) await new Promise(requestAnimationFrame); }})()"
-    browser.js(frames)  # a page that was made narrower is drawn anew with a later frame
+    browser.js(frames)  # a page that becomes narrower is redrawn in a later frame
     assert browser.js("document.documentElement.scrollWidth") == 375
 
     asked = {request["request"]["url"] for request in browser.heard("Network.requestWillBeSent")}
     assert asked == {path.as_uri()}
     assert browser.heard(*COMPLAINTS) == []
 
-    # And it could not if it would: the policy stops a script that comes from elsewhere, and every request.
+    # The policy also stops every script from elsewhere, and every request.
     tried = "fetch('data:text/plain,x').then(() => 'went', () => 'stopped')"
     assert browser.js(tried) == "stopped"
     browser.js("document.body.append(Object.assign(document.createElement('script'), {text: 'window.broken = 1'}))")

@@ -94,7 +94,7 @@ def test_the_report_of_one_run_shows_its_costs_by_purpose_and_price(
     assert "0.00 + 0.5 h of unknown price dollars lost to interruptions: repeated work, and the restarts" in lines
     assert "1.00 dollars saved against on-demand prices" in lines
     report(None, store=store.uri)
-    assert "aws spot" not in capsys.readouterr().out  # that is for one run
+    assert "aws spot" not in capsys.readouterr().out  # this option is for one run
 
 
 def test_the_series_has_one_row_per_step_from_its_last_attempt(
@@ -102,7 +102,7 @@ def test_the_series_has_one_row_per_step_from_its_last_attempt(
 ) -> None:
     segment(store, 4, 1, [row(s, 1.0) for s in (1, 2, 3, 4)])
     segment(store, 6, 1, [row(s, 1.5) for s in (5, 6)])
-    segment(store, 7, 2, [row(s, 2.0) for s in (5, 6, 7)])  # went on from step 4: its predecessor's 6 was damaged
+    segment(store, 7, 2, [row(s, 2.0) for s in (5, 6, 7)])  # resumed from step 4: the checkpoint of step 6 was damaged
     segment(store, 8, 3, [{"step": 7, "time": 1.0, "val/loss": 9.0}, row(8, 3.0)])
     found = Run(store, recorded(store)).series
     assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -1,4 +1,4 @@
-"""The whole pipeline through its command: real processes, real text, real servers. Killed: test_interrupted.py."""
+"""The whole pipeline through its command: real processes, real text, real servers. test_interrupted.py kills it."""
 
 import json
 import re
@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import yaml
-from pipeline_runs import FOLDER_NAME, PRICE, RUN_FIELDS, STEPS, Project, committed, ranks, series_of, sums, told
+from pipeline_runs import (
+    FOLDER_NAME,
+    PRICE,
+    RUN_FIELDS,
+    STEPS,
+    Project,
+    committed,
+    ranks,
+    runs_in_mlflow,
+    series_of,
+    sums,
+)
 from servers import LOOPBACK, Fault, FaultyProxy, MlflowServer, S3Account, free_ports
 
 from pipelines.artifacts.manifest import fetch, read_manifest
@@ -112,12 +123,12 @@ def test_an_audit_detects_a_step_that_read_other_text(undisturbed: Callable[[int
     assert forged.run("report", "--audit").stdout.endswith("recipe and the seed\n")
     other["data/digest"] += 1
     segment.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] != gone["step"]))
-    told = forged.run("report", "--audit", expect=1).stdout
-    assert f"1 steps read other sequences (the first: {other['step']})" in told
-    assert f"1 steps are missing (the first: {gone['step']})" in told
+    audit = forged.run("report", "--audit", expect=1).stdout
+    assert f"1 steps read other sequences (the first: {other['step']})" in audit
+    assert f"1 steps are missing (the first: {gone['step']})" in audit
 
 
-# --- what is wrong is said
+# --- errors
 
 
 def flip_a_byte(path: Path) -> None:
@@ -263,7 +274,7 @@ def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_r
 
     assert (on_disk["state"], on_s3["state"]) == ("done", "done")
     assert on_disk["val_loss"] == on_s3["val_loss"]
-    assert on_disk["val_loss"] < 10.8  # log(50257) = 10.82: it has learned something
+    assert on_disk["val_loss"] < 10.8  # log(50257) = 10.82: the model learned
     for stage in STAGES:
         here, there = on_disk["artifacts"][stage], on_s3["artifacts"][stage]
         assert here["fingerprint"] == there["fingerprint"], stage
@@ -290,7 +301,7 @@ def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_r
 
 
 def assert_transformers_agrees(exported: Path, weights: Path, recipe: dict[str, Any]) -> None:
-    """The export loads without our code, says what the trained weights say, and generates."""
+    """The export loads without our code, has the logits of the trained weights, and generates."""
     import tiktoken
     import torch
     from safetensors.torch import load_file
@@ -357,7 +368,7 @@ def test_mlflow_has_one_run_with_one_nested_run_per_stage_after_a_kill_and_a_rer
     made = project.result("--price-per-hour", str(PRICE))
     assert made["attempts"] == 2
 
-    client, runs = told(mlflow_server.uri, made["run"])
+    client, runs = runs_in_mlflow(mlflow_server.uri, made["run"])
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     train, evaluate = runs[f"{made['run']}/train"], runs[f"{made['run']}/evaluate"]
     assert_one_point_a_step(client, train, project)
@@ -383,13 +394,13 @@ def test_mlflow_has_one_run_with_one_nested_run_per_stage_after_a_kill_and_a_rer
     lost = everything(client, runs)
     fresh = f"sqlite:///{project.folder}/rebuilt.db"
     assert "2 session(s) logged again" in project.run("report", "--rebuild-mlflow", "--to", fresh).stdout
-    assert everything(*told(fresh, made["run"])) == lost
+    assert everything(*runs_in_mlflow(fresh, made["run"])) == lost
     project.run("report", "--rebuild-mlflow", "--to", fresh)
-    assert everything(*told(fresh, made["run"])) == lost, "told twice, it is still there once"
+    assert everything(*runs_in_mlflow(fresh, made["run"])) == lost, "a second rebuild changes nothing"
 
 
 def everything(client: Any, runs: dict[str, Any]) -> dict[str, Any]:
-    """All that an MLflow knows of some runs but its own ids: every point, param, tag, dataset, state and time."""
+    """All that MLflow has of some runs except its own ids: every point, param, tag, dataset, state and time."""
     known: dict[str, Any] = {}
     for name, run in runs.items():
         run_id, data, info = run.info.run_id, run.data, run.info
@@ -422,6 +433,6 @@ def test_an_mlflow_server_that_dies_during_a_run_stops_nothing_and_misses_nothin
     again = project.run("run", "tiny.yaml")
     assert "MLflow" not in again.stderr
     run = project.report()["run"]
-    client, runs = told(mlflow_server.uri, run)
+    client, runs = runs_in_mlflow(mlflow_server.uri, run)
     assert {one.info.status for one in runs.values()} == {"FINISHED"}
     assert_one_point_a_step(client, runs[f"{run}/train"], project)

@@ -1,4 +1,4 @@
-"""A recipe says everything once, refuses what it does not understand, and decides the fingerprints."""
+"""A recipe states everything once, rejects unknown fields and values, and decides the fingerprints."""
 
 import os
 import subprocess
@@ -176,7 +176,7 @@ def test_the_cost_in_a_recipes_comment_is_the_product_of_its_numbers() -> None:
         assert rows[name].flops == pytest.approx(flops, rel=1e-12)
         assert rows[name].node_hours == pytest.approx(hours, rel=1e-12)
         assert rows[name].usd == pytest.approx(hours * 31.92, rel=1e-12)
-        # The comment beside max_steps tells the same.
+        # The comment beside max_steps states the same.
         shown = f"{tokens / 1e9:.1f}B tokens; {flops:.1e} FLOPs; {hours:.1f} h on 8xH100 at 50% MFU"
         assert f"{shown}: ~${hours * 31.92:,.0f} at $31.92/h" in shipped()[name].read_text()
 
@@ -366,7 +366,7 @@ def test_the_table_of_changes_covers_every_field() -> None:
 
 @pytest.mark.parametrize(("section", "field"), FIELDS)
 def test_a_field_changes_the_fingerprints_downstream_and_no_others(section: str, field: str) -> None:
-    ramp = ["train.batch_ramp_from=16384", "train.batch_ramp_tokens=1"]  # one does not go without the other
+    ramp = ["train.batch_ramp_from=16384", "train.batch_ramp_tokens=1"]  # one is invalid without the other
     recipe = load_recipe("gpt2-124m", ramp if field.startswith("batch_ramp") else [])
     values = recipe.model_dump()
     assert values[section][field] != OTHER[section][field]
@@ -387,7 +387,7 @@ def test_equal_numbers_written_differently_give_one_fingerprint() -> None:
 
 
 def test_fingerprints_of_existing_artifacts_never_change() -> None:
-    """If this fails, every artifact in every store will be made anew: is that meant?"""
+    """If this fails, every artifact in every store is obsolete and will be made again."""
     assert fingerprints(load_recipe("gpt2-124m")) == PINNED
 
 

@@ -1,4 +1,4 @@
-"""The stage runner: what exists is skipped, what is missing is built once, and every start is on the account.
+"""The stage runner skips existing artifacts, builds missing ones once, and puts every start on the account.
 
 The stages here are small stand-ins; store, ledger, manifests and processes are the real ones.
 """
@@ -40,14 +40,14 @@ Build = Callable[[Work], Built]
 
 
 class NeverAsked(StopSignal):
-    """The tests' own signals stay pytest's."""
+    """A stop signal that leaves the signals of this process to pytest."""
 
     def __init__(self) -> None:
         self.asked = False
 
 
 class StandIns:
-    """All four stages; `build` replaces what one of them does. `built` lists who was built, in order."""
+    """All four stages; `builds` replaces their work. `built` lists the built stages, in order."""
 
     def __init__(self) -> None:
         self.built: list[str] = []
@@ -88,11 +88,6 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     return stand_ins
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def pipeline(store: Store, home: Path, price: float = 0.0, stop: StopSignal | None = None) -> Pipeline:
     name = PLANS["train"].name
     tracker = Tracker(home / "tracking", name, default_uri="sqlite:///unused.db")
@@ -120,7 +115,7 @@ def raising(error: BaseException) -> Build:
     return build
 
 
-# --- what exists, and what doesn't
+# --- existing and missing artifacts
 
 
 def test_missing_artifacts_are_built_in_order_and_existing_ones_skipped(
@@ -174,7 +169,7 @@ def test_a_damaged_artifact_stops_the_run_before_anything_is_built(
     assert stages.built == []
 
 
-# --- what ends early
+# --- stages that end early
 
 
 @pytest.mark.parametrize(
@@ -249,7 +244,7 @@ def test_a_run_asked_to_stop_starts_no_further_stage(stages: StandIns, store: Lo
     with pytest.raises(Interrupted):
         execute(store, tmp_path, "export", stop=stop)
     assert stages.built == ["tokenize"]
-    assert find(store, PLANS["tokenize"]) is not None  # what was ready is not thrown away
+    assert find(store, PLANS["tokenize"]) is not None  # the finished part is kept
 
 
 def test_a_failing_store_does_not_hide_why_the_run_ended(
@@ -409,7 +404,7 @@ def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent(
     put_heartbeat(store)
     started = time.monotonic()
     assert execute(store, tmp_path).made["tokenize"].attempt == 2
-    assert time.monotonic() - started > 0.5  # not before the silence is over
+    assert time.monotonic() - started > 0.5  # not before the time of silence has passed
     assert states(store) == ["running", "done"]
 
 
@@ -456,7 +451,7 @@ def test_a_stop_takes_effect_while_waiting_for_a_rival(stages: StandIns, store: 
 
 
 def child(store: str, home: str, seconds: str) -> None:
-    """A process that executes tokenize, which takes `seconds`; prints what came of it."""
+    """A process that executes tokenize, which takes `seconds`; prints the result."""
     stand_ins = StandIns()
 
     def slowly(work: Work) -> Built:
@@ -470,6 +465,7 @@ def child(store: str, home: str, seconds: str) -> None:
     stand_ins.builds["tokenize"] = slowly
     stage.stage_named = stand_ins.named
     stop = StopSignal()
+    Path(home, f"ready-{os.getpid()}").touch()
     while not Path(home, "go").exists():
         time.sleep(0.005)
     try:
@@ -500,9 +496,10 @@ class Processes:
     def go(self) -> None:
         (self.folder / "go").touch()
 
-    def wait_until_it_builds(self, process: "subprocess.Popen[str]") -> None:
+    def wait_until(self, state: str, process: "subprocess.Popen[str]") -> None:
+        """Wait until the process is "ready", with its imports done, or "building"."""
         deadline = time.monotonic() + 60
-        while not (self.folder / f"building-{process.pid}").exists():
+        while not (self.folder / f"{state}-{process.pid}").exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -525,7 +522,8 @@ def test_processes_that_start_at_once_build_one_artifact_and_all_succeed(
     processes: Processes, store: LocalStore
 ) -> None:
     started = [processes.start(seconds=0.3) for _ in range(3)]
-    time.sleep(1.5)  # they are imported by now; if not, they only start less equally
+    for process in started:
+        processes.wait_until("ready", process)
     processes.go()
     results = [processes.result(process) for process in started]
     assert sorted(len(r["built"]) for r in results) == [0, 0, 1]
@@ -536,7 +534,7 @@ def test_processes_that_start_at_once_build_one_artifact_and_all_succeed(
 def test_a_process_that_starts_while_another_builds_waits_for_it(processes: Processes, store: LocalStore) -> None:
     processes.go()
     first = processes.start(seconds=3)
-    processes.wait_until_it_builds(first)
+    processes.wait_until("building", first)
     second = processes.start(seconds=0)
     assert processes.result(second) == {"built": [], "attempt": 1}
     assert processes.result(first) == {"built": ["tokenize"], "attempt": 1}
@@ -549,9 +547,10 @@ def test_a_process_that_dies_while_another_waits_is_replaced_by_it(
 ) -> None:
     processes.go()
     first = processes.start(seconds=60)
-    processes.wait_until_it_builds(first)
+    processes.wait_until("building", first)
     second = processes.start(seconds=0.1)
-    time.sleep(1.5)
+    processes.wait_until("ready", second)
+    time.sleep(0.5)
     assert not (processes.folder / f"building-{second.pid}").exists()
     first.send_signal(signal.Signals(number))
     assert processes.result(second) == {"built": ["tokenize"], "attempt": 2}

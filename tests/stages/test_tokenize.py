@@ -32,7 +32,7 @@ def test_a_finished_artifact_without_its_manifest_is_made_anew(tmp_path: Path) -
     assert ended(1, "interrupted").new == 12_336
     assert ended(2, "done").new == 0
     assert ended(3, "interrupted").new == 12_336  # a shard was damaged, and the manifest removed as advised
-    assert ended(4, "interrupted").new == 0  # what attempt 3 has made anew is kept
+    assert ended(4, "interrupted").new == 0  # the shard that attempt 3 made again is kept
 
 
 @pytest.mark.parametrize(

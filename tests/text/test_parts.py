@@ -53,7 +53,7 @@ def test_shards_depend_neither_on_the_node_of_a_part_nor_on_interruptions(
     again = files.job(range(3), tmp_path / "several", 4)
     assert list(make_parts(again)) == [PartsProgress(whole.stored, 0)]
     for path in tmp_path.glob("*.txt"):
-        path.unlink()  # what is finished is not even opened
+        path.unlink()  # the file of a finished part is not opened
     assert list(make_parts(files.job(range(3), tmp_path / "several", 5))) == [PartsProgress(whole.stored, 0)]
 
 

@@ -62,7 +62,7 @@ def gpt2(shared_data: Path) -> tiktoken.Encoding:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Three parquet files of 5 rows in a folder whose name a shell or a glob would stumble over."""
+    """Three parquet files of 5 rows in a folder whose name has characters special to a shell or a glob."""
     folder = tmp_path / "da [x] ta*"
     folder.mkdir()
     for part in range(3):
@@ -235,14 +235,16 @@ def test_parts_are_assigned_file_by_file_and_cover_all_of_the_text(rows: Path, t
 
 
 def test_more_parts_than_files_are_refused_before_anything_is_read(rows: Path) -> None:
-    said = r"tokens.parts: '\*.parquet' has only 3 file\(s\), and each of the 4 parts needs one; use at most 3"
-    with pytest.raises(UserError, match=said):
+    message = r"tokens.parts: '\*.parquet' has only 3 file\(s\), and each of the 4 parts needs one; use at most 3"
+    with pytest.raises(UserError, match=message):
         identity("*.parquet", base=rows, parts=4)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         read("*.parquet", base=rows, part=0, parts=4)
     with pytest.raises(UserError, match=r"'https://host.invalid/a.parquet' has only 1 file.*; use at most 1"):
         source_identity("https://host.invalid/a.parquet", None, "1", "text", parts=2)
-    assert source_identity("https://host.invalid/*.parquet", None, "1", "text", parts=99)  # nobody knows yet
+    assert source_identity(
+        "https://host.invalid/*.parquet", None, "1", "text", parts=99
+    )  # the number of files is not known yet
     assert identity("*.parquet", base=rows, parts=3) == identity("*.parquet", base=rows)
 
 
@@ -270,7 +272,7 @@ def test_files_are_named_by_path_or_glob_from_the_current_or_a_given_folder(
     rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = [f"document 1.{row}" for row in range(5)]
-    assert read(rows / "part-1.parquet") == one  # a name that is there is no pattern
+    assert read(rows / "part-1.parquet") == one  # the name of an existing file is no pattern
     assert read("part-[1].parquet", base=rows) == one
     monkeypatch.chdir(rows)
     assert read("part-1.parquet") == one
@@ -347,7 +349,7 @@ def test_labels_are_short_and_valid_as_folder_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "subset", "revision", "said"),
+    ("source", "subset", "revision", "message"),
     [
         ("python-stdlibs", None, None, r"no file matches.*did you mean 'python-stdlib'"),
         ("nowhere/*.parquet", None, None, r"no file matches 'nowhere/\*\.parquet'"),
@@ -378,10 +380,10 @@ def test_labels_are_short_and_valid_as_folder_names() -> None:
     ],
 )
 def test_an_invalid_source_is_refused_before_it_is_opened(
-    source: str, subset: str | None, revision: str | None, said: str
+    source: str, subset: str | None, revision: str | None, message: str
 ) -> None:
     for ask in (source_identity, documents):
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             ask(source, subset, revision, "text")
         assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
@@ -428,14 +430,14 @@ def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": ')
     (tmp_path / "bad.txt.gz").write_bytes(gzip.compress(os.urandom(9_000))[:5_000])
-    for name, said in {
+    for name, message in {
         "empty.parquet": "has no documents",
         "empty.jsonl": "has no documents",
         "bad.parquet": "cannot be read as parquet",
         "bad.jsonl": r"document 1 of '.*bad.jsonl' is not JSON",
         "bad.txt.gz": "cannot be read further",
     }.items():
-        with pytest.raises(UserError, match=rf"{name}.* {said}|{said}"):
+        with pytest.raises(UserError, match=rf"{name}.* {message}|{message}"):
             read(tmp_path / name)
 
 
@@ -467,7 +469,7 @@ def test_local_files_are_read_without_network_noise_or_cached_copies(rows: Path,
     assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 1_000  # lock files
 
 
-# Remote sources, from a small server that speaks what the Hub speaks
+# Remote sources, from a small server with the Hub's protocol
 
 
 class _Hub(http.server.SimpleHTTPRequestHandler):
@@ -588,7 +590,7 @@ def test_text_on_the_hub_is_assigned_by_files_too(hub: str, tmp_path: Path) -> N
     for path in (folder := tmp_path / "hub").iterdir():
         path.unlink()
     (folder / "README.md").touch()
-    for name in range(3):  # what `datasets` streams by itself
+    for name in range(3):  # formats that `datasets` streams by itself
         write_lines(folder / f"{name}.jsonl", *({"text": f"line {name}.{n}"} for n in range(2)))
     lines = (1, None, 0, 2), (0, None, 1, 2), (0, None, 0, 4)
     first, second, (mistake,) = read_apart(

@@ -1,4 +1,4 @@
-"""What a run cost adds up: every second has a phase, every node a price or none, and nothing counts twice."""
+"""The costs of a run add up: every second has a phase, every node a price or none, and nothing counts twice."""
 
 import math
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_a_tables_rows_are_the_attempts() -> None:
     assert (table["usd"], table["hours"], table["train_seconds"]) == ([1.0, None], [1.0, 2.0], [HOUR, 0.0])
 
 
-# --- steps, and what being cut off costs
+# --- steps, and the cost of interruptions
 
 
 def steps(resumed_from: int, step: int, **more: Any) -> Progress:
@@ -97,8 +97,8 @@ def test_steps_that_a_later_attempt_rolled_back_are_not_kept() -> None:
     bill = of(
         beat(attempt=1, state="running", progress=steps(0, 57)),
         beat(attempt=2, state="interrupted", progress=steps(50, 80, steps_done=30, steps_redone=7)),
-        beat(attempt=3, state="failed"),  # never came to train
-        beat(attempt=4, state="running", progress=steps(80, 88)),  # died 2 steps after its last word
+        beat(attempt=3, state="failed"),  # never began to train
+        beat(attempt=4, state="running", progress=steps(80, 88)),  # died 2 steps after its last heartbeat
         beat(attempt=5, progress=steps(90, 100)),
         tokens_before=lambda step: 10_000_000 * step,
     )
@@ -132,27 +132,27 @@ def test_an_interruption_costs_the_restart_and_the_redone_steps(state: str, lost
 
 
 def test_waiting_for_spot_counts_for_an_interruption_only_after_one() -> None:
-    room = {"state": "interrupted", "progress": Progress(waiting=True), "phases": {"idle": HOUR}}
+    wait = {"state": "interrupted", "progress": Progress(waiting=True), "phases": {"idle": HOUR}}
     spot = {"state": "interrupted", "phases": {"setup": 600.0, "train": HOUR - 600}}
-    rooms = beat(**room), beat(attempt=2, **room)
-    assert of(*rooms, beat(attempt=3, **spot)).interruptions.hours == 0
-    again = of(*rooms, *(beat(attempt=n, **made) for n, made in ((3, spot), (4, room), (5, spot))))
+    waits = beat(**wait), beat(attempt=2, **wait)
+    assert of(*waits, beat(attempt=3, **spot)).interruptions.hours == 0
+    again = of(*waits, *(beat(attempt=n, **made) for n, made in ((3, spot), (4, wait), (5, spot))))
     assert again.interruptions.hours == pytest.approx(1 + 600 / HOUR)
     assert again.goodput == pytest.approx(1 - 600 / HOUR)
 
 
 def test_consecutive_waits_are_shown_as_one_unless_the_launch_was_down_in_between() -> None:
-    def room(number: int, started: float) -> Heartbeat:
+    def wait(number: int, started: float) -> Heartbeat:
         waited = {"progress": Progress(waiting=True), "phases": {"idle": 600.0}, "price_per_hour": 6.0}
         return beat(attempt=number, started=started, time=started + 600, **waited)
 
     spot = beat(attempt=3, started=1800.0, time=1800.0 + HOUR)
-    rooms = [room(1, 0.0), room(2, 900.0), room(4, 6000.0), room(5, 90_000.0), room(6, 90_900.0), room(7, 91_800.0)]
-    shown = list(merge_waits(of(spot, *rooms).attempts))
+    waits = [wait(1, 0.0), wait(2, 900.0), wait(4, 6000.0), wait(5, 90_000.0), wait(6, 90_900.0), wait(7, 91_800.0)]
+    shown = list(merge_waits(of(spot, *waits).attempts))
     assert [number for number, _ in shown] == ["1 to 2", "3", "4", "5 to 7"]
     last = shown[-1][1]
     assert (last.started, last.ended, last.phases) == (90_000.0, 92_400.0, {"idle": 1800.0})
-    assert last.bill == Cost(0.5, 3.0) and total_cost(one.bill for _, one in shown) == of(spot, *rooms).total
+    assert last.bill == Cost(0.5, 3.0) and total_cost(one.bill for _, one in shown) == of(spot, *waits).total
 
 
 @pytest.mark.parametrize(("alive", "deaths"), [(True, 0), (None, 0), (False, 1)])
@@ -165,7 +165,7 @@ def test_the_stores_clock_shows_the_error_of_a_nodes_clock() -> None:
     assert bill.attempts[0].skew_seconds == 90.0 and bill.total.hours == 1.0
 
 
-# --- SkyPilot's own book
+# --- SkyPilot's own record
 
 
 def test_hours_that_only_skypilot_has_are_shown_as_a_difference() -> None:
@@ -177,7 +177,7 @@ def test_hours_that_only_skypilot_has_are_shown_as_a_difference() -> None:
     assert (two.cluster, two.sky_hours, two.ledger_hours, two.usd) == ("two", 0.5, 0.0, None)
 
 
-# --- whatever the attempts are
+# --- for any attempts
 
 
 SECONDS = st.floats(0, 1e6)

@@ -1,4 +1,4 @@
-"""The ledger knows who worked on an artifact, whether they still do, and what it cost, whatever became of them."""
+"""The ledger has every attempt at an artifact: its owner, whether it is alive, its cost and its end."""
 
 import json
 import os
@@ -130,7 +130,7 @@ def test_progress_is_merged_and_the_last_state_and_phases_stay(tmp_path: Path) -
 
 def test_a_heartbeat_that_was_slow_does_not_undo_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr(ledger, "SILENT_SECONDS", 0.05)  # that the end waits for the thread
+    monkeypatch.setattr(ledger, "SILENT_SECONDS", 0.05)  # so long does the end wait for the thread
     on_its_way = threading.Event()
 
     class Slow(LocalStore):
@@ -281,14 +281,14 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
         assert is_alive(attempts(store, PREFIX)[0]) is True
     finally:
         os.kill(child.pid, signal.SIGKILL)
-    # A zombie until somebody asks for its exit code.
+    # A zombie until its exit code is read.
     until(lambda: is_alive(attempts(store, PREFIX)[0]) is False, "a process that nobody has reaped is dead", 5)
     child.wait()
     killed = time.time()
     time.sleep(0.3)
     (seen,) = attempts(store, PREFIX)
     assert is_alive(seen) is False
-    assert seen.state == "running"  # it had no time to say otherwise
+    assert seen.state == "running"  # it had no time to report its end
     assert 0.2 < seen.time - seen.started <= killed - seen.started
     assert seen.usd == pytest.approx(seen.time - seen.started)  # at a dollar a second
     assert seen.progress == Progress(step=5)
@@ -353,7 +353,7 @@ def test_a_heartbeat_of_the_format_before_nodes_and_sources_is_still_read(tmp_pa
     assert (seen.price_per_hour, seen.nodes) == (3.0, 1)
 
 
-# --- the meter: what is on no bill yet
+# --- the meter: time that is on no bill yet
 
 
 @pytest.fixture
@@ -379,9 +379,9 @@ def test_the_first_attempt_pays_for_setting_up_the_machine_and_the_next_for_the_
     with claimed(store, 2) as second:
         pass
     assert second.latest.started == pytest.approx(first.latest.time)
-    assert set(second.latest.phases) == {"setup"}  # of the same process: nobody was idle
+    assert set(second.latest.phases) == {"setup"}  # of the same process: no idle time
     billed = sum(b.time - b.started for b in attempts(store, PREFIX))
-    assert billed == pytest.approx(second.latest.time - up, abs=1)  # no second twice, none left out
+    assert billed == pytest.approx(second.latest.time - up, abs=1)  # every second once
 
 
 def test_time_after_a_killed_attempts_last_heartbeat_is_lost_and_later_time_is_idle(
@@ -390,7 +390,7 @@ def test_time_after_a_killed_attempts_last_heartbeat_is_lost_and_later_time_is_i
     store, began = LocalStore(tmp_path / "store"), ledger.process_began()
     with claimed(store, 1):
         assert meter.read_text().split()[1] == "lost"
-        meter.write_text(f"{began - 60} lost\n")  # the last that it could say, a minute before this process began
+        meter.write_text(f"{began - 60} lost\n")  # its last heartbeat, a minute before this process began
         second = claimed(store, 2)
     assert second.latest.phases["lost"] == ledger.HEARTBEAT_SECONDS
     assert second.latest.phases["idle"] == pytest.approx(60 - ledger.HEARTBEAT_SECONDS, abs=0.1)
@@ -402,7 +402,7 @@ def test_a_kill_between_a_heartbeat_and_the_meter_bills_nothing_twice(tmp_path: 
     meter.write_text(f"{up}")
     with claimed(store, 1) as first:
         pass
-    meter.write_text(f"{up}")  # as if it had not come to that
+    meter.write_text(f"{up}")  # as if the claim had failed
     second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(), earlier=[first.latest])
     assert second is not None and second.latest.started == pytest.approx(first.latest.time)
 

@@ -40,11 +40,6 @@ from trainer.errors import UserError
 from trainer.store import Entry, LocalStore
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def test_a_run_with_all_its_artifacts_is_done_and_carries_their_facts(store: LocalStore) -> None:
     summary = Run(store, done_run(store)).summary
     assert (summary.run, summary.state, summary.attempts) == (RUN, "done", 1)
@@ -179,7 +174,7 @@ def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: Loc
     key = f"{TRAIN}/attempts/0001/heartbeat.json"
     store.put(key, b"")
     bill = Run(store, made).account
-    assert bill.total.usd == pytest.approx(15.0)  # its claim says when it began, and no more
+    assert bill.total.usd == pytest.approx(15.0)  # its claim has the time of its start only
     assert [fault.split(": damaged")[0] for fault in bill.faults] == [f"{store.uri}/{key}"]
 
 

@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def blackhole() -> Iterator[str]:
-    """A server that takes every connection and never says a word."""
+    """A server that accepts every connection and never responds."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -154,7 +154,7 @@ def test_steps_redone_on_another_machine_are_shipped_once(tmp_path: Path) -> Non
         ship(tmp_path / machine, uri)
     seen = Seen(uri)
     assert seen.points(f"{RUN}/train", "train/loss") == [(step, 10.0 - step) for step in range(1, 9)]
-    assert len(seen.points(f"{RUN}/train", "cost/usd")) == 2  # what is no series may be told anew
+    assert len(seen.points(f"{RUN}/train", "cost/usd")) == 2  # values outside of a series may be sent again
 
 
 def test_after_a_rollback_both_points_stay_and_the_later_counts(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_table_is_an_artifact_of_its_run_and_a_table_without_a_destination_del
     ship(tmp_path)
     info = Seen(sqlite_uri(tmp_path)).runs[RUN].info
     run_id = info.run_id
-    (kept,) = (tmp_path / "mlartifacts").rglob("account.json")  # and not in whatever folder this was started in
+    (kept,) = (tmp_path / "mlartifacts").rglob("account.json")  # and not in the current folder
     assert run_id in kept.parts
     table = Path(MlflowClient(sqlite_uri(tmp_path)).download_artifacts(run_id, "account.json")).read_text()
     assert json.loads(table) == {"columns": ["stage", "usd"], "data": [["tokenize", 1.0], ["train", None]]}

@@ -140,7 +140,7 @@ def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Callable[..., Ru
     run.attempt(stop_after=7)
     for folder in (run.out / "run/checkpoints").iterdir():
         flip_a_byte(folder)
-    run.attempt(stop_after=2)  # it began anew, and what it commits is older than what is damaged
+    run.attempt(stop_after=2)  # it starts at step 0, and its commits have lower steps than the damaged ones
     assert run.commits() == [2, 1]
     resumed, _ = run.attempt()
     assert [e.step for e in run.events_of(Started)] == [0, 0, 2]
@@ -272,7 +272,7 @@ def test_an_attempt_number_used_twice_is_noticed(runner: Callable[..., Runner]) 
 
 
 class LateCopy(HostCopy):
-    """Copies as late as a GPU may: when the next update is about to be made, or else long after it was told to."""
+    """Copies as late as a GPU may: right before the next update, or else long after the request."""
 
     taken = threading.Event()
 
@@ -285,7 +285,7 @@ class LateCopy(HostCopy):
             self.taken.set()
 
     def safetensors(self) -> list[memoryview]:
-        if not self.taken.wait(1.0):  # much longer than a step: none follows, or it forgot to ask
+        if not self.taken.wait(1.0):  # much longer than a step: no update follows, or it did not request the copy
             self.before_update()
         return super().safetensors()
 

@@ -1,4 +1,4 @@
-"""Each mistake in a configuration is one line that says what is wrong, where, and what would be right."""
+"""Each mistake in a configuration is one line with the fault, the field and a valid value."""
 
 import copy
 import math

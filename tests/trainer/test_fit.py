@@ -1,4 +1,4 @@
-"""The micro-batch that is found by itself is the largest that fits, and nothing larger is ever tried."""
+"""The automatic micro-batch is the largest that fits, and no larger one is ever tried."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def recorded(law: Callable[[int], float], tried: list[int]) -> Callable[[int], i
     st.integers(1, 5_000),  # a sequence
     st.integers(0, 3_000),  # a sequence in the head, up to a chunk of some
     st.integers(1, 16),
-    st.integers(0, 500_000),  # room beyond one sequence
+    st.integers(0, 500_000),  # memory beyond one sequence
 )
 def test_the_largest_divisor_that_fits_is_found_without_running_out_of_memory(
     share: int, most: int, weights: int, each: int, head: int, chunk: int, more: int

@@ -184,7 +184,7 @@ def test_fp16s_loss_scale_survives_a_resume(runner: Callable[..., Runner], monke
 
 @dataclass(frozen=True)
 class IsolatedRank(World):
-    """One of two ranks; it hears nothing of the other, and what it asks for is written down and not granted."""
+    """One of two ranks, without the other: its requests are recorded and not answered."""
 
     asked: list[bool] = field(default_factory=list)
 
@@ -205,7 +205,7 @@ class IsolatedRank(World):
 def test_only_rank_0_requests_saves_and_only_when_the_last_one_is_complete(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It is the last to be done with a save: if another rank could call for the next, rank 0 would wait for its own.
+    # Rank 0 completes a save last: if another rank could request the next one, rank 0 would wait for its own save.
     run = runner(checkpoint_minutes=EVERY_STEP, val_every=None)
 
     def asked(rank: int) -> set[bool]:
@@ -227,5 +227,5 @@ def test_the_first_save_which_pins_the_memory_does_not_delay_the_next_one() -> N
     assert due.interval == checkpoint_seconds(1.0, 7200.0)
     due.saved(0.35)
     assert due.interval == checkpoint_seconds(0.35, 7200.0)
-    due.saved(2.0)  # what later ones cost does count
+    due.saved(2.0)  # the cost of later ones does count
     assert due.interval == checkpoint_seconds(2.0, 7200.0)

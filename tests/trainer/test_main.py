@@ -60,7 +60,7 @@ def test_a_run_killed_at_any_time_ends_with_the_same_losses(
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
     command.finish(ranks)
-    assert command.rows_logged() > 48  # something had to be done again
+    assert command.rows_logged() > 48  # some steps were redone
     assert command.rows() == undisturbed(ranks).rows()
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
@@ -131,7 +131,7 @@ def test_sigterm_commits_the_step_it_came_in(
     step = Commit.decode(commit.read_bytes()).step
     assert 9 <= step == command.rows_logged() < 48
     command.finish(ranks)
-    assert command.rows_logged() == 48  # nothing was done twice
+    assert command.rows_logged() == 48  # no step was done twice
     assert command.rows() == undisturbed(ranks).rows()
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
 

@@ -1,4 +1,4 @@
-"""The command as programs and people meet it: exit codes, one clear line for a mistake, and no secret anywhere."""
+"""The command for programs and people: exit codes, one clear line for a mistake, and no secret anywhere."""
 
 import json
 import os
@@ -254,7 +254,7 @@ def test_a_server_that_refuses_the_secret_key_is_quoted_without_it(
 
 
 def in_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
-    """What a terminal of so many columns is sent, line ends and colours removed."""
+    """The output to a terminal of so many columns, without line ends and colours."""
     ours, theirs = pty.openpty()
     env = environment(folder, COLUMNS=str(columns), LINES="30", TERM="dumb", NO_COLOR="1")
     process = subprocess.Popen([*SKYTRAIN, *arguments], cwd=folder, env=env, stdout=theirs, stderr=theirs)
@@ -263,7 +263,7 @@ def in_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
     while True:
         try:
             sent += (chunk := os.read(ours, 65_536))
-        except OSError:  # Linux' way to say that the other end is closed
+        except OSError:  # Linux reports a closed other end this way
             break
         if not chunk:
             break
