@@ -37,7 +37,7 @@ LONGEST = (
     "drill",
     "main",
     "store",
-    "mlflow",
+    "shipper",
     "notice",
     "budget",
     "nodes",

@@ -1,4 +1,4 @@
-"""A disk without room: training goes on while it can, and otherwise a line says what is wrong and where."""
+"""A full disk: training continues while it can; otherwise one line names the fault and the folder."""
 
 import subprocess
 import sys
@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_for_a_while_stops_no_step_and_nothing_is_missing_af
 ) -> None:
     whole = Runner(data, tmp_path / "whole", configured())
     model, _ = whole.attempt()
-    run = Runner(data, disk.root / "run", configured(checkpoint_minutes=EVERY_STEP))  # its event file is there, too
+    run = Runner(data, disk.root / "run", configured(checkpoint_minutes=EVERY_STEP))  # with its event file
     same, _ = run.attempt(store=Filling(run.out, disk))
     assert {e.step for e in run.events_of(CheckpointFailed)} >= {4, 5}
     assert run.commits() == [12, 11]
@@ -109,6 +109,6 @@ def test_a_command_whose_folder_is_full_says_so_in_a_line(tmp_path: Path, disk: 
     project.environment["SKYTRAIN_HOME"] = str(disk.root)
     store = ("--store", str(tmp_path / "store"))
     disk.fill()
-    said = project.run("run", "tiny.yaml", *store, expect=2).stderr
-    assert said.splitlines()[-1].startswith(f"error: {disk.root}") and said.endswith(f": {FULL}\n")
-    assert "Traceback" not in said
+    printed = project.run("run", "tiny.yaml", *store, expect=2).stderr
+    assert printed.splitlines()[-1].startswith(f"error: {disk.root}") and printed.endswith(f": {FULL}\n")
+    assert "Traceback" not in printed

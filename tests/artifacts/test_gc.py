@@ -18,12 +18,6 @@ from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.verbs.gc import gc as verb_gc
 from trainer.store import PARTIAL, LocalStore
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 DAY = 86_400.0
 
 
@@ -44,7 +38,7 @@ def found(store: LocalStore, home: Path, days: float = 7.0) -> list[str]:
     return [leftover.key for leftover in leftovers(store, home, days)]
 
 
-def test_of_a_finished_artifact_goes_what_its_manifest_does_not_name(store: LocalStore, tmp_path: Path) -> None:
+def test_gc_deletes_files_that_a_finished_artifacts_manifest_does_not_name(store: LocalStore, tmp_path: Path) -> None:
     kept = [put(store, f"{TRAIN}/a0002/model.safetensors")]
     kept += [put(store, f"{TRAIN}/metrics/step-00000004-a0001.jsonl")]
     gone = [put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/{name}") for name in ("a.safetensors", "COMMIT.json")]
@@ -55,7 +49,7 @@ def test_of_a_finished_artifact_goes_what_its_manifest_does_not_name(store: Loca
     before = {entry.key for entry in store.entries("")}
     going = found(store, tmp_path)
     assert sorted(going) == sorted(gone)
-    assert going[0].endswith("/COMMIT.json")  # the marker first: what is half deleted was never committed
+    assert going[0].endswith("/COMMIT.json")  # the marker first: a half deleted checkpoint has no commit
     for leftover in list(leftovers(store, tmp_path, 7.0)):
         remove(store, leftover)
     assert {entry.key for entry in store.entries("")} == before - set(gone)
@@ -80,7 +74,7 @@ def test_an_interrupted_run_can_be_resumed_until_it_is_old(store: LocalStore, tm
     assert series not in found(store, tmp_path, days=0.0)
 
 
-def test_a_run_that_was_tried_again_lately_is_not_old(store: LocalStore, tmp_path: Path) -> None:
+def test_a_run_that_was_resumed_lately_is_not_old(store: LocalStore, tmp_path: Path) -> None:
     put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/COMMIT.json", days_old=30)
     attempted(store, "train", 1, state="interrupted")
     age_all(store, days=30)
@@ -89,22 +83,22 @@ def test_a_run_that_was_tried_again_lately_is_not_old(store: LocalStore, tmp_pat
 
 
 @pytest.mark.parametrize("process", [this_process(), ELSEWHERE])
-def test_nothing_of_an_attempt_that_may_be_alive_goes(store: LocalStore, tmp_path: Path, process: ProcessId) -> None:
+def test_gc_deletes_nothing_of_an_attempt_that_may_be_alive(
+    store: LocalStore, tmp_path: Path, process: ProcessId
+) -> None:
     put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st", days_old=30)
     attempted(store, "train", state="running", process=process)
     assert found(store, tmp_path, days=0.0) == []
 
 
-def test_of_an_attempt_that_died_without_a_word_goes_what_was_never_committed(
-    store: LocalStore, tmp_path: Path
-) -> None:
+def test_gc_deletes_uncommitted_files_of_an_attempt_that_died_silently(store: LocalStore, tmp_path: Path) -> None:
     torn = put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st")
     put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/COMMIT.json")
     attempted(store, "train", state="running", process=GONE)
     assert found(store, tmp_path) == [torn]
 
 
-def test_an_artifact_whose_manifest_is_damaged_is_passed_over_and_named(store: LocalStore, tmp_path: Path) -> None:
+def test_an_artifact_with_a_damaged_manifest_is_skipped_and_named(store: LocalStore, tmp_path: Path) -> None:
     tokens = PLANS["tokenize"].prefix
     for prefix in (tokens, TRAIN):
         put(store, f"{prefix}/a0001/superfluous")
@@ -117,15 +111,15 @@ def test_an_artifact_whose_manifest_is_damaged_is_passed_over_and_named(store: L
     assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}/MANIFEST.json: damaged")
 
 
-def test_what_a_stale_attempt_commits_behind_a_finished_artifact_goes(store: LocalStore, tmp_path: Path) -> None:
+def test_gc_deletes_commits_that_a_stale_attempt_adds_to_a_finished_artifact(store: LocalStore, tmp_path: Path) -> None:
     attempted(store, "train", 2)
     finished(store, "train")
     late = [put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/{name}") for name in ("COMMIT.json", "a.st")]
     assert found(store, tmp_path) == late
 
 
-def test_an_artifact_that_is_finished_while_we_look_loses_nothing(tmp_path: Path) -> None:
-    """The attempt commits between any two of the looks that gc takes."""
+def test_an_artifact_that_is_finished_during_gc_loses_nothing(tmp_path: Path) -> None:
+    """The attempt commits between any two reads of the store by gc."""
     for number in range(6):
         fresh = LocalStore(tmp_path / f"store-{number}")
         model = put(fresh, f"{TRAIN}/a0001/model.safetensors")
@@ -149,9 +143,7 @@ def test_an_artifact_that_is_finished_while_we_look_loses_nothing(tmp_path: Path
         assert model not in going and f"{TRAIN}/MANIFEST.json" not in going, f"look {number}"
 
 
-def test_half_written_files_of_killed_processes_go_once_nobody_can_be_writing_them(
-    store: LocalStore, tmp_path: Path
-) -> None:
+def test_gc_deletes_half_written_files_once_no_process_can_be_writing_them(store: LocalStore, tmp_path: Path) -> None:
     put(store, f"{TRAIN}/a0001/model.safetensors")
     attempted(store, "train", state="interrupted")
     old, young = (store.root / TRAIN / "a0001" / f"{PARTIAL}{name}" for name in ("old", "young"))
@@ -170,7 +162,7 @@ def test_half_written_files_of_killed_processes_go_once_nobody_can_be_writing_th
     assert store.get(f"{TRAIN}/a0001/model.safetensors") == b"12345"
 
 
-def test_scratch_goes_once_its_attempt_is_over(store: LocalStore, tmp_path: Path) -> None:
+def test_gc_deletes_scratch_once_its_attempt_is_over(store: LocalStore, tmp_path: Path) -> None:
     def work_in(number: int, prefix: str = TRAIN, node: str = "") -> Path:
         folder = scratch(tmp_path, store, prefix) / f"a{number:04d}{node}"
         (folder / "checkpoint").mkdir(parents=True)
@@ -194,7 +186,7 @@ def test_scratch_goes_once_its_attempt_is_over(store: LocalStore, tmp_path: Path
     assert of_another_store.exists() and lending.exists() and not lent.exists()
 
 
-def test_a_dry_run_tells_all_and_deletes_nothing(
+def test_a_dry_run_lists_everything_and_deletes_nothing(
     store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path))
@@ -204,11 +196,11 @@ def test_a_dry_run_tells_all_and_deletes_nothing(
     folder.mkdir(parents=True)
     before = sorted(path for path in tmp_path.rglob("*"))
     verb_gc(store=store.uri, dry_run=True)
-    told = capsys.readouterr().out
-    assert torn in told and str(folder) in told and f"2 objects, 5 bytes would be removed in {store.uri}" in told
+    output = capsys.readouterr().out
+    assert torn in output and str(folder) in output and f"2 objects, 5 bytes would be removed in {store.uri}" in output
     assert sorted(path for path in tmp_path.rglob("*")) == before
     verb_gc(store=store.uri, dry_run=False)
-    assert capsys.readouterr().out == told.replace("would be removed", "removed")
+    assert capsys.readouterr().out == output.replace("would be removed", "removed")
     assert store.get(torn) is None and not folder.exists()
     verb_gc(store=store.uri)
     assert capsys.readouterr().out == f"0 objects, 0 bytes removed in {store.uri}\n"

@@ -1,4 +1,4 @@
-"""Kernels that one machine has compiled are found by the next; what is no kernel is neither packed nor unpacked."""
+"""The next machine finds the kernels that one machine compiled; other files are neither packed nor unpacked."""
 
 import io
 import os
@@ -21,7 +21,7 @@ HASH = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567ABCDEFGHIJKLMNOPQRST"
 
 
 def compile_one(folder: Path, entry: str, body: bytes = b"gpu") -> None:
-    """A kernel of our own making, as Triton would leave it."""
+    """A made-up kernel in the form that Triton writes."""
     (folder / entry).mkdir(parents=True)
     (folder / entry / "k.cubin").write_bytes(body)
     group = f'{{"child_paths": {{"k.cubin": "{folder / entry / "k.cubin"}"}}}}'
@@ -34,7 +34,7 @@ def entries_in(folder: Path) -> set[str]:
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as Triton itself fills it."""
+    """A folder that Triton's own code filled."""
     cache = pytest.importorskip("triton.runtime.cache")
     folder = tmp_path / "compiled"
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
@@ -50,7 +50,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_next_machine_finds_what_the_first_has_compiled(
+def test_the_next_machine_finds_the_kernels_of_the_first(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton.runtime.cache import FileCacheManager
@@ -58,36 +58,36 @@ def test_the_next_machine_finds_what_the_first_has_compiled(
     store = LocalStore(tmp_path / "store")
     first, second = KernelCache(store, compiled, KEY), KernelCache(store, tmp_path / "other" / "cache", KEY)
     assert second.fetch() == 0 and first.save()
-    assert not first.save()  # it is there
+    assert not first.save()  # it exists
     assert KernelCache(store, tmp_path / "older", KEY.replace("3.6.0", "3.5.0")).fetch() == 0
     (entry,) = store.entries("cache/")
     assert entry.key == f"cache/triton/{KEY}/{sha256(pack(compiled, [HASH])).hexdigest()}.tar"
     assert second.fetch() == 3 and second.fetch() == 0
     names = sorted(path.name for path in second.folder.glob("*/*"))
-    assert names == ["__grp__k.json", "k.cubin", "k.json"]  # neither what the CPU runs nor what nobody needs
-    # Triton finds them there, and looks nowhere else.
+    assert names == ["__grp__k.json", "k.cubin", "k.json"]  # neither CPU code nor intermediate files
+    # Triton reads this folder only.
     monkeypatch.setenv(CACHE_VARIABLE, str(second.folder))
     group = FileCacheManager(HASH).get_group("k.json")
     assert group == {name: str(second.folder / HASH / name) for name in ("k.cubin", "k.json")}
     assert Path(group["k.cubin"]).read_bytes() == b"\x7fELF gpu"
 
 
-def test_what_is_compiled_later_in_a_run_is_kept_too_in_a_pack_of_its_own(tmp_path: Path) -> None:
+def test_kernels_compiled_later_in_a_run_are_kept_in_another_pack(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     first, second, third = (KernelCache(store, tmp_path / name, KEY) for name in ("1", "2", "3"))
     compile_one(first.folder, "BF16")
     assert first.save() and not first.save()
     second.fetch()
-    assert not second.save()  # what was fetched is there already
+    assert not second.save()  # the store has the fetched kernels already
     compile_one(second.folder, "FP8")
     (second.folder / "FP8" / "__grp__k.json").rename(tmp_path / "group")
-    assert not second.save()  # half a kernel would be found, and fail
+    assert not second.save()  # an incomplete kernel would be loaded, and fail
     (tmp_path / "group").rename(second.folder / "FP8" / "__grp__k.json")
     assert second.save()
     third.fetch()
     assert entries_in(third.folder) == {"BF16", "FP8"} and len(store.entries("cache/")) == 2
     compile_one(first.folder, "FP8")
-    assert not first.save()  # another run has done so
+    assert not first.save()  # another run saved it
 
 
 def test_packs_of_a_key_have_a_limit_together(
@@ -99,7 +99,7 @@ def test_packs_of_a_key_have_a_limit_together(
         assert kernels.save()
     compile_one(kernels.folder, "MORE")
     assert not kernels.save() and "is full" in capsys.readouterr().out
-    assert not kernels.save() and not capsys.readouterr().out  # told of once
+    assert not kernels.save() and not capsys.readouterr().out  # reported once
     monkeypatch.setattr(kernel_cache, "MAX_BYTES", 40_000)
     smaller = KernelCache(LocalStore(tmp_path / "other"), tmp_path / "smaller", KEY)
     compile_one(smaller.folder, "A", bytes(15_000))
@@ -108,7 +108,7 @@ def test_packs_of_a_key_have_a_limit_together(
     assert not smaller.save() and "is full" in capsys.readouterr().out
 
 
-def test_kernels_are_kept_once_steps_are_made_and_looked_for_again(
+def test_kernels_are_kept_after_the_first_steps_and_after_later_compilations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_cache, "POLL_SECONDS", 0)
@@ -125,7 +125,7 @@ def test_kernels_are_kept_once_steps_are_made_and_looked_for_again(
         yield "train"
         kept.append(len(store.entries("cache/")))
         seen.set()
-        threading.Event().wait()  # the thread has no end of its own
+        threading.Event().wait()  # the thread never ends by itself
 
     run = phases()
     KernelCache(store, folder, KEY).save_from_first_step(lambda: next(run))
@@ -152,7 +152,7 @@ def test_each_key_has_a_folder_of_its_own_for_triton(tmp_path: Path, monkeypatch
     assert KernelCache.here(store, tmp_path, recipe, gpu) is None
 
 
-def test_each_engine_has_packs_of_its_own_and_so_has_whatever_changes_its_kernels(tmp_path: Path) -> None:
+def test_packs_differ_by_engine_and_by_every_setting_that_changes_its_kernels(tmp_path: Path) -> None:
     recipe = load_recipe("gpt2-124m")
     changes = ("model.n_embd=1536", "train.precision=fp8", "runtime.micro_batch_size=32", "runtime.recompute=true")
     seen = [sources(engine, recipe) for engine in ("fused", "compiled")]
@@ -163,7 +163,7 @@ def test_each_engine_has_packs_of_its_own_and_so_has_whatever_changes_its_kernel
     assert KernelCache.here(LocalStore(tmp_path), tmp_path, recipe, torch.device("cpu")) is None
 
 
-def test_a_damaged_pack_is_told_of_not_used_and_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_pack_is_reported_not_used_and_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = LocalStore(tmp_path / "store")
     first, second = (KernelCache(store, tmp_path / name, KEY) for name in ("1", "2"))
     for name in ("A", "B"):
@@ -174,13 +174,13 @@ def test_a_damaged_pack_is_told_of_not_used_and_made_again(tmp_path: Path, capsy
         if b"A/k.cubin" in body:
             store.put(entry.key, body[:600] + b"x" + body[601:])
     second.fetch()
-    assert entries_in(second.folder) == {"B"}  # the other is as good as ever
+    assert entries_in(second.folder) == {"B"}  # the other pack is still valid
     assert "is damaged and removed; its kernels are compiled again" in capsys.readouterr().out
     assert KernelCache(store, first.folder, KEY).save()  # under the same name
     assert second.fetch() and entries_in(second.folder) == {"A", "B"} and not capsys.readouterr().out
 
 
-def test_a_pack_of_other_things_does_not_keep_the_sound_ones_away(tmp_path: Path) -> None:
+def test_a_pack_of_other_files_does_not_block_the_sound_ones(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     first, second = (KernelCache(store, tmp_path / name, KEY) for name in ("1", "2"))
     compile_one(first.folder, "A")
@@ -195,7 +195,7 @@ def test_a_pack_of_other_things_does_not_keep_the_sound_ones_away(tmp_path: Path
     assert entries_in(second.folder) == {"A"} and store.entries("cache/") == [sound]
 
 
-def test_a_store_that_fails_costs_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_fails_costs_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "cache").write_text("in the way")
     compile_one(tmp_path / "compiled", HASH)
@@ -235,9 +235,7 @@ def tar_of(**changes: object) -> bytes:
         {"type": tarfile.DIRTYPE},
     ],
 )
-def test_nothing_is_unpacked_that_could_be_anything_else_than_a_kernel(
-    tmp_path: Path, changes: dict[str, object]
-) -> None:
+def test_only_kernels_are_unpacked(tmp_path: Path, changes: dict[str, object]) -> None:
     assert unpack(tar_of(), tmp_path / "fine") == 2
     with pytest.raises(ValueError, match="which is no kernel file"):
         unpack(tar_of(**changes), tmp_path / "bad")

@@ -1,4 +1,4 @@
-"""An artifact exists once its manifest does, and is only ever read as the manifest describes it."""
+"""An artifact exists once its manifest does, and reads always follow the manifest."""
 
 import json
 import os
@@ -82,9 +82,7 @@ def finished(store: Store, folder: Path) -> Manifest:
 # --- committing
 
 
-def test_an_artifact_is_not_there_before_its_manifest_and_is_what_was_committed_afterwards(
-    store: Store, tmp_path: Path
-) -> None:
+def test_an_artifact_exists_only_after_its_manifest_and_equals_the_commit(store: Store, tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(BODY)
     file = upload(store, PLAN.prefix, 3, tmp_path / "weights.bin", "model.bin")
     assert find(store, PLAN) is None
@@ -94,7 +92,7 @@ def test_an_artifact_is_not_there_before_its_manifest_and_is_what_was_committed_
     assert store.get(f"{PLAN.prefix}/a0003/model.bin") == BODY
 
 
-def test_of_many_that_commit_at_once_one_wins_and_all_return_its_manifest(store: Store) -> None:
+def test_one_of_many_simultaneous_commits_wins_and_all_return_its_manifest(store: Store) -> None:
     racers = 12
     start = threading.Barrier(racers)
 
@@ -176,7 +174,7 @@ def test_a_damaged_file_is_named_and_refused_until_it_is_whole_again(
     manifest = finished(store, tmp_path)
     key = f"{PLAN.prefix}/a0001/weights.bin"
     store.delete(key) if damage is None else store.put(key, damage)
-    for _ in range(2):  # what the first try has left is no better at the second
+    for _ in range(2):  # the file of the first try stays damaged at the second
         with pytest.raises(DamagedArtifact) as refused:
             fetch(store, PLAN.prefix, manifest.file("weights.bin"), tmp_path / "cache")
         message = str(refused.value)
@@ -186,7 +184,7 @@ def test_a_damaged_file_is_named_and_refused_until_it_is_whole_again(
     assert fetch(store, PLAN.prefix, manifest.file("weights.bin"), tmp_path / "cache").read_bytes() == BODY
 
 
-def test_damage_is_the_users_to_repair_and_no_fault_of_ours() -> None:
+def test_damage_is_a_user_error() -> None:
     assert issubclass(DamagedArtifact, UserError)
 
 
@@ -229,13 +227,14 @@ print(len(downloads), sha256(path.read_bytes()).hexdigest(), path)
 
 
 @pytest.mark.slow  # five Python processes import boto3
-def test_processes_that_want_a_file_at_once_fetch_it_once(remote_store: Store, tmp_path: Path) -> None:
+def test_processes_that_need_a_file_at_the_same_time_fetch_it_once(remote_store: Store, tmp_path: Path) -> None:
     finished(remote_store, tmp_path)
     command = [sys.executable, "-c", CHILD, remote_store.uri, PLAN.prefix, str(tmp_path / "cache"), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     children = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready-*"))) < 4 and time.monotonic() < deadline:
+    while len(list(tmp_path.glob("ready-*"))) < 4:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     (tmp_path / "go").touch()
     said = [child.communicate(timeout=60)[0].split(" ", 2) for child in children]
@@ -268,7 +267,7 @@ def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_us
     assert [p for p in cache.rglob("*") if p.is_file() and p.stat().st_size] == [path]
 
 
-def test_what_was_fetched_is_not_fetched_again(remote_store: Store, tmp_path: Path) -> None:
+def test_a_fetched_file_is_not_fetched_again(remote_store: Store, tmp_path: Path) -> None:
     manifest = finished(remote_store, tmp_path)
     path = fetch(remote_store, PLAN.prefix, manifest.files[0], tmp_path / "cache")
     remote_store.delete(f"{PLAN.prefix}/{manifest.files[0].key}")

@@ -1,4 +1,4 @@
-"""Promises of every store, tried on all three; then what S3Store makes of a server that fails."""
+"""Promises of every store, tested on all three; then S3Store with a server that fails."""
 
 import hashlib
 import json
@@ -37,13 +37,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, fresh_s3_store: Callab
 
 
 class TestEveryStore:
-    def test_what_was_put_is_read_back(self, store: Store) -> None:
+    def test_an_object_is_read_back_as_it_was_put(self, store: Store) -> None:
         store.put("a/b.json", b"one")
         assert store.get("a/b.json") == b"one"
         store.put("a/b.json", b"two, longer")
         assert store.get("a/b.json") == b"two, longer"
 
-    def test_what_is_absent_is_none_and_deleting_it_is_fine(self, store: Store, tmp_path: Path) -> None:
+    def test_an_absent_key_reads_as_none_and_can_be_deleted(self, store: Store, tmp_path: Path) -> None:
         assert store.get("not/there") is None
         store.delete("not/there")
         assert store.entries("not") == []
@@ -136,14 +136,14 @@ class TestEveryStore:
             store.upload(tmp_path / "absent", "other")
         assert store.get("other") is None
 
-    def test_entries_are_sorted_and_tell_size_and_time(self, store: Store) -> None:
+    def test_entries_are_sorted_and_have_size_and_time(self, store: Store) -> None:
         before = time.time()
         for key in ["b", "a/2", "a/10", "a-b", "a/B", "ä"]:
             store.put(key, key.encode())
         found = store.entries("")
         assert [entry.key for entry in found] == sorted(["b", "a/2", "a/10", "a-b", "a/B", "ä"])
         assert all(entry.size == len(entry.key.encode()) for entry in found)
-        # S3 tells whole seconds.
+        # S3 has whole seconds.
         assert all(before - 2 <= entry.modified <= time.time() + 2 for entry in found)
 
     def test_a_prefix_is_text_and_hides_everything_else(self, store: Store) -> None:
@@ -172,7 +172,7 @@ class TestEveryStore:
             assert store.entries("") == [], key
             (tmp_path / "out").unlink()
 
-    def test_what_is_no_key_is_refused_by_every_operation(self, store: Store, tmp_path: Path) -> None:
+    def test_every_operation_refuses_an_invalid_key(self, store: Store, tmp_path: Path) -> None:
         source = tmp_path / "source"
         source.write_bytes(b"x")
         operations: list[Callable[[str], object]] = [
@@ -293,7 +293,7 @@ class TestLocalStore:
         assert path.relative_to(tmp_path).as_posix() == key
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user other than root, whom permissions bind")
-    def test_a_folder_that_may_not_be_written_is_the_users_to_fix(self, tmp_path: Path) -> None:
+    def test_a_folder_without_write_permission_is_a_user_error(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o500)
         with pytest.raises(UserError, match="not writable"):
             LocalStore(tmp_path / "store").put("a", b"")
@@ -319,7 +319,7 @@ class TestOpenStore:
         assert open_store(uri).uri == uri.rstrip("/")
 
     @pytest.mark.parametrize("uri", ["", "gs://b/p", "s3://", "s3:/b", "file://", "https://host/x", "s3:b"])
-    def test_anything_else_is_refused_with_what_would_be_right(self, uri: str) -> None:
+    def test_any_other_uri_is_refused_with_valid_examples(self, uri: str) -> None:
         with pytest.raises(UserError, match=r"s3://BUCKET/PREFIX, file://PATH"):
             open_store(uri)
 
@@ -332,7 +332,7 @@ class TestOpenStore:
         with pytest.raises(UserError, match="is a file"):
             open_store(str(tmp_path / "file"))
 
-    def test_a_profile_that_does_not_exist_is_the_users_to_fix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_profile_that_does_not_exist_is_a_user_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("AWS_PROFILE", "nobody")
         with pytest.raises(UserError, match="nobody"):
@@ -368,7 +368,7 @@ OVERLOADED = [
 
 
 class TestS3StoreAndAServerThatFails:
-    def test_what_time_can_cure_is_tried_again(
+    def test_passing_failures_are_retried(
         self, behind_proxy: S3Store, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
     ) -> None:
         proxy.fail(*OVERLOADED)
@@ -390,12 +390,14 @@ class TestS3StoreAndAServerThatFails:
         proxy.fail(Fault(409, code))
         assert behind_proxy.create("a", b"x") is True
 
-    def test_create_whose_answer_was_lost_knows_that_it_was_us(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
+    def test_a_create_whose_response_was_lost_recognizes_its_own_object(
+        self, behind_proxy: S3Store, proxy: FaultyProxy
+    ) -> None:
         proxy.fail(LOST_ANSWER, method="PUT")
         assert behind_proxy.create("a", b"ours") is True
         assert [method for method, _ in proxy.requests] == ["PUT", "PUT", "GET"]
 
-    def test_create_that_lost_the_race_while_it_retried_knows_that_too(
+    def test_a_create_that_lost_the_race_while_it_retried_reports_that(
         self, behind_proxy: S3Store, s3_store: S3Store, proxy: FaultyProxy
     ) -> None:
         s3_store.put("a", b"theirs")
@@ -403,7 +405,7 @@ class TestS3StoreAndAServerThatFails:
         assert behind_proxy.create("a", b"ours") is False
         assert s3_store.get("a") == b"theirs"
 
-    def test_many_racing_creates_over_a_bad_line_still_have_one_winner(
+    def test_many_racing_creates_over_a_bad_connection_still_have_one_winner(
         self, behind_proxy: S3Store, proxy: FaultyProxy
     ) -> None:
         racers = 8
@@ -426,7 +428,7 @@ class TestS3StoreAndAServerThatFails:
         assert (tmp_path / "out").read_bytes() == body
 
     @pytest.mark.parametrize("size", [300_000, s3.PART_BYTES + 1])
-    def test_a_connection_that_is_reset_while_we_send_costs_a_repetition(
+    def test_a_connection_that_is_reset_during_a_request_costs_one_retry(
         self, behind_proxy: S3Store, proxy: FaultyProxy, tmp_path: Path, size: int
     ) -> None:
         source = tmp_path / "source"
@@ -450,7 +452,7 @@ class TestS3StoreAndAServerThatFails:
         assert _sha256(tmp_path / "out") == _sha256(source)
 
     @pytest.mark.parametrize("completed", ["by us", "by nobody", "by somebody else"])
-    def test_an_upload_whose_completion_got_no_answer_succeeds_only_if_it_was_ours(
+    def test_an_upload_whose_completion_got_no_response_succeeds_only_if_the_object_is_ours(
         self, behind_proxy: S3Store, s3_store: S3Store, proxy: FaultyProxy, tmp_path: Path, completed: str
     ) -> None:
         source = tmp_path / "source"
@@ -474,7 +476,7 @@ class TestS3StoreAndAServerThatFails:
                 behind_proxy.upload(source, "big")
         assert not faults
 
-    def test_an_upload_that_fails_leaves_nothing_that_is_billed(
+    def test_a_failed_upload_leaves_no_billed_parts(
         self, s3_store: S3Store, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
@@ -501,7 +503,7 @@ class TestS3StoreAndAServerThatFails:
         assert target.read_bytes() == b"before"
         assert os.listdir(tmp_path) == ["out"]
 
-    def test_a_silent_server_does_not_hold_us_for_ever(
+    def test_a_silent_server_blocks_no_call_forever(
         self, s3_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
@@ -510,7 +512,7 @@ class TestS3StoreAndAServerThatFails:
         with pytest.raises(StoreUnavailable, match="no success within 1 s; last: ReadTimeout"):
             store.get("a")
 
-    def test_a_server_that_is_gone_is_unavailable_and_not_the_users_mistake(
+    def test_an_unreachable_server_is_unavailable_and_no_user_error(
         self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         endpoint = f"http://127.0.0.1:{free_ports(1)[0]}"
@@ -548,7 +550,7 @@ class TestS3StoreAndTheUsersMistakes:
             with pytest.raises(UserError, match=r"s3://no-such-bucket-here/p.*no such bucket"):
                 operation()
 
-    def test_a_wrong_secret_is_told_without_telling_it(
+    def test_a_wrong_secret_is_reported_without_its_value(
         self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2-and-more")
@@ -557,29 +559,29 @@ class TestS3StoreAndTheUsersMistakes:
         assert "hunter2" not in str(caught.value) + caplog.text
         assert len(str(caught.value).splitlines()) == 1
 
-    def test_an_unknown_access_key_is_told(self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unknown_access_key_is_reported(self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "who")
         with pytest.raises(UserError, match="AWS_ACCESS_KEY_ID or AWS_PROFILE"):
             S3Store(s3_store.bucket).put("a", b"")
 
-    def test_no_credentials_are_told(self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_credentials_are_reported(self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
         with pytest.raises(UserError, match="no usable credentials"):
             S3Store(s3_store.bucket).put("a", b"")
 
     @pytest.mark.parametrize("bucket", ["Not A Bucket", "x" * 80])
-    def test_an_impossible_bucket_name_is_told(self, s3_store: S3Store, bucket: str) -> None:
+    def test_an_impossible_bucket_name_is_reported(self, s3_store: S3Store, bucket: str) -> None:
         with pytest.raises(UserError):
             S3Store(bucket).put("a", b"")
 
-    def test_somebody_elses_bucket_is_told(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
+    def test_a_bucket_of_another_owner_is_reported(self, behind_proxy: S3Store, proxy: FaultyProxy) -> None:
         proxy.fail(Fault(403, "AccessDenied"))
         with pytest.raises(UserError, match=r"the credentials may not do that.*\(AccessDenied\)"):
             behind_proxy.get("a")
         assert len(proxy.requests) == 1
 
-    def test_a_wrong_clock_is_told_at_once(
+    def test_a_wrong_clock_is_reported_at_once(
         self, behind_proxy: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = botocore.auth.get_current_datetime
@@ -614,7 +616,7 @@ class TestS3StoreAndTheUsersMistakes:
             store.get("b")
         assert [entry.key for entry in store.entries("")] == ["a", "b"]
 
-    def test_a_source_that_hands_out_expired_credentials_is_told(
+    def test_a_source_of_expired_credentials_is_reported(
         self, s3_store: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -690,7 +692,7 @@ def test_a_stopped_daemon_leaves_no_child(tmp_path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether the process still runs; a zombie that waits for its parent does not."""
+    """True if the process still runs; a zombie that waits for its parent does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

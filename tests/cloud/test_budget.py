@@ -1,4 +1,4 @@
-"""`--budget`: the run has stopped on a commit before its bill is higher, whatever the bill is made of."""
+"""`--budget`: the run stops on a commit before its bill exceeds the budget, whichever costs are on the bill."""
 
 import json
 import math
@@ -36,14 +36,14 @@ dollars, rates, durations = st.floats(0.01, 1e5), st.floats(0.01, 1e3), st.float
 
 
 @given(dollars, dollars, rates, durations)
-def test_who_works_until_asked_and_then_stops_has_spent_the_budget_and_no_more(
+def test_a_run_that_stops_when_asked_has_spent_the_budget_and_no_more(
     budget: float, spent: float, rate: float, stopping: float
 ) -> None:
     left = seconds_until_ask(budget, spent, rate, stopping)
     if left >= 0:
         assert spent + rate * (left + stopping) / 3600 == pytest.approx(budget, rel=1e-9)
     else:
-        assert spent + rate * stopping / 3600 > budget * (1 - 1e-9)  # not even stopping at once would keep it
+        assert spent + rate * stopping / 3600 > budget * (1 - 1e-9)  # not even an immediate stop would meet it
 
 
 def test_a_machine_that_costs_nothing_is_never_asked_to_stop() -> None:
@@ -51,14 +51,14 @@ def test_a_machine_that_costs_nothing_is_never_asked_to_stop() -> None:
 
 
 @given(st.floats(0.01, 1000), st.floats(1, 1e7), st.floats(1, 1000), st.booleans(), st.integers(1, 64))
-def test_a_stop_is_given_what_a_step_and_a_save_or_the_last_upload_may_take(
+def test_the_reserve_for_a_stop_covers_a_step_and_a_save_or_the_last_upload(
     save: float, speed: float, grace: float, rented: bool, ranks: int
 ) -> None:
     fixed = LEAVE_SECONDS + HEARTBEAT_SECONDS + (TEARDOWN_SECONDS if rented else 0)
     progress = Progress(save_seconds=save, world_size=ranks, metrics={"perf/tokens_per_second": speed})
     busy = stopping_seconds(progress, 1000, grace, rented) - fixed
-    assert busy >= min(grace, save + 1000 / speed) * (1 - 1e-9)  # the ranks are cut off after the grace
-    assert busy >= ranks * save / 3 * (1 - 1e-9)  # nobody cuts off the upload of the final weights
+    assert busy >= min(grace, save + 1000 / speed) * (1 - 1e-9)  # the ranks are killed after the grace
+    assert busy >= ranks * save / 3 * (1 - 1e-9)  # the upload of the final weights is not interrupted
     assert busy <= max(grace, ranks * save / 3) * (1 + 1e-9)
     assert stopping_seconds(Progress(), 1000, grace, rented) - fixed == pytest.approx(
         grace
@@ -69,7 +69,7 @@ def test_a_stop_is_given_what_a_step_and_a_save_or_the_last_upload_may_take(
 
 
 class Bench:
-    """A run in a store of its own, and attempts of which we say when they began and ended."""
+    """A run in its own store, and attempts with given starts and ends."""
 
     def __init__(self, folder: Path) -> None:
         self.store = LocalStore(folder)
@@ -108,7 +108,7 @@ def test_all_attempts_of_all_stages_are_on_the_bill_and_none_of_another_run(benc
     assert spent_by_others(bench.store, "another-12345678", None, 3600.0) == 0.0
 
 
-def test_the_timer_asks_on_time_even_if_no_heartbeat_comes_any_more(bench: Bench) -> None:
+def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(bench: Bench) -> None:
     bench.attempt("tokenize", 1, 100, 3600.0)
     stopping = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, rented=False)
     mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
@@ -122,8 +122,8 @@ def test_the_timer_asks_on_time_even_if_no_heartbeat_comes_any_more(bench: Bench
     assert reason is not None and reason.endswith("are spent; raise --budget to continue")
 
 
-def test_a_later_heartbeat_that_knows_more_puts_the_stop_off(bench: Bench) -> None:
-    """A save that was measured takes less than the whole grace, so there is more left to work with."""
+def test_a_later_heartbeat_with_measured_times_delays_the_stop(bench: Bench) -> None:
+    """A measured save takes less than the whole grace, so more time is left for training."""
     mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
     assert mine is not None
     usd = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, rented=False) + 0.5
@@ -131,21 +131,21 @@ def test_a_later_heartbeat_that_knows_more_puts_the_stop_off(bench: Bench) -> No
     assert budget.watch(mine.latest) is None
     mine.update(progress=Progress(save_seconds=0.5, metrics={"perf/tokens_per_second": 1e6}))
     assert budget.watch(mine.latest) is None
-    assert not bench.stop.heard.wait(1.5)  # it would have been asked by now
+    assert not bench.stop.heard.wait(1.5)  # the stop would have been requested by now
 
 
-def test_what_is_left_of_a_spent_budget_begins_nothing(bench: Bench) -> None:
+def test_a_spent_budget_begins_nothing(bench: Bench) -> None:
     bench.attempt("train", 1, 100, 3600.0)
     with pytest.raises(Stopped, match=r"budget: \$100 of \$110 are spent; raise --budget to continue"):
         bench.budget(110).begin()
     bench.budget(110, price=0.0).begin()  # a machine that costs nothing may
     bench.budget(200).begin()
     with pytest.raises(Stopped):
-        bench.budget(200, cluster="sky-1", nodes=2).begin()  # whose end is paid for, too
+        bench.budget(200, cluster="sky-1", nodes=2).begin()  # its end is paid too
     assert not bench.stop.asked
 
 
-def test_a_budget_that_always_was_too_small_is_the_users_mistake(bench: Bench) -> None:
+def test_a_budget_that_always_was_too_small_is_a_user_error(bench: Bench) -> None:
     bench.run = "another-12345678"
     with pytest.raises(UserError, match=r"--budget 40: too little to begin: an orderly stop may cost \$45 here"):
         bench.budget(40).begin()
@@ -161,10 +161,10 @@ def test_a_budget_needs_a_known_price(bench: Bench, billing: Billing) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_stops_on_a_commit_within_its_budget_and_goes_on_with_more_to_the_same_losses(
+def test_a_run_stops_on_a_commit_within_its_budget_and_a_higher_budget_resumes_it_to_the_same_losses(
     tmp_path: Path, undisturbed: Callable[[int], Project]
 ) -> None:
-    """At a dollar a second. Its 8th step is held up until the budget has asked, however fast the machine is."""
+    """At a dollar a second. The 8th step waits until the budget stops the run, on a machine of any speed."""
     project = Project(tmp_path / FOLDER_NAME)
     moments = tmp_path / "moments"
     moments.mkdir()

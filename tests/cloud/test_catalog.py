@@ -43,13 +43,13 @@ def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path:
     nodes = [("aws", "h100:8"), ("gcp", "H100:8"), ("lambda", "H100:8"), ("aws", "cpus:16"), ("gcp", "H200:8")]
     nodes += [("aws", "cpus:16,memory:32")]
     nodes += [("azure", "H100:8"), ("nocloud", "H100:8")]
-    # A proxy that refuses: whatever SkyPilot would download can't be had, also on a machine with a network.
+    # A proxy that refuses: SkyPilot can download nothing, even on a machine with a network.
     environment = os.environ | sky_environment(tmp_path) | {"HTTPS_PROXY": "http://127.0.0.1:1"}
     done = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(nodes)], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)  # and nothing of SkyPilot's besides
+    found = json.loads(done.stdout)  # and no other output of SkyPilot
 
     def told(name: str) -> list[tuple[Any, ...]]:
         return [(o["region"], o["zone"], o["spot"], o["usd_per_hour"]) for o in found[name]]

@@ -40,7 +40,7 @@ def listening(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str
 # The store
 
 
-def test_a_bucket_that_refuses_a_second_create_will_do_and_keeps_nothing(
+def test_a_bucket_that_refuses_a_second_create_is_accepted_and_keeps_nothing(
     moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store]
 ) -> None:
     store = fresh_s3_store(moto_server)
@@ -48,7 +48,7 @@ def test_a_bucket_that_refuses_a_second_create_will_do_and_keeps_nothing(
     assert store.entries("") == []
 
 
-def test_a_store_that_lets_the_second_create_win_is_found_out(tmp_path: Path) -> None:
+def test_a_store_that_lets_the_second_create_win_is_rejected(tmp_path: Path) -> None:
     class Forgetful(LocalStore):
         """Stands for a server that ignores If-None-Match."""
 
@@ -88,7 +88,7 @@ def test_an_image_is_looked_up_in_a_real_registry(registry: str) -> None:
         assert finding.state == "broken" and "skytrain image push" in finding.remedy
 
 
-def test_a_private_registry_wants_credentials_that_are_good(tmp_path: Path) -> None:
+def test_a_private_registry_needs_valid_credentials(tmp_path: Path) -> None:
     if not Path("/usr/bin/docker-registry").exists():
         pytest.skip("needs docker-registry (apt)")
     (port,) = free_ports(1)
@@ -111,8 +111,8 @@ def test_a_private_registry_wants_credentials_that_are_good(tmp_path: Path) -> N
         daemon.stop()
 
 
-def test_a_registry_that_gives_tokens_is_asked_for_one_imitated() -> None:
-    """Docker Hub and GHCR do so; neither can be reached from everywhere that tests run."""
+def test_a_token_is_requested_from_a_registry_that_needs_one_imitated() -> None:
+    """Docker Hub and GHCR do this; some machines that run the tests cannot reach them."""
 
     class Hub(http.server.BaseHTTPRequestHandler):
         server: http.server.HTTPServer
@@ -161,7 +161,7 @@ def test_an_images_name_is_completed_as_docker_does(name: str, parts: tuple[str,
     assert image_parts(name) == parts
 
 
-def test_what_is_no_image_name_is_the_users_mistake() -> None:
+def test_an_invalid_image_name_is_a_user_error() -> None:
     with pytest.raises(UserError, match="write REGISTRY/NAME@sha256"):
         image_parts("ghcr.io/Team/Skytrain")
 
@@ -192,7 +192,7 @@ def push_empty_image(host: str, repository: str, tag: str, account: str = "") ->
 
 
 def test_a_tracking_server_that_is_gone_or_refuses_us_is_named_imitated() -> None:
-    """The real one that answers is in tests/test_mlflow.py."""
+    """tests/tracking/test_shipper.py has the test with a real server that answers."""
     assert "start it" in mlflow_answers(closed_port(), {}).remedy
 
     class Guarded(http.server.BaseHTTPRequestHandler):

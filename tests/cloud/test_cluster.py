@@ -1,4 +1,4 @@
-"""A launched run from end to end: real SkyPilot, two Slurm nodes, S3, MLflow; preempted, and none the worse for it."""
+"""A launched run from end to end: real SkyPilot, two Slurm nodes, S3, MLflow; preempted without a loss."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 from local_cloud import NODES, PRICE, LocalCloud, what_is_missing
-from pipeline_runs import TINY, told, write_texts
+from pipeline_runs import TINY, runs_in_mlflow, write_texts
 from servers import MlflowServer, S3Account
 
 from pipelines.artifacts.manifest import read_manifest
@@ -37,11 +37,11 @@ from trainer.process import DRILL
 pytestmark = pytest.mark.slow
 
 STEPS = 200
-# Of two nodes, of which 85 are kept for stopping. On an idle machine training begins after half a minute. On a very
-# slow one all may be spent before that; then the run has stopped there, and the rest of the test is the same.
+# For two nodes; the run reserves 85 s for its stop. On an idle machine training begins after half a minute. On a very
+# slow one the budget may be spent before that; then the run stops there, and the rest of the test is the same.
 BUDGET_S = 200
-HEAD_S = 10.0  # from SkyPilot's word that a cluster is there, or gone, until ours: 1 to 5 s on a busy machine
-LIMIT_S = 900.0  # of any one wait: an idle machine takes a minute for the longest
+HEAD_S = 10.0  # from SkyPilot's record that a cluster is up, or gone, until ours: 1 to 5 s on a busy machine
+LIMIT_S = 900.0  # of each wait: the longest takes a minute on an idle machine
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ def mlflow_uri(tmp_path: Path) -> Iterator[str]:
 
 
 class User:
-    """Somebody at a shell, with a recipe and a bucket."""
+    """A user at a shell, with a recipe and a bucket."""
 
     def __init__(self, folder: Path, cloud: LocalCloud, account: S3Account, **environment: str) -> None:
-        self.recipe, self.moments = folder / "e2e.yaml", folder / "moments"
-        self.moments.mkdir()
+        self.recipe, self.failpoints = folder / "e2e.yaml", folder / "failpoints"
+        self.failpoints.mkdir()
         write_texts(folder / "texts")
         source = {"source": str(folder / "texts" / "*.txt")}
         recipe: dict[str, Any] = TINY | {
@@ -97,7 +97,7 @@ class User:
         }
 
     def skytrain(self, *words: str, expect: int = 0, **environment: str) -> str:
-        """What the command prints, both ways."""
+        """The command's stdout and stderr."""
         done = subprocess.run(
             [sys.executable, "-m", "pipelines.cli", *words],
             env=self.environment | environment,
@@ -110,7 +110,7 @@ class User:
 
     def launch(self, *options: str, expect: int = 0) -> str:
         where = ("--infra", "slurm/local", "--image", "none", "--yes")
-        variables = {"SKYTRAIN_VENV": sys.prefix, "SKYTRAIN_GRACE_SECONDS": "10", DRILL: str(self.moments)}
+        variables = {"SKYTRAIN_VENV": sys.prefix, "SKYTRAIN_GRACE_SECONDS": "10", DRILL: str(self.failpoints)}
         given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         return self.skytrain("launch", str(self.recipe), *where, *given, *options, expect=expect)
 
@@ -128,7 +128,7 @@ class User:
         return Run(self.store, self.record).summary
 
     def wait_until(self, condition: Callable[[], object], poll_s: float = 2.0) -> None:
-        """Look into the store now and then: that costs a hundredth of what the verb costs."""
+        """Poll the store, which takes a hundredth of the time of the verb."""
         deadline = time.monotonic() + LIMIT_S
         while not condition():
             assert time.monotonic() < deadline, self.skytrain("status")
@@ -139,34 +139,34 @@ class User:
         return Run(self.store, self.record).account
 
     def stand_still_until(self, condition: Callable[[], object]) -> None:
-        """Whoever trains makes no step before that, or one a minute."""
-        step = self.moments / "mid-step"
+        """Training makes no step before that, or one a minute."""
+        step = self.failpoints / "mid-step"
 
         def held() -> object:
-            step.touch()  # also while one is here: it goes on after a minute
+            step.touch()  # again while a process waits there: it continues after a minute
             return condition()
 
         self.wait_until(held)
         step.unlink(missing_ok=True)
-        here(step).unlink(missing_ok=True)
+        reached(step).unlink(missing_ok=True)
 
     def preempted_in_mid_training(self, cloud: LocalCloud) -> float:
-        """Take the machines away, as a cloud does, from a step behind the attempt's first commit; when that was."""
-        armed = [self.moments / name for name in ("committed", "mid-step")]
-        for moment in armed:
-            moment.touch()
-            self.wait_until(here(moment).exists, 0.05)
+        """Preempt the machines in a step after the attempt's first commit; returns the time."""
+        armed = [self.failpoints / name for name in ("committed", "mid-step")]
+        for failpoint in armed:
+            failpoint.touch()
+            self.wait_until(reached(failpoint).exists, 0.05)
         jobs = [line.split() for line in cloud.slurm("squeue", "-h", "-o", "%i %j").splitlines()]
         (training,) = [number for number, name in jobs if name.startswith("train-")]
         cloud.slurm("scancel", training)
-        for moment in armed:
-            here(moment).unlink()
+        for failpoint in armed:
+            reached(failpoint).unlink()
         return time.time()
 
 
-def here(moment: Path) -> Path:
-    """What becomes of an armed moment once somebody has come there."""
-    return moment.with_name(f"{moment.name}.here")
+def reached(failpoint: Path) -> Path:
+    """The file of an armed failpoint once a process has reached it."""
+    return failpoint.with_name(f"{failpoint.name}.here")
 
 
 def test_a_launched_run_stopped_by_its_budget_and_preempted_twice_ends_as_the_undisturbed_one(
@@ -205,7 +205,7 @@ def test_a_launched_run_stopped_by_its_budget_and_preempted_twice_ends_as_the_un
     for stage in ("train", "export"):
         assert weights(user.store, record, stage) == weights(undisturbed, record, stage)
 
-    _, stages = told(mlflow_uri, record.run)
+    _, stages = runs_in_mlflow(mlflow_uri, record.run)
     assert {one.info.status for one in stages.values()} == {"FINISHED"}
     assert_billed_as_skypilot_says(user, record, preempted)
 
@@ -265,7 +265,7 @@ def test_without_gpus_a_job_with_a_deadline_waits_on_a_standby_and_polls_again(
 
 
 def processes_with(variable: str, *words: str) -> list[psutil.Process]:
-    """Processes that have a variable in their environment and these words in their command line."""
+    """Processes with a variable in their environment and these arguments in their command line."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -275,10 +275,10 @@ def processes_with(variable: str, *words: str) -> list[psutil.Process]:
 
 
 def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: list[float]) -> None:
-    """An attempt is on the bill from the first seconds of SkyPilot's cluster until the last word from there.
+    """An attempt is on the bill from the first seconds of SkyPilot's cluster until the last heartbeat from it.
 
-    SkyPilot's own time goes on until it has looked for the job, and taken down what is left. What `scancel` ends is
-    over for SkyPilot at once, and has its last word while Slurm still kills it: up to 5 s later on a busy machine.
+    SkyPilot's own interval continues until it has checked the job and terminated the cluster. For SkyPilot, a job that
+    `scancel` ended is over at once; its last heartbeat may come up to 5 s later, while Slurm still kills it.
     """
     bill, intervals = user.bill, read_intervals(user.store, record.run)
     training = [attempt for attempt in bill.attempts if attempt.stage == "train"]

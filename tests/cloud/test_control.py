@@ -1,4 +1,4 @@
-"""A run is told to stop, from wherever its store can be reached, and tells how it stands."""
+"""`skytrain stop` and `status` work from every machine that reaches the store."""
 
 import json
 import re
@@ -26,25 +26,20 @@ RUN = "tiny-01234567"
 ELSEWHERE = ProcessId("far/away", 1)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-def test_a_wish_stands_until_it_is_dropped_and_the_first_one_counts(store: LocalStore) -> None:
+def test_a_stop_request_stands_until_it_is_withdrawn_and_the_first_one_counts(store: LocalStore) -> None:
     watch = watch_stop_request(store, RUN)
     beat = Heartbeat(RUN, "train", 1, "running", 0.0, 0.0, 0.0)
     assert (read_stop_request(store, RUN), watch(beat)) == (None, None)
     request_stop(store, RUN, "too dear")
-    wish = request_stop(store, RUN, "another")
-    assert wish.reason == "too dear"
-    assert watch(beat) == f"{wish.by}: too dear"
+    request = request_stop(store, RUN, "another")
+    assert request.reason == "too dear"
+    assert watch(beat) == f"{request.by}: too dear"
     clear_stop_request(store, RUN)
     assert (read_stop_request(store, RUN), watch(beat)) == (None, None)
 
 
 def recorded(store: LocalStore) -> RunRecord:
-    """A run on record, with nothing done yet."""
+    """A recorded run without any attempt."""
     recipe = {
         "name": "tiny",
         "tokens": {"source": "texts/*.txt", "tokenizer": "bytes"},
@@ -56,27 +51,25 @@ def recorded(store: LocalStore) -> RunRecord:
     return record
 
 
-def test_stopping_tells_where_the_attempt_at_work_has_stopped(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_reports_where_the_working_attempt_stopped(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
     record = recorded(store)
-    assert control.stop(store, record, "enough", 10, lambda text: None) is None  # nothing is at work
+    assert control.stop(store, record, "enough", 10, lambda text: None) is None  # no attempt is working
     clear_stop_request(store, RUN)
-    told: list[str] = []
+    messages: list[str] = []
     watch = watch_stop_request(store, RUN)
 
-    def leave_if_wished(beat: Heartbeat) -> None:
+    def leave_on_request(beat: Heartbeat) -> None:
         assert attempt
         if watch(beat) and attempt.latest.state == "running":
             attempt.update(state="stopped", progress=Progress(step=17))
 
-    attempt = claim(store, f"train/{RUN}", RUN, "train", 1, Billing(), leave_if_wished)
+    attempt = claim(store, f"train/{RUN}", RUN, "train", 1, Billing(), leave_on_request)
     assert attempt
     with attempt:
-        ended = control.stop(store, record, "enough", 20, told.append)
+        ended = control.stop(store, record, "enough", 20, messages.append)
     assert ended and (ended.state, ended.progress.step) == ("stopped", 17)
-    assert told == ["train: attempt 1 is asked to commit and exit"]
+    assert messages == ["train: attempt 1 is asked to commit and exit"]
 
 
 def test_stopping_does_not_wait_for_the_dead(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +81,7 @@ def test_stopping_does_not_wait_for_the_dead(store: LocalStore, monkeypatch: pyt
     assert read_stop_request(store, RUN)
 
 
-def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(
+def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = recorded(store)
@@ -107,20 +100,20 @@ def test_a_status_says_what_is_done_what_is_to_come_and_what_skypilot_did(
         nodes=2,
     )
     store.put(f"train/{RUN}/attempts/0001/heartbeat.json", beat.to_json())
-    wish = request_stop(store, RUN, "enough")
+    request = request_stop(store, RUN, "enough")
     job = TaskStatus(3, "train", "RECOVERING", 2, "train-3", "preempted", over=False)
     status = status_of(Run(store, record), [job], now)
     assert (status.stage, status.step, status.max_steps) == ("train", 50, 100)
     assert (status.train_loss, status.tokens_per_second, status.recoveries) == (2.5, 1e3, 2)
     assert status.usd == pytest.approx(2 * 10.0 * 3500 / 3600)
     assert status.silent_seconds == pytest.approx(100)
-    assert status.stop_request == wish
+    assert status.stop_request == request
     assert status.to_come and status.to_come.hours.middle >= 50 * 60 / 3600  # at the speed so far
     print_status([status])
     assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", capsys.readouterr().out)
 
 
-def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_up(
+def test_clusters_without_a_live_run_are_found_with_skypilots_answers_made_up(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
@@ -134,7 +127,7 @@ def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_u
         job_record(4, "somebody-elses", "RUNNING", long_ago, "theirs-4"),
     ]
     clusters = [
-        Cluster("train-1", RUN, 2, up),  # the job's, which is told of already
+        Cluster("train-1", RUN, 2, up),  # of the job, which is listed already
         Cluster("train-2", RUN, 2, up),
         Cluster("gone", RUN, 2, [(now - 7200, now - 3600)]),
         Cluster("new", RUN, 2, [(now - 60, None)]),  # it is being set up
@@ -161,7 +154,7 @@ def test_what_costs_money_for_no_live_run_is_found_with_skypilots_answers_made_u
         machine=Machine(cluster="by-hand"),
     )
     store.put(f"train/{RUN}/attempts/0001/heartbeat.json", beat.to_json())
-    assert found() == ["cluster strange"]  # the run is alive, and who knows what else it needs
+    assert found() == ["cluster strange"]  # the run is alive and may need it
 
 
 def job_record(number: int, run: str, status: str, submitted: float, cluster: str | None) -> Any:
@@ -177,13 +170,13 @@ def job_record(number: int, run: str, status: str, submitted: float, cluster: st
     return SimpleNamespace(**names, status=state, current_cluster_name=cluster, failure_reason=None, details=None)
 
 
-def test_verbs_for_runs_that_were_not_launched_say_what_to_do(tmp_path: Path) -> None:
+def test_verbs_for_runs_that_were_not_launched_name_the_remedy(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     recorded(project.store)
-    said = project.run("resume", RUN, expect=2).stderr
-    assert said == f"error: resume: {RUN} was never launched; skytrain run run:{RUN} continues it here\n"
-    said = project.run("logs", RUN, expect=2).stderr
-    assert "was not launched" in said and "train.log" in said
+    output = project.run("resume", RUN, expect=2).stderr
+    assert output == f"error: resume: {RUN} was never launched; skytrain run run:{RUN} continues it here\n"
+    output = project.run("logs", RUN, expect=2).stderr
+    assert "was not launched" in output and "train.log" in output
     assert "no attempt runs" in project.run("stop", RUN).stdout
     assert "to be stopped" in project.run("status").stdout
 
@@ -193,31 +186,31 @@ def test_resuming_without_a_secret_that_the_launch_had_is_refused(tmp_path: Path
     recorded(project.store)
     request = LaunchRequest(RUN, project.store.uri, infra="slurm/here", image="none")
     write_launch(project.store, LaunchRecord(request, ["train"], [1], ["AWS_SESSION_TOKEN", "HF_TOKEN"], 0.0, []))
-    said = project.run("resume", RUN, "--yes", expect=2).stderr
-    assert said == "error: --secret HF_TOKEN: not set in this shell; export it first, without writing it to a file\n"
+    output = project.run("resume", RUN, "--yes", expect=2).stderr
+    assert output == "error: --secret HF_TOKEN: not set in this shell; export it first, without writing it to a file\n"
 
 
-def test_a_run_told_to_stop_commits_leaves_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
+def test_a_stopped_run_commits_exits_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
-    # So long that only a wish ends it; and what is committed was committed because of that.
+    # So long that only the stop request ends it, and the only commits are due to the request.
     endless = ["--set", "train.max_steps=1000000", "--set", "runtime.checkpoint_minutes=1000"]
     command = ("run", "tiny.yaml", "--stage", "train", *endless)
     with project.started(*command, "--unless-stopped") as process:
         project.wait_until(project.rows_logged, process)
         (record,) = read_records(project.store)
-        said = Project(project.folder).run("stop", record.run, "--reason", "lunch").stdout
+        output = Project(project.folder).run("stop", record.run, "--reason", "lunch").stdout
         assert process.wait(30) == 76
     assert project.report()["state"] == "stopped"
     stopped_at = project.rows_committed()
-    assert f"attempt 1 is stopped at step {stopped_at}" in said
+    assert f"attempt 1 is stopped at step {stopped_at}" in output
     assert stopped_at > 0
 
-    said = project.run(*command, "--unless-stopped", expect=76).stderr
-    assert "lunch): nothing restarts this run automatically" in said
+    output = project.run(*command, "--unless-stopped", expect=76).stderr
+    assert "lunch): nothing restarts this run automatically" in output
     assert project.claims("train") == 1
     status: dict[str, Any] = json.loads(project.run("status", record.run, "--json").stdout)[0]
     assert (status["state"], status["step"], status["wish"]["reason"]) == ("stopped", stopped_at, "lunch")
 
-    with project.started(*command) as process:  # by hand: who gives it wants the run to go on
+    with project.started(*command) as process:  # by hand: the user wants the run to continue
         project.wait_until(lambda: project.claims("train") == 2, process)
     assert read_stop_request(project.store, record.run) is None

@@ -1,4 +1,4 @@
-"""`launch --deadline`: on spot while another lost machine would not make the run late, and then on demand."""
+"""`launch --deadline`: spot while one more lost machine would not make the run late, then on demand."""
 
 import json
 import time
@@ -37,7 +37,7 @@ SPOT, STEADY = (
 
 
 def asked(done: float, spare_seconds: float, stage: str = "train", steps_done: int = 100) -> StopSignal:
-    """What becomes of a run of which a part is done, 100 steps of it here, whose deadline leaves so much to spare."""
+    """The end of a run with 100 steps done, whose deadline leaves the given slack."""
     stop, now = Signal(), time.time()
     steps = round(done * RECIPE.train.max_steps)
     left = SECONDS_PER_STEP * (RECIPE.train.max_steps - steps)
@@ -51,14 +51,14 @@ def asked(done: float, spare_seconds: float, stage: str = "train", steps_done: i
     return stop
 
 
-def test_spot_is_left_while_a_lost_machine_and_the_next_one_would_still_be_in_time() -> None:
+def test_a_run_leaves_spot_while_one_more_lost_machine_would_still_meet_the_deadline() -> None:
     assert not asked(0.5, 2 * CHANGEOVER_SECONDS + 60).asked
     left = asked(0.5, 2 * CHANGEOVER_SECONDS - 60)
     assert left.asked and left.ending is HandedOver and left.reason and "19 min of slack" in left.reason
 
 
-def test_nobody_leaves_shortly_before_the_end_or_before_it_is_known_how_fast_it_goes() -> None:
-    assert not asked(1 - 0.5 * CHANGEOVER_SECONDS / SECONDS, 0.0).asked  # to change over would take longer
+def test_no_handover_happens_shortly_before_the_end_or_before_the_speed_is_known() -> None:
+    assert not asked(1 - 0.5 * CHANGEOVER_SECONDS / SECONDS, 0.0).asked  # the changeover would take longer
     assert not asked(0.5, 0.0, steps_done=9).asked
     assert not asked(0.5, 0.0, stage="evaluate").asked
 
@@ -71,14 +71,14 @@ def test_a_standby_polls_while_another_poll_would_be_in_time_and_within_the_loss
     limit = SPOT_LOSS_LIMIT * 105
     assert rules.must_stop_polling(0.0, rules.work, limit + 0.01)
     assert not rules.must_stop_polling(0.0, rules.work, limit - 0.01)
-    assert not rules.must_stop_polling(0.0, rules.work / 2, 50.0)  # half is done, for as much as on demand
+    assert not rules.must_stop_polling(0.0, rules.work / 2, 50.0)  # half is done, at the price of on demand
     unpriced = DeadlineRules(72_000.0, ten_hours, 1800.0, 5.0, on_demand_per_hour=0.0)
     assert not unpriced.must_stop_polling(0.0, rules.work, 1000.0)
 
 
-def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_long_enough() -> None:
-    def told(last: int, gpus: str = "H100:8", nodes: int = 1) -> float | None:
-        """Of an attempt from step 100 to `last`, 2 s a step, the first of them in the phase "compile"."""
+def test_the_speed_comes_from_the_same_machines_once_they_ran_long_enough() -> None:
+    def measured(last: int, gpus: str = "H100:8", nodes: int = 1) -> float | None:
+        """The speed of an attempt from step 100 to `last`, 2 s a step, the first step in the phase "compile"."""
         phases = {"compile": 30.0, "train": 2.0 * (last - 101)}
         progress = Progress(last, resumed_from=100, steps_done=last - 100)
         machine = Machine(accelerators=gpus, spot=True)
@@ -86,11 +86,11 @@ def test_how_fast_it_goes_is_told_by_the_same_machines_once_they_have_gone_for_l
         seen = [StoredHeartbeat("train/a", replace(beat, machine=machine))]
         return seconds_per_token(RECIPE.train, ["H100:8"], 1, list(account("run", seen).attempts))
 
-    assert told(201) == pytest.approx(2.0 / RECIPE.train.batch_tokens)
-    assert told(200) is told(102) is told(201, gpus="H100:1") is told(201, nodes=2) is None
+    assert measured(201) == pytest.approx(2.0 / RECIPE.train.batch_tokens)
+    assert measured(200) is measured(102) is measured(201, gpus="H100:1") is measured(201, nodes=2) is None
 
 
-def test_the_rules_count_with_the_longest_poll_so_far() -> None:
+def test_the_rules_use_the_longest_poll_so_far() -> None:
     def standby(number: int, started: float, **phases: float) -> StoredHeartbeat:
         beat = Heartbeat("run", "train", number, "interrupted", started, started + 800, 0.1, phases=phases)
         return StoredHeartbeat(
@@ -150,9 +150,9 @@ def test_a_standby_exits_to_poll_or_hands_over_and_is_on_the_bill(tmp_path: Path
         assert waiting.wait() == 75
     del project.environment[DEADLINE], project.environment["SKYPILOT_NUM_GPUS_PER_NODE"]
     project.run("run", "tiny.yaml", "--stage", "train")
-    told = project.report()
-    assert told["state"] == "done" and 0 < told["goodput"] <= 1
-    bill = project.run("report", told["run"]).stdout
+    report = project.report()
+    assert report["state"] == "done" and 0 < report["goodput"] <= 1
+    bill = project.run("report", report["run"]).stdout
     assert "train 1 to 3" in bill and "waiting for spot" in bill and "without waits for spot" in bill
 
 

@@ -1,4 +1,4 @@
-"""`skytrain doctor` on machines that are well and on one that is not."""
+"""`skytrain doctor` on machines without and with faults."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def doctor(folder: Path, expect: int, **more: str) -> dict[str, Any]:
-    """Its findings by what they are about; the exit code is as expected."""
+    """Its findings by subject; the exit code is as expected."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "MLFLOW_", "AWS_"))}
     ours = {
         "PYTHONPATH": str(ROOT),
@@ -31,7 +31,7 @@ def doctor(folder: Path, expect: int, **more: str) -> dict[str, Any]:
     return {finding["what"]: finding for finding in json.loads(done.stdout)}
 
 
-def test_a_machine_without_clouds_is_fit_for_runs_and_told_what_launching_takes(tmp_path: Path) -> None:
+def test_a_machine_without_clouds_can_run_and_learns_the_needs_of_a_launch(tmp_path: Path) -> None:
     found = doctor(tmp_path, 0)
     assert {found[name]["state"] for name in ("python", "torch", "mlflow", "boto3", "store")} == {"ok"}
     assert found["skypilot"]["state"] == "note"
@@ -40,7 +40,7 @@ def test_a_machine_without_clouds_is_fit_for_runs_and_told_what_launching_takes(
 
 
 @pytest.mark.slow
-def test_what_is_broken_is_named_with_its_remedy(tmp_path: Path) -> None:
+def test_each_fault_is_named_with_its_remedy(tmp_path: Path) -> None:
     nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
     keys = {"AWS_ACCESS_KEY_ID": "an id", "AWS_SECRET_ACCESS_KEY": "a key", "AWS_REGION": "us-east-1"}
     found = doctor(
@@ -57,7 +57,7 @@ def test_what_is_broken_is_named_with_its_remedy(tmp_path: Path) -> None:
     assert "no success within 1 s" in broken["store"] and "MLFLOW_TRACKING_URI" in broken["mlflow"]
 
 
-def test_room_is_looked_for_where_scratch_will_be(tmp_path: Path) -> None:
+def test_free_space_is_measured_in_the_folder_for_scratch(tmp_path: Path) -> None:
     finding = disk(tmp_path / "not" / "yet" / "there")
     assert finding.seen.endswith(f"at {tmp_path}")
     assert (finding.state == "note") is (int(finding.seen.split()[0].replace(",", "")) < 30)

@@ -1,4 +1,4 @@
-"""The container image is what it promises to be: built for real, run locked down, killed, stopped, resumed."""
+"""The container image keeps its promises: really built, run locked down, killed, stopped, resumed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TIKTOKEN = ROOT.parent / "shared" / "data" / "tiktoken"
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 LOCKED_DOWN = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--tmpfs=/tmp")
 STEPS = 400
-# 400 steps of ~20 ms with a commit a second: long enough to be killed in the midst of. Two ranks, to see gloo work.
+# 400 steps of ~20 ms with a commit a second: long enough for a kill during training. Two ranks, to test gloo.
 SHORT = {
     "tokens.max_tokens": 400_000,
     "tokens.shard_tokens": 100_000,
@@ -62,11 +62,11 @@ SHORT = {
 }
 
 
-# What is written down
+# Written configuration
 
 
 def names_in(lines: list[str]) -> dict[str, str]:
-    """Canonical package names of requirement lines, with what follows them."""
+    """Canonical package names of requirement lines, with the rest of each line."""
     matches = (re.match(r"([A-Za-z0-9][\w.-]*)(.*)", line) for line in lines)
     return {re.sub(r"[-_.]+", "-", m[1]).lower(): m[2].strip(" \\") for m in matches if m}
 
@@ -75,7 +75,7 @@ def locked(name: str) -> dict[str, str]:
     return names_in((DOCKER / "locks" / name).read_text().splitlines())
 
 
-def test_the_image_is_asked_for_what_the_project_depends_on() -> None:
+def test_the_image_requires_the_projects_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = {*names_in(project["project"]["dependencies"]), *names_in(project["build-system"]["requires"])}
     assert set(locked("common.in")) == declared - {"torch", "nvidia-cudnn-frontend", "mlflow"} | {"mlflow-skinny"}
@@ -92,7 +92,7 @@ def test_the_image_holds_the_versions_that_were_tested_each_with_its_hash(name: 
     assert [r.splitlines()[0] for r in requirements if not r.startswith("#") and "--hash=sha256:" not in r] == []
 
 
-def test_the_training_image_is_asked_for_no_more_than_training_needs() -> None:
+def test_the_training_image_requires_only_the_dependencies_of_training() -> None:
     everything = {*locked("common.txt"), *locked("cpu.txt"), *locked("cuda.txt")}
     assert everything & {"skypilot", "mlflow", "flask", "pytest", "moto", "transformers", "ruff", "mypy"} == set()
     assert {p for p in locked("cpu.txt") if p.startswith(("nvidia", "cuda", "triton"))} == set()
@@ -135,7 +135,7 @@ def test_the_source_label_is_an_address_without_credentials(remote: str | None, 
     assert source_of(remote) == source
 
 
-def test_an_image_says_whether_a_commit_holds_what_is_in_it(tmp_path: Path) -> None:
+def test_an_images_label_shows_whether_a_commit_has_its_contents(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         who = ("-c", "user.name=test", "-c", "user.email=test@example.org")
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
@@ -168,11 +168,11 @@ def test_an_image_says_whether_a_commit_holds_what_is_in_it(tmp_path: Path) -> N
         ("TOKEN=$TOKEN", False),
     ],
 )
-def test_a_secret_in_a_text_is_told_from_what_only_looks_like_one(text: str, is_one: bool) -> None:
+def test_secrets_are_distinguished_from_similar_text(text: str, is_one: bool) -> None:
     assert bool(SECRET_TEXT.search(text)) is is_one
 
 
-def test_a_configuration_that_breaks_a_promise_is_told() -> None:
+def test_a_configuration_that_breaks_a_promise_is_reported() -> None:
     config = {"User": "0:0", "Entrypoint": ["/bin/sh"], "Env": ["AWS_SECRET_ACCESS_KEY=abc", "GPG_KEY=1"], "Labels": {}}
     faults = {finding.what: finding.seen for finding in promises_of(config)}
     assert all(faults.values()), faults
@@ -197,13 +197,13 @@ def skytrain(*arguments: str, cwd: Path, code_at: Path = ROOT, **environment: st
 
 
 @pytest.mark.parametrize("verb", [("build",), ("check", "some/image")])
-def test_without_docker_one_line_says_so(tmp_path: Path, verb: tuple[str, ...]) -> None:
+def test_missing_docker_is_a_one_line_error(tmp_path: Path, verb: tuple[str, ...]) -> None:
     done = skytrain("image", *verb, cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == 2
     assert done.stderr == "error: docker: not installed; images need Docker Engine 20.10 or newer, or Docker Desktop\n"
 
 
-def test_without_an_engine_one_line_says_so(tmp_path: Path) -> None:
+def test_a_missing_docker_engine_is_a_one_line_error(tmp_path: Path) -> None:
     if not shutil.which("docker"):
         pytest.skip("needs docker.io (apt)")
     done = skytrain("image", "check", "x", cwd=tmp_path, DOCKER_HOST=f"unix://{tmp_path}/none.sock")
@@ -211,7 +211,7 @@ def test_without_an_engine_one_line_says_so(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: docker: no engine answers (") and done.stderr.count("\n") == 1
 
 
-def test_pushing_what_was_never_built_is_a_mistake(tmp_path: Path) -> None:
+def test_pushing_an_image_that_was_never_built_is_a_user_error(tmp_path: Path) -> None:
     done = skytrain("image", "push", "registry.example.org/name", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no 'runtime' was built here" in done.stderr
@@ -244,7 +244,7 @@ class Engine:
 
     def stop(self) -> None:
         self._daemon.stop(grace_s=30)
-        # What dockerd leaves mounted (a network namespace) would keep the folder, gigabytes of it, from going.
+        # dockerd leaves a network namespace mounted, which would block the removal of the folder (gigabytes).
         mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
         for mount in (m for m in reversed(mounts) if m.startswith(f"{self.folder}/")):
             subprocess.run(["umount", "--lazy", mount], check=True)
@@ -281,7 +281,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def base(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What python:3.11-slim-bookworm brings, made from Debian's own packages: no hub is needed."""
+    """The contents of python:3.11-slim-bookworm, made from Debian's packages: no hub is needed."""
     tar = tmp_path_factory.mktemp("base") / "base.tar"
     packages = "ca-certificates,python3,python3-venv,python3-pip,python3-dev"
     sources = Path("/etc/apt/sources.list.d/debian.sources")
@@ -360,25 +360,25 @@ def clone(
 
 @pytest.fixture(scope="module")
 def image(clone: Clone) -> dict[str, Any]:
-    """The cpu image, as `skytrain image build` writes it down."""
+    """The record of the cpu image that `skytrain image build` writes."""
     return clone.build("cpu")
 
 
 @pytest.mark.slow
 def test_the_image_that_was_built_keeps_its_promises(clone: Clone, image: dict[str, Any]) -> None:
     assert not image["dirty"] and re.fullmatch("[0-9a-f]{40}", image["revision"])
-    told = clone.image("check", "--target", "cpu").stdout.splitlines()
-    assert len(told) >= 12
-    assert [line for line in told if not line.startswith("    ok  ")] == []
+    results = clone.image("check", "--target", "cpu").stdout.splitlines()
+    assert len(results) >= 12
+    assert [line for line in results if not line.startswith("    ok  ")] == []
 
 
 @pytest.mark.slow
-def test_an_image_that_breaks_its_promises_is_found_out(clone: Clone, base: str, tmp_path: Path) -> None:
+def test_an_image_that_breaks_its_promises_fails_the_check(clone: Clone, base: str, tmp_path: Path) -> None:
     secrets = ["/var/lib/id_rsa", "/etc/pip.conf"]
     (tmp_path / "Dockerfile").write_text(
         f"FROM {base}\nENV HF_TOKEN=abc\n"
         + "".join(f"RUN echo secret > {path}\n" for path in secrets)
-        + f"RUN rm {secrets[0]}\n"  # which takes it out of sight, and not out of the layer
+        + f"RUN rm {secrets[0]}\n"  # this hides the file, but the layer keeps it
         + 'RUN pip_token=hunter2 true\nENTRYPOINT ["/usr/bin/python3"]\n'
     )
     clone.engine.docker("build", "--network=host", "--tag=test/broken", str(tmp_path))
@@ -417,19 +417,19 @@ class Containers:
             self.engine.docker("rm", "--force", "--volumes", name)
 
     def wait(self, name: str) -> tuple[int, str]:
-        """The exit code of a container and all it has said."""
+        """The exit code of a container and all its output."""
         code = int(self.engine.docker("wait", name).stdout)
         done = self.engine.docker("logs", name)
         return code, done.stdout + done.stderr
 
     def run(self, store: str, **environment: str) -> str:
         with self.started(store, **environment) as name:
-            code, said = self.wait(name)
-        assert code == 0, said
-        return said
+            code, output = self.wait(name)
+        assert code == 0, output
+        return output
 
     def interrupt(self, store: Store, *command: str) -> tuple[int, str]:
-        """Start, wait until training has committed something and is not done, then do `command` to it."""
+        """Start, wait until training has a commit and is not done, then run `command` on the container."""
         with self.started(store.uri) as name:
             wait_until(lambda: commits(store) > 0, "a first commit", 120)
             self.engine.docker(*command, name)
@@ -473,14 +473,14 @@ def test_a_container_that_is_killed_or_stopped_is_resumed_by_a_new_one_with_the_
     assert [step for step, _ in undisturbed] == list(range(1, STEPS + 1))
     assert points_in_mlflow(mlflow_uri, f"{run.name}/train") == undisturbed
 
-    code, said = containers.interrupt(stores["killed"], "kill")
-    assert code == 137, said  # and silent from then on: the next one waits for 20 s before it takes over
-    code, said = containers.interrupt(stores["stopped"], "stop", "--time=60")
-    assert (code, "run the same command to resume" in said) == (75, True), said
+    code, output = containers.interrupt(stores["killed"], "kill")
+    assert code == 137, output  # without a last heartbeat: the next one waits for 20 s before it takes over
+    code, output = containers.interrupt(stores["stopped"], "stop", "--time=60")
+    assert (code, "run the same command to resume" in output) == (75, True), output
     for name in ("killed", "stopped"):
         assert len(losses(stores[name])) < STEPS, "it was done before it could be interrupted"
-        said = containers.run(stores[name].uri)
-        assert "resumed from step" in said
+        output = containers.run(stores[name].uri)
+        assert "resumed from step" in output
         assert losses(stores[name]) == undisturbed
         (run,) = read_runs(stores[name])
         assert (run.summary.state, run.summary.attempts) == ("done", 2)
@@ -498,8 +498,8 @@ def points_in_mlflow(uri: str, run: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_a_pushed_image_is_known_by_its_digest(clone: Clone, registry: str, tmp_path: Path) -> None:
-    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")  # 100 bytes are as good as gigabytes
+def test_a_pushed_image_is_identified_by_its_digest(clone: Clone, registry: str, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")  # 100 bytes stand for gigabytes
     clone.engine.docker("build", "--tag=test/tiny", str(tmp_path))
     identity = clone.engine.docker("image", "inspect", "--format={{.Id}}", "test/tiny").stdout.strip()
     built = Image("runtime", "test/tiny", "1.2", "0123456789abcdef", False, identity)
@@ -528,7 +528,7 @@ def test_skypilot_can_set_up_a_container_and_log_in(
     key = tmp_path / ".ssh" / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     shutil.copy(key.with_suffix(".pub"), tmp_path / ".ssh" / "authorized_keys")
-    # What would change this machine (its docker service, its packages) is left out; docker itself is not.
+    # Commands that would change this machine (its docker service, its packages) are left out; docker itself is not.
     (tmp_path / "bin").mkdir()
     for name, body in {
         "sudo": 'case "$1" in docker) exec "$@";; *) exit 0;; esac',

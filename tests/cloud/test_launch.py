@@ -31,25 +31,25 @@ pytestmark = pytest.mark.usefixtures("clean_shell")
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe and its text, and in it."""
+    """A folder with a recipe and its text, as the working directory."""
     write_texts(tmp_path / "texts")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_everything_wrong_is_said_before_giving_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_reports_all_faults_before_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
     findings = [Finding("a", "x", "broken", "mend it"), Finding("b", "fine"), Finding("c", "y", "broken", "do that")]
     with pytest.raises(UserError, match="2 of the findings above"):
         report_all(findings, print_launch_report)
-    said = capsys.readouterr().out
-    assert "WRONG  a: x\n       -> mend it" in said and "   ok  b: fine" in said and "do that" in said
+    output = capsys.readouterr().out
+    assert "WRONG  a: x\n       -> mend it" in output and "   ok  b: fine" in output and "do that" in output
 
 
 # run:NAME
 
 
-def test_a_recorded_run_is_told_by_its_name(texts: Path) -> None:
+def test_a_recorded_run_is_identified_by_its_name(texts: Path) -> None:
     store = LocalStore(texts / "store")
     recipe, plans = planned("tiny.yaml", ["train.max_steps=20"], store)
     record(store, run_name(plans), recipe, plans, "export")
@@ -60,7 +60,7 @@ def test_a_recorded_run_is_told_by_its_name(texts: Path) -> None:
         planned("run:another", [], store)
 
 
-def test_a_recorded_run_refuses_text_that_is_another_here(texts: Path) -> None:
+def test_a_recorded_run_refuses_different_local_text(texts: Path) -> None:
     store = LocalStore(texts / "store")
     recipe, plans = planned("tiny.yaml", [], store)
     record(store, run_name(plans), recipe, plans, "train")
@@ -72,7 +72,7 @@ def test_a_recorded_run_refuses_text_that_is_another_here(texts: Path) -> None:
 
 
 @pytest.mark.slow
-def test_once_tokenized_a_recorded_run_needs_its_text_no_more(texts: Path) -> None:
+def test_a_tokenized_recorded_run_does_not_need_its_text(texts: Path) -> None:
     skytrain(texts, "run", "tiny.yaml", "--stage", "tokenize", "--store", "store")
     store = LocalStore(texts / "store")
     recipe, plans = planned("tiny.yaml", [], store)
@@ -85,7 +85,7 @@ def test_once_tokenized_a_recorded_run_needs_its_text_no_more(texts: Path) -> No
 # The record, and the command
 
 
-def test_a_launch_on_record_can_be_made_again(tmp_path: Path) -> None:
+def test_a_recorded_launch_can_be_repeated(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     assert last_launch(store, "tiny-12345678") is None
     request = LaunchRequest("tiny-12345678", store.uri, nodes=2, spot=True, budget=25.0, variables={"A": "b"})
@@ -129,8 +129,8 @@ def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) ->
     arguments.append(f"tokens.source={texts}/texts/*.txt")
     alone = KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()}
     unreachable = {"AWS_ENDPOINT_URL": closed_port(), "SKYTRAIN_STORE_SECONDS": "1"}
-    said = skytrain(texts, *arguments, "--store", "s3://bucket/prefix", **alone, **unreachable, expect=2)
-    assert "error: launch: get s3://bucket/prefix/" in said  # it has to know what is missing
+    output = skytrain(texts, *arguments, "--store", "s3://bucket/prefix", **alone, **unreachable, expect=2)
+    assert "error: launch: get s3://bucket/prefix/" in output  # it has to read the state of the artifacts
 
     done = given(texts, *arguments, "--infra", "slurm/here", **alone)
     header, *tasks = yaml.safe_load_all(done.stdout)
@@ -167,13 +167,13 @@ def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) ->
     ],
     ids=["bucket", "secret", "credentials", "image"],
 )
-def test_what_a_launch_lacks_is_said_within_seconds_with_its_remedy(
+def test_missing_requirements_of_a_launch_are_reported_within_seconds_with_remedies(
     texts: Path, moto_server: S3Account, registry: str, fresh_s3_store: Any, options: list[str], remedy: str
 ) -> None:
     """SkyPilot finds a fifth, no capacity: test_skypilot.py, and test_cluster.py with a real cloud."""
     store = fresh_s3_store(moto_server)
     account = dict(moto_server.environment)
-    if "lambda" in options:  # the keys are there for us, and not for a job
+    if "lambda" in options:  # the keys are set here, and not given to the job
         (texts / "credentials").write_text(
             "[default]\n"
             + "".join(
@@ -183,11 +183,11 @@ def test_what_a_launch_lacks_is_said_within_seconds_with_its_remedy(
         account["AWS_SHARED_CREDENTIALS_FILE"] = str(texts / "credentials")
     began = time.monotonic()
     arguments = ["launch", "tiny.yaml", "--store", store.uri, "--infra", "slurm/here", "--image", "none", "--yes"]
-    said = skytrain(texts, *arguments, *(word.format(registry=registry) for word in options), **account, expect=2)
-    assert time.monotonic() - began < 30  # on a busy machine; nobody was asked twice
-    assert remedy.format(registry=registry) in said
-    assert said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
+    output = skytrain(texts, *arguments, *(word.format(registry=registry) for word in options), **account, expect=2)
+    assert time.monotonic() - began < 30  # on a busy machine; each server got one request
+    assert remedy.format(registry=registry) in output
+    assert output.splitlines()[-1].startswith("error: ") and "Traceback" not in output
 
 
-def test_a_launch_without_an_image_says_how_to_get_one(texts: Path) -> None:
+def test_a_launch_without_an_image_reports_how_to_get_one(texts: Path) -> None:
     assert "skytrain image build --target skypilot" in skytrain(texts, "launch", "tiny.yaml", expect=2)

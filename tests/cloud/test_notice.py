@@ -1,4 +1,4 @@
-"""The notice before the end: servers that speak each cloud's protocol, and servers that speak nothing of the kind."""
+"""Notices of preemption: servers with each cloud's protocol, and servers with none of them."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ from pipelines.show.console import TerminalScreen
 from trainer.errors import UserError
 from trainer.process import StopSignal
 
-LIMIT_S = 20.0  # for what takes milliseconds
+LIMIT_S = 20.0  # of waits that take milliseconds
 
 
 CLOUDS: list[type[Ec2Cloud] | type[GceCloud] | type[AzureCloud]] = [Ec2Cloud, GceCloud, AzureCloud]
@@ -31,7 +31,7 @@ CLOUDS: list[type[Ec2Cloud] | type[GceCloud] | type[AzureCloud]] = [Ec2Cloud, Gc
 
 @pytest.fixture
 def start() -> Iterator[Callable[[Any], Any]]:
-    """Closes at the end what it was given."""
+    """Starts clouds and closes them at the end."""
     clouds: list[Cloud] = []
 
     def started(cloud: Cloud) -> Cloud:
@@ -77,7 +77,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def polled(cloud: Cloud, times: int) -> None:
-    """Wait until the watcher has asked so many times more."""
+    """Wait for so many more requests of the watcher."""
     before = len(cloud.requests)
     until(lambda: len(cloud.requests) >= before + times, f"{cloud.name} was asked {times} times")
 
@@ -91,7 +91,7 @@ def threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("kind", CLOUDS)
 @pytest.mark.parametrize("named", [True, False])
-def test_a_notice_asks_to_stop_and_says_why(start, watched, kind, named: bool) -> None:
+def test_a_notice_stops_the_run_with_its_reason(start, watched, kind, named: bool) -> None:
     cloud = start(kind())
     with watched(cloud, kind.name if named else None) as stop:
         polled(cloud, 8)
@@ -102,7 +102,7 @@ def test_a_notice_asks_to_stop_and_says_why(start, watched, kind, named: bool) -
 
 
 @pytest.mark.parametrize("kind", CLOUDS)
-def test_what_is_no_notice_for_this_machine_stops_nothing(start, watched, kind) -> None:
+def test_events_that_are_no_notice_for_this_machine_stop_nothing(start, watched, kind) -> None:
     cloud = start(kind())
     cloud.threaten()
     with watched(cloud, kind.name) as stop:
@@ -112,7 +112,7 @@ def test_what_is_no_notice_for_this_machine_stops_nothing(start, watched, kind) 
         until(lambda: stop.asked, "the notice was seen")
 
 
-def test_a_rebalance_recommendation_is_told_once(start, watched, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rebalance_recommendation_is_reported_once(start, watched, capsys: pytest.CaptureFixture[str]) -> None:
     cloud = start(Ec2Cloud())
     cloud.threaten()
     with watched(cloud, "ec2") as stop:
@@ -122,7 +122,7 @@ def test_a_rebalance_recommendation_is_told_once(start, watched, capsys: pytest.
 
 
 @pytest.mark.parametrize("action", ["stop", "hibernate"])
-def test_a_spot_machine_that_is_to_be_stopped_is_left_too(start, watched, action: str) -> None:
+def test_a_notice_to_stop_a_spot_machine_stops_the_run_too(start, watched, action: str) -> None:
     cloud = start(Ec2Cloud())
     cloud.items["spot/instance-action"] = json.dumps({"action": action})  # no time: the notice still counts
     with watched(cloud, "ec2") as stop:
@@ -130,7 +130,7 @@ def test_a_spot_machine_that_is_to_be_stopped_is_left_too(start, watched, action
     assert stop.reason == f"EC2 spot: {action} at once"
 
 
-def test_an_expired_token_is_renewed_and_none_is_asked_for_in_vain(start, watched) -> None:
+def test_an_expired_token_is_renewed_and_none_is_requested_needlessly(start, watched) -> None:
     cloud = start(Ec2Cloud())
     with watched(cloud) as stop:
         polled(cloud, 10)
@@ -154,7 +154,7 @@ def test_a_host_maintenance_of_a_gpu_machine_stops_the_run(start, watched) -> No
 # --- which cloud
 
 
-def test_clouds_are_looked_for_in_order_and_the_first_that_answers_is_asked_alone(start, watched) -> None:
+def test_clouds_are_probed_in_order_and_only_the_first_that_answers_is_polled(start, watched) -> None:
     class Two(AzureCloud):
         """Looks like GCE and like Azure."""
 
@@ -174,21 +174,19 @@ def test_clouds_are_looked_for_in_order_and_the_first_that_answers_is_asked_alon
 
 
 @pytest.mark.parametrize("kind", CLOUDS)
-def test_training_may_take_to_save_what_the_clouds_notice_leaves(
-    start, watched, kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_may_use_the_clouds_notice_time_to_save(start, watched, kind, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud = start(kind())
     with watched(cloud) as stop:
         until(lambda: stop.grace_seconds == kind.grace_seconds, "the cloud was found")
     with watched(cloud, kind.name) as stop:
-        assert stop.grace_seconds == kind.grace_seconds  # at once: nothing is to be found out
+        assert stop.grace_seconds == kind.grace_seconds  # at once: no probe is needed
     monkeypatch.setenv("SKYTRAIN_GRACE_SECONDS", "77")
     with watched(cloud, kind.name) as stop:
         polled(cloud, 4)
         assert stop.grace_seconds == 77
 
 
-def test_off_asks_nobody_and_leaves_torchruns_own_grace(start, watched) -> None:
+def test_off_polls_no_service_and_keeps_torchruns_own_grace(start, watched) -> None:
     cloud = start(Ec2Cloud())
     cloud.preempt()
     with watched(cloud, "off") as stop:
@@ -216,9 +214,7 @@ def test_on_no_cloud_the_watcher_ends(watched, capsys: pytest.CaptureFixture[str
         ("SKYTRAIN_GRACE_SECONDS", "9" * 5000),
     ],
 )
-def test_a_setting_that_cannot_be_meant_is_the_users_mistake(
-    watched, monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_an_invalid_setting_is_a_user_error(watched, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^{name}: "), watched(None):
         pass
@@ -244,7 +240,7 @@ GARBAGE = [
 
 @pytest.mark.parametrize("kind", CLOUDS)
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_senseless_answer_is_no_notice_and_the_watcher_asks_on(start, watched, kind, garbage) -> None:
+def test_a_senseless_answer_is_no_notice_and_the_watcher_continues(start, watched, kind, garbage) -> None:
     cloud = start(garbage())
     with watched(cloud, kind.name) as stop:
         polled(cloud, 6)
@@ -253,7 +249,7 @@ def test_a_senseless_answer_is_no_notice_and_the_watcher_asks_on(start, watched,
 
 
 @pytest.mark.parametrize("garbage", [*GARBAGE[:3], *GARBAGE[8:]])  # the others may be tokens
-def test_a_service_that_speaks_nothing_known_is_no_cloud(start, watched, garbage) -> None:
+def test_a_service_with_an_unknown_protocol_is_no_cloud(start, watched, garbage) -> None:
     cloud = start(garbage())
     with watched(cloud) as stop:
         until(lambda: not threads(), "the watcher gave up")
@@ -263,7 +259,7 @@ def test_a_service_that_speaks_nothing_known_is_no_cloud(start, watched, garbage
 @pytest.mark.parametrize(
     "bytes_", [b"", b"\x00\xff" * 2000, b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200, b"SSH-2.0\r\n"]
 )
-def test_what_is_not_even_http_hurts_nothing(watched, bytes_: bytes, start) -> None:
+def test_a_response_that_is_not_http_does_no_harm(watched, bytes_: bytes, start) -> None:
     class NoHttp(Cloud):
         def answer(self, request: Handler) -> None:
             request.wfile.write(bytes_)
@@ -275,7 +271,7 @@ def test_what_is_not_even_http_hurts_nothing(watched, bytes_: bytes, start) -> N
         assert not stop.asked and threads() != []
 
 
-def test_a_named_service_that_fails_is_told_once_and_its_later_notice_still_counts(
+def test_a_named_service_that_fails_is_reported_once_and_its_later_notice_still_counts(
     start, watched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Down(Ec2Cloud):
@@ -295,14 +291,14 @@ def test_a_named_service_that_fails_is_told_once_and_its_later_notice_still_coun
         cloud.preempt()
         until(lambda: stop.asked, "the notice was seen")
         until(lambda: not threads(), "the watcher ended")
-    said = capsys.readouterr().err
-    assert said.count("gives no valid answer") == 1
-    assert said.count(Ec2Cloud.why) == 1
-    assert not any(token in said for token in cloud.tokens)
+    message = capsys.readouterr().err
+    assert message.count("gives no valid answer") == 1
+    assert message.count(Ec2Cloud.why) == 1
+    assert not any(token in message for token in cloud.tokens)
 
 
 @pytest.mark.parametrize("named", ["ec2", "gce", "azure", None])
-def test_a_service_that_hangs_is_not_waited_for(start, watched, named: str | None) -> None:
+def test_a_service_that_hangs_delays_nothing(start, watched, named: str | None) -> None:
     released = threading.Event()
 
     class Hangs(Cloud):
@@ -319,7 +315,7 @@ def test_a_service_that_hangs_is_not_waited_for(start, watched, named: str | Non
     until(lambda: not threads(), "the watcher ended")
 
 
-def test_a_hanging_answer_is_given_up_and_the_next_one_counts(start, watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_answer_times_out_and_the_next_one_counts(start, watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notice, "ANSWER_SECONDS", 0.2)
     released = threading.Event()
 
@@ -362,8 +358,8 @@ def test_a_token_goes_through_no_proxy_and_follows_no_redirect(start, watched, m
 @given(
     st.one_of(st.none(), st.integers(), st.text(), st.from_regex(r"\w\w\w, \d+ \w\w\w \d+ [\d:]+ \S+", fullmatch=True))
 )
-def test_no_time_that_a_cloud_says_is_too_strange(said: object) -> None:
-    shown = utc_time(said)
+def test_any_deadline_text_of_a_cloud_is_accepted(message: object) -> None:
+    shown = utc_time(message)
     assert shown == "once" or shown.endswith(" UTC")
 
 
@@ -409,7 +405,7 @@ def assert_the_next_run_redoes_nothing(project: Project) -> None:
     assert project.report()["attempts"] == 2
 
 
-def test_a_run_that_gets_notice_commits_its_last_step_and_the_next_run_goes_on_behind_it(
+def test_a_run_that_gets_notice_commits_its_last_step_and_the_next_run_resumes_after_it(
     project: Project, start
 ) -> None:
     cloud = start(Ec2Cloud())
@@ -427,7 +423,7 @@ def test_a_run_that_gets_notice_commits_its_last_step_and_the_next_run_goes_on_b
 
 
 @pytest.mark.slow
-def test_sigusr1_to_every_process_of_a_run_is_as_good_as_a_notice(project: Project) -> None:
+def test_sigusr1_to_every_process_of_a_run_acts_like_a_notice(project: Project) -> None:
     with project.started(*COMMAND) as process:
         project.wait_until(lambda: project.rows_logged() >= 3, process)
         for one in project.alive():
@@ -440,14 +436,14 @@ def test_sigusr1_to_every_process_of_a_run_is_as_good_as_a_notice(project: Proje
 
 @pytest.mark.slow
 @pytest.mark.skipif(tuple(map(int, version("torch").split(".")[:2])) < (2, 12), reason="needs torch 2.12's torchrun")
-def test_a_run_that_cannot_save_in_time_is_ended_after_its_grace_and_loses_its_steps_only(project: Project) -> None:
+def test_a_run_that_cannot_save_in_time_is_ended_after_its_grace_and_loses_only_its_steps(project: Project) -> None:
     project.environment["SKYTRAIN_GRACE_SECONDS"] = "2"
     with project.started(*COMMAND) as process:
         project.wait_until(lambda: project.rows_logged() >= 3, process)
         (torchrun,) = psutil.Process(process.pid).children()
         ranks = torchrun.children()
         assert len(ranks) == 2
-        ranks[1].suspend()  # SIGTERM reaches it no more, and its peer waits for it
+        ranks[1].suspend()  # SIGTERM does not reach it any more, and its peer waits for it
         process.terminate()
         err = process.communicate(timeout=25)[1]  # torchrun's own grace is 30
     assert process.returncode == 75, err

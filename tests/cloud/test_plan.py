@@ -55,7 +55,7 @@ COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
         (StageWork(work=1.0, segment=1.0, start=0.05), 2.0),  # nothing is committed in between
     ],
 )
-def test_the_expected_course_is_the_mean_of_many_simulated_ones(job: StageWork, hours_between: float) -> None:
+def test_the_expected_time_and_cost_are_the_mean_of_many_simulations(job: StageWork, hours_between: float) -> None:
     chance = random.Random(1)
     billed = died = 0.0
     times = 3000
@@ -68,7 +68,7 @@ def test_the_expected_course_is_the_mean_of_many_simulated_ones(job: StageWork, 
             if up + needs <= lasts:
                 up, billed, left = up + needs, billed + needs, left - job.segment
                 continue
-            # It dies: what of its life was not yet billed goes, and the next ones start until one lives to work.
+            # It dies: the unbilled rest of its life is removed, and nodes start until one lives long enough to work.
             billed, died = billed + lasts - up, died + 1
             while (lasts := chance.expovariate(1 / hours_between)) <= job.start:
                 billed, died = billed + lasts, died + 1
@@ -99,7 +99,7 @@ def test_more_preemptions_never_make_a_course_shorter(
     assert often.preemptions >= seldom.preemptions * (1 - 1e-9)
 
 
-def test_the_tokens_to_be_made_are_what_the_recipe_says() -> None:
+def test_the_number_of_tokens_to_make_comes_from_the_recipe() -> None:
     assert (tokens_of(SMALL), tokens_of(LARGE)) == (10_000_000_000, 100_000_000_000)
     assert tokens_of(load_recipe("smoke")) == 8_000_000
     own = load_recipe("gpt2-124m", ["tokens.subset=default"])
@@ -150,12 +150,12 @@ def test_where_nothing_meets_the_limits_the_nearest_is_named(limits: Limits, nea
 
 
 @pytest.mark.parametrize(("text", "hours"), [("36h", 36), ("2d", 48), ("90m", 1.5), ("1d12h", 36), ("0.5h", 0.5)])
-def test_a_deadline_is_written_as_people_do(text: str, hours: float) -> None:
+def test_a_deadline_can_be_a_duration_or_a_date(text: str, hours: float) -> None:
     assert parse_hours(text) == hours
 
 
 @pytest.mark.parametrize("text", ["", "36", "h", "-2h", "0h", "2w", "12h1d", "36 h"])
-def test_a_deadline_that_is_none_says_how_to_write_one(text: str) -> None:
+def test_an_invalid_deadline_is_refused_with_examples(text: str) -> None:
     with pytest.raises(UserError, match="write 36h, 2d, 90m or 1d12h"):
         parse_hours(text)
 
@@ -189,7 +189,9 @@ def planned(tmp_path: Path, recipe: str = "gpt2-124m", **options: Any) -> cloud_
     return cloud_plans.cloud_plan(load_recipe(recipe), LocalStore(tmp_path), **options)
 
 
-def test_with_a_catalog_stood_in_a_machine_is_shown_once_a_market_at_its_cheapest_place(market, tmp_path: Path) -> None:
+def test_with_a_stand_in_catalog_a_machine_is_shown_once_per_market_at_its_cheapest_region(
+    market, tmp_path: Path
+) -> None:
     plan = planned(tmp_path, clouds=("a", "dear"), train_nodes=("H100:8",))
     assert [(c.offer.zone, c.offer.usd_per_hour) for c in plan.candidates] == [("r2", 12.8), (None, 32.0)]
     assert plan.notes == ("dear: there is no price list of it here",)
@@ -203,7 +205,7 @@ def test_with_a_catalog_stood_in_a_machine_is_shown_once_a_market_at_its_cheapes
         planned(tmp_path, clouds=("dear",))
 
 
-def test_with_a_catalog_stood_in_the_rest_of_a_run_is_planned_at_its_own_speed(market, tmp_path: Path) -> None:
+def test_with_a_stand_in_catalog_the_rest_of_a_run_is_planned_at_its_own_speed(market, tmp_path: Path) -> None:
     options: dict[str, Any] = {"clouds": ("a",), "train_nodes": ("H100:8", "H100:4")}
     whole = planned(tmp_path, **options).candidates
     store, plans = LocalStore(tmp_path), plans_of(SMALL)
@@ -225,7 +227,7 @@ def by_machine(candidate: Candidate) -> tuple[str, bool]:
     return candidate.offer.instance, candidate.offer.spot
 
 
-def test_with_a_catalog_stood_in_two_nodes_train_faster_and_both_are_paid(market, tmp_path: Path) -> None:
+def test_with_a_stand_in_catalog_two_nodes_train_faster_and_both_are_paid(market, tmp_path: Path) -> None:
     one, two = (
         planned(tmp_path, "gpt2-1558m", clouds=("a",), train_nodes=("H100:8",), nodes=n).candidates[1] for n in (1, 2)
     )
@@ -233,7 +235,7 @@ def test_with_a_catalog_stood_in_two_nodes_train_faster_and_both_are_paid(market
     assert one.usd < two.usd < 1.1 * one.usd
 
 
-def test_with_a_catalog_stood_in_a_network_that_nobody_measured_is_said_to_be_assumed(
+def test_with_a_stand_in_catalog_an_unmeasured_network_is_marked_as_assumed(
     market, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for nodes, said in ((1, False), (2, True)):
@@ -244,7 +246,7 @@ def test_with_a_catalog_stood_in_a_network_that_nobody_measured_is_said_to_be_as
         assert ("assumed: nodes scale as well as" in shown) is said and "~" in shown
 
 
-def test_with_a_catalog_stood_in_every_part_of_the_tokens_has_a_node_and_all_are_paid(market, tmp_path: Path) -> None:
+def test_with_a_stand_in_catalog_every_part_of_the_tokens_has_a_node_and_all_are_paid(market, tmp_path: Path) -> None:
     one, four = (
         cloud_plans.cloud_plan(
             load_recipe("gpt2-124m", ["tokens.subset=sample-350BT", f"tokens.parts={parts}"]),
@@ -261,7 +263,7 @@ def test_with_a_catalog_stood_in_every_part_of_the_tokens_has_a_node_and_all_are
     assert one.usd < four.usd < 1.3 * one.usd
 
 
-def test_with_a_catalog_stood_in_a_deadline_has_evaluate_on_what_may_have_to_finish_training(
+def test_with_a_stand_in_catalog_a_deadline_puts_evaluate_on_the_machine_that_may_finish_training(
     market, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"clouds": ("a",), "train_nodes": ("H100:8",), "nodes": 2, "limits": Limits(hours=50)}
@@ -274,14 +276,14 @@ def test_with_a_catalog_stood_in_a_deadline_has_evaluate_on_what_may_have_to_fin
     assert small.offer and (small.offer.accelerators, small.nodes) == ("L4:1", 1)
 
 
-def test_with_a_catalog_stood_in_a_stage_is_on_spot_where_its_task_may_be(market, tmp_path: Path) -> None:
+def test_with_a_stand_in_catalog_a_stage_is_on_spot_if_its_task_may_be(market, tmp_path: Path) -> None:
     legs = planned(tmp_path, clouds=("a",), train_nodes=("H100:8",)).candidates[0].estimates
     for stage, one in legs.items():
         task = yaml.safe_load((SKY / f"{stage}.yaml").read_text())
         assert one.offer and one.offer.spot == any(m["use_spot"] for m in task["resources"]["any_of"]), stage
 
 
-def test_with_a_catalog_stood_in_gpus_that_cannot_share_a_step_are_no_candidates(market, tmp_path: Path) -> None:
+def test_with_a_stand_in_catalog_gpus_that_cannot_share_a_step_are_no_candidates(market, tmp_path: Path) -> None:
     plan = planned(tmp_path, "smoke", clouds=("a",), train_nodes=("H100:8", "H100:1"))
     assert {c.offer.accelerators for c in plan.candidates} == {"H100:1"}
     assert "not a multiple of runtime.micro_batch_size 16 x 8 process(es)" in plan.notes[0]

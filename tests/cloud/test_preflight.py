@@ -26,7 +26,7 @@ def looked(
     changes: tuple[str, ...] = (),
     **options: Any,
 ) -> dict[str, Finding]:
-    """The findings that are not simply fine, by what they are about."""
+    """The findings that are not fine, by subject."""
     asked = LaunchRequest("tiny-12345678", store.uri, **options)
     recipe = load_recipe("smoke", [f"tokens.source={source}", f"tokens.revision={'a' * 40}", *changes])
     findings = preflight(managed_job(asked, STAGES), asked, recipe, store, secrets)
@@ -39,12 +39,12 @@ def test_a_folder_is_no_store_for_machines_elsewhere(tmp_path: Path) -> None:
     assert "store" not in looked(store, KEYS, infra="slurm/here")
 
 
-def test_text_that_lies_here_is_tokenized_here(tmp_path: Path) -> None:
+def test_text_on_this_machine_must_be_tokenized_here(tmp_path: Path) -> None:
     found = looked(LocalStore(tmp_path), KEYS, "mine/*.txt", infra="aws")["text for tokenize"]
     assert found.state == "broken" and "skytrain run RECIPE --stage tokenize" in found.remedy
 
 
-def test_gpus_that_cannot_train_the_recipe_are_not_waited_for(tmp_path: Path) -> None:
+def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
     def found(gpus: str, *changes: str, nodes: int = 1) -> Finding | None:
         where: dict[str, Any] = {"infra": "slurm/here", "gpus": gpus, "nodes": nodes}
         return looked(LocalStore(tmp_path), KEYS, changes=changes, **where).get("GPUs")
@@ -59,7 +59,7 @@ def test_gpus_that_cannot_train_the_recipe_are_not_waited_for(tmp_path: Path) ->
     assert old and "1 x V100:1: no hardware for train.precision fp8" in old.seen
 
 
-def test_an_address_of_this_machine_means_another_one_there(tmp_path: Path) -> None:
+def test_an_address_of_this_machine_is_refused_for_rented_machines(tmp_path: Path) -> None:
     variables = {"AWS_ENDPOINT_URL": "http://localhost:9000", "MLFLOW_TRACKING_URI": "https://mlflow.example.invalid"}
     store = LocalStore(tmp_path)
     assert "AWS_ENDPOINT_URL" in looked(store, KEYS, infra="aws", variables=variables)["network"].seen
@@ -89,7 +89,7 @@ def test_a_job_that_could_not_open_the_bucket_is_not_launched(
     assert credentials(S3Store("bucket", client=object()), clouds, secrets).state == state
 
 
-def test_a_path_that_skypilot_does_not_quote_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_skypilot_does_not_quote_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/a place/bin/python")
     finding = skypilot_installed()
     assert finding.state == "note" and "/a place/bin/python" in finding.seen

@@ -43,7 +43,7 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """The environment of a job that SkyPilot has started somewhere."""
+    """The environment of a job that SkyPilot started."""
 
     def started(cloud: str, region: str, zone: str | None = None, gpus: int | None = 8, table: Any = None) -> None:
         info = {"cluster_name": "sky-1", "cloud": cloud, "region": region, "zone": zone}
@@ -98,7 +98,7 @@ class PricedAzure(AzureCloud):
 # --- this machine's own price
 
 
-def test_ones_own_machine_costs_nothing_unless_told() -> None:
+def test_an_own_machine_costs_nothing_without_a_given_price() -> None:
     assert (billing_here(None).price_per_hour, billing_here(None).price_source) == (0.0, "own machine")
     asked = billing_here(2.5)
     assert (asked.price_per_hour, asked.price_source, asked.nodes) == (2.5, "--price-per-hour", 1)
@@ -139,11 +139,11 @@ def test_a_machine_finds_its_price_wherever_it_is_recovered(
     assert billing.machine.cluster == "sky-1"
 
 
-def test_where_only_one_price_can_be_meant_nobody_is_asked(
+def test_a_single_possible_price_needs_no_metadata_service(
     job: Callable[..., None], metadata: Callable[[Cloud], Cloud]
 ) -> None:
     cloud = metadata(ec2(spot=True))
-    job("Lambda", "us-east-1")  # which has no metadata service; the GPUs tell the node from the CPU node
+    job("Lambda", "us-east-1")  # no metadata service; the GPUs distinguish the node from the CPU node
     assert billing_here(None).price_per_hour == 31.92
     job("Lambda", "us-east-1", gpus=0)
     billing = billing_here(None)
@@ -152,7 +152,7 @@ def test_where_only_one_price_can_be_meant_nobody_is_asked(
     assert cloud.requests == []
 
 
-def test_a_price_that_cannot_be_told_is_unknown_and_says_why(
+def test_a_price_that_cannot_be_determined_is_unknown_with_a_reason(
     job: Callable[..., None], metadata: Callable[[Cloud], Cloud], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def source() -> str:
@@ -160,7 +160,7 @@ def test_a_price_that_cannot_be_told_is_unknown_and_says_why(
         assert billing.price_per_hour is None
         return billing.price_source
 
-    job("AWS", "us-east-1", "us-east-1a")  # spot or not? nobody answers
+    job("AWS", "us-east-1", "us-east-1a")  # spot or not: no service answers
     assert source() == "unknown: aws/us-east-1/p5.48xlarge may be any of 2 rows of SKYTRAIN_PRICES"
     metadata(ec2(spot=True, instance="p5en.48xlarge"))
     assert source() == "unknown: aws/us-east-1b/p5en.48xlarge/spot is not in SKYTRAIN_PRICES"
@@ -169,7 +169,7 @@ def test_a_price_that_cannot_be_told_is_unknown_and_says_why(
     assert source() == "unknown: aws/eu-north-1 is not in SKYTRAIN_PRICES"
     job("Slurm", "local", table=[])
     assert source() == "unknown: neither SKYTRAIN_PRICES nor --price-per-hour is given"
-    assert billing_here(3.0).price_per_hour == 3.0  # what the user says holds
+    assert billing_here(3.0).price_per_hour == 3.0  # the user's value wins
 
 
 def test_a_table_may_name_a_cloud_alone_and_every_node_is_billed(
@@ -187,7 +187,7 @@ def test_a_table_may_name_a_cloud_alone_and_every_node_is_billed(
 @pytest.mark.parametrize(
     "text", ["{", "[1]", '[{"cloud": "aws"}]', '[{"usd_per_hour": "20"}]', '[{"usd_per_hour": -1}]']
 )
-def test_a_table_that_is_none_is_the_users_mistake(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_table_is_a_user_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYTRAIN_PRICES", text)
     with pytest.raises(UserError, match="SKYTRAIN_PRICES: not a JSON list"):
         billing_here(None)

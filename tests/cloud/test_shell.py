@@ -18,7 +18,7 @@ def test_a_job_takes_over_what_reaches_the_store_and_hides_what_is_secret(monkey
 
 
 @pytest.mark.parametrize("text", ["AWS_SECRET_ACCESS_KEY=x", "MY_API_TOKEN=x", "DB_PASSWORD=x"])
-def test_a_secret_is_not_taken_in_the_open(text: str) -> None:
+def test_a_secret_is_not_taken_as_a_plain_variable(text: str) -> None:
     with pytest.raises(UserError, match="export it and add --secret") as refused:
         variables_from_shell([text])
     assert "=x" not in str(refused.value)

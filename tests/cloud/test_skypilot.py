@@ -1,7 +1,7 @@
-"""The SkyPilot tasks in sky/, put before SkyPilot's own schema and optimizer with a small price catalog.
+"""The SkyPilot tasks in sky/, checked by SkyPilot's own schema and optimizer with a small price catalog.
 
 Both run for real, in one child process for all questions (importing SkyPilot takes 4 s), and without its server.
-Only the answer to "which clouds are enabled" is given to them: it would take accounts.
+The tests only replace the list of enabled clouds, which would need accounts.
 """
 
 import json
@@ -57,9 +57,9 @@ def answer(question):
     if gone := question.get("gone"):  # as while it provisions
         blocked = [Resources(**machine) for machine in gone]
         optimizer.Optimizer.optimize(dag, blocked_resources=blocked, quiet=True)
-    return {"name": dag.name, "tasks": [told(task) for task in dag.tasks]}
+    return {"name": dag.name, "tasks": [task_record(task) for task in dag.tasks]}
 
-def told(task):
+def task_record(task):
     best = task.best_resources
     return {
         "name": task.name, "nodes": task.num_nodes, "cloud": str(best.cloud).lower(), "region": best.region,
@@ -108,7 +108,7 @@ def requested(stages: tuple[str, ...] = ("train",), **options: Any) -> str:
 
 
 def waiting(*gone: dict[str, Any]) -> dict[str, Any]:
-    """What is tried next for training with a deadline where some machines can't be had."""
+    """The next machine for training with a deadline when some machines are unavailable."""
     request = LaunchRequest("tiny.v1-12345678", "s3://bucket/prefix", image=IMAGE, deadline=2e9)
     prices = {"aws": 20.0, "gcp": 26.0}
     train, _ = managed_job(request, ("train", "evaluate")).tasks
@@ -166,7 +166,7 @@ QUESTIONS |= {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What SkyPilot says to every question."""
+    """SkyPilot's answer to every question."""
     pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
     home = tmp_path_factory.mktemp("sky-home")
     write_catalog(home, ROWS + MORE)
@@ -202,7 +202,7 @@ def place(answer: dict[str, Any]) -> tuple[Any, ...]:
     return task["cloud"], task["region"], task["spot"], task["usd"]
 
 
-# What SkyPilot makes of them
+# SkyPilot's reading of them
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -231,12 +231,12 @@ def test_a_launch_of_all_stages_is_one_job_a_chain_of_four_tasks(answers: dict[s
         ("two nodes in one region", ("aws", "us-west-2", True, 22.0)),
     ],
 )
-def test_the_cheapest_machine_wins_of_those_one_may_have(answers: dict[str, Any], asked: str, given: Any) -> None:
+def test_the_cheapest_permitted_machine_wins(answers: dict[str, Any], asked: str, given: Any) -> None:
     assert place(answers[asked]) == given
 
 
 @pytest.mark.parametrize("asked", ["a cap of $19", "nothing cheap enough", "gpus that nobody has"])
-def test_where_no_machine_fits_or_is_below_the_price_cap_a_launch_says_so_in_a_line(
+def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one_line(
     answers: dict[str, Any], asked: str
 ) -> None:
     said = answers[asked]["error"]
@@ -244,7 +244,7 @@ def test_where_no_machine_fits_or_is_below_the_price_cap_a_launch_says_so_in_a_l
     assert said.endswith("; try another --infra or --gpus, or without --spot")
 
 
-def test_other_gpus_are_asked_for_eight_to_train_and_one_to_evaluate(answers: dict[str, Any]) -> None:
+def test_other_gpus_are_requested_eight_to_train_and_one_to_evaluate(answers: dict[str, Any]) -> None:
     assert [task["instance"] for task in answers["other gpus"]["tasks"]] == ["p4de.24xlarge", "one-a100"]
 
 
@@ -253,12 +253,12 @@ def test_several_nodes_train_and_one_does_the_rest(answers: dict[str, Any]) -> N
     assert [task["nodes"] for task in answers["all stages"]["tasks"]] == [1, 1, 1, 1]
 
 
-def test_what_is_required_and_not_given_is_named_at_once(answers: dict[str, Any]) -> None:
+def test_missing_required_values_are_named_at_once(answers: dict[str, Any]) -> None:
     assert "'SKYTRAIN_STORE' is None" in answers["no store"]["error"]
     assert "secret(s): AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in answers["no keys"]["error"]
 
 
-def test_a_launch_bears_the_runs_name_in_labels_that_every_cloud_takes(answers: dict[str, Any]) -> None:
+def test_a_launch_has_the_runs_name_in_labels_that_every_cloud_accepts(answers: dict[str, Any]) -> None:
     for task in answers["all stages"]["tasks"]:
         assert task["labels"] == {"project": "skytrain", "run": "tiny-v1-12345678"}
         assert list(task["image"].values()) == [f"docker:{IMAGE}"]
@@ -295,7 +295,7 @@ def test_a_job_knows_the_price_of_every_machine_it_may_end_up_on(answers: dict[s
         "cpu_16x_general",
     }
     assert [r["usd_per_hour"] for r in rows(answers["prices in one region"])] == [22.0]
-    for stage in STAGES:  # what SkyPilot takes of each file's machines, at its price
+    for stage in STAGES:  # SkyPilot's choice among each file's machines, at its price
         chosen = only_task(answers[stage])
         (price,) = {
             r["usd_per_hour"]
@@ -308,14 +308,14 @@ def test_a_job_knows_the_price_of_every_machine_it_may_end_up_on(answers: dict[s
     assert only_task(answers["tokenize"])["instance"] == "m6id.4xlarge"
 
 
-def test_a_cluster_of_ones_own_costs_what_skypilot_was_told(answers: dict[str, Any]) -> None:
+def test_an_own_cluster_has_the_price_of_skypilots_configuration(answers: dict[str, Any]) -> None:
     (train,) = rows(answers["prices on slurm"])
     assert (train["cloud"], train["region"], train["usd_per_hour"]) == ("slurm", "local", 28.0)
     (tokenize,) = rows(answers["prices on slurm"], "tokenize")
     assert (tokenize["usd_per_hour"], tokenize["accelerators"]) == (0.16, None)
 
 
-def test_an_unknown_price_is_said_and_with_a_budget_refused(answers: dict[str, Any]) -> None:
+def test_an_unknown_price_is_reported_and_refused_with_a_budget(answers: dict[str, Any]) -> None:
     assert rows(answers["prices of an unpriced cluster"]) == []
     assert "~/.sky/config.yaml has no kubernetes.pricing" in answers["prices of an unpriced cluster"]["output"]
     refused = answers["a budget on an unpriced cluster"]["error"]
@@ -345,7 +345,7 @@ def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: 
         ("spot is gone", ("aws", "us-east-1", False, 0.2)),
     ],
 )
-def test_with_a_deadline_spot_is_taken_first_and_waited_for_in_a_small_machine(
+def test_with_a_deadline_spot_comes_first_and_a_small_machine_waits_for_it(
     answers: dict[str, Any], market: str, expected: tuple[Any, ...]
 ) -> None:
     assert place(answers[market]) == expected
@@ -366,7 +366,7 @@ def test_the_plan_shown_is_of_the_machines_and_stages_that_would_be_rented(answe
     assert "p5.48xlarge" in alone and "evaluate" not in alone.split("assumed")[0] and "also included" not in alone
 
 
-def test_a_launch_without_train_is_planned_and_held_to_its_limits_too(answers: dict[str, Any]) -> None:
+def test_a_launch_without_train_is_planned_and_obeys_its_limits_too(answers: dict[str, Any]) -> None:
     said = answers["the plan without train"]["output"]
     assert [line.split()[0] for line in said.splitlines() if " h  $" in line] == ["tokenize", "evaluate", "in"]
     for asked, reason in {

@@ -32,7 +32,7 @@ def test_a_task_runs_its_stage_until_it_is_stopped_and_promises_the_budget(stage
     assert "${SKYTRAIN_BUDGET:+--budget " in run
 
 
-def test_the_meter_starts_once_and_not_before_a_machine_was_ours(tmp_path: Path) -> None:
+def test_the_meter_starts_once_and_not_before_the_machine_is_rented(tmp_path: Path) -> None:
     setup = yaml.safe_load((SKY / "train.yaml").read_text())["setup"]
 
     def meter(**environment: str) -> int:
@@ -72,7 +72,7 @@ def test_only_the_missing_stages_become_tasks() -> None:
     assert list(tasks_of(("evaluate", "export"))) == ["evaluate", "export"]
 
 
-def test_a_cluster_of_ones_own_has_no_prices_and_one_kind_of_gpu() -> None:
+def test_an_own_cluster_has_no_prices_and_one_kind_of_gpu() -> None:
     tasks = tasks_of(infra="slurm/here", gpus="H100:4", nodes=2)
     for task in tasks.values():
         assert not {"max_hourly_cost", "autostop", "disk_size"} & set(task.to_yaml()["resources"])
@@ -88,7 +88,7 @@ def test_every_part_of_the_tokens_is_given_a_node() -> None:
         assert [task.num_nodes for task in job.tasks] == [3, 2, 2 if deadline else 1, 1]
 
 
-def test_without_an_image_the_work_tree_goes_along() -> None:
+def test_without_an_image_the_work_tree_is_uploaded() -> None:
     for task in tasks_of(image=WORK_TREE).values():
         document = task.to_yaml()
         assert Path(document["workdir"]) == ROOT and "image_id" not in document["resources"]
@@ -96,7 +96,7 @@ def test_without_an_image_the_work_tree_goes_along() -> None:
         assert "workdir" not in task.to_yaml() and task.envs["SKYTRAIN_IMAGE"] == IMAGE
 
 
-def test_a_job_is_told_the_runs_name_and_its_store() -> None:
+def test_a_job_gets_the_runs_name_and_its_store() -> None:
     envs = tasks_of(budget=12.5, variables={"MLFLOW_TRACKING_URI": "https://mlflow.example.org"})["train"].envs
     assert envs["SKYTRAIN_RECIPE"] == "run:tiny-12345678"
     assert envs["SKYTRAIN_STORE"] == "s3://bucket/prefix"
@@ -109,7 +109,7 @@ def test_a_dry_run_shows_every_line_but_no_secret() -> None:
     assert [task["name"] for task in list(yaml.safe_load_all(text))[1:]] == list(STAGES)
     assert text.count("AWS_SECRET_ACCESS_KEY: (from your environment, not shown)") == len(STAGES)
     assert not any(value in text for value in KEYS.values())
-    assert "  exec skytrain run" in text  # scripts as one reads them
+    assert "  exec skytrain run" in text  # scripts in readable form
 
 
 # With a deadline
@@ -120,7 +120,7 @@ def tasks_with(**options: Any) -> dict[str, Task]:
     return {task.name: task for task in managed_job(request, STAGES).tasks}
 
 
-def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behind() -> None:
+def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_next_task() -> None:
     plain, timed = tasks_with(nodes=2), tasks_with(nodes=2, deadline=1.8e9)
     train, evaluate = timed["train"], timed["evaluate"]
     spot = [machine for machine in train.machines if machine.use_spot]
@@ -142,7 +142,7 @@ def test_a_launch_with_a_deadline_can_finish_training_on_demand_in_the_task_behi
     assert DEADLINE not in plain["train"].envs and plain["evaluate"].num_nodes == 1
 
 
-def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_machines_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     def price(machine: MachineRequest) -> float:
         return {"gcp": 1.0, "aws": 2.0, "lambda": 3.0}[machine.infra] / (2 if machine.use_spot else 1)
 
@@ -159,7 +159,7 @@ def test_what_is_tried_first_with_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
     mixed = tasks_with(deadline=1.8e9, infra="slurm/here,aws")["train"]
     assert order(mixed) == ["slurm/here H100:8", spot[1], standbys[1]]
     without_spot = tuple(machine for machine in train.machines if not machine.use_spot)
-    late = replace(train, machines=without_spot)  # as where spot would not keep the deadline
+    late = replace(train, machines=without_spot)  # as if spot would miss the deadline
     on_demand = ["gcp H100:8", "aws H100:8", "lambda H100:8"]
     assert order(late) == order(tasks_with(deadline=1.8e9)["evaluate"]) == on_demand
     assert order(tasks_with()["train"]) == [*spot, "lambda H100:8"]

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_work_trees_own_code_runs_in_an_environment_that_is_there(tmp_path: Path) -> None:
+def test_a_work_trees_own_code_runs_in_an_existing_environment(tmp_path: Path) -> None:
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "SKYTRAIN_VENV": sys.prefix}
     subprocess.run(["bash", ROOT / "sky" / "environment.sh"], env=environment, check=True)
     command = tmp_path / ".local" / "bin" / "skytrain"
@@ -24,7 +24,7 @@ def test_a_work_trees_own_code_runs_in_an_environment_that_is_there(tmp_path: Pa
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A node's shell, where `uv` and `getent` are scripts that write down what they were told."""
+    """A node's shell, where `uv` and `getent` are scripts that record their arguments."""
     programs = tmp_path / "programs"
     programs.mkdir()
     (tmp_path / "home").mkdir()
@@ -38,12 +38,10 @@ def node(tmp_path: Path) -> Iterator[dict[str, str]]:
     yield {"HOME": str(tmp_path / "cluster"), "PATH": f"{programs}:{os.environ['PATH']}"}
 
 
-def test_eight_recoveries_install_once_although_slurm_takes_their_home_away(
-    node: dict[str, str], tmp_path: Path
-) -> None:
+def test_eight_recoveries_install_once_although_slurm_removes_their_home(node: dict[str, str], tmp_path: Path) -> None:
     for i in range(8):
         subprocess.run(["bash", ROOT / "sky" / "environment.sh"], env=node | {"HOME": f"{tmp_path}/{i}"}, check=True)
-    told = (tmp_path / "uv.log").read_text().splitlines()
-    assert [line.split()[0] for line in told] == ["venv", "pip"]
+    calls = (tmp_path / "uv.log").read_text().splitlines()
+    assert [line.split()[0] for line in calls] == ["venv", "pip"]
     (venv,) = (tmp_path / "home" / ".cache" / "skytrain").glob("venv-*/")
     assert f'exec "{venv}/bin/python"' in (tmp_path / "7" / ".local" / "bin" / "skytrain").read_text()

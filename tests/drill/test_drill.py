@@ -312,13 +312,13 @@ def test_the_exit_code_is_the_verdict_and_the_report_holds_it_all(
     )
     asked: list[Any] = []
 
-    def drill(*words: Any) -> DrillReport:
-        asked.append(words)
+    def drill(*arguments: Any) -> DrillReport:
+        asked.append(arguments)
         return made
 
     monkeypatch.setattr("pipelines.drill.drill.drill", drill)
-    words = ["drill", "--kills", "1", "--seed", "3", "--kinds", "kill,term", "--store", "file://x"]
-    done = CliRunner().invoke(app, [*words, "--report", str(tmp_path / "out.json"), "--set", "train.seed=1"])
+    arguments = ["drill", "--kills", "1", "--seed", "3", "--kinds", "kill,term", "--store", "file://x"]
+    done = CliRunner().invoke(app, [*arguments, "--report", str(tmp_path / "out.json"), "--set", "train.seed=1"])
     assert done.exit_code == code, done.output
     assert asked[0][:6] == ("smoke", ["train.seed=1"], "file://x", 1, 3, ["kill", "term"])
     assert "mid-step" in done.output and "weights" in done.output
@@ -391,9 +391,9 @@ def test_the_proxy_resets_or_swallows_and_lets_through_again() -> None:
 # --- whole drills
 
 
-def drilled(project: Project, *words: str) -> dict[str, Any]:
+def drilled(project: Project, *arguments: str) -> dict[str, Any]:
     """The report of a drill of the tiny recipe. The drill has to pass, and to leave no process."""
-    with project.started("drill", "tiny.yaml", *words, "--report", "out.json") as process:
+    with project.started("drill", "tiny.yaml", *arguments, "--report", "out.json") as process:
         out, err = process.communicate(timeout=400)
         assert process.returncode == 0, f"exit code {process.returncode}\n{out}\n{err}"
         assert project.alive() == []

@@ -214,7 +214,7 @@ def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
         engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 1)
 
 
-def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_why_it_cannot_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(n_layer=1, n_head=1, n_embd=12, block_size=4)
     with pytest.raises(
         UserError, match="runtime.engine: fused cannot run here: the head size 12 is not a multiple of 8"

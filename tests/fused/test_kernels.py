@@ -128,7 +128,7 @@ def test_cross_entropy_and_its_gradient_agree_with_float64(M: int, vocab_size: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_adamw_is_torchs(dtype: torch.dtype) -> None:
+def test_adamw_equals_torchs(dtype: torch.dtype) -> None:
     n, around = 1003, 8
     inside = slice(around, around + n)
     buffers = [torch.full((n + 2 * around,), 9.0, device=DEVICE) for _ in range(3)]
@@ -170,7 +170,7 @@ def cast_by_torch(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(("gradient", "dtype"), [(False, torch.float8_e4m3fn), (True, torch.float8_e5m2)])
 @pytest.mark.parametrize(("M", "N"), SIZES)
-def test_fp8_casts_and_transposes_are_torchs(M: int, N: int, gradient: bool, dtype: torch.dtype) -> None:
+def test_fp8_casts_and_transposes_equal_torchs(M: int, N: int, gradient: bool, dtype: torch.dtype) -> None:
     x = fresh(M, N) * torch.exp2(6 * fresh(M, N))  # from underflow to saturation
     x[0, :4] = torch.tensor([0.0, 1e6, -1e6, 1e-7])
     out, sums = fp8_out(3.0), torch.ones(kernels.column_partials(DEVICE), N, device=DEVICE)

@@ -116,7 +116,7 @@ def test_a_head_that_ends_sends_its_exit_code(address: NodeAddress, stop: StopSi
         node.start()
         wait_for(lambda: ending.connections)
         raise Interrupted("SIGTERM")
-    assert ends == [End(75, "SIGTERM")]  # it has waited for that
+    assert ends == [End(75, "SIGTERM")]  # it waited for this
 
 
 @pytest.mark.parametrize("message", STRANGE)

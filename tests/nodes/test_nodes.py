@@ -18,7 +18,7 @@ from trainer.shards import local_shards
 
 
 @pytest.mark.slow
-def test_whichever_node_dies_all_leave_resumable_and_the_losses_stay_equal(
+def test_after_the_death_of_any_node_all_leave_resumable_and_the_losses_stay_equal(
     tmp_path: Path, undisturbed: Callable[[int], Project]
 ) -> None:
     head, other = two_nodes(tmp_path / "two nodes")
@@ -30,9 +30,9 @@ def test_whichever_node_dies_all_leave_resumable_and_the_losses_stay_equal(
             processes = {id(head): first, id(other): second}
             head.wait_until(lambda: head.rows_committed() > before + 5, first)  # noqa: B023
             dying.kill_all(processes[id(dying)])
-            _, said = processes[id(left)].communicate(timeout=60)
-            assert processes[id(left)].returncode == 75, said
-            assert "node 1 is gone" in said or "the head is gone" in said
+            _, output = processes[id(left)].communicate(timeout=60)
+            assert processes[id(left)].returncode == 75, output
+            assert "node 1 is gone" in output or "the head is gone" in output
             assert not left.alive()
 
     with other.started(*command) as second, head.started(*command) as first:
@@ -41,7 +41,7 @@ def test_whichever_node_dies_all_leave_resumable_and_the_losses_stay_equal(
     beats = [beat for beat in head.heartbeats() if beat["stage"] == "train"]
     assert [(beat["nodes"], beat["state"]) for beat in beats] == [
         (2, "interrupted"),
-        (2, "running"),  # it died without a word
+        (2, "running"),  # it died silently
         (2, "done"),
     ]
     other.run(*command)  # alone: there is nothing left to train
@@ -53,21 +53,21 @@ TOKENIZE = ("run", "tiny.yaml", "--stage", "tokenize")
 
 @pytest.fixture(scope="module")
 def three_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What one node makes of a text in three parts."""
+    """The shards that one node makes of a text in three parts."""
     alone = Project(tmp_path_factory.mktemp("alone") / "project", PARTS)
     alone.run(*TOKENIZE)
     return sums(alone.artifact("tokenize"))
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_however_many_nodes_tokenize_they_make_the_same_shards(
+def test_any_number_of_nodes_tokenizes_to_the_same_shards(
     count: int, tmp_path: Path, three_parts: dict[str, str]
 ) -> None:
     head, *others = several_nodes(tmp_path / "nodes", count, PARTS)
     with ExitStack() as stack:
         processes = [stack.enter_context(node.started(*TOKENIZE, "--price-per-hour", "36")) for node in (head, *others)]
-        said = [process.communicate(timeout=90) for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, said
+        output = [process.communicate(timeout=90) for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, output
     made = head.artifact("tokenize")
     assert sums(made) == three_parts
     (beat,) = head.heartbeats()
@@ -80,7 +80,7 @@ def test_however_many_nodes_tokenize_they_make_the_same_shards(
 
 
 @pytest.mark.slow
-def test_nodes_that_tokenize_share_a_bucket_and_nothing_else(
+def test_nodes_that_tokenize_share_only_a_bucket(
     tmp_path: Path, three_parts: dict[str, str], s3_store: S3Store
 ) -> None:
     nodes = several_nodes(tmp_path / "all", 3, PARTS)
@@ -91,25 +91,25 @@ def test_nodes_that_tokenize_share_a_bucket_and_nothing_else(
     shutil.rmtree(tmp_path / "all")
     with ExitStack() as stack:
         processes = [stack.enter_context(node.started(*TOKENIZE)) for node in reversed(nodes)]
-        said = [process.communicate(timeout=90) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], said
+        output = [process.communicate(timeout=90) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], output
     (key,) = (e.key for e in s3_store.entries("tokens/") if e.key.endswith("MANIFEST.json"))
     made = read_manifest(s3_store, key.removesuffix("/MANIFEST.json"))
     assert made and sums(made) == three_parts
 
 
 @pytest.mark.slow
-def test_a_node_that_is_killed_amid_its_part_loses_no_finished_shard(
+def test_a_node_that_is_killed_during_its_part_loses_no_finished_shard(
     tmp_path: Path, three_parts: dict[str, str]
 ) -> None:
     head, other = several_nodes(tmp_path / "nodes", 2, PARTS)
     (tmp_path / "tokenize").touch()
-    other.environment[DRILL] = str(tmp_path)  # it halts behind its first shard
+    other.environment[DRILL] = str(tmp_path)  # it halts after its first shard
     with other.started(*TOKENIZE) as second, head.started(*TOKENIZE) as first:
         head.wait_until(lambda: (tmp_path / "tokenize.here").exists() and head.found("tokens/*/parts/02.json"), second)
         other.kill_all(second)
-        _, said = first.communicate(timeout=60)
-    assert first.returncode == 75 and "node 1 is gone" in said, said
+        _, output = first.communicate(timeout=60)
+    assert first.returncode == 75 and "node 1 is gone" in output, output
     assert [path.stem for path in head.found("tokens/*/parts/*")] == ["00", "02"]
     done = [json.loads(path.read_text())["file"]["name"] for path in head.found("tokens/*/shards/*")]
     assert [name for name in done if name.startswith("train_01")] == ["train_01_000000.bin"]
@@ -132,17 +132,17 @@ def test_the_head_reports_the_damaged_text_of_a_worker(tmp_path: Path) -> None:
         body = "".join(f'{{"text": "line {n} of a file of lines"}}\n' for n in range(9000))
         (head.folder / "texts" / f"{name}.jsonl").write_text(body + last)
     with other.started(*TOKENIZE) as second, head.started(*TOKENIZE) as first:
-        said = [process.communicate(timeout=90) for process in (first, second)]
-    assert (first.returncode, second.returncode) == (2, 0), said
+        output = [process.communicate(timeout=90) for process in (first, second)]
+    assert (first.returncode, second.returncode) == (2, 0), output
     where = "'texts/*.jsonl' (counted in its files 1, 3, 5, …)"
-    assert f"error: tokens.source: document 9000 of {where} is not JSON" in said[0][1]
+    assert f"error: tokens.source: document 9000 of {where} is not JSON" in output[0][1]
 
 
 def test_two_nodes_train_on_the_parts_that_both_have_made(tmp_path: Path) -> None:
     head, other = several_nodes(tmp_path / "nodes", 2, TINY | {"tokens": TINY["tokens"] | {"parts": 2}})
     with other.started("run", "tiny.yaml") as second, head.started("run", "tiny.yaml") as first:
-        said = [process.communicate(timeout=300) for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), said
+        output = [process.communicate(timeout=300) for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), output
     (folder,) = head.found("tokens/*/a0001")
     facts = head.artifact("tokenize").facts
     found = [shard for split in ("train", "val") for shard in local_shards(folder, split)]  # as llm.c globs for them
@@ -157,7 +157,7 @@ def two_nodes(folder: Path) -> list[Project]:
 
 
 def several_nodes(folder: Path, count: int, recipe: dict[str, Any] | None = None) -> list[Project]:
-    """Nodes that share a store and nothing else of what they write."""
+    """Nodes that share only a store."""
     port = free_ports(1)[0]
     nodes = [Project(folder, recipe) for _ in range(count)]
     for rank, node in enumerate(nodes):

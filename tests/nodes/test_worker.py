@@ -1,4 +1,4 @@
-"""A worker: it does what the head asks for, and leaves with it."""
+"""A worker does the head's requests and exits with it."""
 
 import threading
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def test_a_worker_that_is_asked_to_stop_leaves_the_stop_to_the_head(
     assert next_message(head) == StopNotice("GCE: preempted")
     assert not result.done()
     send(head, End(75, "node 1: GCE: preempted"))
-    assert result.result(10) == 0  # whose exit code speaks for all
+    assert result.result(10) == 0  # its exit code counts for all
 
 
 def test_a_worker_makes_its_parts_and_reports_its_progress(

@@ -1,4 +1,4 @@
-"""The bill of a run that is killed again and again is right to within a heartbeat, by a stopwatch that is not ours."""
+"""The bill of a run that is killed ten times agrees with an independent stopwatch to within a heartbeat."""
 
 import random
 import time

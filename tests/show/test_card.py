@@ -32,7 +32,7 @@ def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.Mon
     return pipeline
 
 
-def test_the_run_card_shows_what_was_made_what_it_cost_and_where_to_look(
+def test_the_run_card_shows_artifacts_costs_and_commands(
     finished_pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_card(finished_pipeline, next_commands(finished_pipeline))
@@ -52,12 +52,12 @@ def test_the_run_card_shows_what_was_made_what_it_cost_and_where_to_look(
         f"store {finished_pipeline.store.uri}",
     ):
         assert fact in lines
-    assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is no markup, and no commands
+    assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is neither markup nor a command
     assert f"{program('skytrain')} report {RUN} --series" in lines
     assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
 
 
-def test_a_card_without_a_price_says_how_to_give_one(finished_pipeline: Pipeline) -> None:
+def test_a_card_without_a_price_shows_how_to_give_one(finished_pipeline: Pipeline) -> None:
     free = replace(finished_pipeline.snapshot().summary, usd=0.0)
     assert dict(card_facts(finished_pipeline, free))["dollars"] == "0.00  (--price-per-hour gives this machine a price)"
 

@@ -47,7 +47,7 @@ def attempted(store: Store, prefix: str, stage: str, number: int, start: float, 
 
 
 def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool = True, **prices: Any) -> RunRecord:
-    """A run that was killed at step 250, a commit after step 200, and went on an hour later."""
+    """A run that was killed at step 250, after a commit at step 200, and resumed an hour later."""
     recipe = load_recipe("smoke", [f"name={name}", *CHANGES])
     plans = plans_of(recipe)
     run, train = run_name(plans), plans["train"].prefix
@@ -107,7 +107,7 @@ def run_that_waited(store: Store, scale: float = 1.0) -> RunRecord:
 
 
 class Parts(HTMLParser):
-    """The elements of a page that could do something, as a browser's parser would find them."""
+    """The active elements of a page, as a browser's parser would find them."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Parts(HTMLParser):
 # --- what the page shows
 
 
-def test_a_page_says_what_the_store_says(store: LocalStore) -> None:
+def test_a_page_shows_the_data_of_the_store(store: LocalStore) -> None:
     record_of_run = run_in(store)
     data, account = run_data(Run(store, record_of_run)), Run(store, record_of_run).account
     assert (data["state"], data["steps"], data["starts"]) == ("done", 400, 2)
@@ -147,7 +147,7 @@ def test_a_page_says_what_the_store_says(store: LocalStore) -> None:
     assert receipt["seed"] == "1337" and receipt["hardware"].startswith("1 x cpu, fp32; ")
 
 
-def test_waits_for_spot_in_a_row_are_one_row_of_the_page_as_of_the_bill(
+def test_consecutive_waits_for_spot_are_one_row_of_the_page_as_in_the_bill(
     store: LocalStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record_of_run = run_that_waited(store)
@@ -169,8 +169,8 @@ def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logg
     line = run_data(Run(store, run_in(store)))["series"]["val/loss"]["line"]
     bill = dict(zip(line["step"], zip(line["hours"], line["usd"], strict=True), strict=True))
     assert bill[50] == pytest.approx((60 / 3600, 0.6), abs=1e-5)
-    # Step 250 as it stands was done by the second attempt; the first one, lost work and all, is on the bill before it.
-    # The hour between them is on nobody's.
+    # The second attempt did the final step 250; the first one, with its lost work, is on the bill before it.
+    # The hour between them is on no bill.
     assert bill[250] == pytest.approx(((250 + 60) / 3600, 3.1), abs=1e-5)
 
 
@@ -193,7 +193,7 @@ def test_targets_are_met_missed_or_not_yet_measured() -> None:
     verdicts = [row["met"] for row in targets(recipe, "124M", recipe.train.max_steps, 3.5, 0.30)]
     assert verdicts == [True, False, True]
     assert [row["met"] for row in targets(recipe, "124M", 5, None, None)] == [None, None, None]
-    assert len(targets(load_recipe("smoke"), None, 600, 1.0, None)) == 1  # no weights of OpenAI's are of that size
+    assert len(targets(load_recipe("smoke"), None, 600, 1.0, None)) == 1  # OpenAI has no weights of that size
 
 
 @pytest.mark.parametrize("size", SHAPES)
@@ -231,7 +231,7 @@ def test_a_running_mean_is_the_mean_of_the_neighbours(values: Sequence[float], r
 # --- overlays
 
 
-def test_a_log_of_llmc_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_log_of_llmc_is_read_with_its_values(tmp_path: Path) -> None:
     log = tmp_path / "main.log"
     log.write_text("s:0 tel:11.0\ns:0 trl:11.5 lr:0.000001 norm:14.96\ns:1 trl:9.0 lr:0.1 norm:nan\ns:1 eval:0.25\n")
     assert read_overlay(str(log)) == Overlay(
@@ -246,7 +246,7 @@ def test_a_log_of_llmc_is_read_as_it_was_written(tmp_path: Path) -> None:
         },
     )
     assert read_overlay(f"{log}@1048576").batch_tokens == 1_048_576
-    log.write_text("s:5 trl:3.0\ns:6 trl:2.9\ns:5 trl:3.1\n")  # it was resumed, and did step 5 again
+    log.write_text("s:5 trl:3.0\ns:6 trl:2.9\ns:5 trl:3.1\n")  # it was resumed, and redid step 5
     assert read_overlay(str(log)).series["train/loss"] == {5: 3.1, 6: 2.9}
 
 
@@ -268,7 +268,7 @@ def test_another_file_is_refused_in_one_line(tmp_path: Path, text: str | None, m
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_recorded_log_of_a_real_llmc_run_is_read_whole(shared_data: Path) -> None:
+def test_the_recorded_log_of_a_real_llmc_run_is_read_completely(shared_data: Path) -> None:
     overlay = read_overlay(str(shared_data / "llmc_124M_main.log"))
     assert {metric: len(points) for metric, points in overlay.series.items()} == {
         "train/loss": 19_552,
@@ -292,7 +292,7 @@ def test_no_text_of_a_run_becomes_markup(store: LocalStore) -> None:
     assert data["runs"][0]["sample"] == HOSTILE and data["overlays"][0]["name"] == HOSTILE
 
 
-def test_what_the_data_says_is_not_taken_for_a_part_of_the_template() -> None:
+def test_data_that_looks_like_the_template_is_not_substituted() -> None:
     page = bind({"runs": [{"name": "{{script}}{{style}}{{data}}"}]})
     assert page.count('"use strict"') == 1 and '"name":"{{script}}{{style}}{{data}}"' in page
 
@@ -316,7 +316,7 @@ def test_a_long_run_makes_a_page_of_less_than_a_megabyte(store: LocalStore, shar
     assert len(page) < 1_000_000
 
 
-def test_report_writes_the_page_where_it_is_told(
+def test_report_writes_the_page_to_the_given_path(
     store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.html"
@@ -424,12 +424,12 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 
 
 def ticks_of(browser: Browser, figure: int) -> list[str]:
-    """What stands below the axis of a figure that has no title there."""
+    """The tick labels of the x axis of a figure whose axis has no title."""
     clock = f"document.querySelectorAll('figure')[{figure}]"
     return browser.js(f"[...{clock}.querySelectorAll('line.axis + text')].map((text) => text.textContent)")
 
 
-def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_bar(
+def test_the_time_axis_has_round_numbers_of_one_unit_and_consecutive_waits_are_one_bar(
     store: LocalStore, tmp_path: Path, browser: Browser
 ) -> None:
     expected = {
@@ -454,7 +454,7 @@ def test_a_clock_counts_in_round_numbers_of_one_unit_and_a_row_of_waits_is_one_b
     assert browser.heard(*COMPLAINTS) == []
 
 
-def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_nothing(
+def test_a_browser_draws_the_page_without_errors_and_without_the_network(
     store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
 ) -> None:
     runs = [Run(store, made) for made in (run_in(store), run_in(store, "dear", price_per_hour=None))]
@@ -471,7 +471,7 @@ def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_n
     assert len(figures) == 7  # loss, HellaSwag, throughput, learning rate, gradient norm; two timelines
     assert all(marks > 1 and len(name) > 40 for marks, name in figures)
     assert "3.2731" in figures[0][1] and "died without a last heartbeat" in figures[5][1]
-    minutes = ["0", "1 min", "2 min", "3 min"]  # and anew behind the hour between the attempts, which is cut short
+    minutes = ["0", "1 min", "2 min", "3 min"]  # and again after the hour between the attempts, which is shortened
     assert ticks_of(browser, 5) == [*minutes, "4 min", *minutes]
     browser.screen(1200)
     assert browser.js("document.querySelectorAll('figure table').length") == 7
@@ -495,7 +495,7 @@ def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_n
     assert spoken.startswith("$") and "quick-" in spoken and spoken != at_the_end
     assert browser.js("!document.querySelector('.tip').hidden")
 
-    # Night, by the system's wish and by the page's own switch; and a phone.
+    # Dark mode, by the system's setting and by the page's own switch; and a phone.
     ground = "getComputedStyle(document.body).backgroundColor"
     day = browser.js(ground)
     browser.screen(1200, "dark")
@@ -505,14 +505,14 @@ def test_a_browser_draws_the_page_without_a_complaint_and_asks_the_network_for_n
     browser.screen(375)
     wide = "document.documentElement.scrollWidth > 375"
     frames = f"(async () => {{ for (let i = 0; i < 300 && {wide}; i++) await new Promise(requestAnimationFrame); }})()"
-    browser.js(frames)  # a page that was made narrower is drawn anew with a later frame
+    browser.js(frames)  # a page that becomes narrower is redrawn in a later frame
     assert browser.js("document.documentElement.scrollWidth") == 375
 
     asked = {request["request"]["url"] for request in browser.heard("Network.requestWillBeSent")}
     assert asked == {path.as_uri()}
     assert browser.heard(*COMPLAINTS) == []
 
-    # And it could not if it would: the policy stops a script that comes from elsewhere, and every request.
+    # The policy also stops every script from elsewhere, and every request.
     tried = "fetch('data:text/plain,x').then(() => 'went', () => 'stopped')"
     assert browser.js(tried) == "stopped"
     browser.js("document.body.append(Object.assign(document.createElement('script'), {text: 'window.broken = 1'}))")

@@ -10,7 +10,7 @@ from pipelines.tracking.records import Progress
 from trainer.store import LocalStore
 
 
-def test_a_plan_says_what_is_there_and_what_a_run_would_make(store: LocalStore) -> None:
+def test_a_plan_shows_existing_artifacts_and_those_that_a_run_would_make(store: LocalStore) -> None:
     finished(store, "tokenize")
     plan = plan_of(RECIPE, store)
     assert (plan.run, plan.store, plan.steps, plan.tokens) == (RUN, store.uri, 200, 200 * 8192)
@@ -31,7 +31,7 @@ def test_a_plan_names_the_fields_that_differ_from_the_nearest_sibling(store: Loc
     assert (far.stages["train"].why or "").endswith(" and 1 more fields")
 
 
-def test_a_plan_says_how_far_an_unfinished_stage_is(store: LocalStore) -> None:
+def test_a_plan_shows_the_progress_of_an_unfinished_stage(store: LocalStore) -> None:
     attempted(store, "train", 3, state="interrupted", progress=Progress(step=12_000))
     why = plan_of(RECIPE, store).stages["train"].why
     assert why == "attempt 3 is interrupted, step 12,000; run resumes from its last commit"
@@ -42,7 +42,7 @@ def test_a_plan_changes_nothing(store: LocalStore) -> None:
     assert not store.root.exists()
 
 
-def test_a_printed_plan_cuts_and_swallows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_printed_plan_truncates_and_omits_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     why = "source: data/[a-c].txt " + "x " * 200
     plan = StagePlan("train/" + "a" * 63 + "-12345678", "", exists=False, why=why)
     stages = {"train": plan, "export": StagePlan("export/b", "", exists=True)}

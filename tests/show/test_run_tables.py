@@ -43,13 +43,13 @@ def test_the_table_of_runs_shows_every_column_whole(store: LocalStore, capsys: p
     assert second.split() == [long, "done", "1", "1,638,400", "2.000", "20.00", "24%"]
 
 
-def test_no_runs_are_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_table_of_runs_has_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     print_runs([], "file:///some/[odd]/place")
     assert capsys.readouterr().out == "no runs in file:///some/[odd]/place yet; `skytrain run smoke` makes one\n"
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_report_goes_on_past_a_damaged_manifest_and_names_it(
+def test_a_report_continues_after_a_damaged_manifest_and_names_it(
     store: LocalStore, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
     done_run(store)
@@ -61,7 +61,7 @@ def test_a_report_goes_on_past_a_damaged_manifest_and_names_it(
     assert "20.00" in out
 
 
-def test_what_skypilot_says_of_a_runs_clusters_stands_below_the_table(
+def test_skypilots_view_of_a_runs_clusters_is_below_the_table(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done_run(store)
@@ -73,7 +73,7 @@ def test_what_skypilot_says_of_a_runs_clusters_stands_below_the_table(
     )
 
 
-def test_the_report_of_one_run_says_for_what_and_at_what_price(
+def test_the_report_of_one_run_shows_its_costs_by_purpose_and_price(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done_run(store)
@@ -94,15 +94,15 @@ def test_the_report_of_one_run_says_for_what_and_at_what_price(
     assert "0.00 + 0.5 h of unknown price dollars lost to interruptions: repeated work, and the restarts" in lines
     assert "1.00 dollars saved against on-demand prices" in lines
     report(None, store=store.uri)
-    assert "aws spot" not in capsys.readouterr().out  # that is for one run
+    assert "aws spot" not in capsys.readouterr().out  # this option is for one run
 
 
-def test_the_series_has_one_row_a_step_as_the_last_attempt_did_it(
+def test_the_series_has_one_row_per_step_from_its_last_attempt(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     segment(store, 4, 1, [row(s, 1.0) for s in (1, 2, 3, 4)])
     segment(store, 6, 1, [row(s, 1.5) for s in (5, 6)])
-    segment(store, 7, 2, [row(s, 2.0) for s in (5, 6, 7)])  # went on from step 4: its predecessor's 6 was damaged
+    segment(store, 7, 2, [row(s, 2.0) for s in (5, 6, 7)])  # resumed from step 4: the checkpoint of step 6 was damaged
     segment(store, 8, 3, [{"step": 7, "time": 1.0, "val/loss": 9.0}, row(8, 3.0)])
     found = Run(store, recorded(store)).series
     assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -114,12 +114,12 @@ def test_the_series_has_one_row_a_step_as_the_last_attempt_did_it(
     assert [int(r["step"]) for r in csv.DictReader(io.StringIO(out))] == list(range(1, 9))
 
 
-def test_steps_that_were_only_evaluated_are_no_rows_of_the_csv(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_were_only_evaluated_have_no_row_in_the_csv(capsys: pytest.CaptureFixture[str]) -> None:
     print_series(RUN, [{"step": 0, "val/loss": 9.0}, row(1, 2.0)], as_json=False, alone=True)
     assert capsys.readouterr().out.splitlines()[1:] == ["1,2.0,0.001,0.5,10.0"]
 
 
-def test_series_of_several_runs_name_theirs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_series_of_several_runs_name_their_run(capsys: pytest.CaptureFixture[str]) -> None:
     print_series("a-1", [row(1, 2.0)], as_json=False, alone=False)
     assert capsys.readouterr().out.splitlines() == [
         "run,step,train/loss,lr,grad_norm,tokens/s",

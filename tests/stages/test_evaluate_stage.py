@@ -10,9 +10,7 @@ from pipelines.stages import evaluate, export
 from trainer.errors import Interrupted
 
 
-def test_an_evaluation_hears_a_stop_between_two_batches(
-    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_stops_between_two_batches(work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch) -> None:
     mine, done = work("evaluate"), []
 
     def validation_loss(*arguments: Any, on_batch: Callable[[], None]) -> float:
@@ -29,7 +27,7 @@ def test_an_evaluation_hears_a_stop_between_two_batches(
 
 
 @pytest.mark.parametrize("place", ["evaluate", "export"])
-def test_a_stop_is_heard_before_the_next_long_thing_begins(
+def test_a_stop_takes_effect_before_the_next_long_operation(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     mine, begun = work(place), []

@@ -17,33 +17,33 @@ from trainer.events import Checkpointed, CheckpointFailed, Event, RolledBack, Ro
 
 
 def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
-    mine = work("train")
-    mine.screen = cast(TerminalScreen, recorder := Recorder())
-    report_event(mine, CheckpointFailed(1200, "OSError(28)"))
+    train_work = work("train")
+    train_work.screen = cast(TerminalScreen, recorder := Recorder())
+    report_event(train_work, CheckpointFailed(1200, "OSError(28)"))
     assert recorder.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
-    assert mine.attempt.latest.progress.checkpoint_failed == 1200
+    assert train_work.attempt.latest.progress.checkpoint_failed == 1200
 
 
-def test_a_step_that_is_done_again_in_one_attempt_is_told_once(work: Callable[[str], Work]) -> None:
-    mine = work("train")
-    mine.tracker = cast(Tracker, recorder := Recorder())
+def test_a_step_that_one_attempt_redoes_is_reported_once(work: Callable[[str], Work]) -> None:
+    train_work = work("train")
+    train_work.tracker = cast(Tracker, recorder := Recorder())
     tracked: dict[str, int] = {}
-    for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0)):  # it turned back at 3
-        track_row(mine, step, 1.0, {"train/loss": loss, "data/digest": 7}, tracked)
+    for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0)):  # it rolled back at 3
+        track_row(train_work, step, 1.0, {"train/loss": loss, "data/digest": 7}, tracked)
     assert recorder.points == [(step, {"train/loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (4, 3.0))]
 
 
-def test_of_what_an_earlier_attempt_has_told_nothing_is_told_again_not_even_step_0(
+def test_nothing_that_an_earlier_attempt_reported_is_reported_again_not_even_step_0(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = work("train")
-    mine.tracker = cast(Tracker, recorder := Recorder())
+    train_work = work("train")
+    train_work.tracker = cast(Tracker, recorder := Recorder())
     rows = [Row(step, 1.0, {"val/loss": 5.0}, {}, "evaluate") for step in (0, 15, 30)]
     monkeypatch.setattr(follow, "follow_events", lambda *_: iter(rows))
     monkeypatch.setattr(follow, "track_committed", lambda _: {"val/loss": 15})
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
-    follow.follow(mine, done)
+    follow.follow(train_work, done)
     assert recorder.points == [(30, {"val/loss": 5.0})] and recorder.again == []
 
 
@@ -59,11 +59,11 @@ START = Started(
 )
 
 
-def test_how_a_run_is_carried_out_and_why_is_said_and_tagged(work: Callable[[str], Work]) -> None:
-    mine = work("train")
-    mine.tracker, mine.screen = cast(Tracker, recorder := Recorder()), cast(TerminalScreen, recorder)
-    report_event(mine, START)
-    report_event(mine, Slow(1, "torch multiplies"))
+def test_the_execution_settings_and_their_reasons_are_shown_and_tagged(work: Callable[[str], Work]) -> None:
+    train_work = work("train")
+    train_work.tracker, train_work.screen = cast(Tracker, recorder := Recorder()), cast(TerminalScreen, recorder)
+    report_event(train_work, START)
+    report_event(train_work, Slow(1, "torch multiplies"))
     assert recorder.notes == [f"  7 parameters, 1 x cpu, fp32, {START.micro_batch_why}; {START.engine}"]
     assert recorder.warnings == ["slower than possible: torch multiplies"]
     assert {name: recorder.tagged[name] for name in ("engine", "precision", "micro_batch")} == {
@@ -73,11 +73,11 @@ def test_how_a_run_is_carried_out_and_why_is_said_and_tagged(work: Callable[[str
     }
 
 
-def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
+def test_after_a_rollback_a_step_is_reported_again_and_counts_as_redone(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = work("train")
-    mine.tracker = cast(Tracker, recorder := Recorder())
+    train_work = work("train")
+    train_work.tracker = cast(Tracker, recorder := Recorder())
     phases = {"setup": 2.0, "train": 1.0}
     losses = ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0))
     events: list[Event] = [
@@ -89,11 +89,11 @@ def test_after_a_rollback_a_step_is_told_again_and_counts_as_redone(
     monkeypatch.setattr(follow, "track_committed", lambda _: {})
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
-    follow.follow(mine, done)
+    follow.follow(train_work, done)
     assert [(step, values["train/loss"]) for step, values in recorder.points] == list(losses)
     assert recorder.again == [2, 3]
     assert "from step 3 to 1; of two points at a step the later one counts" in recorder.tagged.values()
-    progress = mine.attempt.latest.progress
+    progress = train_work.attempt.latest.progress
     assert (progress.steps_done, progress.steps_redone, progress.lowest_step, progress.highest_step) == (6, 2, 0, 4)
     assert (progress.resumed_from, progress.step, progress.committed_step) == (0, 4, 4)
-    assert mine.rank_phases == (phases, "train")
+    assert train_work.rank_phases == (phases, "train")

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped, doubled or frozen, in any stage, and given again: as if nothing had happened."""
+"""A run that is killed, stopped, doubled or frozen in any stage and started again ends like an undisturbed one."""
 
 import json
 import random
@@ -28,7 +28,7 @@ from pipelines.tracking.ledger import SILENT_SECONDS
 from trainer.store import PARTIAL
 
 INTERRUPTED = "interrupted: run the same command to resume\n"
-# The only moment to commit at is the one in which it is asked to stop.
+# It commits only when it is asked to stop.
 PATIENT = "runtime.checkpoint_minutes=1000"
 
 
@@ -37,10 +37,10 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path / FOLDER_NAME)
 
 
-# --- killed at any moment
+# --- killed at any time
 
 
-def test_a_run_killed_in_every_stage_ends_as_if_nothing_had_happened(
+def test_a_run_killed_in_every_stage_ends_like_an_undisturbed_one(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
     finished, moments = undisturbed(1), random.Random(1)
@@ -50,7 +50,7 @@ def test_a_run_killed_in_every_stage_ends_as_if_nothing_had_happened(
         killed(project, "train", then_s=moments.uniform(0, 4)),
         killed(project, "train", committed(project, moments.randint(5, 20)), moments.uniform(0, 0.1)),
         killed(project, "train", committed(project, moments.randint(25, 40)), moments.uniform(0, 0.1)),
-        killed(project, "train", committed(project, STEPS)),  # all is learned, nothing is filed
+        killed(project, "train", committed(project, STEPS)),  # training is done, the artifact is not committed
         killed(project, "evaluate", then_s=moments.uniform(0, 0.3)),
         killed(project, "export", then_s=moments.uniform(0, 0.01)),
     ]
@@ -62,10 +62,10 @@ def test_a_run_killed_in_every_stage_ends_as_if_nothing_had_happened(
     assert_as_undisturbed(project, finished)
     assert project.rows_committed() == STEPS + redone(project)
 
-    # What the killed attempts have left can go, and what is finished still works.
+    # gc can delete the leftovers of the killed attempts, and the finished artifacts still work.
     kept = {project.store.path_of(f"{m.prefix}/{file.key}") for m in manifests(project) for file in m.files}
-    said = project.run("gc", "--older-than-days", "0").stdout
-    assert re.search(r"^[1-9]\d* objects, .* removed", said, re.M), said
+    output = project.run("gc", "--older-than-days", "0").stdout
+    assert re.search(r"^[1-9]\d* objects, .* removed", output, re.M), output
     left = {path for path in project.found("*/*/*/**/*") if path.is_file() and not path.name.startswith(PARTIAL)}
     assert left - kept == {path for path in left if path.parts[-3] == "attempts" or path.parts[-2] == "metrics"}
     assert project.run("gc", "--older-than-days", "0").stdout.startswith("0 objects, 0 bytes removed")
@@ -78,15 +78,15 @@ def manifests(project: Project) -> list[Manifest]:
     return [project.artifact(stage) for stage in STAGES]
 
 
-def killed(project: Project, stage: str, moment: Callable[[], object] = lambda: True, then_s: float = 0.0) -> bool:
-    """Kill the run, with all its processes, `then_s` after a moment of its new attempt at a stage; whether
+def killed(project: Project, stage: str, condition: Callable[[], object] = lambda: True, then_s: float = 0.0) -> bool:
+    """Kill the run, with all its processes, `then_s` after its new attempt at a stage meets a condition; True if
     the stage was still unfinished.
 
     The dead process is not waited for before the next command is done: a zombie is no living rival.
     """
     attempt = project.claims(stage) + 1
     with project.started("run", "tiny.yaml") as process:
-        project.wait_until(lambda: project.claims(stage) == attempt and moment(), process)
+        project.wait_until(lambda: project.claims(stage) == attempt and condition(), process)
         time.sleep(then_s)
         project.kill_all(process)
         unfinished = not project.artifacts(stage)
@@ -142,7 +142,7 @@ def test_training_processes_do_not_outlive_a_killed_command(
     ("number", "processes", "as_json"),
     [(signal.SIGINT, 1, True), pytest.param(signal.SIGTERM, 2, False, marks=pytest.mark.slow)],
 )
-def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
+def test_a_stopped_run_commits_its_last_step_and_resumes_after_it(
     project: Project, undisturbed: Callable[[int], Project], number: signal.Signals, processes: int, as_json: bool
 ) -> None:
     command = ["run", "tiny.yaml", "--set", PATIENT, *ranks(processes)]
@@ -153,9 +153,9 @@ def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
         out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
     if as_json:
-        told = json.loads(out)
-        assert list(told) == RUN_FIELDS
-        assert (told["state"], told["attempts"], list(told["artifacts"])) == ("interrupted", 1, ["tokenize"])
+        printed = json.loads(out)
+        assert list(printed) == RUN_FIELDS
+        assert (printed["state"], printed["attempts"], list(printed["artifacts"])) == ("interrupted", 1, ["tokenize"])
         assert err == INTERRUPTED
     else:
         assert out == "" and err.endswith("\n" + INTERRUPTED) and "Traceback" not in err
@@ -164,8 +164,8 @@ def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
     (commit,) = project.found("train/*/checkpoints/*/COMMIT.json")
     step = json.loads(commit.read_text())["step"]
     assert 7 <= step == project.rows_logged() < STEPS
-    shown = project.run("plan", "tiny.yaml").stdout
-    assert re.search(rf"interrupted, step {step}\b.*; run resumes from its last commit", shown), shown
+    plan_text = project.run("plan", "tiny.yaml").stdout
+    assert re.search(rf"interrupted, step {step}\b.*; run resumes from its last commit", plan_text), plan_text
 
     made = json.loads(project.run(*command, "--price-per-hour", "20", "--json").stdout)
     assert (made["state"], made["attempts"]) == ("done", 2)
@@ -179,15 +179,15 @@ def test_a_stopped_run_commits_its_last_step_and_goes_on_behind_it(
 
 
 @pytest.mark.slow
-def test_a_run_stopped_before_it_trains_goes_on_too(project: Project) -> None:
+def test_a_run_stopped_before_training_resumes_too(project: Project) -> None:
     with project.started("run", "tiny.yaml") as process:
         project.wait_until(lambda: len(project.found("tokens/*/shards/*.json")) >= 5, process)
         process.terminate()
         assert process.wait(60) == 75
     assert project.claims("train") == 0
     done = len(project.found("tokens/*/shards/*.json"))
-    said = project.run("run", "tiny.yaml", "--stage", "tokenize").stderr
-    assert f"{done} shards exist from an earlier attempt" in said
+    output = project.run("run", "tiny.yaml", "--stage", "tokenize").stderr
+    assert f"{done} shards exist from an earlier attempt" in output
     assert project.attempts()["tokenize"] == 2
 
 
@@ -195,15 +195,15 @@ def test_a_run_stopped_before_it_trains_goes_on_too(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_two_commands_at_once_make_one_of_each_and_the_second_says_that_it_waits(
+def test_two_commands_at_once_make_each_artifact_once_and_the_second_reports_that_it_waits(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
     with project.started("run", "tiny.yaml") as one, project.started("run", "tiny.yaml") as other:
-        said = [process.communicate(timeout=300)[1] for process in (one, other)]
-    assert (one.returncode, other.returncode) == (0, 0), said
+        output = [process.communicate(timeout=300)[1] for process in (one, other)]
+    assert (one.returncode, other.returncode) == (0, 0), output
     assert project.attempts() == dict.fromkeys(STAGES, 1)
-    assert "is working; waiting" in "".join(said)
-    assert "warning" not in "".join(said)
+    assert "is working; waiting" in "".join(output)
+    assert "warning" not in "".join(output)
     assert_as_undisturbed(project, undisturbed(1))
 
 
@@ -211,7 +211,7 @@ ON_ANOTHER_MACHINE = f"import platform; platform.node = lambda: 'elsewhere'; {SH
 
 
 @pytest.mark.slow
-def test_a_frozen_attempt_elsewhere_is_taken_over_and_does_no_harm_when_it_wakes(
+def test_a_frozen_attempt_on_another_machine_is_taken_over_and_does_no_harm_when_it_wakes(
     project: Project, undisturbed: Callable[[int], Project]
 ) -> None:
     with project.started("run", "tiny.yaml", code=ON_ANOTHER_MACHINE) as frozen:
@@ -224,9 +224,9 @@ def test_a_frozen_attempt_elsewhere_is_taken_over_and_does_no_harm_when_it_wakes
             project.wait_until(lambda: project.claims("train") == 2, heir, limit_s=3 * SILENT_SECONDS)
             for process in sleepers:
                 process.resume()
-            said = [process.communicate(timeout=90)[1] for process in (frozen, heir)]
-    assert (frozen.returncode, heir.returncode) == (0, 0), said
-    assert "attempt 1 on elsewhere is working; waiting" in said[1]
-    assert "train: a newer attempt has taken over; waiting for it" in said[0]
+            output = [process.communicate(timeout=90)[1] for process in (frozen, heir)]
+    assert (frozen.returncode, heir.returncode) == (0, 0), output
+    assert "attempt 1 on elsewhere is working; waiting" in output[1]
+    assert "train: a newer attempt has taken over; waiting for it" in output[0]
     assert project.attempts() == {**dict.fromkeys(STAGES, 1), "train": 2}
     assert_as_undisturbed(project, undisturbed(1))

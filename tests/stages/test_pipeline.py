@@ -1,4 +1,4 @@
-"""The whole pipeline through its command: real processes, real text, real servers. Killed: test_interrupted.py."""
+"""The whole pipeline through its command: real processes, real text, real servers. test_interrupted.py kills it."""
 
 import json
 import re
@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import yaml
-from pipeline_runs import FOLDER_NAME, PRICE, RUN_FIELDS, STEPS, Project, committed, ranks, series_of, sums, told
+from pipeline_runs import (
+    FOLDER_NAME,
+    PRICE,
+    RUN_FIELDS,
+    STEPS,
+    Project,
+    committed,
+    ranks,
+    runs_in_mlflow,
+    series_of,
+    sums,
+)
 from servers import LOOPBACK, Fault, FaultyProxy, MlflowServer, S3Account, free_ports
 
 from pipelines.artifacts.manifest import fetch, read_manifest
@@ -28,7 +39,7 @@ def project(tmp_path: Path) -> Project:
 # --- stages, skipping, the card
 
 
-def test_stages_are_made_up_to_the_one_asked_for(project: Project) -> None:
+def test_stages_are_made_up_to_the_requested_one(project: Project) -> None:
     for done, asked in enumerate(("tokenize", "train"), 1):
         made = project.result("--stage", asked)
         assert (made["state"], list(made["artifacts"])) == ("done", list(STAGES[:done]))
@@ -67,7 +78,7 @@ def plans_of_recipe(project: Project) -> dict[str, Any]:
     return plans_of(Recipe.model_validate(values))
 
 
-def test_a_price_makes_dollars_of_hours(undisturbed: Callable[[int], Project]) -> None:
+def test_a_price_turns_hours_into_dollars(undisturbed: Callable[[int], Project]) -> None:
     finished = undisturbed(1)
     summary, made = finished.report(), finished.result()
     hours = sum(beat["time"] - beat["started"] for beat in finished.heartbeats()) / 3600
@@ -79,7 +90,7 @@ def test_a_price_makes_dollars_of_hours(undisturbed: Callable[[int], Project]) -
 
 
 @pytest.mark.parametrize("at_home", [True, False])
-def test_the_card_shows_what_was_made_and_commands_that_work(
+def test_the_card_shows_artifacts_and_commands_that_work(
     undisturbed: Callable[[int], Project], tmp_path: Path, at_home: bool
 ) -> None:
     finished = Project(undisturbed(1).folder)
@@ -104,7 +115,7 @@ def test_a_folder_of_finished_runs_can_move(undisturbed: Callable[[int], Project
     assert [a["skipped"] for a in made["artifacts"].values()] == [True, True, False, True]
 
 
-def test_an_audit_notices_a_step_that_read_other_text(undisturbed: Callable[[int], Project], tmp_path: Path) -> None:
+def test_an_audit_detects_a_step_that_read_other_text(undisturbed: Callable[[int], Project], tmp_path: Path) -> None:
     forged = undisturbed(1).copy(tmp_path / "forged")
     segment = max(forged.found("train/*/metrics/*.jsonl"), key=lambda path: path.stat().st_size)
     rows = [json.loads(line) for line in segment.read_text().splitlines()]
@@ -112,12 +123,12 @@ def test_an_audit_notices_a_step_that_read_other_text(undisturbed: Callable[[int
     assert forged.run("report", "--audit").stdout.endswith("recipe and the seed\n")
     other["data/digest"] += 1
     segment.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] != gone["step"]))
-    told = forged.run("report", "--audit", expect=1).stdout
-    assert f"1 steps read other sequences (the first: {other['step']})" in told
-    assert f"1 steps are missing (the first: {gone['step']})" in told
+    audit = forged.run("report", "--audit", expect=1).stdout
+    assert f"1 steps read other sequences (the first: {other['step']})" in audit
+    assert f"1 steps are missing (the first: {gone['step']})" in audit
 
 
-# --- what is wrong is said
+# --- errors
 
 
 def flip_a_byte(path: Path) -> None:
@@ -165,7 +176,7 @@ def test_a_run_that_diverges_ends_with_a_diagnosis_and_state_failed(project: Pro
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_an_s3_server_that_stays_away_is_said_and_interrupts(project: Project, as_json: bool) -> None:
+def test_an_s3_server_that_stays_away_is_reported_and_interrupts(project: Project, as_json: bool) -> None:
     (port,) = free_ports(1)
     project.environment |= {
         "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{port}",
@@ -184,7 +195,7 @@ def test_an_s3_server_that_stays_away_is_said_and_interrupts(project: Project, a
     assert "Traceback" not in ended.stderr and ended.stdout == ""
 
 
-def test_an_s3_server_that_goes_away_in_mid_training_interrupts_and_loses_nothing(
+def test_an_s3_server_that_fails_during_training_interrupts_and_loses_nothing(
     project: Project, s3_store: S3Store, s3_server: S3Account, undisturbed: Callable[[int], Project]
 ) -> None:
     project.environment["SKYTRAIN_STORE_SECONDS"] = "3"
@@ -230,7 +241,7 @@ def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(
     assert all(artifact["skipped"] for artifact in again["artifacts"].values())
 
 
-def test_a_wrong_bucket_is_the_users_mistake(project: Project, s3_store: S3Store) -> None:
+def test_a_wrong_bucket_is_a_user_error(project: Project, s3_store: S3Store) -> None:
     ended = project.run("run", "tiny.yaml", "--store", "s3://no-such-bucket-here/prefix", expect=2)
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ") and "no-such-bucket-here" in line and "there is no such bucket" in line
@@ -263,7 +274,7 @@ def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_r
 
     assert (on_disk["state"], on_s3["state"]) == ("done", "done")
     assert on_disk["val_loss"] == on_s3["val_loss"]
-    assert on_disk["val_loss"] < 10.8  # log(50257) = 10.82: it has learned something
+    assert on_disk["val_loss"] < 10.8  # log(50257) = 10.82: the model learned
     for stage in STAGES:
         here, there = on_disk["artifacts"][stage], on_s3["artifacts"][stage]
         assert here["fingerprint"] == there["fingerprint"], stage
@@ -290,7 +301,7 @@ def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_r
 
 
 def assert_transformers_agrees(exported: Path, weights: Path, recipe: dict[str, Any]) -> None:
-    """The export loads without our code, says what the trained weights say, and generates."""
+    """The export loads without our code, has the logits of the trained weights, and generates."""
     import tiktoken
     import torch
     from safetensors.torch import load_file
@@ -346,7 +357,7 @@ def assert_one_point_a_step(client: Any, train: Any, project: Project) -> None:
     ]
 
 
-def test_mlflow_has_one_run_with_one_nested_run_a_stage_after_a_kill_and_a_rerun(
+def test_mlflow_has_one_run_with_one_nested_run_per_stage_after_a_kill_and_a_rerun(
     project: Project, mlflow_server: MlflowServer
 ) -> None:
     tracked(project, mlflow_server)
@@ -357,7 +368,7 @@ def test_mlflow_has_one_run_with_one_nested_run_a_stage_after_a_kill_and_a_rerun
     made = project.result("--price-per-hour", str(PRICE))
     assert made["attempts"] == 2
 
-    client, runs = told(mlflow_server.uri, made["run"])
+    client, runs = runs_in_mlflow(mlflow_server.uri, made["run"])
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     train, evaluate = runs[f"{made['run']}/train"], runs[f"{made['run']}/evaluate"]
     assert_one_point_a_step(client, train, project)
@@ -383,13 +394,13 @@ def test_mlflow_has_one_run_with_one_nested_run_a_stage_after_a_kill_and_a_rerun
     lost = everything(client, runs)
     fresh = f"sqlite:///{project.folder}/rebuilt.db"
     assert "2 session(s) logged again" in project.run("report", "--rebuild-mlflow", "--to", fresh).stdout
-    assert everything(*told(fresh, made["run"])) == lost
+    assert everything(*runs_in_mlflow(fresh, made["run"])) == lost
     project.run("report", "--rebuild-mlflow", "--to", fresh)
-    assert everything(*told(fresh, made["run"])) == lost, "told twice, it is still there once"
+    assert everything(*runs_in_mlflow(fresh, made["run"])) == lost, "a second rebuild changes nothing"
 
 
 def everything(client: Any, runs: dict[str, Any]) -> dict[str, Any]:
-    """All that an MLflow knows of some runs but its own ids: every point, param, tag, dataset, state and time."""
+    """All that MLflow has of some runs except its own ids: every point, param, tag, dataset, state and time."""
     known: dict[str, Any] = {}
     for name, run in runs.items():
         run_id, data, info = run.info.run_id, run.data, run.info
@@ -405,7 +416,7 @@ def everything(client: Any, runs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_mlflow_server_that_dies_in_mid_run_stops_nothing_and_misses_nothing(
+def test_an_mlflow_server_that_dies_during_a_run_stops_nothing_and_misses_nothing(
     project: Project, mlflow_server: MlflowServer
 ) -> None:
     tracked(project, mlflow_server)
@@ -422,6 +433,6 @@ def test_an_mlflow_server_that_dies_in_mid_run_stops_nothing_and_misses_nothing(
     again = project.run("run", "tiny.yaml")
     assert "MLflow" not in again.stderr
     run = project.report()["run"]
-    client, runs = told(mlflow_server.uri, run)
+    client, runs = runs_in_mlflow(mlflow_server.uri, run)
     assert {one.info.status for one in runs.values()} == {"FINISHED"}
     assert_one_point_a_step(client, runs[f"{run}/train"], project)

@@ -1,4 +1,4 @@
-"""A recipe says everything once, refuses what it does not understand, and decides the fingerprints."""
+"""A recipe states everything once, rejects unknown fields and values, and decides the fingerprints."""
 
 import os
 import subprocess
@@ -164,7 +164,7 @@ def test_smoke_needs_no_network_and_no_account() -> None:
     assert recipe.evaluate.hellaswag is None
 
 
-def test_the_cost_of_a_recipe_is_the_arithmetic_it_states() -> None:
+def test_the_cost_in_a_recipes_comment_is_the_product_of_its_numbers() -> None:
     rows = {estimate.recipe: estimate for estimate in shipped_estimates()}
     assert list(rows) == list(shipped())
     for name, (layers, _, width, context, batch_tokens, steps, _) in TABLE.items():
@@ -176,7 +176,7 @@ def test_the_cost_of_a_recipe_is_the_arithmetic_it_states() -> None:
         assert rows[name].flops == pytest.approx(flops, rel=1e-12)
         assert rows[name].node_hours == pytest.approx(hours, rel=1e-12)
         assert rows[name].usd == pytest.approx(hours * 31.92, rel=1e-12)
-        # The comment beside max_steps tells the same.
+        # The comment beside max_steps states the same.
         shown = f"{tokens / 1e9:.1f}B tokens; {flops:.1e} FLOPs; {hours:.1f} h on 8xH100 at 50% MFU"
         assert f"{shown}: ~${hours * 31.92:,.0f} at $31.92/h" in shipped()[name].read_text()
 
@@ -188,7 +188,7 @@ def test_124m_has_the_parameters_that_llm_c_reports() -> None:
 # --- mistakes
 
 
-def test_an_unknown_recipe_is_told_the_nearest_one() -> None:
+def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
     assert complaint("smoek") == "smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"
     assert "shipped are smoke, gpt2-124m" in complaint("zzz")
     assert "shipped are smoke, gpt2-124m" in complaint("a" * 300)  # longer than a file's name may be
@@ -277,7 +277,7 @@ def test_a_shard_holds_at_least_one_sequence(tmp_path: Path) -> None:
     assert load_recipe(str(path), ["tokens.shard_tokens=2049"]).tokens.shard_tokens == 2049
 
 
-def test_every_mistake_of_a_recipe_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_recipe_are_reported_at_once(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, train={"max_stepps": 1, "learning_rate": "fast"}, model={"n_layer": 0})
     with pytest.raises(UserError) as mistake:
         load_recipe(str(path))
@@ -307,7 +307,7 @@ def test_a_section_without_defaults_must_be_there(tmp_path: Path, section: str) 
         (b"name: 2024-13-45\n", "not a YAML file: month must be in 1..12"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_said_to_be_none(tmp_path: Path, content: bytes, line: str) -> None:
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, line: str) -> None:
     path = tmp_path / "my.yaml"
     path.write_bytes(content)
     assert complaint(path).startswith(f"{path}: {line}")
@@ -317,7 +317,7 @@ def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
     assert "neither a shipped recipe nor a file" in complaint(tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_the_users_mistake() -> None:
+def test_a_file_that_cannot_be_read_is_a_user_error() -> None:
     unreadable = Path("/proc/self/mem")  # at address 0 nothing is mapped
     if not unreadable.is_file():
         pytest.skip("needs /proc")
@@ -366,7 +366,7 @@ def test_the_table_of_changes_covers_every_field() -> None:
 
 @pytest.mark.parametrize(("section", "field"), FIELDS)
 def test_a_field_changes_the_fingerprints_downstream_and_no_others(section: str, field: str) -> None:
-    ramp = ["train.batch_ramp_from=16384", "train.batch_ramp_tokens=1"]  # one does not go without the other
+    ramp = ["train.batch_ramp_from=16384", "train.batch_ramp_tokens=1"]  # one is invalid without the other
     recipe = load_recipe("gpt2-124m", ramp if field.startswith("batch_ramp") else [])
     values = recipe.model_dump()
     assert values[section][field] != OTHER[section][field]
@@ -386,8 +386,8 @@ def test_equal_numbers_written_differently_give_one_fingerprint() -> None:
     assert fingerprints(one) == fingerprints(load_recipe("gpt2-124m"))
 
 
-def test_fingerprints_stay_what_they_were_when_artifacts_were_made() -> None:
-    """If this fails, every artifact in every store will be made anew: is that meant?"""
+def test_fingerprints_of_existing_artifacts_never_change() -> None:
+    """If this fails, every artifact in every store is obsolete and will be made again."""
     assert fingerprints(load_recipe("gpt2-124m")) == PINNED
 
 
@@ -405,7 +405,7 @@ def test_every_process_finds_the_same_fingerprints(tmp_path: Path) -> None:
         assert done.stdout.split() == expected
 
 
-def test_text_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
+def test_the_content_of_text_counts_and_its_path_does_not(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "one.txt").write_text("Weights and measures.\n" * 30)
@@ -420,7 +420,7 @@ def test_text_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
     assert tokens_of(tmp_path / "b" / "third.txt") != first
 
 
-def test_hellaswag_from_a_file_counts_by_its_content(tmp_path: Path) -> None:
+def test_the_content_of_a_hellaswag_file_counts_and_its_path_does_not(tmp_path: Path) -> None:
     for name, text in (("a.jsonl", "{}\n"), ("b.jsonl", "{}\n"), ("c.jsonl", "{} \n")):
         (tmp_path / name).write_text(text)
     a, b, c = (

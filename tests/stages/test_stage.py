@@ -1,4 +1,4 @@
-"""The stage runner: what exists is skipped, what is missing is built once, and every start is on the account.
+"""The stage runner skips existing artifacts, builds missing ones once, and puts every start on the account.
 
 The stages here are small stand-ins; store, ledger, manifests and processes are the real ones.
 """
@@ -40,14 +40,14 @@ Build = Callable[[Work], Built]
 
 
 class NeverAsked(StopSignal):
-    """The tests' own signals stay pytest's."""
+    """A stop signal that leaves the signals of this process to pytest."""
 
     def __init__(self) -> None:
         self.asked = False
 
 
 class StandIns:
-    """All four stages; `build` replaces what one of them does. `built` lists who was built, in order."""
+    """All four stages; `builds` replaces their work. `built` lists the built stages, in order."""
 
     def __init__(self) -> None:
         self.built: list[str] = []
@@ -88,11 +88,6 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     return stand_ins
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def pipeline(store: Store, home: Path, price: float = 0.0, stop: StopSignal | None = None) -> Pipeline:
     name = PLANS["train"].name
     tracker = Tracker(home / "tracking", name, default_uri="sqlite:///unused.db")
@@ -120,10 +115,10 @@ def raising(error: BaseException) -> Build:
     return build
 
 
-# --- what exists, and what doesn't
+# --- existing and missing artifacts
 
 
-def test_what_is_missing_is_built_in_order_and_what_exists_is_skipped(
+def test_missing_artifacts_are_built_in_order_and_existing_ones_skipped(
     stages: StandIns, store: LocalStore, tmp_path: Path
 ) -> None:
     first = execute(store, tmp_path, "export")
@@ -136,14 +131,14 @@ def test_what_is_missing_is_built_in_order_and_what_exists_is_skipped(
     assert again.snapshot().summary.state == "done" and again.snapshot().summary.attempts == 1
 
 
-def test_only_the_stages_up_to_the_one_asked_for_are_built(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
+def test_only_the_stages_up_to_the_requested_one_are_built(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
     execute(store, tmp_path, "train")
     assert stages.built == ["tokenize", "train"]
     execute(store, tmp_path, "export")
     assert stages.built == list(STAGES)
 
 
-def test_an_artifact_names_its_inputs_its_files_and_where_it_comes_from(
+def test_an_artifact_names_its_inputs_its_files_and_its_origin(
     stages: StandIns, store: LocalStore, tmp_path: Path
 ) -> None:
     execute(store, tmp_path, "train")
@@ -174,7 +169,7 @@ def test_a_damaged_artifact_stops_the_run_before_anything_is_built(
     assert stages.built == []
 
 
-# --- what ends early
+# --- stages that end early
 
 
 @pytest.mark.parametrize(
@@ -187,7 +182,7 @@ def test_a_damaged_artifact_stops_the_run_before_anything_is_built(
         (KeyboardInterrupt(), "interrupted"),
     ],
 )
-def test_a_stage_that_ends_early_leaves_nothing_that_looks_finished_and_the_next_run_tries_again(
+def test_a_stage_that_ends_early_leaves_nothing_that_looks_finished_and_the_next_run_redoes_it(
     stages: StandIns, store: LocalStore, tmp_path: Path, error: BaseException, state: str
 ) -> None:
     stages.builds["tokenize"] = raising(error)
@@ -203,7 +198,7 @@ def test_a_stage_that_ends_early_leaves_nothing_that_looks_finished_and_the_next
     assert (again.snapshot().summary.state, again.snapshot().summary.attempts) == ("done", 2)
 
 
-def test_a_stage_after_the_first_that_fails_keeps_what_came_before(
+def test_a_later_stage_that_fails_keeps_the_artifacts_before_it(
     stages: StandIns, store: LocalStore, tmp_path: Path
 ) -> None:
     stages.builds["train"] = raising(RuntimeError("boom"))
@@ -249,10 +244,10 @@ def test_a_run_asked_to_stop_starts_no_further_stage(stages: StandIns, store: Lo
     with pytest.raises(Interrupted):
         execute(store, tmp_path, "export", stop=stop)
     assert stages.built == ["tokenize"]
-    assert find(store, PLANS["tokenize"]) is not None  # what was ready is not thrown away
+    assert find(store, PLANS["tokenize"]) is not None  # the finished part is kept
 
 
-def test_a_store_that_goes_away_does_not_hide_why_the_run_ended(
+def test_a_failing_store_does_not_hide_why_the_run_ended(
     stages: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(tmp_path / "store")
@@ -270,7 +265,7 @@ def test_a_store_that_goes_away_does_not_hide_why_the_run_ended(
         execute(store, tmp_path)
 
 
-def test_a_watch_that_gives_a_reason_stops_the_run_for_good(
+def test_a_watch_that_returns_a_reason_stops_the_run_for_good(
     stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
@@ -293,7 +288,7 @@ def test_a_watch_that_gives_a_reason_stops_the_run_for_good(
     assert seconds_between_failures([seen], 100.0) == pytest.approx(100.0 + 3600 * seen.billed_hours)  # no death
 
 
-def test_a_machine_that_goes_away_before_the_wish_to_stop_leaves_the_run_to_be_recovered() -> None:
+def test_a_machine_that_is_preempted_before_a_stop_request_leaves_the_run_recoverable() -> None:
     stop = NeverAsked()
     stop.ask("SIGTERM")
     stop.ask("budget", Stopped)
@@ -305,7 +300,7 @@ def test_a_machine_that_goes_away_before_the_wish_to_stop_leaves_the_run_to_be_r
 # --- scratch
 
 
-def test_the_scratch_of_a_finished_stage_is_gone_with_what_earlier_attempts_left(
+def test_a_finished_stage_removes_its_scratch_and_that_of_earlier_attempts(
     stages: StandIns, store: LocalStore, tmp_path: Path
 ) -> None:
     stages.builds["tokenize"] = raising(RuntimeError("boom"))
@@ -336,7 +331,7 @@ def test_an_attempt_starts_with_empty_scratch_although_its_store_was_deleted_and
     assert found == [[], []]
 
 
-def test_runs_of_one_recipe_into_two_stores_do_not_meet_in_their_scratch(stages: StandIns, tmp_path: Path) -> None:
+def test_runs_of_one_recipe_into_two_stores_share_no_scratch(stages: StandIns, tmp_path: Path) -> None:
     one, other = LocalStore(tmp_path / "one"), LocalStore(tmp_path / "other")
 
     def meanwhile_the_other(work: Work) -> Built:
@@ -409,19 +404,19 @@ def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent(
     put_heartbeat(store)
     started = time.monotonic()
     assert execute(store, tmp_path).made["tokenize"].attempt == 2
-    assert time.monotonic() - started > 0.5  # not before the silence is over
+    assert time.monotonic() - started > 0.5  # not before the time of silence has passed
     assert states(store) == ["running", "done"]
 
 
 @pytest.mark.parametrize("state", ["failed", "interrupted", "done"])
-def test_an_attempt_that_has_ended_is_not_waited_for(
+def test_no_run_waits_for_an_attempt_that_has_ended(
     stages: StandIns, store: LocalStore, tmp_path: Path, state: str
 ) -> None:
     put_heartbeat(store, state=state, process=this_process())
     assert execute(store, tmp_path).made["tokenize"].attempt == 2
 
 
-def test_an_attempt_on_another_machine_is_left_alone_while_it_beats(
+def test_an_attempt_on_another_machine_is_left_alone_while_its_heartbeats_come(
     stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
@@ -443,7 +438,7 @@ def test_an_attempt_on_another_machine_is_left_alone_while_it_beats(
     assert states(store) == ["done"]
 
 
-def test_a_stop_is_heard_while_waiting_for_a_rival(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
+def test_a_stop_takes_effect_while_waiting_for_a_rival(stages: StandIns, store: LocalStore, tmp_path: Path) -> None:
     put_heartbeat(store)
     stop = NeverAsked()
     threading.Timer(0.3, lambda: setattr(stop, "asked", True)).start()
@@ -456,7 +451,7 @@ def test_a_stop_is_heard_while_waiting_for_a_rival(stages: StandIns, store: Loca
 
 
 def child(store: str, home: str, seconds: str) -> None:
-    """A process that executes tokenize, which takes `seconds`; prints what came of it."""
+    """A process that executes tokenize, which takes `seconds`; prints the result."""
     stand_ins = StandIns()
 
     def slowly(work: Work) -> Built:
@@ -470,6 +465,7 @@ def child(store: str, home: str, seconds: str) -> None:
     stand_ins.builds["tokenize"] = slowly
     stage.stage_named = stand_ins.named
     stop = StopSignal()
+    Path(home, f"ready-{os.getpid()}").touch()
     while not Path(home, "go").exists():
         time.sleep(0.005)
     try:
@@ -500,9 +496,10 @@ class Processes:
     def go(self) -> None:
         (self.folder / "go").touch()
 
-    def wait_until_it_builds(self, process: "subprocess.Popen[str]") -> None:
+    def wait_until(self, state: str, process: "subprocess.Popen[str]") -> None:
+        """Wait until the process is "ready", with its imports done, or "building"."""
         deadline = time.monotonic() + 60
-        while not (self.folder / f"building-{process.pid}").exists():
+        while not (self.folder / f"{state}-{process.pid}").exists():
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -525,7 +522,8 @@ def test_processes_that_start_at_once_build_one_artifact_and_all_succeed(
     processes: Processes, store: LocalStore
 ) -> None:
     started = [processes.start(seconds=0.3) for _ in range(3)]
-    time.sleep(1.5)  # they are imported by now; if not, they only start less equally
+    for process in started:
+        processes.wait_until("ready", process)
     processes.go()
     results = [processes.result(process) for process in started]
     assert sorted(len(r["built"]) for r in results) == [0, 0, 1]
@@ -533,10 +531,10 @@ def test_processes_that_start_at_once_build_one_artifact_and_all_succeed(
     assert states(store) == ["done"]
 
 
-def test_a_process_that_comes_while_another_builds_waits_for_it(processes: Processes, store: LocalStore) -> None:
+def test_a_process_that_starts_while_another_builds_waits_for_it(processes: Processes, store: LocalStore) -> None:
     processes.go()
     first = processes.start(seconds=3)
-    processes.wait_until_it_builds(first)
+    processes.wait_until("building", first)
     second = processes.start(seconds=0)
     assert processes.result(second) == {"built": [], "attempt": 1}
     assert processes.result(first) == {"built": ["tokenize"], "attempt": 1}
@@ -549,9 +547,10 @@ def test_a_process_that_dies_while_another_waits_is_replaced_by_it(
 ) -> None:
     processes.go()
     first = processes.start(seconds=60)
-    processes.wait_until_it_builds(first)
+    processes.wait_until("building", first)
     second = processes.start(seconds=0.1)
-    time.sleep(1.5)
+    processes.wait_until("ready", second)
+    time.sleep(0.5)
     assert not (processes.folder / f"building-{second.pid}").exists()
     first.send_signal(signal.Signals(number))
     assert processes.result(second) == {"built": ["tokenize"], "attempt": 2}
@@ -561,7 +560,7 @@ def test_a_process_that_dies_while_another_waits_is_replaced_by_it(
     assert made is not None and [f.key for f in made.files] == ["a0002/out.txt"]
 
 
-def test_provenance_says_which_code_on_which_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_has_the_code_and_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYTRAIN_IMAGE", "registry/skytrain@sha256:1234")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-for-anyone")
     known = provenance()

@@ -32,7 +32,7 @@ def test_a_finished_artifact_without_its_manifest_is_made_anew(tmp_path: Path) -
     assert ended(1, "interrupted").new == 12_336
     assert ended(2, "done").new == 0
     assert ended(3, "interrupted").new == 12_336  # a shard was damaged, and the manifest removed as advised
-    assert ended(4, "interrupted").new == 0  # what attempt 3 has made anew is kept
+    assert ended(4, "interrupted").new == 0  # the shard that attempt 3 made again is kept
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_finished_artifact_without_its_manifest_is_made_anew(tmp_path: Path) -
         (1, {"val_000000": 1500, "val_000001": 9}, "no training sequence"),
     ],
 )
-def test_as_much_is_held_out_as_was_asked_for(parts: int, tokens: dict[str, int], message: str | None) -> None:
+def test_the_validation_split_has_the_requested_size(parts: int, tokens: dict[str, int], message: str | None) -> None:
     recipe = load_recipe("smoke", SMALL)
     config = recipe.tokens.model_copy(update={"parts": parts, "shard_tokens": 1500, "val_shards": 2})
     receipts = [ShardReceipt(File(f"{name}.bin", "", 0, ""), n, 1, 0) for name, n in tokens.items()]

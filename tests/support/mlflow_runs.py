@@ -44,7 +44,7 @@ def started(folder: Path, uri: str, run: str = RUN) -> Tracker:
 
 
 def written(folder: Path) -> Tracker:
-    """A tracker whose log is written, with no process behind it: the shipper is then run in this one."""
+    """A tracker without a shipper process: it only writes its log, and the shipper runs in this process."""
     tracker = Tracker(folder / "work", RUN, default_uri=sqlite_uri(folder))
     tracker._keep_shipping = lambda: None  # type: ignore[method-assign]
     tracker.start()
@@ -56,7 +56,7 @@ def ship(folder: Path, uri: str | None = None) -> None:
 
 
 class Seen:
-    """What MLflow has of a run, read back by its own client."""
+    """MLflow's records of a run, read by its own client."""
 
     def __init__(self, uri: str, run: str = RUN) -> None:
         from mlflow import MlflowClient
@@ -89,7 +89,7 @@ def free_port() -> int:
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[str]:
-    """The URI of a tracking server that is up when this is entered."""
+    """The URI of a tracking server that runs inside the block."""
     server = MlflowServer(folder, port)
     server.start()
     try:

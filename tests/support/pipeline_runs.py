@@ -249,7 +249,7 @@ def assert_as_undisturbed(project: Project, finished: Project) -> None:
     assert project.artifact("evaluate").facts == finished.artifact("evaluate").facts
 
 
-def told(uri: str, run: str) -> tuple[Any, dict[str, Any]]:
+def runs_in_mlflow(uri: str, run: str) -> tuple[Any, dict[str, Any]]:
     """MLflow's client, and its runs by name: the parent run and one nested run per stage."""
     from mlflow import MlflowClient
 

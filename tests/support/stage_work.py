@@ -1,4 +1,4 @@
-"""What a stage gets to work with, for tests of single stages: the real work, attempt and store of a tiny recipe."""
+"""The `Work` of a stage, for tests of single stages: with the real attempt and store of a tiny recipe."""
 
 from pathlib import Path
 from typing import Any

@@ -37,7 +37,7 @@ def test_the_shards_of_a_part_are_those_of_its_files_alone_and_share_max_tokens(
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 5])
-def test_shards_are_the_same_whichever_node_makes_a_part_and_however_often_it_is_interrupted(
+def test_shards_depend_neither_on_the_node_of_a_part_nor_on_interruptions(
     nodes: int, files: FourFiles, tmp_path: Path
 ) -> None:
     *_, whole = make_parts(files.job(range(3), tmp_path / "one"))
@@ -53,11 +53,11 @@ def test_shards_are_the_same_whichever_node_makes_a_part_and_however_often_it_is
     again = files.job(range(3), tmp_path / "several", 4)
     assert list(make_parts(again)) == [PartsProgress(whole.stored, 0)]
     for path in tmp_path.glob("*.txt"):
-        path.unlink()  # what is finished is not even opened
+        path.unlink()  # the file of a finished part is not opened
     assert list(make_parts(files.job(range(3), tmp_path / "several", 5))) == [PartsProgress(whole.stored, 0)]
 
 
-def test_a_node_looks_at_every_document_whether_it_is_to_leave(files: FourFiles, tmp_path: Path) -> None:
+def test_a_node_checks_for_a_stop_at_every_document(files: FourFiles, tmp_path: Path) -> None:
     def check() -> None:
         raise Interrupted("the head is gone")
 

@@ -62,7 +62,7 @@ def gpt2(shared_data: Path) -> tiktoken.Encoding:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Three parquet files of 5 rows in a folder whose name a shell or a glob would stumble over."""
+    """Three parquet files of 5 rows in a folder whose name has characters special to a shell or a glob."""
     folder = tmp_path / "da [x] ta*"
     folder.mkdir()
     for part in range(3):
@@ -102,18 +102,18 @@ def test_vocabulary_sizes_are_known_without_a_download(monkeypatch: pytest.Monke
     assert vocab_size_of("bytes") == tokenizer("bytes").n_vocab
 
 
-def test_gpt2_is_openais(gpt2: tiktoken.Encoding) -> None:
+def test_gpt2_ids_equal_openais(gpt2: tiktoken.Encoding) -> None:
     assert gpt2.n_vocab == vocab_size_of("gpt2") and gpt2.eot_token == 50_256
     assert gpt2.encode_ordinary("hello world") == [31373, 995]
 
 
 @pytest.mark.parametrize("ask", [vocab_size_of, tokenizer])
-def test_an_unknown_tokenizer_is_told_the_known_ones(ask: Any) -> None:
+def test_an_unknown_tokenizer_is_refused_with_the_known_ones(ask: Any) -> None:
     with pytest.raises(UserError, match=r"'gpt-2'; did you mean 'gpt2'\? There are gpt2 and bytes"):
         ask("gpt-2")
 
 
-def test_a_vocabulary_that_cannot_be_had_names_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_an_unavailable_vocabulary_names_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise ConnectionError("no route to host")
 
@@ -157,7 +157,7 @@ def test_a_million_spaces_before_a_word_do_not_exhaust_the_regex(gpt2: tiktoken.
     assert gpt2.decode(array[1:].tolist()) == f"see {spaces}word\n{spaces}"
 
 
-def test_cutting_long_spaces_leaves_the_tokens_as_they_were(gpt2: tiktoken.Encoding) -> None:
+def test_cutting_long_spaces_changes_no_token(gpt2: tiktoken.Encoding) -> None:
     @settings(max_examples=300, deadline=None)
     @given(st.text(alphabet=" \n\t\r\u3000\x1c\x85ab1'.s", max_size=40))
     def check(document: str) -> None:
@@ -219,7 +219,7 @@ def test_documents_from_number_n_on_are_the_rest_of_all_documents(rows: Path) ->
             assert read(source, start) == everything[start:], (source, start)
 
 
-def test_parts_are_dealt_out_file_by_file_and_are_all_of_the_text(rows: Path, tmp_path: Path) -> None:
+def test_parts_are_assigned_file_by_file_and_cover_all_of_the_text(rows: Path, tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     lines.mkdir()
     for name in range(3):
@@ -235,18 +235,20 @@ def test_parts_are_dealt_out_file_by_file_and_are_all_of_the_text(rows: Path, tm
 
 
 def test_more_parts_than_files_are_refused_before_anything_is_read(rows: Path) -> None:
-    said = r"tokens.parts: '\*.parquet' has only 3 file\(s\), and each of the 4 parts needs one; use at most 3"
-    with pytest.raises(UserError, match=said):
+    message = r"tokens.parts: '\*.parquet' has only 3 file\(s\), and each of the 4 parts needs one; use at most 3"
+    with pytest.raises(UserError, match=message):
         identity("*.parquet", base=rows, parts=4)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         read("*.parquet", base=rows, part=0, parts=4)
     with pytest.raises(UserError, match=r"'https://host.invalid/a.parquet' has only 1 file.*; use at most 1"):
         source_identity("https://host.invalid/a.parquet", None, "1", "text", parts=2)
-    assert source_identity("https://host.invalid/*.parquet", None, "1", "text", parts=99)  # nobody knows yet
+    assert source_identity(
+        "https://host.invalid/*.parquet", None, "1", "text", parts=99
+    )  # the number of files is not known yet
     assert identity("*.parquet", base=rows, parts=3) == identity("*.parquet", base=rows)
 
 
-def test_a_part_may_be_empty_where_the_text_is_not(tmp_path: Path) -> None:
+def test_a_part_may_be_empty_although_the_text_is_not(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "0.parquet")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "1.parquet")
     assert [read("*.parquet", base=tmp_path, part=part, parts=2) for part in (0, 1)] == [["a", "b"], []]
@@ -270,7 +272,7 @@ def test_files_are_named_by_path_or_glob_from_the_current_or_a_given_folder(
     rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = [f"document 1.{row}" for row in range(5)]
-    assert read(rows / "part-1.parquet") == one  # a name that is there is no pattern
+    assert read(rows / "part-1.parquet") == one  # the name of an existing file is no pattern
     assert read("part-[1].parquet", base=rows) == one
     monkeypatch.chdir(rows)
     assert read("part-1.parquet") == one
@@ -299,21 +301,21 @@ def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path: Path) -> Non
     assert read(tmp_path / "*.txt") == ["one", "two\n\nlines\ufffd"]
 
 
-def test_packed_files_are_read_as_what_they_hold(tmp_path: Path) -> None:
+def test_compressed_files_are_read_as_their_contents(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"packed"))
     (tmp_path / "l.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n{"text": "y"}\n'))
     assert read(tmp_path / "a.txt.gz") == ["packed"]
     assert read(tmp_path / "l.jsonl.gz") == ["x", "y"]
 
 
-def test_a_packing_that_needs_a_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compression_that_needs_a_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsspec.utils.compressions", {"gz": "gzip"})
     (tmp_path / "a.txt.zst").write_bytes(b"")
     with pytest.raises(UserError, match=r"a.txt.zst': .zst needs the package zstandard"):
         read(tmp_path / "a.txt.zst")
 
 
-def test_the_identity_of_files_is_what_they_hold_in_reading_order(rows: Path, tmp_path: Path) -> None:
+def test_the_identity_of_files_is_their_content_in_reading_order(rows: Path, tmp_path: Path) -> None:
     monday = identity("part-*.parquet", base=rows.rename(tmp_path / "monday"))
     moved = (tmp_path / "monday").rename(tmp_path / "tuesday")
     assert identity("part-*.parquet", base=moved) == monday
@@ -337,7 +339,7 @@ def test_identities_of_remote_text_are_made_without_a_connection() -> None:
     assert "text_column" not in source_identity("s3://bucket/*.txt", None, "1", "text")
 
 
-def test_labels_are_short_names_fit_for_folders() -> None:
+def test_labels_are_short_and_valid_as_folder_names() -> None:
     assert source_label("python-stdlib", None) == "python-stdlib"
     assert source_label("hf://datasets/HuggingFaceFW/fineweb-edu", "sample-10BT") == "fineweb-edu-sample-10BT"
     assert source_label("hf://datasets/org/name", None) == "name"
@@ -347,7 +349,7 @@ def test_labels_are_short_names_fit_for_folders() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "subset", "revision", "said"),
+    ("source", "subset", "revision", "message"),
     [
         ("python-stdlibs", None, None, r"no file matches.*did you mean 'python-stdlib'"),
         ("nowhere/*.parquet", None, None, r"no file matches 'nowhere/\*\.parquet'"),
@@ -377,11 +379,11 @@ def test_labels_are_short_names_fit_for_folders() -> None:
         ("python-stdlib", "small", None, r"tokens.subset: .*remove it"),
     ],
 )
-def test_a_source_that_cannot_be_right_is_refused_before_it_is_opened(
-    source: str, subset: str | None, revision: str | None, said: str
+def test_an_invalid_source_is_refused_before_it_is_opened(
+    source: str, subset: str | None, revision: str | None, message: str
 ) -> None:
     for ask in (source_identity, documents):
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             ask(source, subset, revision, "text")
         assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
@@ -398,7 +400,7 @@ def test_mixed_and_unknown_kinds_of_files_are_refused(rows: Path, monkeypatch: p
             identity(name)
 
 
-def test_a_wrong_column_is_told_the_columns_there_are(rows: Path, tmp_path: Path) -> None:
+def test_a_wrong_column_is_refused_with_the_existing_ones(rows: Path, tmp_path: Path) -> None:
     parquet = rows / "part-0.parquet"
     lines = write_lines(tmp_path / "l.jsonl", {"text": "x", "id": 1}, {"body": "y"}, ["z"])
     for ask in (identity, read):
@@ -428,14 +430,14 @@ def test_empty_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": ')
     (tmp_path / "bad.txt.gz").write_bytes(gzip.compress(os.urandom(9_000))[:5_000])
-    for name, said in {
+    for name, message in {
         "empty.parquet": "has no documents",
         "empty.jsonl": "has no documents",
         "bad.parquet": "cannot be read as parquet",
         "bad.jsonl": r"document 1 of '.*bad.jsonl' is not JSON",
         "bad.txt.gz": "cannot be read further",
     }.items():
-        with pytest.raises(UserError, match=rf"{name}.* {said}|{said}"):
+        with pytest.raises(UserError, match=rf"{name}.* {message}|{message}"):
             read(tmp_path / name)
 
 
@@ -467,7 +469,7 @@ def test_local_files_are_read_without_network_noise_or_cached_copies(rows: Path,
     assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 1_000  # lock files
 
 
-# Remote sources, from a small server that speaks what the Hub speaks
+# Remote sources, from a small server with the Hub's protocol
 
 
 class _Hub(http.server.SimpleHTTPRequestHandler):
@@ -578,7 +580,7 @@ def test_text_on_the_hub_is_read_by_subset_or_pattern_at_one_commit(hub: str, tm
 
 
 @pytest.mark.slow
-def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> None:
+def test_text_on_the_hub_is_assigned_by_files_too(hub: str, tmp_path: Path) -> None:
     source = "hf://datasets/org/name"
     parquet = ("small", COMMIT, "text", 2, None, 1, 2), (None, COMMIT, "text", 0, None, 3, 4)
     (subset, (mistake,)) = read_apart(hub, tmp_path / "home", *((source, *call) for call in parquet))
@@ -588,7 +590,7 @@ def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> 
     for path in (folder := tmp_path / "hub").iterdir():
         path.unlink()
     (folder / "README.md").touch()
-    for name in range(3):  # what `datasets` streams by itself
+    for name in range(3):  # formats that `datasets` streams by itself
         write_lines(folder / f"{name}.jsonl", *({"text": f"line {name}.{n}"} for n in range(2)))
     lines = (1, None, 0, 2), (0, None, 1, 2), (0, None, 0, 4)
     first, second, (mistake,) = read_apart(
@@ -599,13 +601,13 @@ def test_text_on_the_hub_is_dealt_out_by_files_too(hub: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_hub_that_is_busy_is_asked_again(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_busy_hub_are_retried(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Hub, "busy", 3)
     (found,) = read_apart(hub, tmp_path / "home", ("hf://datasets/org/name", "small", COMMIT, "text", 7))
     assert found == [f"document 1.{row}" for row in range(2, 5)] and _Hub.busy == 0
 
 
-def test_a_server_that_cannot_be_reached_is_told_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_reported_after_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, int] = {}
 
     def rows(place: str) -> int:
@@ -620,7 +622,7 @@ def test_a_server_that_cannot_be_reached_is_told_in_the_end(tmp_path: Path, monk
     assert asked[unreachable] > 1 == asked[nowhere]
 
 
-def test_what_the_hub_does_not_have_is_told(hub: str, tmp_path: Path) -> None:
+def test_text_that_the_hub_does_not_have_is_reported(hub: str, tmp_path: Path) -> None:
     source = "hf://datasets/org/name"
     (subset,), (column,), (files,), (dataset,) = read_apart(
         hub,
@@ -654,7 +656,7 @@ def load_in_transformers(encoding: tiktoken.Encoding, folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def test_merges_and_vocabulary_recovered_from_ranks_are_openais(gpt2: tiktoken.Encoding, shared_data: Path) -> None:
+def test_merges_and_vocabulary_recovered_from_ranks_equal_openais(gpt2: tiktoken.Encoding, shared_data: Path) -> None:
     files = tokenizer_files(gpt2, model_max_length=1024)
     originals = [path.read_bytes() for path in (shared_data / "tiktoken").iterdir()]
     assert files["merges.txt"] in originals

@@ -1,4 +1,4 @@
-"""What a run cost adds up: every second has a phase, every node a price or none, and nothing counts twice."""
+"""The costs of a run add up: every second has a phase, every node a price or none, and nothing counts twice."""
 
 import math
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_every_node_is_billed_and_hours_of_unknown_price_are_kept_apart_in_every
     assert "time/goodput" in cost_metrics(bill) and "time/goodput" not in cost_metrics(of(beat(stage="tokenize")))
 
 
-def test_dollars_are_told_by_stage_by_phase_and_by_market() -> None:
+def test_dollars_are_divided_by_stage_by_phase_and_by_market() -> None:
     spot = Machine(cloud="aws", spot=True, on_demand_per_hour=3.0)
     bill = of(
         beat(stage="tokenize", phases={"tokenize": HOUR}),
@@ -86,19 +86,19 @@ def test_a_tables_rows_are_the_attempts() -> None:
     assert (table["usd"], table["hours"], table["train_seconds"]) == ([1.0, None], [1.0, 2.0], [HOUR, 0.0])
 
 
-# --- steps, and what being cut off costs
+# --- steps, and the cost of interruptions
 
 
 def steps(resumed_from: int, step: int, **more: Any) -> Progress:
     return Progress(resumed_from=resumed_from, step=step, **more)
 
 
-def test_steps_behind_which_a_later_attempt_went_back_are_not_kept() -> None:
+def test_steps_that_a_later_attempt_rolled_back_are_not_kept() -> None:
     bill = of(
         beat(attempt=1, state="running", progress=steps(0, 57)),
         beat(attempt=2, state="interrupted", progress=steps(50, 80, steps_done=30, steps_redone=7)),
-        beat(attempt=3, state="failed"),  # never came to train
-        beat(attempt=4, state="running", progress=steps(80, 88)),  # died 2 steps after its last word
+        beat(attempt=3, state="failed"),  # never began to train
+        beat(attempt=4, state="running", progress=steps(80, 88)),  # died 2 steps after its last heartbeat
         beat(attempt=5, progress=steps(90, 100)),
         tokens_before=lambda step: 10_000_000 * step,
     )
@@ -113,7 +113,7 @@ def test_steps_behind_which_a_later_attempt_went_back_are_not_kept() -> None:
     assert bill.usd_per_billion_tokens == pytest.approx(5.0)
 
 
-def test_a_rollback_behind_the_attempts_own_start_takes_steps_from_the_one_before() -> None:
+def test_a_rollback_before_the_attempts_own_start_removes_steps_of_the_earlier_attempt() -> None:
     bill = of(
         beat(attempt=1, state="interrupted", progress=steps(0, 100)),
         beat(attempt=2, progress=steps(100, 120, lowest_step=80, steps_done=60)),
@@ -122,7 +122,7 @@ def test_a_rollback_behind_the_attempts_own_start_takes_steps_from_the_one_befor
 
 
 @pytest.mark.parametrize(("state", "lost"), [("running", 0.3), ("interrupted", 0.3), ("done", 0.1), ("failed", 0.1)])
-def test_an_interruption_costs_the_way_back_and_what_is_done_again(state: str, lost: float) -> None:
+def test_an_interruption_costs_the_restart_and_the_redone_steps(state: str, lost: float) -> None:
     phases = {"setup": 0.2 * HOUR, "redone": 0.1 * HOUR, "train": 0.7 * HOUR}
     bill = of(beat(state=state, phases={"setup": 0.5 * HOUR, "train": 0.5 * HOUR}), beat(attempt=2, phases=phases))
     assert bill.interruptions.usd == pytest.approx(lost)
@@ -131,44 +131,44 @@ def test_an_interruption_costs_the_way_back_and_what_is_done_again(state: str, l
     assert bill.attempts[0].state == ("lost" if state == "running" else state)
 
 
-def test_waiting_for_spot_is_the_price_of_an_interruption_only_behind_one() -> None:
-    room = {"state": "interrupted", "progress": Progress(waiting=True), "phases": {"idle": HOUR}}
+def test_waiting_for_spot_counts_for_an_interruption_only_after_one() -> None:
+    wait = {"state": "interrupted", "progress": Progress(waiting=True), "phases": {"idle": HOUR}}
     spot = {"state": "interrupted", "phases": {"setup": 600.0, "train": HOUR - 600}}
-    rooms = beat(**room), beat(attempt=2, **room)
-    assert of(*rooms, beat(attempt=3, **spot)).interruptions.hours == 0
-    again = of(*rooms, *(beat(attempt=n, **made) for n, made in ((3, spot), (4, room), (5, spot))))
+    waits = beat(**wait), beat(attempt=2, **wait)
+    assert of(*waits, beat(attempt=3, **spot)).interruptions.hours == 0
+    again = of(*waits, *(beat(attempt=n, **made) for n, made in ((3, spot), (4, wait), (5, spot))))
     assert again.interruptions.hours == pytest.approx(1 + 600 / HOUR)
     assert again.goodput == pytest.approx(1 - 600 / HOUR)
 
 
-def test_waits_in_a_row_are_shown_as_one_unless_the_launch_was_down_in_between() -> None:
-    def room(number: int, started: float) -> Heartbeat:
+def test_consecutive_waits_are_shown_as_one_unless_the_launch_was_down_in_between() -> None:
+    def wait(number: int, started: float) -> Heartbeat:
         waited = {"progress": Progress(waiting=True), "phases": {"idle": 600.0}, "price_per_hour": 6.0}
         return beat(attempt=number, started=started, time=started + 600, **waited)
 
     spot = beat(attempt=3, started=1800.0, time=1800.0 + HOUR)
-    rooms = [room(1, 0.0), room(2, 900.0), room(4, 6000.0), room(5, 90_000.0), room(6, 90_900.0), room(7, 91_800.0)]
-    shown = list(merge_waits(of(spot, *rooms).attempts))
+    waits = [wait(1, 0.0), wait(2, 900.0), wait(4, 6000.0), wait(5, 90_000.0), wait(6, 90_900.0), wait(7, 91_800.0)]
+    shown = list(merge_waits(of(spot, *waits).attempts))
     assert [number for number, _ in shown] == ["1 to 2", "3", "4", "5 to 7"]
     last = shown[-1][1]
     assert (last.started, last.ended, last.phases) == (90_000.0, 92_400.0, {"idle": 1800.0})
-    assert last.bill == Cost(0.5, 3.0) and total_cost(one.bill for _, one in shown) == of(spot, *rooms).total
+    assert last.bill == Cost(0.5, 3.0) and total_cost(one.bill for _, one in shown) == of(spot, *waits).total
 
 
 @pytest.mark.parametrize(("alive", "deaths"), [(True, 0), (None, 0), (False, 1)])
-def test_an_attempt_that_may_still_live_is_not_lost(alive: bool | None, deaths: int) -> None:
+def test_an_attempt_that_may_be_alive_is_not_lost(alive: bool | None, deaths: int) -> None:
     assert account("run", [StoredHeartbeat(PREFIX, beat(state="running"), None, alive)]).deaths == deaths
 
 
-def test_the_stores_clock_shows_how_far_a_nodes_is_off() -> None:
+def test_the_stores_clock_shows_the_error_of_a_nodes_clock() -> None:
     bill = account("run", [StoredHeartbeat(PREFIX, beat(), stored=HOUR + 90.0)])
     assert bill.attempts[0].skew_seconds == 90.0 and bill.total.hours == 1.0
 
 
-# --- SkyPilot's own book
+# --- SkyPilot's own record
 
 
-def test_hours_that_only_skypilot_knows_show_as_a_difference() -> None:
+def test_hours_that_only_skypilot_has_are_shown_as_a_difference() -> None:
     ours = beat(nodes=2, machine=Machine(cloud="aws", cluster="one"), price_per_hour=3.0)
     theirs = [Interval("one", 2, -360.0, HOUR), Interval("one", 2, HOUR, HOUR + 360.0), Interval("two", 1, 0.0, None)]
     one, two = reconcile(of(ours, beat(attempt=2)), theirs, now=1800.0)
@@ -177,7 +177,7 @@ def test_hours_that_only_skypilot_knows_show_as_a_difference() -> None:
     assert (two.cluster, two.sky_hours, two.ledger_hours, two.usd) == ("two", 0.5, 0.0, None)
 
 
-# --- whatever the attempts are
+# --- for any attempts
 
 
 SECONDS = st.floats(0, 1e6)

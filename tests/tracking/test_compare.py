@@ -1,7 +1,6 @@
 """Two runs are compared at equal tokens and at equal dollars."""
 
 import json
-from pathlib import Path
 
 import pytest
 from run_records import GONE, RECIPE, RUN, TRAIN, put_heartbeat, recipe_with
@@ -20,13 +19,8 @@ from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def priced(store: Store, run: str, recipe: Recipe, losses: dict[int, float], price: float) -> None:
-    """A run whose steps took a minute each, from its beginning on, and its cost."""
+    """A run whose steps took a minute each, and its cost."""
     plans = plans_of(recipe)
     record(store, run, recipe, plans, "train")
     prefix, minutes = plans["train"].prefix, max(losses)
@@ -45,18 +39,18 @@ def test_two_runs_are_compared_at_equal_tokens_and_at_equal_dollars(
     priced(store, RUN, RECIPE, {0: 9.0, 50: 5.0, 100: 4.0}, price=6.0)  # 10 dollars
     priced(store, run_name(plans_of(quick)), quick, {0: 9.0, 50: 4.5, 100: 3.5, 200: 3.0}, price=12.0)  # 40 dollars
     report([RUN, run_name(plans_of(quick))], store=store.uri, as_json=True, compare=True)
-    told = json.loads(capsys.readouterr().out)
-    assert told["runs"] == [RUN, run_name(plans_of(quick))]
-    assert told["differs"]["recipe.train.learning_rate"] == [RECIPE.train.learning_rate, 0.01]
-    assert "recipe.train.seed" not in told["differs"]
-    assert told["differs"]["machines.price_per_hour"] == ["6.0", "12.0"]
-    tokens = {level["at"]: level["values"] for level in told["at_equal_tokens"]}
+    comparison = json.loads(capsys.readouterr().out)
+    assert comparison["runs"] == [RUN, run_name(plans_of(quick))]
+    assert comparison["differs"]["recipe.train.learning_rate"] == [RECIPE.train.learning_rate, 0.01]
+    assert "recipe.train.seed" not in comparison["differs"]
+    assert comparison["differs"]["machines.price_per_hour"] == ["6.0", "12.0"]
+    tokens = {level["at"]: level["values"] for level in comparison["at_equal_tokens"]}
     assert tokens[100 * 8192] == [4.0, 3.5] and tokens[50 * 8192] == [5.0, 4.5]
-    dollars = {round(level["at"], 6): level["values"] for level in told["at_equal_dollars"]}
-    assert dollars[10.0] == [4.0, 4.5]  # for the same money the dearer machine did half the steps
+    dollars = {round(level["at"], 6): level["values"] for level in comparison["at_equal_dollars"]}
+    assert dollars[10.0] == [4.0, 4.5]  # for the same money the more expensive machine did half the steps
     report([run_name(plans_of(quick)), RUN], store=store.uri, compare=True)
-    shown = capsys.readouterr().out
-    assert "recipe.train.learning_rate" in shown and "at equal dollars" in shown
+    printed = capsys.readouterr().out
+    assert "recipe.train.learning_rate" in printed and "at equal dollars" in printed
     with pytest.raises(UserError, match="takes two runs, got 1"):
         report([RUN], store=store.uri, compare=True)
 

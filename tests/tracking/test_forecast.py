@@ -1,6 +1,6 @@
-"""What a run will still take and cost is told from its own attempts, and holds as often as it promises.
+"""The forecast of a run's remaining time and cost comes from its own attempts, and its interval has its coverage.
 
-The replay is that of benchmarks/forecast.py.
+The replay is in benchmarks/forecast.py.
 """
 
 import math
@@ -50,16 +50,16 @@ def attempts(
     return account("run", [StoredHeartbeat("train/run", beat) for beat in seen]).attempts
 
 
-def test_an_undisturbed_run_goes_on_as_it_went() -> None:
-    told = forecast(attempts((0, 3.1), machine=OWN, nodes=2), steps_left=300, now=3.1 * 3600)
-    assert told is not None and told.usd is not None
-    assert told.hours.low == pytest.approx(3.0) and told.hours.middle == pytest.approx(3.0)
-    assert told.machine_hours.middle == pytest.approx(6.0)
-    assert told.usd.middle == pytest.approx(12.0)  # two nodes
-    assert told.interruptions.middle == 0
+def test_an_undisturbed_run_is_expected_to_keep_its_speed() -> None:
+    forecasted = forecast(attempts((0, 3.1), machine=OWN, nodes=2), steps_left=300, now=3.1 * 3600)
+    assert forecasted is not None and forecasted.usd is not None
+    assert forecasted.hours.low == pytest.approx(3.0) and forecasted.hours.middle == pytest.approx(3.0)
+    assert forecasted.machine_hours.middle == pytest.approx(6.0)
+    assert forecasted.usd.middle == pytest.approx(12.0)  # two nodes
+    assert forecasted.interruptions.middle == 0
 
 
-def test_losses_make_a_run_later_and_dearer_and_less_sure() -> None:
+def test_lost_machines_make_a_run_later_dearer_and_less_certain() -> None:
     calm = told_of((0, 10.0))
     troubled = told_of((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
     assert calm.usd and troubled.usd
@@ -72,9 +72,9 @@ def test_losses_make_a_run_later_and_dearer_and_less_sure() -> None:
 
 
 def told_of(*spans: tuple[float, float]) -> Forecast:
-    told = forecast(attempts(*spans, machine=SPOT), steps_left=400, now=3600 * spans[-1][1])
-    assert told is not None
-    return told
+    forecasted = forecast(attempts(*spans, machine=SPOT), steps_left=400, now=3600 * spans[-1][1])
+    assert forecasted is not None
+    return forecasted
 
 
 def test_a_run_without_a_machine_has_to_wait_for_one_first() -> None:
@@ -89,26 +89,26 @@ def test_a_run_without_a_machine_has_to_wait_for_one_first() -> None:
     assert away.usd is not None and away.usd.middle == pytest.approx(2 * 0.2, rel=0.2)
 
 
-def test_what_cannot_be_told_is_not_told() -> None:
+def test_no_forecast_is_made_without_data() -> None:
     assert forecast((), steps_left=10, now=0.0) is None
-    assert forecast(attempts((0, 0.1), machine=OWN), steps_left=10, now=360.0) is None  # not one step yet
+    assert forecast(attempts((0, 0.1), machine=OWN), steps_left=10, now=360.0) is None  # no step yet
     unpriced = forecast(attempts((0, 1), machine=OWN, price=None), steps_left=90, now=3600.0)
     assert unpriced is not None and unpriced.usd is None and unpriced.hours.middle == pytest.approx(0.9)
 
 
-def test_a_run_that_loses_its_machines_before_it_gets_on_has_no_end() -> None:
+def test_a_run_that_loses_its_machines_before_it_makes_progress_has_no_end() -> None:
     # A start-up of six minutes, on machines that last about two.
     spans = [(1 + number * 0.1, 1 + number * 0.1 + 0.034) for number in range(400)]
     hopeless = attempts((0, 1), *spans, machine=SPOT)
-    told = forecast(hopeless, steps_left=10_000, now=3600 * 42.0)
-    assert told is not None and told.hours.high == math.inf
+    forecasted = forecast(hopeless, steps_left=10_000, now=3600 * 42.0)
+    assert forecasted is not None and forecasted.hours.high == math.inf
 
 
 def test_the_same_question_has_the_same_answer() -> None:
     assert told_of((0, 1), (2, 3)) == told_of((0, 1), (2, 3))
 
 
-def test_where_the_model_is_true_the_interval_holds_what_it_promises() -> None:
+def test_the_interval_has_its_promised_coverage_if_the_model_holds() -> None:
     draw = random.Random(1)
     scores = simulation.Scores([], [], [])
     for _ in range(100):
@@ -121,9 +121,9 @@ def test_where_the_model_is_true_the_interval_holds_what_it_promises() -> None:
         assert replayed
         asked, end = replayed
         at = asked[1]
-        told = forecast(at.attempts, at.steps_left, at.now)
-        assert told
-        scores.add(told.hours, (end.now - at.now) / 3600, at.now / 3600)
+        forecasted = forecast(at.attempts, at.steps_left, at.now)
+        assert forecasted
+        scores.add(forecasted.hours, (end.now - at.now) / 3600, at.now / 3600)
     # 80 of them, give or take 12 at three sigmas; here it is wider than it need be, as real markets need it.
     assert 68 <= sum(scores.held) <= 99
 

@@ -20,16 +20,16 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_journal_holds_what_every_machine_told_in_the_order_of_their_sessions(tmp_path: Path) -> None:
+def test_a_journal_has_the_records_of_every_machine_in_the_order_of_their_sessions(tmp_path: Path) -> None:
     store, uri, fresh = LocalStore(tmp_path / "store"), sqlite_uri(tmp_path), f"sqlite:///{tmp_path}/fresh.db"
-    for machine, steps in (("z", range(1, 6)), ("a", range(4, 9))):  # by name they would come the other way round
+    for machine, steps in (("z", range(1, 6)), ("a", range(4, 9))):  # their names sort the other way round
         tracker = written(tmp_path / machine)
         tracker.stage_started("train", {"seed": 1}, {"machine": machine})
         for step in steps:
             tracker.metrics("train", step, 1.9e9 + step + (machine == "a"), {"train/loss": 10.0 - step})
             tracker.keep_journal(store)
         with tracker.log.open("ab") as log:
-            log.write(b'{"kind": "met')  # the end of a line is still to come
+            log.write(b'{"kind": "met')  # the last line is incomplete
         tracker.keep_journal(store)
         ship(tmp_path / machine, uri)
     pieces = store.entries(f"tracking/{RUN}/")
@@ -59,7 +59,7 @@ def test_a_rebuild_gives_up_on_a_server_that_is_down(tmp_path: Path, monkeypatch
     assert time.monotonic() - began < 30
 
 
-def test_a_line_that_a_crash_cut_in_two_costs_only_itself(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_truncated_loses_only_itself(tmp_path: Path) -> None:
     tracker = written(tmp_path)
     tracker.metrics("train", 0, 1.8e9, {"train/loss": 11.0})
     with open(tracker.log, "ab") as log:

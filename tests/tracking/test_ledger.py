@@ -1,4 +1,4 @@
-"""The ledger knows who worked on an artifact, whether they still do, and what it cost, whatever became of them."""
+"""The ledger has every attempt at an artifact: its owner, whether it is alive, its cost and its end."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def until(reached: Callable[[], bool], what: str, seconds: float = 20) -> None:
 # --- claiming
 
 
-def test_of_many_that_claim_an_attempt_one_gets_it(tmp_path: Path) -> None:
+def test_one_of_many_claims_of_an_attempt_succeeds(tmp_path: Path) -> None:
     store, racers = LocalStore(tmp_path), 16
     start = threading.Barrier(racers)
 
@@ -73,7 +73,7 @@ def test_of_many_that_claim_an_attempt_one_gets_it(tmp_path: Path) -> None:
     assert len(attempts(store, PREFIX)) == 1
 
 
-def test_a_claimed_attempt_is_in_the_ledger_before_it_has_said_anything(tmp_path: Path) -> None:
+def test_a_claimed_attempt_is_in_the_ledger_before_its_first_heartbeat(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     claimed(store, 1, price=2.5)
     (seen,) = attempts(store, PREFIX)
@@ -102,7 +102,7 @@ def test_an_attempt_is_stale_once_a_later_one_is_claimed(tmp_path: Path) -> None
     assert first.latest.state == "stale"
 
 
-def test_a_working_attempt_notices_within_a_heartbeat_that_it_is_stale(
+def test_a_working_attempt_detects_within_a_heartbeat_that_it_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
@@ -130,7 +130,7 @@ def test_progress_is_merged_and_the_last_state_and_phases_stay(tmp_path: Path) -
 
 def test_a_heartbeat_that_was_slow_does_not_undo_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr(ledger, "SILENT_SECONDS", 0.05)  # that the end waits for the thread
+    monkeypatch.setattr(ledger, "SILENT_SECONDS", 0.05)  # so long does the end wait for the thread
     on_its_way = threading.Event()
 
     class Slow(LocalStore):
@@ -148,7 +148,7 @@ def test_a_heartbeat_that_was_slow_does_not_undo_the_last_one(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("state", ["interrupted", "stale", "done"])
-def test_a_state_that_was_told_is_not_overwritten_at_the_end(tmp_path: Path, state: str) -> None:
+def test_a_reported_state_is_not_overwritten_at_the_end(tmp_path: Path, state: str) -> None:
     store = LocalStore(tmp_path)
     with pytest.raises(RuntimeError), claimed(store, 1) as attempt:
         attempt.update(state=state)
@@ -163,7 +163,7 @@ def test_work_that_raises_has_failed(tmp_path: Path) -> None:
     assert attempts(store, PREFIX)[0].state == "failed"
 
 
-def test_heartbeats_go_on_while_the_work_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_continue_during_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
     store = LocalStore(tmp_path)
     with claimed(store, 1) as attempt:
@@ -174,7 +174,7 @@ def test_heartbeats_go_on_while_the_work_does(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_what_watches_an_attempt_sees_every_heartbeat_also_while_the_store_is_away(
+def test_a_watch_sees_every_heartbeat_even_while_the_store_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: bool
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
@@ -193,7 +193,7 @@ def test_what_watches_an_attempt_sees_every_heartbeat_also_while_the_store_is_aw
         store.fault = None
 
 
-def test_a_fault_in_what_watches_an_attempt_stops_no_heartbeat_and_is_told(
+def test_an_error_in_a_watch_stops_no_heartbeat_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
@@ -239,7 +239,9 @@ def test_a_store_that_fails_for_a_while_stops_neither_heartbeat_nor_work(
 
 
 @pytest.mark.parametrize("fault", [StoreUnavailable("no route"), UserError("expired")])
-def test_a_store_that_is_away_at_the_end_does_not_hide_why_the_work_ended(tmp_path: Path, fault: Exception) -> None:
+def test_a_store_that_is_unavailable_at_the_end_does_not_hide_why_the_work_ended(
+    tmp_path: Path, fault: Exception
+) -> None:
     store = Away(tmp_path)
     with pytest.raises(RuntimeError, match="boom"), claimed(store, 1):
         store.fault = fault
@@ -279,14 +281,14 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
         assert is_alive(attempts(store, PREFIX)[0]) is True
     finally:
         os.kill(child.pid, signal.SIGKILL)
-    # A zombie until somebody asks for its exit code.
+    # A zombie until its exit code is read.
     until(lambda: is_alive(attempts(store, PREFIX)[0]) is False, "a process that nobody has reaped is dead", 5)
     child.wait()
     killed = time.time()
     time.sleep(0.3)
     (seen,) = attempts(store, PREFIX)
     assert is_alive(seen) is False
-    assert seen.state == "running"  # it had no time to say otherwise
+    assert seen.state == "running"  # it had no time to report its end
     assert 0.2 < seen.time - seen.started <= killed - seen.started
     assert seen.usd == pytest.approx(seen.time - seen.started)  # at a dollar a second
     assert seen.progress == Progress(step=5)
@@ -303,13 +305,13 @@ def test_another_process_with_the_same_pid_does_not_pass_for_the_attempt() -> No
     assert is_alive(replace(mine, process=replace(mine.process, pid=gone.pid))) is False
 
 
-def test_an_attempt_is_there_as_long_as_what_it_started_is() -> None:
+def test_an_attempt_is_alive_as_long_as_the_processes_that_it_started() -> None:
     dead, here = replace(this_process(), started="1"), this_process()
     assert process_exists(beat(process=replace(dead, children=(here,)))) is True
     assert process_exists(beat(process=replace(dead, children=(replace(here, started="1"),)))) is False
 
 
-def test_a_process_of_another_machine_can_only_be_watched_until_it_is_silent_for_long() -> None:
+def test_a_process_of_another_machine_is_dead_only_after_a_long_silence() -> None:
     elsewhere = replace(this_process(), machine="other/boot")
     assert is_alive(beat(process=elsewhere)) is None
     assert is_alive(beat(process=elsewhere, time=time.time() - 7200)) is False
@@ -342,7 +344,7 @@ def test_a_heartbeat_carries_the_whole_billing_and_starts_when_the_machine_was_o
     assert (seen.machine, seen.started) == (machine, since) and seen.billed_hours >= 90 / 3600
 
 
-def test_a_heartbeat_of_before_there_were_nodes_and_sources_is_still_read(tmp_path: Path) -> None:
+def test_a_heartbeat_of_the_format_before_nodes_and_sources_is_still_read(tmp_path: Path) -> None:
     store, old = LocalStore(tmp_path), json.loads(beat(price_per_hour=3.0).to_json())
     for field in ("price_source", "nodes", "machine"):
         del old[field]
@@ -351,7 +353,7 @@ def test_a_heartbeat_of_before_there_were_nodes_and_sources_is_still_read(tmp_pa
     assert (seen.price_per_hour, seen.nodes) == (3.0, 1)
 
 
-# --- the meter: what is on no bill yet
+# --- the meter: time that is on no bill yet
 
 
 @pytest.fixture
@@ -361,7 +363,7 @@ def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_first_attempt_pays_for_setting_the_machine_up_and_the_next_for_what_lies_between(
+def test_the_first_attempt_pays_for_setting_up_the_machine_and_the_next_for_the_gap(
     tmp_path: Path, meter: Path
 ) -> None:
     store = LocalStore(tmp_path / "store")
@@ -377,16 +379,18 @@ def test_the_first_attempt_pays_for_setting_the_machine_up_and_the_next_for_what
     with claimed(store, 2) as second:
         pass
     assert second.latest.started == pytest.approx(first.latest.time)
-    assert set(second.latest.phases) == {"setup"}  # of the same process: nobody was idle
+    assert set(second.latest.phases) == {"setup"}  # of the same process: no idle time
     billed = sum(b.time - b.started for b in attempts(store, PREFIX))
-    assert billed == pytest.approx(second.latest.time - up, abs=1)  # no second twice, none left out
+    assert billed == pytest.approx(second.latest.time - up, abs=1)  # every second once
 
 
-def test_what_a_killed_attempt_may_still_have_done_is_lost_and_what_follows_idle(tmp_path: Path, meter: Path) -> None:
+def test_time_after_a_killed_attempts_last_heartbeat_is_lost_and_later_time_is_idle(
+    tmp_path: Path, meter: Path
+) -> None:
     store, began = LocalStore(tmp_path / "store"), ledger.process_began()
     with claimed(store, 1):
         assert meter.read_text().split()[1] == "lost"
-        meter.write_text(f"{began - 60} lost\n")  # the last that it could say, a minute before this process began
+        meter.write_text(f"{began - 60} lost\n")  # its last heartbeat, a minute before this process began
         second = claimed(store, 2)
     assert second.latest.phases["lost"] == ledger.HEARTBEAT_SECONDS
     assert second.latest.phases["idle"] == pytest.approx(60 - ledger.HEARTBEAT_SECONDS, abs=0.1)
@@ -398,7 +402,7 @@ def test_a_kill_between_a_heartbeat_and_the_meter_bills_nothing_twice(tmp_path: 
     meter.write_text(f"{up}")
     with claimed(store, 1) as first:
         pass
-    meter.write_text(f"{up}")  # as if it had not come to that
+    meter.write_text(f"{up}")  # as if the claim had failed
     second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(), earlier=[first.latest])
     assert second is not None and second.latest.started == pytest.approx(first.latest.time)
 
@@ -412,7 +416,7 @@ def test_waiting_for_a_rival_is_idle_time(tmp_path: Path, meter: Path) -> None:
     assert sum(waited.values()) == pytest.approx(sum(phases.values())) == pytest.approx(30, abs=0.1)
 
 
-def test_the_meter_stands_where_the_bill_in_the_store_ends(
+def test_the_meter_stands_at_the_end_of_the_bill_in_the_store(
     tmp_path: Path, meter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
@@ -428,15 +432,13 @@ def test_the_meter_stands_where_the_bill_in_the_store_ends(
 
 
 @pytest.mark.parametrize("content", ["", "soon", "\n"])
-def test_a_meter_that_holds_no_time_is_a_mistake_that_is_named(tmp_path: Path, meter: Path, content: str) -> None:
+def test_a_meter_without_a_time_is_a_user_error(tmp_path: Path, meter: Path, content: str) -> None:
     meter.write_text(content)
     with pytest.raises(UserError, match="SKYTRAIN_METER: .* holds no unix seconds"):
         claimed(LocalStore(tmp_path / "store"), 1)
 
 
-def test_a_meter_in_a_folder_that_is_not_there_is_a_mistake_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_meter_in_a_missing_folder_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYTRAIN_METER", str(tmp_path / "nowhere" / "meter"))
     with pytest.raises(UserError, match="nowhere/meter: there is no such folder"):
         claimed(LocalStore(tmp_path / "store"), 1)
@@ -450,7 +452,7 @@ def test_a_meter_of_a_clock_that_was_set_back_bills_nothing_twice(tmp_path: Path
     assert 0 <= attempt.latest.time - attempt.latest.started < 60 and attempt.latest.phases == {}
 
 
-def test_own_and_on_demand_machines_are_trusted_for_longer_than_spot_and_what_nobody_knows() -> None:
+def test_own_and_on_demand_machines_are_expected_to_last_longer_than_spot_and_unknown_ones() -> None:
     steady = [prior_seconds_between_failures(machine) for machine in (Machine(), Machine(cloud="aws", spot=False))]
     assert steady == [STEADY_SECONDS_BETWEEN_FAILURES] * 2
     for market in (Machine(cloud="aws", spot=True), Machine(cloud="slurm")):
@@ -458,7 +460,7 @@ def test_own_and_on_demand_machines_are_trusted_for_longer_than_spot_and_what_no
         assert prior_seconds_between_failures(market, nodes=2) == PRIOR_SECONDS_BETWEEN_FAILURES / 2
 
 
-def test_deaths_without_a_word_shorten_the_time_that_is_expected_until_the_next() -> None:
+def test_silent_deaths_shorten_the_expected_time_until_the_next() -> None:
     def beat(state: str, hours: float) -> Heartbeat:
         return Heartbeat("run", "train", 1, state, 0.0, 3600 * hours, 0.0)
 

@@ -40,11 +40,6 @@ from trainer.errors import UserError
 from trainer.store import Entry, LocalStore
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def test_a_run_with_all_its_artifacts_is_done_and_carries_their_facts(store: LocalStore) -> None:
     summary = Run(store, done_run(store)).summary
     assert (summary.run, summary.state, summary.attempts) == (RUN, "done", 1)
@@ -81,7 +76,7 @@ def test_the_state_of_an_unfinished_run_is_that_of_its_newest_attempt(
     assert (summary.state, summary.attempts) == (state, 2)
 
 
-def test_a_stale_attempt_says_nothing_about_its_run(store: LocalStore) -> None:
+def test_a_stale_attempt_does_not_affect_the_state_of_its_run(store: LocalStore) -> None:
     attempted(store, "train", 1, hours=0.1, state="stale")  # started last, by a clock that goes ahead
     attempted(store, "train", 2, hours=0.2, state="failed")
     assert Run(store, recorded(store)).summary.state == "failed"
@@ -98,7 +93,7 @@ def test_a_run_that_never_started_working_is_interrupted(store: LocalStore) -> N
     assert (summary.state, summary.attempts, summary.usd, summary.val_loss) == ("interrupted", 1, 0.0, None)
 
 
-def test_how_far_an_unfinished_run_came_is_in_its_heartbeats(store: LocalStore) -> None:
+def test_the_progress_of_an_unfinished_run_is_in_its_heartbeats(store: LocalStore) -> None:
     attempted(
         store,
         "train",
@@ -112,14 +107,14 @@ def test_how_far_an_unfinished_run_came_is_in_its_heartbeats(store: LocalStore) 
     assert (summary.train_loss, summary.val_loss) == (2.9, 3.1)
 
 
-def test_what_another_run_did_for_a_shared_artifact_is_on_its_own_bill(store: LocalStore) -> None:
+def test_work_of_another_run_for_a_shared_artifact_is_on_that_runs_bill(store: LocalStore) -> None:
     attempted(store, "tokenize", 1, hours=100.0, price_per_hour=10.0, run="other-12345678")
     attempted(store, "tokenize", 2, hours=0.5, price_per_hour=10.0)
     summary = Run(store, recorded(store)).summary
     assert (summary.attempts, summary.usd) == (1, pytest.approx(5.0))
 
 
-def test_asking_for_less_later_forgets_nothing_of_a_run(store: LocalStore) -> None:
+def test_a_later_request_for_fewer_stages_forgets_nothing_of_a_run(store: LocalStore) -> None:
     done_run(store)
     before = read_run(store, RUN).summary
     again = recorded(store, until="tokenize")
@@ -127,7 +122,7 @@ def test_asking_for_less_later_forgets_nothing_of_a_run(store: LocalStore) -> No
     assert replace(Run(store, again).summary, updated=0) == replace(before, updated=0)
 
 
-def test_a_run_that_was_asked_for_one_stage_is_done_with_that(store: LocalStore) -> None:
+def test_a_run_of_one_requested_stage_is_done_after_it(store: LocalStore) -> None:
     finished(store, "tokenize")
     assert Run(store, recorded(store, until="tokenize")).summary.state == "done"
     assert recorded(store, until="train").until == "train"
@@ -158,7 +153,7 @@ def test_all_runs_are_read_oldest_first(store: LocalStore) -> None:
     assert [r.run for r in read_records(store, ["a", "b-1"])] == ["b-1", "a-1"]
 
 
-def test_an_evaluation_that_was_asked_for_in_another_way_stays_on_the_bill(store: LocalStore) -> None:
+def test_an_evaluation_with_other_settings_stays_on_the_bill(store: LocalStore) -> None:
     before = done_run(store)
     other = recipe_with("evaluate.val_tokens=4096")
     plans = plans_of(other)
@@ -179,11 +174,11 @@ def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: Loc
     key = f"{TRAIN}/attempts/0001/heartbeat.json"
     store.put(key, b"")
     bill = Run(store, made).account
-    assert bill.total.usd == pytest.approx(15.0)  # its claim says when it began, and no more
+    assert bill.total.usd == pytest.approx(15.0)  # its claim has the time of its start only
     assert [fault.split(": damaged")[0] for fault in bill.faults] == [f"{store.uri}/{key}"]
 
 
-def test_a_damaged_record_of_a_run_is_a_mistake_that_is_named(store: LocalStore) -> None:
+def test_a_damaged_record_of_a_run_is_a_user_error_that_names_it(store: LocalStore) -> None:
     store.put(f"runs/{RUN}.json", b"{}")
     with pytest.raises(UserError, match=f"runs/{RUN}.json: damaged"):
         read_records(store)
@@ -204,7 +199,7 @@ class CountingStore(LocalStore):
         return super().get(key)
 
 
-def test_everything_that_is_shown_of_a_run_takes_one_look_at_each_of_its_objects(tmp_path: Path) -> None:
+def test_all_views_of_a_run_read_each_object_once(tmp_path: Path) -> None:
     store = CountingStore(tmp_path / "store")
     first = record(store, RUN, RECIPE, PLANS | {"evaluate": replace(PLANS["evaluate"], label="earlier")}, "export")
     made = recorded(store)

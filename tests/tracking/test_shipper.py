@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def blackhole() -> Iterator[str]:
-    """A server that takes every connection and never says a word."""
+    """A server that accepts every connection and never responds."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -144,7 +144,7 @@ def test_another_work_folder_joins_the_same_mlflow_runs(tmp_path: Path) -> None:
     assert {"a", "b"} <= set(Seen(uri).runs[f"{RUN}/train"].data.tags)
 
 
-def test_steps_redone_on_another_machine_are_told_once(tmp_path: Path) -> None:
+def test_steps_redone_on_another_machine_are_shipped_once(tmp_path: Path) -> None:
     uri = sqlite_uri(tmp_path)
     for machine, steps in (("a", range(1, 6)), ("b", range(4, 9))):
         tracker = written(tmp_path / machine)
@@ -154,7 +154,7 @@ def test_steps_redone_on_another_machine_are_told_once(tmp_path: Path) -> None:
         ship(tmp_path / machine, uri)
     seen = Seen(uri)
     assert seen.points(f"{RUN}/train", "train/loss") == [(step, 10.0 - step) for step in range(1, 9)]
-    assert len(seen.points(f"{RUN}/train", "cost/usd")) == 2  # what is no series may be told anew
+    assert len(seen.points(f"{RUN}/train", "cost/usd")) == 2  # values outside of a series may be sent again
 
 
 def test_after_a_rollback_both_points_stay_and_the_later_counts(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_after_a_rollback_both_points_stay_and_the_later_counts(tmp_path: Path) 
     assert seen.runs[f"{RUN}/train"].data.metrics["train/loss"] == 2.0
 
 
-def test_a_table_is_an_artifact_of_its_run_and_one_that_has_nowhere_to_go_holds_up_nothing(
+def test_a_table_is_an_artifact_of_its_run_and_a_table_without_a_destination_delays_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
@@ -179,7 +179,7 @@ def test_a_table_is_an_artifact_of_its_run_and_one_that_has_nowhere_to_go_holds_
     ship(tmp_path)
     info = Seen(sqlite_uri(tmp_path)).runs[RUN].info
     run_id = info.run_id
-    (kept,) = (tmp_path / "mlartifacts").rglob("account.json")  # and not in whatever folder this was started in
+    (kept,) = (tmp_path / "mlartifacts").rglob("account.json")  # and not in the current folder
     assert run_id in kept.parts
     table = Path(MlflowClient(sqlite_uri(tmp_path)).download_artifacts(run_id, "account.json")).read_text()
     assert json.loads(table) == {"columns": ["stage", "usd"], "data": [["tokenize", 1.0], ["train", None]]}
@@ -191,7 +191,7 @@ def test_a_table_is_an_artifact_of_its_run_and_one_that_has_nowhere_to_go_holds_
     assert Seen(sqlite_uri(tmp_path)).points(RUN, "cost/usd") == [(0, 2.0)]
 
 
-def test_of_two_parents_made_at_once_the_older_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_older_of_two_parents_made_at_once_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = sqlite_uri(tmp_path)
     for machine in ("a", "b"):
         written(tmp_path / machine).stage_started(None, {}, {machine: "was here"})
@@ -209,7 +209,9 @@ def test_of_two_parents_made_at_once_the_older_stays(tmp_path: Path, monkeypatch
     assert {"a", "b"} <= set(Seen(uri).runs[RUN].data.tags)
 
 
-def test_a_refused_record_is_dropped_alone_and_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_refused_record_is_dropped_and_this_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tracker = written(tmp_path)
     tracker.stage_started("train", {}, {})
     log_losses(tracker, 2)
@@ -263,7 +265,7 @@ def test_metrics_go_in_groups_of_one_stage_that_mlflow_takes() -> None:
 
 
 @pytest.mark.slow
-def test_a_launch_sees_a_server_that_answers(server: str) -> None:
+def test_the_check_of_a_launch_accepts_a_server_that_answers(server: str) -> None:
     assert mlflow_answers(server, {}).state == "ok"
 
 
@@ -302,7 +304,9 @@ def test_a_server_that_comes_late_gets_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_no_server_took_is_shipped_by_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_no_server_took_are_shipped_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = free_port()
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "2")
     first = started(tmp_path, f"http://127.0.0.1:{port}")

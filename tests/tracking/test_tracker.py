@@ -57,15 +57,13 @@ def test_the_tracking_uri_is_the_given_one_then_the_environments_then_the_defaul
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_a_flush_time_that_is_none_is_the_users_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_an_invalid_flush_time_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", text)
     with pytest.raises(UserError, match="SKYTRAIN_MLFLOW_FLUSH_SECONDS.*for example"):
         Tracker(tmp_path, RUN, default_uri="sqlite:///d")
 
 
-def test_the_run_goes_on_without_an_importable_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_continues_without_an_importable_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "mlflow.py").write_text("raise ImportError('none here')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
@@ -98,7 +96,7 @@ def test_a_full_disk_is_a_notice_and_no_error(tmp_path: Path, monkeypatch: pytes
     assert str(tracker.close()).startswith("MLflow: records are lost")
 
 
-def test_a_deleted_log_takes_its_position_with_it(tmp_path: Path) -> None:
+def test_the_position_of_a_deleted_log_does_not_outlive_it(tmp_path: Path) -> None:
     first = written(tmp_path)
     log_losses(first, 50)
     ship(tmp_path)

@@ -100,7 +100,7 @@ def test_a_bad_batch_is_skipped_counted_and_leaves_weights_and_moments_alone(
         place + 1: 1
     }
     assert sorted(rows) == list(range(21)) and all(math.isfinite(v) for row in rows.values() for v in row.values())
-    if kind == "huge":  # of a step that was not finite there is no commit: weights might be ruined already
+    if kind == "huge":  # no commit of a step that was not finite: the weights might be ruined already
         assert same(tensors_at(run, place), tensors_at(run, place + 1))
     else:
         assert place + 1 not in run.commits()
@@ -126,7 +126,7 @@ def test_a_loss_that_stays_not_finite_ends_the_run_with_a_diagnosis(
 ) -> None:
     inject({"nan": list(range(5, 99))}, monkeypatch.setattr)
     run = runner(checkpoint_minutes=EVERY_STEP, max_steps=20)
-    for first in (1, 9):  # the same command meets the same
+    for first in (1, 9):  # the same command ends in the same way
         with pytest.raises(Diverged, match="diverged at step 13: loss or gradient were not finite in 8 updates"):
             run.attempt()
         assert run.commits() == [5, 4]
@@ -178,7 +178,7 @@ def test_a_diverged_run_rolls_back_skips_the_data_and_ends_well(
     assert (event.to, event.left_out, event.step) == (to, left_out, to + left_out)
     assert to == 25 and 32 <= to + left_out < 35
     assert state.step == 50 and state.optimizer_steps == 50
-    # The series has one row a step, of the way that was taken, and tells which data it read.
+    # The series has one row per step of the final path, with the digest of the data that it read.
     assert [row["step"] for row in run.rows()] == list(range(51))
     c = run.config
     tokens = TokenData(local_shards(run.data, "train"), run.data.joinpath, c.model.block_size, c.train.seed)
@@ -195,7 +195,7 @@ def test_a_run_that_rolled_back_is_resumed_bit_for_bit(
     whole = runner("whole", **SPIKED)
     model, state = whole.attempt()
     ((to, left_out),) = state.rollbacks
-    back = to + left_out  # looks of the loop until it turns back
+    back = to + left_out  # checks of the loop until it rolls back
     for stop_after in (back - 1, back, back + 7):
         run = runner(f"stopped-{stop_after}", **SPIKED)
         run.attempt(stop_after)
@@ -204,7 +204,7 @@ def test_a_run_that_rolled_back_is_resumed_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_run_that_died_in_a_rollback_takes_the_same_way(
+def test_a_run_that_died_in_a_rollback_repeats_it(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
     inject({"spike": [30, 31]}, monkeypatch.setattr)
@@ -239,13 +239,13 @@ def test_a_run_that_died_in_a_rollback_takes_the_same_way(
 def test_after_so_many_rollbacks_a_run_stops_with_a_diagnosis(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
 ) -> None:
-    inject({"spike": list(range(30, 999))}, monkeypatch.setattr)  # wherever it turns: nothing helps
+    inject({"spike": list(range(30, 999))}, monkeypatch.setattr)  # at every position: no rollback helps
     run = runner(**SPIKED, max_rollbacks=2)
     with pytest.raises(Diverged, match=r"Tried: 2 rollback\(s\)") as stopped:
         run.attempt()
     assert len(run.events_of(RolledBack)) == 2
     assert all(f"from step {e.step} to {e.to}" in str(stopped.value) for e in run.events_of(RolledBack))
-    with pytest.raises(Diverged, match=r"Tried: 2 rollback\(s\)"):  # the same command has no more tries
+    with pytest.raises(Diverged, match=r"Tried: 2 rollback\(s\)"):  # the same command has no rollbacks left
         run.attempt()
     assert len(run.events_of(RolledBack)) == 2
 

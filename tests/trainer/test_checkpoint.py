@@ -134,7 +134,7 @@ def loaded(rank: Checkpointer) -> tuple[int, float]:
 def test_a_rank_that_cannot_upload_reports_it_and_no_rank_waits_or_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 20.0)  # its fault has to be errors sooner
+    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 20.0)  # its fault has to become an error sooner
 
     def full(key: str) -> None:
         if "step-00000002" in key:
@@ -202,7 +202,7 @@ def test_pieces_load_at_any_number_of_ranks_however_they_were_cut(tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_own_reader_loads_what_two_ranks_stored(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp  # a second, which every worker of pytest would spend
+    import torch.distributed.checkpoint as dcp  # a second for every worker of pytest
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     each(some_ranks([LocalStore(tmp_path)] * 2), save_cut)
@@ -260,7 +260,7 @@ def test_an_attempt_that_does_not_know_its_successor_deletes_nothing_of_it(tmp_p
     committed(store, 1)
     for step in (2, 4):
         committed(store, step, attempt=2, keep_last=9)
-    committed(store, 9, attempt=1, keep_last=1)  # it believes to be the newest
+    committed(store, 9, attempt=1, keep_last=1)  # it believes that it is the newest
     assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002", "step-00000009-a0001"]
     checkpointer(store, attempt=1).delete_after(0)
     assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002"]
@@ -276,7 +276,7 @@ def test_a_checkpoint_deleted_while_it_is_read_gives_way_to_the_one_that_replace
         committed(store, step, keep_last=2)
 
     def replace_it(key: str) -> None:
-        if "step-00000005" in key:  # the attempt before this one, dying, commits once more and deletes
+        if "step-00000005" in key:  # the earlier attempt, before it dies, commits once more and deletes
             committed(store, 8, keep_last=1)
 
     assert loaded(checkpointer(Interfering(tmp_path, download=replace_it), attempt=2)) == (8, 8.0)
@@ -290,7 +290,7 @@ def test_a_checkpoint_deleted_while_it_is_read_gives_way_to_the_one_that_replace
         OSError(28, "No space left on device"),
     ],
 )
-def test_a_store_that_refuses_is_not_taken_for_damage(tmp_path: Path, trouble: Exception) -> None:
+def test_an_error_of_the_store_is_not_treated_as_damage(tmp_path: Path, trouble: Exception) -> None:
     store = LocalStore(tmp_path)
     committed(store, 5)
 

@@ -43,7 +43,7 @@ def test_only_the_last_checkpoints_are_kept(runner: Callable[..., Runner]) -> No
     assert len(run.rows()) == 13  # the series of deleted checkpoints stays
 
 
-def test_every_so_many_steps_a_checkpoint_stays_for_good(runner: Callable[..., Runner]) -> None:
+def test_checkpoints_at_multiples_of_keep_every_steps_are_never_deleted(runner: Callable[..., Runner]) -> None:
     run = runner(keep_every_steps=5, keep_last=1)  # nothing else is due in so short a run
     run.attempt()
     assert run.commits() == [12, 10, 5]
@@ -140,7 +140,7 @@ def test_damaged_checkpoints_do_not_displace_sound_ones(runner: Callable[..., Ru
     run.attempt(stop_after=7)
     for folder in (run.out / "run/checkpoints").iterdir():
         flip_a_byte(folder)
-    run.attempt(stop_after=2)  # it began anew, and what it commits is older than what is damaged
+    run.attempt(stop_after=2)  # it starts at step 0, and its commits have lower steps than the damaged ones
     assert run.commits() == [2, 1]
     resumed, _ = run.attempt()
     assert [e.step for e in run.events_of(Started)] == [0, 0, 2]
@@ -272,7 +272,7 @@ def test_an_attempt_number_used_twice_is_noticed(runner: Callable[..., Runner]) 
 
 
 class LateCopy(HostCopy):
-    """Copies as late as a GPU may: when the next update is about to be made, or else long after it was told to."""
+    """Copies as late as a GPU may: right before the next update, or else long after the request."""
 
     taken = threading.Event()
 
@@ -285,7 +285,7 @@ class LateCopy(HostCopy):
             self.taken.set()
 
     def safetensors(self) -> list[memoryview]:
-        if not self.taken.wait(1.0):  # much longer than a step: none follows, or it forgot to ask
+        if not self.taken.wait(1.0):  # much longer than a step: no update follows, or it did not request the copy
             self.before_update()
         return super().safetensors()
 

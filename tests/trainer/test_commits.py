@@ -49,7 +49,7 @@ def test_a_commit_from_before_the_rise_is_kept() -> None:
     assert left([128, 140, 256, 300, 384, 400, 410], 250) == [128, 256, 400, 410]
     assert left([128, 140, 256, 300, 384, 400, 410], 256) == [256, 384, 400, 410]
     assert left([100, 128, 130, 140], 0) == [128, 130, 140]  # it will be old enough one day
-    # Whatever else is saved in between: there is always one to return to, and never more than two beside the last.
+    # For any saves in between, one rollback point always exists, and never more than two beside the last commit.
     dice, kept = random.Random(0), list[int]()
     for step in range(1, 3000):
         if step % 128 == 0 or dice.random() < 0.1:
@@ -59,7 +59,7 @@ def test_a_commit_from_before_the_rise_is_kept() -> None:
             assert calm < 128 or max(s for s in kept if s % 128 == 0 and s <= calm) == calm // 128 * 128
 
 
-def test_a_step_that_was_redone_counts_as_the_later_attempt_did_it(tmp_path: Path) -> None:
+def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     segments = {
         "step-00000002-a0001": [{"step": 1, "a": 1}, {"step": 2, "a": 2, "b": 3}],

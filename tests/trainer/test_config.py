@@ -1,4 +1,4 @@
-"""Each mistake in a configuration is one line that says what is wrong, where, and what would be right."""
+"""Each mistake in a configuration is one line with the fault, the field and a valid value."""
 
 import copy
 import math
@@ -89,7 +89,7 @@ def test_a_rate_without_a_dot_is_a_number_although_yaml_reads_a_string(written: 
 
 
 @pytest.mark.parametrize("value", ["fast", True, None, "1e", [1.0]])
-def test_what_is_no_number_is_no_rate(value: object) -> None:
+def test_a_value_that_is_no_number_is_no_rate(value: object) -> None:
     assert complaint("train", learning_rate=value) == (
         f"my.yaml: train.learning_rate: input should be a valid number (got {value!r})"
     )
@@ -110,7 +110,7 @@ def test_what_is_no_number_is_no_rate(value: object) -> None:
         ("runtime", "checkpoint_minutes"),
     ],
 )
-def test_no_number_is_infinite_or_none_at_all(section: str, field: str, value: object) -> None:
+def test_infinite_and_nan_numbers_are_refused(section: str, field: str, value: object) -> None:
     message = complaint(section, **{field: value})
     assert message.startswith(f"my.yaml: {section}.{field}: ") and "\n" not in message
 

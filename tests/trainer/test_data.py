@@ -1,4 +1,4 @@
-"""Shards are llm.c's, byte for byte; the order reads every window once, whoever reads it."""
+"""Shards are llm.c's, byte for byte; the order reads every window once, for any number of ranks."""
 
 import struct
 import threading
@@ -25,7 +25,7 @@ def shards_of(sizes: list[int]) -> list[Shard]:
 
 
 def numbered_data(folder: Path, sizes: list[int], block_size: int, seed: int = 0) -> TokenData:
-    """Shards whose every token tells where it stands: 1000 x shard + position."""
+    """Shards whose tokens contain their position: 1000 x shard + position."""
     shards = shards_of(sizes)
     for i, shard in enumerate(shards):
         write_shard(folder / shard.name, (1000 * i + np.arange(shard.tokens)).astype(np.uint16))
@@ -77,7 +77,7 @@ GOOD = struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + struct.pack("<3H", 1, 
         (struct.pack("<256i", 20240520, 1, -5, *[0] * 253), "1024 bytes, but its header requires 1014"),
     ],
 )
-def test_a_cut_off_or_foreign_file_is_named_and_refused(tmp_path: Path, body: bytes, complaint: str) -> None:
+def test_a_truncated_or_foreign_file_is_named_and_refused(tmp_path: Path, body: bytes, complaint: str) -> None:
     path = tmp_path / "train_000000.bin"
     path.write_bytes(body)
     with pytest.raises(UserError, match=complaint) as refusal:
@@ -115,7 +115,7 @@ def test_every_window_is_read_exactly_once_an_epoch(sizes: list[int], block: int
     first = epoch * len(expected)
     read = [order[g] for g in range(first, first + len(expected))]
     assert len(read) == len(set(read)) and set(read) == expected
-    # A shard's windows come in one piece: only so can training start with one shard local.
+    # The windows of a shard are contiguous, so that training can start with one local shard.
     changes = sum(a[0] != b[0] for a, b in zip(read, read[1:], strict=False))
     assert changes == len({s for s, _ in expected}) - 1
 
@@ -138,7 +138,7 @@ def test_ranks_share_a_step_without_gap_or_overlap(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3000), st.sampled_from([1, 2]))
-def test_steps_that_grow_read_everything_once_and_as_gpt3_did(
+def test_growing_batches_read_everything_once_and_grow_as_in_gpt3(
     first: int, multiples: int, ramp: int, world_size: int
 ) -> None:
     first *= 2 * MODEL.block_size
@@ -164,7 +164,7 @@ def test_steps_that_grow_read_everything_once_and_as_gpt3_did(
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, seeds, st.lists(st.integers(0, 500), min_size=1, max_size=30))
-def test_the_order_remembers_nothing(sizes: list[int], seed: int, sequences: list[int]) -> None:
+def test_the_order_is_stateless(sizes: list[int], seed: int, sequences: list[int]) -> None:
     shards = shards_of([*sizes, 30])
     used = Order(shards, 3, seed)
     assert [used[g] for g in sequences] == [Order(shards, 3, seed)[g] for g in sequences]
@@ -186,8 +186,8 @@ def test_each_epoch_and_each_seed_has_another_order() -> None:
     assert orders[0] != sorted(orders[0])
 
 
-def test_the_order_of_a_seed_is_set_in_stone() -> None:
-    # Runs begun with an older version go on with this one: these numbers never change.
+def test_the_order_of_a_seed_never_changes() -> None:
+    # Runs that began with an older version resume with this one: these numbers never change.
     order = Order(shards_of([20, 0, 33, 9]), 4, 1337)
     assert [order[g] for g in range(18)] == PINNED
 
@@ -244,9 +244,9 @@ def test_micro_batches_are_made_before_they_are_asked_for_and_in_order() -> None
     step = prefetcher.results(parts(0, 4), parts(8, 4))
     assert begun == []
     assert next(step) == [0, 1] and all(is_made(part) for part in parts(2, PREFETCHED))
-    assert len(begun) == 1 + PREFETCHED  # and no more: what lies there is device memory
+    assert len(begun) == 1 + PREFETCHED  # and no more: they occupy device memory
     assert list(step) == [[2, 3], [4, 5], [6, 7]]
-    assert all(is_made(part) for part in parts(8, PREFETCHED))  # the next step's, with nobody asking yet
+    assert all(is_made(part) for part in parts(8, PREFETCHED))  # those of the next step, before they are requested
     assert list(prefetcher.results(parts(8, 4), parts(16, 4))) == [list(part) for part in parts(8, 4)]
     # After a rollback another step follows than was expected: what was begun for it is made once more, later.
     assert list(prefetcher.results(parts(40, 2), [])) == [[40, 41], [42, 43]]
@@ -303,7 +303,7 @@ def test_training_starts_when_only_the_first_shard_is_local(tmp_path: Path) -> N
     first, second = data.order[0][0], data.order[10][0]
     list(data.micro_batches(range(0, 2), 2, CPU))
     assert fetched[0] == f"train_{first:06d}.bin"
-    assert second_wanted.wait(20)  # prefetched while nobody has read it
+    assert second_wanted.wait(20)  # prefetched before the first read
     assert fetched[1] == f"train_{second:06d}.bin"
     rest = [t for tokens, _ in data.micro_batches(range(2, 10), 2, CPU) for t in tokens[:, 0].tolist()]
     assert len(rest) == 8  # the first shard to its end, with the second still on its way
@@ -324,7 +324,7 @@ def test_the_shard_to_prefetch_is_the_one_that_is_read_next(sizes: list[int], se
     assert order.next_shard(sequence) == next((s for s in later if s != here), order[next_epoch][0])
 
 
-def test_a_failed_prefetch_is_no_news_and_the_read_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_prefetch_is_silent_and_the_read_reports_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = [41, 41]
     numbered_data(tmp_path, sizes, block_size=4)
     broken = threading.Event()
@@ -351,7 +351,7 @@ def test_a_shard_with_another_number_of_tokens_than_announced_is_refused(tmp_pat
         data.window(0, 0)
 
 
-def test_a_digest_tells_other_data_from_the_same(tmp_path: Path) -> None:
+def test_a_digest_distinguishes_other_data_from_the_same(tmp_path: Path) -> None:
     data = numbered_data(tmp_path, [200, 150], block_size=4)
     digests = [data.digest(range(8 * step, 8 * step + 8)) for step in range(10)]
     assert len(set(digests)) == 10

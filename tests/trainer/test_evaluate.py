@@ -1,13 +1,14 @@
 """Validation loss and HellaSwag against the plain way of computing them; text that a model samples."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import trainer_runs
 
 from trainer.config import ModelConfig
 from trainer.data import TokenData
@@ -33,13 +34,7 @@ SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=97
 GPT2 = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=128, vocab_size=50_257)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    # Operations this small spend their time in waking a second thread, ten times over on a busy machine.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+_one_thread = trainer_runs._one_thread
 
 
 def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> GPT:
@@ -142,7 +137,7 @@ def test_hellaswag_equals_scoring_one_ending_at_a_time(
 ) -> None:
     model = model_of(GPT2)
     expected, _ = naive_hellaswag(model, real_items, gpt2_tokens)
-    assert expected.acc != expected.acc_norm  # the two are told apart
+    assert expected.acc != expected.acc_norm  # the two differ
     for tokens_at_once in (300, 16_384):
         assert hellaswag(model, real_items, gpt2_tokens, CPU, tokens_at_once) == expected
 
@@ -196,7 +191,7 @@ def test_items_may_have_different_numbers_of_endings() -> None:
 
 
 def test_a_model_that_prefers_the_right_endings_scores_one() -> None:
-    # No layer of this model looks at anything but the last token; its head likes 'r' best whatever that is.
+    # This model depends on the last token only; its head prefers 'r' for every token.
     model = GPT(BYTES)
     model.initialize(0)
     with torch.no_grad():
@@ -282,7 +277,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, body: bytes, compla
         read_hellaswag_file(path)
 
 
-def test_a_missing_file_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone\.jsonl: No such file or directory; give a jsonl file"):
         read_hellaswag_file(tmp_path / "gone.jsonl")
 
@@ -301,7 +296,7 @@ def test_sampling_repeats_for_a_seed_and_varies_between_seeds() -> None:
 def test_padding_is_never_sampled() -> None:
     model = model_of(SMALL)
     with torch.no_grad():
-        model.wte.weight[SMALL.vocab_size :] = 50.0  # even rows that would win
+        model.wte.weight[SMALL.vocab_size :] = 50.0  # even rows with the largest logits
     drawn = {t for seed in range(5) for t in generate(model, [5], 60, seed, temperature=50.0, top_k=10_000)}
     assert max(drawn) < SMALL.vocab_size
     assert len(drawn) > 75  # nearly all others do come up

@@ -1,4 +1,4 @@
-"""The micro-batch that is found by itself is the largest that fits, and nothing larger is ever tried."""
+"""The automatic micro-batch is the largest that fits, and no larger one is ever tried."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def recorded(law: Callable[[int], float], tried: list[int]) -> Callable[[int], i
     st.integers(1, 5_000),  # a sequence
     st.integers(0, 3_000),  # a sequence in the head, up to a chunk of some
     st.integers(1, 16),
-    st.integers(0, 500_000),  # room beyond one sequence
+    st.integers(0, 500_000),  # memory beyond one sequence
 )
 def test_the_largest_divisor_that_fits_is_found_without_running_out_of_memory(
     share: int, most: int, weights: int, each: int, head: int, chunk: int, more: int
@@ -53,7 +53,7 @@ def test_the_largest_divisor_that_fits_is_found_without_running_out_of_memory(
     assert all(law(n) <= room for n in tried if n != 2) and len(tried) < 12
 
 
-def test_an_estimate_that_was_too_bold_is_taken_back() -> None:
+def test_an_estimate_that_was_too_large_is_corrected() -> None:
     tried: list[int] = []
 
     def law(size: int) -> float:  # convex: what no engine should be
@@ -63,7 +63,7 @@ def test_an_estimate_that_was_too_bold_is_taken_back() -> None:
     assert (size, used) == (32, 235) and 64 in tried
 
 
-def test_a_model_of_which_no_sequence_fits_is_the_users_to_change() -> None:
+def test_a_model_without_room_for_one_sequence_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"one sequence takes 3\.0 GiB of GPU memory, and 2\.0 GiB are available"):
         largest_that_fits(lambda size: 3 * 2**30, 64, 64, 2 * 2**30)
 

@@ -79,7 +79,7 @@ def test_an_outlier_does_not_hide_the_next_one_and_a_lasting_rise_is_accepted() 
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_skipped_without_any_window(bad: float) -> None:
+def test_losses_that_are_not_finite_are_skipped_without_any_window(bad: float) -> None:
     health, skipped = judged([4.0, bad, 4.0, 4.0], [1.0, 1.0, bad, 1.0])
     assert skipped == [2, 3] and (health.skipped, health.not_finite) == (2, 0)
     assert health.losses == (4.0, 4.0) and health.grad_norms == (1.0, 1.0)
@@ -108,7 +108,7 @@ def test_a_run_has_diverged_when_32_losses_are_above_the_best_128_by_the_limit()
     assert not diverged([9.0] * 127 + [12.0] * 32)  # a level takes 128 updates
 
 
-def test_the_calm_step_lies_before_the_rise_whatever_its_shape() -> None:
+def test_the_calm_step_lies_before_a_rise_of_any_shape() -> None:
     shapes = random.Random(0)
     config = TrainConfig(**BASE, rollback_above_nats=0.5)
     for _ in range(50):
@@ -178,7 +178,7 @@ def test_the_limit_is_ten_minutes_or_twenty_steps_and_six_times_that_outside_of_
 
 
 @pytest.mark.parametrize("minutes", ["auto", 0.01, 1.0, 30.0])
-def test_a_collective_outlasts_the_watchdog_whose_exit_is_one_that_is_recovered(minutes: Any) -> None:
+def test_a_collectives_timeout_is_longer_than_the_watchdogs_whose_exit_code_is_resumable(minutes: Any) -> None:
     runtime = RuntimeConfig(watchdog_minutes=minutes)
     for phase in ("compile", "train", "evaluate", "checkpoint"):
         watchdog = Watchdog(runtime, PhaseClock(phase))
@@ -195,7 +195,7 @@ def test_the_watchdog_reports_once_when_nothing_moves_and_names_the_phase() -> N
     assert len(reports) == 1 and reports[0].startswith("rank 0: no progress in phase 'train' for ")
 
 
-def test_the_watchdog_is_calm_while_something_moves() -> None:
+def test_the_watchdog_does_nothing_while_something_moves() -> None:
     watchdog, reports = watched(0.4 / 60)
     with watchdog:
         for _ in watchdog.each(range(12)):

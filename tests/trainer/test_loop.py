@@ -156,7 +156,7 @@ def test_a_finished_run_has_nothing_left_to_do(runner: Callable[..., Runner]) ->
     assert run.rows() == before and run.commits() == [12]
 
 
-def test_stopped_in_the_last_step_a_run_is_still_evaluated(runner: Callable[..., Runner]) -> None:
+def test_a_run_stopped_in_its_last_step_is_still_evaluated(runner: Callable[..., Runner]) -> None:
     run = runner()
     _, state = run.attempt(stop_after=12)
     assert state.step == state.val_step == 12
@@ -184,7 +184,7 @@ def test_fp16s_loss_scale_survives_a_resume(runner: Callable[..., Runner], monke
 
 @dataclass(frozen=True)
 class IsolatedRank(World):
-    """One of two ranks; it hears nothing of the other, and what it asks for is written down and not granted."""
+    """One of two ranks, without the other: its requests are recorded and not answered."""
 
     asked: list[bool] = field(default_factory=list)
 
@@ -205,7 +205,7 @@ class IsolatedRank(World):
 def test_only_rank_0_requests_saves_and_only_when_the_last_one_is_complete(
     runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It is the last to be done with a save: if another rank could call for the next, rank 0 would wait for its own.
+    # Rank 0 completes a save last: if another rank could request the next one, rank 0 would wait for its own save.
     run = runner(checkpoint_minutes=EVERY_STEP, val_every=None)
 
     def asked(rank: int) -> set[bool]:
@@ -221,11 +221,11 @@ def test_only_rank_0_requests_saves_and_only_when_the_last_one_is_complete(
     assert asked(0) == {False}
 
 
-def test_the_first_save_which_pins_the_memory_makes_the_next_one_no_later() -> None:
+def test_the_first_save_which_pins_the_memory_does_not_delay_the_next_one() -> None:
     due = SaveClock(RuntimeConfig(), between_failures=7200.0, rollbacks=False)
     due.saved(10.5)  # 1558M on an H200, as measured: a copy then takes 0.35 s
     assert due.interval == checkpoint_seconds(1.0, 7200.0)
     due.saved(0.35)
     assert due.interval == checkpoint_seconds(0.35, 7200.0)
-    due.saved(2.0)  # what later ones cost does count
+    due.saved(2.0)  # the cost of later ones does count
     assert due.interval == checkpoint_seconds(2.0, 7200.0)

@@ -60,7 +60,7 @@ def test_a_run_killed_at_any_time_ends_with_the_same_losses(
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
     command.finish(ranks)
-    assert command.rows_logged() > 48  # something had to be done again
+    assert command.rows_logged() > 48  # some steps were redone
     assert command.rows() == undisturbed(ranks).rows()
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
@@ -131,7 +131,7 @@ def test_sigterm_commits_the_step_it_came_in(
     step = Commit.decode(commit.read_bytes()).step
     assert 9 <= step == command.rows_logged() < 48
     command.finish(ranks)
-    assert command.rows_logged() == 48  # nothing was done twice
+    assert command.rows_logged() == 48  # no step was done twice
     assert command.rows() == undisturbed(ranks).rows()
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
@@ -179,7 +179,7 @@ print(sorted({{m.partition(".")[0] for m in sys.modules}} & {{"pipelines", "boto
         (yaml.safe_dump(CONFIG), "contains no train_*.bin shards; give a folder that tokenize wrote"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, body: str, line: str) -> None:
+def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, body: str, line: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(body)
     result = python("-m", "trainer", str(config), "--data", str(tmp_path), "--out", str(tmp_path / "out"))

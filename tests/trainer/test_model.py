@@ -1,12 +1,12 @@
 """The reference model, held against Hugging Face's GPT-2, counted FLOPs and its own promises."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import trainer_runs
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config import ModelConfig
@@ -15,13 +15,7 @@ from trainer.model import GPT, draw, from_hf, to_hf
 SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, block_size=40, vocab_size=300)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    # Operations this small spend their time in waking a second thread, ten times over on a busy machine.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+_one_thread = trainer_runs._one_thread
 
 
 def small_model(config: ModelConfig = SMALL, seed: int = 1, recompute: bool = False) -> GPT:
@@ -117,7 +111,7 @@ def test_weights_of_transformers_load_and_give_the_same_logits() -> None:
     assert not ours.wte.weight[SMALL.vocab_size :].any()
 
 
-def test_names_of_old_files_are_understood() -> None:
+def test_names_of_old_files_are_accepted() -> None:
     model = small_model()
     old = {name.removeprefix("transformer."): t for name, t in to_hf(model.state_dict(), SMALL).items()}
     mask = torch.ones(1, 1, 40, 40).tril()
@@ -165,7 +159,7 @@ def test_initial_weights_have_gpt2s_spread() -> None:
 def test_a_seed_decides_the_initial_weights() -> None:
     def weights(seed: int) -> torch.Tensor:
         model = GPT(SMALL)
-        torch.manual_seed(seed + 17)  # the global generator has no say
+        torch.manual_seed(seed + 17)  # the global generator has no effect
         model.initialize(seed)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -178,7 +172,11 @@ def test_a_parameter_is_drawn_by_seed_and_name_alone() -> None:
     model = GPT(SMALL)
     model.initialize(5)
     weights = dict(model.named_parameters())
-    for name in ("h.1.attn.c_proj.weight", "wte.weight", "h.0.ln_2.weight"):  # whoever else is drawn, in which thread
+    for name in (
+        "h.1.attn.c_proj.weight",
+        "wte.weight",
+        "h.0.ln_2.weight",
+    ):  # independent of other parameters and of the thread
         alone = torch.full_like(weights[name], math.nan, requires_grad=False)
         draw({name: alone}, SMALL, 5)
         assert torch.equal(alone, weights[name])
@@ -204,7 +202,7 @@ def test_a_vocabulary_that_needs_no_padding_gets_none() -> None:
     assert ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8).padded_vocab_size == 50_304
 
 
-def test_no_position_sees_a_later_one() -> None:
+def test_no_position_depends_on_a_later_one() -> None:
     model = small_model().eval()
     tokens = some_tokens(1, 30)
     before = model(tokens)

@@ -56,7 +56,7 @@ def test_a_trace_of_kernels_that_cannot_be_profiled_is_refused(tmp_path: Path) -
         CliRunner().invoke(app, [*TINY, "--trace", str(tmp_path / "trace.json")], catch_exceptions=False)
 
 
-def test_a_person_is_told_the_same_and_beside_the_peers_what_was_not_measured_now() -> None:
+def test_a_person_reads_the_same_values_and_which_peers_were_not_measured_now() -> None:
     text = benched("--micro-batch", "2").stdout
     assert "tokens by Zipf's law" in text or "Zipf's law" in text
     assert "micro-batches of 2, as configured" in text and "all finite" in text and "MFU = tokens/s" in text
@@ -86,7 +86,7 @@ def test_a_loss_that_is_not_finite_measures_nothing() -> None:
         (["--engine", "fused"], "runtime.engine: fused cannot run here: it needs a CUDA device"),
     ],
 )
-def test_a_measurement_that_can_not_be_is_refused(options: list[str], message: str) -> None:
+def test_an_impossible_measurement_is_refused(options: list[str], message: str) -> None:
     done = CliRunner().invoke(app, [*TINY, *options], env={"TRITON_INTERPRET": None})
     assert done.exit_code != 0 and message in f"{done.output} {done.exception}"
 
@@ -98,7 +98,7 @@ def test_the_engines_are_compared_in_a_precision_they_share() -> None:
     assert several[3] == ["runtime.engine=fused"]
 
 
-def test_every_kernel_of_ours_has_a_class_and_the_shares_sum_to_one() -> None:
+def test_every_own_kernel_has_a_class_and_the_shares_sum_to_one() -> None:
     source = (Path(__file__).resolve().parents[2] / "trainer" / "fused" / "triton_kernels.py").read_text()
     ours = re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)
     assert len(ours) >= 8
@@ -130,6 +130,6 @@ def test_every_kernel_of_ours_has_a_class_and_the_shares_sum_to_one() -> None:
     assert others(times) == ["void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >"]
 
 
-def test_a_spread_is_the_middle_its_half_and_the_ends() -> None:
+def test_a_spread_is_the_median_the_quartiles_and_the_extremes() -> None:
     assert Spread.of([5.0, 1.0, 2.0, 3.0, 4.0]) == Spread(3.0, 2.0, 4.0, 1.0, 5.0)
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 7.0, 7.0)

@@ -1,4 +1,4 @@
-"""The command as programs and people meet it: exit codes, one clear line for a mistake, and no secret anywhere."""
+"""The command for programs and people: exit codes, one clear line for a mistake, and no secret anywhere."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
         ),
     ],
 )
-def test_a_mistake_ends_with_2_and_one_line_before_anything_is_started(
+def test_a_user_error_exits_with_2_and_one_line_before_anything_starts(
     folder: Path, arguments: list[str], line: str
 ) -> None:
     done = skytrain(folder, *arguments)
@@ -119,7 +119,7 @@ def test_a_mistake_ends_with_2_and_one_line_before_anything_is_started(
         (["gc", "--older-than-days", "-1"], "--older-than-days"),
     ],
 )
-def test_a_wrong_option_ends_with_2_and_is_named(folder: Path, arguments: list[str], word: str) -> None:
+def test_a_wrong_option_exits_with_2_and_is_named(folder: Path, arguments: list[str], word: str) -> None:
     done = skytrain(folder, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert word in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
@@ -142,7 +142,7 @@ def broken(folder: Path, error: str) -> str:
 @pytest.mark.parametrize(
     "error", ["RuntimeError('wheels came off')", "ValueError('wheels came off')", "EOFError('wheels came off')"]
 )
-def test_a_fault_of_ours_ends_with_1_and_its_traceback(folder: Path, error: str) -> None:
+def test_an_internal_error_exits_with_1_and_its_traceback(folder: Path, error: str) -> None:
     done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, error))
     assert (done.returncode, done.stdout) == (1, "")
     assert "Traceback" in done.stderr and "wheels came off" in done.stderr and "in load_recipe" in done.stderr
@@ -159,12 +159,12 @@ def test_a_fault_of_ours_ends_with_1_and_its_traceback(folder: Path, error: str)
         ),
     ],
 )
-def test_what_the_same_command_can_resume_ends_with_75(folder: Path, error: str, line: str) -> None:
+def test_an_interruption_that_the_same_command_can_resume_exits_with_75(folder: Path, error: str, line: str) -> None:
     done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, error))
     assert (done.returncode, done.stdout, done.stderr) == (75, "", line)
 
 
-def test_a_run_that_somebody_stopped_ends_with_76_which_nothing_recovers(folder: Path) -> None:
+def test_a_stopped_run_exits_with_76_which_nothing_recovers(folder: Path) -> None:
     done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, "trainer.errors.Stopped('budget')"))
     line = "stopped (budget): nothing restarts this run automatically\n"
     assert (done.returncode, done.stdout, done.stderr) == (76, "", line)
@@ -190,7 +190,7 @@ def test_help_and_recipes_import_nothing_heavy(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["report"], ["report", "--series"], ["status"], ["plan", "tiny.yaml"], ["gc"]])
-def test_a_look_at_a_run_loads_no_torch(undisturbed: Callable[[int], Project], arguments: list[str]) -> None:
+def test_verbs_that_only_read_a_run_load_no_torch(undisturbed: Callable[[int], Project], arguments: list[str]) -> None:
     done = undisturbed(1).run(*arguments, code=LISTING_IMPORTS)
     assert set(json.loads(done.stderr)) <= {"pydantic", "yaml"}
 
@@ -207,7 +207,7 @@ def test_help_names_every_verb_and_every_verb_has_help(folder: Path) -> None:
 # --- output
 
 
-def test_results_go_to_stdout_as_one_object_and_all_else_to_stderr(folder: Path) -> None:
+def test_results_go_to_stdout_as_one_object_and_messages_to_stderr(folder: Path) -> None:
     done = skytrain(folder, "run", "tiny.yaml", "--stage", "tokenize", "--json", "--price-per-hour", "3.5")
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(done.stdout)
@@ -254,7 +254,7 @@ def test_a_server_that_refuses_the_secret_key_is_quoted_without_it(
 
 
 def in_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
-    """What a terminal of so many columns is sent, line ends and colours removed."""
+    """The output to a terminal of so many columns, without line ends and colours."""
     ours, theirs = pty.openpty()
     env = environment(folder, COLUMNS=str(columns), LINES="30", TERM="dumb", NO_COLOR="1")
     process = subprocess.Popen([*SKYTRAIN, *arguments], cwd=folder, env=env, stdout=theirs, stderr=theirs)
@@ -263,7 +263,7 @@ def in_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
     while True:
         try:
             sent += (chunk := os.read(ours, 65_536))
-        except OSError:  # Linux' way to say that the other end is closed
+        except OSError:  # Linux reports a closed other end this way
             break
         if not chunk:
             break
@@ -282,7 +282,7 @@ def test_neither_a_narrow_terminal_nor_a_pipe_cuts_a_name(folder: Path) -> None:
         assert "gpt2-1558m" in shown and "1,557.7M" in shown and "…" not in shown
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback(folder: Path) -> None:
+def test_a_closed_output_pipe_gives_no_traceback(folder: Path) -> None:
     process = subprocess.Popen(
         [*SKYTRAIN, "recipes", "--json"],
         cwd=folder,
@@ -297,7 +297,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback(folder: Path) -> None:
     process.wait(timeout=60)
 
 
-def test_ctrl_c_before_the_work_has_begun_ends_with_75(folder: Path) -> None:
+def test_ctrl_c_before_the_work_has_begun_exits_with_75(folder: Path) -> None:
     first = folder.parent / f"{folder.name}-first"
     first.mkdir()
     (first / "sitecustomize.py").write_text(
