@@ -104,7 +104,7 @@ def test_ranks_that_died_of_a_full_disk_need_no_error_message_file(tmp_path: Pat
         train.follow(cast(Work, work), ended)
 
 
-def test_a_command_whose_folder_is_full_says_so_in_a_line(tmp_path: Path, disk: Disk) -> None:
+def test_a_command_whose_folder_is_full_fails_with_one_line(tmp_path: Path, disk: Disk) -> None:
     project = Project(tmp_path / "project")
     project.environment["SKYTRAIN_HOME"] = str(disk.root)
     store = ("--store", str(tmp_path / "store"))

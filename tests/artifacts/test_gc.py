@@ -173,17 +173,17 @@ def test_gc_deletes_scratch_once_its_attempt_is_over(store: LocalStore, tmp_path
     attempted(store, "train", 2, state="running", process=GONE)
     attempted(store, "train", 3, state="running", process=this_process())
     interrupted, killed, alive = (work_in(number) for number in (1, 2, 3))
-    lent, lending = work_in(1, node="-node1"), work_in(3, node="-node1")
-    unknown = work_in(1, PLANS["export"].prefix)  # the store was made anew meanwhile
+    of_ended_worker, of_live_worker = work_in(1, node="-node1"), work_in(3, node="-node1")
+    unknown = work_in(1, PLANS["export"].prefix)  # the store was deleted and made again
     of_another_store = scratch(tmp_path, LocalStore(tmp_path / "other"), TRAIN) / "a0001"
     of_another_store.mkdir(parents=True)
     going = list(leftovers(store, tmp_path, 7.0))
-    assert {leftover.path for leftover in going} == {interrupted, killed, unknown, lent}
+    assert {leftover.path for leftover in going} == {interrupted, killed, unknown, of_ended_worker}
     assert {leftover.size for leftover in going} == {4}
     for leftover in going:
         remove(store, leftover)
     assert [folder.exists() for folder in (interrupted, killed, unknown, alive)] == [False, False, False, True]
-    assert of_another_store.exists() and lending.exists() and not lent.exists()
+    assert of_another_store.exists() and of_live_worker.exists() and not of_ended_worker.exists()
 
 
 def test_a_dry_run_lists_everything_and_deletes_nothing(

@@ -237,11 +237,11 @@ def test_processes_that_need_a_file_at_the_same_time_fetch_it_once(remote_store:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     (tmp_path / "go").touch()
-    said = [child.communicate(timeout=60)[0].split(" ", 2) for child in children]
+    outputs = [child.communicate(timeout=60)[0].split(" ", 2) for child in children]
     assert [child.returncode for child in children] == [0] * 4
-    assert sum(int(downloads) for downloads, _, _ in said) == 1
-    assert {digest for _, digest, _ in said} == {sha256(BODY).hexdigest()}
-    assert len({path for _, _, path in said}) == 1
+    assert sum(int(downloads) for downloads, _, _ in outputs) == 1
+    assert {digest for _, digest, _ in outputs} == {sha256(BODY).hexdigest()}
+    assert len({path for _, _, path in outputs}) == 1
 
 
 def test_a_file_that_was_half_downloaded_when_its_process_was_killed_is_never_used(

@@ -51,10 +51,10 @@ def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # and no other output of SkyPilot
 
-    def told(name: str) -> list[tuple[Any, ...]]:
+    def offers_of(name: str) -> list[tuple[Any, ...]]:
         return [(o["region"], o["zone"], o["spot"], o["usd_per_hour"]) for o in found[name]]
 
-    assert told("aws h100:8") == [
+    assert offers_of("aws h100:8") == [
         ("us-east-1", "us-east-1b", True, 20.0),
         ("us-west-2", "us-west-2a", True, 22.0),
         ("us-east-1", "us-east-1a", True, 24.0),
@@ -64,9 +64,9 @@ def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path:
     assert {o["accelerators"] for o in found["aws h100:8"]} == {"H100:8"}
     assert {o["on_demand_usd_per_hour"] for o in found["aws h100:8"] if o["region"] == "us-west-2"} == {60.0}
     # GCP sells machine and GPUs apart.
-    assert told("gcp H100:8") == [("us-central1", "us-central1-a", True, 26.0), ("us-central1", None, False, 72.0)]
-    assert told("lambda H100:8") == [("us-east-1", None, False, 31.92)]
-    assert told("aws cpus:16")[0] == ("us-east-1", "us-east-1a", True, 0.3)
+    assert offers_of("gcp H100:8") == [("us-central1", "us-central1-a", True, 26.0), ("us-central1", None, False, 72.0)]
+    assert offers_of("lambda H100:8") == [("us-east-1", None, False, 31.92)]
+    assert offers_of("aws cpus:16")[0] == ("us-east-1", "us-east-1a", True, 0.3)
     assert {(o["instance"], o["vcpus"], o["accelerators"]) for o in found["aws cpus:16"]} == {
         ("m6i.4xlarge", 16.0, None)
     }

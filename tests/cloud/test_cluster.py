@@ -288,7 +288,7 @@ def assert_billed_as_skypilot_says(user: User, record: RunRecord, preempted: lis
     for attempt, taken_away in zip(training[-3:-1], preempted, strict=True):
         assert abs(attempt.ended - taken_away) < HEARTBEAT_SECONDS + HEAD_S
 
-    # The restart of the API server may have cut a recovery short, which SkyPilot then begins anew.
+    # The restart of the API server may have interrupted a recovery, which SkyPilot then begins again.
     clusters = len(STAGES) + 3
     assert len(intervals) in (clusters, clusters + 1) and len(bill.attempts) <= clusters
     beyond_usd = 0.0

@@ -112,7 +112,7 @@ def skytrain(folder: Path, *arguments: str, expect: int = 0, **more: str) -> str
     return done.stdout + done.stderr
 
 
-def test_a_dry_run_prints_the_job_and_what_a_launch_would_refuse(texts: Path) -> None:
+def test_a_dry_run_prints_the_job_and_the_faults_of_a_launch(texts: Path) -> None:
     pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
     arguments = [
         "launch",

@@ -238,12 +238,12 @@ def test_with_a_stand_in_catalog_two_nodes_train_faster_and_both_are_paid(market
 def test_with_a_stand_in_catalog_an_unmeasured_network_is_marked_as_assumed(
     market, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for nodes, said in ((1, False), (2, True)):
+    for nodes, is_assumed in ((1, False), (2, True)):
         plan = planned(tmp_path, "gpt2-1558m", clouds=("a",), train_nodes=("H100:8",), nodes=nodes)
         assert {c.speed.kind for c in plan.candidates} == {"estimated"}
         print_cloud_plan(plan)
         shown = " ".join(capsys.readouterr().out.split())
-        assert ("assumed: nodes scale as well as" in shown) is said and "~" in shown
+        assert ("assumed: nodes scale as well as" in shown) is is_assumed and "~" in shown
 
 
 def test_with_a_stand_in_catalog_every_part_of_the_tokens_has_a_node_and_all_are_paid(market, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_node_of_the_prior_lasts_as_long_as_in_the_traces(shared_data: Path) -
 
 
 @pytest.mark.slow
-def test_plan_cloud_compares_what_skypilots_catalog_offers_and_prints_nothing_else(tmp_path: Path) -> None:
+def test_plan_cloud_compares_the_offers_of_skypilots_catalog_and_prints_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("sky", reason="needs skypilot (pip)")
     write_catalog(tmp_path)
     environment = os.environ | sky_environment(tmp_path) | {"HTTPS_PROXY": "http://127.0.0.1:1"}

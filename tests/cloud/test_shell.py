@@ -9,7 +9,7 @@ from trainer.errors import UserError
 pytestmark = pytest.mark.usefixtures("clean_shell")
 
 
-def test_a_job_takes_over_what_reaches_the_store_and_hides_what_is_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_takes_over_the_settings_of_the_store_and_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items() | {("AWS_REGION", "eu-west-1"), ("WANDB", "another thing")}:
         monkeypatch.setenv(name, value)
     assert variables_from_shell(["A=b=c"]) == {"AWS_REGION": "eu-west-1", "A": "b=c"}

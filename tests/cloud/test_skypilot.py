@@ -239,9 +239,9 @@ def test_the_cheapest_permitted_machine_wins(answers: dict[str, Any], asked: str
 def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one_line(
     answers: dict[str, Any], asked: str
 ) -> None:
-    said = answers[asked]["error"]
-    assert said.startswith("UserError: launch: no machine fits: ") and "\n" not in said
-    assert said.endswith("; try another --infra or --gpus, or without --spot")
+    message = answers[asked]["error"]
+    assert message.startswith("UserError: launch: no machine fits: ") and "\n" not in message
+    assert message.endswith("; try another --infra or --gpus, or without --spot")
 
 
 def test_other_gpus_are_requested_eight_to_train_and_one_to_evaluate(answers: dict[str, Any]) -> None:
@@ -279,7 +279,7 @@ def rows(answer: dict[str, Any], stage: str = "train") -> list[dict[str, Any]]:
     return answer[stage][1]
 
 
-def test_a_job_knows_the_price_of_every_machine_it_may_end_up_on(answers: dict[str, Any]) -> None:
+def test_a_job_has_the_price_of_every_machine_that_it_may_run_on(answers: dict[str, Any]) -> None:
     known = {(r["cloud"], r["zone"] or r["region"], r["spot"], r["usd_per_hour"]) for r in rows(answers["prices"])}
     assert known == {
         ("aws", "us-east-1a", True, 24.0),
@@ -322,7 +322,7 @@ def test_an_unknown_price_is_reported_and_refused_with_a_budget(answers: dict[st
     assert "--budget: can't be promised where a price is unknown" in refused
 
 
-def test_only_machines_that_are_expected_to_keep_the_limits_are_rented(answers: dict[str, Any]) -> None:
+def test_only_machines_that_are_expected_to_meet_the_limits_are_rented(answers: dict[str, Any]) -> None:
     kept = answers["a deadline that all keep"]
     *spot, standby, _ = kept["train"][0]
     assert [(m["infra"], m["use_spot"]) for m in spot] == [("aws", True), ("gcp", True)]
@@ -367,8 +367,8 @@ def test_the_plan_shown_is_of_the_machines_and_stages_that_would_be_rented(answe
 
 
 def test_a_launch_without_train_is_planned_and_obeys_its_limits_too(answers: dict[str, Any]) -> None:
-    said = answers["the plan without train"]["output"]
-    assert [line.split()[0] for line in said.splitlines() if " h  $" in line] == ["tokenize", "evaluate", "in"]
+    plan_text = answers["the plan without train"]["output"]
+    assert [line.split()[0] for line in plan_text.splitlines() if " h  $" in line] == ["tokenize", "evaluate", "in"]
     for asked, reason in {
         "a budget that the rest is beyond": "tokenize: expected to take ",
         "a budget that is spent": "--budget 20: the run has already cost $25.00; raise the budget to continue",

@@ -26,7 +26,7 @@ IMAGE = "registry.example.org/skytrain@sha256:" + "0" * 64
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_task_runs_its_stage_until_it_is_stopped_and_promises_the_budget(stage: str) -> None:
+def test_a_task_runs_its_stage_until_it_is_stopped_and_passes_the_budget(stage: str) -> None:
     run = yaml.safe_load((SKY / f"{stage}.yaml").read_text())["run"]
     assert f'run "$SKYTRAIN_RECIPE" --stage {stage} ' in run and "--unless-stopped" in run
     assert "${SKYTRAIN_BUDGET:+--budget " in run

@@ -295,7 +295,7 @@ def test_the_flat_state_and_the_plain_engine_load_each_others_checkpoints(tmp_pa
     assert_agrees(state, plain)
 
 
-def test_a_checkpoint_copies_the_weights_in_one_go_and_each_moment_in_one_go() -> None:
+def test_a_checkpoint_copies_the_weights_in_one_copy_and_each_moment_in_one_copy() -> None:
     alone = World(0, 0, 1, torch.device("cpu"))
     state, plain = flat_state(alone), Reference(1)
     lives = {name: piece.live for name, piece in state.pieces().items()}

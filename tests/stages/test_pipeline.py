@@ -53,9 +53,9 @@ def test_stages_are_made_up_to_the_requested_one(project: Project) -> None:
 def test_a_finished_run_is_found_and_nothing_is_done_again(undisturbed: Callable[[int], Project]) -> None:
     finished = undisturbed(1)
     before = {path: path.stat().st_mtime_ns for path in finished.found("**/*") if path.is_file()}
-    said = finished.run("run", "tiny.yaml").stderr
+    output = finished.run("run", "tiny.yaml").stderr
     for stage in STAGES:
-        assert f"{finished.artifact(stage).prefix} exists: skipped" in said
+        assert f"{finished.artifact(stage).prefix} exists: skipped" in output
     made = finished.result()
     after = {path: path.stat().st_mtime_ns for path in finished.found("**/*") if path.is_file()}
     changed = {path.relative_to(finished.store.root).parts[0] for path in after if after[path] != before.get(path)}
@@ -424,9 +424,9 @@ def test_an_mlflow_server_that_dies_during_a_run_stops_nothing_and_misses_nothin
     with project.started("run", "tiny.yaml") as process:
         project.wait_until(lambda: project.rows_logged() > 10, process)
         mlflow_server.stop()
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    assert re.search(r"warning: MLflow: \d+ records are kept in .*; the next run ships them", said), said
+        _, output = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert re.search(r"warning: MLflow: \d+ records are kept in .*; the next run ships them", output), output
 
     mlflow_server.start()
     project.environment["SKYTRAIN_MLFLOW_FLUSH_SECONDS"] = "60"

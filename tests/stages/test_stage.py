@@ -312,7 +312,7 @@ def test_a_finished_stage_removes_its_scratch_and_that_of_earlier_attempts(
     assert [p for p in (tmp_path / "work").rglob("*") if p.is_file()] == []
 
 
-def test_an_attempt_starts_with_empty_scratch_although_its_store_was_deleted_and_made_anew(
+def test_an_attempt_starts_with_empty_scratch_although_its_store_was_deleted_and_made_again(
     stages: StandIns, store: LocalStore, tmp_path: Path
 ) -> None:
     found: list[list[str]] = []

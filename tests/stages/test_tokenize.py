@@ -1,4 +1,4 @@
-"""The stage tokenize: which shards it makes anew, and which texts it rejects."""
+"""The stage tokenize: which shards it makes again, and which texts it rejects."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +16,7 @@ from pipelines.tracking.records import Billing
 from trainer.errors import UserError
 
 
-def test_a_finished_artifact_without_its_manifest_is_made_anew(tmp_path: Path) -> None:
+def test_a_finished_artifact_without_its_manifest_is_made_again(tmp_path: Path) -> None:
     files = FourFiles(tmp_path)
 
     def ended(number: int, state: str) -> PartsProgress:

@@ -205,7 +205,7 @@ def test_an_error_in_a_watch_stops_no_heartbeat_and_is_reported(
     attempt = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(), watch)
     assert attempt is not None
     with attempt:
-        until(lambda: attempts(store, PREFIX)[0].progress.watch_failed is not None, "the fault is told")
+        until(lambda: attempts(store, PREFIX)[0].progress.watch_failed is not None, "the fault is reported")
         first = attempts(store, PREFIX)[0].time
         until(lambda: attempts(store, PREFIX)[0].time > first, "a later heartbeat")
 
@@ -272,12 +272,12 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), PREFIX], env=environment)
 
-    def heard() -> bool:
+    def child_reported() -> bool:
         seen = attempts(store, PREFIX)
         return bool(seen) and seen[0].progress == Progress(step=5) and seen[0].time - seen[0].started > 0.2
 
     try:
-        until(heard, "the child beats")
+        until(child_reported, "the child sends heartbeats")
         assert is_alive(attempts(store, PREFIX)[0]) is True
     finally:
         os.kill(child.pid, signal.SIGKILL)
@@ -422,7 +422,7 @@ def test_the_meter_stands_at_the_end_of_the_bill_in_the_store(
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
     store = Away(tmp_path / "store")
     with claimed(store, 1):
-        until(lambda: attempts(store, PREFIX)[0].time > attempts(store, PREFIX)[0].started + 0.1, "it beats")
+        until(lambda: attempts(store, PREFIX)[0].time > attempts(store, PREFIX)[0].started + 0.1, "a heartbeat comes")
         store.fault = StoreUnavailable("no route")
         until(lambda: store.refused >= 3, "three heartbeats were refused")
         assert float(meter.read_text().split()[0]) == attempts(store, PREFIX)[0].time

@@ -291,7 +291,7 @@ def test_a_killed_shipper_loses_and_doubles_nothing(tmp_path: Path, server: str)
 
 
 @pytest.mark.slow
-def test_a_server_that_comes_late_gets_everything(tmp_path: Path) -> None:
+def test_a_server_that_starts_late_gets_everything(tmp_path: Path) -> None:
     port = free_port()
     tracker = started(tmp_path, f"http://127.0.0.1:{port}")
     tracker.stage_started("train", {}, {})

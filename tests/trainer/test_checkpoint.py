@@ -187,7 +187,7 @@ def save_cut(rank: Checkpointer) -> None:
 
 
 @pytest.mark.parametrize("saved_by", [1, 2, 3])
-def test_pieces_load_at_any_number_of_ranks_however_they_were_cut(tmp_path: Path, saved_by: int) -> None:
+def test_pieces_of_any_size_load_at_any_number_of_ranks(tmp_path: Path, saved_by: int) -> None:
     store = LocalStore(tmp_path)
     assert each(some_ranks([store] * saved_by), save_cut) == [None] * saved_by
     for loaded_by in (1, 2, 3):
@@ -201,7 +201,7 @@ def test_pieces_load_at_any_number_of_ranks_however_they_were_cut(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torchs_own_reader_loads_what_two_ranks_stored(tmp_path: Path) -> None:
+def test_torchs_own_reader_loads_the_checkpoint_of_two_ranks(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp  # a second for every worker of pytest
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 

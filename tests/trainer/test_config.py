@@ -174,7 +174,7 @@ def test_off_is_none() -> None:
     assert config.train.grad_clip is None and config.train.val_every is None
 
 
-def test_a_configuration_can_not_be_changed() -> None:
+def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         configured("train").train.max_steps = 11
 
@@ -212,7 +212,7 @@ def test_accumulation_follows_from_the_world_size(world_size: int, micro_batch_s
     assert grad_accum_steps(*parts(12 * 16, micro_batch_size), world_size) == steps
 
 
-def test_a_batch_that_ranks_can_not_share_is_refused_with_what_can_be_done() -> None:
+def test_a_batch_that_ranks_cannot_share_is_refused_with_a_remedy() -> None:
     with pytest.raises(UserError) as mistake:
         grad_accum_steps(*parts(12 * 16, 5), 2)
     assert str(mistake.value) == (

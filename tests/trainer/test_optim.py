@@ -171,7 +171,7 @@ def test_no_clipping_still_measures() -> None:
     assert (gradients.flat == 2.0).all()
 
 
-def test_the_flat_buffer_holds_what_backward_adds_up() -> None:
+def test_the_flat_buffer_has_the_gradients_that_backward_adds_up() -> None:
     flat, plain = small_model(), small_model()
     gradients = FlatGradients.of(flat)
     tokens = torch.arange(24).view(3, 8)
