@@ -32,8 +32,9 @@ class Machine:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """TypeError for a field that this version does not know."""
-        return cls(**values)
+        """Fields that this version does not know are left out."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
 
     def updated(self, **changes: Any) -> Self:
         """This machine with the changes that are not None."""
@@ -72,8 +73,9 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """TypeError for a field that this version does not know."""
-        plain = {name: value for name, value in values.items() if "/" not in name}
+        """Fields that this version does not know are left out."""
+        known = {f.name for f in fields(cls)} - {"metrics"}
+        plain = {name: value for name, value in values.items() if name in known}
         return cls(**plain, metrics={name: value for name, value in values.items() if "/" in name})
 
     def updated(self, metrics: Mapping[str, float] | None = None, **changes: Any) -> Self:

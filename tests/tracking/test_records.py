@@ -11,7 +11,7 @@ from pipelines.text.parts import ShardReceipt
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.clusters import Interval
 from pipelines.tracking.mlflow.journal import Metrics, Sample, record_from_json
-from pipelines.tracking.records import Heartbeat
+from pipelines.tracking.records import Heartbeat, Machine, Progress
 from pipelines.tracking.runs import RunRecord
 from pipelines.tracking.stop_request import StopRequest
 from trainer.errors import UserError
@@ -167,3 +167,10 @@ def test_a_report_shows_a_machine_as_its_heartbeat_has_it() -> None:
         beat = Heartbeat.from_json(json.dumps(values).encode())
         (attempt,) = account("a-1", [StoredHeartbeat("train/a-1", beat)]).to_json()["attempts"]
         assert attempt["machine"] == values["machine"]
+
+
+def test_fields_that_a_newer_version_adds_to_machine_and_progress_are_left_out() -> None:
+    assert Machine.from_json({"cloud": "aws", "rack": 7}) == Machine(cloud="aws")
+    assert Progress.from_json({"step": 3, "mood": "fine", "val/loss": 2.0}) == Progress(
+        step=3, metrics={"val/loss": 2.0}
+    )
