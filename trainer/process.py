@@ -1,10 +1,13 @@
-"""Signals of a process: the request to stop, the death of its parent, its log lines, and the failpoints of drills."""
+"""A process: the request to stop, the death of its parent, its threads, its log lines, and the failpoints of drills."""
 
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,37 @@ def log_line(line: str) -> None:
     """Print a line to the log. Errors, such as a full disk, are ignored."""
     with suppress(OSError):
         print(line, flush=True)
+
+
+def log_death_of_thread(thread: "Background") -> None:
+    """Print that a thread died, with the traceback."""
+    assert thread.error
+    log_line(f"the thread {thread.name!r} DIED:\n{''.join(traceback.format_exception(thread.error))}")
+
+
+class Background(threading.Thread):
+    """A thread that cannot die unseen: `error` keeps the exception that ended `work`, and `died` reports it.
+
+    `died` runs in the thread itself. Without one, the traceback goes to the log.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], object],
+        died: Callable[["Background"], None] = log_death_of_thread,
+        daemon: bool = True,
+    ) -> None:
+        super().__init__(name=name, daemon=daemon)
+        self.error: BaseException | None = None
+        self._work, self._died = work, died
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # SystemExit too: threading would ignore it silently
+            self.error = error
+            self._died(self)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:

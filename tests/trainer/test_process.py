@@ -1,0 +1,26 @@
+"""A process's threads report their death."""
+
+import sys
+
+import pytest
+
+from trainer.process import Background
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3), MemoryError()])
+def test_a_background_thread_reports_the_error_that_ended_it(error: BaseException) -> None:
+    def work() -> None:
+        raise error
+
+    reported: list[Background] = []
+    thread = Background("odd jobs", work, reported.append)
+    thread.start()
+    thread.join(10)
+    assert reported == [thread] and thread.error is error
+
+
+def test_without_a_listener_the_death_of_a_thread_is_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    thread = Background("exits", lambda: sys.exit(3))
+    thread.start()
+    thread.join(10)
+    assert "the thread 'exits' DIED" in capsys.readouterr().out
