@@ -24,7 +24,7 @@ class StagePlan:
     artifact: str  # prefix
     fingerprint: str
     exists: bool
-    sibling: str | None = None  # prefix of the finished artifact of the same stage that differs in the fewest fields
+    sibling: str | None = None  # prefix of the finished artifact of the same name that differs in the fewest fields
     differs: Mapping[str, tuple[Any, Any]] | None = None  # field -> its value here and in the sibling
     why: str | None = None  # the reason if it does not exist
 
@@ -89,7 +89,7 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
         return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
     sibling, differs = nearest_sibling(store, plan)
     if sibling is None:
-        why = f"{plan.prefix.partition('/')[0]}/ has no artifact to compare with yet"
+        why = f"the store has no other {plan.label} to compare with"
         return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
     fields = [f"{field}: {shortened(a)} here, {shortened(b)} there" for field, (a, b) in differs.items()]
     more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
@@ -98,10 +98,11 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
 
 
 def nearest_sibling(store: Store, plan: ArtifactPlan) -> tuple[Manifest | None, dict[str, tuple[Any, Any]]]:
-    """The finished artifact of the same stage that differs in the fewest fields, and those fields."""
+    """The finished artifact of the same stage and label that differs in the fewest fields, and those fields."""
     folder = plan.prefix.partition("/")[0]
     keys = (e.key for e in store.entries(f"{folder}/") if e.key.endswith("/MANIFEST.json"))
-    siblings = [m for key in keys if (m := read_manifest(store, key.removesuffix("/MANIFEST.json")))]
+    found = [m for key in keys if (m := read_manifest(store, key.removesuffix("/MANIFEST.json")))]
+    siblings = [manifest for manifest in found if manifest.label == plan.label]
     compared = [(m, differences(plan.identity, m.identity)) for m in siblings]
     return min(compared, key=lambda pair: len(pair[1]), default=(None, {}))
 

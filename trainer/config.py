@@ -72,18 +72,20 @@ class ModelConfig(Section):
 
     @property
     def parameters(self) -> int:
-        """All parameters with the padded vocabulary; the head is tied and counted once."""
+        """All parameters, without the padding of the vocabulary; the head is tied and counted once."""
         c = self.n_embd
         block = 12 * c * c + 13 * c  # qkv, projection, two MLP matrices, their biases, two norms
-        return self.padded_vocab_size * c + self.block_size * c + self.n_layer * block + 2 * c
+        return self.vocab_size * c + self.block_size * c + self.n_layer * block + 2 * c
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of forward and backward: 6N + 12·L·C·T, N without position embeddings.
+        """FLOPs of forward and backward: 6N + 12·L·C·T, N without position embeddings and with the padded vocabulary,
+        whose rows are computed too.
 
         Source: PaLM (Chowdhery et al. 2022), appendix B. Attention is counted in full, not by its causal half.
         """
-        n = self.parameters - self.block_size * self.n_embd
+        padding = (self.padded_vocab_size - self.vocab_size) * self.n_embd
+        n = self.parameters + padding - self.block_size * self.n_embd
         return 6 * n + 12 * self.n_layer * self.n_embd * self.block_size
 
 

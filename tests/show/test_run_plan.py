@@ -4,6 +4,7 @@ import pytest
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, finished, recipe_with
 
 from pipelines.plan import RunPlan, StagePlan, plan_of
+from pipelines.recipe import load_recipe
 from pipelines.show.plan import print_plan
 from pipelines.stage import STAGES
 from pipelines.tracking.records import Progress
@@ -16,7 +17,7 @@ def test_a_plan_shows_existing_artifacts_and_those_that_a_run_would_make(store: 
     assert (plan.run, plan.store, plan.steps, plan.tokens) == (RUN, store.uri, 200, 200 * 8192)
     assert plan.parameters == RECIPE.model.parameters and plan.flops == RECIPE.train_flops
     assert [plan.stages[s].exists for s in STAGES] == [True, False, False, False]
-    assert plan.stages["train"].why == "train/ has no artifact to compare with yet"
+    assert plan.stages["train"].why == "the store has no other smoke to compare with"
     assert plan.stages["train"].fingerprint == PLANS["train"].fingerprint
     assert plan.stages["train"].artifact == TRAIN
 
@@ -29,6 +30,17 @@ def test_a_plan_names_the_fields_that_differ_from_the_nearest_sibling(store: Loc
     assert near["why"] == f"differs from {TRAIN} in train.seed: 7 here, 1337 there"
     far = plan_of(recipe_with(*(f"train.{f}=0.5" for f in ("beta1", "beta2", "epsilon", "grad_clip"))), store)
     assert (far.stages["train"].why or "").endswith(" and 1 more fields")
+
+
+def test_a_plan_compares_with_the_nearest_artifact_of_the_same_name(store: LocalStore) -> None:
+    finished(store, "train")
+    other = load_recipe("gpt2-124m")
+    stage = plan_of(other, store).stages["train"]
+    assert (stage.sibling, stage.why) == (None, "the store has no other gpt2-124m to compare with")
+
+
+def test_a_plan_counts_parameters_without_padding(store: LocalStore) -> None:
+    assert plan_of(load_recipe("gpt2-124m"), store).parameters == 124_439_808
 
 
 def test_a_plan_shows_the_progress_of_an_unfinished_stage(store: LocalStore) -> None:
