@@ -46,6 +46,8 @@ from trainer.store import Store
 
 STAGES = tuple(FOLDERS)
 RUN = "run:"
+# On a rented machine: how long to wait, at full price, while another machine works on the same artifact.
+RIVAL_SECONDS = 300.0
 COSTS_SECONDS = 30.0  # between two points of the run's costs: 3,000 points a day and metric
 PACKAGES = ("skytrain", "torch", "numpy", "tiktoken", "datasets", "safetensors")
 
@@ -301,9 +303,13 @@ class Pipeline:
             self.tracker.keep_journal(self.store)
 
     def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
-        """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none."""
+        """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none.
+
+        A rented machine does not wait for longer than RIVAL_SECONDS: it raises Stopped, or Interrupted if the other
+        attempt is of the same job, which its controller then places anew.
+        """
         last: Heartbeat | None = None
-        silent_since = time.monotonic()
+        began = silent_since = time.monotonic()
         while beats := attempts(self.store, plan.prefix):
             newest = beats[-1]
             if last is None or (newest.attempt, newest.time) != (last.attempt, last.time):
@@ -317,6 +323,11 @@ class Pipeline:
             if alive is False or (alive is None and time.monotonic() - silent_since > SILENT_SECONDS):
                 return newest
             self.stop.check()
+            cluster = self.billing.machine.cluster
+            if cluster and time.monotonic() - began > RIVAL_SECONDS:
+                works = f"attempt {newest.attempt} on {newest.process.host} works on {plan.stage}"
+                reason = f"{works}, so this rented machine is released"
+                self.stop.ask(reason, Interrupted if newest.machine.cluster == cluster else Stopped)
             time.sleep(1)
         return None
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.checks import Finding, clouds_allow
+from pipelines.cloud.claims import claim_launch, name_jobs, refuse_second_launch
 from pipelines.cloud.preflight import preflight
 from pipelines.cloud.pricing import Report, with_prices, within_limits
 from pipelines.cloud.request import EarlierLaunch, LaunchRecord, LaunchRequest, last_launch, write_launch
@@ -19,7 +20,6 @@ from pipelines.cloud.skypilot import (
     ask_optimizer,
     dag_of,
     enabled_clouds,
-    managed_tasks,
     reach_api_server,
     submit_job,
 )
@@ -82,10 +82,7 @@ def checked_job(
         reach_api_server(note)
         job, findings = on_enabled_clouds(job)
         report_all(findings, report)
-        if running := sorted({task.job for task in managed_tasks(request.run, skip_finished=True)}):
-            raise UserError(
-                f"launch: {request.run} has job {running[0]}, which is not over; see `skytrain status {request.run}`"
-            )
+        refuse_second_launch(store, request.run)
     else:
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))
@@ -126,8 +123,12 @@ def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
 
 
 def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
-    """Record the run, submit the job to SkyPilot, and record the launch."""
+    """Claim and record the run, submit the job to SkyPilot, and record the launch.
+
+    UserError if another launch of the run is not over.
+    """
     request, store = launch.request, launch.store
+    claim = claim_launch(store, request.run)
     record(store, request.run, launch.recipe, launch.plans, request.until)
     clear_stop_request(store, request.run)  # otherwise the job would end at once
     before = last_launch(store, request.run)
@@ -136,5 +137,6 @@ def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
     # Written before the submission too: if this machine fails during it, `status` and `down` still know the run's job.
     write_launch(store, launched)
     launched = replace(launched, jobs=submit_job(dag, request.run))
+    name_jobs(store, claim, launched.jobs)
     write_launch(store, launched)
     return launched

@@ -3,10 +3,12 @@
 Importing SkyPilot takes about 4 s, so every function imports it itself.
 """
 
+import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pipelines.cloud.tasks import MachineRequest, ManagedJob
 from trainer.errors import UserError
@@ -50,6 +52,17 @@ def reach_api_server(note: Callable[[str], None]) -> None:
         note("starting SkyPilot's API server on this machine; `sky api stop` ends it")
         with sky_logging.silent():
             sdk.api_start()
+
+
+def server_name() -> str:
+    """The name of the API server that has the jobs of this shell: ids of jobs are unique within one server only."""
+    from sky.server import common
+    from sky.utils import common_utils
+
+    if common.is_api_server_local():
+        return f"{platform.node()}/{common_utils.get_user_hash()}"
+    parts = urlsplit(common.get_server_url())
+    return parts.netloc.rpartition("@")[2] + parts.path  # without a user and password
 
 
 def enabled_clouds() -> list[str]:
@@ -163,13 +176,13 @@ class TaskStatus:
 
 
 def managed_tasks(run: str | None = None, skip_finished: bool = False) -> list[TaskStatus]:
-    """The tasks of all managed jobs, or of one run's. With `skip_finished` only of jobs that are not over."""
+    """The tasks of all users' managed jobs, or of one run's. With `skip_finished` only of jobs that are not over."""
     from sky import exceptions, jobs
     from sky.client import sdk
 
     try:
         found, *_ = sdk.get(
-            jobs.queue_v2(refresh=False, skip_finished=skip_finished, name_match=run, fields=JOB_FIELDS)
+            jobs.queue_v2(refresh=False, skip_finished=skip_finished, all_users=True, name_match=run, fields=JOB_FIELDS)
         )
     except exceptions.ClusterNotUpError:
         return []  # there never was a managed job

@@ -24,7 +24,7 @@ def resume(
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.shell import secrets_from_shell
     from pipelines.stage import planned
-    from pipelines.tracking.stop_request import clear_stop_request, read_stop_request
+    from pipelines.tracking.stop_request import read_stop_request
     from trainer.errors import UserError
 
     record, opened = named_run(run, store)
@@ -36,16 +36,10 @@ def resume(
     loaded, plans = planned(f"run:{record.run}", [], opened)
     stopped = read_stop_request(opened, record.run)
 
-    def agree(question: str) -> bool:
-        if not (yes or typer.confirm(question)):
-            return False
-        clear_stop_request(opened, record.run)  # before the job starts, which would end at once
-        return True
-
     if stopped:
         print(f"{record.run} was stopped by {stopped}")
     prepared = planned_launch(request, loaded, plans, opened, secrets)
     if prepared is None:
         print(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
     else:
-        submit_after_checks(prepared, agree)
+        submit_after_checks(prepared, lambda question: yes or typer.confirm(question))

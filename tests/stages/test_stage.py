@@ -25,7 +25,7 @@ from pipelines.stage import STAGES, Built, Pipeline, Work, provenance
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import attempts, claim, seconds_between_failures, this_process
 from pipelines.tracking.mlflow.tracker import Tracker
-from pipelines.tracking.records import Billing, Heartbeat, ProcessId, Progress
+from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.tracking.runs import Summary
 from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal
@@ -444,6 +444,26 @@ def test_a_stop_takes_effect_while_waiting_for_a_rival(stages: StandIns, store: 
     threading.Timer(0.3, lambda: setattr(stop, "asked", True)).start()
     with pytest.raises(Interrupted):
         execute(store, tmp_path, stop=stop)
+    assert stages.built == [] and states(store) == ["running"]
+
+
+@pytest.mark.parametrize(("rivals", "ending"), [("train-8", Stopped), ("train-9", Interrupted)], ids=["job", "machine"])
+def test_a_rented_machine_that_only_waits_for_another_one_is_released(
+    stages: StandIns,
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rivals: str,
+    ending: type[Interrupted],
+) -> None:
+    monkeypatch.setattr(stage, "RIVAL_SECONDS", 0.5)
+    put_heartbeat(store, machine=Machine("aws", cluster=rivals))
+    waiting = pipeline(store, tmp_path)
+    waiting.billing = replace(waiting.billing, machine=Machine("aws", cluster="train-9"))
+    with pytest.raises(Interrupted) as ended:
+        waiting.execute("tokenize")
+    assert type(ended.value) is ending
+    assert "attempt 1 on other works on tokenize, so this rented machine is released" in (waiting.stop.reason or "")
     assert stages.built == [] and states(store) == ["running"]
 
 
