@@ -47,6 +47,7 @@ class Training:
             self.engine,
             iter([(self.tokens, self.tokens)] * self.count),
             self.count,
+            self.count * self.size,
             LEARNING_RATE,
             self.done,
             judge,

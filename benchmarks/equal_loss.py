@@ -37,7 +37,7 @@ from torch import Tensor
 
 from pipelines.recipe import Recipe, load_recipe
 from trainer.commits import TrainState
-from trainer.config import sequences_per_step
+from trainer.config import micro_batch_count, sequences_per_step
 from trainer.data import TokenData, to_device
 from trainer.engine import Engine, make_engine
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, UserError
@@ -108,7 +108,8 @@ def run_steps(
     started = time.perf_counter()
     for step, rate in enumerate(rates):
         batches = data.micro_batches(sequences(step), size, world.device, upcoming=sequences(step + 1))
-        loss_and_norm = engine.accumulate(batches, len(sequences(step)) // size, done + step + 1)
+        count, mean_share = micro_batch_count(len(sequences(step)), size), train.batch_tokens / model.block_size
+        loss_and_norm = engine.accumulate(batches, count, mean_share / world.world_size, done + step + 1)
         loss, norm = loss_and_norm.tolist()
         loss = world.sum(loss)[0] / world.world_size
         engine.update(rate, loss_and_norm, done + step + 1)

@@ -196,7 +196,8 @@ class RuntimeConfig(Section):
 
     micro_batch_size: int | Literal["auto"] = Field(
         default=8,
-        description="Sequences that a rank processes at once; auto: the most that fit into memory [sequences]",
+        description="Largest number of sequences that a rank processes at once; auto: the most that fit into memory "
+        "[sequences]",
     )
     processes: int | Literal["auto"] = Field(
         default="auto", description="Ranks on each node; auto: one a GPU, or 1 on a CPU"
@@ -262,7 +263,7 @@ def batch_stages(train: TrainConfig) -> tuple[tuple[int, int, int], ...]:
     """(step, tokens before it, tokens of each step from there on) for each size of batch, from step 0.
 
     The ramp is GPT-3's (Brown et al. 2020, 2.3): linear in the tokens seen. Every batch is a multiple of the
-    first, so the ranks that can share the first equally can share all of them.
+    first.
     """
     full = train.batch_tokens
     first, ramp = train.batch_ramp_from or full, train.batch_ramp_tokens or 0
@@ -311,33 +312,30 @@ def sequences_per_step(model: ModelConfig, train: TrainConfig) -> int:
     return train.batch_tokens // model.block_size
 
 
-def grad_accum_steps(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world_size: int) -> int:
-    """Micro-batches each rank accumulates in one step: batch_tokens / (block_size · micro_batch_size · ranks).
+def check_shares(model: ModelConfig, train: TrainConfig, world_size: int) -> None:
+    """UserError if a step has fewer sequences than the run has processes. The shares need not be equal."""
+    full = sequences_per_step(model, train)
+    first = (train.batch_ramp_from or train.batch_tokens) // model.block_size
+    if first >= world_size:
+        return
+    field, enough = "batch_tokens", world_size
+    if full >= world_size:
+        field, enough = "batch_ramp_from", next(n for n in range(world_size, full + 1) if full % n == 0)
+    raise UserError(
+        f"train.{field}: {first * model.block_size} is {first} sequence(s) of {model.block_size} tokens, too few for "
+        f"{world_size} processes; use at most {first} (on one node: --set runtime.processes={first}), "
+        f"or --set train.{field}={enough * model.block_size}"
+    )
 
-    While the batch ramps up they may be smaller, see `micro_batch_of`. UserError if a batch cannot be divided so.
-    """
-    if train.batch_ramp_from and (first := train.batch_ramp_from // model.block_size) % world_size:
-        raise UserError(
-            f"train.batch_ramp_from: {train.batch_ramp_from} is {first} sequences of {model.block_size} tokens, "
-            f"which {world_size} processes can't share equally; use a multiple of {world_size * model.block_size}"
-        )
-    micro_batch_size = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
-    sequences, at_once = sequences_per_step(model, train), micro_batch_size * world_size
-    if sequences % at_once:
-        raise UserError(
-            f"train.batch_tokens: {train.batch_tokens} is {sequences} sequences of {model.block_size} tokens, "
-            f"not a multiple of runtime.micro_batch_size {runtime.micro_batch_size} x {world_size} process(es); "
-            f"use a micro_batch_size that divides {sequences // world_size}"
-            if sequences % world_size == 0
-            else f"train.batch_tokens: {train.batch_tokens} is {sequences} sequences of {model.block_size} tokens, "
-            f"which {world_size} processes can't share equally; use a number of processes that divides {sequences}"
-        )
-    return sequences // at_once
+
+def micro_batch_count(share: int, most: int) -> int:
+    """The fewest micro-batches of up to `most` sequences for a rank's `share` of a step."""
+    return -(-share // most)
 
 
 def micro_batch_of(share: int, most: int) -> int:
-    """The largest number of sequences up to `most` that divides a rank's `share` of a step."""
-    return next(n for n in range(min(share, most), 0, -1) if share % n == 0)
+    """The size of the largest of these micro-batches: they differ by at most one sequence."""
+    return -(-share // micro_batch_count(share, most))
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:

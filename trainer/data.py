@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.config import micro_batch_count
 from trainer.errors import UserError
-from trainer.shards import Order, Shard, read_shard, sequence_digest
+from trainer.shards import Order, Shard, read_shard, sequence_digest, slices
 
 T = TypeVar("T")
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
@@ -44,11 +45,15 @@ class TokenData:
     def micro_batches(
         self, sequences: range, micro_batch_size: int, device: torch.device, upcoming: range = range(0)
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets, int64 (micro_batch_size, block_size) each, for the given sequence numbers.
+        """Inputs and targets, int64 (B, block_size) each, for the given sequence numbers.
+
+        They come in the fewest micro-batches with B up to `micro_batch_size`, whose B differ by at most one.
 
         `upcoming`: the sequences that the next call will probably request. On a GPU the first of them are prefetched.
         """
-        batches, upcoming_batches = (cut(several, micro_batch_size) for several in (sequences, upcoming))
+        batches, upcoming_batches = (
+            slices(several, micro_batch_count(len(several), micro_batch_size)) for several in (sequences, upcoming)
+        )
         if device.type == "cuda":
             self._feed = self._feed or GpuFeed(self._windows, device)
             yield from self._feed.batches(batches, upcoming_batches)
@@ -140,11 +145,6 @@ class Prefetcher(Generic[T]):
             future.set_result(self.make(sequences))
         except Exception as error:  # raised where the result is needed
             future.set_exception(error)
-
-
-def cut(sequences: range, size: int) -> list[range]:
-    """Consecutive ranges of `size` sequences each."""
-    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
 
 def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:

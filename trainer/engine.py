@@ -38,7 +38,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 class Engine(Protocol):
     """The interface between the training loop and an implementation of its step. A micro-batch is B sequences of T
-    tokens."""
+    tokens. The ranks' shares of a step, and the micro-batches of a share, may differ in size."""
 
     why: str  # name of the engine, its device, and the reason for the choice
     precision: str
@@ -48,12 +48,14 @@ class Engine(Protocol):
         """Draw the weights of a new run, see `GPT.initialize`."""
         ...
 
-    def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
-        """Gradients of the mean loss over `count` micro-batches (B, T) on each rank. Returns [loss, norm of the mean
-        gradient] (2,), float32 on the device. The norm is that of all ranks' mean gradient, before clipping; the loss
-        may be that of this rank.
+    def accumulate(self, batches: Batches, count: int, mean_share: float, number: int = 0) -> Tensor:
+        """Gradients of the mean loss over all sequences of a step, of which this rank has `count` micro-batches.
+        Returns [loss, norm of the gradient] (2,), float32 on the device. The norm is that of all ranks' gradient,
+        before clipping. The mean of the loss over all ranks is that of the step.
 
-        `number` is the number of the update that follows; 0: no update follows, and the ranks do not communicate.
+        `mean_share` is the number of sequences of a step, divided by the number of ranks. A micro-batch of B sequences
+        has the weight B / mean_share, so the mean over ranks is the mean over sequences. `number` is the number of the
+        update that follows; 0: no update follows, and the ranks do not communicate.
         """
         ...
 
@@ -122,9 +124,9 @@ class PlainEngine:
         self.model = GPT(config, recompute=runtime.recompute).to(world.device)
         self.forward: Any = self.model
         if compiled:
-            # torch does not compile beyond this limit: it must cover every batch size of the ramp.
+            # torch does not compile beyond this limit: it must cover two sizes of micro-batches a batch of the ramp.
             dynamo = torch._dynamo.config
-            dynamo.recompile_limit = max(dynamo.recompile_limit, len(batch_stages(train)))
+            dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(batch_stages(train)))
             self.forward = torch.compile(self.model, dynamic=False)
         self.optimizer = AdamW(self.model, train)
         self.gradients = FlatGradients.of(self.model)
@@ -133,22 +135,22 @@ class PlainEngine:
     def initialize(self, seed: int) -> None:
         self.model.initialize(seed)
 
-    def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
-        loss = self.backward(batches, count)
+    def accumulate(self, batches: Batches, count: int, mean_share: float, number: int = 0) -> Tensor:
+        loss = self.backward(batches, mean_share)
         if number:
             self.world.mean_(self.gradients.flat)
             # Once an update. GradScaler uses only the optimizer's groups and its step.
             self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
         return torch.stack((loss, self.gradients.norm()))
 
-    def backward(self, batches: Batches, count: int) -> Tensor:
-        """Add up the gradients of this rank's micro-batches. Returns their mean loss."""
+    def backward(self, batches: Batches, mean_share: float) -> Tensor:
+        """Add up the weighted gradients of this rank's micro-batches. Returns the weighted sum of their losses."""
         self.model.train()
         self.gradients.zero_()
         total = torch.zeros((), device=self.world.device)
         for tokens, targets in batches:
             with self._autocast():
-                loss = self.forward(tokens, targets) / count
+                loss = self.forward(tokens, targets) / (mean_share / len(tokens))
             failpoint("mid-step")
             self.scaler.scale(loss).backward()
             total += loss.detach()
@@ -230,13 +232,13 @@ class FusedEngine:
     def initialize(self, seed: int) -> None:
         self.state.initialize(seed)
 
-    def accumulate(self, batches: Batches, count: int, number: int = 0) -> Tensor:
+    def accumulate(self, batches: Batches, count: int, mean_share: float, number: int = 0) -> Tensor:
         total = torch.zeros((), device=self.world.device)
         self.state.rehearsing = not number
         self.step.begin(number)
         for i, (tokens, targets) in enumerate(batches):
             failpoint("mid-step")
-            total += self.step.backward(tokens, targets, 1 / (count * tokens.numel()), last=i == count - 1)
+            total += self.step.backward(tokens, targets, 1 / (mean_share * tokens.size(1)), last=i == count - 1)
         return self.state.finish(total)
 
     def update(self, learning_rate: float, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:

@@ -1,12 +1,12 @@
 """The largest micro-batch that fits into GPU memory, for `runtime.micro_batch_size: auto`.
 
 Larger micro-batches use a GPU better, up to 65,536 tokens (64 x 1024, the size of the peers' measurements); beyond that
-only the memory grows. So the size is the largest divisor of the rank's share of a step that fits. Memory grows about
+only the memory grows. So a rank divides its share of a step into the fewest micro-batches that fit. Memory grows about
 linearly with the micro-batch, but the slope depends on the engine (its recomputation, the chunks of its head), so it
 is measured. The search runs one and two sequences, extrapolates a line through the two peaks, tries the largest size
-below that line, and repeats this until the next divisor would not fit. The ranks do not communicate inside a trial: a
-rank that runs out of memory would leave the others waiting. All ranks use the peak of the fullest rank, so all decide
-alike.
+below that line, and repeats this until fewer micro-batches would not fit. The ranks do not communicate inside a trial:
+a rank that runs out of memory would leave the others waiting. All ranks use the peak of the fullest rank, so all
+decide alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,16 +34,16 @@ class Fit:
 
 
 def fit_micro_batch(
-    accumulate: Callable[[Iterator[Batch], int], Tensor], model: ModelConfig, share: int, world: World
+    accumulate: Callable[[Iterator[Batch], int, float], Tensor], model: ModelConfig, share: int, world: World
 ) -> Fit:
-    """The largest divisor of `share`, a rank's sequences of a step, that fits on the device of every rank.
+    """The size of the fewest micro-batches of `share`, the largest rank's share of a step, that fit on every device.
 
     `accumulate` is the engine's, without an update and without communication between ranks. A collective call.
     UserError if not even one sequence fits.
     """
     if world.device.type != "cuda":
         size = micro_batch_of(share, CPU_SEQUENCES)
-        return Fit(size, f"micro-batches of {size}: the largest divisor of {share} sequences up to {CPU_SEQUENCES}")
+        return Fit(size, f"micro-batches of {size}: {share} sequences in equal parts of up to {CPU_SEQUENCES}")
 
     def peak(size: int) -> int:
         return max(world.gather(peak_bytes(accumulate, model, size, world.device)))
@@ -63,7 +63,8 @@ def fit_micro_batch(
 
 
 def largest_that_fits(peak: Callable[[int], int], share: int, most: int, available: int) -> tuple[int, int]:
-    """The largest divisor of `share` up to `most` whose `peak` is at most `available` bytes, and that peak.
+    """The size of the fewest micro-batches of `share` whose `peak` is at most `available` bytes, and that peak. `most`:
+    an upper limit of the size.
 
     It tries no size beyond the line through the two largest peaks so far, because not every library recovers from
     running out of memory.
@@ -88,21 +89,23 @@ def largest_that_fits(peak: Callable[[int], int], share: int, most: int, availab
         # The first peak includes weights and moments. The line from 0 to it is too steep for more than one step.
         reach = min(too_large - 1, 2 if size == 1 else size + more)
         guess = micro_batch_of(share, reach)
-        if guess <= size and 8 * reach > 9 * size:  # not a divisor, but a larger trial gives a better line
+        if (
+            guess <= size and 8 * reach > 9 * size
+        ):  # as many micro-batches as before, but a larger trial gives a better line
             guess = reach
-    size, used = max((size, used) for size, used in fitting if size and share % size == 0)
+    size, used = max((size, used) for size, used in fitting if size and micro_batch_of(share, size) == size)
     return size, used
 
 
 def peak_bytes(
-    accumulate: Callable[[Iterator[Batch], int], Tensor], model: ModelConfig, size: int, device: torch.device
+    accumulate: Callable[[Iterator[Batch], int, float], Tensor], model: ModelConfig, size: int, device: torch.device
 ) -> int:
     """The peak of the memory that torch reserves on the device for a micro-batch of `size` sequences."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     tokens = torch.arange(size * model.block_size, device=device).view(size, model.block_size) % model.vocab_size
     try:
-        accumulate(iter(2 * [(tokens, tokens)]), 2)  # two, as in a step: memory of the first stays reserved
+        accumulate(iter(2 * [(tokens, tokens)]), 2, 2 * size)  # two, as in a step: memory of the first stays reserved
         torch.cuda.synchronize(device)
     except torch.cuda.OutOfMemoryError:
         return torch.cuda.mem_get_info(device)[1]

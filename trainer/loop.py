@@ -18,8 +18,8 @@ from trainer.config import (
     RuntimeConfig,
     TrainConfig,
     batch_tokens_at,
-    grad_accum_steps,
-    micro_batch_of,
+    check_shares,
+    micro_batch_count,
     sequences_per_step,
 )
 from trainer.data import TokenData
@@ -51,7 +51,7 @@ def train(
 
     Diverged if the run diverges and no rollback helps; its earlier commits stay.
     """
-    grad_accum_steps(model_config, config, runtime, world.world_size)  # UserError if the batch cannot be divided
+    check_shares(model_config, config, world.world_size)
 
     def sequences_at(data_step: int) -> range:
         return sequences_of(data_step, model_config, config, world.rank, world.world_size)
@@ -89,8 +89,8 @@ def train(
                 return engine, state
             started = time.time()
             sequences, batch_tokens = sequences_at(state.data_step), batch_tokens_at(state.data_step, config)
-            size = micro_batch_of(len(sequences), fit.micro_batch_size)
-            batches = data.micro_batches(sequences, size, world.device, upcoming=sequences_at(state.data_step + 1))
+            upcoming = sequences_at(state.data_step + 1)
+            batches = data.micro_batches(sequences, fit.micro_batch_size, world.device, upcoming)
             # Rank 0 finishes a save last: only it may request the next one, once it is no longer busy.
             due = save_clock.due_at(state.step + 1) or (
                 world.rank == 0 and save_clock.due_now() and not checkpointer.busy
@@ -100,7 +100,8 @@ def train(
             verdict, applied = step(
                 engine,
                 watchdog.each(batches),
-                len(sequences) // size,
+                micro_batch_count(len(sequences), fit.micro_batch_size),
+                batch_tokens / model_config.block_size / world.world_size,
                 learning_rate,
                 state.optimizer_steps + 1,
                 votes.judge(state, config, engine),
@@ -164,18 +165,20 @@ def step(
     engine: Engine,
     batches: Batches,
     count: int,
+    mean_share: float,
     learning_rate: float,
     number: int,
     judge: Callable[[PendingNumbers], Verdict],
     update_first: bool,
     before_update: Callable[[], None] = lambda: None,
 ) -> tuple[Verdict, bool]:
-    """Update `number` (from 1) with `count` micro-batches: its verdict, and whether the engine applied the update.
+    """Update `number` (from 1) with `count` micro-batches, weighted as `Engine.accumulate` describes: its verdict, and
+    whether the engine applied the update.
 
     `judge` reads the numbers, which waits for the GPU. With `update_first` the engine gets the update before that, so
     that the GPU has work meanwhile; the engine itself then leaves out an update with numbers that are not finite.
     """
-    loss_and_norm = engine.accumulate(batches, count, number)
+    loss_and_norm = engine.accumulate(batches, count, mean_share, number)
     before_update()
     numbers = PendingNumbers(loss_and_norm)
     if update_first:
@@ -217,10 +220,10 @@ def choose_micro_batch(
     gradients in another order. A collective call.
     """
     if runtime.micro_batch_size != "auto":
-        return Fit(runtime.micro_batch_size, f"micro-batches of {runtime.micro_batch_size}, as configured")
+        return Fit(runtime.micro_batch_size, f"micro-batches of up to {runtime.micro_batch_size}, as configured")
     if state.micro_batch_size and (state.world_size, state.devices) == (world.world_size, devices_of(world)):
         return Fit(state.micro_batch_size, f"micro-batches of {state.micro_batch_size}, as before the resume")
-    share = sequences_per_step(model, config) // world.world_size
+    share = -(-sequences_per_step(model, config) // world.world_size)  # the largest
     return fit_micro_batch(engine.accumulate, model, share, world)
 
 

@@ -7,8 +7,8 @@ inputs and targets of one sequence.
 
 There is no loader state to save. Sequence number g of a run belongs to epoch g // sequences_per_epoch. An epoch
 permutes the shards, and then the windows inside each shard, so a run can start with its first local shard. An epoch
-reads every window exactly once. A step reads the same sequences at every world size: rank r takes the r-th equal slice
-of the step.
+reads every window exactly once. A step reads the same sequences at every world size: rank r takes the r-th slice of the
+step. The slices differ by at most one sequence.
 """
 
 from collections.abc import Iterable
@@ -114,10 +114,16 @@ class Order:
 
 
 def sequences_of(step: int, model: ModelConfig, train: TrainConfig, rank: int, world_size: int) -> range:
-    """The sequence numbers that `rank` reads in update `step`: its slice of the step's."""
-    share = batch_tokens_at(step, train) // model.block_size // world_size
-    first = tokens_before(step, train) // model.block_size + rank * share
-    return range(first, first + share)
+    """The sequence numbers that `rank` reads in update `step`: its slice of the step's, which is not empty if the step
+    has at least `world_size` sequences."""
+    first, count = tokens_before(step, train) // model.block_size, batch_tokens_at(step, train) // model.block_size
+    return slices(range(first, first + count), world_size)[rank]
+
+
+def slices(sequences: range, count: int) -> list[range]:
+    """`sequences` in `count` consecutive parts whose lengths differ by at most one."""
+    starts = [len(sequences) * i // count for i in range(count)]
+    return [sequences[start:end] for start, end in zip(starts, [*starts[1:], len(sequences)], strict=False)]
 
 
 def sequence_digest(order: Order, sequences: range) -> int:

@@ -193,14 +193,14 @@ def measure(
     import torch
 
     from trainer.commits import TrainState
-    from trainer.config import grad_accum_steps, sequences_per_step
+    from trainer.config import check_shares, micro_batch_count
     from trainer.engine import make_engine
     from trainer.loop import choose_micro_batch
     from trainer.metrics import mfu, peak_flops
 
     model, train, runtime, device = recipe.model, recipe.train, recipe.runtime, world.device
     on_gpu = device.type == "cuda"
-    grad_accum_steps(model, train, runtime, world.world_size)
+    check_shares(model, train, world.world_size)
     engine = make_engine(model, train, runtime, world)
     engine.initialize(train.seed)
     fit = choose_micro_batch(engine, model, train, runtime, TrainState(), world)
@@ -225,7 +225,7 @@ def measure(
         world_size=world.world_size,
         micro_batch_size=fit.micro_batch_size,
         micro_batch_why=fit.why,
-        accumulated=sequences_per_step(model, train) // world.world_size // fit.micro_batch_size,
+        accumulated=micro_batch_count(len(run.sequences_at(0)), fit.micro_batch_size),
         batch_tokens=train.batch_tokens,
         step_seconds=Spread.of(seconds),
         tokens_per_second=speeds,
@@ -257,6 +257,7 @@ class Steps:
 
     def step(self) -> float:
         """Make a step and return its loss. Diverged if the loss is not finite."""
+        from trainer.config import micro_batch_count
         from trainer.health import Health
         from trainer.loop import Verdict, step
         from trainer.parallel import Agreement
@@ -269,7 +270,8 @@ class Steps:
         verdict, _ = step(
             self.engine,
             self.data.micro_batches(sequences, self.micro_batch_size, self.world.device, upcoming),
-            len(sequences) // self.micro_batch_size,
+            micro_batch_count(len(sequences), self.micro_batch_size),
+            self.recipe.train.batch_tokens / self.recipe.model.block_size / self.world.world_size,
             self.recipe.train.learning_rate,
             self.done + 1,
             alone,

@@ -273,7 +273,7 @@ SPEED = "perf/tokens_per_second"
 
 
 def candidate(work: Workload, offer: Offer, by_stage: OffersByStage, node_counts: Mapping[str, int]) -> Candidate:
-    """A run that trains on `offer`. UserError if its GPUs can't share the batch, lack the precision, or are unknown."""
+    """A run that trains on `offer`. UserError if its GPUs are too many, lack the precision, or are unknown."""
     recipe, nodes = work.recipe, node_counts["train"]
     check_gpus(recipe.model, recipe.train, recipe.runtime, offer.accelerators or "", nodes)
     estimates = estimate_stages(work, {**by_stage, "train": [offer]}, node_counts)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pipelines.bench.measurements import measurements
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, grad_accum_steps
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, check_shares
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
 
@@ -93,10 +93,10 @@ def gpu_count(accelerators: str) -> int:
 
 
 def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> None:
-    """UserError if `nodes` nodes with these GPUs can't share a step's batch, or don't have its precision."""
+    """UserError if `nodes` nodes with these GPUs are too many for a step's batch, or lack its precision."""
     gpus = 1 if runtime.device == "cpu" else gpu_count(accelerators)
     ranks = gpus if runtime.processes == "auto" else runtime.processes
-    grad_accum_steps(model, train, runtime, nodes * ranks)
+    check_shares(model, train, nodes * ranks)
     if train.precision.startswith("fp8") and accelerators.partition(":")[0].partition("-")[0] not in FP8:
         raise UserError(f"no hardware for train.precision {train.precision}; these GPUs have it: {', '.join(FP8)}")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.mlflow.settings import tracking_is_off
-from trainer.config import grad_accum_steps
+from trainer.config import check_shares
 from trainer.errors import UserError
 
 # The failpoints of a drill, and the stage of each.
@@ -118,7 +118,7 @@ def unavailable(store_uri: str, recipe: Recipe, processes: int) -> dict[str, str
     if tracking_is_off():
         reasons["mlflow"] = "tracking is off (SKYTRAIN_TRACKING)"
     try:
-        grad_accum_steps(recipe.model, recipe.train, recipe.runtime, other_processes(processes))
+        check_shares(recipe.model, recipe.train, other_processes(processes))
     except UserError as error:
         reasons["world"] = str(error)
     if device_kind(recipe.runtime) == "cuda" and torch.cuda.device_count() < 2:

@@ -23,7 +23,7 @@ from pipelines.tracking.ledger import (
 )
 from pipelines.tracking.records import ProcessId
 from trainer.commits import committed_state, series
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, grad_accum_steps
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, check_shares
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
@@ -44,7 +44,7 @@ def build(work: Work) -> Built:
     recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
     world_size = work.head.wait_for_workers(processes) if work.head else processes
-    grad_accum_steps(recipe.model, recipe.train, recipe.runtime, world_size)  # UserError now, not in the ranks
+    check_shares(recipe.model, recipe.train, world_size)  # UserError now, not in the ranks
     tokens = work.inputs["tokenize"]
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
     work.clock.enter("ranks")

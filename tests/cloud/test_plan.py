@@ -284,11 +284,11 @@ def test_with_a_stand_in_catalog_a_stage_is_on_spot_if_its_task_may_be(market, t
 
 
 def test_with_a_stand_in_catalog_gpus_that_cannot_share_a_step_are_no_candidates(market, tmp_path: Path) -> None:
-    plan = planned(tmp_path, "smoke", clouds=("a",), train_nodes=("H100:8", "H100:1"))
+    plan = planned(tmp_path, "smoke", clouds=("a",), train_nodes=("H100:8", "H100:1"), nodes=3)
     assert {c.offer.accelerators for c in plan.candidates} == {"H100:1"}
-    assert "not a multiple of runtime.micro_batch_size 16 x 8 process(es)" in plan.notes[0]
-    with pytest.raises(UserError, match="1 x H100:8: train.batch_tokens"):
-        planned(tmp_path, "smoke", clouds=("a",), train_nodes=("H100:8",))
+    assert "is 16 sequence(s) of 128 tokens, too few for 24 processes" in plan.notes[0]
+    with pytest.raises(UserError, match="3 x H100:8: train.batch_tokens"):
+        planned(tmp_path, "smoke", clouds=("a",), train_nodes=("H100:8",), nodes=3)
     with pytest.raises(UserError, match="none of a offers B200:8"):
         planned(tmp_path, clouds=("a",), train_nodes=("B200:8",))
 

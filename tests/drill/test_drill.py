@@ -150,8 +150,8 @@ def test_kinds_that_are_not_possible_are_left_out_or_rejected(monkeypatch: pytes
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.delenv("SKYTRAIN_TRACKING")
     assert unavailable("s3://bucket", recipe, 1) == {}
-    odd = recipe.model_copy(update={"train": recipe.train.model_copy(update={"batch_tokens": 32 * 4})})
-    assert "not a multiple" in unavailable("s3://bucket", odd, 1)["world"]
+    odd = recipe.model_copy(update={"train": recipe.train.model_copy(update={"batch_tokens": 32})})
+    assert "too few for 2 processes" in unavailable("s3://bucket", odd, 1)["world"]
 
     assert chosen(None, {"cut": "no S3"}) == [kind for kind in KINDS if kind != "cut"]
     with pytest.raises(UserError, match="--kinds cut: not possible here: no S3"):

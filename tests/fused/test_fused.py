@@ -14,7 +14,7 @@ import trainer_runs
 from torch import Tensor
 from trainer_runs import Runner, weights
 
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, micro_batch_count
 from trainer.engine import FusedEngine, PlainEngine, make_engine
 from trainer.errors import UserError
 from trainer.events import Slow
@@ -22,6 +22,7 @@ from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
 from trainer.model import GPT
 from trainer.parallel import World
+from trainer.shards import slices
 
 fused = pytest.importorskip("trainer.fused.step", reason="needs triton")
 from trainer.fused.bf16 import Bf16Products  # noqa: E402
@@ -125,7 +126,7 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0) -> lis
     noise, losses = torch.Generator().manual_seed(seed), []
     for number in range(1, count + 1):
         tokens = torch.randint(0, 140, (2, 2, 17), generator=noise)
-        found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2, number)
+        found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2, 4, number)
         assert engine.update(1e-2, found, number)
         losses.append(float(found[0]))
     return losses
@@ -142,7 +143,7 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     before = {name: w.clone() for name, w in one.weights().items()}
     one.state.weights["h.0.ln_1.bias"][0] = torch.nan
     tokens = torch.randint(0, 140, (2, 17))
-    found = one.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 1)
+    found = one.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), 1)
     one.update(1e-2, found, 1)
     assert not torch.isfinite(found).all()
     assert all(torch.equal(before[name], w) for name, w in one.weights().items())
@@ -165,7 +166,7 @@ def test_every_batch_of_a_ramp_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
     engine.initialize(1)
     for size in sizes:
         tokens = torch.randint(0, 140, (size, 9))
-        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, size)
+        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), size)
     assert len(compiled) == len(sizes)
 
 
@@ -196,8 +197,37 @@ def test_the_eager_engine_can_rehearse_in_fp16() -> None:
     engine.initialize(1)
     tokens = torch.randint(0, 140, (2, 17))
     for number in (0, 0, 1):
-        found = engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)
+        found = engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), number)
     assert engine.update(1e-3, found, 1) and found.isfinite().all()
+
+
+@pytest.mark.parametrize("way", ["eager", "fused"])
+def test_unequal_shares_and_micro_batches_together_have_the_loss_and_gradient_of_the_whole_batch(way: str) -> None:
+    config, weights = a_model(1, 2, 32, 16, 140)
+    tokens = torch.randint(0, 140, (8, 17))
+    runtime = RuntimeConfig(engine=way, data_parallel="all_reduce")  # type: ignore[arg-type]
+
+    def of_rank(rank: int, world_size: int, most: int) -> tuple[Tensor, Tensor]:
+        """The loss and all gradients of a rank, before the ranks communicate."""
+        engine = make_engine(config, TRAIN, runtime, World(rank, 0, world_size, torch.device("cpu")))
+        assert isinstance(engine, FusedEngine | PlainEngine)
+        (engine.state.load if isinstance(engine, FusedEngine) else engine.model.load_state_dict)(weights)
+        share = slices(range(8), world_size)[rank]
+        several = slices(share, micro_batch_count(len(share), most))
+        batches = ((tokens[part.start : part.stop, :-1], tokens[part.start : part.stop, 1:]) for part in several)
+        loss = engine.accumulate(batches, len(several), 8 / world_size)[0]
+        every = (
+            engine.state.gradients
+            if isinstance(engine, FusedEngine)
+            else {name: p.grad for name, p in engine.model.named_parameters() if p.grad is not None}
+        )
+        return loss, torch.cat([every[name].flatten() for name in weights])
+
+    whole_loss, whole = of_rank(0, 1, 8)
+    for world_size, most in ((1, 3), (3, 2), (5, 2)):
+        losses, gradients = zip(*(of_rank(rank, world_size, most) for rank in range(world_size)), strict=True)
+        assert float(sum(losses)) / world_size == pytest.approx(float(whole_loss), rel=1e-5)
+        assert error(sum(gradients) / world_size, whole.double()) < (1e-5 if way == "eager" else 0.02)
 
 
 @pytest.mark.parametrize(("way", "precision"), [("eager", "auto"), ("fused", "auto"), ("fused", "fp8")])
@@ -209,9 +239,9 @@ def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
     engine.initialize(1)
     tokens = torch.randint(0, 140, (2, 17))
     for number in (0, 0):
-        assert engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)[0].isfinite()
+        assert engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), number)[0].isfinite()
     with pytest.raises(ValueError, match="process group has not been initialized"):
-        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, 1)
+        engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), 1)
 
 
 def test_the_reason_why_it_cannot_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +297,7 @@ def test_fp8_gradients_point_where_the_exact_ones_do(precision: str) -> None:
     exact_model.load_state_dict(weights)
     exact_loss, exact = gradients(exact_model, batches)
     for number in (1, 100):  # the first one measures its scales before, and each hundredth counts
-        found = engine.accumulate(iter(batches), 2, number)
+        found = engine.accumulate(iter(batches), 2, 2 * len(batches[0][0]), number)
         assert float(found[0]) == pytest.approx(exact_loss, rel=0.01)
         for name, gradient in exact.items():
             # e5m2 has 2 bits behind the point: rounding has an error of 7% on average, in every factor.
@@ -300,15 +330,15 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch
         assert isinstance(engine, FusedEngine)
         engine.state.load(weights)
         if engine is other:
-            engine.accumulate(iter(2 * [batch]), 2)
+            engine.accumulate(iter(2 * [batch]), 2, 2 * len(tokens))
         assert not engine.pieces()["fp8.magnitudes"].live.any()
         saved = engine.pieces()["fp8.magnitudes"].live
-        found.append([engine.accumulate(iter([batch]), 1, number) for number in (1, 2)])
+        found.append([engine.accumulate(iter([batch]), 1, len(tokens), number) for number in (1, 2)])
         if engine is other:  # as when a run resumes: the scales are known
             with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
                 patch.setattr(engine.step, "_embed_backward", out_of_memory)
-                engine.accumulate(iter([(tokens[:, 1:], tokens[:, 1:])]), 1)
-        found[-1].append(engine.accumulate(iter([batch]), 1, 2))
+                engine.accumulate(iter([(tokens[:, 1:], tokens[:, 1:])]), 1, len(tokens))
+        found[-1].append(engine.accumulate(iter([batch]), 1, len(tokens), 2))
         assert not saved.any()  # micro-batches may run while a checkpoint still copies it
         assert engine.pieces()["fp8.magnitudes"].live.any()
     assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
@@ -342,7 +372,7 @@ def test_recomputing_gelu_in_fp8_changes_no_bit(monkeypatch: pytest.MonkeyPatch)
         engine = fp8_engine(config, weights, recompute, warmup_steps=1)
         for number in (1, 2, 3):
             casts.clear()
-            engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, number)
+            engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), number)
         assert casts.count("gelu") == times
         found.append(torch.cat([gradient.flatten() for gradient in engine.state.gradients.values()]))
     assert torch.equal(*found)
@@ -356,11 +386,11 @@ def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:
     engine = fp8_engine(*a_model(1, 1, 32, 16, 140))
     tokens, bias = torch.randint(0, 140, (2, 17)), engine.state.weights["h.0.ln_1.bias"]
     batch = (tokens[:, :-1], tokens[:, 1:])
-    engine.accumulate(iter([batch]), 1, 1)
+    engine.accumulate(iter([batch]), 1, len(tokens), 1)
     bias[0] = torch.inf
-    engine.accumulate(iter([batch]), 1, 2)
+    engine.accumulate(iter([batch]), 1, len(tokens), 2)
     bias[0] = 0.0
-    assert engine.accumulate(iter([batch]), 1, 3).isfinite().all()
+    assert engine.accumulate(iter([batch]), 1, len(tokens), 3).isfinite().all()
 
 
 @pytest.mark.slow

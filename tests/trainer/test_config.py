@@ -12,8 +12,9 @@ from trainer.config import (
     ModelConfig,
     RuntimeConfig,
     TrainConfig,
+    check_shares,
     explain,
-    grad_accum_steps,
+    micro_batch_count,
     micro_batch_of,
     sequences_per_step,
 )
@@ -206,41 +207,37 @@ def test_a_batch_must_be_whole_sequences(batch_tokens: int, nearest: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("world_size", "micro_batch_size", "steps"), [(1, 1, 12), (1, 4, 3), (2, 2, 3), (4, 3, 1), (12, 1, 1)]
+    ("share", "most", "count", "largest"),
+    [(12, 1, 12, 1), (12, 4, 3, 4), (12, 5, 3, 4), (7, 8, 1, 7), (73, 64, 2, 37), (10, 4, 3, 4), (1, 4, 1, 1)],
 )
-def test_accumulation_follows_from_the_world_size(world_size: int, micro_batch_size: int, steps: int) -> None:
-    assert grad_accum_steps(*parts(12 * 16, micro_batch_size), world_size) == steps
+def test_a_share_takes_the_fewest_micro_batches_of_about_equal_size(
+    share: int, most: int, count: int, largest: int
+) -> None:
+    assert (micro_batch_count(share, most), micro_batch_of(share, most)) == (count, largest)
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused_with_a_remedy() -> None:
+def test_any_number_of_processes_up_to_the_number_of_sequences_can_share_a_batch() -> None:
+    model, train, _ = parts(12 * 16)
+    for world_size in range(1, 13):
+        check_shares(model, train, world_size)
+
+
+def test_a_batch_with_fewer_sequences_than_processes_is_refused_with_numbers_that_work() -> None:
+    model, train, _ = parts(12 * 16)
     with pytest.raises(UserError) as mistake:
-        grad_accum_steps(*parts(12 * 16, 5), 2)
+        check_shares(model, train, 16)
     assert str(mistake.value) == (
-        "train.batch_tokens: 192 is 12 sequences of 16 tokens, not a multiple of runtime.micro_batch_size 5 "
-        "x 2 process(es); use a micro_batch_size that divides 6"
+        "train.batch_tokens: 192 is 12 sequence(s) of 16 tokens, too few for 16 processes; "
+        "use at most 12 (on one node: --set runtime.processes=12), or --set train.batch_tokens=256"
     )
-    with pytest.raises(UserError) as mistake:
-        grad_accum_steps(*parts(12 * 16, 1), 8)
-    assert str(mistake.value) == (
-        "train.batch_tokens: 192 is 12 sequences of 16 tokens, which 8 processes can't share equally; "
-        "use a number of processes that divides 12"
-    )
+    check_shares(model, configured("train", batch_tokens=256).train, 16)
 
 
-def test_a_ramp_begins_with_a_batch_that_every_rank_can_share() -> None:
-    model, _, runtime = parts(12 * 16, 2)
-    train = configured("train", batch_tokens=12 * 16, batch_ramp_from=3 * 16, batch_ramp_tokens=1000).train
-    assert grad_accum_steps(model, train, runtime, 3) == 2
-    with pytest.raises(UserError) as mistake:
-        grad_accum_steps(model, train, runtime, 2)
-    assert str(mistake.value) == (
-        "train.batch_ramp_from: 48 is 3 sequences of 16 tokens, which 2 processes can't share equally; "
-        "use a multiple of 32"
-    )
-    assert [micro_batch_of(share, 4) for share in (1, 3, 4, 6, 7, 10, 12)] == [1, 3, 4, 3, 1, 2, 4]
-
-
-def test_a_large_batch_is_written_out_in_full() -> None:
-    config = configured("train", batch_tokens=16 * 5_000_000)
-    with pytest.raises(UserError, match="use a micro_batch_size that divides 5000000$"):
-        grad_accum_steps(config.model, config.train, RuntimeConfig(micro_batch_size=3), 1)
+def test_a_ramp_begins_with_a_sequence_for_every_process() -> None:
+    model, _, _ = parts()
+    ramp = {"batch_tokens": 12 * 16, "batch_ramp_tokens": 1000}
+    train = configured("train", batch_ramp_from=3 * 16, **ramp).train
+    check_shares(model, train, 2)
+    with pytest.raises(UserError, match=r"train\.batch_ramp_from: 48 .* or --set train\.batch_ramp_from=96$"):
+        check_shares(model, train, 5)
+    check_shares(model, configured("train", batch_ramp_from=96, **ramp).train, 5)

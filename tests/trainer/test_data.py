@@ -121,16 +121,17 @@ def test_every_window_is_read_exactly_once_an_epoch(sizes: list[int], block: int
 
 
 @settings(max_examples=100, deadline=None)
-@given(sizes, seeds, st.sampled_from([1, 2, 4]), st.integers(0, 40), st.integers(1, 5))
+@given(sizes, seeds, st.integers(1, 8), st.integers(0, 40), st.integers(0, 20))
 def test_ranks_share_a_step_without_gap_or_overlap(
-    sizes: list[int], seed: int, world_size: int, step: int, share: int
+    sizes: list[int], seed: int, world_size: int, step: int, more: int
 ) -> None:
-    per_step = 4 * share
+    per_step = world_size + more
     train = TrainConfig(batch_tokens=4 * per_step, max_steps=50, learning_rate=0.1)
     whole = list(sequences_of(step, MODEL, train, 0, 1))
     assert whole == list(range(step * per_step, (step + 1) * per_step))
     parts = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
     assert [g for part in parts for g in part] == whole
+    assert all(len(part) in (per_step // world_size, -(-per_step // world_size)) for part in parts)
     if sum((n - 1) // 4 for n in sizes if n > 0) > 0:
         data = TokenData(shards_of(sizes), Path, 4, seed)
         assert sum(data.digest(part) for part in parts) == data.digest(range(whole[0], whole[-1] + 1))
@@ -149,7 +150,6 @@ def test_growing_batches_read_everything_once_and_grow_as_in_gpt3(
     read = 0
     for step in range(400):
         of_ranks = [sequences_of(step, MODEL, train, rank, world_size) for rank in range(world_size)]
-        assert len({len(mine) for mine in of_ranks}) == 1
         assert [g for mine in of_ranks for g in mine] == list(range(read, read + sum(map(len, of_ranks))))
         tokens, read = read * MODEL.block_size, read + sum(map(len, of_ranks))
         batch = read * MODEL.block_size - tokens

@@ -86,9 +86,9 @@ def test_ranks_whose_torchrun_was_killed_commit_and_exit(data: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Callable[[int], Command]) -> None:
-    one, two, four = (undisturbed(ranks).rows() for ranks in (1, 2, 4))
+    one, *others = (undisturbed(ranks).rows() for ranks in (1, 2, 3, 5))  # 8 sequences a step
     assert [row["step"] for row in one] == list(range(49))
-    for rows in (two, four):
+    for rows in others:
         assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in one]
         for a, b in zip(one, rows, strict=True):
             assert b == pytest.approx(a, rel=2e-3)
@@ -99,7 +99,7 @@ def test_a_run_resumes_with_fewer_and_with_more_ranks(
     data: Path, tmp_path: Path, undisturbed: Callable[[int], Command]
 ) -> None:
     command = Command(data, tmp_path / "out", configured(**LONG))
-    for ranks in (2, 1):
+    for ranks in (3, 1):
         with command.started(ranks) as process:
             command.wait_for_rows(14, process)
             command.wait_for_commits(2, process)  # one will be damaged
@@ -108,7 +108,7 @@ def test_a_run_resumes_with_fewer_and_with_more_ranks(
     flip_a_byte(command.commits()[-1].parent)
     assert command.finish(2).count("DAMAGED checkpoint") == 1
     starts = command.events_of(Started)
-    assert [e.world_size for e in starts] == [2, 1, 2]
+    assert [e.world_size for e in starts] == [3, 1, 2]
     assert [e.step > 0 for e in starts] == [False, True, True]
     rows, expected = command.rows(), undisturbed(2).rows()
     assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in expected]
