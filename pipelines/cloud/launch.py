@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.checks import Finding, clouds_allow
 from pipelines.cloud.claims import claim_launch, name_jobs, refuse_second_launch
-from pipelines.cloud.preflight import preflight
+from pipelines.cloud.preflight import preflight, text_is_only_here
 from pipelines.cloud.pricing import Report, with_prices, within_limits
 from pipelines.cloud.request import EarlierLaunch, LaunchRecord, LaunchRequest, last_launch, write_launch
 from pipelines.cloud.skypilot import (
@@ -24,6 +24,7 @@ from pipelines.cloud.skypilot import (
     submit_job,
 )
 from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, managed_job
+from pipelines.cloud.throughput import trains_on_a_small_gpu
 from pipelines.recipe import Recipe
 from pipelines.stage import missing
 from pipelines.tracking.runs import record
@@ -44,12 +45,14 @@ class Launch:
     plans: dict[str, ArtifactPlan]
     store: Store
     secrets: Mapping[str, str]
-    stages: list[str]  # that are missing
+    stages: list[str]  # that are missing, without those of `here`
     job: ManagedJob  # as requested, with all machines and without prices
+    here: tuple[str, ...] = ()  # missing stages for which only this machine has the text: they run before the launch
 
     @property
     def question(self) -> str:
-        return f"Launch {self.request.run}: {', '.join(self.stages)}?"
+        first = f"Run {', '.join(self.here)} here, then launch" if self.here else "Launch"
+        return f"{first} {self.request.run}: {', '.join(self.stages)}?"
 
 
 def planned_launch(
@@ -59,8 +62,16 @@ def planned_launch(
     stages = missing(store, plans, request.until)
     if not stages:
         return None
-    job = managed_job(request, stages, recipe.tokens.parts)
-    return Launch(request, recipe, plans, store, secrets, stages, job)
+    job = managed_job(request, stages, recipe.tokens.parts, trains_on_a_small_gpu(recipe))
+    here = ("tokenize",) if "tokenize" in stages and text_is_only_here(recipe, job.clouds) else ()
+    stages = [stage for stage in stages if stage not in here]
+    if not stages:
+        raise UserError(
+            f"launch: only tokenize is missing, and its text is on this machine; make it here: "
+            f"skytrain run RECIPE --stage tokenize --store {store.uri}"
+        )
+    job = replace(job, tasks=tuple(task for task in job.tasks if task.name in stages))
+    return Launch(request, recipe, plans, store, secrets, stages, job, here)
 
 
 # Checks

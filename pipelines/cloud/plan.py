@@ -26,6 +26,7 @@ from pipelines.cloud.throughput import (
     mfu_of,
     peak_of,
     speed_on,
+    trains_on_a_small_gpu,
 )
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
@@ -161,16 +162,19 @@ def cloud_plan(
     recipe: Recipe,
     store: Store,
     limits: Limits = Limits(),
-    train_nodes: Iterable[str] = TRAIN_NODES,
+    train_nodes: Iterable[str] | None = None,
     nodes: int = 1,
     clouds: Iterable[str] = CLOUDS,
     plans: dict[str, ArtifactPlan] | None = None,
 ) -> CloudPlan:
     """Candidates for the rest of a run. UserError without prices, or without a machine that can train it.
 
+    Without `train_nodes`: TRAIN_NODES, or the small ones for a small training, as a launch takes them.
+
     With a deadline the task evaluate may have to finish the training: on as many and as large nodes as train's, on
     demand.
     """
+    train_nodes = list(train_nodes or (SMALL_NODES["evaluate"] if trains_on_a_small_gpu(recipe) else TRAIN_NODES))
     found, notes = offers_by_node([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
     for_training = cheapest_offers(offer for node in train_nodes for offer in found[node])
     if not for_training:

@@ -107,13 +107,19 @@ def texts_reachable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iter
         if (stage == "tokenize" and stage not in stages) or source is None or "://" in source:
             continue
         what = f"text for {stage}"
-        if source == STDLIB:
-            yield Finding(what, STDLIB, "note", "the job needs this same version of Python")
-        elif remote or not os.path.isabs(source):
+        if remote or not os.path.isabs(source):
             remedy = f"run that stage here, and launch the rest: skytrain run RECIPE --stage {stage} --store …"
             yield broken(what, f"{source} is on this machine", remedy)
         else:
             yield Finding(what, source, "note", "the nodes need it at this same path")
+
+
+def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:
+    """Whether a job on these clouds can't read the text to tokenize. Each version of Python has another library."""
+    source = recipe.tokens.source
+    if "://" in source:
+        return False
+    return source == STDLIB or not os.path.isabs(source) or any(cloud not in CLUSTERS for cloud in clouds)
 
 
 def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str]) -> Finding:
@@ -159,7 +165,8 @@ def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:
 def image(request: LaunchRequest, secrets: Mapping[str, str]) -> Finding:
     """Whether the nodes can pull the image. UserError for a malformed name."""
     if request.image == WORK_TREE:
-        return Finding("image", "none: SkyPilot syncs the work tree, and each node makes an environment for it")
+        seen = "none (--image none): each node gets this work tree, and installs its packages first"
+        return Finding("image", seen, "note", "`skytrain image push` once, and later launches take that image")
     image_parts(request.image)  # UserError for a malformed name
     found = image_exists(request.image, secrets)
     if found.state == "ok" and "@" not in request.image:

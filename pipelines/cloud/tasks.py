@@ -18,7 +18,7 @@ from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from trainer.errors import UserError
 
 CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # private clusters: no spot market, no price list
-CLUSTER_GPUS = "H100:8"  # as in train.yaml; such a cluster seldom has smaller ones for evaluate
+CLUSTER_GPU = "H100"  # as in train.yaml; such a cluster seldom has smaller ones for evaluate
 STANDBY_CPUS, STANDBY_MEMORY = "2+", "8+"  # of the machine that polls for spot
 MASKED = "(from your environment, not shown)"
 
@@ -126,14 +126,18 @@ def source_folder() -> Path:
     return root
 
 
-def managed_job(request: LaunchRequest, stages: Iterable[str], parts: int = 1) -> ManagedJob:
-    """The job of a request. Each of the `parts` of the recipe's tokens gets a node.
+def managed_job(request: LaunchRequest, stages: Iterable[str], parts: int = 1, small: bool = False) -> ManagedJob:
+    """The job of a request. Each of the `parts` of the recipe's tokens gets a node. A `small` training gets the
+    machines of evaluate, which have one small GPU, unless the request names GPUs.
 
     UserError for a request that no machine can fulfil.
     """
     folder = source_folder()
     nodes = {"tokenize": parts, "train": request.nodes}
-    tasks = {stage: requested_task(read_task(folder, stage), request, folder, nodes.get(stage, 1)) for stage in stages}
+    files = {stage: read_task(folder, stage) for stage in stages}
+    if small and not request.gpus and "train" in files:
+        files["train"] = replace(files["train"], machines=read_task(folder, "evaluate").machines)
+    tasks = {stage: requested_task(task, request, folder, nodes.get(stage, 1)) for stage, task in files.items()}
     if request.deadline and (request.spot or request.until in ("tokenize", "train")):
         option = "--spot" if request.spot else f"--stage {request.until}"
         raise UserError(
@@ -247,7 +251,9 @@ def accelerators_for(machine: MachineRequest, request: LaunchRequest, stage: str
     """The requested GPUs, or the file's. The stage evaluate takes one of them."""
     if request.gpus:
         parse_node(request.gpus)
-    gpus = request.gpus or (CLUSTER_GPUS if machine.is_own else machine.accelerators)
+    gpus = request.gpus or machine.accelerators
+    if machine.is_own and gpus and not request.gpus:
+        gpus = f"{CLUSTER_GPU}:{parse_node(gpus)[1]}"
     return gpus if stage == "train" or gpus is None else f"{gpus.partition(':')[0]}:1"
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pipelines.bench.measurements import measurements
+from pipelines.recipe import Recipe
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, check_shares
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
@@ -27,6 +28,7 @@ PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70
 FP8 = ("H100", "H200", "B200", "H20", "H800", "GH200", "GB200", "B300", "GB300")
 # The launch of a layer's kernels, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
+SMALL_GPU, SMALL_HOURS = "L4:1", 1.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,16 @@ def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, a
     check_shares(model, train, nodes * ranks)
     if train.precision.startswith("fp8") and accelerators.partition(":")[0].partition("-")[0] not in FP8:
         raise UserError(f"no hardware for train.precision {train.precision}; these GPUs have it: {', '.join(FP8)}")
+
+
+def trains_on_a_small_gpu(recipe: Recipe) -> bool:
+    """Whether one SMALL_GPU is expected to train the recipe in SMALL_HOURS, so that no larger machine is worth it."""
+    try:
+        check_gpus(recipe.model, recipe.train, recipe.runtime, SMALL_GPU, 1)
+    except UserError:
+        return False
+    speed = speed_on(recipe.model, recipe.runtime, SMALL_GPU, precision=recipe.train.precision)
+    return recipe.train_tokens / speed.tokens_per_second < 3600 * SMALL_HOURS
 
 
 def engine_of(runtime: RuntimeConfig, precision: str) -> str:

@@ -1,6 +1,7 @@
 """`skytrain launch`: rent machines for a recipe. `submit_after_checks` is also the end of `skytrain resume`."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +31,10 @@ def launch(
         bool | None,
         typer.Option("--spot/--on-demand", help="Only machines of this market; by default the cheapest of both."),
     ] = None,
-    gpus: Annotated[str | None, typer.Option(metavar="NAME:COUNT", help="GPUs of a training node [H100:8]")] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:COUNT", help="GPUs of a training node [H100:8; one L4 or A10 for an hour's work]"),
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes to train on.")] = 1,
     budget: Annotated[
         float | None,
@@ -42,7 +46,7 @@ def launch(
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(metavar="IMAGE|none", help="REGISTRY/NAME@sha256:… [the last pushed], or none: this work tree"),
+        typer.Option(metavar="IMAGE|none", help="REGISTRY/NAME@sha256:…, or none: this work tree [the last pushed]"),
     ] = None,
     env: Annotated[
         list[str] | None,
@@ -123,22 +127,35 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
 
     _, dag = checked_job(prepared, print_launch_report, print_note_on_stderr)
     if agree(prepared.question):
+        for stage in prepared.here:
+            run_here(prepared, stage)
         launched = submit(prepared, dag)
         print_next(launched.request.run, launched.jobs)
 
 
+def run_here(prepared: "Launch", until: str) -> None:
+    """Run the stages up to `until` on this machine. Raises Interrupted after a signal; the next launch continues."""
+    from pipelines.show.console import TerminalScreen
+    from pipelines.verbs.run import pipeline_here
+    from trainer.process import StopSignal
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        stop = StopSignal()
+        pipeline = pipeline_here(prepared.recipe, prepared.plans, prepared.store, None, TerminalScreen(), stop)
+        pipeline.execute(until=until)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def pushed_image() -> str:
-    """The image that `skytrain image push` pushed last."""
+    """The image that `skytrain image push` pushed last, or the work tree."""
     from pipelines.cloud.image import remembered
-    from trainer.errors import UserError
+    from pipelines.cloud.request import WORK_TREE
 
     last = remembered(home()).get("skypilot")
-    if not (last and last.pushed):
-        raise UserError(
-            "--image: no image was pushed from here (skytrain image build --target skypilot; skytrain image push …); "
-            "name one, or add --image none to run this work tree without a container"
-        )
-    return last.pushed
+    return last.pushed if last and last.pushed else WORK_TREE
 
 
 def print_next(run: str, jobs: list[int]) -> None:

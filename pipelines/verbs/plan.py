@@ -26,7 +26,9 @@ def plan(
     ] = None,
     gpus: Annotated[
         str | None,
-        typer.Option(metavar="GPU:N,…", help="With --cloud: nodes to train on [H100:8,H200:8,A100-80GB:8]."),
+        typer.Option(
+            metavar="GPU:N,…", help="With --cloud: nodes to train on [H100:8,H200:8,A100-80GB:8; small: L4:1,A10:1]."
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="With --cloud: the number of training nodes.")] = 1,
     infra: Annotated[
@@ -53,7 +55,7 @@ def plan(
     from pipelines.show.cloud_plan import print_cloud_plan
 
     limits = cloud_plans.Limits(cloud_plans.parse_hours(deadline) if deadline else None, budget)
-    train_nodes = gpus.split(",") if gpus else cloud_plans.TRAIN_NODES
+    train_nodes = gpus.split(",") if gpus else None
     clouds = infra.split(",") if infra else cloud_plans.CLOUDS
     rented = cloud_plans.cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans)
     if as_json:

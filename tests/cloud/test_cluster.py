@@ -109,7 +109,7 @@ class User:
         return done.stdout + done.stderr
 
     def launch(self, *options: str, expect: int = 0) -> str:
-        where = ("--infra", "slurm/local", "--image", "none", "--yes")
+        where = ("--infra", "slurm/local", "--gpus", "H100:8", "--image", "none", "--yes")
         variables = {"SKYTRAIN_VENV": sys.prefix, "SKYTRAIN_GRACE_SECONDS": "10", DRILL: str(self.failpoints)}
         given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         return self.skytrain("launch", str(self.recipe), *where, *given, *options, expect=expect)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,12 +15,15 @@ from cloud_support import KEYS, closed_port
 from pipeline_runs import TINY, write_texts
 from servers import S3Account
 
+from pipelines.artifacts.manifest import find
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.launch import report_all
-from pipelines.cloud.request import EarlierLaunch, LaunchRecord, LaunchRequest, last_launch, write_launch
+from pipelines.cloud.image import Image, remember
+from pipelines.cloud.launch import Launch, planned_launch, report_all
+from pipelines.cloud.request import WORK_TREE, EarlierLaunch, LaunchRecord, LaunchRequest, last_launch, write_launch
 from pipelines.show.cloud_plan import print_launch_report
 from pipelines.stage import STAGES, planned, run_name
 from pipelines.tracking.runs import record
+from pipelines.verbs.launch import pushed_image, run_here
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -122,6 +126,8 @@ def test_a_dry_run_prints_the_job_and_the_faults_of_a_launch(texts: Path) -> Non
         "none",
         "--nodes",
         "2",
+        "--gpus",
+        "H100:8",
         "--set",
         "tokens.parts=3",
         "--set",
@@ -189,5 +195,39 @@ def test_missing_requirements_of_a_launch_are_reported_within_seconds_with_remed
     assert output.splitlines()[-1].startswith("error: ") and "Traceback" not in output
 
 
-def test_a_launch_without_an_image_reports_how_to_get_one(texts: Path) -> None:
-    assert "skytrain image build --target skypilot" in skytrain(texts, "launch", "tiny.yaml", expect=2)
+def test_without_a_pushed_image_a_launch_uses_the_work_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path))
+    assert pushed_image() == WORK_TREE
+    pushed = Image("skypilot", "skytrain:1", "1", "abc", False, "sha256:1", pushed="registry/skytrain@sha256:1")
+    remember(tmp_path, pushed)
+    assert pushed_image() == pushed.pushed
+
+
+def launch_of(recipe: str, store: LocalStore, *changes: str, **options: Any) -> Launch:
+    loaded, plans = planned(recipe, changes, store)
+    found = planned_launch(LaunchRequest(run_name(plans), store.uri, **options), loaded, plans, store, {})
+    assert found
+    return found
+
+
+def test_text_that_only_this_machine_has_is_tokenized_here_before_the_launch(texts: Path) -> None:
+    store, own = LocalStore(texts / "store"), f"tokens.source={texts}/texts/*.txt"
+    rest = ["train", "evaluate", "export"]
+    for recipe, changes, options in (
+        ("smoke", (), {"infra": "slurm/here"}),  # every version of Python has another library
+        ("tiny.yaml", (), {"infra": "slurm/here"}),  # a relative path
+        ("tiny.yaml", (own,), {"infra": "aws"}),
+    ):
+        launch = launch_of(recipe, store, *changes, **options)
+        assert (launch.here, launch.stages, launch.job.stages) == (("tokenize",), rest, rest)
+        assert launch.question.startswith("Run tokenize here, then launch ")
+    cluster = launch_of("tiny.yaml", store, own, infra="slurm/here")
+    assert (cluster.here, cluster.stages) == ((), list(STAGES))
+    with pytest.raises(UserError, match="skytrain run RECIPE --stage tokenize"):
+        launch_of("smoke", store, until="tokenize")
+
+    launch = launch_of("tiny.yaml", store, infra="aws")
+    before = signal.getsignal(signal.SIGINT)
+    run_here(launch, "tokenize")
+    assert find(store, launch.plans["tokenize"]) and signal.getsignal(signal.SIGINT) is before
+    assert launch_of("tiny.yaml", store, infra="aws").here == ()

@@ -293,6 +293,11 @@ def test_with_a_stand_in_catalog_gpus_that_cannot_share_a_step_are_no_candidates
         planned(tmp_path, clouds=("a",), train_nodes=("B200:8",))
 
 
+def test_with_a_stand_in_catalog_a_small_training_is_planned_on_a_small_gpu(market, tmp_path: Path) -> None:
+    plan = planned(tmp_path, "smoke", clouds=("a",))
+    assert {c.offer.accelerators for c in plan.candidates} == {"L4:1"}
+
+
 def test_a_node_of_the_prior_lasts_as_long_as_in_the_traces(shared_data: Path) -> None:
     up = ends = 0.0
     for path in (shared_data / "spot-traces").glob("*.json"):

@@ -14,6 +14,8 @@ from cloud_support import KEYS
 from pipelines.cloud.deadline import DEADLINE
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import MachineRequest, Task, in_trial_order, managed_job
+from pipelines.cloud.throughput import trains_on_a_small_gpu
+from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
 from trainer.errors import UserError
 
@@ -66,6 +68,20 @@ def test_lambda_sells_no_spot_and_slurm_has_none() -> None:
     for infra in ("lambda", "slurm/here"):
         with pytest.raises(UserError, match=f"{infra} sells no spot machines"):
             tasks_of(infra=infra, spot=True)
+
+
+def test_a_small_training_gets_one_small_gpu_on_every_cloud() -> None:
+    assert trains_on_a_small_gpu(load_recipe("smoke")) and not trains_on_a_small_gpu(load_recipe("gpt2-124m"))
+
+    def gpus(**options: Any) -> set[tuple[str, str | None]]:
+        request = LaunchRequest("tiny-12345678", "s3://bucket/prefix", **options)
+        (train,) = managed_job(request, ("train",), small=True).tasks
+        return {(machine.cloud, machine.accelerators) for machine in train.machines}
+
+    assert gpus() == {("aws", "L4:1"), ("gcp", "L4:1"), ("lambda", "A10:1")}
+    assert gpus(infra="lambda") == {("lambda", "A10:1")}
+    assert gpus(infra="slurm/here") == {("slurm", "H100:1")}
+    assert gpus(infra="aws", gpus="T4:2") == {("aws", "T4:2")}
 
 
 def test_only_the_missing_stages_become_tasks() -> None:
