@@ -3,10 +3,10 @@
 Larger micro-batches use a GPU better, up to 65,536 tokens (64 x 1024, the size of the peers' measurements); beyond that
 only the memory grows. So a rank divides its share of a step into the fewest micro-batches that fit. Memory grows about
 linearly with the micro-batch, but the slope depends on the engine (its recomputation, the chunks of its head), so it
-is measured. The search runs one and two sequences, extrapolates a line through the two peaks, tries the largest size
-below that line, and repeats this until fewer micro-batches would not fit. The ranks do not communicate inside a trial:
-a rank that runs out of memory would leave the others waiting. All ranks use the peak of the fullest rank, so all
-decide alike.
+is measured: a step, and a validation batch of the same size. The search runs one and two sequences, extrapolates a line
+through the two peaks, tries the largest size below that line, and repeats this until fewer micro-batches would not fit.
+The ranks do not communicate inside a trial: a rank that runs out of memory would leave the others waiting. All ranks
+use the peak of the fullest rank, so all decide alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,11 +34,16 @@ class Fit:
 
 
 def fit_micro_batch(
-    accumulate: Callable[[Iterator[Batch], int, float], Tensor], model: ModelConfig, share: int, world: World
+    accumulate: Callable[[Iterator[Batch], int, float], Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    model: ModelConfig,
+    share: int,
+    world: World,
 ) -> Fit:
     """The size of the fewest micro-batches of `share`, the largest rank's share of a step, that fit on every device.
 
-    `accumulate` is the engine's, without an update and without communication between ranks. A collective call.
+    `accumulate` is the engine's, without an update and without communication between ranks, and `loss` the one that
+    validates. A collective call.
     UserError if not even one sequence fits.
     """
     if world.device.type != "cuda":
@@ -46,7 +51,7 @@ def fit_micro_batch(
         return Fit(size, f"micro-batches of {size}: {share} sequences in equal parts of up to {CPU_SEQUENCES}")
 
     def peak(size: int) -> int:
-        return max(world.gather(peak_bytes(accumulate, model, size, world.device)))
+        return max(world.gather(peak_bytes(accumulate, loss, model, size, world.device)))
 
     peak(1)  # the libraries allocate their own memory in their first call
     world.mean_(torch.zeros(1 << 20, device=world.device))  # and so does NCCL
@@ -98,14 +103,19 @@ def largest_that_fits(peak: Callable[[int], int], share: int, most: int, availab
 
 
 def peak_bytes(
-    accumulate: Callable[[Iterator[Batch], int, float], Tensor], model: ModelConfig, size: int, device: torch.device
+    accumulate: Callable[[Iterator[Batch], int, float], Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    model: ModelConfig,
+    size: int,
+    device: torch.device,
 ) -> int:
-    """The peak of the memory that torch reserves on the device for a micro-batch of `size` sequences."""
+    """The peak of the memory that torch reserves on the device to train and to validate with `size` sequences."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     tokens = torch.arange(size * model.block_size, device=device).view(size, model.block_size) % model.vocab_size
     try:
         accumulate(iter(2 * [(tokens, tokens)]), 2, 2 * size)  # two, as in a step: memory of the first stays reserved
+        loss(tokens, tokens)
         torch.cuda.synchronize(device)
     except torch.cuda.OutOfMemoryError:
         return torch.cuda.mem_get_info(device)[1]

@@ -224,7 +224,7 @@ def choose_micro_batch(
     if state.micro_batch_size and (state.world_size, state.devices) == (world.world_size, devices_of(world)):
         return Fit(state.micro_batch_size, f"micro-batches of {state.micro_batch_size}, as before the resume")
     share = -(-sequences_per_step(model, config) // world.world_size)  # the largest
-    return fit_micro_batch(engine.accumulate, model, share, world)
+    return fit_micro_batch(engine.accumulate, engine.loss, model, share, world)
 
 
 def devices_of(world: World) -> str:

@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ModelConfig
 
+HEAD_ROWS = 2048  # tokens whose logits are held at once without gradients: 1 GiB with copies in float32
+
 # The released GPT-2 has Conv1D layers: their weights are the transpose of those of nn.Linear.
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -125,6 +127,14 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @torch.no_grad()
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy in nats of (B, T) tokens, without gradients. It never holds more than the logits of
+        HEAD_ROWS tokens: those of 64 x 1024 would take 30 GiB with their copies in float32."""
+        chunks = zip(*(part.flatten(0, 1).split(HEAD_ROWS) for part in (self.hidden(tokens), targets)), strict=True)
+        sums = [F.cross_entropy(self.head(x).float(), y, reduction="sum") for x, y in chunks]
+        return torch.stack(sums).sum() / targets.numel()
 
 
 def draw(parameters: Mapping[str, Tensor], config: ModelConfig, seed: int) -> None:

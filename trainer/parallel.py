@@ -101,6 +101,7 @@ class World:
         return values
 
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RANK_VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
@@ -153,6 +154,11 @@ def device_kind(runtime: RuntimeConfig) -> str:
             f"runtime.device: no {runtime.device} device on this machine; available: {', '.join(available)}"
         )
     return runtime.device
+
+
+def autocast_on(device: torch.device, precision: str) -> torch.autocast:
+    """bf16 or fp16 matrix products over float32 weights; nothing in fp32."""
+    return torch.autocast(device.type, dtype=AUTOCAST[precision], enabled=precision != "fp32")
 
 
 def precision_on(device: torch.device, train: TrainConfig) -> str:

@@ -1,4 +1,7 @@
-"""evaluate: validation loss on the held-out shards, and HellaSwag, as report.json."""
+"""evaluate: validation loss on the held-out shards, and HellaSwag, as report.json.
+
+Both are computed in the precision of the training, which the report names: bf16 on a GPU that has it.
+"""
 
 import json
 from collections.abc import Iterator
@@ -12,12 +15,14 @@ from pipelines.stage import Built, Work
 from pipelines.text.hub import HUB
 from pipelines.text.retry import with_retries
 from pipelines.text.tokenizer import tokenizer
+from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.process import failpoint
 from trainer.store import sha256_of
 
 if TYPE_CHECKING:
     import tiktoken
+    import torch
 
     from trainer.data import TokenData
     from trainer.evaluate import HellaSwagItem
@@ -51,28 +56,42 @@ def hellaswag_identity(source: str | None) -> str | None:
 def build(work: Work) -> Built:
     """Evaluate the final weights, and generate a sample. UserError if HellaSwag cannot be loaded."""
 
+    import torch
+
     from trainer.evaluate import validation_loss
-    from trainer.parallel import World
+    from trainer.parallel import World, autocast_on
 
     recipe = work.recipe
     world = World.alone(recipe.runtime)
+    precision = evaluation_precision(world.device, recipe.train)
+    torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it, for products in fp32
     encoding = tokenizer(recipe.tokens.tokenizer)
     work.clock.enter("download")
     model = load_weights(recipe, work.fetch("train", "model.safetensors"))
     val = validation_data(work)
     work.clock.enter("evaluate")
-    loss = validation_loss(model, val, recipe.evaluate.val_tokens, VAL_BATCH, world, on_batch=work.check)
+    with autocast_on(world.device, precision):
+        loss = validation_loss(model.loss, val, recipe.evaluate.val_tokens, VAL_BATCH, world, on_batch=work.check)
     facts: dict[str, Any] = {"val/loss": loss}
     work.report(metrics=facts)
+    facts["precision"] = precision
     failpoint("evaluate")
     work.check()
     if recipe.evaluate.hellaswag:
-        facts |= hellaswag_facts(work, recipe.evaluate.hellaswag, model, encoding, world)
+        with autocast_on(world.device, precision):
+            facts |= hellaswag_facts(work, recipe.evaluate.hellaswag, model, encoding, world)
     work.check()
     facts["sample"] = continue_text(model, encoding, prompt="", tokens=SAMPLE_TOKENS, seed=recipe.train.seed)
     path = work.folder / "report.json"
     path.write_text(json.dumps({"run": work.attempt.latest.run, **facts}, indent=1))
     return Built([work.upload(path)], facts)
+
+
+def evaluation_precision(device: "torch.device", train: TrainConfig) -> str:
+    """The format of the matrix products: as in training, but bf16 in place of fp8."""
+    from trainer.parallel import precision_on
+
+    return "bf16" if train.precision.startswith("fp8") else precision_on(device, train)
 
 
 def validation_data(work: Work) -> "TokenData":

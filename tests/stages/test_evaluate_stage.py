@@ -1,13 +1,16 @@
 """The stages evaluate and export: they leave soon after a stop. The evaluation and the export are stand-ins."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from pipelines.stage import Work
 from pipelines.stages import evaluate, export
 from trainer.errors import Interrupted
+from trainer.model import GPT
 
 
 def test_an_evaluation_stops_between_two_batches(work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +27,33 @@ def test_an_evaluation_stops_between_two_batches(work: Callable[[str], Work], mo
     with pytest.raises(Interrupted):
         evaluate.build(mine)
     assert done == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("configured", "computed"), [("auto", "fp32"), ("bf16", "bf16"), ("fp8", "bf16")])
+def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, configured: str, computed: str
+) -> None:
+    mine = work("evaluate")
+    train = mine.recipe.train.model_copy(update={"precision": configured})
+    mine.recipe = mine.recipe.model_copy(update={"train": train})
+    logits: list[torch.dtype] = []
+
+    def validation_loss(loss_of: Callable[..., torch.Tensor], *arguments: Any, on_batch: Callable[[], None]) -> float:
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        return float(loss_of(tokens, tokens))
+
+    head = GPT.head
+
+    def noted(model: GPT, x: torch.Tensor) -> torch.Tensor:
+        logits.append(head(model, x).dtype)
+        return head(model, x)
+
+    monkeypatch.setattr(GPT, "head", noted)
+    monkeypatch.setattr("trainer.evaluate.validation_loss", validation_loss)
+    monkeypatch.setattr(evaluate, "continue_text", lambda *arguments, **options: "")
+    built = evaluate.build(mine)
+    assert logits == [torch.bfloat16 if computed == "bf16" else torch.float32]
+    assert json.loads((mine.folder / "report.json").read_text())["precision"] == built.facts["precision"] == computed
 
 
 @pytest.mark.parametrize("place", ["evaluate", "export"])

@@ -1,7 +1,7 @@
 """The automatic micro-batch is the largest that fits, and no larger one is ever tried."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, micro_batch_of
 from trainer.engine import make_engine
 from trainer.errors import UserError
-from trainer.fit import fit_micro_batch, largest_that_fits
+from trainer.fit import fit_micro_batch, largest_that_fits, peak_bytes
 from trainer.loop import choose_micro_batch
 from trainer.parallel import World
 
@@ -69,15 +69,36 @@ def test_a_model_without_room_for_one_sequence_is_a_user_error() -> None:
         largest_that_fits(lambda size: 3 * 2**30, 64, 64, 2 * 2**30)
 
 
+@pytest.mark.parametrize(("step", "validation"), [(70, 30), (30, 70)])
+def test_a_size_has_to_fit_in_a_step_and_in_a_validation(
+    step: int, validation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[int] = []
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: reserved.clear())
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: max(reserved))
+
+    def accumulate(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int, mean_share: float) -> torch.Tensor:
+        reserved.extend(step * len(tokens) for tokens, _ in batches)
+        return torch.zeros(2)
+
+    def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        reserved.append(validation * len(tokens))
+        return torch.zeros(())
+
+    assert peak_bytes(accumulate, loss, MODEL, 3, torch.device("cpu")) == 210
+
+
 def test_on_a_cpu_nothing_is_measured() -> None:
     def never(*_: object) -> torch.Tensor:
         raise AssertionError
 
     world = World(0, 0, 1, torch.device("cpu"))
-    assert [fit_micro_batch(never, MODEL, share, world).micro_batch_size for share in (16, 12, 7, 11, 3)] == [
+    assert [fit_micro_batch(never, never, MODEL, share, world).micro_batch_size for share in (16, 12, 7, 11, 3)] == [
         8, 6, 7, 6, 3,
     ]  # fmt: skip
-    assert "micro-batches of 8" in fit_micro_batch(never, MODEL, 16, world).why
+    assert "micro-batches of 8" in fit_micro_batch(never, never, MODEL, 16, world).why
 
 
 def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None:

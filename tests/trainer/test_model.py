@@ -185,6 +185,23 @@ def test_a_parameter_is_drawn_by_seed_and_name_alone() -> None:
     assert alike.abs().max() < 6 / math.sqrt(1000)  # of independent ones, it is below 5 sigma all but once in 10,000
 
 
+def test_the_loss_without_gradients_holds_the_logits_of_few_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = small_model(), list[int]()
+    tokens, targets = some_tokens(5, 40), some_tokens(5, 40, seed=1)
+    whole = model(tokens, targets).detach()
+    head = GPT.head
+
+    def counted(model: GPT, x: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return head(model, x)
+
+    monkeypatch.setattr(GPT, "head", counted)
+    monkeypatch.setattr("trainer.model.HEAD_ROWS", 64)
+    loss = model.loss(tokens, targets)
+    assert rows == [64, 64, 64, 8] and not loss.requires_grad
+    assert float(loss) == pytest.approx(float(whole), rel=1e-6)
+
+
 def test_padding_rows_get_no_probability_and_no_gradient() -> None:
     model = small_model()
     tokens = some_tokens(2, 9)
