@@ -8,6 +8,7 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
+from pipelines.text.sources import estimated_tokens
 from pipelines.tracking.ledger import attempts
 from pipelines.tracking.records import without_none
 from trainer.store import Store
@@ -36,8 +37,20 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class TextPlan:
+    """The tokens of a text, and the number of times that training reads them."""
+
+    tokens: int
+    train_tokens: int
+    val_tokens: int
+    epochs: float
+    estimated: bool  # from the size of the text, before tokenize has counted
+    warning: str | None  # training repeats the text too often
+
+
+@dataclass(frozen=True)
 class RunPlan:
-    """The artifacts of a run by stage, and the size of its training."""
+    """The artifacts of a run by stage, and the size of its text and its training."""
 
     run: str
     store: str
@@ -46,9 +59,11 @@ class RunPlan:
     tokens: int
     flops: float
     stages: Mapping[str, StagePlan]
+    text: TextPlan | None = None  # None: only a server knows its size
 
     def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"stages": {name: stage.to_json() for name, stage in self.stages.items()}}
+        stages = {name: stage.to_json() for name, stage in self.stages.items()}
+        return vars(self) | {"stages": stages, "text": self.text and asdict(self.text)}
 
 
 @dataclass(frozen=True)
@@ -74,7 +89,21 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         tokens=recipe.train_tokens,
         flops=recipe.train_flops,
         stages={stage: stage_plan(store, plan) for stage, plan in known.items()},
+        text=text_plan(recipe, find(store, known["tokenize"])),
     )
+
+
+def text_plan(recipe: Recipe, made: Manifest | None) -> TextPlan | None:
+    """The size of both splits: as tokenize has counted them, or an estimate. None if neither is possible."""
+    if made:
+        tokens, held_out = made.facts["tokens"], made.facts["val_tokens"]
+    elif estimate := estimated_tokens(recipe.tokens):
+        tokens, held_out = estimate, min(recipe.tokens.held_out(estimate), estimate)
+    else:
+        return None
+    left = tokens - held_out
+    epochs = recipe.train_tokens / max(1, left)
+    return TextPlan(tokens, left, held_out, epochs, made is None, recipe.repeated_text(left))
 
 
 def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:

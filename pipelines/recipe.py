@@ -18,6 +18,9 @@ from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, exp
 from trainer.errors import UserError
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
+VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
+# Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
+GOOD_EPOCHS = 4
 
 
 class TokensConfig(Section):
@@ -43,10 +46,21 @@ class TokensConfig(Section):
         description="Size of a shard; the default is 200 MB of uint16, the header counts in int32 [tokens]",
     )
     max_tokens: int | None = Field(default=None, ge=1, description="End of the text; null: all of it [tokens]")
-    val_shards: int = Field(
-        default=1,
+    val_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of the text that is held out for validation, from its start, and at most val_shards shards; "
+        "null: 0.01, unless val_shards or val_tokens is set [fraction of the text]",
+    )
+    val_tokens: int | None = Field(
+        default=None, ge=1, description="Instead of a share: the size of the validation split [tokens]"
+    )
+    val_shards: int | None = Field(
+        default=None,
         ge=1,
-        description="Number of shards held out for validation: the first, as in build-nanogpt and llm.c",
+        description="Without val_fraction: the first shards are held out whole, as in build-nanogpt and llm.c. "
+        "With it: the upper limit of its share; null: 1",
     )
     # Two digits name a part, and no source is worth more nodes.
     parts: int = Field(
@@ -56,6 +70,31 @@ class TokensConfig(Section):
         description="Number of streams that the source's files are dealt out to. Up to this many nodes work at once; "
         "the number decides the bytes, the number of nodes does not",
     )
+
+    @model_validator(mode="after")
+    def _one_split(self) -> Self:
+        if self.val_tokens is not None and not (self.val_fraction is None and self.val_shards is None):
+            raise ValueError("val_tokens is the size of the validation split: remove val_fraction and val_shards")
+        return self
+
+    @property
+    def val_whole_shards(self) -> int:
+        """Number of first shards that are held out whole; 0 if the split depends on the size of the text."""
+        return self.val_shards if self.val_shards is not None and self.val_fraction is None else 0
+
+    def held_out(self, tokens: int) -> int:
+        """Tokens that validation gets of a text of so many tokens."""
+        if self.val_tokens is not None:
+            return self.val_tokens
+        limit = (self.val_shards or 1) * self.shard_tokens
+        return limit if self.val_whole_shards else min(limit, int(tokens * (self.val_fraction or VAL_FRACTION)))
+
+    def split_identity(self) -> dict[str, Any]:
+        """The fields that decide the split, for the fingerprint. Whole shards came first: they are alone."""
+        if self.val_tokens is not None:
+            return {"val_tokens": self.val_tokens}
+        shards = {"val_shards": self.val_shards or 1}
+        return shards if self.val_whole_shards else shards | {"val_fraction": self.val_fraction or VAL_FRACTION}
 
     def tokens_of_part(self, part: int) -> int | None:
         """Upper limit of a part's tokens; the limits of all parts add up to max_tokens."""
@@ -113,15 +152,44 @@ class Recipe(Section):
                 f"tokens.shard_tokens {tokens.shard_tokens} holds no sequence of model.block_size "
                 f"{block_size} + 1 tokens; use {block_size + 1} or more"
             )
-        held_out = tokens.val_shards * tokens.shard_tokens
+        if tokens.max_tokens is None and tokens.val_tokens is None:
+            return
+        if tokens.val_whole_shards:
+            self._a_part_outlasts_the_held_out_shards()
+            return
+        held_out = tokens.held_out(tokens.max_tokens or 0)
+        if held_out <= block_size:
+            raise ValueError(
+                f"tokens: {held_out:,} tokens are held out for validation, which hold no sequence of model.block_size "
+                f"{block_size} + 1 tokens; set tokens.val_tokens to {block_size + 1} or more"
+            )
+        if tokens.max_tokens is not None and tokens.max_tokens - held_out <= block_size:
+            raise ValueError(
+                f"tokens.max_tokens {tokens.max_tokens} leaves nothing to train on: {held_out:,} tokens are held out; "
+                "use more tokens or a smaller tokens.val_tokens"
+            )
+
+    def _a_part_outlasts_the_held_out_shards(self) -> None:
+        tokens, block_size = self.tokens, self.model.block_size
         first = tokens.tokens_of_part(0)
-        if first is not None and first <= held_out + block_size:
+        if first is not None and first <= tokens.held_out(first) + block_size:
             divided = f" in {tokens.parts} parts" if tokens.parts > 1 else ""
             raise ValueError(
                 f"tokens.max_tokens {tokens.max_tokens}{divided} leaves nothing to train on: the first "
-                f"{tokens.val_shards} shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens"
-                f"{', fewer parts' if divided else ''} or a smaller shard_tokens"
+                f"{tokens.val_whole_shards} shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens"
+                f"{', fewer parts' if divided else ''} or a smaller shard_tokens, or val_fraction instead of val_shards"
             )
+
+    def repeated_text(self, train_tokens: int) -> str | None:
+        """A warning if training goes over a training split of so many tokens more than four times."""
+        epochs = self.train_tokens / max(1, train_tokens)
+        if epochs <= GOOD_EPOCHS:
+            return None
+        return (
+            f"training goes over the text {epochs:,.1f} times: it reads {self.train_tokens:,} tokens, and the training "
+            f"split has {train_tokens:,}; after {GOOD_EPOCHS} times a model begins to memorize: use more text or a "
+            f"train.max_steps of about {max(1, int(self.train.max_steps * GOOD_EPOCHS / epochs)):,}"
+        )
 
     @property
     def train_tokens(self) -> int:

@@ -30,6 +30,7 @@ from pipelines.cloud.throughput import (
 )
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
+from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
 from trainer.commits import checkpoint_seconds, committed_state
@@ -361,12 +362,9 @@ def tokenize_work(recipe: Recipe, offer: Offer) -> StageWork:
 
 def tokens_of(recipe: Recipe) -> int:
     """Tokens to make: the recipe's limit, the number in the subset's name (sample-10BT), or all that training reads."""
-    t = recipe.tokens
-    if t.max_tokens is not None:
-        return t.max_tokens
-    if billions := re.search(r"(\d+)BT\b", t.subset or ""):
-        return int(billions[1]) * 1_000_000_000
-    return recipe.train_tokens + t.val_shards * t.shard_tokens
+    if (declared := declared_tokens(recipe.tokens)) is not None:
+        return declared
+    return recipe.train_tokens + recipe.tokens.held_out(recipe.train_tokens)
 
 
 def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:

@@ -6,7 +6,7 @@ The head makes its parts here in `build`; each worker makes its own in pipelines
 import time
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.artifacts.manifest import ArtifactPlan, fetch
 from pipelines.nodes.address import NodeAddress
 from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe
@@ -22,6 +22,7 @@ from pipelines.text.parts import (
     parts_of_node,
 )
 from pipelines.text.sources import source_identity, source_label
+from pipelines.text.split import SplitShard, split_text
 from pipelines.tracking.ledger import attempts
 from trainer.errors import Interrupted, UserError
 from trainer.store import Store
@@ -38,7 +39,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
         "tokenizer": t.tokenizer,
         "shard_tokens": t.shard_tokens,
         "max_tokens": t.max_tokens,
-        "val_shards": t.val_shards,
+        **t.split_identity(),
     }
     if t.parts > 1:  # a text in one part keeps the fingerprint that it had before parts existed
         identity["parts"] = t.parts
@@ -58,10 +59,12 @@ def build(work: Work) -> Built:
     make_all_parts(work, head)
     parts = [part for n in range(config.parts) if (part := finished_part(work.store, work.plan, n)) is not None]
     assert len(parts) == config.parts, f"{work.plan.prefix}/parts/ has {len(parts)} lists of {config.parts}"
-    receipts = [receipt for part in parts for receipt in part]
-    check_split(work.recipe, receipts)
+    shards = split_text(
+        parts, config, lambda file: fetch(work.store, work.plan.prefix, file, work.folder), work.upload, work.folder
+    )
+    check_split(work.recipe, shards)
     work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, config.source)
-    return Built([receipt.file for receipt in receipts], facts_of(parts))
+    return Built([shard.file for shard in shards], facts_of(shards, documents_of(parts)))
 
 
 def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
@@ -118,31 +121,41 @@ def check(work: Work) -> None:
             raise result.error
 
 
-def facts_of(parts: list[list[ShardReceipt]]) -> dict[str, Any]:
+def documents_of(parts: list[list[ShardReceipt]]) -> int:
+    """The number of documents of the whole text."""
+    return sum(part[-1].document for part in parts if part)
+
+
+def facts_of(shards: list[SplitShard], documents: int) -> dict[str, Any]:
     """Counts of tokens and documents, and the tokens of each shard by name."""
-    shards = {receipt.file.name: receipt.tokens for part in parts for receipt in part}
+    tokens = {shard.file.name: shard.tokens for shard in shards}
     return {
-        "tokens": sum(shards.values()),
-        "train_tokens": sum(n for name, n in shards.items() if name.startswith("train")),
-        "val_tokens": sum(n for name, n in shards.items() if name.startswith("val")),
-        "documents": sum(part[-1].document for part in parts if part),
-        "shards": shards,
+        "tokens": sum(tokens.values()),
+        "train_tokens": sum(n for name, n in tokens.items() if name.startswith("train")),
+        "val_tokens": sum(n for name, n in tokens.items() if name.startswith("val")),
+        "documents": documents,
+        "shards": tokens,
     }
 
 
-def check_split(recipe: Recipe, receipts: list[ShardReceipt]) -> None:
+def check_split(recipe: Recipe, shards: list[SplitShard]) -> None:
     """UserError unless both splits hold a sequence and the validation split is complete."""
     t, block = recipe.tokens, recipe.model.block_size
-    first = sum(r.tokens for r in receipts if f"_{part_prefix(0, t)}" in r.file.name)
-    if t.parts > 1 and first < t.val_shards * t.shard_tokens:  # the other parts would hide that training lacks this one
+    total = sum(shard.tokens for shard in shards)
+    first = sum(shard.tokens for shard in shards if f"_{part_prefix(0, t)}" in shard.file.name)
+    # The other parts would hide that training lacks this one.
+    if t.val_whole_shards and t.parts > 1 and first < t.held_out(total):
         raise UserError(
             f"tokens.val_shards: {t.val_shards} shard(s) of {t.shard_tokens:,} tokens are to be held out of the first "
-            f"of {t.parts} parts, and it has {first:,} tokens: use fewer or smaller shards, fewer parts or more text"
+            f"of {t.parts} parts, and it has {first:,} tokens: use val_fraction, fewer parts or more text"
         )
+    if t.val_whole_shards:
+        held_out, remedy = f"the first {t.val_shards} shard(s) of {t.shard_tokens:,}", "use val_fraction or more text"
+    else:
+        held_out, remedy = f"{min(t.held_out(total), total):,} of them", "set tokens.val_tokens or use more text"
     for name, split in (("val", "validation"), ("train", "training")):
-        if not any(r.tokens > block for r in receipts if r.file.name.startswith(name)):
+        if not any(shard.tokens > block for shard in shards if shard.file.name.startswith(name)):
             raise UserError(
-                f"tokens.shard_tokens: the text gives {sum(r.tokens for r in receipts):,} tokens in "
-                f"{len(receipts)} shard(s) of {t.shard_tokens:,}; the first {t.val_shards} are held out, and no "
-                f"{split} sequence of {block} + 1 tokens is left: use smaller shards or more text"
+                f"tokens: the text gives {total:,} tokens; {held_out} are held out, and no {split} sequence of "
+                f"{block} + 1 tokens is left: {remedy}"
             )

@@ -57,6 +57,13 @@ class Files:
     def files(self) -> int | None:
         return None if self._is_pattern else len(self.paths)
 
+    def text_bytes(self) -> int | None:
+        if self.pinned is not None or any(path.endswith(PACKED) for path in self.paths):
+            return None
+        if self.kind == "parquet":
+            return sum(map(self._column_bytes, self.paths))
+        return sum(os.path.getsize(path) for path in self.paths)
+
     def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
         paths = tuple(files_of_part(self._found(), part, parts, self.where))
         texts = (
@@ -112,6 +119,14 @@ class Files:
             raise UserError(f"tokens.source: '{path}' cannot be read as parquet ({reason_of(error)})") from error
         check_column(schema, self.column, path)
         return rows
+
+    def _column_bytes(self, path: str) -> int:
+        """Bytes of the text column of a local parquet file before compression, by its footer."""
+        import pyarrow.parquet as pq
+
+        groups = pq.ParquetFile(path).metadata
+        number = groups.schema.names.index(self.column)
+        return sum(groups.row_group(i).column(number).total_uncompressed_size for i in range(groups.num_row_groups))
 
     def _named(self, part: int, parts: int) -> str:
         """The source in messages with a document number; numbers count within a part."""

@@ -31,6 +31,9 @@ class HubDataset:
     def files(self) -> None:
         return None
 
+    def text_bytes(self) -> None:
+        return None
+
     def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
         datasets = datasets_library()
         where = f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")

@@ -33,6 +33,9 @@ class StandardLibrary:
     def files(self) -> int:
         return len(self._names())
 
+    def text_bytes(self) -> int:
+        return sum((self.folder / name).stat().st_size for name in self._names())
+
     def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
         names = files_of_part(self._names(), part, parts, STDLIB)
         return joined([], itertools.islice(self._texts(names), start, None))

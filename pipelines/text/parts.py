@@ -1,4 +1,4 @@
-"""The parts of a text as token shards in llm.c's format; the first `val_shards` shards are held out.
+"""The parts of a text as token shards in llm.c's format.
 
 The files of the text are distributed over `tokens.parts` parts, one by default. Each part is its own stream of tokens:
 every document follows an end-of-text token, and shard i holds tokens [i·shard_tokens, (i+1)·shard_tokens). Each
@@ -182,11 +182,11 @@ def finished_key(plan: ArtifactPlan, part: int) -> str:
 
 
 def shard_name(part: int, index: int, config: TokensConfig) -> str:
-    """val_000000.bin … for the first `val_shards` shards of part 0, then train_000000.bin …
+    """val_000000.bin … for the shards of part 0 that are held out whole, then train_000000.bin …
 
     With several parts: train_00_000000.bin …, train_01_000000.bin …
     """
-    held_out = config.val_shards if part == 0 else 0
+    held_out = config.val_whole_shards if part == 0 else 0
     split, number = ("val", index) if index < held_out else ("train", index - held_out)
     return f"{split}_{part_prefix(part, config)}{number:06d}.bin"
 

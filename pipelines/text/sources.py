@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from pipelines.recipe import TokensConfig
 from pipelines.text.columns import Texts
 from pipelines.text.files import Files, check_parts, common_kind
 from pipelines.text.hub import HUB, HubDataset, pinned_commit
@@ -21,6 +22,8 @@ from pipelines.text.library import STDLIB, StandardLibrary
 from pipelines.text.retry import with_retries
 from trainer.errors import UserError
 
+# A rule of thumb: GPT-2's tokens are a little longer in English, and shorter in code and in other languages.
+BYTES_PER_TOKEN = {"gpt2": 4.0, "bytes": 1.0}
 REMOTE = ("https", "http", "s3", "hf")
 SOURCES = f"{STDLIB}, {HUB}ORG/NAME, or a path, glob or URL of .parquet, .jsonl or .txt files"
 
@@ -34,6 +37,10 @@ class Source(Protocol):
 
     def files(self) -> int | None:
         """The number of its files; None if only a server knows."""
+        ...
+
+    def text_bytes(self) -> int | None:
+        """About the bytes of its text; None if only a server knows, or if it is packed."""
         ...
 
     def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
@@ -60,6 +67,25 @@ def source_identity(
     if (files := text.files()) is not None:
         check_parts(files, parts, source)
     return text.identity()
+
+
+def estimated_tokens(config: TokensConfig) -> int | None:
+    """About the number of tokens of a text that is not tokenized yet; None if only a server knows."""
+    if (tokens := declared_tokens(config)) is not None and config.max_tokens is None:
+        return tokens
+    text = open_source(config.source, config.subset, config.revision, config.text_column, None)
+    if (size := text.text_bytes()) is None:
+        return tokens
+    estimate = int(size / BYTES_PER_TOKEN[config.tokenizer])
+    return estimate if tokens is None else min(estimate, tokens)
+
+
+def declared_tokens(config: TokensConfig) -> int | None:
+    """Tokens by the recipe's limit, or by the number in the subset's name (sample-10BT); None without either."""
+    if config.max_tokens is not None:
+        return config.max_tokens
+    billions = re.search(r"(\d+)BT\b", config.subset or "")
+    return int(billions[1]) * 1_000_000_000 if billions else None
 
 
 def source_label(source: str, subset: str | None) -> str:

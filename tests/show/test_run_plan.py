@@ -1,5 +1,7 @@
 """A plan names the state of each artifact, and the fields that differ from the nearest one."""
 
+from pathlib import Path
+
 import pytest
 from run_records import PLANS, RECIPE, RUN, TRAIN, attempted, finished, recipe_with
 
@@ -62,3 +64,20 @@ def test_a_printed_plan_truncates_and_omits_nothing(capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert f"{RUN} in file:///a [b]\n" in out
     assert f"{plan.artifact}  to do: {plan.why}\n" in out and "✓ exists" in out
+
+
+def test_a_plan_shows_tokens_epochs_and_the_share_of_validation(
+    store: LocalStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("a word " * 100_000)
+    mine = [f"tokens.source={tmp_path}/*.txt", "tokens.val_shards=null", "tokens.max_tokens=null"]
+    recipe = load_recipe("smoke", [*mine, "train.max_steps=3000"])
+    print_plan(plan_of(recipe, store))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "text of about 700,000 tokens: 693,000 for training (8.87 epochs), 7,000 for validation (1.0%)" in out
+    assert "! training goes over the text 8.9 times: it reads 6,144,000 tokens" in out
+    assert "use more text or a train.max_steps of about 1,353" in out
+    finished(store, "tokenize")
+    counted = plan_of(RECIPE, store).text
+    assert counted and (counted.tokens, counted.val_tokens, counted.estimated) == (8_000_000, 2_000_000, False)
+    assert counted.warning is None

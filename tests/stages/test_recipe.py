@@ -44,6 +44,8 @@ OTHER: dict[str, dict[str, Any]] = {
         "tokenizer": "bytes",
         "shard_tokens": 50_000_000,
         "max_tokens": 1_000_000_000,
+        "val_fraction": 0.02,
+        "val_tokens": 1_000_000,
         "val_shards": 2,
         "parts": 4,
     },
@@ -373,6 +375,8 @@ def test_a_field_changes_the_fingerprints_downstream_and_no_others(section: str,
     recipe = load_recipe("gpt2-124m", ramp if field.startswith("batch_ramp") else [])
     values = recipe.model_dump()
     assert values[section][field] != OTHER[section][field]
+    if (section, field) == ("tokens", "val_tokens"):
+        values[section]["val_shards"] = None  # one of them decides the split
     values[section][field] = OTHER[section][field]
     before, after = fingerprints(recipe), fingerprints(Recipe.model_validate(values))
     assert {stage for stage in STAGES if before[stage] != after[stage]} == DOWNSTREAM[section]

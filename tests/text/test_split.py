@@ -1,0 +1,100 @@
+"""The validation split: a share of the text, the same for every number of nodes and size of shards."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from texts import FourFiles
+
+from pipelines.artifacts.manifest import fetch, upload
+from pipelines.recipe import TokensConfig, load_recipe
+from pipelines.text.parts import finished_part, make_parts, parts_of_node
+from pipelines.text.split import SplitShard, split_text
+from trainer.errors import UserError
+from trainer.shards import read_shard
+from trainer.store import LocalStore
+
+Tokens = dict[str, list[int]]
+
+TOTAL = 4 * 4001  # tokens of the four files
+
+
+def made(folder: Path, nodes: int = 1, attempt: int = 1, **fields: Any) -> tuple[list[SplitShard], Tokens]:
+    """The shards of the four files, made by some nodes and then split; and their tokens by name."""
+    folder.mkdir(exist_ok=True)
+    files = FourFiles(folder)
+    files.config = TokensConfig(source=f"{folder}/*.txt", tokenizer="bytes", **{"shard_tokens": 1500} | fields)
+    store = LocalStore(folder / "store")
+    for rank in range(nodes):
+        list(make_parts(files.job(parts_of_node(rank, nodes, files.config.parts), store.root, attempt)))
+    parts = [finished_part(store, files.plan, part) or [] for part in range(files.config.parts)]
+    shards = split_text(
+        parts,
+        files.config,
+        lambda file: fetch(store, files.plan.prefix, file, folder),
+        partial(upload, store, files.plan.prefix, attempt),
+        folder,
+    )
+    return shards, {s.file.name: read_shard(store.root / files.plan.prefix / s.file.key).tolist() for s in shards}
+
+
+def held_out(tokens: Tokens) -> list[int]:
+    return [token for name, shard in tokens.items() if name.startswith("val") for token in shard]
+
+
+@pytest.mark.parametrize("shard_tokens", [1024, 1500, 100_000])
+def test_one_percent_of_a_small_text_is_held_out_whatever_the_size_of_its_shards(
+    shard_tokens: int, tmp_path: Path
+) -> None:
+    shards, tokens = made(tmp_path / "texts", shard_tokens=shard_tokens)
+    assert held_out(tokens) == [256, *b"0 " * 2000][: TOTAL // 100]
+    whole = [token for shard in tokens.values() for token in shard]
+    assert len(whole) == TOTAL and whole[:4001] == [256, *b"0 " * 2000]  # no token is lost or read twice
+    assert [len(tokens[s.file.name]) for s in shards] == [s.tokens for s in shards]
+    assert len({s.file.name for s in shards}) == len({s.file.key for s in shards}) == len(shards)
+
+
+def test_the_share_of_a_large_text_is_at_most_val_shards_shards(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"val_fraction": 0.5}, 1500),
+        ({"val_fraction": 0.5, "val_shards": 3}, 4500),
+        ({"val_fraction": 0.25, "val_shards": 3}, TOTAL // 4),
+        ({"val_tokens": 5000}, 5000),
+        ({"val_shards": 3}, 4500),
+    ]
+    for number, (fields, size) in enumerate(cases):
+        _, tokens = made(tmp_path / str(number), **fields)
+        assert len(held_out(tokens)) == size and sum(map(len, tokens.values())) == TOTAL
+
+
+@pytest.mark.parametrize("fields", [{}, {"val_fraction": 0.4, "val_shards": 9}, {"val_tokens": 7000}])
+def test_every_number_of_nodes_gives_the_same_split(fields: dict[str, Any], tmp_path: Path) -> None:
+    _, alone = made(tmp_path / "1", parts=3, **fields)
+    for nodes in (2, 3, 5):
+        assert made(tmp_path / str(nodes), nodes, parts=3, **fields)[1] == alone
+    assert len(held_out(alone)) == fields.get("val_tokens", math.floor(TOTAL * fields.get("val_fraction", 0.01)))
+
+
+def test_a_split_that_was_interrupted_is_made_again_without_new_shards_of_text(tmp_path: Path) -> None:
+    first, tokens = made(tmp_path / "texts")
+    again, same = made(tmp_path / "texts", attempt=2)
+    assert same == tokens
+    changed = {one.file.name for one, other in zip(first, again, strict=True) if one.file.key != other.file.key}
+    assert changed == {"val_000000.bin", "train_000000_rest.bin"}
+
+
+def test_the_shipped_recipes_hold_out_their_first_shard() -> None:
+    for name in ("smoke", "gpt2-124m", "gpt2-1558m"):
+        config = load_recipe(name).tokens
+        assert config.val_whole_shards == 1 and config.split_identity() == {"val_shards": 1}
+
+
+def test_two_ways_to_name_the_split_are_refused() -> None:
+    with pytest.raises(UserError, match="val_tokens is the size of the validation split: remove val_fraction and"):
+        load_recipe("smoke", ["tokens.val_tokens=5000"])
+    with pytest.raises(UserError, match=r"100 tokens are held out for validation.* set tokens.val_tokens to 129"):
+        load_recipe("smoke", ["tokens.val_shards=null", "tokens.val_tokens=100"])
+    with pytest.raises(UserError, match="leaves nothing to train on: 7,999,990 tokens are held out"):
+        load_recipe("smoke", ["tokens.val_shards=null", "tokens.val_tokens=7999990"])
