@@ -20,6 +20,7 @@ help:
 	@echo "make clean    remove .venv and caches; runs under .skytrain/ stay"
 
 install: $(INSTALLED)
+	@$(if $(filter install,$(MAKECMDGOALS)),echo "ready; now type:  source .venv/bin/activate && skytrain --help")
 
 # editable_mode=compat links the clone by a plain path entry. The default may use an import hook instead, which
 # runs after the path search: there a folder of the same name in the working directory would win.
@@ -31,7 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@rm -f .venv/installed-*
 	@"$(PY)" -m pip install --quiet --no-input --disable-pip-version-check \
 	    -c constraints.txt -e '.[dev,cloud]' --config-settings editable_mode=compat
-	@touch "$@" && echo "ready: .venv/bin/skytrain --help"
+	@touch "$@"
 
 demo: install
 	.venv/bin/skytrain run smoke

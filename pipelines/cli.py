@@ -9,10 +9,10 @@ The verbs import heavy modules inside their functions, so that `--help` answers 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from importlib import metadata
+from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from pipelines.verbs.bench import bench
 from pipelines.verbs.doctor import doctor
@@ -22,7 +22,7 @@ from pipelines.verbs.gc import gc
 from pipelines.verbs.image import image_app
 from pipelines.verbs.launch import launch
 from pipelines.verbs.logs import logs
-from pipelines.verbs.options import home
+from pipelines.verbs.options import WholeHelp, home
 from pipelines.verbs.orphans import orphans
 from pipelines.verbs.plan import plan
 from pipelines.verbs.recipes import recipes
@@ -35,25 +35,36 @@ from pipelines.verbs.stop import stop
 from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
 
 PROGRAM = "skytrain"
-VERBS: tuple[Callable[..., None], ...] = (bench, run, plan, report, sample, recipes, gc, drill)
-CLOUD_VERBS: tuple[Callable[..., None], ...] = (launch, doctor, status, logs, stop, resume, down, orphans)
-
+GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
+    "Run": (run, plan, recipes),
+    "Look": (report, status, logs, sample),
+    "Cloud": (launch, resume, stop, down, orphans, image_app),
+    "Tools": (doctor, bench, drill, gc),
+}
+IMAGE = "image"
 
 # The class of click, or of typer's own copy of click.
 UsageError: Any = typer.BadParameter.__base__
 
 
-class Verbs(TyperGroup):
-    """Handles three exceptions before typer does: Ctrl-C has its own exit code, EOFError keeps its traceback like any
-    other bug, and a wrong option takes one line like any other mistake."""
+class Verbs(WholeHelp):
+    """Shows the verbs in groups, with whole descriptions. Handles three exceptions before typer does: Ctrl-C has
+    its own exit code, EOFError keeps its traceback like any other bug, and a wrong option takes one line like any
+    other mistake."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for group, verbs in GROUPS.items():
+            with formatter.section(group):
+                names = (IMAGE if isinstance(verb, typer.Typer) else verb.__name__ for verb in verbs)
+                self.list_verbs(ctx, formatter, names)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        with usage_in_a_line():
+        with usage_in_a_line(PROGRAM):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with usage_in_a_line():
+            with usage_in_a_line(PROGRAM, ctx):
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
             ending = ending_of(error)
@@ -64,15 +75,18 @@ class Verbs(TyperGroup):
 
 
 @contextmanager
-def usage_in_a_line() -> Iterator[None]:
-    """Exit with 2 and one line about a wrong option or argument."""
+def usage_in_a_line(command: str, ctx: Any = None) -> Iterator[None]:
+    """Exit with 2 and one line about a wrong option or argument of a command, or of the verb that `ctx` invokes."""
     try:
         yield
     except UsageError as error:
         message = error.format_message()
-        if "\n" in message or error.ctx is None:
+        if "\n" in message:
             raise  # a group without a verb: typer prints its help
-        command = error.ctx.command_path
+        if error.ctx:
+            command = error.ctx.command_path
+        elif ctx and ctx.invoked_subcommand:  # an option without its value: the parser does not know its command
+            command = f"{command} {ctx.invoked_subcommand}"
         message = message[0].lower() + message[1:].removesuffix(".") + ("" if message.endswith("?") else ";")
         verb = command.removeprefix(PROGRAM).lstrip()
         exit_with(Ending(EXIT_MISTAKE, f"error: {f'{verb}: ' if verb else ''}{message} see {command} --help"))
@@ -80,20 +94,35 @@ def usage_in_a_line() -> Iterator[None]:
 
 app = typer.Typer(
     cls=Verbs,
-    help="Train GPT-2 from one recipe: tokenize, train, evaluate, export. "
-    "After an interruption at any point, the same command resumes.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in VERBS:
-    app.command()(verb)
-app.add_typer(image_app, name="image")
-cloud_app = typer.Typer()  # a group without a name: --help lists its verbs last
-for verb in CLOUD_VERBS:
-    cloud_app.command()(verb)
-app.add_typer(cloud_app)
+for verbs in GROUPS.values():
+    for verb in verbs:
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, name=IMAGE)
+        else:
+            app.command()(verb)
+
+
+def print_version(asked: bool) -> None:
+    from pipelines.show.console import say
+
+    if asked:
+        say(f"{PROGRAM} {metadata.version(PROGRAM)}, Python {sys.version.partition(' ')[0]}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train GPT-2 from one recipe: tokenize, train, evaluate, export. After an interruption at any point, the same
+    command resumes."""
 
 
 def main() -> None:
@@ -120,7 +149,9 @@ def sky_ending_of(error: BaseException) -> Ending | None:
 
 def exit_with(ending: Ending) -> NoReturn:
     """Print the message of an ending on stderr, and exit with its code."""
-    print(ending.message, file=sys.stderr)
+    from pipelines.show.console import say
+
+    say(ending.message, on_stderr=True)
     sys.exit(ending.exit_code)
 
 

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 # child processes inherit it. The check of the device file spares most tests the import of torch.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# As after `source .venv/bin/activate`: messages then name commands without a path.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

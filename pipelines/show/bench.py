@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from pipelines.bench.gauges import Spread
 from pipelines.bench.measure import BenchResult, Measurement
+from pipelines.show.console import say
 
 
 def print_bench(result: BenchResult) -> None:
-    print("\n".join(lines(result)))
+    say("\n".join(lines(result)))
 
 
 def lines(result: BenchResult) -> Iterator[str]:

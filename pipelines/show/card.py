@@ -1,20 +1,23 @@
 """The card of a finished run: its artifacts, losses, time and cost, and the next commands."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.show.console import console, duration, money, printable
+from pipelines.show.console import columns, console, duration, money
 from pipelines.tracking.account import Account, Cost
 from pipelines.tracking.runs import Summary
 
 if TYPE_CHECKING:
     from pipelines.stage import Pipeline
 
+LABEL = 12  # columns of a fact's label
 PHASES_FIRST = (
     *("provision", "setup", "download", "tokenize", "compile", "train", "redone", "evaluate", "export"),
     *("checkpoint", "upload", "idle", "lost"),
@@ -23,23 +26,26 @@ PHASES_FIRST = (
 
 def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
     """Print the card of a finished run, and the next commands."""
-    run, out = pipeline.snapshot(), console()
-    facts = Table.grid(padding=(0, 2))
-    for name, value in card_facts(pipeline, run.summary):
-        facts.add_row(f"[bold]{name}[/]", escape(value))
-    out.print()
+    run, out, width = pipeline.snapshot(), console(), columns()
     out.print(f"[bold]{pipeline.run}[/]  {run.summary.state}")
-    out.print("─" * 100)
+    out.print("─" * width)
     out.print(table_of_stages(pipeline, run.account))
-    out.print()
-    out.print(facts)
+    out.print("─" * width)
+    for name, value in card_facts(pipeline, run.summary):
+        lines = textwrap.wrap(value, width - LABEL, break_long_words=False, break_on_hyphens=False)
+        for label, line in zip_longest([name], lines, fillvalue=""):
+            out.print(f"[bold]{label:{LABEL}}[/]{escape(line)}")
     evaluated = pipeline.made.get("evaluate")
-    if evaluated and evaluated.facts.get("sample"):
-        text = Text(printable(evaluated.facts["sample"]))
-        out.print(Panel(text, title="a sample without a prompt", title_align="left", width=100))
+    if evaluated and (sample := text_of_sample(evaluated.facts)):
+        out.print(Panel(Text(sample), title="a sample without a prompt", title_align="left", width=width))
     out.print("[bold]Next[/]")
     for command in next_commands:
         out.print(f"  {escape(command)}")
+
+
+def text_of_sample(facts: Mapping[str, Any]) -> str:
+    """The lines of the generated sample, without blank ones."""
+    return "\n".join(line for line in str(facts.get("sample") or "").splitlines() if line.strip())
 
 
 def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:

@@ -1,14 +1,76 @@
-"""The terminal: a screen for the progress of a run (on stderr), a console for results (on stdout), and formats."""
+"""The terminal: a screen for the progress of a run (on stderr), a console for results (on stdout), and formats.
 
+All text passes through here on its way to a terminal. It loses control characters, because names and messages come from
+a store that others can write to. Its commands get the path that this shell needs: a message says `skytrain status RUN`,
+and a user whose PATH has no skytrain reads `.venv/bin/skytrain status RUN`.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.table import Table
 
 LINE_SECONDS = 10.0  # between two lines of the same bar in a log
+CARD_COLUMNS = 100  # the width of text that has a choice
+
+# The commands that messages name: programs of this Python environment, with the first words that make them a command.
+COMMANDS = {
+    "skytrain": (
+        *("run", "plan", "recipes", "report", "status", "logs", "sample", "launch", "resume", "stop", "down"),
+        *("orphans", "image", "doctor", "bench", "drill", "gc", "--help"),
+    ),
+    "sky": ("api", "check", "down", "jobs", "logs", "queue", "show-gpus", "status", "stop"),
+    "mlflow": ("ui",),
+    "pip": ("install",),
+}
+A_COMMAND = re.compile(
+    "|".join(rf"(?<![\w./-]){name}(?= (?:{'|'.join(words)})(?![\w=:]))" for name, words in COMMANDS.items())
+)
+
+
+class CleanConsole(Console):
+    """A console whose text can neither control a terminal nor leave blanks at the end of a table's lines."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*map(prepared, objects), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+class Trimmed:
+    """A table without the blanks that fill its lines: in a narrow terminal they would wrap into blank lines."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in Segment.split_lines(console.render(self.table, options)):
+            while line and not line[-1].text.strip():
+                line.pop()
+            if line:
+                *begin, (text, style, _) = line
+                yield from (*begin, Segment(text.rstrip(), style))
+            yield Segment.line()
+
+
+def prepared(shown: Any) -> Any:
+    if isinstance(shown, str):
+        return typeable(shown, escape)
+    return Trimmed(shown) if isinstance(shown, Table) else shown
 
 
 class TerminalScreen:
@@ -16,7 +78,7 @@ class TerminalScreen:
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = CleanConsole(stderr=True, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -61,7 +123,37 @@ class TerminalBar:
 
 def console() -> Console:
     """Standard output. Tables take the width that they need: a narrow terminal wraps lines, and no name is cut."""
-    return Console(highlight=False, soft_wrap=True, width=240)
+    return CleanConsole(highlight=False, soft_wrap=True, width=240)
+
+
+def say(text: str, on_stderr: bool = False) -> None:
+    """Print plain text, in which brackets are no markup."""
+    print(typeable(printable(text)), file=sys.stderr if on_stderr else sys.stdout, flush=True)
+
+
+def columns() -> int:
+    """The width for text that has a choice: the terminal's, and at most 100."""
+    return min(CARD_COLUMNS, shutil.get_terminal_size((CARD_COLUMNS, 24)).columns)
+
+
+def typeable(text: str, quote: Callable[[str], str] = str) -> str:
+    """Text whose commands can be typed in this shell: each program has the path that it needs here."""
+    return A_COMMAND.sub(lambda found: quote(program(found[0])), text)
+
+
+def program(name: str) -> str:
+    """A program of this Python environment as a shell here can call it: its name if PATH finds it, else its path.
+
+    The reader of a rented node's log types on another machine: there it is the name.
+    """
+    if "SKYPILOT_NODE_IPS" in os.environ:
+        return name
+    beside = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if not beside.exists() or (found and Path(found) == beside):
+        return name
+    below = os.path.relpath(beside)
+    return shlex.quote(str(beside) if below.startswith("..") else below if "/" in below else f"./{below}")
 
 
 def money(usd: float, unpriced_hours: float) -> str:

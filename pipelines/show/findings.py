@@ -1,8 +1,7 @@
 """The output of checks, and notes of verbs that have no screen."""
 
-import sys
-
 from pipelines.cloud.checks import Finding
+from pipelines.show.console import say
 
 MARKS = {"ok": "   ok", "note": "    .", "broken": "WRONG"}
 
@@ -18,12 +17,12 @@ def image_finding_text(finding: Finding) -> str:
 
 
 def print_finding(finding: Finding) -> None:
-    print(finding_text(finding), flush=True)
+    say(finding_text(finding))
 
 
 def print_note(text: str) -> None:
-    print(text, flush=True)
+    say(text)
 
 
 def print_note_on_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, on_stderr=True)

@@ -21,6 +21,7 @@ import yaml
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
+from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, market_of, merge_waits
 from pipelines.tracking.records import Heartbeat
@@ -76,7 +77,7 @@ def write_page(path: Path, store: Store, runs: Sequence[Run], overlays: Iterable
         path.write_text(page, encoding="utf8")
     except OSError as error:
         raise UserError(f"--html {path}: cannot be written ({error.strerror}); name a file that can be") from error
-    print(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; one file; open it in a browser)")
+    say(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; one file; open it in a browser)")
 
 
 def render(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from pipelines.show.console import console, money, number
+from pipelines.show.console import console, money, number, printable, say
 from pipelines.tracking.audit import Audit
 from pipelines.tracking.runs import Summary
 
@@ -30,8 +30,8 @@ def print_runs(summaries: list[Summary], where: str, notes: Iterable[str] = ()) 
     table = Table(*columns, box=None)
     for s in summaries:
         table.add_row(
-            s.run,
-            s.state,
+            escape(s.run),
+            escape(s.state),
             str(s.attempts),
             f"{s.tokens:,}",
             number(s.val_loss),
@@ -56,7 +56,7 @@ def print_series(run: str, rows: list[dict[str, Any]], as_json: bool, alone: boo
     first = [] if alone else ["run"]
     out.writerow([*first, *SERIES])
     for row in steps:
-        out.writerow([*([] if alone else [run]), *(row.get(metric) for metric in SERIES.values())])
+        out.writerow([*([] if alone else [printable(run)]), *(row.get(metric) for metric in SERIES.values())])
 
 
 def print_audits(audits: list[Audit]) -> None:
@@ -67,4 +67,4 @@ def print_audits(audits: list[Audit]) -> None:
             if steps
         ]
         verdict = "; ".join(differences) or "every step read exactly the sequences of the recipe and the seed"
-        print(f"{a.run}: {a.steps:,} steps, {a.sequences:,} sequences: {verdict}")
+        say(f"{a.run}: {a.steps:,} steps, {a.sequences:,} sequences: {verdict}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from rich.markup import escape
 
 from pipelines.cloud.control import Status
-from pipelines.show.console import console, duration, money, printable
+from pipelines.show.console import console, duration, money, printable, say
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat
 
@@ -47,13 +47,13 @@ def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, l
     if after is None:
         died = f"{before.stage}: attempt {before.attempt} has died; " if before else "no attempt runs; "
         removal = f"; skytrain down {run} removes its machines" if launched else ""
-        print(f"{run}: {died}the stop request also stops a later launch{removal}")
+        say(f"{run}: {died}the stop request also stops a later launch{removal}")
     elif after.state == "running":
-        print(f"{run}: {after.stage}: attempt {after.attempt} still runs; the stop request stands, and it will exit")
+        say(f"{run}: {after.stage}: attempt {after.attempt} still runs; the stop request stands, and it will exit")
     else:
         step = "" if after.progress.step is None else f" at step {after.progress.step:,}"
         again = f"resume {run}" if launched else f"run run:{run}"
-        print(f"{run}: {after.stage}: attempt {after.attempt} is {after.state}{step}; skytrain {again} continues")
+        say(f"{run}: {after.stage}: attempt {after.attempt} is {after.state}{step}; skytrain {again} continues")
 
 
 def _span(low: float, middle: float, high: float) -> str:

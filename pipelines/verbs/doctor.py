@@ -12,11 +12,12 @@ def doctor(store: StoreUri = None, as_json: Json = False) -> None:
     """Check installed packages, the store and the servers: exit 0 if runs can work, 2 if something is broken."""
     os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     from pipelines.cloud.doctor import examine
-    from pipelines.show.findings import finding_text
+    from pipelines.show.findings import print_finding
 
     findings = list(examine(home(), store_uri(store), dict(os.environ)))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings]))
     else:
-        print(*map(finding_text, findings), sep="\n")
+        for finding in findings:
+            print_finding(finding)
     sys.exit(2 if any(finding.state == "broken" for finding in findings) else 0)

@@ -9,6 +9,7 @@ def down(run: RunName, store: StoreUri = None) -> None:
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.skypilot import reach_api_server
+    from pipelines.show.console import say
     from pipelines.show.findings import print_note, print_note_on_stderr
     from trainer.errors import UserError
 
@@ -18,4 +19,4 @@ def down(run: RunName, store: StoreUri = None) -> None:
     reach_api_server(print_note_on_stderr)
     control.down(record.run, print_note)
     control.record_cluster_hours(opened, record.run)
-    print(f"{record.run}: no job and no cluster of it is left")
+    say(f"{record.run}: no job and no cluster of it is left")

@@ -1,6 +1,5 @@
 """`skytrain gc`: remove files that nothing needs."""
 
-import sys
 from typing import Annotated
 
 import typer
@@ -18,17 +17,18 @@ def gc(
     """Remove every object that no manifest and no running or resumable attempt needs."""
     from pipelines.artifacts.store import open_store
     from pipelines.gc import leftovers, remove
+    from pipelines.show.console import say
 
     opened = open_store(store_uri(store))
     count = size = 0
     damaged: list[str] = []
     # `leftovers` examines one artifact at a time, just before its objects are removed here.
     for leftover in leftovers(opened, home(), older_than_days, damaged.append):
-        print(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
+        say(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
         if not dry_run:
             remove(opened, leftover)
         count, size = count + 1, size + leftover.size
     verb = "would be removed" if dry_run else "removed"
-    print(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")
+    say(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")
     for message in damaged:
-        print(f"left alone: {message}", file=sys.stderr)
+        say(f"left alone: {message}", on_stderr=True)

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from pipelines.verbs.options import home, one_of
+from pipelines.verbs.options import WholeHelp, home, one_of
 from trainer.errors import UserError
 
-image_app = typer.Typer(help="The container image: build, push, check.", no_args_is_help=True)
+image_app = typer.Typer(cls=WholeHelp, help="The container image: build, push, check.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option("--target", help="runtime (GPUs), cpu, or skypilot.")]
 BuildFile = Annotated[
@@ -37,11 +37,12 @@ def build(
 ) -> None:
     """Build the image from this clone, with its version and commit in labels."""
     from pipelines.cloud import image
+    from pipelines.show.console import say
 
     one_of(target, image.TARGETS, "--target")
     root = Path(__file__).resolve().parents[2]
     built = image.build(root, home(), target, base_image, pip_conf, ca_bundle, network, tuple(build_arg or ()))
-    print(f"{built.tag}  {built.id}" + ("  (with files that no commit holds)" if built.dirty else ""))
+    say(f"{built.tag}  {built.id}" + ("  (with files that no commit holds)" if built.dirty else ""))
 
 
 @image_app.command()
@@ -51,9 +52,10 @@ def push(
 ) -> None:
     """Push the last build, and record its digest in SKYTRAIN_HOME/image.json."""
     from pipelines.cloud import image
+    from pipelines.show.console import say
 
     one_of(target, image.TARGETS, "--target")
-    print(image.push(home(), name, target).pushed)
+    say(image.push(home(), name, target).pushed or "")
 
 
 @image_app.command()
@@ -66,6 +68,7 @@ def check(
 ) -> None:
     """Inspect an image and run it with restricted rights; check its contents, its user and its labels."""
     from pipelines.cloud import image
+    from pipelines.show.console import say
     from pipelines.show.findings import image_finding_text
 
     one_of(target, image.TARGETS, "--target")
@@ -75,7 +78,7 @@ def check(
     chosen = name or (last.id if last else "")
     violations = 0
     for finding in image.check(chosen):
-        print(image_finding_text(finding))
+        say(image_finding_text(finding))
         violations += finding.state == "broken"
     if violations:
         raise UserError(f"image check: {chosen}: {violations} of its promises are broken, see above")

@@ -72,6 +72,7 @@ def launch(
     from pipelines.cloud.plan import parse_hours
     from pipelines.cloud.request import LaunchRequest
     from pipelines.cloud.shell import secrets_from_shell, variables_from_shell
+    from pipelines.show.console import say
     from pipelines.stage import STAGES, planned, run_name
     from trainer.errors import StoreUnavailable, UserError
 
@@ -96,7 +97,7 @@ def launch(
         )
         prepared = planned_launch(request, loaded, plans, opened, secrets)
         if prepared is None:
-            print(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
+            say(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
         elif dry_run:
             print_dry_run(prepared)
         else:
@@ -160,8 +161,10 @@ def pushed_image() -> str:
 
 def print_next(run: str, jobs: list[int]) -> None:
     """The commands for a run that was just launched."""
-    print(f"{run} is launched as managed job {', '.join(map(str, jobs))}")
-    print(f"  skytrain status {run}     progress and cost")
-    print(f"  skytrain logs {run} --follow")
-    print(f"  skytrain stop {run}       commit and exit; skytrain resume {run} continues")
-    print(f"  skytrain down {run}       remove its machines")
+    from pipelines.show.console import say
+
+    say(f"{run} is launched as managed job {', '.join(map(str, jobs))}")
+    say(f"  skytrain status {run}     progress and cost")
+    say(f"  skytrain logs {run} --follow")
+    say(f"  skytrain stop {run}       commit and exit; skytrain resume {run} continues")
+    say(f"  skytrain down {run}       remove its machines")

@@ -1,10 +1,14 @@
 """Options that several verbs share, and their defaults."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+WHOLE = 1_000  # characters of a verb's description in --help
 
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A shipped recipe, a recipe file, or run:NAME for a recorded run.")
@@ -26,6 +30,19 @@ StoreUri = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+class WholeHelp(TyperGroup):
+    """A group of verbs whose --help cuts no description."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            self.list_verbs(ctx, formatter, self.list_commands(ctx))
+
+    def list_verbs(self, ctx: Any, formatter: Any, names: Iterable[str]) -> None:
+        """Write verbs with their descriptions, wrapped at the terminal's width."""
+        commands = [(name, self.get_command(ctx, name)) for name in names]
+        formatter.write_dl([(name, command.get_short_help_str(WHOLE)) for name, command in commands if command])
 
 
 def home() -> Path:

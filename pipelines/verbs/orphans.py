@@ -13,6 +13,7 @@ def orphans(store: StoreUri = None, as_json: Json = False) -> None:
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.control import find_orphans
     from pipelines.cloud.skypilot import reach_api_server
+    from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
 
     opened = open_store(store_uri(store))
@@ -22,5 +23,5 @@ def orphans(store: StoreUri = None, as_json: Json = False) -> None:
         print(json.dumps([asdict(orphan) for orphan in found]))
     else:
         for orphan in found:
-            print(f"{orphan.what}: {orphan.why}; {orphan.remedy} removes it")
+            say(f"{orphan.what}: {orphan.why}; {orphan.remedy} removes it")
     sys.exit(bool(found))

@@ -85,12 +85,13 @@ def report(
 def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:
     """Print the table of runs; `with_bill`: also the bill, if it is one run."""
     from pipelines.show.bill import print_bill, sky_differences
+    from pipelines.show.console import say
     from pipelines.show.runs import print_runs
 
     notes = [line for run in runs for line in sky_differences(store, run.account)]
     print_runs([run.summary for run in runs], store.uri, notes)
     if with_bill and len(runs) == 1:
-        print()
+        say("")
         print_bill(runs[0].account)
 
 
@@ -121,6 +122,7 @@ def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
 def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
     """Send the journals of runs to MLflow again. UserError without mlflow, or for a URI that is no MLflow."""
 
+    from pipelines.show.console import say
     from pipelines.tracking.mlflow.settings import tracking_uri
     from pipelines.tracking.mlflow.shipper import rebuild
 
@@ -131,4 +133,4 @@ def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
         raise UserError(f"--to {uri}: no MLflow; give http(s)://server, or a database such as sqlite:///mlflow.db")
     for run in runs:
         sessions = rebuild(run.store, run.name, uri)
-        print(f"{run.name}: " + (f"{sessions} session(s) logged again" if sessions else "never logged to MLflow"))
+        say(f"{run.name}: " + (f"{sessions} session(s) logged again" if sessions else "never logged to MLflow"))

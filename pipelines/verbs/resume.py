@@ -23,6 +23,7 @@ def resume(
     from pipelines.cloud.launch import planned_launch
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.shell import secrets_from_shell
+    from pipelines.show.console import say
     from pipelines.stage import planned
     from pipelines.tracking.stop_request import read_stop_request
     from trainer.errors import UserError
@@ -37,9 +38,9 @@ def resume(
     stopped = read_stop_request(opened, record.run)
 
     if stopped:
-        print(f"{record.run} was stopped by {stopped}")
+        say(f"{record.run} was stopped by {stopped}")
     prepared = planned_launch(request, loaded, plans, opened, secrets)
     if prepared is None:
-        print(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
+        say(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
     else:
         submit_after_checks(prepared, lambda question: yes or typer.confirm(question))

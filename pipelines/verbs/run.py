@@ -1,13 +1,10 @@
 """`skytrain run`: one node of a run, which makes every artifact that is missing."""
 
 import json
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -190,18 +187,22 @@ def result(pipeline: "Pipeline") -> dict[str, Any]:
 
 
 def next_commands(pipeline: "Pipeline") -> list[str]:
-    """Commands to inspect a finished run, as the user can type them in this folder."""
+    """Commands for the artifacts that a run has made, as the user can type them in this folder."""
+    from pipelines.show.console import program
     from trainer.store import LocalStore
 
     skytrain = program("skytrain")
     is_default = pipeline.store.uri == f"file://{pipeline.home / 'store'}"
     option = "" if is_default else f" --store {shlex.quote(pipeline.store.uri)}"
-    commands = [
-        f"{skytrain} report{option}",
-        f"{skytrain} report {pipeline.run} --series{option}",
-        f"{skytrain} report {pipeline.run} --html report.html{option}",
-        f'{skytrain} sample {pipeline.run} --prompt "def "{option}',
-    ]
+    commands = [f"{skytrain} report{option}"]
+    if "train" in pipeline.made:
+        commands += [
+            f"{skytrain} report {pipeline.run} --series{option}",
+            f"{skytrain} report {pipeline.run} --html report.html{option}",
+            f'{skytrain} sample {pipeline.run} --prompt "def "{option}',
+        ]
+    if any(stage not in pipeline.made for stage in pipeline.plans):
+        commands.append(f"{skytrain} run run:{pipeline.run}{option}")
     if not pipeline.tracker.off and pipeline.tracker.uri.startswith("sqlite:"):  # a server's URI may hold a password
         commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.tracker.uri)}")
     export = pipeline.made.get("export")
@@ -209,10 +210,3 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
         folder = pipeline.store.path_of(f"{export.prefix}/{export.files[0].key}").parent
         commands.append(f"transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
     return commands
-
-
-def program(name: str) -> str:
-    """A program of this Python environment as a shell here can call it: its name if PATH finds it, else its path."""
-    beside = Path(sys.executable).with_name(name)
-    found = shutil.which(name)
-    return name if found and Path(found) == beside else shlex.quote(os.path.relpath(beside))

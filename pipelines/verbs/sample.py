@@ -17,5 +17,6 @@ def sample(
     """Generate text with a trained run."""
     from pipelines.artifacts.store import open_store
     from pipelines.sample import sample_run
+    from pipelines.show.console import printable
 
-    print(sample_run(open_store(store_uri(store)), home() / "cache", run, prompt, tokens, seed))
+    print(printable(sample_run(open_store(store_uri(store)), home() / "cache", run, prompt, tokens, seed)))

@@ -16,6 +16,7 @@ def status(
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.skypilot import TaskStatus
+    from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
     from pipelines.show.status import print_status
     from pipelines.tracking.runs import read_runs
@@ -30,6 +31,6 @@ def status(
     if as_json:
         print(json.dumps([one.to_json() for one in found]))
     elif not found:
-        print(f"no runs in {opened.uri} yet; `skytrain run smoke` makes one")
+        say(f"no runs in {opened.uri} yet; `skytrain run smoke` makes one")
     else:
         print_status(found, [f"SkyPilot does not answer: {failure}"] if failure else [])

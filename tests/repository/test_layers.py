@@ -84,6 +84,17 @@ def prints(tree: ast.Module) -> bool:
     return False
 
 
+def raw_prints(tree: ast.Module) -> list[str]:
+    """The calls of print with text that may hold control characters: neither JSON nor YAML, nor made printable."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"]
+    safe = ("json.dumps", "printable", "to_yaml", "typeable")
+    return [
+        ast.unparse(call)
+        for call in calls
+        if not (isinstance(call.args[0], ast.Call) and ast.unparse(call.args[0].func).endswith(safe))
+    ]
+
+
 @cache
 def trees() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text(), filename=str(path)) for name, path in modules().items()}
@@ -139,6 +150,14 @@ def test_only_verbs_and_show_print() -> None:
     below = {name for name in modules() if layer_entry(name)[1] not in PRINTING}
     printing = {name for name in below if prints(trees()[name])}
     assert printing == PRINTERS.keys() | KNOWN_PRINTERS
+
+
+def test_text_reaches_the_terminal_through_the_console_which_removes_control_characters() -> None:
+    """Use `say` or `console()` of pipelines/show/console.py instead of `print`."""
+    printing = {name for name in modules() if layer_entry(name)[1] in PRINTING} - {"pipelines.show.reference"}
+    assert {name: calls for name in printing if (calls := raw_prints(trees()[name]))} == {}
+    consoles = {name for name, tree in trees().items() if "Console(" in ast.unparse(tree)}
+    assert consoles == {"pipelines.show.console"}
 
 
 def test_only_verbs_import_show() -> None:

@@ -8,11 +8,11 @@ from run_records import PLANS, RECIPE, RUN, TRAIN, done_run, finished
 
 from pipelines.artifacts.manifest import File
 from pipelines.show.card import card_facts, print_card
-from pipelines.show.console import TerminalScreen
+from pipelines.show.console import TerminalScreen, program
 from pipelines.stage import STAGES, Pipeline
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing
-from pipelines.verbs.run import next_commands, program
+from pipelines.verbs.run import next_commands
 from trainer.process import StopSignal
 from trainer.store import LocalStore
 
@@ -55,6 +55,29 @@ def test_the_run_card_shows_artifacts_costs_and_commands(
     assert "def [bold]f(x):" in card and "\x1b" not in card  # generated text is neither markup nor a command
     assert f"{program('skytrain')} report {RUN} --series" in lines
     assert f"{program('mlflow')} ui --backend-store-uri 'sqlite:///some folder/mlflow.db'" in lines
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_card_has_neither_blank_nor_broken_lines(
+    finished_pipeline: Pipeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    finished_pipeline.made["evaluate"].facts["sample"] = "import x\n\n\n    \nimport " + "y" * 120
+    print_card(finished_pipeline, [])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line == line.rstrip() and line for line in lines)
+    for line in lines:
+        assert len(line) <= columns or max(map(len, line.split())) > 40, line  # only a path may be longer
+    assert any(line.startswith("by phase    ") for line in lines) and any("│ import x" in line for line in lines)
+
+
+def test_the_card_offers_what_exists(finished_pipeline: Pipeline) -> None:
+    for stage in ("train", "evaluate", "export"):
+        del finished_pipeline.made[stage]
+    skytrain = program("skytrain")
+    finished_pipeline.home = Path(finished_pipeline.store.uri.removeprefix("file://")).parent
+    assert next_commands(finished_pipeline)[:2] == [f"{skytrain} report", f"{skytrain} run run:{RUN}"]
+    assert not any(word in " ".join(next_commands(finished_pipeline)) for word in ("series", "html", "sample", "trans"))
 
 
 def test_a_card_without_a_price_shows_how_to_give_one(finished_pipeline: Pipeline) -> None:

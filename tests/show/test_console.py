@@ -1,8 +1,28 @@
-"""Values in the terminal: durations, and text without control characters."""
+"""Values in the terminal: durations, text without control characters, and commands that this shell can run."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from run_records import attempted, done_run
+from typer.main import get_command
 
-from pipelines.show.console import duration, printable
+from pipelines import cli
+from pipelines.show.bill import print_bill
+from pipelines.show.console import COMMANDS, TerminalScreen, console, duration, printable, program, say, typeable
+from pipelines.show.runs import print_runs, print_series
+from pipelines.tracking.records import Machine, Progress
+from pipelines.tracking.runs import Run
+from trainer.errors import EXIT_MISTAKE, Ending
+from trainer.store import LocalStore
+
+HOSTILE = "\x1b[31m\x1b]0;title\x07\x9b2J\r\u202e[link=https://evil]here[/link]"
+CONTROLS = "\x1b\x07\x9b\r\u202e"
 
 
 @pytest.mark.parametrize(
@@ -15,3 +35,97 @@ def test_durations_have_two_readable_units(seconds: float, text: str) -> None:
 
 def test_generated_text_cannot_control_a_terminal() -> None:
     assert printable("a\tb\n\x1b[31m\x00é\u202e") == "a\tb\n·[31m·é·"
+
+
+def test_no_way_to_the_terminal_lets_control_characters_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("x")
+    table.add_row(Text(HOSTILE))
+    for shown in (Text(HOSTILE), table, Panel(Text(HOSTILE), title=HOSTILE.partition("[link")[0])):
+        console().print(shown)
+    say(HOSTILE)
+    say(HOSTILE, on_stderr=True)
+    screen = TerminalScreen()
+    screen.note(HOSTILE)
+    screen.warn(HOSTILE)
+    with contextlib.suppress(SystemExit):
+        cli.exit_with(Ending(EXIT_MISTAKE, HOSTILE))
+    out, err = capsys.readouterr()
+    assert out.count("title") == 5 and err.count("title") == 4
+    assert not set(CONTROLS) & set(out + err)
+
+
+def test_names_in_the_store_cannot_control_the_terminal_of_a_report(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = done_run(store)
+    hostile: dict[str, Any] = {
+        "price_source": HOSTILE,
+        "machine": Machine(cloud=HOSTILE, instance=HOSTILE),
+        "phases": {HOSTILE: 60.0},
+        "progress": Progress(notice=HOSTILE),
+    }
+    attempted(store, "train", 2, state=HOSTILE, **hostile)
+    store.put(f"{made.prefixes['train']}/attempts/0099\x9b2J/heartbeat.json", b"{")
+    run = Run(store, made)
+    print_runs([run.summary], store.uri)
+    print_bill(run.account)
+    print_series(HOSTILE, [], as_json=False, alone=False)
+    print_series(HOSTILE, [{"step": 1, "train/loss": 1.0}], as_json=False, alone=False)
+    out = capsys.readouterr().out
+    assert "title" in out and "[link=https://evil]" in out and not set(CONTROLS) & set(out)
+
+
+def test_a_table_has_no_blanks_that_a_narrow_terminal_would_wrap(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("name", "value", box=None)
+    table.add_row("a", "x" * 120)
+    table.add_row("b", "y")
+    console().print(table)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [["name", "value"], ["a", "x" * 120], ["b", "y"]]
+    assert all(line == line.rstrip() for line in lines)
+
+
+# --- commands
+
+
+def test_every_verb_is_a_command_that_messages_may_name() -> None:
+    verbs = get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert {*verbs, "--help"} == set(COMMANDS["skytrain"])
+
+
+def test_messages_name_commands_with_the_path_that_this_shell_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = tmp_path / "project" / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "skytrain", "sky", "pip"):
+        (programs / name).write_text("")
+        (programs / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path / "project")
+    message = "start it with `sky api start`; skytrain status x-1 and pip install '.[cloud]' are next to skytrain"
+    expected = (
+        "start it with `.venv/bin/sky api start`; .venv/bin/skytrain status x-1 and .venv/bin/pip install '.[cloud]' "
+        "are next to skytrain"
+    )
+    assert typeable(message) == expected == typeable(expected)
+    say(message)
+    console().print(f"[bold]{message.replace('[', chr(92) + '[')}[/]")
+    TerminalScreen().note("see skytrain doctor")
+    with contextlib.suppress(SystemExit):
+        cli.exit_with(Ending(EXIT_MISTAKE, "error: `skytrain run smoke` makes one"))
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [expected, expected]
+    assert err.splitlines() == ["see .venv/bin/skytrain doctor", "error: `.venv/bin/skytrain run smoke` makes one"]
+
+    assert program("mlflow") == "mlflow"  # this environment has none
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin")
+    assert typeable(message) == message
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.chdir(tmp_path)
+    assert program("sky") == "project/.venv/bin/sky"
+    monkeypatch.chdir(programs)
+    assert program("sky") == "./sky"
+    monkeypatch.setenv("SKYPILOT_NODE_IPS", "10.0.0.1")  # the log of a rented node is read elsewhere
+    assert typeable(message) == message

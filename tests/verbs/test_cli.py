@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pipeline_runs import Project
 from servers import S3Account
+from typer.main import get_command
 
+from pipelines import cli
 from trainer.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -68,6 +71,7 @@ def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.Complete
     ("arguments", "line"),
     [
         (["run", "smoek"], "error: smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"),
+        (["run", "gpt2"], "error: gpt2: neither a shipped recipe nor a file; did you mean 'gpt2-124m'?"),
         (
             ["run", "tiny.yaml", "--set", "train.learning_rte=1"],
             "error: tiny.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?",
@@ -114,6 +118,7 @@ def test_a_user_error_exits_with_2_and_one_line_before_anything_starts(
         (["rnu", "tiny.yaml"], "rnu"),
         (["--jsn"], "--jsn"),
         (["image", "biuld"], "biuld"),
+        (["report", "--html"], "error: report: option '--html' requires an argument; see skytrain report --help"),
         (["launch", "tiny.yaml", "--nodes", "0"], "error: launch: invalid value for '--nodes': "),
         (["sample", "x", "--tokens", "0"], "--tokens"),
         (["gc", "--older-than-days", "-1"], "--older-than-days"),
@@ -195,13 +200,25 @@ def test_verbs_that_only_read_a_run_load_no_torch(undisturbed: Callable[[int], P
     assert set(json.loads(done.stderr)) <= {"pydantic", "yaml"}
 
 
-def test_help_names_every_verb_and_every_verb_has_help(folder: Path) -> None:
-    verbs = ["run", "plan", "report", "sample", "recipes", "gc"]
-    top = skytrain(folder, "--help")
-    assert top.returncode == 0 and all(verb in top.stdout for verb in verbs)
-    run = skytrain(folder, "run", "--help")
-    for option in ("--stage", "--store", "--set", "--price-per-hour", "--json"):
-        assert option in run.stdout
+def test_help_groups_every_verb_and_cuts_no_description() -> None:
+    commands = get_command(cli.app)
+    with commands.make_context("skytrain", [], resilient_parsing=True) as context:
+        words = " ".join(commands.get_help(context).split())
+    groups = [words.index(f" {group}: ") for group in ("Run", "Look", "Cloud", "Tools")]
+    assert groups == sorted(groups) and "..." not in words.partition(" Run: ")[2]
+    for name, command in commands.commands.items():  # type: ignore[attr-defined]
+        description = " ".join((command.help or "").partition("\n\n")[0].split()).removesuffix(".")
+        assert f" {name} {description}" in words, name
+
+
+def test_short_help_version_and_completion_answer(folder: Path) -> None:
+    helped = skytrain(folder, "run", "-h")
+    assert helped.returncode == 0
+    for option in ("--stage", "--store", "--set", "--price-per-hour", "--json", "-h, --help"):
+        assert option in helped.stdout
+    assert skytrain(folder, "--version").stdout.startswith(f"skytrain {metadata.version('skytrain')}")
+    asked = {"_SKYTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": "skytrain re", "COMP_CWORD": "1"}
+    assert skytrain(folder, **asked).stdout.split() == ["recipes", "report", "resume"]
 
 
 # --- output
