@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,7 +129,7 @@ def val_loss(bench: Bench, engine: Engine) -> float:
     windows = windows[: max(size, bench.val_tokens // data.block_size)]
     losses: list[tuple[Tensor, int]] = []
     for start in range(0, len(windows), size):
-        batch = np.stack([data.window(*window) for window in windows[start : start + size]])
+        batch = data.windows(windows[start : start + size])
         losses.append((engine.loss(*to_device(batch, bench.world.device)).detach().double(), len(batch)))
     return sum(float(loss) * n for loss, n in losses) / len(windows)
 

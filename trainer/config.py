@@ -230,6 +230,11 @@ class RuntimeConfig(Section):
         ge=1,
         description="Also keep the checkpoints at multiples of this for good; null: none [optimizer steps]",
     )
+    data_cache_gb: float | Literal["auto"] = Field(
+        default="auto",
+        description="Disk space of a node for shards from a bucket. Older shards are removed; those that a process "
+        "reads, and the next ones, stay in any case. auto: half of the space that is free without them [GB]",
+    )
     deterministic: bool = Field(
         default=False,
         description="Bitwise equal results on the same number of ranks, at some cost of speed; a CPU always has them",
@@ -248,6 +253,13 @@ class RuntimeConfig(Section):
     def _at_least_one(cls, value: int | str, info: Any) -> int | str:
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{value} {info.field_name.replace('_', ' ')} can't train; use 1 or more, or 'auto'")
+        return value
+
+    @field_validator("data_cache_gb")
+    @classmethod
+    def _some_space(cls, value: float | str) -> float | str:
+        if isinstance(value, float) and not 0 <= value < float("inf"):
+            raise ValueError(f"{value} GB is no size; use a number from 0 on, or 'auto'")
         return value
 
     @field_validator("checkpoint_minutes", "watchdog_minutes")

@@ -1,13 +1,12 @@
-"""Batches of a run: shards are fetched at their first use, and a GPU never waits for its tokens.
+"""Batches of a run: shards are fetched as the read position gets to them, and a GPU never waits for its tokens.
 
 Threads stack the windows (trainer/shards.py) of the next micro-batches: for 64 x 1025 tokens that takes the host a
 millisecond. A separate stream copies them in the form of the file, 2 bytes a token, and widens them on the device.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -16,31 +15,32 @@ import torch
 from torch import Tensor
 
 from trainer.config import micro_batch_count
-from trainer.errors import UserError
-from trainer.shards import Order, Shard, read_shard, sequence_digest, slices
+from trainer.shard_maps import ShardMaps
+from trainer.shards import Order, Shard, sequence_digest, slices
 
 T = TypeVar("T")
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 
 
 class TokenData:
-    """The tokens of one split. A shard is fetched at its first use, and the next one is prefetched in the background.
+    """The tokens of one split. A shard is fetched when it is read, and the next one is prefetched in the background.
 
     `fetch(name)` returns a local path. It blocks until the file is complete and verified.
     """
 
     def __init__(self, shards: list[Shard], fetch: Callable[[str], Path], block_size: int, seed: int) -> None:
-        self.shards, self.fetch, self.block_size = shards, fetch, block_size
+        self.shards, self.block_size = shards, block_size
         self.order = Order(shards, block_size, seed)
-        self._tokens: dict[int, np.ndarray] = {}
-        self._fetching = [threading.Lock() for _ in shards]
-        self._prefetched: set[int] = set()
+        self._maps = ShardMaps(shards, fetch)
         self._feed: GpuFeed | None = None
 
-    def window(self, shard: int, window: int) -> np.ndarray:
-        """The `block_size + 1` tokens of one window, uint16."""
-        start = window * self.block_size
-        return self._shard(shard)[start : start + self.block_size + 1]
+    def windows(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
+        """The tokens of windows, each given as (shard index, window index): uint16 (len(places), block_size + 1)."""
+        rows = np.empty((len(places), self.block_size + 1), np.uint16)
+        for row, (shard, window) in zip(rows, places, strict=True):
+            start = window * self.block_size
+            row[:] = self._maps.tokens(shard)[start : start + self.block_size + 1]
+        return rows
 
     def micro_batches(
         self, sequences: range, micro_batch_size: int, device: torch.device, upcoming: range = range(0)
@@ -51,6 +51,8 @@ class TokenData:
 
         `upcoming`: the sequences that the next call will probably request. On a GPU the first of them are prefetched.
         """
+        coming = [*self.order.shards_of(upcoming), self.order.next_shard((upcoming or sequences)[-1])]
+        self._maps.keep({*self.order.shards_of(sequences), *coming})
         batches, upcoming_batches = (
             slices(several, micro_batch_count(len(several), micro_batch_size)) for several in (sequences, upcoming)
         )
@@ -59,37 +61,15 @@ class TokenData:
             yield from self._feed.batches(batches, upcoming_batches)
         else:
             yield from (to_device(self._windows(batch), device) for batch in batches)
-        self._prefetch(self.order.next_shard(sequences[-1]))
+        self._maps.prefetch(coming)
 
     def _windows(self, sequences: range) -> np.ndarray:
         """uint16 (len(sequences), block_size + 1)."""
-        return np.stack([self.window(*self.order[s]) for s in sequences])
+        return self.windows([self.order[s] for s in sequences])
 
     def digest(self, sequences: range) -> int:
         """See `sequence_digest`."""
         return sequence_digest(self.order, sequences)
-
-    def _shard(self, index: int) -> np.ndarray:
-        with self._fetching[index]:
-            if index not in self._tokens:
-                tokens = read_shard(self.fetch(self.shards[index].name))
-                if len(tokens) != self.shards[index].tokens:
-                    raise UserError(
-                        f"{self.shards[index].name}: {len(tokens)} tokens where {self.shards[index].tokens} "
-                        "are expected; run tokenize again"
-                    )
-                self._tokens[index] = tokens
-            return self._tokens[index]
-
-    def _prefetch(self, index: int) -> None:
-        if index not in self._tokens and index not in self._prefetched:
-            self._prefetched.add(index)
-            threading.Thread(target=self._read_ahead, args=(index,), daemon=True).start()
-
-    def _read_ahead(self, index: int) -> None:
-        # No report of a failed prefetch: the read that needs the shard fetches again, and raises.
-        with suppress(Exception):
-            self._shard(index)
 
 
 class GpuFeed:

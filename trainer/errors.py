@@ -19,6 +19,10 @@ class UserError(ValueError):
     """A mistake that the user can correct. The message names what is wrong, where, and what would be right."""
 
 
+class DiskFull(UserError):
+    """A disk or a quota is used up."""
+
+
 class Interrupted(Exception):
     """The process was asked to stop, and stopped at a point from which the same command resumes."""
 

@@ -9,6 +9,7 @@ never mix them.
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,12 @@ def validation_loss(
     `loss_of` returns the mean loss of inputs and targets (B, T). The ranks divide the windows. The mean is over tokens,
     so it does not depend on the number of ranks. `on_batch` is called before each batch, as a sign of progress.
     """
-    windows = [(s, w) for s, shard in enumerate(data.shards) for w in range(shard.windows(data.block_size))]
-    windows = windows[: max(1, max_tokens // data.block_size)][world.rank :: world.world_size]
+    places = ((s, w) for s, shard in enumerate(data.shards) for w in range(shard.windows(data.block_size)))
+    windows = list(islice(places, world.rank, max(1, max_tokens // data.block_size), world.world_size))
     total = torch.zeros((), dtype=torch.float64 if world.device.type != "mps" else torch.float32, device=world.device)
     for start in range(0, len(windows), batch_size):
         on_batch()
-        batch = [data.window(*window) for window in windows[start : start + batch_size]]
-        tokens, targets = to_device(np.stack(batch), world.device)
+        tokens, targets = to_device(data.windows(windows[start : start + batch_size]), world.device)
         total += loss_of(tokens, targets) * targets.numel()
     loss, count = world.sum(float(total), len(windows) * data.block_size)
     return loss / count

@@ -6,16 +6,22 @@ document starts with the end-of-text token. A *window* is `block_size + 1` conse
 inputs and targets of one sequence.
 
 There is no loader state to save. Sequence number g of a run belongs to epoch g // sequences_per_epoch. An epoch
-permutes the shards, and then the windows inside each shard, so a run can start with its first local shard. An epoch
-reads every window exactly once. A step reads the same sequences at every world size: rank r takes the r-th slice of the
-step. The slices differ by at most one sequence.
+permutes the shards, and then the windows inside each shard. So a run reads one shard after the other: it can start with
+its first local shard, and a node needs few shards at a time. An epoch reads every window exactly once. A step reads the
+same sequences at every world size: rank r takes the r-th slice of the step. The slices differ by at most one sequence.
 """
 
-from collections.abc import Iterable
+import errno
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice, takewhile
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -48,17 +54,31 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The tokens of a shard, uint16 (n,), memory-mapped. UserError if the file is not a shard, or is truncated."""
+    """The tokens of a shard, uint16 (n,), memory-mapped. UserError if the file is not a shard, or is truncated.
+
+    A shared lock (flock) is on the file as long as the array exists. It is a lease: the shard cache removes only files
+    that nobody leases, and the kernel ends the lease with the process. FileNotFoundError if the file was removed.
+    """
     with path.open("rb") as file:
-        head = file.read(HEADER_BYTES)
-    header = np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), dtype="<i4")
+        with suppress(OSError):  # a network disk without locks: no shard cache lies there
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if os.fstat(file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "removed before it was leased", str(path))
+        _count_tokens(file)
+        # The map duplicates the file's descriptor, so it holds the lock. A plain array: slicing a memmap takes 3 us
+        # more, for each of the 512 windows of a step.
+        return np.asarray(np.memmap(file, dtype="<u2", mode="r", offset=HEADER_BYTES))
+
+
+def _count_tokens(file: BinaryIO) -> int:
+    """The number of tokens in a shard's header. UserError if the file is not a shard, or is truncated."""
+    header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
     if tuple(header[:2]) != (MAGIC, VERSION):
-        raise UserError(f"{path}: not a token shard (a shard starts with {MAGIC}, {VERSION}); run tokenize again")
-    expected = HEADER_BYTES + 2 * int(header[2])
-    if path.stat().st_size != expected:
-        raise UserError(f"{path}: {path.stat().st_size} bytes, but its header requires {expected}; run tokenize again")
-    # A plain array: slicing a memmap takes 3 us more, for each of the 512 windows of a step.
-    return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES))
+        raise UserError(f"{file.name}: not a token shard (a shard starts with {MAGIC}, {VERSION}); run tokenize again")
+    expected, size = HEADER_BYTES + 2 * int(header[2]), os.fstat(file.fileno()).st_size
+    if size != expected:
+        raise UserError(f"{file.name}: {size} bytes, but its header requires {expected}; run tokenize again")
+    return int(header[2])
 
 
 def local_shards(folder: Path, split: str) -> list[Shard]:
@@ -66,7 +86,12 @@ def local_shards(folder: Path, split: str) -> list[Shard]:
     paths = sorted(folder.glob(f"{split}_*.bin"))
     if not paths:
         raise UserError(f"{folder}: contains no {split}_*.bin shards; give a folder that tokenize wrote")
-    return [Shard(path.name, len(read_shard(path))) for path in paths]
+    return [Shard(path.name, _tokens_in(path)) for path in paths]
+
+
+def _tokens_in(path: Path) -> int:
+    with path.open("rb") as file:
+        return _count_tokens(file)
 
 
 class Order:
@@ -93,12 +118,22 @@ class Order:
         start = int(ends[nth]) - int(self.windows[shard])
         return shard, int(self._window_order(epoch, shard)[position - start])
 
+    def shards_of(self, sequences: range) -> list[int]:
+        """The shards of consecutive `sequences`, in the order in which they are read."""
+        return [shard for shard, _ in takewhile(lambda visit: visit[1] < sequences.stop, self._visits(sequences.start))]
+
     def next_shard(self, sequence: int) -> int:
-        """The shard to prefetch: training reads it after the shard of `sequence`."""
-        epoch, position = divmod(sequence, self.sequences_per_epoch)
-        _, ends = self._shard_order(epoch)
-        end = int(ends[np.searchsorted(ends, position, side="right")])
-        return self[epoch * self.sequences_per_epoch + end][0]
+        """The shard that training reads after the shard of `sequence`."""
+        return next(shard for shard, _ in islice(self._visits(sequence), 1, None))
+
+    def _visits(self, sequence: int) -> Iterator[tuple[int, int]]:
+        """(shard index, first sequence number) for each shard that is read from `sequence` on, without end."""
+        while True:
+            epoch, position = divmod(sequence, self.sequences_per_epoch)
+            order, ends = self._shard_order(epoch)
+            nth = int(np.searchsorted(ends, position, side="right"))
+            yield int(order[nth]), sequence
+            sequence = epoch * self.sequences_per_epoch + int(ends[nth])
 
     def _draw_shard_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         order = self._permutation(len(self.windows), epoch)

@@ -16,7 +16,7 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from trainer.errors import FULL, UserError, is_full
+from trainer.errors import FULL, DiskFull, UserError, is_full
 
 # An incomplete file has a temporary name with this prefix. `entries` leaves such names out, because a killed process
 # leaves such files. So no key may have the prefix.
@@ -210,7 +210,7 @@ def _partial_beside(path: Path) -> Iterator[BinaryIO]:
             Path(file.name).unlink(missing_ok=True)
     except OSError as error:
         if is_full(error):
-            raise UserError(f"{path.parent}: {FULL}") from error
+            raise DiskFull(f"{path.parent}: {FULL}") from error
         raise
 
 

@@ -173,7 +173,7 @@ def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
     key = f"{prefix}/{file.key}"
     if isinstance(store, LocalStore):
         path = store.path_of(key)
-        _verify(store, key, file, path)
+        verify(store, key, file, path)
         return path
     path = cache / file.sha256 / file.name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,12 +185,13 @@ def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
                 store.download(key, arriving)
             except FileNotFoundError:
                 arriving.unlink(missing_ok=True)
-            _verify(store, key, file, arriving)
+            verify(store, key, file, arriving)
             arriving.rename(path)
     return path
 
 
-def _verify(store: Store, key: str, file: File, path: Path) -> None:
+def verify(store: Store, key: str, file: File, path: Path) -> None:
+    """DamagedArtifact if the file at `path` is not the one that the manifest names, stored under `key`."""
     damage = None
     if not path.exists():
         damage = "missing"

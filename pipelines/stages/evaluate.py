@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.artifacts.shard_cache import ShardCache
 from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.stage import Built, Work
@@ -100,9 +101,10 @@ def validation_data(work: Work) -> "TokenData":
     from trainer.data import TokenData
     from trainer.shards import Shard
 
-    shards = [Shard(s, n) for s, n in work.inputs["tokenize"].facts["shards"].items() if s.startswith("val")]
-    recipe = work.recipe
-    return TokenData(shards, lambda name: work.fetch("tokenize", name), recipe.model.block_size, recipe.train.seed)
+    tokens, recipe = work.inputs["tokenize"], work.recipe
+    shards = [Shard(s, n) for s, n in tokens.facts["shards"].items() if s.startswith("val")]
+    cache = ShardCache(work.store, tokens, work.home / "cache", recipe.runtime.data_cache_gb)
+    return TokenData(shards, cache.fetch, recipe.model.block_size, recipe.train.seed)
 
 
 def hellaswag_facts(

@@ -1,7 +1,7 @@
 """A rank of the stage train: `torchrun … -m pipelines.stages.rank FOLDER CACHE`.
 
 FOLDER is the attempt's folder on this node, with the ranks' spec; rank 0 leaves its events and the final weights
-there. CACHE holds verified copies of files of the store.
+there. CACHE holds verified copies of files of the store, for all processes of this node.
 """
 
 import sys
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.kernel_cache import KernelCache
-from pipelines.artifacts.manifest import fetch, read_manifest
+from pipelines.artifacts.manifest import read_manifest
+from pipelines.artifacts.shard_cache import ShardCache
 from pipelines.artifacts.store import open_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
@@ -58,7 +59,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         runtime=recipe.runtime,
         train_shards=shards("train"),
         val_shards=shards("val"),
-        fetch=lambda name: fetch(store, tokens.prefix, tokens.file(name), cache),
+        fetch=ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb).fetch,
         store=store,
         prefix=spec.prefix,
         folder=folder,

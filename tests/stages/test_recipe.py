@@ -86,6 +86,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "checkpoint_minutes": 3.0,
         "keep_last": 5,
         "keep_every_steps": 1000,
+        "data_cache_gb": 100.0,
         "deterministic": True,
         "device": "cpu",
         "watchdog_minutes": 5.0,

@@ -109,6 +109,7 @@ def test_a_value_that_is_no_number_is_no_rate(value: object) -> None:
         ("train", "beta1"),
         ("train", "beta2"),
         ("runtime", "checkpoint_minutes"),
+        ("runtime", "data_cache_gb"),
     ],
 )
 def test_infinite_and_nan_numbers_are_refused(section: str, field: str, value: object) -> None:
@@ -151,6 +152,8 @@ def test_infinite_and_nan_numbers_are_refused(section: str, field: str, value: o
         ("runtime", "checkpoint_minutes", 0, "use a positive number, or 'auto'"),
         ("runtime", "checkpoint_minutes", "often", "'auto'"),
         ("runtime", "checkpoint_minutes", True, "'auto'"),
+        ("runtime", "data_cache_gb", -1, "use a number from 0 on, or 'auto'"),
+        ("runtime", "data_cache_gb", "all", "'auto'"),
     ],
 )
 def test_a_value_out_of_bounds_names_the_field_and_the_bounds(

@@ -205,8 +205,10 @@ PINNED = [
 
 def test_a_window_is_inputs_and_targets_of_one_sequence(tmp_path: Path) -> None:
     data = numbered_data(tmp_path, [22, 9], block_size=5)
-    assert data.window(0, 3).tolist() == [15, 16, 17, 18, 19, 20]
-    assert data.window(1, 0).tolist() == [1000, 1001, 1002, 1003, 1004, 1005]
+    assert data.windows([(0, 3), (1, 0)]).tolist() == [
+        [15, 16, 17, 18, 19, 20],
+        [1000, 1001, 1002, 1003, 1004, 1005],
+    ]
     read = []
     for tokens, targets in data.micro_batches(range(0, 5), 2, CPU):
         assert tokens.dtype == targets.dtype == torch.int64
@@ -348,7 +350,7 @@ def test_a_shard_with_another_number_of_tokens_than_announced_is_refused(tmp_pat
     numbered_data(tmp_path, [41], block_size=4)
     data = TokenData([Shard("train_000000.bin", 40)], tmp_path.joinpath, 4, seed=0)
     with pytest.raises(UserError, match="41 tokens where 40 are expected"):
-        data.window(0, 0)
+        data.windows([(0, 0)])
 
 
 def test_a_digest_distinguishes_other_data_from_the_same(tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""The shards of a store in a bucket, on the disk of this node: what is read, what comes next, and as much more as the
+budget allows.
+
+All processes of the node share one folder: the ranks, and other runs. A shard that a process maps is leased by a lock
+on its file (`read_shard` of trainer/shards.py); the kernel ends the lease with the process. Each download first makes
+room: of the shards without a lease, those whose last fetch is longest ago are removed. Training reads shard after
+shard, so these lie behind the read position. Files of a local store are used in place and never removed.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipelines.artifacts.manifest import File, Manifest, fetch, verify
+from trainer.errors import DiskFull
+from trainer.store import LocalStore, Store
+
+SHARDS = "shards"  # the folder below the cache
+LOCKS = 16  # against two downloads of one shard; a few shards share each
+
+
+@dataclass(frozen=True)
+class Held:
+    """A file that the cache holds, or the room that it keeps for a download."""
+
+    path: Path
+    size: int  # bytes
+    used: float  # unix seconds of the last fetch
+
+
+class ShardCache:
+    """The shards of an artifact as local, verified files."""
+
+    def __init__(self, store: Store, manifest: Manifest, cache: Path, budget_gb: float | Literal["auto"]) -> None:
+        self.store, self.manifest, self.cache, self.budget_gb = store, manifest, cache, budget_gb
+        self.folder = cache / SHARDS
+        self._files = {file.name: file for file in manifest.files}  # of 100,000
+        self._in_place: dict[str, Path] = {}  # verified files of a local store
+
+    def fetch(self, name: str) -> Path:
+        """The local file of a shard. Another process may remove it until it is leased: then fetch it again.
+
+        DiskFull if there is no room although every shard without a lease is removed.
+        """
+        file = self._files.get(name) or self.manifest.file(name)
+        if isinstance(self.store, LocalStore):
+            if name not in self._in_place:
+                self._in_place[name] = fetch(self.store, self.manifest.prefix, file, self.cache)
+            return self._in_place[name]
+        path = self.folder / f"{file.sha256}.bin"
+        with _locked(self._lock_of(path)):
+            if not _touch(path, file.size):
+                self._download(file, path)
+        return path
+
+    def _download(self, file: File, path: Path) -> None:
+        arriving = path.with_suffix(".arriving")
+        shutil.rmtree(arriving, ignore_errors=True)  # of a killed process: we hold the lock
+        key, part = f"{self.manifest.prefix}/{file.key}", arriving / "shard"
+        try:
+            self._make_room(file, part)
+            while True:
+                try:
+                    self.store.download(key, part)
+                    break
+                except FileNotFoundError:
+                    part.unlink()
+                    break
+                except DiskFull:  # somebody else uses the space that was free
+                    self._make_room(file, part, full=True)
+            verify(self.store, key, file, part)
+            part.rename(path)
+        finally:
+            shutil.rmtree(arriving, ignore_errors=True)
+
+    def _make_room(self, file: File, part: Path, full: bool = False) -> None:
+        """Remove shards until `file` fits into the budget and the disk, and keep its room until it is there.
+
+        `full`: the disk is full although it seemed to have the room.
+        """
+        with _locked(self.folder / "room"):
+            held = [one for one in self._held() if one.path != part.parent]
+            free = 0 if full else shutil.disk_usage(self.folder).free
+            total = sum(one.size for one in held)
+            over = total + file.size - self._budget_bytes(total + free)
+            lacking, removed = file.size - free, False
+            for one in sorted(held, key=lambda one: one.used):
+                if over <= 0 and lacking <= 0:
+                    break
+                if self._remove(one.path):
+                    over, lacking, removed = over - one.size, lacking - one.size, True
+            if lacking > 0 and not (full and removed):
+                raise DiskFull(
+                    f"{self.folder}: no space left for {file.name} ({file.size / 1e6:,.1f} MB), and every other shard "
+                    "there is being read; free some space, or set SKYTRAIN_HOME to a larger disk"
+                )
+            part.parent.mkdir(exist_ok=True)
+            with part.open("wb") as reserved:
+                reserved.truncate(file.size)  # sparse: other processes count it, the disk does not
+
+    def _budget_bytes(self, available: int) -> float:
+        """`available`: bytes that are free, or that the cache holds."""
+        return available / 2 if self.budget_gb == "auto" else self.budget_gb * 1e9
+
+    def _held(self) -> Iterator[Held]:
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):  # arrived, or gone, meanwhile
+                path = Path(entry.path)
+                if path.suffix == ".arriving":
+                    status = (path / "shard").stat()
+                elif path.suffix == ".bin":
+                    status = entry.stat()
+                else:
+                    continue
+                yield Held(path, status.st_size, status.st_mtime)
+
+    def _remove(self, path: Path) -> bool:
+        """Remove a shard that nobody leases, or a download whose process was killed. Whether it did."""
+        arriving = path.suffix == ".arriving"
+        try:
+            with _locked(self._lock_of(path) if arriving else path, wait=False):
+                shutil.rmtree(path, ignore_errors=True) if arriving else path.unlink(missing_ok=True)
+                return True
+        except BlockingIOError:
+            return False
+
+    def _lock_of(self, path: Path) -> Path:
+        return self.folder / f"lock-{int(path.name[:8], 16) % LOCKS:02d}"
+
+
+def _touch(path: Path, size: int) -> bool:
+    """Record the use of a shard. Whether it is there, and complete."""
+    try:
+        os.utime(path)
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the exclusive lock of a file. Without `wait`, BlockingIOError if another holder has one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield

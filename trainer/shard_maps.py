@@ -1,0 +1,104 @@
+"""The shards of a split that this process maps: those that it reads, and those that come next.
+
+A run may have 100,000 shards, but the kernel allows a process 65,530 maps (vm.max_map_count), and a mapped file cannot
+leave the disk. So maps behind the read position are dropped. The map itself is the lease of a shard: see `read_shard`.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from trainer.errors import DiskFull, UserError
+from trainer.shards import Shard, read_shard
+
+PREFETCHED_SHARDS = 4
+MOST_MAPPED = 8  # the prefetched ones, and those that the three threads of a GPU read (trainer/data.py)
+TRIES = 3  # to map a shard that other processes remove between its download and its map
+
+
+class ShardMaps:
+    """The mapped shards of a split, by index; at most MOST_MAPPED. Thread-safe.
+
+    `fetch(name)` returns a local path. It blocks until the file is complete and verified.
+    """
+
+    def __init__(self, shards: list[Shard], fetch: Callable[[str], Path]) -> None:
+        self.shards, self.fetch = shards, fetch
+        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the last used one at the end
+        self._changing = threading.Lock()
+        self._fetching: dict[int, threading.Lock] = {}
+        self._tried: set[int] = set()  # prefetched, or failed to be
+        self._prefetching: threading.Thread | None = None
+
+    def tokens(self, index: int) -> np.ndarray:
+        """The tokens of a shard, uint16; fetched if they are not mapped. The caller must not keep the array."""
+        if (tokens := self._mapped(index)) is not None:
+            return tokens
+        try:
+            return self._fetched(index)
+        except DiskFull:
+            self.keep(())  # the other shards of this process may use the space; they can be fetched again
+            return self._fetched(index)
+
+    def keep(self, needed: Collection[int]) -> None:
+        """Drop the maps of all other shards."""
+        with self._changing:
+            for index in self._maps.keys() - set(needed):
+                del self._maps[index]
+            self._tried.intersection_update(needed)
+
+    def prefetch(self, coming: list[int]) -> None:
+        """Map the first shards of `coming` in the background, unless the thread of an earlier call is still busy."""
+        missing = [index for index in coming[:PREFETCHED_SHARDS] if index not in self._tried | self._maps.keys()]
+        if missing and not (self._prefetching and self._prefetching.is_alive()):
+            self._tried.update(missing)
+            self._prefetching = threading.Thread(target=self._read_ahead, args=(missing,), daemon=True)
+            self._prefetching.start()
+
+    def _read_ahead(self, indices: list[int]) -> None:
+        for index in indices:
+            # No report of a failed prefetch: the read that needs the shard fetches again, and raises.
+            with suppress(Exception):
+                self._fetched(index)
+
+    def _mapped(self, index: int) -> np.ndarray | None:
+        with self._changing:
+            if index in self._maps:
+                self._maps.move_to_end(index)
+            return self._maps.get(index)
+
+    def _fetched(self, index: int) -> np.ndarray:
+        """The tokens of a shard. Of several threads that need it, one fetches it."""
+        with self._changing:
+            fetching = self._fetching.setdefault(index, threading.Lock())
+        with fetching:
+            if (tokens := self._mapped(index)) is not None:
+                return tokens
+            try:
+                tokens = self._read(self.shards[index])
+                with self._changing:
+                    self._maps[index] = tokens
+                    while len(self._maps) > MOST_MAPPED:
+                        self._maps.popitem(last=False)
+                return tokens
+            finally:
+                with self._changing:
+                    self._fetching.pop(index, None)
+
+    def _read(self, shard: Shard) -> np.ndarray:
+        for _ in range(TRIES):
+            path = self.fetch(shard.name)
+            try:
+                tokens = read_shard(path)
+            except FileNotFoundError:
+                continue
+            if len(tokens) != shard.tokens:
+                raise UserError(
+                    f"{shard.name}: {len(tokens)} tokens where {shard.tokens} are expected; run tokenize again"
+                )
+            return tokens
+        raise UserError(f"{path}: no such file; something removes shards while they are read")
