@@ -156,7 +156,8 @@ class Workload:
     recipe: Recipe
     stages: frozenset[str]  # that are missing
     steps_left: int
-    own: list[MeasuredRun] = field(default_factory=list)  # speeds of this run's attempts, the newest first
+    own: list[MeasuredRun] = field(default_factory=list)  # speeds of this run's attempts on GPUs, the newest first
+    own_on_cpu: list[MeasuredRun] = field(default_factory=list)
 
 
 def cloud_plan(
@@ -254,11 +255,13 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan]) -> Wo
     if "train" in stages and attempts(store, prefix):
         state = committed_state(store, prefix)
         steps_left -= state.step if state else 0
-    return Workload(recipe, stages, steps_left, measurements_of_run(recipe, store, prefix))
+    own = measurements_of_run(recipe, store, prefix)
+    on_gpus, on_cpu = [known for known in own if known.gpu], [known for known in own if not known.gpu]
+    return Workload(recipe, stages, steps_left, on_gpus, on_cpu)
 
 
 def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[MeasuredRun]:
-    """The speeds of a run's attempts, the newest first."""
+    """The speeds of a run's attempts, the newest first; `gpu` is empty on a CPU."""
     speeds: dict[int, list[float]] = {}
     for entry in store.entries(f"{prefix}/metrics/"):  # step-<step>-a<attempt>.jsonl
         attempt = int(entry.key.rsplit("-a", 1)[1].removesuffix(".jsonl"))
@@ -267,10 +270,10 @@ def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[Measu
     found = []
     for beat in reversed(attempts(store, prefix)):
         machine, steps = beat.machine.accelerators, speeds.get(beat.attempt, [])[2:]  # the first steps compile
-        if machine and steps:
+        if steps:
             n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision)
-            where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine}"
-            found.append(MeasuredRun(n, machine, beat.nodes, engine, 0.0, median(steps), where))
+            where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine or 'CPU'}"
+            found.append(MeasuredRun(n, machine or "", beat.nodes, engine, 0.0, median(steps), where))
     return found
 
 
@@ -352,12 +355,14 @@ def stage_work(stage: str, work: Workload, offer: Offer, nodes: int) -> StageWor
 def tokenize_work(recipe: Recipe, offer: Offer) -> StageWork:
     """The work of one node that makes one part of the text."""
     cores = offer.vcpus / 2  # two threads of a core are hardly faster than one
-    per_second = min(
-        cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN
-    )  # of one node, which makes one part
-    hours = tokens_of(recipe) / recipe.tokens.parts / per_second / 3600
-    shard = min(hours, recipe.tokens.shard_tokens / per_second / 3600)
+    hours = tokenize_seconds(tokens_of(recipe) / recipe.tokens.parts, cores) / 3600
+    shard = min(hours, tokenize_seconds(recipe.tokens.shard_tokens, cores) / 3600)
     return StageWork(hours, segment=shard)  # a shard is uploaded while the next one is made
+
+
+def tokenize_seconds(tokens: float, cores: float) -> float:
+    """The time that one node needs to make so many tokens."""
+    return tokens / min(cores * TOKENS_PER_CORE_SECOND, BYTES_PER_SECOND / BYTES_PER_TOKEN)
 
 
 def tokens_of(recipe: Recipe) -> int:
@@ -369,11 +374,8 @@ def tokens_of(recipe: Recipe) -> int:
 
 def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
     """The steps and validations that are left, on `nodes` of an offer."""
-    recipe, steps = work.recipe, work.steps_left
-    train, runtime = recipe.train, recipe.runtime
-    tokens = float(recipe.train_tokens - tokens_before(train.max_steps - steps, train))
-    if train.val_every:  # the forward pass is a third of a step
-        tokens += (steps // train.val_every) * train.val_tokens / 3
+    recipe = work.recipe
+    train, runtime, tokens = recipe.train, recipe.runtime, training_tokens(work)
     gpus = nodes * gpu_count(offer.accelerators or ":1")
     stall = 12 * recipe.model.parameters / gpus / STALL_BYTES_PER_SECOND  # weights and two moments in float32
     if runtime.checkpoint_minutes == "auto":
@@ -384,6 +386,13 @@ def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
     hours = tokens / speed_of(work, offer, nodes).tokens_per_second / 3600
     start = START_SECONDS + (FIRST_STEP_SECONDS if engine_of(runtime, train.precision) == "compiled" else 0)
     return StageWork(hours, min(segment, hours), stall / 3600, start / 3600)
+
+
+def training_tokens(work: Workload) -> float:
+    """The tokens that are left to train on, and a third of those to validate on, the share of the forward pass."""
+    train, steps = work.recipe.train, work.steps_left
+    tokens = float(work.recipe.train_tokens - tokens_before(train.max_steps - steps, train))
+    return tokens + ((steps // train.val_every) * train.val_tokens / 3 if train.val_every else 0.0)
 
 
 def evaluate_hours(recipe: Recipe, offer: Offer) -> float:

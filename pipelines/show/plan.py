@@ -1,7 +1,10 @@
 """The plan of a recipe: its size, and the state of each artifact."""
 
+from collections.abc import Iterator
+
 from rich.markup import escape
 
+from pipelines.cloud.here import RunHere
 from pipelines.plan import RunPlan
 from pipelines.show.console import console
 
@@ -25,3 +28,20 @@ def print_plan(plan: RunPlan) -> None:
     for name, stage in plan.stages.items():
         state = "[green]✓ exists[/]" if stage.exists else f"to do: {escape(stage.why or '')}"
         out.print(f"{name:8}  {stage.artifact:{longest}}  {state}")
+
+
+def here_text(here: RunHere) -> Iterator[str]:
+    """The expected work of a run on this machine."""
+    counts = {stage: f" {count / 1e9:.1f}B tokens" for stage, count in here.tokens.items()}
+    stages = [f"{stage}{counts.get(stage, '')} {about(hours)}" for stage, hours in here.hours.items() if hours > 0.01]
+    yield f"  expected on {here.machine}: {', '.join(stages)}; in all {about(here.all_hours)}"
+    yield f"  disk: {here.disk_bytes / 1e9:,.0f} GB of {here.free_bytes / 1e9:,.0f} GB free"
+    if "train" in here.hours:
+        yield f"  {here.speed.tokens_per_second:,.0f} tokens/s, {here.speed.kind}: {here.speed.source}"
+
+
+def about(hours: float) -> str:
+    """5 min, 3 h, 12 days."""
+    if hours < 2:
+        return f"{60 * hours:.0f} min"
+    return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:,.0f} days"

@@ -51,6 +51,7 @@ def run(
             "--unless-stopped", help="Exit with 76 after `skytrain stop`; without it, `run` withdraws the request."
         ),
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Run also what takes more than a day here.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make every artifact of a recipe that is missing; resume after an interruption."""
@@ -66,6 +67,8 @@ def run(
     node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
     loaded, plans = load(recipe, set_ or [], opened, unless_stopped)
+    if not unless_stopped:  # a managed job: its user has seen the plan
+        refuse_a_long_run(recipe, loaded, plans, opened, stage, node.count, screen, yes)
     apply_stop_request(opened, run_name(plans), unless_stopped)
     if node.rank:
         from pipelines.cloud.deadline import is_standby
@@ -102,6 +105,34 @@ def load(
         if unless_stopped:  # otherwise the job would rent such a machine again and again
             raise UserError(f"{error}; this machine has never reached it") from error
         raise
+
+
+def refuse_a_long_run(
+    name: str,
+    recipe: "Recipe",
+    plans: "dict[str, ArtifactPlan]",
+    store: "Store",
+    until: str,
+    nodes: int,
+    screen: "Screen",
+    yes: bool,
+) -> None:
+    """Print the expected hours and disk of a run that is not short. UserError if it takes over a day, without `yes`."""
+    from pipelines.cloud.here import run_here
+    from pipelines.show.plan import about, here_text
+
+    here = run_here(recipe, plans, store, until, home(), nodes)
+    if here is None:
+        return
+    for line in here_text(here):
+        screen.note(line)
+    if here.disk_bytes > here.free_bytes:
+        screen.warn(f"the disk is too small; SKYTRAIN_HOME={home()} can name a folder on another one")
+    if here.is_long and not yes:
+        raise UserError(
+            f"run: {name} is expected to take {about(here.all_hours)} here, on {here.machine}; compare rented machines "
+            f"with skytrain plan {name} --cloud and rent one with skytrain launch {name}, or add --yes to run it here"
+        )
 
 
 def apply_stop_request(store: "Store", run: str, unless_stopped: bool) -> None:
