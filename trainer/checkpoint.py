@@ -2,9 +2,10 @@
 
 A checkpoint is a folder `checkpoints/step-<step>-a<attempt>/` with one safetensors file per rank, see
 trainer/pieces.py. Training waits only while `save` copies this rank's pieces to host memory. Then a thread hashes and
-uploads the copy, and puts a receipt (size, sha256) into the folder. Rank 0 waits for all receipts and *creates*
-COMMIT.json, which lists them: the checkpoint exists. One save runs at a time, so host memory holds one copy. A save
-that fails leaves no commit.
+uploads the copy, and puts a receipt (size, sha256) into the folder. Rank 0 waits for all receipts, and for the proof
+that the weights are sound: a forward pass over them gave a finite loss. Then it *creates* COMMIT.json, which lists the
+files: the checkpoint exists. One save runs at a time, so host memory holds one copy. A save that fails leaves no
+commit.
 
 Deletion removes COMMIT.json first. Listing the store finds the newest commit. Loading verifies every file; if one is
 damaged, it reports that and uses the checkpoint before.
@@ -15,9 +16,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Save:
     state: TrainState
     rows: list[dict[str, Any]]
     started: float
+    proof: "Future[bool]" = field(default_factory=Future)  # whether the weights are sound, once that is known
     error: Exception | None = None
     seconds: float = 0.0
     bytes: int = 0  # of all ranks; only rank 0 knows it
@@ -85,10 +87,16 @@ class Checkpointer:
 
     # --- saving
 
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._prove(False)  # the thread of a save must not wait for a training that has ended
+
     @property
     def busy(self) -> bool:
-        """Whether a save is in progress."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether a save is in progress: `settle` did not report its end yet."""
+        return self._save is not None
 
     def prepare(self, pieces: dict[str, Piece]) -> None:
         """Allocate host memory for copies of these pieces, in the background. All saves must have the same pieces."""
@@ -99,10 +107,11 @@ class Checkpointer:
         if self._copy:
             self._copy.before_update()
 
-    def save(self, state: TrainState, pieces: dict[str, Piece], log: EventLog) -> None:
+    def save(self, state: TrainState, pieces: dict[str, Piece], log: EventLog, proven: bool = True) -> None:
         """Copy `pieces`, then upload and commit them in the background, with `state` and the uncommitted rows.
 
-        Waits for the previous save. `settle` reports how a save ended.
+        Unless the weights are `proven` to be sound, the commit waits for `prove`. Waits for the previous save. `settle`
+        reports how a save ended.
         """
         self.settle(log, wait=True)
         started = time.monotonic()
@@ -112,18 +121,30 @@ class Checkpointer:
         self._copy.take()
         folder = f"{self.prefix}/checkpoints/step-{state.step:08d}-a{self.attempt:04d}"
         self._save = Save(folder, replace(state), list(log.uncommitted), started)
+        if proven:
+            self.prove()
         arguments = (self._save, self._copy)
         self._thread = threading.Thread(target=self._upload_and_commit, args=arguments, name="checkpoint")
         self._thread.start()
 
+    def prove(self) -> None:
+        """Record that a forward pass over the weights of the last save gave a finite loss."""
+        self._prove(True)
+
+    def _prove(self, sound: bool) -> None:
+        if self._save and not self._save.proof.done():
+            self._save.proof.set_result(sound)
+
     def settle(self, log: EventLog, wait: bool = False) -> None:
-        """Log the result of the last save if it has ended; with `wait`, once it has.
+        """Log the result of the last save if it has ended; with `wait`, once it has. Then it makes no commit without
+        a proof up to now.
 
         After a failed save its rows stay uncommitted, and the next save stores them. Only StaleAttempt is raised:
         nothing that this attempt does will count.
         """
-        if self._save is None or self._thread is None or (self.busy and not wait):
+        if self._save is None or self._thread is None or (self._thread.is_alive() and not wait):
             return
+        self._prove(False)
         self._thread.join()
         save, self._save = self._save, None
         self._error = save.error
@@ -191,9 +212,11 @@ class Checkpointer:
 
     def _commit(self, save: Save, files: list[FileReceipt]) -> None:
         step = save.state.step
+        if not save.proof.result():
+            raise FloatingPointError(f"no loss after step {step} was finite, so its weights may be ruined")
         self._check_current(step)
         segment = f"{self.prefix}/metrics/step-{step:08d}-a{self.attempt:04d}.jsonl"
-        self.store.put(segment, "".join(json.dumps(row) + "\n" for row in save.rows).encode())
+        self.store.put(segment, "".join(json.dumps(row, allow_nan=False) + "\n" for row in save.rows).encode())
         commit = Commit(
             step=step,
             attempt=self.attempt,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.health import Health, data_step, is_rollback_point
 from trainer.metrics import merge_rows
 from trainer.store import Store
@@ -45,6 +45,17 @@ class TrainState:
         """The position in the data order that the next update reads."""
         return data_step(self.step, self.rollbacks)
 
+    def val_is_due(self, config: TrainConfig) -> bool:
+        """Whether to validate now: at the start, every `val_every` steps and at the end; once each, also after a
+        resume."""
+        if config.val_every is None or self.val_step == self.step:
+            return False
+        return self.step % config.val_every == 0 or self.step == config.max_steps
+
+    def is_complete(self, config: TrainConfig) -> bool:
+        """Whether the run has nothing left to do."""
+        return self.step == config.max_steps and not self.val_is_due(config)
+
     def advance(self, batch_tokens: int, applied: bool) -> None:
         self.step += 1
         self.tokens_seen += batch_tokens
@@ -75,7 +86,7 @@ class Commit:
     def encode(self) -> bytes:
         """The commit as JSON with the sha256 of its other fields, because no other file names that of COMMIT.json."""
         values = asdict(self)
-        return json.dumps({**values, "sha256": _digest(values)}, indent=1).encode()
+        return json.dumps({**values, "sha256": _digest(values)}, indent=1, allow_nan=False).encode()
 
     @classmethod
     def decode(cls, body: bytes) -> "Commit":

@@ -6,6 +6,7 @@ series of metrics is complete wherever the run resumes. No torch in this module.
 """
 
 import json
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def event_to_json(event: Event) -> str:
     values = vars(event)
     if isinstance(event, Row):
         values = {"step": event.step, "time": event.time, **event.metrics, "phases": event.phases, "phase": event.phase}
-    return json.dumps({"event": KIND_OF[type(event)], **values})
+    return json.dumps({"event": KIND_OF[type(event)], **values}, allow_nan=False)
 
 
 def event_from_json(line: str) -> Event:
@@ -154,8 +155,9 @@ class EventLog:
         self._file: TextIO | None = path.open("a", buffering=1) if path else None
 
     def row(self, step: int, **metrics: float) -> None:
-        """Log the metrics after `step` updates."""
+        """Log the metrics after `step` updates, without those that JSON cannot represent."""
         now = round(time.time(), 3)
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.uncommitted.append({"step": step, "time": now, **metrics})
         self.write(Row(step, now, metrics, self.clock.so_far(), self.clock.current))
 

@@ -24,7 +24,7 @@ from trainer.config import (
 )
 from trainer.data import TokenData
 from trainer.engine import Batches, Engine, PendingNumbers, device_name, make_engine
-from trainer.errors import Diverged
+from trainer.errors import Diverged, Interrupted
 from trainer.evaluate import validation_loss
 from trainer.events import EventLog, RolledBack, Skipped, Slow, Started
 from trainer.fit import Fit, fit_micro_batch
@@ -49,14 +49,15 @@ def train(
 ) -> tuple[Engine, TrainState]:
     """Train until `max_steps` or until a stop. Returns the engine with the weights, and the state of the run.
 
-    Diverged if the run diverges and no rollback helps; its earlier commits stay.
+    Diverged if the run diverges and no rollback helps. Its earlier commits stay, and each of them is sound: a state is
+    committed once a forward pass over its weights has given a finite loss, of the next step, a validation or a probe.
     """
     check_shares(model_config, config, world.world_size)
 
     def sequences_at(data_step: int) -> range:
         return sequences_of(data_step, model_config, config, world.rank, world.world_size)
 
-    with Watchdog(runtime, log.clock, world.rank) as watchdog:
+    with Watchdog(runtime, log.clock, world.rank) as watchdog, checkpointer:
         engine = make_engine(model_config, config, runtime, world)
         state = resume(engine, checkpointer, log)
         if state is None:
@@ -70,24 +71,37 @@ def train(
         save_clock = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
-        saved_step, agreed = state.step, Agreement()
+        saved, agreed, evidence = (state.step, state.val_step), Agreement(), None
         log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
         failpoint("first-step")
         while True:
             last = state.step >= config.max_steps
-            # A stop leaves no time for validation. After the last step no later attempt would do it.
-            if val_is_due(state, config) and (last or not agreed.stop):
-                validate(engine, val_data, state, config, fit.micro_batch_size, world, watchdog, log)
+            # A stop leaves no time for validation: the next attempt does it, even after the last step.
+            if state.val_is_due(config) and not agreed.stop and not evidence:
+                val_loss = validate(engine, val_data, state, config, fit.micro_batch_size, world, stop, watchdog, log)
+                agreed = replace(agreed, stop=val_loss is None)
+                evidence = ruined("val/loss", val_loss)
+            ending, unsaved = agreed.stop or last, (state.step, state.val_step) != saved
+            if ending and unsaved and state.val_step != state.step and not evidence:
+                evidence = ruined("the loss of a probe", probe(engine, data, sequences_at(state.data_step), world))
+            if evidence:
+                state = roll_back(engine, state, evidence, config, checkpointer, log)
+                saved, agreed, evidence = (state.step, state.val_step), replace(agreed, save=False), None
+                save_clock.force()  # so that a commit soon records the rollback
+                continue
+            if ending:
+                checkpointer.prove()
             checkpointer.settle(log)
-            if (agreed.save or agreed.stop or last) and state.step != saved_step:
+            if (agreed.save or ending) and unsaved:
                 with log.clock.phase("checkpoint"):
-                    save_clock.saved(save(engine, state, checkpointer, log))
-                    saved_step = state.step
-            if agreed.stop or last:
+                    proven = ending or state.val_step == state.step
+                    save_clock.saved(save(engine, state, checkpointer, log, proven))
+                    saved = state.step, state.val_step
+            if ending:
                 with log.clock.phase("checkpoint"):
                     checkpointer.finish(log)
                 return engine, state
-            started = time.time()
+            started = time.perf_counter()  # time.time() may jump
             sequences, batch_tokens = sequences_at(state.data_step), batch_tokens_at(state.data_step, config)
             upcoming = sequences_at(state.data_step + 1)
             batches = data.micro_batches(sequences, fit.micro_batch_size, world.device, upcoming)
@@ -110,17 +124,16 @@ def train(
             )
             agreed, state.health = verdict.agreed, verdict.health
             state.advance(batch_tokens, applied)
-            seconds = time.time() - started
+            seconds = time.perf_counter() - started
             log.clock.enter(log.training_phase(state.step))
             watchdog.step_done(seconds)
             tokens_per_second = batch_tokens / seconds
             utilization = mfu(tokens_per_second, model_config, world.world_size, peak) if peak else None
             log_step(log, engine, state.step, verdict, learning_rate, tokens_per_second, utilization)
-            if evidence := state.health.diverged(config):
-                state = roll_back(engine, state, evidence, config, checkpointer, log)
-                saved_step, agreed = state.step, replace(agreed, save=False)
-                save_clock.force()  # so that a commit soon records the rollback
-            elif state.health.not_finite:  # the weights may be ruined already: do not commit them
+            evidence = state.health.diverged(config)
+            if not state.health.not_finite:
+                checkpointer.prove()  # the loss of this step is that of the weights before it
+            else:  # the weights may be ruined already
                 agreed = replace(agreed, save=False)
 
 
@@ -201,14 +214,40 @@ def validate(
     config: TrainConfig,
     batch_size: int,
     world: World,
+    stop: StopSignal,
     watchdog: Watchdog,
     log: EventLog,
-) -> None:
-    """Measure the validation loss; log it and put it into `state`."""
+) -> float | None:
+    """Measure the validation loss; a finite one goes into the log and into `state`.
+
+    None if any rank was asked to stop before its end: then all ranks leave, and the next attempt measures it.
+    """
+
+    def before_batch() -> None:
+        watchdog.progress()
+        if world.sum(stop.asked)[0]:
+            raise Interrupted
+
     with log.clock.phase("evaluate"):
-        state.val_loss = validation_loss(engine.loss, data, config.val_tokens, batch_size, world, watchdog.progress)
-        state.val_step = state.step
-        log.row(state.step, **{"val/loss": state.val_loss})
+        try:
+            loss = validation_loss(engine.loss, data, config.val_tokens, batch_size, world, before_batch)
+        except Interrupted:
+            return None
+        if math.isfinite(loss):
+            state.val_loss, state.val_step = loss, state.step
+            log.row(state.step, **{"val/loss": loss})
+        return loss
+
+
+def probe(engine: Engine, data: TokenData, sequences: range, world: World) -> float:
+    """The mean loss of one sequence a rank. A collective call."""
+    ((tokens, targets),) = data.micro_batches(sequences[:1], 1, world.device)
+    return world.sum(float(engine.loss(tokens, targets)))[0] / world.world_size
+
+
+def ruined(name: str, loss: float | None) -> str | None:
+    """The evidence that the weights are ruined, if a forward pass over them gave a loss that is not finite."""
+    return None if loss is None or math.isfinite(loss) else f"{name} is {loss}, so the weights are ruined"
 
 
 def choose_micro_batch(
@@ -286,32 +325,20 @@ def log_step(
         log.write(Slow(step, warning))
     log.row(
         step,
-        **finite({"train/loss": agreed.loss, "train/lr": learning_rate, "train/grad_norm": agreed.grad_norm}),
+        **{"train/loss": agreed.loss, "train/lr": learning_rate, "train/grad_norm": agreed.grad_norm},
         **{"perf/tokens_per_second": tokens_per_second, "data/digest": agreed.digest},
         **({} if utilization is None else {"perf/mfu": utilization}),
         **({"train/skipped_updates": verdict.health.skipped} if verdict.anomaly else {}),
-        **finite(engine.extra_metrics()),
+        **engine.extra_metrics(),
     )
 
 
-def save(engine: Engine, state: TrainState, checkpointer: Checkpointer, log: EventLog) -> float:
+def save(engine: Engine, state: TrainState, checkpointer: Checkpointer, log: EventLog, proven: bool) -> float:
     """Start to commit the run's current state. Returns the seconds that training waited for it."""
     started = time.monotonic()
     engine.record(state)
-    checkpointer.save(state, engine.pieces(), log)
+    checkpointer.save(state, engine.pieces(), log, proven)
     return time.monotonic() - started
-
-
-def finite(values: dict[str, float]) -> dict[str, float]:
-    """The values that JSON can represent."""
-    return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
-def val_is_due(state: TrainState, config: TrainConfig) -> bool:
-    """Whether to validate now: at the start, every `val_every` steps and at the end; once each, also after a resume."""
-    if config.val_every is None or state.val_step == state.step:
-        return False
-    return state.step % config.val_every == 0 or state.step == config.max_steps
 
 
 def log_start(engine: Engine, model: ModelConfig, state: TrainState, fit: Fit, world: World, log: EventLog) -> None:

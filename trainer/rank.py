@@ -81,7 +81,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
         between_failures=job.between_failures,
     )
     engine, state = train(job.model, job.train, job.runtime, train_data, val_data, checkpointer, world, stop, log)
-    done = state.step == job.train.max_steps
+    done = state.is_complete(job.train)
     path = None
     if done:
         log.clock.enter("checkpoint")

@@ -22,7 +22,7 @@ from pipelines.tracking.ledger import (
     seconds_between_failures,
 )
 from pipelines.tracking.records import ProcessId
-from trainer.commits import committed_state, series
+from trainer.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, check_shares
 
 
@@ -62,9 +62,10 @@ def build(work: Work) -> Built:
         torchrun.wait()
         raise
     work.clock.enter("upload")
-    if last_step != recipe.train.max_steps:
+    state = committed_state(work.store, work.plan.prefix)
+    if last_step != recipe.train.max_steps or state is None or not state.is_complete(recipe.train):
         raise work.stop.interruption()
-    return store_result(work)
+    return store_result(work, state)
 
 
 def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
@@ -94,11 +95,9 @@ def rank_spec(work: Work) -> RankSpec:
     )
 
 
-def store_result(work: Work) -> Built:
+def store_result(work: Work, state: TrainState) -> Built:
     """Upload the final weights and the whole series."""
     rows = series(work.store, work.plan.prefix)
-    state = committed_state(work.store, work.plan.prefix)
-    assert state is not None and state.step == work.recipe.train.max_steps
     metrics = work.folder / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)

@@ -25,6 +25,7 @@ from pipeline_runs import (
 from pipelines.artifacts.manifest import Manifest
 from pipelines.stage import STAGES
 from pipelines.tracking.ledger import SILENT_SECONDS
+from pipelines.tracking.runs import read_runs
 from trainer.store import PARTIAL
 
 INTERRUPTED = "interrupted: run the same command to resume\n"
@@ -136,6 +137,24 @@ def test_training_processes_do_not_outlive_a_killed_command(
 
 
 # --- asked to stop
+
+
+@pytest.mark.slow
+def test_a_run_stopped_in_its_last_validation_commits_its_steps_and_the_next_command_validates(
+    project: Project,
+) -> None:
+    command = ["run", "tiny.yaml", "--stage", "train", "--set", f"train.val_every={STEPS}"]
+    command += ["--set", "train.val_tokens=32768", "--set", "runtime.micro_batch_size=1"]  # 1,024 batches
+    with project.started(*command) as process:
+        project.wait_until(lambda: project.rows_logged() == STEPS, process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    (run,) = read_runs(project.store)
+    assert run.series[-1]["step"] == STEPS and "val/loss" not in run.series[-1]
+    assert project.result(*command[2:])["attempts"] == 2
+    (run,) = read_runs(project.store)
+    assert "val/loss" in run.series[-1] and project.rows_committed() == STEPS
 
 
 @pytest.mark.parametrize(

@@ -92,15 +92,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class StopAt:
-    """A stop signal that is set in the given step of this attempt. The loop reads it once a step."""
+    """A stop signal that is set in the given step of this attempt, or before the given batch of its validations. The
+    loop reads it once a step and once a batch."""
 
+    clock: PhaseClock
     step: int | None = None
-    reads: int = 0
+    val_batch: int | None = None
+    steps: int = 0
+    val_batches: int = 0
 
     @property
     def asked(self) -> bool:
-        self.reads += 1
-        return self.step is not None and self.reads >= self.step
+        validating = self.clock.current == "evaluate"
+        self.val_batches, self.steps = self.val_batches + validating, self.steps + (not validating)
+        in_step = self.step is not None and self.steps >= self.step
+        return in_step or (self.val_batch is not None and self.val_batches >= self.val_batch)
 
 
 class PromptCheckpointer(Checkpointer):
@@ -122,6 +128,7 @@ class Runner:
     def attempt(
         self,
         stop_after: int | None = None,
+        stop_in_val_batch: int | None = None,
         store: Store | None = None,
         superseded: Callable[[], bool] = lambda: False,
         world: World = ALONE,
@@ -134,7 +141,7 @@ class Runner:
         )
         self.out.mkdir(exist_ok=True, parents=True)
         log = EventLog(self.out / "events.jsonl", PhaseClock())
-        stop = cast(StopSignal, StopAt(stop_after))
+        stop = cast(StopSignal, StopAt(log.clock, stop_after, stop_in_val_batch))
         checkpointer = PromptCheckpointer(
             store or self.store,
             "run",
@@ -252,6 +259,16 @@ class Command:
         """Wait until this attempt did `n` steps."""
         wanted, deadline = self.rows_logged() + n, time.monotonic() + 120
         while self.rows_logged() < wanted and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def wait_for(self, condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+        """Wait until a condition on the files of the run holds."""
+        deadline = time.monotonic() + 120
+        while process.poll() is None:
+            with suppress(FileNotFoundError):
+                if condition():
+                    return
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

@@ -5,6 +5,7 @@ nan        loss and gradient of the last rank are not a number
 infinite   the gradient of the last rank contains an infinity; its loss is finite
 huge       the gradient is ten thousand times too long
 spike      the learning rate is three hundred times too high: the weights are ruined, but finite
+ruin       the learning rate is 1e30: the loss before the update is finite, no loss after it
 sleep      rank 0 sleeps, once for each output folder
 """
 
@@ -52,7 +53,9 @@ def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None]
         return loss
 
     def troubled_update(engine: PlainEngine, learning_rate: float, *args: Any, **options: Any) -> bool:
-        return update(engine, learning_rate * (300 if "spike" in active_kinds() else 1), *args, **options)
+        kinds = active_kinds()
+        learning_rate *= 300 if "spike" in kinds else 1
+        return update(engine, 1e30 if "ruin" in kinds else learning_rate, *args, **options)
 
     patch(trainer.loop, "batch_tokens_at", recording_batch_tokens_at)
     patch(PlainEngine, "backward", troubled_backward)

@@ -129,8 +129,68 @@ def test_a_loss_that_stays_not_finite_ends_the_run_with_a_diagnosis(
     for first in (1, 9):  # the same command ends in the same way
         with pytest.raises(Diverged, match="diverged at step 13: loss or gradient were not finite in 8 updates"):
             run.attempt()
-        assert run.commits() == [5, 4]
+        assert run.commits() == [5, 4]  # the validation after 5 steps proves its weights
         assert len(run.events_of(Skipped)) == 8 * (1 if first == 1 else 2)
+
+
+RUINED_AFTER = 7  # updates: from then on no loss is finite
+
+
+@pytest.mark.parametrize(
+    ("changes", "stop_after", "evidence"),
+    [
+        ({}, RUINED_AFTER, "diverged at step 7: the loss of a probe is nan"),
+        ({}, RUINED_AFTER + 3, "diverged at step 10: the loss of a probe is nan"),  # two bad updates before the stop
+        ({"max_steps": RUINED_AFTER}, None, "diverged at step 7: the loss of a probe is nan"),
+        ({"max_steps": RUINED_AFTER + 2}, None, "diverged at step 9: the loss of a probe is nan"),
+        ({"max_steps": RUINED_AFTER, "val_every": 7}, None, "diverged at step 7: val/loss is nan"),
+        ({"val_every": 8}, None, "diverged at step 8: val/loss is nan"),
+        ({}, None, "diverged at step 15: loss or gradient were not finite in 8 updates in a row"),
+    ],
+)
+def test_ruined_weights_are_never_committed_and_end_the_run_as_diverged(
+    runner: Callable[..., Runner],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    stop_after: int | None,
+    evidence: str,
+) -> None:
+    inject({"ruin": [RUINED_AFTER - 1]}, monkeypatch.setattr)
+    settings = {"max_steps": 20, "val_every": None, "grad_clip": None, "checkpoint_minutes": EVERY_STEP} | changes
+    run = runner(**settings)
+    with pytest.raises(Diverged, match=evidence):
+        run.attempt(stop_after)
+    assert run.commits() == [RUINED_AFTER - 1, RUINED_AFTER - 2]
+    run.config = configured(**settings | {"max_steps": RUINED_AFTER - 1})
+    resumed, state = run.attempt()
+    assert state.step == RUINED_AFTER - 1 and all(bool(p.isfinite().all()) for p in resumed.parameters())
+
+
+def test_no_json_of_a_diverged_run_holds_a_bare_nan(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    inject({"ruin": [RUINED_AFTER - 1]}, monkeypatch.setattr)
+    run = runner(checkpoint_minutes=EVERY_STEP, val_every=RUINED_AFTER, grad_clip=None)
+    with pytest.raises(Diverged):
+        run.attempt()
+    read = 0
+    for path in run.out.rglob("*.json*"):
+        for body in [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines():
+            json.loads(body, parse_constant=refuse)
+            read += 1
+    assert read > 10
+
+
+def test_a_run_at_an_absurd_learning_rate_exits_with_1_and_its_diagnosis(data: Path, tmp_path: Path) -> None:
+    config = configured(learning_rate=1e30, grad_clip=None, warmup_steps=0, max_steps=4)
+    command = Command(data, tmp_path / "out", config)
+    with command.started() as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and "failed: training diverged at step 4: val/loss is nan" in output, output
+    assert command.commits() == [] and not (tmp_path / "out/model.safetensors").exists()
 
 
 def test_fp16_overflows_are_the_scalers_and_a_nan_loss_is_skipped(

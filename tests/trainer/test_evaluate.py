@@ -82,6 +82,27 @@ def test_val_loss_is_the_mean_over_the_first_tokens(tmp_path: Path, max_tokens: 
         assert validation_loss(model, data, max_tokens, batch_size, ALONE) == pytest.approx(expected, rel=1e-6)
 
 
+def test_every_rank_validates_in_as_many_rounds(tmp_path: Path) -> None:
+    data, rounds = val_data(tmp_path, [170]), []  # 10 windows: shares of 4, 3 and 3, in batches of 3
+    for rank in range(3):
+        on_batch: list[int] = []
+
+        class Alone(World):
+            def sum(self, *values: float) -> list[float]:
+                return list(values)
+
+        validation_loss(
+            lambda tokens, _: tokens.float().mean(),
+            data,
+            10**9,
+            3,
+            Alone(rank, 0, 3, torch.device("cpu")),
+            lambda: on_batch.append(1),  # noqa: B023
+        )
+        rounds.append(len(on_batch))
+    assert rounds == [2, 2, 2]
+
+
 def test_val_loss_leaves_the_model_as_it_found_it(tmp_path: Path) -> None:
     data, model = val_data(tmp_path, [100]), model_of(SMALL)
     for training in (True, False):

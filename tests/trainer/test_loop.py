@@ -21,9 +21,10 @@ from trainer_runs import (
     weights,
 )
 
-from trainer.commits import checkpoint_seconds
+from trainer.commits import checkpoint_seconds, committed_state
 from trainer.config import RuntimeConfig
 from trainer.data import TokenData
+from trainer.engine import PlainEngine
 from trainer.evaluate import validation_loss
 from trainer.events import (
     Started,
@@ -121,13 +122,6 @@ def test_a_compiled_model_learns_the_same(runner: Callable[..., Runner]) -> None
         assert b == pytest.approx(a, rel=1e-4)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_commits(runner: Callable[..., Runner]) -> None:
-    run = runner(checkpoint_minutes=EVERY_STEP, learning_rate=1e30, grad_clip=None, warmup_steps=0, val_every=None)
-    with pytest.raises(FloatingPointError, match="the last commit stays"):
-        run.attempt()
-    assert len(run.commits()) == 1
-
-
 # --- resuming
 
 
@@ -156,11 +150,40 @@ def test_a_finished_run_has_nothing_left_to_do(runner: Callable[..., Runner]) ->
     assert run.rows() == before and run.commits() == [12]
 
 
-def test_a_run_stopped_in_its_last_step_is_still_evaluated(runner: Callable[..., Runner]) -> None:
-    run = runner()
+def test_a_run_stopped_in_its_last_step_is_evaluated_by_the_next_attempt(runner: Callable[..., Runner]) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    run = runner("stopped")
     _, state = run.attempt(stop_after=12)
-    assert state.step == state.val_step == 12
-    assert run.rows()[-1]["val/loss"] == state.val_loss
+    assert run.commits() == [12] and state.val_step == 10 and not state.is_complete(run.config.train)
+    resumed, state = run.attempt()
+    assert state.is_complete(run.config.train) and state.val_loss == run.rows()[-1]["val/loss"]
+    assert committed_state(run.store, "run") == state
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+# A validation has 6 batches.
+@pytest.mark.parametrize(("batch", "step"), [(2, 0), (8, 5), (13, 10), (20, 12)])
+def test_a_stop_in_a_validation_ends_the_attempt_there_and_the_next_one_validates_again(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, batch: int, step: int
+) -> None:
+    whole = runner("whole")
+    model, _ = whole.attempt()
+    validated: list[int] = []
+    loss = PlainEngine.loss
+
+    def counted(engine: PlainEngine, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        validated.append(len(tokens))
+        return loss(engine, tokens, targets)
+
+    run = runner("stopped")
+    with monkeypatch.context() as counting:
+        counting.setattr(PlainEngine, "loss", counted)
+        _, state = run.attempt(stop_in_val_batch=batch)
+    assert validated == [2] * (batch - 1) + [1] * bool(step)  # and the probe of the weights that it commits
+    assert state.step == step and run.commits() == [step] * bool(step)  # no step after the stop
+    resumed, _ = run.attempt()
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
 
 
 def test_fp16s_loss_scale_survives_a_resume(runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import functools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import trainer_runs
@@ -28,9 +30,8 @@ from trainer_runs import (
 from trainer.__main__ import claim
 from trainer.commits import Commit
 from trainer.errors import UserError
-from trainer.events import (
-    Started,
-)
+from trainer.events import Row, Started
+from trainer.shards import write_shard
 from trainer.store import LocalStore
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
@@ -84,6 +85,20 @@ def test_ranks_whose_torchrun_was_killed_commit_and_exit(data: Path, tmp_path: P
     assert command.commits()
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_signal_in_a_validation_is_heard_before_its_end(data: Path, tmp_path: Path, ranks: int) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    write_shard(folder / "val_000000.bin", np.zeros(2_000_000, dtype=np.uint16))  # some 30 s for these few cores
+    command = Command(folder, tmp_path / "out", configured(val_tokens=10**9))
+    with command.started(ranks) as process:
+        command.wait_for(lambda: '"phase": "evaluate"' in (tmp_path / "out/events.jsonl").read_text(), process)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == (75 if ranks == 1 else 1), output  # torchrun has no code for it
+    assert not command.events_of(Row)
+
+
 @pytest.mark.slow
 def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Callable[[int], Command]) -> None:
     one, *others = (undisturbed(ranks).rows() for ranks in (1, 2, 3, 5))  # 8 sequences a step
@@ -101,7 +116,7 @@ def test_a_run_resumes_with_fewer_and_with_more_ranks(
     command = Command(data, tmp_path / "out", configured(**LONG))
     for ranks in (3, 1):
         with command.started(ranks) as process:
-            command.wait_for_rows(14, process)
+            command.wait_for_rows(8, process)
             command.wait_for_commits(2, process)  # one will be damaged
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
