@@ -27,13 +27,14 @@ class TokensConfig(Section):
     """The text, and how it becomes token shards. `pipelines/text/sources.py` documents the sources."""
 
     source: str = Field(
-        description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or URL of .parquet, .jsonl or .txt files"
+        description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or URL (s3://, https://) of .parquet, "
+        ".jsonl or .txt files"
     )
     subset: str | None = Field(default=None, description="Configuration of a Hugging Face data set; null: its default")
     revision: str | None = Field(
         default=None,
-        description="Version of a remote source, required there: the 40 hex digits of a Hugging Face commit, or a "
-        "label of your own for another URL; null for local text",
+        description="Version of a remote source: the 40 hex digits of a Hugging Face commit, or a label of your own "
+        "for https://; null for local text and s3://, which are identified by their contents",
     )
     text_column: str = Field(default="text", description="Column of parquet, or key of jsonl, that holds the text")
     tokenizer: Literal["gpt2", "bytes"] = Field(

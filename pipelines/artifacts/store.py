@@ -18,6 +18,7 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -69,6 +70,16 @@ REMEDIES = {
 OUTDATED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidAccessKeyId"}
 # An answer without a body (HEAD) has no error code, only a status.
 CODE_OF_STATUS = {"301": "PermanentRedirect", "403": "AccessDenied", "501": "NotImplemented"}
+
+
+@dataclass(frozen=True)
+class S3Object:
+    """An object of a bucket, below the prefix of its store. The ETag changes with the contents."""
+
+    key: str
+    size: int
+    etag: str
+    modified: float  # unix seconds
 
 
 class S3Store:
@@ -139,18 +150,38 @@ class S3Store:
             _in_parallel(fetch, range(PART_BYTES, size, PART_BYTES))
 
     def entries(self, prefix: str) -> list[Entry]:
-        request = {"Bucket": self.bucket, "Prefix": self.prefix + checked_prefix(prefix)}
-        found: list[Entry] = []
+        return [Entry(one.key, one.size, one.modified) for one in self.objects(checked_prefix(prefix))]
+
+    def objects(self, prefix: str) -> list[S3Object]:
+        """The objects whose keys begin with `prefix`, in order of their keys; they need not be ours."""
+        request = {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
+        found: list[S3Object] = []
         while True:
             page = self._until_answered(f"list {self.uri}/{prefix}", lambda _: self._client.list_objects_v2(**request))
             found += [
-                Entry(item["Key"][len(self.prefix) :], item["Size"], item["LastModified"].timestamp())
+                S3Object(item["Key"][len(self.prefix) :], item["Size"], item["ETag"], item["LastModified"].timestamp())
                 for item in page.get("Contents", [])
                 if not item["Key"].endswith("/")  # folder markers of web consoles
             ]
             if not page.get("IsTruncated"):
-                return sorted(found, key=lambda entry: entry.key)
+                return sorted(found, key=lambda one: one.key)
             request["ContinuationToken"] = page["NextContinuationToken"]
+
+    def read(self, found: S3Object, start: int, size: int) -> bytes:
+        """A range of an object's bytes. UserError if the object was removed or has other contents by now."""
+        where = {"Bucket": self.bucket, "Key": self.prefix + found.key}
+        what = f"get {self._uri_of(found.key)} from byte {start:,}"
+
+        def attempt(_: int) -> bytes:
+            try:
+                answer = self._client.get_object(**where, Range=_range(start, size), IfMatch=found.etag)
+                return answer["Body"].read()
+            except self._client.exceptions.ClientError as error:
+                if _code(error) in ("PreconditionFailed", "412", "NoSuchKey"):
+                    raise UserError(f"{self._uri_of(found.key)}: changed while it was read; run again") from None
+                raise
+
+        return self._until_answered(what, attempt)
 
     def delete(self, key: str) -> None:
         where = {"Bucket": self.bucket, "Key": self._full(key)}
@@ -421,8 +452,8 @@ def _md5(body: bytes) -> str:
     return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
 
 
-def _range(start: int) -> str:
-    return f"bytes={start}-{start + PART_BYTES - 1}"
+def _range(start: int, size: int = PART_BYTES) -> str:
+    return f"bytes={start}-{start + size - 1}"
 
 
 def _copy_range(answer: Any, file: Any, start: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 
 from pipelines.cloud.checks import (
@@ -19,9 +20,10 @@ from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds, known_clouds
 from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.cloud.throughput import check_gpus
-from pipelines.recipe import Recipe
+from pipelines.recipe import Recipe, TokensConfig
 from pipelines.text.library import STDLIB
-from trainer.errors import UserError
+from pipelines.text.sources import documents
+from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
 
 # The names of the quotas. They count vCPUs or GPUs, and a new account has none.
@@ -104,9 +106,12 @@ def texts_reachable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iter
     """Whether the nodes can read the recipe's texts. Every task plans all stages, so each needs evaluate's text."""
     sources = {"tokenize": recipe.tokens.source, "evaluate": recipe.evaluate.hellaswag}
     for stage, source in sources.items():
-        if (stage == "tokenize" and stage not in stages) or source is None or "://" in source:
+        if (stage == "tokenize" and stage not in stages) or source is None or source.startswith("hf://"):
             continue
         what = f"text for {stage}"
+        if "://" in source:
+            yield first_document(what, recipe.tokens)
+            continue
         if remote or not os.path.isabs(source):
             remedy = f"run that stage here, and launch the rest: skytrain run RECIPE --stage {stage} --store …"
             yield broken(what, f"{source} is on this machine", remedy)
@@ -120,6 +125,16 @@ def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:
     if "://" in source:
         return False
     return source == STDLIB or not os.path.isabs(source) or any(cloud not in CLUSTERS for cloud in clouds)
+
+
+def first_document(what: str, text: TokensConfig) -> Finding:
+    """Whether a text in S3 or on a server can be read, with the credentials that the nodes get."""
+    try:
+        with closing(documents(text.source, text.subset, text.revision, text.text_column)) as texts:
+            next(texts)
+    except (UserError, StoreUnavailable) as error:
+        return broken(what, str(error), "correct tokens.source, or the AWS_* variables")
+    return Finding(what, f"the first document of {text.source} was read")
 
 
 def credentials(store: Store, clouds: Iterable[str], secrets: Mapping[str, str]) -> Finding:

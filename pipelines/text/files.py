@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelines.text.columns import (
     Texts,
@@ -23,6 +23,9 @@ from pipelines.text.columns import (
 )
 from trainer.errors import UserError
 from trainer.store import sha256_of
+
+if TYPE_CHECKING:
+    from pipelines.artifacts.store import S3Object
 
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = ("gz", "zst")
@@ -41,7 +44,8 @@ class Files:
     paths: tuple[str, ...]  # local paths in reading order, URLs, or one pattern of URLs
     column: str
     where: str  # as the user wrote it
-    pinned: str | None = None  # the user's label for remote files; None: local, identified by contents
+    pinned: str | None = None  # the user's label for remote files; None: identified by contents
+    objects: "tuple[S3Object, ...]" = ()  # of paths in S3
 
     def identity(self) -> dict[str, Any]:
         identity: dict[str, Any] = {"source": "files", "kind": self.kind}
@@ -51,6 +55,8 @@ class Files:
             return identity | {"files": self.where, "revision": self.pinned}
         with closing(self.documents(0)) as texts:  # a wrong column fails now, not on rented machines
             next(texts)
+        if self.objects:
+            return identity | {"etag": [one.etag.strip('"') for one in self.objects]}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return identity | {"sha256": list(pool.map(sha256_of, map(Path, self.paths)))}
 
@@ -62,6 +68,8 @@ class Files:
             return None
         if self.kind == "parquet":
             return sum(map(self._column_bytes, self.paths))
+        if self.objects:
+            return sum(one.size for one in self.objects)
         return sum(os.path.getsize(path) for path in self.paths)
 
     def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
@@ -121,10 +129,12 @@ class Files:
         return rows
 
     def _column_bytes(self, path: str) -> int:
-        """Bytes of the text column of a local parquet file before compression, by its footer."""
+        """Bytes of the text column of a parquet file before compression, by its footer."""
+        import fsspec
         import pyarrow.parquet as pq
 
-        groups = pq.ParquetFile(path).metadata
+        with fsspec.open(path, "rb") as file:
+            groups = pq.ParquetFile(file).metadata
         number = groups.schema.names.index(self.column)
         return sum(groups.row_group(i).column(number).total_uncompressed_size for i in range(groups.num_row_groups))
 
@@ -134,7 +144,12 @@ class Files:
         return f"'{self.where}'{which}"
 
     def _text(self, paths: tuple[str, ...], start: int, named: str) -> Iterator[str]:
-        if self.kind == "txt" and self.pinned is None and all(path.endswith("txt") for path in paths):
+        if (
+            self.kind == "txt"
+            and self.pinned is None
+            and not self.objects
+            and all(path.endswith("txt") for path in paths)
+        ):
             return self._plain(paths[start:])
         sample_by = "line" if self.kind == "jsonl" else "document"
         stream = self._stream("text", paths, sample_by=sample_by, encoding=ENCODING, encoding_errors="replace")
@@ -171,7 +186,9 @@ class Files:
 
     def _stream(self, builder: str, paths: Iterable[str], **options: Any) -> Any:
         """A streaming dataset over exactly these files, without a cache."""
-        data_files = [path if "://" in path else glob.escape(path) for path in paths]
+        # The keys of S3 are names, and URLs of other servers may be patterns.
+        escaped = (path if "://" in path and not self.objects else glob.escape(path) for path in paths)
+        data_files = list(escaped)
         try:
             return datasets_library().load_dataset(
                 builder, data_files={"train": data_files}, split="train", streaming=True, **options

@@ -59,8 +59,8 @@ def source_identity(
     """The identity of a source, for the fingerprint: equal identities give equal documents.
 
     The identity of local files is the sha256 of their contents, in reading order, without their paths; of the standard
-    library, one sha256 over paths and contents; of remote text, its revision. Reads all local bytes and opens no
-    connection. Relative paths start at `base` (default: the current directory).
+    library, one sha256 over paths and contents; of objects in S3, their ETags; of other remote text, its revision.
+    Reads all local bytes; only S3 is asked. Relative paths start at `base` (default: the current directory).
     UserError for a source that does not exist, cannot be pinned, or has fewer files than `parts`.
     """
     text = open_source(source, subset, revision, text_column, base)
@@ -159,13 +159,26 @@ def local_files(source: str, column: str, base: Path) -> Files:
     return Files(common_kind(paths), paths, column, source)
 
 
+def s3_files(source: str, revision: str | None, column: str) -> Files:
+    """The objects of a URL or pattern in S3. UserError for a revision, and if none matches."""
+    from pipelines.text.objects import matching_objects
+
+    if revision is not None:
+        raise UserError(f"tokens.revision: '{source}' is identified by the ETags of its objects; remove the revision")
+    found = matching_objects(source)
+    return Files(common_kind(tuple(found)), tuple(found), column, source, objects=tuple(found.values()))
+
+
 def remote_files(source: str, revision: str | None, column: str) -> Files:
     """The remote files of a URL or pattern. UserError without a revision, or for a URL with a secret."""
     parts = urlsplit(source)
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    is_pattern = parts.scheme == "s3"  # a question mark is one character there
+    if "@" in parts.netloc or (not is_pattern and (parts.query or parts.fragment)):
         # Manifests are published: they must not contain a signed URL or a password.
         shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
         raise UserError(f"tokens.source: '{shown}' contains a user name or a query; use the plain address")
+    if parts.scheme == "s3":
+        return s3_files(source, revision, column)
     kind = common_kind((source,))
     if source.startswith(HUB):
         commit = pinned_commit(source, revision)

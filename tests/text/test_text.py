@@ -336,7 +336,7 @@ def test_identities_of_remote_text_are_made_without_a_connection() -> None:
     url = "https://example.invalid/a.parquet"
     assert source_identity(url, None, "2026-11", "text")["revision"] == "2026-11"
     assert source_identity(url, None, "2026-11", "text") != source_identity(url, None, "2026-12", "text")
-    assert "text_column" not in source_identity("s3://bucket/*.txt", None, "1", "text")
+    assert "text_column" not in source_identity("https://host.invalid/*.txt", None, "1", "text")
 
 
 def test_labels_are_short_and_valid_as_folder_names() -> None:
