@@ -34,7 +34,8 @@ from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.screen import Screen
 from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, cost_metrics
-from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, is_alive
+from pipelines.tracking.deaths import after_death
+from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, close_dead_attempt, is_alive
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, read_records, read_run, record
@@ -48,6 +49,7 @@ STAGES = tuple(FOLDERS)
 RUN = "run:"
 # On a rented machine: how long to wait, at full price, while another machine works on the same artifact.
 RIVAL_SECONDS = 300.0
+ORPHAN_SECONDS = 150.0  # for the ranks of a killed command to commit: more than any cloud's grace
 COSTS_SECONDS = 30.0  # between two points of the run's costs: 3,000 points a day and metric
 PACKAGES = ("skytrain", "torch", "numpy", "tiktoken", "datasets", "safetensors")
 
@@ -277,7 +279,16 @@ class Pipeline:
             self._earlier = self.snapshot().heartbeats
             earlier = (stored.beat for stored in self._earlier)
             attempt = claim(
-                self.store, plan.prefix, self.run, stage, number, self.billing, self._watch, waited, earlier
+                self.store,
+                plan.prefix,
+                self.run,
+                stage,
+                number,
+                self.billing,
+                self._watch,
+                waited,
+                earlier,
+                lambda thread: self.stop.ask(f"the thread of the heartbeats died: {thread.error!r}"),
             )
             if attempt is None:
                 continue
@@ -402,6 +413,53 @@ class Pipeline:
             scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
             self.tracker.metrics(stage, 0, time.time(), scores)
         self.tracker.stage_ended(stage, "FINISHED")
+
+
+def record_death(store: Store, plans: dict[str, ArtifactPlan], until: str, billing: Billing, cause: str) -> Exception:
+    """Record in the store that a signal ended `skytrain run` on this machine. Returns the exception that ends the run.
+
+    Its ranks then commit and leave, because the kernel asks them to; this waits for them. A command that died before it
+    claimed an attempt gets one now, so that a command that always dies counts too.
+    """
+    stage = next(iter(missing(store, plans, until)), None)
+    if stage is None:
+        return Interrupted(cause)  # the same command only reports the artifacts
+    prefix, run = plans[stage].prefix, run_name(plans)
+    beats = attempts(store, prefix)
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while beats and is_alive(beats[-1]) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        beats = attempts(store, prefix)
+    newest = beats[-1] if beats else None
+    if newest and is_alive(newest) is not False:
+        return Interrupted(cause)  # this command waited for an attempt of another machine
+    if newest and newest.state == "running":
+        ending = after_death(store, prefix, newest.attempt, cause)
+        close_dead_attempt(store, prefix, newest, state_after(ending), cause)
+        return ending
+    number = newest.attempt + 1 if newest else 1
+    ending = after_death(store, prefix, number, cause)
+    if attempt := claim(store, prefix, run, stage, number, billing, earlier=beats):
+        with attempt:
+            attempt.update(state=state_after(ending))
+            attempt.report(killed=cause)
+    return ending
+
+
+def run_has_failed(store: Store, plans: dict[str, ArtifactPlan], until: str, stop: StopSignal) -> bool:
+    """Whether the newest attempt of a run whose process has died failed for good.
+
+    Waits until the attempt has ended or must be silent: after a death by a signal, `record_death` ends it. Without the
+    wait, a node that leaves would end the job of several nodes before that.
+    """
+    deadline = time.monotonic() + SILENT_SECONDS
+    while stages := missing(store, plans, until):
+        beats = attempts(store, plans[stages[0]].prefix)
+        if not beats or beats[-1].state != "running" or time.monotonic() > deadline:
+            return bool(beats) and beats[-1].state == "failed"
+        stop.check()
+        time.sleep(1)
+    return False
 
 
 def state_after(error: BaseException) -> str:

@@ -135,13 +135,19 @@ def committed_folders(store: Store, prefix: str) -> list[str]:
     return sorted((k.removesuffix("/COMMIT.json") for k in keys if k.endswith("/COMMIT.json")), reverse=True)
 
 
-def committed_state(store: Store, prefix: str) -> TrainState | None:
-    """The state of a run's newest commit; None without a readable commit."""
+def newest_commit(store: Store, prefix: str) -> Commit | None:
+    """A run's newest readable commit."""
     for folder in committed_folders(store, prefix):
         body = store.get(f"{folder}/COMMIT.json") or b""  # not suppressed: a UserError is no damage
         with suppress(ValueError):
-            return Commit.decode(body).state
+            return Commit.decode(body)
     return None
+
+
+def committed_state(store: Store, prefix: str) -> TrainState | None:
+    """The state of a run's newest commit; None without a readable commit."""
+    commit = newest_commit(store, prefix)
+    return commit.state if commit else None
 
 
 def series(store: Store, prefix: str) -> list[dict[str, Any]]:

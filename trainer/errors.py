@@ -7,7 +7,7 @@ import errno
 from dataclasses import dataclass
 
 EXIT_DONE = 0
-EXIT_FAILED = 1  # a fault of ours, or a run that diverged
+EXIT_FAILED = 1  # a fault of ours, or a run that diverged or died again and again
 EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 75  # the same command resumes the run; a managed job does that by itself
 EXIT_STOPPED = 76  # nothing restarts the run automatically
@@ -33,6 +33,11 @@ class Stopped(Interrupted):
 
 class HandedOver(Interrupted):
     """This machine's part ends here: the next task of the same launch continues on another machine."""
+
+
+class Died(Exception):
+    """A signal ended a process of the run, and the same command would not help: it has no commit to resume from, or
+    it died several times in a row without a new commit."""
 
 
 class StaleAttempt(Exception):
@@ -62,7 +67,7 @@ def ending_of(error: BaseException) -> Ending | None:
     """
     reason = f" ({error})" if str(error) else ""
     match error:
-        case Diverged():
+        case Diverged() | Died():
             return Ending(EXIT_FAILED, f"failed: {error}")
         case UserError():
             return Ending(EXIT_MISTAKE, f"error: {error}")

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipelines.nodes.address import NodeAddress, interface_to, rendezvous_options
-from pipelines.nodes.results import FAULT, RERAISED, STUCK, NodeResult, kind_and_message
+from pipelines.nodes.results import FAULT, KILLED, RERAISED, STUCK, NodeResult, kind_and_message
+from pipelines.nodes.torchrun import signal_name
 from pipelines.recipe import Recipe
 from trainer.health import STUCK as STUCK_LINE
 from trainer.process import die_with_parent
@@ -70,7 +71,7 @@ def start_torchrun(
         options = rendezvous_options(address, port)
         if interface := interface_to(address.head):
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-    command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={processes}"]
+    command = [sys.executable, "-m", "pipelines.nodes.torchrun", str(folder), *options, f"--nproc-per-node={processes}"]
     with (folder / LOG_FILE).open("ab") as log:
         return subprocess.Popen(
             [*command, "-m", RANK_MODULE, str(folder), str(home / "cache")],
@@ -90,12 +91,31 @@ def before_torchrun() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def wait_or_kill(torchrun: subprocess.Popen[bytes]) -> None:
-    """End ranks that cannot continue without those of another node. NCCL does not always report the loss."""
+def wait_or_kill(torchrun: subprocess.Popen[bytes]) -> int:
+    """End ranks that cannot continue without those of another node. NCCL does not always report the loss.
+
+    Returns torchrun's exit code; 1 if this process killed it.
+    """
     try:
-        torchrun.wait(FAILING_SECONDS)
+        return torchrun.wait(FAILING_SECONDS)
     except subprocess.TimeoutExpired:
         kill_ranks(torchrun)
+        return 1
+
+
+def wait_for_orphans(folder: Path, seconds: float) -> None:
+    """Wait for the ranks of a killed torchrun: the kernel has asked them to commit and leave, see die_with_parent."""
+    import psutil
+
+    orphans = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if {RANK_MODULE, str(folder)} <= set(process.cmdline()):
+                orphans.append(process)
+    _, late = psutil.wait_procs(orphans, seconds)
+    for process in late:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def kill_ranks(torchrun: subprocess.Popen[bytes]) -> None:
@@ -111,7 +131,7 @@ def kill_ranks(torchrun: subprocess.Popen[bytes]) -> None:
 
 
 def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
-    """How torchrun's ranks on this node ended, by the files in their attempt's folder."""
+    """How torchrun's ranks on this node ended, by its exit code and by the files in their attempt's folder."""
     for kind in RERAISED:
         for message in error_messages(folder, kind):
             return NodeResult(node, kind, message)
@@ -120,6 +140,10 @@ def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
     log = (folder / LOG_FILE).read_text(errors="replace").splitlines()
     for line in (line for line in log if STUCK_LINE in line):
         return NodeResult(node, STUCK, line)
+    for cause in error_messages(folder, KILLED):
+        return NodeResult(node, KILLED, cause)
+    if exit_code < 0:
+        return NodeResult(node, KILLED, f"torchrun on node {node} was killed by {signal_name(-exit_code)}")
     return NodeResult(node, FAULT, [*error_messages(folder, FAULT), "\n".join(log[-LOG_LINES:])][0])
 
 

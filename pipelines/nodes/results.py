@@ -12,6 +12,7 @@ RERAISED: dict[str, type[Exception]] = {
     "unavailable": StoreUnavailable,
     "diverged": Diverged,
 }
+KILLED = "killed"  # kind: a signal ended a rank or torchrun
 STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
 FAULT = "fault"  # kind: any other error; it also names the ranks' error files
 
@@ -21,7 +22,7 @@ class NodeResult:
     """How the ranks of a node ended, or its parts of the text."""
 
     node: int
-    kind: str | None = None  # of the error: one of RERAISED, STUCK or FAULT; None: success
+    kind: str | None = None  # of the error: one of RERAISED, KILLED, STUCK or FAULT; None: success
     message: str = ""
 
     @property

@@ -14,7 +14,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, find, scratch, upload
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.nodes.connection import NodeConnection, connect_to_head
 from pipelines.nodes.messages import End, Hello, MakeParts, Message, StartRanks, StopNotice, Trained, WorkDone
-from pipelines.nodes.ranks import kill_ranks, result_of_ranks, start_torchrun
+from pipelines.nodes.ranks import kill_ranks, result_of_ranks, start_torchrun, wait_for_orphans
 from pipelines.nodes.results import NodeResult, kind_and_message
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
@@ -48,11 +48,13 @@ def run_worker(
     stop: StopSignal,
     screen: Screen,
     standby: bool,
+    failed: Callable[[], bool] = lambda: False,
 ) -> int:
     """Work for the head until the run is trained, or tokenized if that is its last stage.
 
     Returns this node's exit code. Raises Interrupted if the head does not answer, or is gone without an end. A
-    `standby` machine has no GPUs and starts no ranks.
+    `standby` machine has no GPUs and starts no ranks. `failed` tells, once the head is gone, whether the run has failed
+    for good.
     """
     shared = [plans["tokenize"]] if recipe.tokens.parts > 1 else []
     if until != "tokenize":
@@ -78,6 +80,8 @@ def run_worker(
         if worker.serve(Hello(address.rank, run, processes)):
             return 0  # the head's exit code counts; an earlier exit with another code, and srun would kill the head
         reason = "the head is gone"
+        if failed():
+            return 0  # a managed job would recover from another code of this node
     if not all_made():
         raise Interrupted(reason)
     return 0
@@ -182,8 +186,10 @@ class Worker:
         return folder
 
     def _report_ended_ranks(self) -> None:
-        if self.ranks and self.ranks.torchrun.poll() is not None:
-            result = result_of_ranks(self.address.rank, self.ranks.folder, self.ranks.torchrun.returncode)
+        if self.ranks and (exit_code := self.ranks.torchrun.poll()) is not None:
+            if exit_code < 0:
+                wait_for_orphans(self.ranks.folder, self.stop.grace_seconds)
+            result = result_of_ranks(self.address.rank, self.ranks.folder, exit_code)
             self.connection.send(WorkDone(self.ranks.round, result))
             self.ranks = None
 

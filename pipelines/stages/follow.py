@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelines.nodes.ranks import LOG_FILE, result_of_ranks, wait_or_kill
-from pipelines.nodes.results import RERAISED, STUCK
+from pipelines.nodes.ranks import LOG_FILE, result_of_ranks, wait_for_orphans, wait_or_kill
+from pipelines.nodes.results import KILLED, RERAISED, STUCK
 from pipelines.screen import Bar
 from pipelines.stage import Work
+from pipelines.tracking.deaths import after_death
 from trainer.commits import segments
 from trainer.errors import FULL, Interrupted, UserError
 from trainer.events import (
@@ -39,13 +40,18 @@ SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one; torchrun 
 def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> int | None:
     """Follow the ranks until they end. Returns their last step; raises the error that ended them early."""
     follower = Follower(work, torchrun)
+    exit_code: int | None = None
     with work.screen.bar("train", work.recipe.train.max_steps) as bar:
         for event in follow_events(work.folder / "events.jsonl", torchrun):
             follower.handle(event, bar)
             follower.pass_on_stop()
             if work.head and work.head.has_failed():
-                wait_or_kill(torchrun)
-    raise_error_of_ranks(work, torchrun.returncode)
+                exit_code = wait_or_kill(torchrun)
+    if exit_code is None:
+        exit_code = torchrun.wait()
+        if exit_code < 0:
+            wait_for_orphans(work.folder, work.stop.grace_seconds)
+    raise_error_of_ranks(work, exit_code, follower.step)
     return follower.step
 
 
@@ -115,8 +121,11 @@ def follow_events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[Even
                 yield None
 
 
-def raise_error_of_ranks(work: Work, exit_code: int) -> None:
-    """Raise the error that ended the ranks early, on any node; nothing if they completed or committed and left."""
+def raise_error_of_ranks(work: Work, exit_code: int, step: int | None) -> None:
+    """Raise the error that ended the ranks early, on any node; nothing if they completed or committed and left.
+
+    `step` is their last one.
+    """
     if exit_code and not work.stop.asked:
         time.sleep(SIGNALS_SECONDS)
     work.attempt.check()
@@ -136,6 +145,10 @@ def raise_error_of_ranks(work: Work, exit_code: int) -> None:
         raise work.stop.interruption()
     for result in (result for result in results if result.kind == STUCK):
         raise Interrupted(result.message)
+    for result in (result for result in results if result.kind == KILLED):
+        cause = result.message if step is None else f"{result.message} after step {step:,}"
+        work.report(killed=cause)
+        raise after_death(work.store, work.plan.prefix, work.attempt.number, cause)
     messages = "\n".join(result.message for result in results if result.kind)
     raise RuntimeError(f"the training processes failed; their output is in {work.folder / LOG_FILE}:\n{messages}")
 

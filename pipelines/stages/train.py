@@ -55,6 +55,7 @@ def build(work: Work) -> Built:
     own = work.attempt.latest.process
     child = ProcessId(own.machine, torchrun.pid, process_started(torchrun.pid))
     work.attempt.update(process=replace(own, children=(child,)))
+    work.attempt.report_soon()
     try:
         last_step = follow(work, torchrun)
     except BaseException:

@@ -6,9 +6,11 @@ billed up to its last heartbeat: HEARTBEAT_SECONDS and a put may be missing. The
 time and money; MLflow only mirrors it.
 """
 
+import logging
 import math
 import os
 import platform
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +21,11 @@ from typing import Any
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
-from trainer.store import Store
+from trainer.process import Background, log_death_of_thread
+from trainer.store import Entry, Store
 
+log = logging.getLogger(__name__)
+ATTEMPT_KEY = re.compile(r".*/attempts/([0-9]{4,9})/(?:claim|heartbeat)\.json")
 HEARTBEAT_SECONDS = 5.0
 # Three heartbeats and a slow upload: after a longer silence, an attempt counts as dead and is replaced.
 SILENT_SECONDS = 20.0
@@ -97,6 +102,7 @@ class Attempt:
         heartbeat: Heartbeat,
         watch: Callable[[Heartbeat], None] = lambda beat: None,
         meter: Meter | None = None,
+        died: Callable[[Background], None] = log_death_of_thread,
     ) -> None:
         self.store, self.prefix, self.latest = store, prefix, heartbeat
         self.watch = watch  # called with every heartbeat, in its thread, even if the store does not answer
@@ -105,10 +111,11 @@ class Attempt:
         self.clock: Callable[[float], dict[str, float]] = lambda now: {}  # seconds by phase since the claim
         self.number = heartbeat.attempt
         self.lost = False  # superseded, as far as the heartbeat thread knows
-        self._ending = threading.Event()
+        self._ending, self._soon = threading.Event(), threading.Event()
+        self._logged: set[str] = set()
         self._lock = threading.Lock()
         self._reporting = threading.Lock()  # otherwise a slow put could overwrite the last heartbeat
-        self._thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
+        self._thread = Background("heartbeat", self._beat, died)
 
     def __enter__(self) -> "Attempt":
         self._report()
@@ -117,6 +124,7 @@ class Attempt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._ending.set()
+        self._soon.set()
         self._thread.join(SILENT_SECONDS)
         if self.latest.state == "running":
             self.update(state="done" if error is None else "failed")
@@ -137,6 +145,10 @@ class Attempt:
         with self._lock:
             self.latest = replace(self.latest, progress=self.latest.progress.updated(metrics, **progress))
 
+    def report_soon(self) -> None:
+        """Let the thread send the next heartbeat now."""
+        self._soon.set()
+
     def superseded(self) -> bool:
         """Whether a later attempt has been claimed."""
         return latest_number(self.store, self.prefix) > self.number
@@ -148,20 +160,33 @@ class Attempt:
             raise StaleAttempt(f"attempt {self.number} of {self.prefix} was superseded")
 
     def _beat(self) -> None:
-        while not self._ending.wait(HEARTBEAT_SECONDS):
-            try:
-                self._report()
-                self.lost = self.superseded()
-            except (OSError, UserError):
-                # A store that does not answer, or refuses for a while (renewal of credentials), stops no work: the
-                # next heartbeat tries again.
-                pass
-            try:
-                self.watch(self.latest)
-            except (OSError, UserError):
-                pass
-            except Exception as error:  # a bug in a watch must not make a living attempt look dead
-                self.report(watch_failed=repr(error))
+        while True:
+            self._soon.wait(HEARTBEAT_SECONDS)
+            self._soon.clear()
+            if self._ending.is_set():
+                return
+            self._try(self._report)
+            self._try(self._look_for_later_attempts)
+            self._try(lambda: self.watch(self.latest))
+
+    def _try(self, part: Callable[[], None]) -> None:
+        """Do a part of a heartbeat; the next heartbeat repeats it after any error.
+
+        A store that does not answer, or refuses for a while (renewal of credentials), stops no work. Other errors are
+        bugs, or answers that no version of this program knows: they must not make a living attempt look dead.
+        """
+        try:
+            part()
+        except (OSError, UserError):
+            pass
+        except Exception as error:
+            self.report(watch_failed=repr(error))
+            if repr(error) not in self._logged:
+                self._logged.add(repr(error))
+                log.warning("heartbeat of attempt %d: %r; trying again", self.number, error)
+
+    def _look_for_later_attempts(self) -> None:
+        self.lost = self.superseded()
 
     def _report(self) -> None:
         key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
@@ -188,11 +213,13 @@ def claim(
     watch: Callable[[Heartbeat], None] = lambda beat: None,
     idle: float = 0.0,
     earlier: Iterable[Heartbeat] = (),
+    died: Callable[[Background], None] = log_death_of_thread,
 ) -> Attempt | None:
     """Take attempt `number` of an artifact; None if another process was faster.
 
     The bill begins at the machine's meter, if it has one, else at `billing.since` or now. This process spent `idle`
     of the seconds before now waiting. Time that `earlier` attempts on this machine have billed is not billed again.
+    `died` is called if the thread of the heartbeats ends unexpectedly.
     """
     now, meter = time.time(), Meter.here()
     here = this_process()
@@ -216,20 +243,38 @@ def claim(
     # The claim bills nothing: if a kill comes before the first heartbeat, the next attempt bills all of it.
     if not store.create(key, replace(heartbeat, started=now, phases={}).to_json()):
         return None
-    return Attempt(store, prefix, heartbeat, watch, meter)
+    return Attempt(store, prefix, heartbeat, watch, meter, died)
+
+
+def close_dead_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, cause: str) -> None:
+    """Write the last heartbeat of an attempt whose processes a signal has ended on this machine, billed up to now."""
+    now = time.time()
+    silent = max(0.0, now - beat.time)
+    lost = min(silent, HEARTBEAT_SECONDS)  # it may have worked until just before its next heartbeat
+    phases = sum_by_key([beat.phases, {"lost": lost, "idle": silent - lost}])
+    progress = beat.progress.updated(killed=cause)
+    last = replace(beat, state=state, time=now, phases=phases, progress=progress)
+    store.put(f"{prefix}/attempts/{beat.attempt:04d}/heartbeat.json", last.to_json())
+    Meter.here().forward(now, "idle")
 
 
 def attempts(store: Store, prefix: str) -> list[Heartbeat]:
     """All attempts of an artifact as they last reported, in order."""
     # claim.json sorts before heartbeat.json, and is not read if there is a heartbeat
-    newest = {entry.key.split("/")[-2]: entry.key for entry in store.entries(f"{prefix}/attempts/")}
+    newest = {number: entry.key for number, entry in attempt_entries(store, prefix)}
     bodies = (store.get(newest[number]) for number in sorted(newest))
     return [Heartbeat.from_json(body) for body in bodies if body is not None]
 
 
 def latest_number(store: Store, prefix: str) -> int:
     """The number of the newest attempt, 0 if there is none."""
-    return max((int(e.key.split("/")[-2]) for e in store.entries(f"{prefix}/attempts/")), default=0)
+    return max((number for number, _ in attempt_entries(store, prefix)), default=0)
+
+
+def attempt_entries(store: Store, prefix: str) -> list[tuple[int, Entry]]:
+    """The claims and heartbeats of an artifact, each with its attempt's number, by key. Other names are not ours."""
+    found = ((ATTEMPT_KEY.fullmatch(entry.key), entry) for entry in store.entries(f"{prefix}/attempts/"))
+    return [(int(match[1]), entry) for match, entry in found if match]
 
 
 def is_alive(heartbeat: Heartbeat) -> bool | None:
@@ -304,11 +349,12 @@ def prior_seconds_between_failures(machine: Machine, nodes: int = 1) -> float:
 
 
 def seconds_between_failures(heartbeats: Iterable[Heartbeat], prior_seconds: float) -> float:
-    """Mean time between deaths without a last heartbeat, from earlier attempts and a prior that counts as one death.
+    """Mean time between deaths, by a signal or without a last heartbeat. The prior counts as one death.
 
     The posterior mean of a Poisson rate with a Gamma(1, prior) prior. An attempt that committed before it left lost
     nothing, and does not count.
     """
     beats = list(heartbeats)
     seconds = sum(3600 * beat.billed_hours for beat in beats)
-    return (prior_seconds + seconds) / (1 + sum(beat.state == "running" for beat in beats))
+    deaths = sum(beat.state == "running" or beat.progress.killed is not None for beat in beats)
+    return (prior_seconds + seconds) / (1 + deaths)

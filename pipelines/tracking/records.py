@@ -63,6 +63,7 @@ class Progress:
     tokens_per_second: float | None = None  # tokenize
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
+    killed: str | None = None  # the cause, if a signal ended a process of the attempt
     watch_failed: str | None = None  # the error of a watch: a bug
     metrics: Mapping[str, float] = field(default_factory=dict)
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, StoredHeartbeat, account
-from pipelines.tracking.ledger import SILENT_SECONDS, is_alive, process_exists
+from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, is_alive, process_exists
 from pipelines.tracking.records import FORMAT, Heartbeat
 from trainer.commits import series
 from trainer.config import TrainConfig, tokens_before
@@ -196,10 +196,10 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
 
     Another run pays for its own attempts on a shared artifact.
     """
-    found: dict[str, StoredHeartbeat] = {}
+    found: dict[int, StoredHeartbeat] = {}
     damage = []
-    for entry in reversed(list(store.entries(f"{prefix}/attempts/"))):  # heartbeat.json sorts behind claim.json
-        if (number := entry.key.split("/")[-2]) in found:
+    for number, entry in reversed(attempt_entries(store, prefix)):  # heartbeat.json sorts behind claim.json
+        if number in found:
             continue  # a launch that waits for spot has hundreds, and every get takes its time
         try:
             beat = Heartbeat.from_json(store.get(entry.key) or b"")

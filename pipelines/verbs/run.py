@@ -2,9 +2,11 @@
 
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +22,7 @@ from pipelines.verbs.options import (
     one_of,
     store_uri,
 )
-from trainer.errors import EXIT_FAILED, Stopped, StoreUnavailable, UserError, ending_of
+from trainer.errors import EXIT_FAILED, Interrupted, Stopped, StoreUnavailable, UserError, ending_of
 
 if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
@@ -51,6 +53,14 @@ def run(
             "--unless-stopped", help="Exit with 76 after `skytrain stop`; without it, `run` withdraws the request."
         ),
     ] = False,
+    exited: Annotated[
+        int | None,
+        typer.Option(
+            metavar="CODE",
+            help="For scripts, after the same command ended with CODE: exit with it; after a death by a signal (above "
+            "128) with 75 if the run can resume.",
+        ),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Run also what takes more than a day here.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -60,13 +70,17 @@ def run(
     from pipelines.nodes.address import this_node
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import STAGES, missing, run_name
+    from pipelines.stage import STAGES, missing, run_has_failed, run_name
     from trainer.process import StopSignal
 
+    if exited is not None and not 128 < exited <= 192:
+        sys.exit(exited)
     one_of(stage, STAGES, "--stage")
     node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
-    loaded, plans = load(recipe, set_ or [], opened, unless_stopped)
+    loaded, plans = load(recipe, set_ or [], opened, unless_stopped and exited is None)
+    if exited:
+        raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     if not unless_stopped:  # a managed job: its user has seen the plan
         refuse_a_long_run(recipe, loaded, plans, opened, stage, node.count, screen, yes)
     apply_stop_request(opened, run_name(plans), unless_stopped)
@@ -76,7 +90,8 @@ def run(
 
         name = run_name(plans)
         with watching(stop, screen):
-            sys.exit(run_worker(node, name, stage, loaded, plans, opened, home(), stop, screen, is_standby()))
+            failed = partial(run_has_failed, opened, plans, stage, stop)
+            sys.exit(run_worker(node, name, stage, loaded, plans, opened, home(), stop, screen, is_standby(), failed))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
     limit = budget_of(pipeline, budget) if budget else None
     try:
@@ -133,6 +148,30 @@ def refuse_a_long_run(
             f"run: {name} is expected to take {about(here.all_hours)} here, on {here.machine}; compare rented machines "
             f"with skytrain plan {name} --cloud and rent one with skytrain launch {name}, or add --yes to run it here"
         )
+
+
+def after_signal(
+    number: int,
+    store: "Store",
+    plans: "dict[str, ArtifactPlan]",
+    until: str,
+    price_per_hour: float | None,
+    unless_stopped: bool,
+) -> Exception:
+    """The exception that ends a run on this node after a signal has ended its command. Recorded in the store."""
+    from pipelines.cloud.prices import billing_here
+    from pipelines.nodes.address import this_node
+    from pipelines.nodes.torchrun import signal_name
+    from pipelines.stage import record_death, run_name
+    from pipelines.tracking.stop_request import read_stop_request
+
+    cause = f"skytrain run was killed by {signal_name(number)}"
+    if this_node().rank or number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        return Interrupted(cause)  # the head detects that this node is gone; the others ask for a stop
+    ending = record_death(store, plans, until, billing_here(price_per_hour), cause)
+    if unless_stopped and (request := read_stop_request(store, run_name(plans))):
+        return Stopped(str(request))
+    return ending
 
 
 def apply_stop_request(store: "Store", run: str, unless_stopped: bool) -> None:

@@ -125,7 +125,7 @@ def test_a_dry_run_shows_every_line_but_no_secret() -> None:
     assert [task["name"] for task in list(yaml.safe_load_all(text))[1:]] == list(STAGES)
     assert text.count("AWS_SECRET_ACCESS_KEY: (from your environment, not shown)") == len(STAGES)
     assert not any(value in text for value in KEYS.values())
-    assert "  exec skytrain run" in text  # scripts in readable form
+    assert "  set -- skytrain run" in text  # scripts in readable form
 
 
 # With a deadline

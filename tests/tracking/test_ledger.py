@@ -30,8 +30,10 @@ from pipelines.tracking.ledger import (
     this_process,
 )
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
+from pipelines.tracking.runs import read_heartbeats
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
+from trainer.process import Background
 from trainer.store import LocalStore
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -88,6 +90,17 @@ def test_attempts_come_in_order_and_the_newest_has_the_highest_number(tmp_path: 
         claimed(store, number)
     assert [b.attempt for b in attempts(store, PREFIX)] == [1, 2, 10]
     assert latest_number(store, PREFIX) == 10
+
+
+def test_names_in_the_ledger_that_are_not_ours_are_ignored(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    first = claimed(store, 1)
+    for name in ("notes.txt", "0001/notes.txt", "0009/claim.json.bak", "x/heartbeat.json", "٣٣٣٣/claim.json"):
+        store.put(f"{PREFIX}/attempts/{name}", b"a note of somebody")
+    assert [b.attempt for b in attempts(store, PREFIX)] == [1] and latest_number(store, PREFIX) == 1
+    first.check()
+    found, damage = read_heartbeats(store, "tiny-1a2b3c4d", PREFIX)
+    assert len(found) == 1 and not damage
 
 
 def test_an_attempt_is_stale_once_a_later_one_is_claimed(tmp_path: Path) -> None:
@@ -236,6 +249,34 @@ def test_a_store_that_fails_for_a_while_stops_neither_heartbeat_nor_work(
         store.fault = None
         until(lambda: attempts(store, PREFIX)[0].progress == Progress(step=9), "the heartbeat is back")
     assert attempts(store, PREFIX)[0].state == "done"
+
+
+@pytest.mark.parametrize("fault", [KeyError("Error"), ValueError("HTTP 400 without a body"), AssertionError()])
+def test_an_answer_that_nobody_expected_stops_no_heartbeat_and_is_in_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+    store = Away(tmp_path)
+    with claimed(store, 1) as attempt:
+        store.fault = fault
+        until(lambda: store.refused >= 3, "three heartbeats failed")
+        claimed(LocalStore(tmp_path), 2)
+        until(lambda: attempt.lost, "the attempt still looks for later ones")
+        store.fault = None
+        until(lambda: attempts(store, PREFIX)[0].progress.watch_failed == repr(fault), "the heartbeat is back")
+
+
+def test_the_end_of_the_heartbeat_thread_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.02)
+
+    def watch(beat: Heartbeat) -> None:
+        raise SystemExit
+
+    died: list[Background] = []
+    attempt = claim(LocalStore(tmp_path), PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(), watch, died=died.append)
+    assert attempt is not None
+    with attempt:
+        until(lambda: bool(died), "the end of the thread is reported")
 
 
 @pytest.mark.parametrize("fault", [StoreUnavailable("no route"), UserError("expired")])

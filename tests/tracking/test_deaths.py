@@ -1,0 +1,78 @@
+"""Deaths by a signal are interruptions, at most some in a row without a new commit."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.tracking.deaths import MOST_DEATHS, after_death
+from pipelines.tracking.ledger import attempts, claim, close_dead_attempt, is_alive, seconds_between_failures
+from pipelines.tracking.records import Billing
+from trainer.commits import Commit, TrainState
+from trainer.errors import EXIT_FAILED, EXIT_INTERRUPTED, ending_of
+from trainer.store import LocalStore
+
+PREFIX = "train/tiny-0123"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+def attempt_dies(store: LocalStore, number: int) -> int:
+    """Claims an attempt that a signal then ends; the exit code."""
+    attempt = claim(store, PREFIX, "tiny-0123", "train", number, Billing())
+    assert attempt
+    ending = ending_of(after_death(store, PREFIX, number, f"rank 0 was killed by SIGSEGV after step {7}"))
+    assert ending
+    with attempt:
+        attempt.report(killed="rank 0 was killed by SIGSEGV after step 7")
+    return ending.exit_code
+
+
+def commit(store: LocalStore, step: int, attempt: int) -> None:
+    body = Commit(step, attempt, 1, 0.0, TrainState(step), "metrics/x", ()).encode()
+    store.put(f"{PREFIX}/checkpoints/step-{step:08d}-a{attempt:04d}/COMMIT.json", body)
+
+
+def test_a_crash_at_the_same_step_ends_the_run_after_some_attempts(store: LocalStore) -> None:
+    commit(store, 5, attempt=1)
+    codes = [attempt_dies(store, number) for number in range(1, MOST_DEATHS + 3)]
+    # The first attempt made a commit before it died.
+    assert codes == [EXIT_INTERRUPTED] * (MOST_DEATHS + 1) + [EXIT_FAILED]
+
+
+def test_a_new_commit_begins_a_new_count(store: LocalStore) -> None:
+    commit(store, 5, attempt=1)
+    for number in range(1, MOST_DEATHS + 2):
+        attempt_dies(store, number)
+    commit(store, 9, attempt=MOST_DEATHS + 2)
+    assert attempt_dies(store, MOST_DEATHS + 2) == EXIT_INTERRUPTED
+
+
+def test_attempts_that_lost_their_machine_do_not_count(store: LocalStore) -> None:
+    commit(store, 5, attempt=1)
+    for number in range(2, 9):
+        assert claim(store, PREFIX, "tiny-0123", "train", number, Billing())
+    assert attempt_dies(store, 9) == EXIT_INTERRUPTED
+
+
+def test_without_a_commit_or_with_a_damaged_one_the_first_death_ends_the_run(store: LocalStore) -> None:
+    assert attempt_dies(store, 1) == EXIT_FAILED
+    commit(store, 5, attempt=1)
+    damaged = store.path_of(f"{PREFIX}/checkpoints/step-00000005-a0001/COMMIT.json")
+    damaged.write_bytes(damaged.read_bytes().replace(b'"step": 5', b'"step": 6'))
+    assert attempt_dies(store, 2) == EXIT_FAILED
+
+
+def test_a_killed_command_is_billed_until_its_death_is_recorded(store: LocalStore) -> None:
+    attempt = claim(store, PREFIX, "tiny-0123", "train", 1, Billing(3.6))
+    assert attempt
+    attempt.__enter__()
+    (beat,) = attempts(store, PREFIX)
+    close_dead_attempt(store, PREFIX, beat, "interrupted", "skytrain run was killed by SIGKILL")
+    (last,) = attempts(store, PREFIX)
+    assert last.time > beat.time and sum(last.phases.values()) == pytest.approx(last.time - last.started, abs=0.01)
+    assert last.progress.killed and is_alive(last) is False
+    assert seconds_between_failures([last], 100.0) == pytest.approx(50.0, abs=1)
+    attempt._ending.set()
