@@ -17,7 +17,6 @@ from pipelines.cloud.checks import (
     store_commits,
 )
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
-from pipelines.cloud.skypilot import api_server_is_up, enabled_clouds, known_clouds
 from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe, TokensConfig
@@ -43,7 +42,6 @@ def preflight(
     clouds, stages = job.clouds, job.stages
     remote = any(cloud not in CLUSTERS for cloud in clouds)
     yield skypilot_installed()
-    yield from unknown_clouds(clouds)
     yield from unfit_gpus(job, recipe)
     yield from texts_reachable(recipe, stages, remote)
     yield credentials(store, clouds, secrets)
@@ -77,17 +75,6 @@ def skypilot_installed() -> Finding:
         seen = f"{found}: a jobs controller on this machine can't start {sys.executable}: its path has a space"
         return Finding("skypilot", seen, "note", "install skytrain in a folder without a space in its path")
     return Finding("skypilot", found)
-
-
-def unknown_clouds(clouds: Iterable[str]) -> Iterator[Finding]:
-    """The names that SkyPilot does not know. None without SkyPilot, which `skypilot_installed` reports."""
-    known = known_clouds()
-    for cloud in sorted(set(clouds) - known if known else ()):
-        if api_server_is_up():
-            remedy = f"enabled here: {', '.join(enabled_clouds()) or 'no cloud'}"
-        else:
-            remedy = f"it is one of {', '.join(sorted(known))}; skytrain doctor lists the enabled ones"
-        yield broken("infra", f"{cloud}: SkyPilot knows no such cloud", remedy)
 
 
 def unfit_gpus(job: ManagedJob, recipe: Recipe) -> Iterator[Finding]:

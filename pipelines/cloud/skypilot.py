@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from pipelines.cloud.catalog import silent_sky
 from pipelines.cloud.tasks import MachineRequest, ManagedJob
 from trainer.errors import UserError
 
@@ -80,6 +81,38 @@ def known_clouds() -> set[str]:
     except ImportError:
         return set()
     return {*registry.CLOUD_REGISTRY, "k8s"}
+
+
+def places_instead_of(cloud: str, place: str) -> list[str] | None:
+    """The names that there are, if the cloud has no such region (Slurm: cluster, Kubernetes: context).
+
+    None if it has one, and where this machine does not know.
+    """
+    from sky import catalog
+    from sky.server import common
+
+    try:
+        with silent_sky():
+            if cloud not in ("slurm", "kubernetes"):
+                return catalog.fallback_to_default_catalog(regions_instead_of)(catalog, cloud, place)
+            if not common.is_api_server_local():
+                return None  # the server has its own ~/.slurm and ~/.kube
+            from sky.provision.kubernetes.utils import get_all_kube_context_names
+            from sky.provision.slurm.utils import get_all_slurm_cluster_names
+
+            names = sorted((get_all_slurm_cluster_names if cloud == "slurm" else get_all_kube_context_names)())
+            return None if place in names else names
+    except (ImportError, OSError, ValueError, AttributeError, AssertionError):
+        return None  # no package of that cloud, or no catalog of it
+
+
+def regions_instead_of(catalog: Any, cloud: str, region: str) -> list[str] | None:
+    try:
+        catalog.validate_region_zone(region, None, clouds=cloud)
+        return None
+    except ValueError:
+        gpus = catalog.list_accelerators(clouds=cloud, all_regions=True).values()
+        return sorted({info.region for infos in gpus for info in infos})
 
 
 # Launching

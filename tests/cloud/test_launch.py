@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from cloud_support import KEYS, closed_port
 from pipeline_runs import TINY, write_texts
 from servers import S3Account
+from sky_catalog import sky_environment, write_catalog
 
 from pipelines.artifacts.manifest import find
 from pipelines.cloud.checks import Finding
@@ -38,6 +40,8 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a recipe and its text, as the working directory."""
     write_texts(tmp_path / "texts")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    (tmp_path / ".slurm").mkdir()
+    (tmp_path / ".slurm" / "config").write_text("Host here\n  HostName 127.0.0.1\nHost there\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -154,9 +158,56 @@ def test_a_dry_run_prints_the_job_and_the_faults_of_a_launch(texts: Path) -> Non
     (price,) = json.loads(submitted["train"]["envs"]["SKYTRAIN_PRICES"])
     assert done.returncode == 0 and price["usd_per_hour"] == 16.0
 
-    done = given(texts, *arguments, "--infra", "mars,slurm/here", **alone)
-    assert done.returncode == 2 and list(yaml.safe_load_all(done.stdout))
-    assert "WRONG  infra: mars: SkyPilot knows no such cloud\n       -> it is one of aws, " in done.stderr
+
+ASKING = """
+import json, sys
+from pipelines.cloud.launch import check_places
+from trainer.errors import UserError
+for place in sys.argv[1:]:
+    try:
+        print(json.dumps(check_places(place)))
+    except UserError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def test_a_place_that_does_not_exist_is_refused_with_the_names_there_are(texts: Path) -> None:
+    pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
+    write_catalog(texts)
+    (texts / ".kube").mkdir()
+    context = {"name": "arn:aws:eks:a/mine", "context": {"cluster": "c", "user": "u"}}
+    kubeconfig = {"apiVersion": "v1", "contexts": [context], "current-context": context["name"]}
+    (texts / ".kube" / "config").write_text(yaml.safe_dump(kubeconfig))
+    answers = {
+        "mars": "SkyPilot knows no such cloud; it is one of aws, ",
+        "slurm/WRONG": "there is no cluster in ~/.slurm/config of that name; it is one of here, there",
+        "aws/us-east-9": "there is no aws region of that name; it is one of us-east-1, us-east-2, us-west-2",
+        "gcp,lambda/mars": "there is no lambda region of that name; it is one of us-east-1",
+        "aws/us-east-1/us-east-1a,slurm/there,Slurm,gcp, lambda/us-east-1": None,
+    }
+    if find_spec("kubernetes"):
+        answers["k8s/other"] = "there is no context in the kubeconfig of that name; it is one of arn:aws:eks:a/mine"
+        answers["kubernetes/arn:aws:eks:a/mine"] = None
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_", "KUBE"))}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKING, *answers],
+        env=kept | sky_environment(texts) | {"PYTHONPATH": str(ROOT)},
+        cwd=texts,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    for given_place, line, expected in zip(answers, done.stdout.splitlines(), answers.values(), strict=True):
+        answer = json.loads(line)
+        assert answer is None if expected is None else expected in answer, (given_place, answer, done.stderr)
+
+
+def test_a_wrong_place_is_the_only_line_of_a_dry_run(texts: Path) -> None:
+    pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
+    done = given(texts, "launch", "tiny.yaml", "--dry-run", "--image", "none", "--infra", "slurm/WRONG")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: --infra slurm/WRONG: there is no cluster in ~/.slurm/config")
 
 
 @pytest.mark.slow
