@@ -5,22 +5,25 @@ has the facts of the store only.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
+from threading import Thread
 from typing import Any
 
-from pipelines.cloud.request import LaunchRecord
+from pipelines.artifacts.store import open_store
+from pipelines.cloud.request import launched_runs
 from pipelines.cloud.skypilot import (
+    Cluster,
     TaskStatus,
     cancel_jobs,
     clusters,
-    controllers,
     managed_tasks,
     reach_api_server,
     take_down,
 )
 from pipelines.cloud.tasks import run_label
-from pipelines.tracking.clusters import Interval, record_intervals
+from pipelines.tracking.clusters import Interval, key_of, record_intervals
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, is_alive
 from pipelines.tracking.records import Heartbeat, Progress
@@ -33,6 +36,7 @@ from trainer.store import Store
 # The longest set-up of a cluster before its attempt's first heartbeat: it pulls a container, or makes an environment.
 SET_UP_SECONDS = 1800.0
 DOWN_SECONDS = 300.0  # to cancel a job and take its machines down
+REMOVAL_SECONDS = 600.0  # from the end of a job until its last cluster is gone, or two clocks differ
 JOB_CLUSTER_SECONDS = 60.0  # for a job that is over to take down its own clusters
 
 
@@ -104,36 +108,70 @@ def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | Non
 # SkyPilot's report
 
 
-def tasks_of_last_job(run: str, launched: LaunchRecord) -> list[TaskStatus]:
-    """In the order of the stages."""
-    tasks = [task for task in managed_tasks(run) if not launched.jobs or task.job in launched.jobs]
-    last = max((task.job for task in tasks), default=0)
-    return sorted((task for task in tasks if task.job == last), key=lambda task: task.task)
+class JobsReport:
+    """SkyPilot's report of all jobs: one request, made in a thread while the caller reads the store.
+
+    SkyPilot's import takes 1.5 s, and an API server on an idle machine answers after two seconds.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._answer: Future[list[TaskStatus]] = Future()
+        Thread(target=self._ask, args=[note], daemon=True, name="jobs").start()
+
+    def _ask(self, note: Callable[[str], None]) -> None:
+        try:
+            reach_api_server(note)
+            self._answer.set_result(managed_tasks())
+        except BaseException as error:  # `tasks` reports it
+            self._answer.set_exception(error)
+
+    def arrived(self, seconds: float) -> bool:
+        """Whether there is an answer, or an error, after so many seconds."""
+        return self._answer in wait([self._answer], seconds).done
+
+    def tasks(self) -> tuple[list[TaskStatus], str | None]:
+        """The tasks of all jobs, and the reason if SkyPilot does not answer."""
+        try:
+            return self._answer.result(), None
+        except Exception as error:  # of SkyPilot, its server, or the network: the facts of the store are still right
+            return [], " ".join(str(error).split()) or type(error).__name__
 
 
-def report_of_skypilot(
-    store: Store, record: RunRecord, launched: LaunchRecord, note: Callable[[str], None]
-) -> tuple[list[TaskStatus], str | None]:
-    """The tasks of a run's last job, and the reason if SkyPilot does not answer. Also records its clusters' hours."""
+def tasks_of(run: str, tasks: list[TaskStatus]) -> list[TaskStatus]:
+    """The tasks of a run's last job, and of its other jobs that are not over, in order."""
+    own = [task for task in tasks if task.run == run]
+    last = max((task.job for task in own), default=0)
+    shown = {task.job for task in own if not task.over} | {last}
+    return sorted((task for task in own if task.job in shown), key=lambda task: (task.job, task.task))
+
+
+def record_cluster_hours(store: Store, runs: Iterable[str], found: Iterable[Cluster]) -> None:
+    """Record in the store when SkyPilot had the clusters of runs. `report` compares the ledger with it."""
+    found = list(found)
+    for run in runs:
+        intervals = [
+            Interval(cluster.name, cluster.nodes, started, ended)
+            for cluster in found
+            if cluster.run == run_label(run)
+            for started, ended in cluster.intervals
+        ]
+        if intervals:
+            record_intervals(store, run, intervals)
+
+
+def refresh_cluster_hours(store: Store, tasks: list[TaskStatus]) -> None:
+    """Record them for the launched runs whose hours may have changed. A failure is silent: the next call does it."""
     try:
-        reach_api_server(note)
-        tasks = tasks_of_last_job(record.run, launched)
-        record_cluster_hours(store, record.run)
-        return tasks, None
-    except Exception as error:  # of SkyPilot, its server, or the network: the facts of the store are still right
-        return [], " ".join(str(error).split()) or type(error).__name__
-
-
-def record_cluster_hours(store: Store, run: str) -> None:
-    """Record in the store when SkyPilot had the run's clusters. `report` compares the ledger with it."""
-    intervals = [
-        Interval(cluster.name, cluster.nodes, started, ended)
-        for cluster in clusters()
-        if cluster.run == run_label(run)
-        for started, ended in cluster.intervals
-    ]
-    if intervals:
-        record_intervals(store, run, intervals)
+        recorded = {entry.key: entry.modified for entry in store.entries("clusters/")}
+        changed = {
+            task.run
+            for task in tasks
+            if not task.over or task.ended + REMOVAL_SECONDS > recorded.get(key_of(task.run), 0.0)
+        }
+        if runs := changed & launched_runs(store):
+            record_cluster_hours(store, runs, clusters())
+    except Exception:  # of SkyPilot, its server, or the store
+        return
 
 
 # Stopping and removing
@@ -174,23 +212,59 @@ def running_attempt(run: Run) -> Heartbeat | None:
     return None
 
 
-def down(run: str, note: Callable[[str], None]) -> None:
+def wait_until_released(
+    run: str, jobs: list[int], seconds: float, note: Callable[[str], None], note_server: Callable[[str], None]
+) -> str | None:
+    """Wait until the jobs of a run are over and their machines gone. What is left after `seconds`; None if nothing is.
+
+    A job that SkyPilot does not know here is another API server's, and counts as left; so does one without an answer.
+    """
+    deadline, noted = time.monotonic() + seconds, False
+    try:
+        reach_api_server(note_server)
+        if not any(task.job in jobs for task in managed_tasks(run)):
+            return f"job {jobs[-1]}, which this API server does not know,"
+        while left := what_is_left(run, jobs):
+            if time.monotonic() > deadline:
+                return left
+            if not noted:
+                note(f"waiting until {left} is gone")
+                noted = True
+            time.sleep(2)
+    except Exception as error:  # of SkyPilot, its server, or the network: the run has stopped anyway
+        note_server(f"SkyPilot does not answer: {' '.join(str(error).split())}")
+        return f"job {jobs[-1]}"
+    return None
+
+
+def what_is_left(run: str, jobs: list[int]) -> str | None:
+    if unfinished := [job for job in unfinished_jobs(run) if job in jobs]:
+        return f"job {unfinished[-1]}"
+    up = [cluster.name for cluster in clusters() if cluster.up and cluster.run == run_label(run)]
+    return f"cluster {up[0]}" if up else None
+
+
+def down(run: str, note: Callable[[str], None]) -> list[Cluster]:
     """Cancel a run's jobs, wait until they and their clusters are gone, and take down other clusters with its label.
 
-    SkyPilot's API server has to be up. UserError if it takes too long.
+    SkyPilot's API server has to be up. Returns SkyPilot's record of all clusters. UserError if it takes too long.
     """
     deadline = time.monotonic() + DOWN_SECONDS
-    if ids := sorted({task.job for task in unfinished_tasks(run)}):
-        note(f"cancelling job {', '.join(map(str, ids))}")
-        cancel_jobs(ids)
-    while unfinished := unfinished_tasks(run):
-        if time.monotonic() > deadline:
-            job = unfinished[0].job
-            raise UserError(f"down: job {job} is not over; see sky jobs logs --controller {job}")
-        time.sleep(2)
-    patience = time.monotonic() + JOB_CLUSTER_SECONDS
-    deadline = patience + DOWN_SECONDS
-    while up := [cluster for cluster in clusters() if cluster.up and cluster.run == run_label(run)]:
+    if jobs := unfinished_jobs(run):
+        note(f"cancelling job {', '.join(map(str, jobs))}")
+        cancel_jobs(jobs)
+        # A cluster of a job that is not over stays: the job's controller would bring it back.
+        while left := unfinished_jobs(run):
+            if time.monotonic() > deadline:
+                raise UserError(f"down: job {left[0]} is not over; see sky jobs logs --controller {left[0]}")
+            time.sleep(2)
+    patience = time.monotonic() + (JOB_CLUSTER_SECONDS if jobs else 0.0)
+    deadline = time.monotonic() + JOB_CLUSTER_SECONDS + DOWN_SECONDS
+    while True:
+        found = clusters()
+        up = [cluster for cluster in found if cluster.up and cluster.run == run_label(run)]
+        if not up:
+            return found
         if time.monotonic() > deadline:
             raise UserError(f"down: cluster {up[0].name} is not gone, and may cost money; try sky down {up[0].name}")
         for cluster in up if time.monotonic() > patience else []:
@@ -199,9 +273,24 @@ def down(run: str, note: Callable[[str], None]) -> None:
         time.sleep(2)
 
 
-def unfinished_tasks(run: str) -> list[TaskStatus]:
-    """The tasks of a run's jobs that are not over."""
-    return [task for task in managed_tasks(run) if not task.over]
+def unfinished_jobs(run: str) -> list[int]:
+    """The ids of a run's jobs that are not over."""
+    return sorted({task.job for task in managed_tasks(run, unfinished=True) if not task.over})
+
+
+def run_on_skypilots_record(name: str, reason: str) -> str:
+    """The run with this name or beginning of a name, by SkyPilot's record of our jobs and clusters alone.
+
+    UserError with `reason`, why the store does not say it, if there is none or several.
+    """
+    jobs = {task.run for task in managed_tasks(unfinished=True) if task.store}
+    labels = {run_label(run) for run in jobs}  # a cluster of a known job is no run of its own
+    names = jobs | {one.run for one in clusters() if one.up and one.run and one.run not in labels}
+    found = [name] if name in names else sorted(run for run in names if run.startswith(name))
+    if len(found) != 1:
+        known = ", ".join(found or sorted(names)) or "none"
+        raise UserError(f"{reason}; SkyPilot's own record has no single run {name} either; runs with machines: {known}")
+    return found[0]
 
 
 # Orphans
@@ -216,29 +305,74 @@ class Orphan:
     remedy: str
 
 
-def find_orphans(store: Store, now: float) -> Iterator[Orphan]:
-    """Jobs on machines whose run is over or silent, and clusters with our label that no job uses."""
-    runs = {run.name: run for run in read_runs(store)}
-    running = [beat for run in runs.values() if (beat := running_attempt(run))]
-    tasks = managed_tasks()
+class RunsOfStores:
+    """The runs of several stores, each read once, also of stores that can't be read."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._read: dict[str, dict[str, Run] | str] = {}
+        self.of(store.uri, store)
+
+    def of(self, uri: str, store: Store | None = None) -> dict[str, Run] | str:
+        """The runs of a store by name, or why it can't be read."""
+        if uri not in self._read:
+            try:
+                self._read[uri] = {run.name: run for run in read_runs(store or open_store(uri))}
+            except (UserError, OSError) as error:
+                self._read[uri] = str(error)
+        return self._read[uri]
+
+    @property
+    def known(self) -> dict[str, Run]:
+        """All runs that could be read."""
+        read = (runs for runs in self._read.values() if not isinstance(runs, str))
+        return {name: run for runs in read for name, run in runs.items()}
+
+    @property
+    def failure(self) -> str | None:
+        """Why the user's own store can't be read."""
+        own = self._read[self.store.uri]
+        return own if isinstance(own, str) else None
+
+
+def find_orphans(runs: RunsOfStores, now: float) -> Iterator[Orphan]:
+    """Jobs on machines whose run is over, silent or unknown, and clusters with our label that no job uses.
+
+    SkyPilot's record names them all; the stores only show which of them work.
+    """
+    tasks = managed_tasks(unfinished=True)
     for task in tasks:
-        # A task that waits for a machine has none.
-        if task.over or task.status in ("PENDING", "STARTING", "RECOVERING") or task.run not in runs:
-            continue
-        if why := idle_reason(runs[task.run], task.submitted, now):
-            yield Orphan(f"job {task.job} ({task.run}, {task.stage})", why, f"skytrain down {task.run}")
-    busy = {task.cluster for task in tasks if not task.over} | {beat.machine.cluster for beat in running}
-    if all(task.over for task in tasks):
-        for name in controllers():
-            yield Orphan(f"cluster {name}", "SkyPilot's controller of managed jobs has no job left", f"sky down {name}")
-    labels = {run_label(name): run for name, run in runs.items()}
+        if task.has_machine and (why := why_idle(task, runs, now)):
+            # Never its cluster: the job's controller would bring it back.
+            remedy = f"skytrain down {task.run} (or sky jobs cancel {task.job})"
+            yield Orphan(f"job {task.job} ({task.run}, {task.stage})", why, remedy)
+    labels = {run_label(name): run for name, run in runs.known.items()}
+    running = [beat for run in runs.known.values() if (beat := running_attempt(run))]
+    busy = {beat.machine.cluster for beat in running}.union(*(task.clusters for task in tasks if not task.over))
     for cluster in clusters():
         if not cluster.up or cluster.name in busy:
             continue
-        known, since = labels.get(cluster.run or ""), cluster.intervals[-1][0]
-        why = idle_reason(known, since, now) if known else f"no run in {store.uri} uses it"
-        if why:
+        if cluster.is_controller:
+            if all(task.over for task in tasks):
+                why = "SkyPilot's controller of managed jobs has no job left"
+                yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
+            continue
+        run = labels.get(cluster.run or "")
+        unused = f"no job of SkyPilot and no run in {runs.store.uri} uses it"
+        if why := idle_reason(run, cluster.intervals[-1][0], now) if run else unused:
             yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
+
+
+def why_idle(task: TaskStatus, runs: RunsOfStores, now: float) -> str | None:
+    """Why the machine of a task is idle, or may be; None if it works, or if the job is not ours."""
+    if (run := runs.known.get(task.run)) is None and task.store:
+        found = runs.of(task.store)
+        if isinstance(found, str):
+            return f"nothing shows whether its run works, because its store can't be read ({found})"
+        run = found.get(task.run)
+        if run is None:
+            return f"its run is not in its store {task.store}"
+    return idle_reason(run, task.submitted, now) if run else None
 
 
 def idle_reason(run: Run, since: float, now: float) -> str | None:

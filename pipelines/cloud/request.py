@@ -71,3 +71,8 @@ def write_launch(store: Store, launched: LaunchRecord) -> None:
 
 def key_of(run: str) -> str:
     return f"launches/{run}.json"
+
+
+def launched_runs(store: Store) -> set[str]:
+    """The names of all runs that were launched."""
+    return {entry.key.removeprefix("launches/").removesuffix(".json") for entry in store.entries("launches/")}

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import yaml
+
 from pipelines.cloud.catalog import silent_sky
 from pipelines.cloud.tasks import MachineRequest, ManagedJob
 from trainer.errors import UserError
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from sky import Dag
     from sky.schemas.api.responses import ManagedJobRecord
 
+PROJECT = "skytrain"  # the label `project` of every machine of ours
 JOB_FIELDS = (
     *("job_id", "task_id", "job_name", "task_name", "status", "recovery_count", "submitted_at", "end_at"),
     *("current_cluster_name", "failure_reason", "details"),
@@ -186,6 +189,18 @@ class TaskStatus:
     run: str = ""
     task: int = 0  # its index in the job
     submitted: float = 0.0  # unix seconds
+    ended: float = 0.0  # unix seconds; 0: not yet
+    store: str | None = None  # of a launch of ours, from the job's YAML; None: not ours, or the YAML was not asked for
+
+    @property
+    def has_machine(self) -> bool:
+        """Whether the task costs money now, as far as SkyPilot knows."""
+        return not (self.over or self.status in ("PENDING", "STARTING", "RECOVERING"))
+
+    @property
+    def clusters(self) -> set[str]:
+        """The names of its cluster. SkyPilot leaves out the present one while it replaces it."""
+        return {f"{self.stage}-{self.job}", *filter(None, [self.cluster])}
 
     def to_json(self) -> dict[str, Any]:
         names = ("job", "stage", "status", "recoveries", "cluster", "why", "over")
@@ -205,17 +220,37 @@ class TaskStatus:
             run=record.job_name or "",
             task=record.task_id or 0,
             submitted=record.submitted_at or 0.0,
+            ended=record.end_at or 0.0,
+            store=store_of(record.user_yaml),
         )
 
 
-def managed_tasks(run: str | None = None, skip_finished: bool = False) -> list[TaskStatus]:
-    """The tasks of all users' managed jobs, or of one run's. With `skip_finished` only of jobs that are not over."""
+def store_of(job: str | None) -> str | None:
+    """The store in the YAML of a job, if skytrain launched it."""
+    try:
+        documents = [one for one in yaml.safe_load_all(job or "") if isinstance(one, dict)]
+    except yaml.YAMLError:
+        return None
+    for document in documents:
+        resources, envs = document.get("resources"), document.get("envs")
+        labels = resources.get("labels") if isinstance(resources, dict) else None
+        if isinstance(labels, dict) and labels.get("project") == PROJECT and isinstance(envs, dict):
+            return str(envs.get("SKYTRAIN_STORE"))
+    return None
+
+
+def managed_tasks(run: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
+    """The tasks of all users' managed jobs, or of one run's: one request.
+
+    With `unfinished` only of jobs that are not over, with their stores.
+    """
     from sky import exceptions, jobs
     from sky.client import sdk
 
+    fields = [*JOB_FIELDS, "user_yaml"] if unfinished else JOB_FIELDS
     try:
         found, *_ = sdk.get(
-            jobs.queue_v2(refresh=False, skip_finished=skip_finished, all_users=True, name_match=run, fields=JOB_FIELDS)
+            jobs.queue_v2(refresh=False, skip_finished=unfinished, all_users=True, name_match=run, fields=fields)
         )
     except exceptions.ClusterNotUpError:
         return []  # there never was a managed job
@@ -241,12 +276,15 @@ def tail_logs(job: int, follow: bool) -> int:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster with our label. SkyPilot keeps it on record also when it is gone."""
+    """A cluster with our label, or a controller of managed jobs. SkyPilot keeps it on record also when it is gone."""
 
     name: str
     run: str | None  # its label
     nodes: int
     intervals: list[tuple[float, float | None]]  # unix seconds, from its provisioning to its removal
+    # Runs managed jobs, where the API server does not run them itself (consolidation mode). Such a controller keeps the
+    # clusters of its jobs on record itself: they are not listed here.
+    is_controller: bool = False
 
     @property
     def up(self) -> bool:
@@ -255,26 +293,18 @@ class Cluster:
 
 
 def clusters() -> list[Cluster]:
-    """Every cluster with our label, of managed jobs and other ones, of the last 30 days."""
-    from sky.client import sdk
-
-    return [
-        Cluster(one["name"], labels.get("run"), one["num_nodes"], [(a, b) for a, b in one["usage_intervals"] or ()])
-        for one in sdk.get(sdk.cost_report())
-        if (labels := one["resources"].labels or {}).get("project") == "skytrain"
-    ]
-
-
-def controllers() -> list[str]:
-    """SkyPilot's clusters that run managed jobs, where its API server does not run them itself (consolidation mode).
-
-    Such a controller keeps the clusters of its jobs on record itself: `clusters` does not see those.
-    """
+    """Every cluster with our label, of managed jobs and other ones, of the last 30 days, and the controllers."""
     from sky.client import sdk
     from sky.utils import common
 
-    found = (one for one in sdk.get(sdk.cost_report()) if one["name"].startswith(common.JOB_CONTROLLER_PREFIX))
-    return [one["name"] for one in found if any(ended is None for _, ended in one["usage_intervals"] or ())]
+    found = []
+    for one in sdk.get(sdk.cost_report()):
+        labels = one["resources"].labels or {}
+        is_controller = one["name"].startswith(common.JOB_CONTROLLER_PREFIX)
+        if is_controller or labels.get("project") == PROJECT:
+            intervals = [(a, b) for a, b in one["usage_intervals"] or ()]
+            found.append(Cluster(one["name"], labels.get("run"), one["num_nodes"], intervals, is_controller))
+    return found
 
 
 def take_down(cluster: str) -> None:

@@ -1,60 +1,148 @@
-"""The output of the verbs status and stop."""
+"""The output of the verbs status, stop and orphans."""
 
+import math
 import time
 from collections.abc import Iterable
 
+from rich.console import Console
 from rich.markup import escape
 
-from pipelines.cloud.control import Status
+from pipelines.cloud.control import Orphan, Status
 from pipelines.show.console import console, duration, money, printable, say
+from pipelines.tracking.forecast import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat
+
+# Units of a forecast: the seconds of one, and the largest number of them that a person still likes to read.
+UNITS = ((1.0, 90.0, "second"), (60.0, 90.0, "minute"), (3600.0, 48.0, "hour"), (86_400.0, math.inf, "day"))
+ENDLESS = "endless"  # instead of an infinite number
 
 
 def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
     """A paragraph for each run."""
     out = console()
     for run in runs:
-        out.print(f"[bold]{escape(run.run)}[/]  {run.state}" + (f" in {run.stage}" if run.stage else ""))
+        out.print(f"[bold]{shown(run.run)}[/]  {shown(run.state)}" + (f" in {shown(run.stage)}" if run.stage else ""))
         speed = f"{run.tokens_per_second:,.0f} tokens/s" if run.tokens_per_second else None
         losses = [f"{n} loss {v:.4f}" for n, v in (("train", run.train_loss), ("val", run.val_loss)) if v is not None]
         out.print("  " + "  ".join(filter(None, [f"step {run.step:,} of {run.max_steps:,}", speed, *losses])))
         recovered = f", {run.recoveries} recovered by SkyPilot" if run.tasks else ""
-        out.print(f"  ${money(run.usd, run.unpriced_hours)} so far, in {run.attempts} attempt(s){recovered}")
+        out.print(f"  ${money(run.usd, run.unpriced_hours)} so far, in {several(run.attempts, 'attempt')}{recovered}")
         if run.to_come:
-            hours, usd = run.to_come.hours, run.to_come.usd
-            cost = f" and ${_span(usd.low, usd.middle, usd.high)}" if usd else ""
-            out.print(f"  training left: {_span(hours.low, hours.middle, hours.high)} hours{cost} (eight of ten)")
-            end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + hours.middle * 3600))
-            total = f", ${run.usd + usd.middle:,.2f} in all" if usd else ""
-            out.print(f"  trained about {end}{total}")
+            out.print(f"  {to_go(run.to_come)}")
+            if math.isfinite(run.to_come.hours.middle):
+                out.print(f"  {expected_end(run, run.to_come)}")
         if run.silent_seconds and run.silent_seconds > SILENT_SECONDS:
             out.print(f"  [yellow]no heartbeat for {duration(run.silent_seconds)}[/]")
         if run.stop_request:
-            out.print(f"  [yellow]to be stopped:[/] {escape(str(run.stop_request))}")
+            out.print(f"  [yellow]to be stopped:[/] {shown(str(run.stop_request))}")
         if run.notice:
-            out.print(f"  last asked to stop by: {escape(run.notice)}")
-        for task in run.tasks:
-            recoveries = f", recovered {task.recoveries} time(s)" if task.recoveries else ""
-            why = f": {escape(printable(task.why))}" if task.why else ""
-            out.print(f"  job {task.job}  {task.stage:9} {task.status}{recoveries}{why}")
+            out.print(f"  last asked to stop by: {shown(run.notice)}")
+        print_tasks(out, run)
+    print_notes(out, notes)
+
+
+def print_jobs(runs: list[Status], notes: Iterable[str] = ()) -> None:
+    """The jobs alone, after `print_status` without them."""
+    out = console()
+    for run in runs:
+        if run.tasks:
+            out.print(f"[bold]{shown(run.run)}[/]  {shown(run.state)}")
+            print_tasks(out, run)
+    print_notes(out, notes)
+
+
+def print_tasks(out: Console, run: Status) -> None:
+    for task in run.tasks:
+        recoveries = f", recovered {several(task.recoveries, 'time')}" if task.recoveries else ""
+        why = f": {shown(task.why)}" if task.why else ""
+        out.print(f"  job {task.job}  {shown(task.stage):9} {shown(task.status)}{recoveries}{why}")
+
+
+def print_notes(out: Console, notes: Iterable[str]) -> None:
     for note in notes:
-        out.print(f"[yellow]{escape(printable(note))}[/]")
+        out.print(f"[yellow]{shown(note)}[/]")
 
 
-def print_stopped(run: str, before: Heartbeat | None, after: Heartbeat | None, launched: bool) -> None:
-    """The result of a stop request. `before` and `after`: the running attempt before it, and at the end of the wait."""
+def print_stopped(
+    run: str, before: Heartbeat | None, after: Heartbeat | None, launched: bool, left: str | None = None
+) -> None:
+    """The result of a stop request. `before` and `after`: the running attempt before it, and at the end of the wait.
+
+    `left`: the job or cluster of a launched run that is not gone yet.
+    """
     if after is None:
         died = f"{before.stage}: attempt {before.attempt} has died; " if before else "no attempt runs; "
         removal = f"; skytrain down {run} removes its machines" if launched else ""
-        say(f"{run}: {died}the stop request also stops a later launch{removal}")
+        text = f"{died}the stop request also stops a later launch{removal}"
     elif after.state == "running":
-        say(f"{run}: {after.stage}: attempt {after.attempt} still runs; the stop request stands, and it will exit")
+        text = f"{after.stage}: attempt {after.attempt} still runs; the stop request stands, and it will exit"
     else:
         step = "" if after.progress.step is None else f" at step {after.progress.step:,}"
-        again = f"resume {run}" if launched else f"run run:{run}"
-        say(f"{run}: {after.stage}: attempt {after.attempt} is {after.state}{step}; skytrain {again} continues")
+        again = f"skytrain resume {run}" if launched else f"skytrain run run:{run}"
+        text = f"{after.stage}: attempt {after.attempt} is {after.state}{step}; "
+        if left:
+            text += f"{left} is not gone yet: {again} has to wait until skytrain status {run} shows its end"
+        else:
+            text += f"{'its machine is released; ' if launched else ''}{again} continues"
+    say(f"{run}: {text}")
 
 
-def _span(low: float, middle: float, high: float) -> str:
-    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+def print_orphans(orphans: Iterable[Orphan]) -> None:
+    """A line for each machine, or "none"."""
+    lines = [f"{one.what}: {one.why}; {one.remedy} removes it" for one in orphans]
+    for line in lines or ["none"]:
+        say(line)
+
+
+# Forecasts
+
+
+def to_go(rest: Forecast) -> str:
+    """ "4 minutes and $0.31 to go (80%: 3 to 6 minutes, $0.25 to $0.44)"."""
+    if not math.isfinite(rest.hours.middle):
+        return "no end in sight: at this rate of interruptions the training makes no progress"
+    size, unit = unit_of(3600 * rest.hours.middle)
+    low, middle, high = (amount(3600 * hours / size) for hours in (rest.hours.low, rest.hours.middle, rest.hours.high))
+    text, spans = several(middle, unit), [several(span(low, high), unit)]
+    if rest.usd:
+        text += f" and {dollars(rest.usd.middle)}"
+        spans.append(span(dollars(rest.usd.low), dollars(rest.usd.high)))
+    return f"{text} to go (80%: {', '.join(spans)})"
+
+
+def expected_end(run: Status, rest: Forecast) -> str:
+    end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + rest.hours.middle * 3600))
+    total = f", {dollars(run.usd + rest.usd.middle)} in all" if rest.usd else ""
+    return f"trained about {end}{total}"
+
+
+def unit_of(seconds: float) -> tuple[float, str]:
+    """The unit in which a person would state a time: its seconds, and its name."""
+    return next((size, name) for size, most, name in UNITS if seconds < most * size)
+
+
+def span(low: str, high: str) -> str:
+    """ "3 to 6", "4" if both ends read the same, "at least 3" without an end."""
+    return f"at least {low}" if high == ENDLESS else low if low == high else f"{low} to {high}"
+
+
+def amount(number: float) -> str:
+    """A number of units: one decimal below ten, unless it is whole."""
+    if not math.isfinite(number):
+        return ENDLESS
+    return f"{number:.1f}".removesuffix(".0") if number < 10 else f"{number:,.0f}"
+
+
+def dollars(usd: float) -> str:
+    return ENDLESS if not math.isfinite(usd) else f"${usd:,.2f}" if usd < 100 else f"${usd:,.0f}"
+
+
+def several(number: object, unit: str) -> str:
+    """ "1 attempt", "2 attempts"."""
+    return f"{number} {unit}" + ("" if str(number) == "1" else "s")
+
+
+def shown(text: str) -> str:
+    """Text from the store or from SkyPilot, without control characters and markup."""
+    return escape(printable(text))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,19 @@ from typing import Any
 import pytest
 from pipeline_runs import FOLDER_NAME, Project
 
-from pipelines.cloud import control
-from pipelines.cloud.control import status_of
+from pipelines.cloud import control, skypilot
+from pipelines.cloud.control import Orphan, RunsOfStores, status_of
 from pipelines.cloud.request import LaunchRecord, LaunchRequest, write_launch
 from pipelines.cloud.skypilot import Cluster, TaskStatus
-from pipelines.show.status import print_status
+from pipelines.show.status import print_orphans, print_status
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.tracking.runs import Run, RunRecord, read_records
 from pipelines.tracking.stop_request import clear_stop_request, read_stop_request, request_stop, watch_stop_request
+from pipelines.verbs import status as status_verb
+from pipelines.verbs.down import down
+from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore
 
 RUN = "tiny-01234567"
@@ -113,6 +117,10 @@ def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
     assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", capsys.readouterr().out)
 
 
+def orphans_of(store: LocalStore, now: float) -> list[Orphan]:
+    return list(control.find_orphans(RunsOfStores(store), now))
+
+
 def test_clusters_without_a_live_run_are_found_with_skypilots_answers_made_up(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +133,7 @@ def test_clusters_without_a_live_run_are_found_with_skypilots_answers_made_up(
         job_record(2, RUN, "SUCCEEDED", long_ago, "train-2"),
         job_record(3, RUN, "PENDING", long_ago, None),
         job_record(4, "somebody-elses", "RUNNING", long_ago, "theirs-4"),
+        job_record(5, RUN, "RECOVERING", long_ago, None),
     ]
     clusters = [
         Cluster("train-1", RUN, 2, up),  # of the job, which is listed already
@@ -133,12 +142,13 @@ def test_clusters_without_a_live_run_are_found_with_skypilots_answers_made_up(
         Cluster("new", RUN, 2, [(now - 60, None)]),  # it is being set up
         Cluster("by-hand", None, 1, up),
         Cluster("strange", "other-run", 1, up),
+        Cluster("train-5", RUN, 2, up),  # its job, whose record does not name it now, would bring it back
+        Cluster("sky-jobs-controller-1", None, 1, up, is_controller=True),  # it has work
     ]
-    monkeypatch.setattr(control, "managed_tasks", lambda: [TaskStatus.of(job) for job in jobs])
-    monkeypatch.setattr(control, "clusters", lambda: clusters)
+    with_skypilot(monkeypatch, jobs, clusters)
 
     def found() -> list[str]:
-        return [orphan.what for orphan in control.find_orphans(store, now)]
+        return [orphan.what for orphan in orphans_of(store, now)]
 
     left_over = ["cluster train-2", "cluster by-hand", "cluster strange"]
     assert found() == [f"job 1 ({RUN}, train)", *left_over]
@@ -157,6 +167,87 @@ def test_clusters_without_a_live_run_are_found_with_skypilots_answers_made_up(
     assert found() == ["cluster strange"]  # the run is alive and may need it
 
 
+def with_skypilot(patch: pytest.MonkeyPatch, jobs: list[Any], clusters: list[Cluster]) -> list[str]:
+    """SkyPilot's answers; the list gets what it was asked to remove. A cancelled job takes its clusters with it."""
+    removed: list[str] = []
+
+    def tasks(run: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
+        found = [TaskStatus.of(job) for job in jobs]
+        return [one for one in found if run in (None, one.run) and not (unfinished and one.over)]
+
+    def cancel(ids: list[int]) -> None:
+        removed.extend(f"job {number}" for number in ids)
+        jobs[:] = [job for job in jobs if job.job_id not in ids]
+        clusters[:] = [one for one in clusters if not one.name.endswith(tuple(f"-{number}" for number in ids))]
+
+    def take_down(name: str) -> None:
+        removed.append(f"cluster {name}")
+        clusters[:] = [one for one in clusters if one.name != name]
+
+    patch.setattr(control, "managed_tasks", tasks)
+    patch.setattr(control, "clusters", lambda: list(clusters))
+    patch.setattr(control, "cancel_jobs", cancel)
+    patch.setattr(control, "take_down", take_down)
+    patch.setattr(control, "reach_api_server", lambda note: None)
+    return removed
+
+
+JOB_YAML = """name: {run}
+---
+name: train
+resources:
+  labels: {{project: skytrain, run: {run}}}
+envs: {{SKYTRAIN_STORE: "{store}"}}
+"""
+
+
+def test_without_a_store_orphans_are_the_jobs_of_skypilots_own_record(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    up: list[tuple[float, float | None]] = [(now - 7200, None)]
+    ours, elsewhere = job_record(8, RUN, "RUNNING", now - 7200, "train-8"), store.uri + "/elsewhere"
+    ours.user_yaml = JOB_YAML.format(run=RUN, store="no-such-scheme:x")
+    lost = job_record(9, "gone-01234567", "RUNNING", now - 60, "train-9")
+    lost.user_yaml = JOB_YAML.format(run="gone-01234567", store=elsewhere)
+    theirs = job_record(10, "theirs", "RUNNING", now - 7200, "theirs-10")
+    theirs.user_yaml = "name: theirs\n---\n- : ["
+    clusters = [Cluster("train-8", RUN, 1, up), Cluster("train-9", RUN, 1, up), Cluster("left", RUN, 1, up)]
+    with_skypilot(monkeypatch, [ours, lost, theirs], clusters)
+
+    def failing(prefix: str) -> list[Any]:
+        raise StoreUnavailable("no such bucket")
+
+    store.entries = failing  # type: ignore[method-assign]
+    found = orphans_of(store, now)
+    assert [one.what for one in found] == [f"job 8 ({RUN}, train)", "job 9 (gone-01234567, train)", "cluster left"]
+    assert "its store can't be read" in found[0].why and "not in its store" in found[1].why
+    assert "sky jobs cancel 8" in found[0].remedy and "sky down left" in found[2].remedy
+    print_orphans([])
+    assert capsys.readouterr().out == "none\n"
+
+
+def test_a_run_is_taken_down_by_skypilots_own_record_and_never_below_its_controller(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    up: list[tuple[float, float | None]] = [(now - 7200, None)]
+    job = job_record(8, RUN, "RECOVERING", now - 7200, None)
+    job.user_yaml = JOB_YAML.format(run=RUN, store="s3://gone/x")
+    theirs = job_record(10, "tiny-theirs", "RUNNING", now - 7200, "theirs-10")
+    clusters = [Cluster("train-8", RUN, 1, up), Cluster("by-hand", RUN, 1, up), Cluster("train-9", "other", 1, up)]
+    removed = with_skypilot(monkeypatch, [job, theirs], clusters)
+    monkeypatch.setattr(control, "JOB_CLUSTER_SECONDS", 0.0)
+    monkeypatch.setattr(skypilot, "reach_api_server", lambda note: None)
+    down("tiny", store=str(tmp_path / "never-written"))
+    assert removed == ["job 8", "cluster by-hand"]
+    out, notes = capsys.readouterr()
+    assert out.endswith(f"{RUN}: no job and no cluster of it is left\n")
+    assert f"by SkyPilot's record, the run is {RUN}" in notes
+    with pytest.raises(UserError, match="no such run in .* SkyPilot's own record has no single run tiny-theirs either"):
+        down("tiny-theirs", store=str(tmp_path / "never-written"))
+
+
 def job_record(number: int, run: str, status: str, submitted: float, cluster: str | None) -> Any:
     names = {
         "job_id": number,
@@ -167,7 +258,43 @@ def job_record(number: int, run: str, status: str, submitted: float, cluster: st
         "submitted_at": submitted,
     }
     state = SimpleNamespace(value=status, is_terminal=lambda: status == "SUCCEEDED")
-    return SimpleNamespace(**names, status=state, current_cluster_name=cluster, failure_reason=None, details=None)
+    rest = {"failure_reason": None, "details": None, "end_at": None, "user_yaml": None}
+    return SimpleNamespace(**names, **rest, status=state, current_cluster_name=cluster)
+
+
+def test_the_status_of_many_runs_is_one_request_and_the_store_does_not_wait_for_its_answer(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        run = f"tiny-{number:08d}"
+        store.put(f"runs/{run}.json", json.dumps(recorded(store).__dict__ | {"run": run}).encode())
+        write_launch(store, LaunchRecord(LaunchRequest(run, store.uri), ["train"], [number], [], 0.0, []))
+    asked: list[str | None] = []
+    answer = threading.Event()
+
+    def tasks(run: str | None = None) -> list[TaskStatus]:
+        asked.append(run)
+        answer.wait(10)
+        return [TaskStatus(2, "train", "RUNNING", 0, None, None, False, "tiny-00000002")]
+
+    monkeypatch.setattr(control, "reach_api_server", lambda note: None)
+    monkeypatch.setattr(control, "managed_tasks", tasks)
+
+    def no_clusters() -> list[Cluster]:
+        asked.append("clusters")
+        return []
+
+    monkeypatch.setattr(control, "clusters", no_clusters)
+    monkeypatch.setattr(status_verb, "FIRST_ANSWER_SECONDS", 0.1)
+    threading.Timer(1.0, answer.set).start()
+    status_verb.status(store=store.uri)
+    first, _, jobs = capsys.readouterr().out.partition("SkyPilot has not answered yet; its jobs follow")
+    assert first.count("step 0 of 100") == 4 and "job 2" not in first
+    assert jobs.split() == ["tiny-00000002", "waiting", "job", "2", "train", "RUNNING"]
+    status_verb.status(["tiny-00000002"], store=store.uri, as_json=True)
+    assert json.loads(capsys.readouterr().out)[0]["tasks"][0]["job"] == 2
+    status_verb.status([RUN], store=store.uri)  # it was never launched
+    assert asked == [None, "clusters", None, "clusters"]
 
 
 def test_verbs_for_runs_that_were_not_launched_name_the_remedy(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".slurm").mkdir()
     (tmp_path / ".slurm" / "config").write_text("Host here\n  HostName 127.0.0.1\nHost there\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
 
