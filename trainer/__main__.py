@@ -3,7 +3,8 @@
 Train a model on a folder of token shards, without pipelines. CONFIG is a YAML file with the sections model, train and
 runtime; other sections are ignored, so a recipe works, too. Checkpoints, metrics and the final model go to --out. The
 same command resumes an interrupted run. Exit codes: 0 done, 1 failed, 2 a mistake in the command or its files,
-75 interrupted.
+75 interrupted. torchrun itself ends with 0 if all its processes did, and with 1 otherwise, also if it was stopped by a
+signal; its last lines give the code of each process, as in `exitcode  : 75`.
 """
 
 import argparse

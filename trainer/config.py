@@ -1,8 +1,8 @@
 """The configuration of a training run: three frozen sections that a recipe shares with the trainer.
 
-`model` and `train` decide the bytes of the result. `runtime` decides only speed and safety, so it may differ between
-two attempts of one run. The descriptions of the fields are the source of docs/recipes.md; a unit stands in brackets at
-their end.
+`model` and `train` define the training, and enter fingerprints as they are written. `runtime` decides speed and safety,
+so it may differ between two attempts of one run; like another kind of GPU, it changes only how numbers are rounded.
+The descriptions of the fields are the source of docs/recipes.md; a unit stands in brackets at their end.
 """
 
 import difflib
@@ -165,7 +165,8 @@ class TrainConfig(Section):
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = Field(
         default="auto",
-        description="Number format of the matrix products. auto: bf16 where the GPU has it, else fp16; fp32 on a CPU. "
+        description="Number format of the matrix products. auto: bf16 where the GPU has it, else fp16; fp32 on a CPU; "
+        "the fingerprint contains the word auto, and the manifest the format. "
         "fp8 (the blocks) and fp8_head (the blocks and the head) need the fused engine and a GPU with fp8 (Hopper); "
         "short runs at 124M and 1558M ended at the loss of bf16 (docs/measurements.md)",
     )
@@ -192,7 +193,8 @@ class TrainConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """How the run is carried out. No field here changes the result, so none is part of a fingerprint."""
+    """How the run is carried out. No field here is part of a fingerprint: the training stays the same, though engine,
+    sizes of micro-batches, number of ranks and reduce_dtype change how its sums are rounded."""
 
     micro_batch_size: int | Literal["auto"] = Field(
         default=8,
@@ -217,7 +219,9 @@ class RuntimeConfig(Section):
         description="Division of the optimizer state over the ranks of the fused engine; the other engines all-reduce",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Number format of gradients between ranks, in the fused engine"
+        default="fp32",
+        description="Number format of gradients between ranks, in the fused engine; bf16 halves the traffic and rounds "
+        "the gradients, and the manifest names it",
     )
     checkpoint_minutes: float | Literal["auto"] = Field(
         default="auto",

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
+# Columns of a row that a program of the norm kernels holds: the backward pass in fp8 then has 32 warps, CUDA's limit.
+WIDEST_NORM = 8192
+
 
 class Engine(Protocol):
     """The interface between the training loop and an implementation of its step. A micro-batch is B sequences of T
@@ -317,6 +320,8 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
                 return f"model.{field} {value} is not a multiple of 16, which fp8 products need"
     if config.n_embd // config.n_head % 8 or config.n_embd // config.n_head > 128:
         return f"the head size {config.n_embd // config.n_head} is not a multiple of 8 up to 128"
+    if config.n_embd > WIDEST_NORM:
+        return f"model.n_embd {config.n_embd} is more than {WIDEST_NORM}, the widest row of its norm kernels"
     return None
 
 

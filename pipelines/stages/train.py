@@ -103,6 +103,7 @@ def store_result(work: Work, state: TrainState) -> Built:
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
     final = {name: value for row in rows for name, value in row.items()}
+    precisions = {b.progress.precision for b in attempts(work.store, work.plan.prefix) if b.progress.precision}
     facts = {
         "steps": work.recipe.train.max_steps,
         "tokens": state.tokens_seen,
@@ -112,5 +113,7 @@ def store_result(work: Work, state: TrainState) -> Built:
         "perf/tokens_per_second": speeds[len(speeds) // 2],  # median over steps
         "skipped_updates": state.health.skipped,
         "rollbacks": state.rollbacks,
+        "precision": " and ".join(sorted(precisions)),
+        "reduce_dtype": work.recipe.runtime.reduce_dtype,
     }
     return Built([work.upload(work.folder / "model.safetensors"), work.upload(metrics)], facts)

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer_runs import Runner, weights
 
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, micro_batch_count
-from trainer.engine import FusedEngine, PlainEngine, make_engine
+from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine, make_engine
 from trainer.errors import UserError
 from trainer.events import Slow
 from trainer.fused.flat import FlatState
@@ -26,6 +26,7 @@ from trainer.shards import slices
 
 fused = pytest.importorskip("trainer.fused.step", reason="needs triton")
 from trainer.fused.bf16 import Bf16Products  # noqa: E402
+from trainer.fused.kernels import norm_warps  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: here is a GPU, TRITON_INTERPRET=1 does without", allow_module_level=True)
@@ -250,6 +251,11 @@ def test_the_reason_why_it_cannot_run_is_reported(monkeypatch: pytest.MonkeyPatc
         UserError, match="runtime.engine: fused cannot run here: the head size 12 is not a multiple of 8"
     ):
         make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
+    wide = ModelConfig(n_layer=1, n_head=65, n_embd=65 * 128, block_size=16)
+    with pytest.raises(UserError, match="n_embd 8320 is more than 8192, the widest row of its norm"):
+        make_engine(wide, TRAIN, RuntimeConfig(engine="fused"), ALONE)
+    assert choose_engine(wide, TRAIN, RuntimeConfig(), ALONE.device)[0] == "eager"
+    assert norm_warps(WIDEST_NORM, columns=8) == 32  # of a GPU's 32 warps a program
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="it needs a CUDA device, this is cpu; use 'auto'"):
         make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)

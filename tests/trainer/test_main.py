@@ -140,8 +140,7 @@ def test_sigterm_commits_the_step_it_came_in(
         command.wait_for_rows(9, process)
         process.terminate()
         output, _ = process.communicate(timeout=60)
-    # torchrun has its own exit codes.
-    assert process.returncode == 75 if ranks == 1 else process.returncode != 0, output
+    assert process.returncode == (75 if ranks == 1 else 1), output  # torchrun's own code
     (commit,) = (command.out / "run/checkpoints").glob("*/COMMIT.json")
     step = Commit.decode(commit.read_bytes()).step
     assert 9 <= step == command.rows_logged() < 48
@@ -201,6 +200,13 @@ def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, body: str, lin
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and line in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_torchrun_turns_every_other_exit_code_into_1_and_reports_that_of_the_rank(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+    result = python(*torchrun, str(tmp_path / "nosuch.yaml"), "--data", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert result.returncode == 1
+    assert "nosuch.yaml: No such file or directory" in result.stderr and re.search(r"exitcode +: 2 ", result.stderr)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def _norm_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, int, int,
         return 64, 2, 4, 1
     if C <= 1024:
         return 2, 1056, 1 if fp8 else 2, 3
-    return 2, 528, _warps(C, 16), 3
+    return 2, 528, norm_warps(C, 16), 3
 
 
 def _norm_backward_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
@@ -320,11 +320,11 @@ def _norm_backward_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, 
         return 32, 2, 4, 1
     stages = 4 if C <= 2048 else 2
     if fp8:
-        return 1, 660 if C <= 1024 else 264, _warps(C, 8), stages
-    return (2, 528, _warps(C, 8), stages) if C <= 1024 else (1, 396, _warps(C, 16), stages)
+        return 1, 660 if C <= 1024 else 264, norm_warps(C, 8), stages
+    return (2, 528, norm_warps(C, 8), stages) if C <= 1024 else (1, 396, norm_warps(C, 16), stages)
 
 
-def _warps(C: int, columns: int) -> int:
+def norm_warps(C: int, columns: int) -> int:
     """The number of warps for which each thread has this number of `columns` of a row."""
     return max(1, triton.next_power_of_2(C) // (32 * columns))
 
