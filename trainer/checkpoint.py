@@ -41,8 +41,10 @@ from trainer.pieces import HostCopy, Piece, load_pieces
 from trainer.process import failpoint, log_line
 from trainer.store import Store, sha256_of
 
-# After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store.
+# After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
+# files of all ranks are about equally large, but their nodes may be unequally fast: the time grows with the file.
 RECEIPT_SECONDS = 300.0
+SLOWEST_UPLOAD = 10e6  # bytes per second
 RECEIPT_POLL_SECONDS = 0.2
 PARALLEL_DOWNLOADS = 4  # files that a node downloads and verifies at a time
 
@@ -172,7 +174,7 @@ class Checkpointer:
             failpoint("uploaded")
             self.store.put(receipt_key, json.dumps(asdict(receipt)).encode())
             if self.world.rank == 0:
-                receipts = self._receipts(save.folder)
+                receipts = self._receipts(save.folder, receipt_seconds(receipt.size))
                 failpoint("receipts")
                 self._commit(save, receipts)
                 save.bytes = sum(r.size for r in receipts)
@@ -192,9 +194,9 @@ class Checkpointer:
         self.store.write(parts, f"{folder}/{name}")
         return FileReceipt(name, sum(len(part) for part in parts), digest.hexdigest())
 
-    def _receipts(self, folder: str) -> list[FileReceipt]:
+    def _receipts(self, folder: str, limit_seconds: float) -> list[FileReceipt]:
         """Wait for the receipts of all ranks. OSError if a rank failed, TimeoutError if a receipt is late."""
-        deadline = time.monotonic() + RECEIPT_SECONDS
+        deadline = time.monotonic() + limit_seconds
         receipts: list[FileReceipt] = []
         while len(receipts) < self.world.world_size:
             rank = len(receipts)
@@ -205,7 +207,7 @@ class Checkpointer:
                     raise OSError(f"rank {rank}: {receipt['fault']}")
                 receipts.append(FileReceipt(**receipt))
             elif time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} sent no receipt within {RECEIPT_SECONDS:.0f} s")
+                raise TimeoutError(f"rank {rank} sent no receipt within {limit_seconds:.0f} s")
             else:
                 time.sleep(RECEIPT_POLL_SECONDS)
         return receipts
@@ -339,3 +341,8 @@ class Checkpointer:
                 if step_of(key) > step:
                     self.store.delete(key)
         self.world.gather(None)  # no rank commits before the deletion is complete
+
+
+def receipt_seconds(size: int) -> float:
+    """How long rank 0 waits for the receipts of the other ranks, whose files have about its own `size` in bytes."""
+    return RECEIPT_SECONDS + size / SLOWEST_UPLOAD

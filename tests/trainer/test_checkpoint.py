@@ -5,6 +5,7 @@ The ranks are threads of this process, each with its Checkpointer. The store and
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 from trainer_runs import committed_steps
 
 import trainer.checkpoint
-from trainer.checkpoint import Checkpointer
+from trainer.checkpoint import Checkpointer, receipt_seconds
 from trainer.commits import Commit, TrainState
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
 from trainer.events import EventLog
@@ -163,6 +164,15 @@ def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, mo
     with pytest.raises(TimeoutError, match=r"rank 1 sent no receipt within 0 s"):
         first.finish(log)
     assert committed_steps(first.store) == [] and len(log.uncommitted) == 1
+
+
+def test_a_slow_rank_has_longer_to_upload_a_larger_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert receipt_seconds(0) == 300 and receipt_seconds(9_000_000_000) == 1200
+    monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 0.0)
+    monkeypatch.setattr(trainer.checkpoint, "SLOWEST_UPLOAD", 10.0)  # its file of some 300 bytes takes up to 30 s
+    ranks = some_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=lambda key: time.sleep(1.0))])
+    assert [type(log) for log in each(ranks, save(1, 1.0))] == [EventLog, EventLog]
+    assert committed_steps(ranks[0].store) == [1]
 
 
 # --- pieces
