@@ -92,6 +92,7 @@ def attempt(seconds: float, clock: SaveClock, size: Size, tally: Tally, dies: bo
         now = due + stall
         tally.stalled += min(stall, seconds - due)
         clock.saved(stall)
+        clock.uploaded(size.background)  # known once the save is complete, before which no other one is due
         last, free_at, stall = now, now + size.background, size.stall
         saves.append((free_at, trained))
     useful = max((committed for at, committed in saves if at <= seconds), default=0.0) if dies else trained

@@ -60,6 +60,7 @@ class Save:
     proof: "Future[bool]" = field(default_factory=Future)  # whether the weights are sound, once that is known
     error: Exception | None = None
     seconds: float = 0.0
+    upload_seconds: float = 0.0  # of all ranks
     bytes: int = 0  # of all ranks; only rank 0 knows it
 
 
@@ -85,6 +86,7 @@ class Checkpointer:
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the last save that ended
+        self.upload_seconds = 0.0  # of the last commit; only rank 0 knows it
         self._damaged: list[str] = []  # folders of the damaged commits that this attempt did not load
 
     # --- saving
@@ -153,6 +155,7 @@ class Checkpointer:
         if isinstance(save.error, StaleAttempt):
             raise save.error
         if save.error is None:
+            self.upload_seconds = save.upload_seconds
             del log.uncommitted[: len(save.rows)]
             log.write(Checkpointed(save.state.step, save.seconds, save.bytes))
             return
@@ -175,6 +178,7 @@ class Checkpointer:
             self.store.put(receipt_key, json.dumps(asdict(receipt)).encode())
             if self.world.rank == 0:
                 receipts = self._receipts(save.folder, receipt_seconds(receipt.size))
+                save.upload_seconds = time.monotonic() - save.started
                 failpoint("receipts")
                 self._commit(save, receipts)
                 save.bytes = sum(r.size for r in receipts)

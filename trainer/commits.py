@@ -174,13 +174,19 @@ def _rows(source: str, body: bytes) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def checkpoint_seconds(save_seconds: float, between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES) -> float:
+UPLOAD_SHARE = 0.25  # of the time, at most: the network also carries gradients, shards and the traffic of others
+
+
+def checkpoint_seconds(
+    save_seconds: float, between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES, upload_seconds: float = 0.0
+) -> float:
     """The interval between checkpoints that loses least: sqrt(2 · seconds of a save · mean seconds between failures).
 
-    Source: Young 1974, "A first order approximation to the optimum checkpoint interval". Limited to 30 s … 30 min:
-    below, listing the store costs more than the interval saves; above, the estimate of the failures is too uncertain.
+    `save_seconds` are those that training waits. Source: Young 1974, "A first order approximation to the optimum
+    checkpoint interval". Limited to 30 s … 30 min: below, listing the store costs more than the interval saves; above,
+    the estimate of the failures is too uncertain. At least four times `upload_seconds`, which training does not wait.
     """
-    return min(1800.0, max(30.0, (2 * save_seconds * between_failures) ** 0.5))
+    return max(upload_seconds / UPLOAD_SHARE, min(1800.0, max(30.0, (2 * save_seconds * between_failures) ** 0.5)))
 
 
 def step_of(key: str) -> int:

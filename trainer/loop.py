@@ -92,6 +92,7 @@ def train(
             if ending:
                 checkpointer.prove()
             checkpointer.settle(log)
+            save_clock.uploaded(checkpointer.upload_seconds)
             if (agreed.save or ending) and unsaved:
                 with log.clock.phase("checkpoint"):
                     proven = ending or state.val_step == state.step
@@ -369,13 +370,14 @@ class SaveClock:
         self.keep_every, self.rollbacks = runtime.keep_every_steps, rollbacks
         self.last = time.monotonic()
         self.save_seconds = 1.0  # until the first save is measured
+        self.upload_seconds = 0.0  # as long as no save is complete; until then none is due
         self.first = True
 
     @property
     def interval(self) -> float:
         """Seconds from one save to the next."""
         if self.minutes == "auto":
-            return checkpoint_seconds(self.save_seconds, self.between_failures)
+            return checkpoint_seconds(self.save_seconds, self.between_failures, self.upload_seconds)
         return 60 * self.minutes
 
     def due_now(self) -> bool:
@@ -395,3 +397,7 @@ class SaveClock:
         # The first save may wait until its memory is pinned (10 s for 19 GB), which later ones do not.
         cost = min(self.save_seconds, seconds) if self.first else seconds
         self.last, self.save_seconds, self.first = time.monotonic(), max(0.1, cost), False
+
+    def uploaded(self, seconds: float) -> None:
+        """Record the time of the last upload."""
+        self.upload_seconds = seconds
