@@ -1,10 +1,19 @@
-"""`torchrun --standalone --nproc-per-node N -m trainer CONFIG.yaml --data FOLDER --out FOLDER`
+"""Train on a folder of token shards, without pipelines.
 
-Train a model on a folder of token shards, without pipelines. CONFIG is a YAML file with the sections model, train and
-runtime; other sections are ignored, so a recipe works, too. Checkpoints, metrics and the final model go to --out. The
-same command resumes an interrupted run. Exit codes: 0 done, 1 failed, 2 a mistake in the command or its files,
-75 interrupted. torchrun itself ends with 0 if all its processes did, and with 1 otherwise, also if it was stopped by a
-signal; its last lines give the code of each process, as in `exitcode  : 75`.
+  python -m trainer CONFIG.yaml --data FOLDER --out FOLDER
+  torchrun --standalone --nproc-per-node 8 -m trainer …    (several GPUs)
+
+CONFIG is a YAML file with the sections model, train and runtime; other
+sections are ignored, so a recipe works, too. The folder of --data holds
+shards in the format of llm.c: train_*.bin and val_*.bin. The folder of --out
+receives checkpoints, the metrics of every step (metrics.jsonl) and the final
+weights (model.safetensors). The same command resumes an interrupted run, on
+any number of processes.
+
+Exit codes: 0 done; 1 a fault, or a run that diverged; 2 a mistake in the
+command or its files; 75 interrupted, after a commit. torchrun itself ends
+with 0 if all its processes did, and with 1 otherwise, also if a signal
+stopped it; its last lines give the code of each process, as `exitcode  : 75`.
 """
 
 import argparse
@@ -50,8 +59,9 @@ def read_config(path: Path) -> TrainerConfig:
 
 
 def main() -> int:
-    description = __doc__.split("\n\n", 1)[1]
-    parser = argparse.ArgumentParser(prog="python -m trainer", description=description)
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file with sections model, train, runtime")
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FOLDER", help="folder of train_*.bin and val_*.bin shards"
@@ -59,9 +69,15 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="folder for checkpoints, metrics and the model"
     )
+    parser.add_argument(
+        "--log-every",
+        type=positive,
+        metavar="STEPS",
+        help="steps between two lines in a log; by default a hundredth of the run (a terminal shows every step)",
+    )
     arguments = parser.parse_args()
     try:
-        return run(read_config(arguments.config), arguments.data, arguments.out)
+        return run(read_config(arguments.config), arguments.data, arguments.out, arguments.log_every)
     except Exception as error:
         if (ending := ending_of(error)) is None:
             raise
@@ -69,14 +85,24 @@ def main() -> int:
         return ending.exit_code
 
 
-def run(config: TrainerConfig, data: Path, out: Path) -> int:
+def positive(text: str) -> int:
+    """A number of steps from the command line."""
+    if not text.isdecimal() or not (steps := int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps; give 1 or more")
+    return steps
+
+
+def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = None) -> int:
     stop = StopSignal()  # first: importing torch takes seconds
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that outlive torchrun would hold the GPUs and continue to train
         die_with_parent()
     from trainer.commits import series
+    from trainer.progress import LINES, Progress
     from trainer.rank import RankJob, run_rank
     from trainer.shards import local_shards
 
+    every = log_every or max(1, config.train.max_steps // LINES)
+    progress = Progress(config.train.max_steps, every, sys.stderr if sys.stderr.isatty() else None)
     store = LocalStore(out)
     train_shards, val_shards = local_shards(data, "train"), local_shards(data, "val")
 
@@ -84,26 +110,32 @@ def run(config: TrainerConfig, data: Path, out: Path) -> int:
         claim(store, out, config, {shard.name: shard.tokens for shard in train_shards + val_shards})
         return world.gather(take_attempt(store) if world.rank == 0 else 0)[0]
 
-    outcome = run_rank(
-        RankJob(
-            model=config.model,
-            train=config.train,
-            runtime=config.runtime,
-            train_shards=train_shards,
-            val_shards=val_shards,
-            fetch=data.joinpath,
-            store=store,
-            prefix=PREFIX,
-            folder=out,
-            checkpoint_folder=out / "work",
-            begin=begin,
-            superseded=lambda attempt: store.get(attempt_key(attempt + 1)) is not None,
-        ),
-        stop,
-    )
+    try:
+        outcome = run_rank(
+            RankJob(
+                model=config.model,
+                train=config.train,
+                runtime=config.runtime,
+                train_shards=train_shards,
+                val_shards=val_shards,
+                fetch=data.joinpath,
+                store=store,
+                prefix=PREFIX,
+                folder=out,
+                checkpoint_folder=out / "work",
+                begin=begin,
+                superseded=lambda attempt: store.get(attempt_key(attempt + 1)) is not None,
+                watch=progress if os.environ.get("RANK", "0") == "0" else None,
+            ),
+            stop,
+        )
+    finally:
+        progress.close()
     if outcome.rank == 0:
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in series(store, PREFIX)))
-        print(f"step {outcome.state.step} of {config.train.max_steps}, val loss {outcome.state.val_loss}: {out}")
+        val_loss = outcome.state.val_loss
+        scored = "" if val_loss is None else f", val loss {val_loss:.4f}"
+        print(f"step {outcome.state.step} of {config.train.max_steps}{scored}: {out}")
     return EXIT_DONE if outcome.done else EXIT_INTERRUPTED
 
 

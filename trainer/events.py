@@ -8,6 +8,7 @@ series of metrics is complete wherever the run resumes. No torch in this module.
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,11 +146,18 @@ def read_events(path: Path) -> list[Event]:
 class EventLog:
     """Appends events to a JSONL file, and keeps the rows that no checkpoint holds yet.
 
-    Earlier attempts already did the steps up to `reached` and lost them: repeating them is a phase of its own.
+    Earlier attempts already did the steps up to `reached` and lost them: repeating them is a phase of its own. `watch`
+    gets every event, too.
     """
 
-    def __init__(self, path: Path | None, clock: PhaseClock, reached: int = 0) -> None:
-        self.clock, self.reached = clock, reached
+    def __init__(
+        self,
+        path: Path | None,
+        clock: PhaseClock,
+        reached: int = 0,
+        watch: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.clock, self.reached, self.watch = clock, reached, watch
         clock.changed = self._phase_changed
         self.uncommitted: list[dict[str, Any]] = []
         self._file: TextIO | None = path.open("a", buffering=1) if path else None
@@ -166,6 +174,8 @@ class EventLog:
         return "redone" if step < self.reached else "train"
 
     def write(self, event: Event) -> None:
+        if self.watch:
+            self.watch(event)
         if self._file:
             with suppress(OSError):  # a full disk: the follower misses lines, and the next checkpoint has the rows
                 self._file.write(event_to_json(event) + "\n")

@@ -10,7 +10,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, ModelConfig, RuntimeConfig, TrainConfig
 from trainer.data import TokenData
-from trainer.events import EventLog
+from trainer.events import Event, EventLog
 from trainer.loop import train
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
@@ -45,6 +45,7 @@ class RankJob:
     clock: PhaseClock = field(default_factory=PhaseClock)
     reached: int = 0  # the highest step of any earlier attempt
     between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES  # expected, in seconds
+    watch: Callable[[Event], None] | None = None  # gets every event of rank 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     )
     world = World.start(job.runtime)
     attempt = job.begin(world)
-    log = EventLog(job.folder / EVENTS_FILE if world.rank == 0 else None, job.clock, job.reached)
+    log = EventLog(job.folder / EVENTS_FILE if world.rank == 0 else None, job.clock, job.reached, job.watch)
     checkpointer = Checkpointer(
         job.store,
         job.prefix,

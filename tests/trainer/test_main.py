@@ -121,7 +121,9 @@ def test_a_run_resumes_with_fewer_and_with_more_ranks(
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
     flip_a_byte(command.commits()[-1].parent)
-    assert command.finish(2).count("DAMAGED checkpoint") == 1
+    output = command.finish(2)
+    assert output.count("DAMAGED checkpoint") == 1
+    assert "step 48 of 48 (100%)  train loss" in output  # a log shows the progress
     starts = command.events_of(Started)
     assert [e.world_size for e in starts] == [3, 1, 2]
     assert [e.step > 0 for e in starts] == [False, True, True]
