@@ -37,7 +37,7 @@ from trainer.errors import StaleAttempt, UserError
 from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
 from trainer.health import is_rollback_point
 from trainer.parallel import World
-from trainer.pieces import HostCopy, Piece, load_pieces
+from trainer.pieces import HEADER_BYTES, HostCopy, Piece, Ranges, load_pieces, needed_files, ranges_in, ranges_of
 from trainer.process import failpoint, log_line
 from trainer.store import Store, sha256_of
 
@@ -265,8 +265,9 @@ class Checkpointer:
 
         With `last_step`: from the newest rollback point up to that step.
         """
+        wanted = self._wanted_here(pieces)
         while folders := [f for f in self._committed(last_step) if f not in self._damaged]:
-            damage = self._download(folders[0]) if self.world.local_rank == 0 else None
+            damage = self._download(folders[0], wanted) if self.world.local_rank == 0 else None
             damages = [d for d in self.world.gather(damage) if d]
             if not damages:
                 return self._load(pieces)
@@ -286,9 +287,20 @@ class Checkpointer:
             return folders
         return [f for f in folders if step_of(f) <= last_step and is_rollback_point(step_of(f))]
 
-    def _download(self, folder: str) -> str | None:
-        """Download a checkpoint into this node's work folder and verify it. Returns a description of the damage, or
-        None. Errors of the store and a full disk are raised: they are no damage."""
+    def _wanted_here(self, pieces: dict[str, Piece]) -> list[Ranges]:
+        """The ranges that each rank of this node loads; empty if all ranks are on this node. A collective call."""
+        every = self.world.gather((self.world.local_rank, ranges_of(pieces)))
+        nodes: list[list[Ranges]] = []  # torchrun numbers the ranks node by node
+        for local_rank, ranges in every:
+            nodes += [] if local_rank else [[]]
+            nodes[-1].append(ranges)
+        mine = sum(local_rank == 0 for local_rank, _ in every[: self.world.rank + 1]) - 1
+        return nodes[mine] if len(nodes) > 1 else []
+
+    def _download(self, folder: str, wanted: list[Ranges]) -> str | None:
+        """Download the files of a checkpoint that hold `wanted` (empty: all files) into this node's work folder, and
+        verify them. Returns a description of the damage, or None. Errors of the store and a full disk are raised: they
+        are no damage."""
         local = self.work / "loading"
         shutil.rmtree(local, ignore_errors=True)
         (local / "files").mkdir(parents=True)
@@ -309,8 +321,15 @@ class Checkpointer:
                 return f"{receipt.name} does not have the size and sha256 in COMMIT.json"
             return None
 
+        def held(receipt: FileReceipt) -> Ranges | None:
+            return ranges_in(self.store.get_start(f"{folder}/{receipt.name}", HEADER_BYTES) or b"")
+
         with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:  # hashing keeps a core busy while another file arrives
-            damages = [damage for damage in pool.map(download, commit.files) if damage]
+            files = list(commit.files)
+            if wanted:
+                needed = needed_files(wanted, list(pool.map(held, files)))
+                files = [receipt for receipt, need in zip(files, needed, strict=True) if need]
+            damages = [damage for damage in pool.map(download, files) if damage]
         if damages:
             return damages[0]
         (local / "COMMIT.json").write_bytes(body)

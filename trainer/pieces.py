@@ -4,7 +4,7 @@ A file of a checkpoint is a safetensors file of flattened tensors, or of contigu
 pieces that only it holds. The ranks divide the pieces that all of them hold. So nothing is gathered and nothing is
 stored twice. The header gives the first element of each piece in the format of torch.distributed.checkpoint, which
 can load such a folder, too. A rank reads only the ranges that it needs, so a run can resume at any world size from
-the checkpoint of any other. Nothing is pickled.
+the checkpoint of any other. A node downloads only the files with such ranges. Nothing is pickled.
 """
 
 import json
@@ -29,6 +29,11 @@ SHARDING = "DCP_SHARDING_INFO"
 MAX_GAP = 4096
 # Bytes of one copy of several tensors: torch rounds pinned memory up to a power of two, which wastes much at gigabytes.
 MAX_COPY_BYTES = 1 << 29
+
+# Bytes of a file that surely hold its header, 350,000 for all pieces of 1558M.
+HEADER_BYTES = 1 << 20
+
+Ranges = dict[str, tuple[int, int]]  # by tensor: the first element of the flattened tensor, and the end
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,39 @@ def contiguous_runs(tensors: dict[str, Tensor]) -> list[list[str]]:
     return runs
 
 
+def ranges_of(pieces: Mapping[str, Piece]) -> Ranges:
+    """The ranges that a rank loads."""
+    return {name: (piece.start, piece.end) for name, piece in pieces.items()}
+
+
+def ranges_in(start_of_file: bytes) -> Ranges | None:
+    """The ranges that a file of a checkpoint holds, from its first HEADER_BYTES; None if that is damaged."""
+    try:
+        (size,) = struct.unpack_from("<Q", start_of_file)
+        header = json.loads(start_of_file[8 : 8 + size])
+        starts = {name: s["saved_offsets"][0] for name, s in json.loads(header["__metadata__"][SHARDING]).items()}
+        return {name: (start, start + header[name]["shape"][0]) for name, start in starts.items()}
+    except (struct.error, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def needed_files(wanted: list[Ranges], files: list[Ranges | None]) -> list[bool]:
+    """Which of a checkpoint's files ranks with these ranges need. All of them if one is unknown, or if together they do
+    not hold each range exactly once."""
+
+    def common(one: Ranges, held: Ranges) -> int:
+        both = ((one[name], held[name]) for name in one.keys() & held.keys())
+        return sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in both)
+
+    known = [held for held in files if held is not None]
+    complete = all(sum(common(one, held) for held in known) == sum(b - a for a, b in one.values()) for one in wanted)
+    if not complete or len(known) < len(files):
+        return [True] * len(files)
+    return [any(common(one, held) for one in wanted) for held in known]
+
+
 def load_pieces(pieces: dict[str, Piece], files: Iterable[Path]) -> None:
-    """Fill the pieces from all files of a checkpoint. UserError if the files are of another model or incomplete."""
+    """Fill the pieces from the files that hold them. UserError if the files are of another model or incomplete."""
     from safetensors import safe_open
 
     missing = {name: piece.live.numel() for name, piece in pieces.items()}

@@ -56,6 +56,10 @@ class Store(Protocol):
         """The whole object; None if it does not exist."""
         ...
 
+    def get_start(self, key: str, size: int) -> bytes | None:
+        """The first `size` bytes of the object, or all if it is smaller; None if it does not exist."""
+        ...
+
     def upload(self, path: Path, key: str) -> None:
         """Create or replace the object from a local file of any size. Readers see the old object or the new one."""
         ...
@@ -123,6 +127,13 @@ class LocalStore:
         path = self.path_of(key)
         try:
             return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def get_start(self, key: str, size: int) -> bytes | None:
+        try:
+            with self.path_of(key).open("rb") as file:
+                return file.read(size)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 

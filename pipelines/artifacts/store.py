@@ -117,6 +117,17 @@ class S3Store:
     def get(self, key: str) -> bytes | None:
         return self._until_answered(f"get {self._uri_of(key)}", lambda _: self._get_object(key))
 
+    def get_start(self, key: str, size: int) -> bytes | None:
+        def attempt(_: int) -> bytes | None:
+            try:
+                return self._get_object(key, Range=f"bytes=0-{size - 1}")
+            except self._client.exceptions.ClientError as error:
+                if _code(error) == "InvalidRange":  # no first byte: the object is empty
+                    return b""
+                raise
+
+        return self._until_answered(f"get the start of {self._uri_of(key)}", attempt)
+
     def upload(self, path: Path, key: str) -> None:
         def read(start: int, size: int) -> bytes:
             with open(path, "rb") as file:
@@ -197,9 +208,9 @@ class S3Store:
         # The server compares the MD5 before it stores: a damaged body never becomes an object.
         self._client.put_object(Bucket=self.bucket, Key=self._full(key), Body=body, ContentMD5=_md5(body), **conditions)
 
-    def _get_object(self, key: str) -> bytes | None:
+    def _get_object(self, key: str, **options: str) -> bytes | None:
         try:
-            return self._client.get_object(Bucket=self.bucket, Key=self._full(key))["Body"].read()
+            return self._client.get_object(Bucket=self.bucket, Key=self._full(key), **options)["Body"].read()
         except self._client.exceptions.ClientError as error:
             if _code(error) == "NoSuchKey":
                 return None

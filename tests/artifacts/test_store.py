@@ -43,6 +43,16 @@ class TestEveryStore:
         store.put("a/b.json", b"two, longer")
         assert store.get("a/b.json") == b"two, longer"
 
+    def test_the_start_of_an_object_can_be_read_by_itself(self, store: Store) -> None:
+        store.put("a/b", b"one, two")
+        assert [store.get_start("a/b", size) for size in (1, 8, 100)] == [b"o", b"one, two", b"one, two"]
+        store.put("a/empty", b"")
+        assert (store.get_start("a/empty", 4), store.get_start("a/none", 4), store.get_start("a", 4)) == (
+            b"",
+            None,
+            None,
+        )
+
     def test_an_absent_key_reads_as_none_and_can_be_deleted(self, store: Store, tmp_path: Path) -> None:
         assert store.get("not/there") is None
         store.delete("not/there")

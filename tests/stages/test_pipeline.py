@@ -78,6 +78,11 @@ def plans_of_recipe(project: Project) -> dict[str, Any]:
     return plans_of(Recipe.model_validate(values))
 
 
+def test_manifests_name_the_formats_that_no_fingerprint_contains(undisturbed: Callable[[int], Project]) -> None:
+    trained, evaluated = (undisturbed(1).artifact(stage).facts for stage in ("train", "evaluate"))
+    assert (trained["precision"], trained["reduce_dtype"], evaluated["precision"]) == ("fp32", "fp32", "fp32")
+
+
 def test_a_price_turns_hours_into_dollars(undisturbed: Callable[[int], Project]) -> None:
     finished = undisturbed(1)
     summary, made = finished.report(), finished.result()

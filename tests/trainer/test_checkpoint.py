@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from trainer.errors import StaleAttempt, StoreUnavailable, UserError
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
-from trainer.pieces import Piece
+from trainer.pieces import Piece, needed_files, ranges_in
 from trainer.store import LocalStore
 
 CPU = torch.device("cpu")
@@ -211,6 +211,58 @@ def test_pieces_of_any_size_load_at_any_number_of_ranks(tmp_path: Path, saved_by
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def slices_of(rank: Checkpointer, zeros: bool = False) -> dict[str, Piece]:
+    """This rank's equal part of two tensors that no other rank holds: as in ZeRO-1, several ranks a node."""
+    n, r = rank.world.world_size, rank.world.rank
+    tensors = {name: torch.zeros(60) if zeros else WHOLE[name].view(-1)[:60] for name in ("model.a", "exp_avg.a")}
+    return {
+        name: Piece(tensor[60 * r // n : 60 * (r + 1) // n], 60 * r // n, (60,), replicated=False)
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "downloaded"),
+    [
+        ([0, 1, 2, 3], [{0, 1, 2, 3}]),  # one node
+        ([0, 1, 0, 1], [{0, 1}, {2, 3}]),
+        ([0, 0, 0, 0], [{0}, {1}, {2}, {3}]),
+        ([0, 0], [{0, 1}, {2, 3}]),
+        ([0, 1, 0], [{0, 1, 2}, {2, 3}]),  # thirds of what was saved in quarters
+        ([0], [{0, 1, 2, 3}]),
+    ],
+)
+def test_a_node_downloads_only_the_files_that_its_ranks_need(
+    tmp_path: Path, local_ranks: list[int], downloaded: list[set[int]]
+) -> None:
+    def save_slice(rank: Checkpointer) -> None:
+        rank.save(TrainState(step=1), slices_of(rank), log := quiet_log(1))
+        rank.finish(log)
+
+    assert each(some_ranks([LocalStore(tmp_path)] * 4), save_slice) == [None] * 4
+    reads: list[list[str]] = [[] for _ in downloaded]
+    nodes = [sum(rank == 0 for rank in local_ranks[: i + 1]) - 1 for i in range(len(local_ranks))]
+    ranks = some_ranks([Interfering(tmp_path, download=reads[node].append) for node in nodes])
+    for rank, local_rank, node in zip(ranks, local_ranks, nodes, strict=True):
+        rank.world = replace(rank.world, local_rank=local_rank)
+        rank.work = tmp_path / f"node-{node}"
+    found = [slices_of(rank, zeros=True) for rank in ranks]
+    outcomes = each(ranks, lambda rank: rank.load_latest(found[rank.world.rank], quiet_log()))
+    assert all(isinstance(outcome, TrainState) for outcome in outcomes), outcomes
+    assert [{int(key.split("rank-")[1][:5]) for key in keys} for keys in reads] == downloaded
+    for rank, pieces in zip(ranks, found, strict=True):
+        assert all(torch.equal(piece.live, slices_of(rank)[name].live) for name, piece in pieces.items())
+
+
+def test_files_whose_contents_are_unknown_or_incomplete_are_all_downloaded() -> None:
+    wanted = [{"a": (0, 10)}]
+    assert needed_files(wanted, [{"a": (0, 10)}, {"a": (10, 20)}]) == [True, False]
+    assert needed_files(wanted, [{"a": (0, 10)}, None]) == [True, True]  # a header that is damaged, or too long
+    assert needed_files(wanted, [{"a": (0, 9)}, {"b": (0, 10)}]) == [True, True]  # another model, or damaged
+    for damaged in (b"", b"short", b"\xff" * 30, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"):
+        assert ranges_in(damaged) is None
+
+
 def test_torchs_own_reader_loads_the_checkpoint_of_two_ranks(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp  # a second for every worker of pytest
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
