@@ -26,8 +26,11 @@ from typing import Any
 from trainer.commits import (
     Commit,
     FileReceipt,
+    Segment,
     TrainState,
+    attempt_of,
     committed_folders,
+    cut_segment,
     deletable_checkpoints,
     delete_checkpoint,
     step_of,
@@ -87,6 +90,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the last save that ended
         self.upload_seconds = 0.0  # of the last commit; only rank 0 knows it
+        self._segment: Segment | None = None  # of the last commit; only rank 0 knows it
         self._damaged: list[str] = []  # folders of the damaged commits that this attempt did not load
 
     # --- saving
@@ -221,22 +225,26 @@ class Checkpointer:
         if not save.proof.result():
             raise FloatingPointError(f"no loss after step {step} was finite, so its weights may be ruined")
         self._check_current(step)
-        segment = f"{self.prefix}/metrics/step-{step:08d}-a{self.attempt:04d}.jsonl"
-        self.store.put(segment, "".join(json.dumps(row, allow_nan=False) + "\n" for row in save.rows).encode())
+        extended = None if self._segment is None or self._segment.full else self._segment
+        segment = Segment.of(self.prefix, step, self.attempt, save.rows, extended.body if extended else b"")
+        self.store.put(segment.key, segment.body)
         commit = Commit(
             step=step,
             attempt=self.attempt,
             world_size=self.world.world_size,
             time=time.time(),
             state=save.state,
-            metrics=segment.removeprefix(f"{self.prefix}/"),
+            metrics=segment.key.removeprefix(f"{self.prefix}/"),
             files=tuple(files),
         )
         self._check_current(step)
         if not self.store.create(f"{save.folder}/COMMIT.json", commit.encode()):
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
+        self._segment = segment
         failpoint("committed")
         with suppress(OSError, UserError):  # the next commit, or gc, deletes the rest
+            if extended and extended.key != segment.key:
+                self.store.delete(extended.key)
             self._delete_old(save.state)
 
     def _check_current(self, step: int) -> None:
@@ -256,7 +264,7 @@ class Checkpointer:
     def _not_newer(self, keys: Iterable[str]) -> list[str]:
         """Keys of this attempt and earlier ones. This attempt must never delete those of a later one, which may
         exist before this one knows of it."""
-        return [key for key in keys if int(key.rpartition("-a")[2].partition(".")[0]) <= self.attempt]
+        return [key for key in keys if attempt_of(key) <= self.attempt]
 
     # --- loading
 
@@ -362,7 +370,9 @@ class Checkpointer:
                     delete_checkpoint(self.store, folder)
             for key in self._not_newer(e.key for e in self.store.entries(f"{self.prefix}/metrics/")):
                 if step_of(key) > step:
-                    self.store.delete(key)
+                    rest = cut_segment(self.store, self.prefix, key, step)
+                    if self._segment and key == self._segment.key:
+                        self._segment = rest
         self.world.gather(None)  # no rank commits before the deletion is complete
 
 

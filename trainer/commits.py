@@ -80,7 +80,7 @@ class Commit:
     world_size: int
     time: float  # unix seconds
     state: TrainState
-    metrics: str  # key of the rows since the commit before, relative to the run
+    metrics: str  # key of the segment with its rows, relative to the run; a later commit may have extended it
     files: tuple[FileReceipt, ...]
 
     def encode(self) -> bytes:
@@ -150,13 +150,45 @@ def committed_state(store: Store, prefix: str) -> TrainState | None:
     return commit.state if commit else None
 
 
+SEGMENT_BYTES = 1 << 20  # some thousand rows
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Committed rows in one object, `metrics/step-<last step>-a<attempt>.jsonl`. A commit extends the segment of its
+    attempt until that has SEGMENT_BYTES, so that a reader needs few requests, however many commits a run has."""
+
+    key: str
+    body: bytes
+
+    @classmethod
+    def of(cls, prefix: str, step: int, attempt: int, rows: list[dict[str, Any]], before: bytes = b"") -> "Segment":
+        """The segment that ends at `step`: `rows` after the body of the segment that it extends."""
+        body = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        return cls(f"{prefix}/metrics/step-{step:08d}-a{attempt:04d}.jsonl", before + body)
+
+    @property
+    def full(self) -> bool:
+        return len(self.body) >= SEGMENT_BYTES
+
+
+def cut_segment(store: Store, prefix: str, key: str, last_step: int) -> Segment | None:
+    """Remove the rows after `last_step` from a segment. Returns the segment with the rows before, if there are any."""
+    rows = [row for row in _rows(f"{store.uri}/{key}", store.get(key) or b"") if row["step"] <= last_step]
+    rest = Segment.of(prefix, last_step, attempt_of(key), rows) if rows else None
+    if rest:
+        store.put(rest.key, rest.body)
+    store.delete(key)
+    return rest
+
+
 def series(store: Store, prefix: str) -> list[dict[str, Any]]:
     """The committed rows of a run, one a step, however often the run was interrupted."""
     return merge_rows(segments(store, prefix))
 
 
 def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
-    """The committed rows as they were logged, one list a commit, oldest attempt first."""
+    """The committed rows as they were logged, one list a segment, oldest attempt first."""
     keys = [entry.key for entry in store.entries(f"{prefix}/metrics/")]
     for key in sorted(keys, key=lambda k: (k.split("-a")[-1], k)):
         yield list(_rows(f"{store.uri}/{key}", store.get(key) or b""))
@@ -192,3 +224,8 @@ def checkpoint_seconds(
 def step_of(key: str) -> int:
     """The step in the name of a checkpoint's folder, or in the key of an object in it."""
     return int(key.rsplit("/step-", 1)[1].split("-")[0])
+
+
+def attempt_of(key: str) -> int:
+    """The attempt in the name of a checkpoint's folder or of a segment."""
+    return int(key.rpartition("-a")[2].partition(".")[0])

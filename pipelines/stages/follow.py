@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,11 @@ class Follower:
 
     def __init__(self, work: Work, torchrun: subprocess.Popen[bytes]) -> None:
         self.work, self.torchrun = work, torchrun
-        self.tracked = track_committed(work)  # the last tracked step, by metric
         self.step: int | None = None
         self.metrics: dict[str, float] = {}  # the last value of each
         self.rolled_back_from = -1  # step
         self.stop_sent = False
+        self.tracked = track_committed(work, self.pass_on_stop)  # the last tracked step, by metric
 
     def handle(self, event: Event | None, bar: Bar) -> None:
         match event:
@@ -153,13 +153,16 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None) -> None:
     raise RuntimeError(f"the training processes failed; their output is in {work.folder / LOG_FILE}:\n{messages}")
 
 
-def track_committed(work: Work) -> dict[str, int]:
+def track_committed(work: Work, before_request: Callable[[], None] = lambda: None) -> dict[str, int]:
     """Track the rows that earlier attempts committed and lost before MLflow got them.
 
-    Returns the last tracked step of each metric.
+    `before_request` is called before each request to the store. Returns the last tracked step of each metric.
     """
     tracked = work.tracker.highest_steps("train")
-    rows = (row for segment in segments(work.store, work.plan.prefix) for row in segment)
+    rows = []
+    for segment in segments(work.store, work.plan.prefix):
+        before_request()
+        rows += segment
     # A repeated step counts as the later attempt did it. Each row keeps its time, so that MLflow ignores known ones.
     for row in {(row["step"], "train/loss" in row): row for row in rows}.values():
         metrics = {name: value for name, value in row.items() if "/" in name}

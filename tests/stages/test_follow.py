@@ -1,5 +1,7 @@
 """The events of the ranks reach screen, heartbeat and tracking once, with the numbers that count."""
 
+import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from pipelines.stages import follow
 from pipelines.stages.follow import report_event, track_row
 from pipelines.tracking.mlflow.tracker import Tracker
 from trainer.events import Checkpointed, CheckpointFailed, Event, RolledBack, Row, Slow, Started
+from trainer.store import LocalStore
 
 
 def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
@@ -40,7 +43,7 @@ def test_nothing_that_an_earlier_attempt_reported_is_reported_again_not_even_ste
     train_work.tracker = cast(Tracker, recorder := Recorder())
     rows = [Row(step, 1.0, {"val/loss": 5.0}, {}, "evaluate") for step in (0, 15, 30)]
     monkeypatch.setattr(follow, "follow_events", lambda *_: iter(rows))
-    monkeypatch.setattr(follow, "track_committed", lambda _: {"val/loss": 15})
+    monkeypatch.setattr(follow, "track_committed", lambda *_: {"val/loss": 15})
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     follow.follow(train_work, done)
@@ -86,7 +89,7 @@ def test_after_a_rollback_a_step_is_reported_again_and_counts_as_redone(
     events.insert(3, RolledBack(3, 1, left_out=2, reason="it rose"))
     events.append(Checkpointed(4, seconds=0.1, bytes=7))
     monkeypatch.setattr(follow, "follow_events", lambda *_: iter([START, *events]))
-    monkeypatch.setattr(follow, "track_committed", lambda _: {})
+    monkeypatch.setattr(follow, "track_committed", lambda *_: {})
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     follow.follow(train_work, done)
@@ -97,3 +100,35 @@ def test_after_a_rollback_a_step_is_reported_again_and_counts_as_redone(
     assert (progress.steps_done, progress.steps_redone, progress.lowest_step, progress.highest_step) == (6, 2, 0, 4)
     assert (progress.resumed_from, progress.step, progress.committed_step) == (0, 4, 4)
     assert train_work.rank_phases == (phases, "train")
+
+
+class Torchrun:
+    """Keeps the signals that it gets, with the number of objects read before."""
+
+    def __init__(self, read: list[str]) -> None:
+        self.read, self.signals = read, list[tuple[int, int]]()
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append((number, len(self.read)))
+
+
+def test_a_stop_is_passed_on_while_committed_rows_are_still_read(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_work = work("train")
+    for step in range(1, 9):
+        key = f"{train_work.plan.prefix}/metrics/step-{step:08d}-a0001.jsonl"
+        train_work.store.put(key, json.dumps({"step": step, "time": 1.0, "train/loss": 5.0}).encode())
+    read: list[str] = []
+    get = LocalStore.get
+
+    def asked_to_stop_in_the_third(store: LocalStore, key: str) -> bytes | None:
+        if "/metrics/" in key:
+            read.append(key)
+            train_work.stop.asked |= len(read) == 3
+        return get(store, key)
+
+    monkeypatch.setattr(LocalStore, "get", asked_to_stop_in_the_third)
+    torchrun = Torchrun(read)
+    follow.Follower(train_work, cast(subprocess.Popen[bytes], torchrun))
+    assert torchrun.signals == [(signal.SIGTERM, 3)] and len(read) == 8

@@ -3,6 +3,7 @@
 The ranks are threads of this process, each with its Checkpointer. The store and its objects are real.
 """
 
+import json
 import shutil
 import threading
 import time
@@ -303,6 +304,31 @@ def test_a_rollback_also_deletes_uncommitted_folders(tmp_path: Path) -> None:
     checkpointer(store).delete_after(2)
     assert folders(store) == ["step-00000002-a0001"]
     assert [entry.key for entry in store.entries("run/metrics/")] == ["run/metrics/step-00000002-a0001.jsonl"]
+
+
+def test_a_rollback_keeps_the_rows_before_it_of_any_attempt(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+
+    def steps_of(one: Checkpointer, *steps: int) -> None:
+        for step in steps:
+            one.save(TrainState(step=step), pieces(step), log := quiet_log(step))
+            one.finish(log)
+
+    def rows() -> dict[str, list[int]]:
+        entries = store.entries("run/metrics/")
+        bodies = {entry.key.rpartition("/")[2]: (store.get(entry.key) or b"").splitlines() for entry in entries}
+        return {name.removesuffix(".jsonl"): [json.loads(row)["step"] for row in body] for name, body in bodies.items()}
+
+    steps_of(checkpointer(store, attempt=1), 1, 2, 3, 4)
+    second = checkpointer(store, attempt=2)
+    steps_of(second, 5, 6)
+    assert rows() == {"step-00000004-a0001": [1, 2, 3, 4], "step-00000006-a0002": [5, 6]}
+    second.delete_after(5)
+    steps_of(second, 6, 7)
+    assert rows() == {"step-00000004-a0001": [1, 2, 3, 4], "step-00000007-a0002": [5, 6, 7]}
+    second.delete_after(2)
+    steps_of(second, 4)
+    assert rows() == {"step-00000002-a0001": [1, 2], "step-00000004-a0002": [4]}
 
 
 def test_a_stale_attempt_that_rolls_back_deletes_nothing_and_every_rank_raises(tmp_path: Path) -> None:

@@ -20,10 +20,12 @@ from trainer_runs import (
     weights,
 )
 
+import trainer.commits
 from pipelines.artifacts.store import S3Store
 from trainer.commits import Commit, series
 from trainer.errors import StaleAttempt
 from trainer.events import (
+    Checkpointed,
     CheckpointFailed,
     Damaged,
     Row,
@@ -41,6 +43,27 @@ def test_only_the_last_checkpoints_are_kept(runner: Callable[..., Runner]) -> No
     assert run.commits() == [12, 11, 10]
     assert len(list((run.out / "run/checkpoints").iterdir())) == 3
     assert len(run.rows()) == 13  # the series of deleted checkpoints stays
+
+
+def test_the_rows_of_many_commits_are_few_objects(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def objects(run: Runner) -> int:
+        return len(run.store.entries("run/metrics/"))
+
+    whole, run = runner("whole", max_steps=30), runner("run", max_steps=30, checkpoint_minutes=EVERY_STEP)
+    whole.attempt()
+    for stop_after in (9, 8, None):
+        run.attempt(stop_after)
+    assert len(run.events_of(Checkpointed)) == 30 and objects(run) == 3  # one an attempt
+    assert run.rows() == whole.rows()
+
+    monkeypatch.setattr(trainer.commits, "SEGMENT_BYTES", 1000)  # some five rows
+    split = runner("split", max_steps=30, checkpoint_minutes=EVERY_STEP)
+    split.attempt()
+    assert 3 < objects(split) < 10
+    assert all(entry.size < 1500 for entry in split.store.entries("run/metrics/"))
+    assert split.rows() == whole.rows()
 
 
 def test_checkpoints_at_multiples_of_keep_every_steps_are_never_deleted(runner: Callable[..., Runner]) -> None:
