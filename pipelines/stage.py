@@ -36,6 +36,7 @@ from pipelines.screen import Screen
 from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, cost_metrics
 from pipelines.tracking.deaths import after_death
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, close_dead_attempt, is_alive
+from pipelines.tracking.mlflow.parent import parent_files, parent_params, parent_results, parent_tags
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, read_records, read_run, record
@@ -194,6 +195,7 @@ class Pipeline:
     watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
     head: Head | None = None  # of several nodes
     before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
+    report_page: Callable[[Run], str] | None = None  # the page of a run, as HTML, for the tracking server
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
     _earlier: list[StoredHeartbeat] = field(default_factory=list)  # of this run, when the current attempt began
@@ -209,7 +211,7 @@ class Pipeline:
         if not missing(self.store, self.plans, until) and not self.tracker.unshipped():
             return self._make_all(until)  # nothing to do, and nothing to track
         self.tracker.start()
-        self.tracker.stage_started(None, {"recipe": self.recipe.name}, {"skytrain.store": self.store.uri})
+        self.tracker.stage_started(None, parent_params(self.recipe), {"skytrain.store": self.store.uri} | code_tags())
         status = "FAILED"
         try:
             self._make_all(until)
@@ -227,13 +229,16 @@ class Pipeline:
                 self.tracker.keep_journal(self.store)
 
     def _track_totals(self) -> None:
-        """The final account: metrics, tags to search by, and a table of attempts."""
+        """The results and the final account: metrics, tags to search by, and files."""
         run = self.snapshot()
         self._track_costs(None, run.heartbeats, time.time())
         self.tracker.tags(None, {f"skytrain.{name}": value for name, value in account_tags(run.account).items()})
         self.tracker.table(None, "account.json", account_table(run.account))
-        if (loss := run.summary.val_loss) is not None:
-            self.tracker.metrics(None, 0, time.time(), {"val/loss": loss})
+        self.tracker.tags(None, parent_tags(run))
+        for step, created, values in parent_results(run):
+            self.tracker.metrics(None, step, created, values)
+        for name, text in parent_files(run, self.report_page).items():
+            self.tracker.text_file(None, name, text)
 
     def _account(self, heartbeats: Iterable[StoredHeartbeat]) -> Account:
         return account(self.run, heartbeats, lambda step: tokens_before(step, self.recipe.train))
@@ -405,6 +410,7 @@ class Pipeline:
             "skytrain.artifact": f"{self.store.uri}/{plan.prefix}",
             "skytrain.fingerprint": plan.fingerprint,
             "skytrain.attempt": attempt.number,
+            **code_tags(),
         }
 
     def _track_end(self, stage: str, attempt: Attempt, manifest: Manifest) -> None:
@@ -479,6 +485,12 @@ def provenance() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def code_tags() -> dict[str, str]:
+    """The commit of this code and its image, as tags of an MLflow run; unknown ones are left out."""
+    tags = {"mlflow.source.git.commit": _git("rev-parse", "HEAD"), "skytrain.image": os.environ.get("SKYTRAIN_IMAGE")}
+    return {name: value for name, value in tags.items() if value}
 
 
 def _git(*arguments: str) -> str | None:

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.verbs.options import Changes, LastStage, RecipeName, StoreUri, home, one_of, store_uri
+from pipelines.verbs.options import (
+    Changes,
+    Experiment,
+    LastStage,
+    RecipeName,
+    StoreUri,
+    Tags,
+    home,
+    one_of,
+    set_tracking_options,
+    store_uri,
+)
 
 if TYPE_CHECKING:
     from pipelines.cloud.launch import Launch
@@ -56,6 +67,8 @@ def launch(
         list[str] | None,
         typer.Option("--secret", metavar="NAME", help="One more secret to take from this shell; can be repeated."),
     ] = None,
+    experiment: Experiment = None,
+    tag: Tags = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -77,6 +90,7 @@ def launch(
     from trainer.errors import StoreUnavailable, UserError
 
     one_of(stage, STAGES, "--stage")
+    set_tracking_options(experiment, tag)
     opened = open_store(store_uri(store))
     done_by = time.time() + 3600 * parse_hours(deadline) if deadline else None
     variables, secrets = variables_from_shell(env or []), secrets_from_shell(secret or [])

@@ -29,6 +29,14 @@ StoreUri = Annotated[
         "--store", metavar="URI", help="file://folder or s3://bucket/prefix [SKYTRAIN_STORE; .skytrain/store]"
     ),
 ]
+Experiment = Annotated[
+    str | None,
+    typer.Option("--experiment", metavar="NAME", help="The experiment in MLflow [MLFLOW_EXPERIMENT_NAME; skytrain]"),
+]
+Tags = Annotated[
+    list[str] | None,
+    typer.Option("--tag", metavar="NAME=VALUE", help="A tag of one's own in MLflow; can be repeated [SKYTRAIN_TAGS]"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -58,6 +66,18 @@ def store_uri(option: str | None) -> str:
 def default_tracking_uri() -> str:
     """The MLflow of runs without a tracking server: a SQLite file in `home`."""
     return f"sqlite:///{home() / 'mlflow.db'}"
+
+
+def set_tracking_options(experiment: str | None, tags: list[str] | None) -> None:
+    """Put the options of MLflow into the environment, where a tracker and a launched job read them. UserError for a
+    tag of another form."""
+    from pipelines.tracking.mlflow.settings import own_tags, parse_tags
+
+    if experiment:
+        os.environ["MLFLOW_EXPERIMENT_NAME"] = experiment
+    both = own_tags() | parse_tags(tags or [], "--tag ")
+    if both:
+        os.environ["SKYTRAIN_TAGS"] = ",".join(f"{name}={value}" for name, value in both.items())
 
 
 def one_of(value: str, known: tuple[str, ...], option: str) -> None:

@@ -13,13 +13,16 @@ import typer
 
 from pipelines.verbs.options import (
     Changes,
+    Experiment,
     Json,
     LastStage,
     RecipeName,
     StoreUri,
+    Tags,
     default_tracking_uri,
     home,
     one_of,
+    set_tracking_options,
     store_uri,
 )
 from trainer.errors import EXIT_FAILED, Interrupted, Stopped, StoreUnavailable, UserError, ending_of
@@ -62,6 +65,8 @@ def run(
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Run also what takes more than a day here.")] = False,
+    experiment: Experiment = None,
+    tag: Tags = None,
     as_json: Json = False,
 ) -> None:
     """Make every artifact of a recipe that is missing; resume after an interruption."""
@@ -76,6 +81,7 @@ def run(
     if exited is not None and not 128 < exited <= 192:
         sys.exit(exited)
     one_of(stage, STAGES, "--stage")
+    set_tracking_options(experiment, tag)
     node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
     loaded, plans = load(recipe, set_ or [], opened, unless_stopped and exited is None)
@@ -197,6 +203,7 @@ def pipeline_here(
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes.address import this_node
     from pipelines.nodes.head import Head
+    from pipelines.show.page import render
     from pipelines.stage import Pipeline, run_name
     from pipelines.tracking.mlflow.tracker import Tracker
     from pipelines.tracking.stop_request import watch_stop_request
@@ -214,6 +221,7 @@ def pipeline_here(
         watches=[watch_stop_request(store, name)],
         head=Head(node, name, stop, exit_code) if node.count > 1 else None,
         before_ranks=before_ranks,
+        report_page=lambda run: render([run]),
     )
     if watch := deadline_watch(pipeline.billing, recipe, stop):
         pipeline.watches.append(watch.watch)

@@ -16,6 +16,7 @@ from pipeline_runs import (
     PRICE,
     RUN_FIELDS,
     STEPS,
+    TINY,
     Project,
     committed,
     ranks,
@@ -370,7 +371,7 @@ def test_mlflow_has_one_run_with_one_nested_run_per_stage_after_a_kill_and_a_rer
         project.wait_until(committed(project, 20), process)
         project.kill_all(process)
         assert not project.artifacts("train")
-    made = project.result("--price-per-hour", str(PRICE))
+    made = project.result("--price-per-hour", str(PRICE), "--tag", "team=research")
     assert made["attempts"] == 2
 
     client, runs = runs_in_mlflow(mlflow_server.uri, made["run"])
@@ -391,6 +392,12 @@ def test_mlflow_has_one_run_with_one_nested_run_per_stage_after_a_kill_and_a_rer
     account = project.report()["account"]
     assert whole.data.metrics["time/goodput"] == pytest.approx(account["goodput"])
     assert float(whole.data.tags["skytrain.usd"]) == pytest.approx(account["total"]["usd"], abs=1e-4)
+    assert whole.data.tags["team"] == train.data.tags["team"] == "research"
+    assert whole.data.params["parameters"] == str(Recipe.model_validate(TINY).model.parameters)
+    assert [p.value for p in client.get_metric_history(whole.info.run_id, "val/loss")] == [made["val_loss"]]
+    assert whole.data.metrics["perf/tokens_per_second"] > 0 and whole.data.metrics["world_size"] == 1
+    files = {one.path for one in client.list_artifacts(whole.info.run_id)}
+    assert files == {"account.json", "recipe.yaml", "report.html", "sample.txt"}
     table = json.loads(Path(client.download_artifacts(whole.info.run_id, "account.json")).read_text())
     assert len(table["data"]) == len(account["attempts"]) == 5
     by_dollars = client.search_runs([whole.info.experiment_id], order_by=["metrics.`cost/usd` DESC"])

@@ -112,8 +112,17 @@ class Table(StageRecord):
     columns: Mapping[str, list[Any]]
 
 
+@dataclass(frozen=True)
+class TextFile(StageRecord):
+    """A text file, as an artifact of an MLflow run."""
+
+    kind = "text_file"
+    name: str
+    text: str
+
+
 KINDS: dict[str, type[Record]] = {
-    one.kind: one for one in (Session, Close, StageStarted, StageEnded, Metrics, DatasetInput, Tags, Table)
+    one.kind: one for one in (Session, Close, StageStarted, StageEnded, Metrics, DatasetInput, Tags, Table, TextFile)
 }
 
 
@@ -152,7 +161,7 @@ class LogReader:
 
 def open_log(log: Path) -> int:
     """A file descriptor for `append`."""
-    return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 def append(fd: int, record: Record, torn: bool = False) -> None:

@@ -1,10 +1,13 @@
 """Settings of the tracking that both processes read: the run's own and the shipper."""
 
 import os
+import re
+from collections.abc import Iterable
 
 from trainer.config import seconds_from_environment
 from trainer.errors import UserError
 
+TAG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./ -]{0,99}")
 NO_MLFLOW = 3  # exit code of a shipper that cannot import mlflow: a restart would not help
 
 # The shipper retries and logs its retries. Retries inside MLflow would hold a call to a dead server for 4 minutes.
@@ -28,6 +31,29 @@ def tracking_is_off() -> bool:
     if value.lower() not in ("on", "off"):
         raise UserError(f"SKYTRAIN_TRACKING: {value!r} is neither on nor off")
     return value.lower() == "off"
+
+
+def experiment_name() -> str:
+    """The experiment in MLflow: MLFLOW_EXPERIMENT_NAME, which is MLflow's own setting, or "skytrain"."""
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or "skytrain"
+
+
+def own_tags() -> dict[str, str]:
+    """The user's own tags of a run, from SKYTRAIN_TAGS: NAME=VALUE,NAME=VALUE. UserError for another form."""
+    return parse_tags(filter(None, os.environ.get("SKYTRAIN_TAGS", "").split(",")), "SKYTRAIN_TAGS: ")
+
+
+def parse_tags(texts: Iterable[str], where: str) -> dict[str, str]:
+    """Tags of the form NAME=VALUE. UserError for another form, and for names that skytrain or MLflow set."""
+    tags = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (equals and TAG_NAME.fullmatch(name)) or "," in value:
+            raise UserError(f"{where}{text}: not of the form NAME=VALUE without commas, such as team=research")
+        if name.startswith(("mlflow.", "skytrain.")):
+            raise UserError(f"{where}{text}: names that begin with mlflow. and skytrain. are taken; use another")
+        tags[name] = value
+    return tags
 
 
 def tracking_uri(option: str | None, default: str) -> str:

@@ -35,6 +35,7 @@ from pipelines.tracking.mlflow.journal import (
     StageStarted,
     Table,
     Tags,
+    TextFile,
     append,
     open_log,
     position_file,
@@ -55,6 +56,8 @@ LONGEST_PAUSE_SECONDS = 30.0
 METRICS_AT_ONCE = 1_000  # MLflow's limit for one log_batch call
 PARAM_CHARACTERS = 6_000  # MLflow's limit for the value of a param
 DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
+# The page of an experiment shows charts of runs with this tag; without it, the UI asks for the kind, or guesses.
+KIND, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 SERIES = ("train/", "val/", "perf/")  # of the train stage: one point a step over all attempts
 
 
@@ -139,6 +142,8 @@ class Shipper:
                     _set_tags(client, run_id, first.tags)
                 case Table():
                     _log_table(client, run_id, first)
+                case TextFile():
+                    _log_text(client, run_id, first.name, first.text)
                 case StageEnded():
                     client.set_terminated(run_id, first.status, end_time=_milliseconds(first.time))
         except MlflowException as error:
@@ -238,9 +243,11 @@ def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:
         # A server has a location for artifacts. Without a server they would go to the current folder.
         database = Path(uri.removeprefix("sqlite:///")).absolute()
         beside = (database.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
-        return client.create_experiment(name, beside)
+        return client.create_experiment(name, beside, tags={KIND: MODEL_TRAINING})
     if experiment.lifecycle_stage == "deleted":
         client.restore_experiment(experiment.experiment_id)
+    if KIND not in experiment.tags:
+        client.set_experiment_tag(experiment.experiment_id, KIND, MODEL_TRAINING)
     return experiment.experiment_id
 
 
@@ -269,16 +276,20 @@ def _metrics(record: Metrics) -> list[Any]:
 
 
 def _log_table(client: MlflowClient, run_id: str, record: Table) -> None:
-    """A table as MLflow's own `log_table` writes it, without the pandas that it needs.
-
-    Artifacts use another connection than metrics, which this machine may lack. So this tries once.
-    """
+    """A table as MLflow's own `log_table` writes it, without the pandas that it needs."""
     rows = [list(row) for row in zip(*record.columns.values(), strict=True)]
+    if _log_text(client, run_id, record.name, json.dumps({"columns": list(record.columns), "data": rows})):
+        _set_tags(client, run_id, {"mlflow.loggedArtifacts": json.dumps([{"path": record.name, "type": "table"}])})
+
+
+def _log_text(client: MlflowClient, run_id: str, name: str, text: str) -> bool:
+    """Store an artifact. Artifacts use another connection than metrics, which this machine may lack: it tries once."""
     try:
-        client.log_text(run_id, json.dumps({"columns": list(record.columns), "data": rows}), record.name)
+        client.log_text(run_id, text, name)
     except Exception as error:
-        return log(f"the table {record.name} is not in MLflow: {type(error).__name__}: {error}")
-    _set_tags(client, run_id, {"mlflow.loggedArtifacts": json.dumps([{"path": record.name, "type": "table"}])})
+        log(f"the file {name} is not in MLflow: {type(error).__name__}: {error}")
+        return False
+    return True
 
 
 def _dataset_input(record: DatasetInput) -> Any:

@@ -33,13 +33,22 @@ from pipelines.tracking.mlflow.journal import (
     StageStarted,
     Table,
     Tags,
+    TextFile,
     append,
     keep_journal,
     open_log,
     position_file,
     read_position,
 )
-from pipelines.tracking.mlflow.settings import NO_MLFLOW, QUICK_MLFLOW, flush_seconds, tracking_is_off, tracking_uri
+from pipelines.tracking.mlflow.settings import (
+    NO_MLFLOW,
+    QUICK_MLFLOW,
+    experiment_name,
+    flush_seconds,
+    own_tags,
+    tracking_is_off,
+    tracking_uri,
+)
 from trainer.store import Store
 
 # Not `-m`: that puts the current folder first, where a user may well have a `pipelines` or an `mlflow.py`.
@@ -50,7 +59,8 @@ class Tracker:
     """Appends to the log, keeps a shipper running, and never raises for an error of MLflow.
 
     `work_dir` holds the log and belongs to `run`. The tracking URI is `uri`, else MLFLOW_TRACKING_URI, else
-    `default_uri`. A stage of None means the run itself. SKYTRAIN_TRACKING=off writes and starts nothing;
+    `default_uri`; the experiment and the user's own tags come from MLFLOW_EXPERIMENT_NAME and SKYTRAIN_TAGS. A stage of
+    None means the run itself. SKYTRAIN_TRACKING=off writes and starts nothing;
     SKYTRAIN_MLFLOW_FLUSH_SECONDS (30) bounds how long `close` waits. UserError if one of the two is invalid.
     """
 
@@ -58,12 +68,12 @@ class Tracker:
         self,
         work_dir: Path,
         run: str,
-        experiment: str = "skytrain",
+        experiment: str | None = None,
         uri: str | None = None,
         *,
         default_uri: str,
     ) -> None:
-        self.run, self.experiment = run, experiment
+        self.run, self.experiment, self.own_tags = run, experiment or experiment_name(), own_tags()
         self.uri = tracking_uri(uri, default_uri)
         self.log = work_dir / "mlflow.jsonl"
         self.shipper_log = work_dir / "mlflow.log"
@@ -92,7 +102,7 @@ class Tracker:
 
     def stage_started(self, stage: str | None, params: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
         """Open the stage's MLflow run, or rejoin it; a param that has changed since becomes a tag."""
-        self._append(StageStarted(time.time(), stage, _strings(params), _strings(tags)))
+        self._append(StageStarted(time.time(), stage, _strings(params), _strings(tags) | self.own_tags))
         self._keep_shipping()
 
     def metrics(
@@ -116,6 +126,10 @@ class Tracker:
     def table(self, stage: str | None, name: str, columns: Mapping[str, list[Any]]) -> None:
         """Keep a table with the stage's MLflow run, as the artifact `name` (….json)."""
         self._append(Table(time.time(), stage, name, columns))
+
+    def text_file(self, stage: str | None, name: str, text: str) -> None:
+        """Keep a text with the stage's MLflow run, as the artifact `name`."""
+        self._append(TextFile(time.time(), stage, name, text))
 
     def stage_ended(self, stage: str | None, status: str) -> None:
         """Close the stage's MLflow run; `status` is FINISHED, FAILED or KILLED."""

@@ -1,0 +1,67 @@
+"""The parent run in MLflow: what people compare between runs, and the files that explain one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import yaml
+
+from pipelines.recipe import Recipe
+from pipelines.tracking.records import Progress
+from pipelines.tracking.runs import Run
+
+RESULTS = ("train/loss", "val/loss", "eval/hellaswag_acc_norm", "perf/tokens_per_second")
+
+
+def parent_params(recipe: Recipe) -> dict[str, Any]:
+    """Size, text and optimization of a run: they never change while it trains."""
+    sections = {"model": recipe.model.model_dump(), "train": recipe.train.model_dump()}
+    return {
+        "recipe": recipe.name,
+        "parameters": recipe.model.parameters,
+        "train_tokens": recipe.train_tokens,
+        "tokens.source": recipe.tokens.source,
+        "tokens.tokenizer": recipe.tokens.tokenizer,
+    } | {f"{section}.{field}": value for section, values in sections.items() for field, value in values.items()}
+
+
+def parent_results(run: Run) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """Step, time and values of the results of finished stages.
+
+    The time is that of the artifact, so that a later command logs the same point and MLflow keeps one.
+    """
+    train, evaluated = run.manifests.get("train"), run.manifests.get("evaluate")
+    if not train:
+        return
+    for manifest in filter(None, (train, evaluated)):
+        values = {name: float(manifest.facts[name]) for name in RESULTS if manifest.facts.get(name) is not None}
+        if manifest is train:
+            values["tokens"] = float(run.summary.tokens)
+            if (progress := last_training(run)) and progress.world_size:
+                values["world_size"] = float(progress.world_size)
+            if evaluated:  # whose validation is the larger one
+                values.pop("val/loss", None)
+        if values:
+            yield train.facts["steps"], manifest.created, values
+
+
+def parent_tags(run: Run) -> dict[str, str]:
+    """The hardware that trained last, such as "8 x NVIDIA H100"; a resumed run may have had another before."""
+    progress = last_training(run)
+    return {"skytrain.hardware": f"{progress.world_size} x {progress.device}"} if progress and progress.device else {}
+
+
+def last_training(run: Run) -> Progress | None:
+    """The progress of the last attempt that trained."""
+    progress = [beat.progress for beat in run.attempts.get("train", []) if beat.progress.world_size]
+    return progress[-1] if progress else None
+
+
+def parent_files(run: Run, report: Callable[[Run], str] | None) -> dict[str, str]:
+    """Contents of the parent's files by name: the recipe, a sample of the model, and the report page."""
+    files = {"recipe.yaml": yaml.safe_dump(run.recipe.model_dump(), sort_keys=False, allow_unicode=True)}
+    evaluated = run.manifests.get("evaluate")
+    if evaluated and evaluated.facts.get("sample"):
+        files["sample.txt"] = str(evaluated.facts["sample"])
+    if report:
+        files["report.html"] = report(run)
+    return files
