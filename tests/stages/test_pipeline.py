@@ -30,6 +30,7 @@ from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.artifacts.store import S3Store
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
+from pipelines.tracking.runs import read_runs
 
 
 @pytest.fixture
@@ -245,6 +246,35 @@ def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(
     assert series_of(store) == finished.series()
     again = project.result("--store", store.uri)
     assert all(artifact["skipped"] for artifact in again["artifacts"].values())
+
+
+@pytest.mark.slow  # 20 s
+def test_a_run_whose_disk_holds_only_the_shards_that_it_reads_ends_like_one_with_a_large_disk(
+    project: Project,
+    moto_server: S3Account,
+    fresh_s3_store: Callable[[S3Account], S3Store],
+    undisturbed: Callable[[int], Project],
+) -> None:
+    store, most = fresh_s3_store(moto_server), 0
+    options = ["--store", store.uri, "--set", "runtime.data_cache_gb=0", *ranks(2)]
+
+    def trained_until(step: int) -> Callable[[], bool]:
+        def is_reached() -> bool:
+            nonlocal most
+            most = max(most, len(list((project.home / "cache" / "shards").glob("*.bin"))))
+            return sum("train/loss" in row for run in read_runs(store) for row in run.series) >= step
+
+        return is_reached
+
+    project.run("run", "tiny.yaml", "--stage", "tokenize", *options)
+    for step in (20, 40):
+        with project.started("run", "tiny.yaml", *options) as process:
+            project.wait_until(trained_until(step), process)
+    made = project.result(*options)
+    assert (made["state"], made["attempts"]) == ("done", 3)
+    assert series_of(store) == undisturbed(2).series()
+    # The run reads 30 of 80 shards; a step needs one or two, the next one is prefetched, and a validation reads two.
+    assert 0 < most <= 8
 
 
 def test_a_wrong_bucket_is_a_user_error(project: Project, s3_store: S3Store) -> None:
