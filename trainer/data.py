@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import micro_batch_count
+from trainer.errors import UserError
 from trainer.shard_maps import ShardMaps
 from trainer.shards import Order, Shard, sequence_digest, slices
 
@@ -28,18 +29,30 @@ class TokenData:
     `fetch(name)` returns a local path. It blocks until the file is complete and verified.
     """
 
-    def __init__(self, shards: list[Shard], fetch: Callable[[str], Path], block_size: int, seed: int) -> None:
-        self.shards, self.block_size = shards, block_size
+    def __init__(
+        self, shards: list[Shard], fetch: Callable[[str], Path], block_size: int, seed: int, vocab_size: int = 1 << 16
+    ) -> None:
+        self.shards, self.block_size, self.vocab_size = shards, block_size, vocab_size
         self.order = Order(shards, block_size, seed)
         self._maps = ShardMaps(shards, fetch)
         self._feed: GpuFeed | None = None
 
     def windows(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The tokens of windows, each given as (shard index, window index): uint16 (len(places), block_size + 1)."""
+        """The tokens of windows, each given as (shard index, window index): uint16 (len(places), block_size + 1).
+
+        UserError if one of them is not in the vocabulary.
+        """
         rows = np.empty((len(places), self.block_size + 1), np.uint16)
         for row, (shard, window) in zip(rows, places, strict=True):
             start = window * self.block_size
             row[:] = self._maps.tokens(shard)[start : start + self.block_size + 1]
+        if rows.max(initial=0) >= self.vocab_size:  # 10 us for 64 x 1025 tokens
+            n, column = map(int, np.argwhere(rows >= self.vocab_size)[0])
+            shard, window = places[n]
+            raise UserError(
+                f"{self.shards[shard].name}: token {window * self.block_size + column:,} has the id "
+                f"{rows[n, column]}, but model.vocab_size is {self.vocab_size}; use the vocabulary of the shards"
+            )
         return rows
 
     def micro_batches(

@@ -64,7 +64,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     Raises the errors of `train`.
     """
     train_data, val_data = (
-        TokenData(shards, job.fetch, job.model.block_size, job.train.seed)
+        TokenData(shards, job.fetch, job.model.block_size, job.train.seed, job.model.vocab_size)
         for shards in (job.train_shards, job.val_shards)
     )
     world = World.start(job.runtime)

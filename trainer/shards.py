@@ -43,6 +43,11 @@ class Shard:
         return max(0, (self.tokens - 1) // block_size)
 
 
+def shard_bytes(tokens: int) -> int:
+    """The size of the file of a shard."""
+    return HEADER_BYTES + 2 * tokens
+
+
 def write_shard(path: Path, tokens: np.ndarray) -> None:
     """Write uint16 `tokens` (n,) in llm.c's format."""
     assert tokens.dtype == np.uint16 and tokens.ndim == 1, (tokens.dtype, tokens.shape)
@@ -75,7 +80,7 @@ def _count_tokens(file: BinaryIO) -> int:
     header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
     if tuple(header[:2]) != (MAGIC, VERSION):
         raise UserError(f"{file.name}: not a token shard (a shard starts with {MAGIC}, {VERSION}); run tokenize again")
-    expected, size = HEADER_BYTES + 2 * int(header[2]), os.fstat(file.fileno()).st_size
+    expected, size = shard_bytes(int(header[2])), os.fstat(file.fileno()).st_size
     if size != expected:
         raise UserError(f"{file.name}: {size} bytes, but its header requires {expected}; run tokenize again")
     return int(header[2])
@@ -90,8 +95,13 @@ def local_shards(folder: Path, split: str) -> list[Shard]:
 
 
 def _tokens_in(path: Path) -> int:
-    with path.open("rb") as file:
-        return _count_tokens(file)
+    if not path.is_file():
+        raise UserError(f"{path}: not a file; remove it, or give a folder that tokenize wrote")
+    try:
+        with path.open("rb") as file:
+            return _count_tokens(file)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; make it readable") from error
 
 
 class Order:

@@ -8,6 +8,7 @@ the bytes, and no others.
 
 import fcntl
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from trainer.errors import UserError
-from trainer.store import LocalStore, Store, sha256_of
+from trainer.store import LocalStore, Store, checked_key, sha256_of
 
 FORMAT = 1
 FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export"}
+MAX_BYTES = 5 << 40  # of a file: the most that an object in S3 holds
 SHORT = 8  # hex digits of a fingerprint in names; the manifest holds all 64
 
 
@@ -34,6 +36,19 @@ class File:
     key: str
     size: int
     sha256: str
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """A file as a record of the store names it; readers may join its parts to paths. ValueError, TypeError or
+        AttributeError for a name or a key that is no plain relative path, or for another damage."""
+        file = cls(**values)
+        checked_key(file.name)
+        checked_key(file.key)
+        if not (isinstance(file.size, int) and 0 <= file.size <= MAX_BYTES):
+            raise ValueError(f"no size of a file: {file.size!r}")
+        if not re.fullmatch("[0-9a-f]{64}", file.sha256):
+            raise ValueError(f"no sha256: {file.sha256!r}")
+        return file
 
 
 @dataclass(frozen=True)
@@ -91,11 +106,11 @@ class Manifest:
 
     @classmethod
     def from_json(cls, body: bytes) -> Self:
-        """ValueError, TypeError or KeyError for a damaged manifest, UserError for one of a newer format."""
+        """ValueError, TypeError, KeyError or AttributeError for a damaged manifest; UserError for a newer format."""
         values = json.loads(body)
         if (written := values.get("format", FORMAT)) != FORMAT:
             raise UserError(f"a manifest of format {written}; this version reads format {FORMAT}: upgrade skytrain")
-        return cls(**values | {"files": tuple(File(**file) for file in values["files"])})
+        return cls(**values | {"files": tuple(File.from_json(file) for file in values["files"])})
 
 
 def prefix_of(stage: str, label: str, fingerprint: str) -> str:
@@ -125,7 +140,7 @@ def read_manifest(store: Store, prefix: str) -> Manifest | None:
         matches = fingerprint_of(manifest.identity) == manifest.fingerprint and manifest.prefix == prefix
     except UserError as error:
         raise UserError(f"{store.uri}/{key}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedArtifact(
             f"{store.uri}/{key}: damaged ({error!r}); remove it to build the artifact again"
         ) from error

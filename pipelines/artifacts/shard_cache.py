@@ -14,14 +14,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pipelines.artifacts.manifest import File, Manifest, fetch, verify
+from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest, fetch, key_of, verify
 from trainer.errors import DiskFull
 from trainer.store import LocalStore, Store
 
+if TYPE_CHECKING:
+    from trainer.shards import Shard
+
 SHARDS = "shards"  # the folder below the cache
 LOCKS = 16  # against two downloads of one shard; a few shards share each
+
+
+def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
+    """The shards of a split, in order. DamagedArtifact unless the manifest names the file of each."""
+    from trainer.shards import Shard, shard_bytes
+
+    sizes, counts = {file.name: file.size for file in tokens.files}, tokens.facts.get("shards")
+    for name, count in counts.items() if isinstance(counts, dict) else [("shards", counts)]:
+        if not isinstance(count, int) or sizes.get(name) != shard_bytes(count):
+            raise DamagedArtifact(
+                f"{key_of(tokens.prefix)}: damaged: {name} has {count!r} tokens in its facts and "
+                f"{sizes.get(name, 'no')} bytes in its files; remove it to build the artifact again"
+            )
+    return [Shard(name, count) for name, count in tokens.facts["shards"].items() if name.startswith(split)]
 
 
 @dataclass(frozen=True)

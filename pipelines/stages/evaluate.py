@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.artifacts.shard_cache import ShardCache
+from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.stage import Built, Work
@@ -99,12 +99,10 @@ def validation_data(work: Work) -> "TokenData":
     """The held-out shards, fetched on demand."""
 
     from trainer.data import TokenData
-    from trainer.shards import Shard
 
     tokens, recipe = work.inputs["tokenize"], work.recipe
-    shards = [Shard(s, n) for s, n in tokens.facts["shards"].items() if s.startswith("val")]
-    cache = ShardCache(work.store, tokens, work.home / "cache", recipe.runtime.data_cache_gb)
-    return TokenData(shards, cache.fetch, recipe.model.block_size, recipe.train.seed)
+    cache, model = ShardCache(work.store, tokens, work.home / "cache", recipe.runtime.data_cache_gb), recipe.model
+    return TokenData(shards_in(tokens, "val"), cache.fetch, model.block_size, recipe.train.seed, model.vocab_size)
 
 
 def hellaswag_facts(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.artifacts.kernel_cache import KernelCache
 from pipelines.artifacts.manifest import read_manifest
-from pipelines.artifacts.shard_cache import ShardCache
+from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
@@ -39,15 +39,11 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
     """Train as one rank of `spec`'s attempt. Returns the exit code of this process."""
 
     from trainer.rank import RankJob, run_rank
-    from trainer.shards import Shard
 
     recipe, store = spec.recipe, open_store(spec.store)
     tokens = read_manifest(store, spec.tokens)
     assert tokens is not None, spec.tokens
     clock = PhaseClock(started=spec.started)
-
-    def shards(split: str) -> list[Shard]:
-        return [Shard(name, n) for name, n in tokens.facts["shards"].items() if name.startswith(split)]
 
     def begin(world: "World") -> int:
         bring_kernels(store, cache, recipe, world, clock)
@@ -57,8 +53,8 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         model=recipe.model,
         train=recipe.train,
         runtime=recipe.runtime,
-        train_shards=shards("train"),
-        val_shards=shards("val"),
+        train_shards=shards_in(tokens, "train"),
+        val_shards=shards_in(tokens, "val"),
         fetch=ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb).fetch,
         store=store,
         prefix=spec.prefix,

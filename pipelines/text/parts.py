@@ -41,7 +41,17 @@ class ShardReceipt:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        return cls(**values | {"file": File(**values["file"])})
+        """ValueError, TypeError, KeyError or AttributeError for a damaged receipt."""
+        from trainer.shards import shard_bytes
+
+        receipt = cls(**values | {"file": File.from_json(values["file"])})
+        if any(type(n) is not int or n < 0 for n in (receipt.tokens, receipt.document, receipt.offset)):
+            raise ValueError(f"no counts: {receipt.tokens!r}, {receipt.document!r}, {receipt.offset!r}")
+        if receipt.file.size != shard_bytes(receipt.tokens):
+            raise ValueError(f"{receipt.tokens} tokens in {receipt.file.size} bytes")
+        if receipt.attempt < 1:  # ValueError, too, for a key outside the folder of an attempt
+            raise ValueError(f"no attempt: {receipt.file.key!r}")
+        return receipt
 
     @property
     def attempt(self) -> int:
@@ -148,18 +158,19 @@ def save_shard(job: PartsJob, part: int, index: int, tokens: "np.ndarray", docum
 
 def read_receipts(job: PartsJob, part: int) -> list[ShardReceipt]:
     """The shards of a part that earlier attempts finished, from the first one up to the first gap."""
-    receipts = finished_part(job.store, job.plan, part)
+    receipts = finished_part(job.store, job.plan, part, job.note)
     if receipts is None:
         receipts = []
-        while body := job.store.get(receipt_key(job, part, len(receipts))):
-            receipts.append(ShardReceipt.from_json(json.loads(body)))
+        while one := _receipts_in(job.store, receipt_key(job, part, len(receipts)), job.note):
+            receipts += one
     return receipts
 
 
-def finished_part(store: Store, plan: ArtifactPlan, part: int) -> list[ShardReceipt] | None:
+def finished_part(
+    store: Store, plan: ArtifactPlan, part: int, note: Callable[[str], None] = lambda line: None
+) -> list[ShardReceipt] | None:
     """All shards of a finished part; None for an unfinished one."""
-    body = store.get(finished_key(plan, part))
-    return [ShardReceipt.from_json(values) for values in json.loads(body)] if body else None
+    return _receipts_in(store, finished_key(plan, part), note)
 
 
 def forget_receipts(store: Store, plan: ArtifactPlan, until_attempt: int) -> None:
@@ -167,10 +178,24 @@ def forget_receipts(store: Store, plan: ArtifactPlan, until_attempt: int) -> Non
     # The lists first: without its list, a finished part is still known by its shards' receipts.
     for folder in ("parts", "shards"):
         for entry in store.entries(f"{plan.prefix}/{folder}/"):
-            content = json.loads(store.get(entry.key) or b"[]")
-            receipts = [ShardReceipt.from_json(one) for one in (content if isinstance(content, list) else [content])]
+            receipts = _receipts_in(store, entry.key) or []
             if all(receipt.attempt <= until_attempt for receipt in receipts):
                 store.delete(entry.key)
+
+
+def _receipts_in(store: Store, key: str, note: Callable[[str], None] = lambda line: None) -> list[ShardReceipt] | None:
+    """The receipts of a record of the store, or None without it. A damaged record is removed, with a note: its shards
+    are made again, and a record is created only where there is none."""
+    body = store.get(key)
+    if body is None:
+        return None
+    try:
+        content = json.loads(body)
+        return [ShardReceipt.from_json(one) for one in (content if isinstance(content, list) else [content])]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        note(f"  {store.uri}/{key}: damaged ({type(error).__name__}); its shards are made again")
+        store.delete(key)
+        return None
 
 
 def receipt_key(job: PartsJob, part: int, index: int) -> str:

@@ -184,6 +184,44 @@ def test_a_damaged_file_is_named_and_refused_until_it_is_whole_again(
     assert fetch(store, PLAN.prefix, manifest.file("weights.bin"), tmp_path / "cache").read_bytes() == BODY
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"name": "../../../../victim/sitecustomize.py"},
+        {"name": "/etc/passwd"},
+        {"name": "a/./b"},
+        {"name": ""},
+        {"name": "weights\n.bin"},
+        {"name": 7},
+        {"key": "../a0001/weights.bin"},
+        {"sha256": "../" * 22},
+        {"sha256": "F" * 64},
+        {"sha256": ""},
+        {"size": -1},
+        {"size": 1 << 60},
+        {"size": "12"},
+    ],
+)
+def test_a_manifest_whose_files_lead_elsewhere_is_refused_and_nothing_is_fetched(
+    tmp_path: Path, damage: dict[str, Any]
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    manifest = finished(store, tmp_path)
+    values = asdict(manifest)
+    values["files"] = [values["files"][0] | damage]
+    store.put(f"{PLAN.prefix}/MANIFEST.json", json.dumps(values).encode())
+    with pytest.raises(DamagedArtifact, match="remove it to build the artifact again"):
+        read_manifest(store, PLAN.prefix)
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"identity":' * 100_000])
+def test_a_manifest_that_is_nested_without_end_is_refused(tmp_path: Path, body: bytes) -> None:
+    store = LocalStore(tmp_path / "store")
+    store.put(f"{PLAN.prefix}/MANIFEST.json", body)
+    with pytest.raises(DamagedArtifact, match="RecursionError"):
+        read_manifest(store, PLAN.prefix)
+
+
 def test_damage_is_a_user_error() -> None:
     assert issubclass(DamagedArtifact, UserError)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import cast
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest
-from pipelines.artifacts.shard_cache import SHARDS, ShardCache
+from pipelines.artifacts.shard_cache import SHARDS, ShardCache, shards_in
 from trainer.data import TokenData
 from trainer.errors import DiskFull
 from trainer.shard_maps import MOST_MAPPED
@@ -388,6 +389,27 @@ def test_other_files_of_the_cache_stay(tmp_path: Path) -> None:
     for shard in text.shards:
         cache.fetch(shard.name)
     assert len(cached(cache)) == 1 and weights.exists()
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"train_000000.bin": 80}, "train_000000.bin has 80 tokens in its facts and 1186 bytes in its files"),
+        ({"train_000000.bin": "81"}, "train_000000.bin has '81' tokens"),
+        ({"train_000001.bin": 81}, "train_000001.bin has 81 tokens in its facts and no bytes in its files"),
+        ({"../train.bin": 81}, r"\.\./train.bin has 81 tokens in its facts and no bytes"),
+        (None, "shards has None tokens"),
+        ([1], r"shards has \[1\] tokens"),
+    ],
+)
+def test_shards_that_their_manifest_does_not_hold_are_refused_before_any_is_fetched(
+    tmp_path: Path, facts: object, named: str
+) -> None:
+    text = Text(tmp_path, shards=1, windows=10)
+    good = replace(text.manifest, facts={"shards": {"train_000000.bin": 81}})
+    assert shards_in(good, "train") == text.shards and shards_in(good, "val") == []
+    with pytest.raises(DamagedArtifact, match=f"tokens/text-ffffffff/MANIFEST.json: damaged: {named}"):
+        shards_in(replace(good, facts={"shards": facts}), "train")
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"x"])

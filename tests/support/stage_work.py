@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import save_file
 
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, upload
@@ -14,6 +15,7 @@ from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing
 from trainer.model import GPT
 from trainer.process import StopSignal
+from trainer.shards import write_shard
 from trainer.store import LocalStore
 
 SMALL = [
@@ -64,7 +66,7 @@ def tiny_work(folder: Path, stage: str) -> Work:
     model = GPT(recipe.model)
     model.initialize(0)
     save_file(model.state_dict(), folder / "model.safetensors")
-    (folder / "val_000000.bin").touch()
+    write_shard(folder / "val_000000.bin", np.zeros(100, np.uint16))
     inputs = {}
     for made, path in (("tokenize", folder / "val_000000.bin"), ("train", folder / "model.safetensors")):
         made_plan = ArtifactPlan(made, "tiny", {"stage": made, "of": "an input"})

@@ -1,15 +1,18 @@
 """The parts of a text: the shards depend on the files alone, not on nodes, attempts or interruptions."""
 
 import itertools
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from texts import FourFiles
 
-from pipelines.text.parts import PartsProgress, make_parts, parts_of_node
+from pipelines.text.parts import PartsProgress, finished_part, make_parts, parts_of_node
 from trainer.errors import Interrupted
 from trainer.shards import read_shard
+from trainer.store import LocalStore
 
 
 @pytest.fixture
@@ -55,6 +58,41 @@ def test_shards_depend_neither_on_the_node_of_a_part_nor_on_interruptions(
     for path in tmp_path.glob("*.txt"):
         path.unlink()  # the file of a finished part is not opened
     assert list(make_parts(files.job(range(3), tmp_path / "several", 5))) == [PartsProgress(whole.stored, 0)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"[" * 100_000,
+        b"\xff\x00",
+        b"{}",
+        b'"text"',
+        b"[7]",
+        lambda body: body.replace(b'"a0001/', b'"../../a0001/'),
+        lambda body: body.replace(b'"a0001/', b'"shards/'),
+        lambda body: body.replace(b'"tokens": 1', b'"tokens": 2'),
+        lambda body: body.replace(b'"document": ', b'"document": -1'),
+    ],
+)
+@pytest.mark.parametrize("record", ["shards/01_000001.json", "parts/01.json"])
+def test_a_damaged_receipt_is_named_and_its_shards_are_made_again(
+    files: FourFiles, tmp_path: Path, record: str, damage: bytes | Callable[[bytes], bytes]
+) -> None:
+    *_, whole = make_parts(files.job(range(3), tmp_path / "store"))
+    (prefix,) = (path.parent.parent for path in tmp_path.glob("store/tokens/*/parts/01.json"))
+    if record.startswith("shards"):
+        (prefix / "parts/01.json").unlink()
+    good = (prefix / record).read_bytes()
+    (prefix / record).write_bytes(damage if isinstance(damage, bytes) else damage(good))
+    assert (prefix / record).read_bytes() != good
+    notes: list[str] = []
+    *_, again = make_parts(replace(files.job(range(3), tmp_path / "store", 2), note=notes.append))
+    assert notes[0].startswith(f"  file://{prefix / record}: damaged (") and again.stored == whole.stored
+    parts = [finished_part(LocalStore(tmp_path / "store"), files.plan, part) or [] for part in range(3)]
+    assert sum(receipt.tokens for part in parts for receipt in part) == whole.stored
+    *_, last = make_parts(files.job(range(3), tmp_path / "store", 3))
+    assert last.new == 0  # the record is good again
 
 
 def test_a_node_checks_for_a_stop_at_every_document(files: FourFiles, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Shards are llm.c's, byte for byte; the order reads every window once, for any number of ranks."""
 
+import itertools
+import os
 import struct
 import threading
 from fractions import Fraction
@@ -316,6 +318,17 @@ def test_training_starts_when_only_the_first_shard_is_local(tmp_path: Path) -> N
 
 
 @settings(max_examples=80, deadline=None)
+@given(sizes, seeds, st.integers(0, 300), st.integers(0, 200))
+def test_the_shards_of_sequences_are_those_of_their_windows(
+    sizes: list[int], seed: int, first: int, count: int
+) -> None:
+    order, sequences = Order(shards_of([*sizes, 30]), 3, seed), range(first, first + count)
+    assert [shard for shard, _ in itertools.groupby(order[s][0] for s in sequences)] == [
+        shard for shard, _ in itertools.groupby(order.shards_of(sequences))
+    ]
+
+
+@settings(max_examples=80, deadline=None)
 @given(sizes, seeds, st.integers(0, 300))
 def test_the_shard_to_prefetch_is_the_one_that_is_read_next(sizes: list[int], seed: int, sequence: int) -> None:
     order = Order(shards_of([*sizes, 30]), 3, seed)
@@ -351,6 +364,31 @@ def test_a_shard_with_another_number_of_tokens_than_announced_is_refused(tmp_pat
     data = TokenData([Shard("train_000000.bin", 40)], tmp_path.joinpath, 4, seed=0)
     with pytest.raises(UserError, match="41 tokens where 40 are expected"):
         data.windows([(0, 0)])
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
+    numbered_data(tmp_path, [41, 41], block_size=4)  # ids up to 40, and from 1000 to 1040
+    shards = local_shards(tmp_path, "train")
+    data = TokenData(shards, tmp_path.joinpath, 4, 0, vocab_size=1023)
+    assert data.windows([(0, 9), (1, 4)]).max() == 1020
+    with pytest.raises(UserError) as refused:
+        data.windows([(0, 0), (1, 5)])
+    assert str(refused.value) == (
+        "train_000001.bin: token 23 has the id 1023, but model.vocab_size is 1023; use the vocabulary of the shards"
+    )
+    everything = TokenData(shards, tmp_path.joinpath, 4, 0, vocab_size=1041)
+    assert len(list(everything.micro_batches(range(20), 20, CPU))) == 1
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a fifo", "a dangling link"])
+def test_what_only_has_the_name_of_a_shard_is_refused_and_blocks_nothing(tmp_path: Path, kind: str) -> None:
+    numbered_data(tmp_path, [41], block_size=4)
+    path = tmp_path / "train_000009.bin"
+    {"a folder": path.mkdir, "a fifo": lambda: os.mkfifo(path), "a dangling link": lambda: path.symlink_to("no")}[
+        kind
+    ]()
+    with pytest.raises(UserError, match=f"{path}: not a file; remove it"):
+        local_shards(tmp_path, "train")
 
 
 def test_a_digest_distinguishes_other_data_from_the_same(tmp_path: Path) -> None:
