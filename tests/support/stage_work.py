@@ -70,7 +70,7 @@ def tiny_work(folder: Path, stage: str) -> Work:
     inputs = {}
     for made, path in (("tokenize", folder / "val_000000.bin"), ("train", folder / "model.safetensors")):
         made_plan = ArtifactPlan(made, "tiny", {"stage": made, "of": "an input"})
-        file, facts = upload(store, made_plan.prefix, 1, path), {"shards": {path.name: 100}}
+        file, facts = upload(store, made_plan.prefix, 1, path), {"shards": {path.name: 100}, "train_tokens": 100_000}
         inputs[made] = Manifest(
             made, "tiny", made_plan.fingerprint, made_plan.identity, {}, (file,), {}, facts, "tiny-1", 1, 1.0
         )
