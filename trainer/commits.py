@@ -27,10 +27,12 @@ class TrainState:
     val_loss: float | None = None
     loss_scale: float | None = None  # fp16 only
     loss_scale_growth: int = 0
-    # A run that resumes on as many ranks and the same devices keeps the size, to add gradients in the same order.
+    # A run that resumes on as many ranks, the same devices and with the same settings that decide the memory of a
+    # sequence keeps the size, to add gradients in the same order.
     micro_batch_size: int = 0
     world_size: int = 0
     devices: str = ""
+    memory_settings: str = ""
     health: Health = field(default_factory=Health)
     rollbacks: tuple[tuple[int, int], ...] = ()  # (step that the run returned to, steps of data that it skips there)
 

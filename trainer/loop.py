@@ -66,6 +66,7 @@ def train(
         fit = choose_micro_batch(engine, model_config, config, runtime, state, world)
         state.micro_batch_size = fit.micro_batch_size
         state.world_size, state.devices = world.world_size, devices_of(world)
+        state.memory_settings = memory_settings(engine, runtime)
         checkpointer.prepare(engine.pieces())
         log_start(engine, model_config, state, fit, world, log)
         save_clock = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
@@ -256,12 +257,13 @@ def choose_micro_batch(
 ) -> Fit:
     """The micro-batch size: the configured one; with `auto`, the largest that fits.
 
-    A run with `auto` that resumes on as many ranks and the same kinds of devices keeps its size: another size would add
-    gradients in another order. A collective call.
+    A run with `auto` that resumes on as many ranks and the same kinds of devices, with the same memory settings, keeps
+    its size: another size would add gradients in another order. A collective call.
     """
     if runtime.micro_batch_size != "auto":
         return Fit(runtime.micro_batch_size, f"micro-batches of up to {runtime.micro_batch_size}, as configured")
-    if state.micro_batch_size and (state.world_size, state.devices) == (world.world_size, devices_of(world)):
+    fitted = (state.world_size, state.devices, state.memory_settings)
+    if state.micro_batch_size and fitted == (world.world_size, devices_of(world), memory_settings(engine, runtime)):
         return Fit(state.micro_batch_size, f"micro-batches of {state.micro_batch_size}, as before the resume")
     share = -(-sequences_per_step(model, config) // world.world_size)  # the largest
     return fit_micro_batch(engine.accumulate, engine.loss, model, share, world)
@@ -270,6 +272,14 @@ def choose_micro_batch(
 def devices_of(world: World) -> str:
     """The kinds of devices of all ranks. A collective call."""
     return " and ".join(sorted(set(world.gather(device_name(world.device)))))
+
+
+def memory_settings(engine: Engine, runtime: RuntimeConfig) -> str:
+    """The choices besides the device that decide how much memory a micro-batch takes."""
+    options = ", ".join(
+        f"{name} {getattr(runtime, name)}" for name in ("recompute", "data_parallel", "reduce_dtype", "deterministic")
+    )
+    return f"{engine.why}; {engine.precision}; {options}"
 
 
 def resume(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, micro_batch_
 from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.fit import fit_micro_batch, largest_that_fits, peak_bytes
-from trainer.loop import choose_micro_batch
+from trainer.loop import choose_micro_batch, memory_settings
 from trainer.parallel import World
 
+CPU = torch.device("cpu")
 MODEL = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=100)
 
 
@@ -111,5 +113,20 @@ def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None
         (2, "cpu", found),
         (1, "NVIDIA H200 (sm_90)", found),
     ):
-        state = TrainState(micro_batch_size=3, world_size=ranks, devices=devices)
+        settings = memory_settings(engine, runtime)
+        state = TrainState(micro_batch_size=3, world_size=ranks, devices=devices, memory_settings=settings)
         assert choose_micro_batch(engine, MODEL, train, runtime, state, world).why == why
+
+
+@pytest.mark.parametrize("change", [{"recompute": True}, {"engine": "compiled"}, {"data_parallel": "all_reduce"}])
+def test_a_resumed_run_measures_again_what_other_settings_leave_of_the_memory(change: dict[str, Any]) -> None:
+    world, train = World(0, 0, 1, CPU), TrainConfig(batch_tokens=48 * MODEL.block_size, max_steps=1, learning_rate=1.0)
+    state = TrainState(micro_batch_size=3, world_size=1, devices="cpu")
+    found = []
+    for changes in ({}, {}, change):
+        runtime = RuntimeConfig(**{"micro_batch_size": "auto", **changes})
+        engine = make_engine(MODEL, train, runtime, world)
+        fit = choose_micro_batch(engine, MODEL, train, runtime, state, world)
+        found.append(fit.why.endswith("as before the resume"))
+        state.memory_settings = memory_settings(engine, runtime)
+    assert found == [False, True, False]
