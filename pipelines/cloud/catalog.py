@@ -13,6 +13,9 @@ from trainer.errors import UserError
 
 CLOUDS = ("aws", "gcp", "lambda")  # the default of `plan --cloud`: the clouds that the extra `cloud` installs
 
+# Why an account's zone names are unknown, by cloud. Its offers then have the public names of zones.
+account_errors: dict[str, str] = {}
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -48,18 +51,39 @@ def offers(cloud: str, node: str, region: str | None = None) -> list[Offer]:
         ) from error
     if cloud not in constants.ALL_CLOUDS:
         raise UserError(f"{cloud}: SkyPilot knows no such cloud; it is one of {', '.join(constants.ALL_CLOUDS)}")
-    # An account has zone names of its own; without one the decorator uses the public names.
-    read = catalog.fallback_to_default_catalog(read_offers)
     try:
         with silent_sky():
-            return sorted(
-                read(catalog, cloud, node, region), key=lambda o: (o.usd_per_hour, o.region, o.zone or "", o.instance)
-            )
+            found = read_with_public_zones_if_needed(catalog, cloud, node, region)
+            return sorted(found, key=lambda o: (o.usd_per_hour, o.region, o.zone or "", o.instance))
     except (OSError, ImportError) as error:
         raise UserError(
             f"{cloud}: there is no price list of it here and none can be fetched ({type(error).__name__}); "
             "SkyPilot needs the network once"
         ) from error
+
+
+def read_with_public_zones_if_needed(catalog: Any, cloud: str, node: str, region: str | None) -> list[Offer]:
+    """`read_offers` with the account's zones, or with the public ones.
+
+    An AWS account has zone names of its own, which SkyPilot asks EC2 for as soon as there are keys. Prices need none,
+    so keys that can't ask, such as those of another S3 service, must not fail the plan.
+    """
+    read = catalog.fallback_to_default_catalog(read_offers)
+    try:
+        return read(catalog, cloud, node, region)
+    except (OSError, ImportError, UserError):
+        raise
+    except Exception as error:  # of botocore, and of pandas where EC2's answer is a strange one
+        if cloud != "aws" or cloud in account_errors:
+            raise
+        from sky.catalog import aws_catalog
+
+        reason = " ".join(str(error).split())[:120]
+        account_errors[cloud] = (
+            f"{cloud}: prices are by public zones; these keys can't ask EC2 for their own ({reason})"
+        )
+        aws_catalog._user_df = aws_catalog._default_df  # SkyPilot has no other way to read it with unusable keys
+        return read(catalog, cloud, node, region)
 
 
 @contextmanager

@@ -142,18 +142,19 @@ def report_all(findings: Iterable[Finding], report: Report) -> None:
 
 
 def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
-    """The job without the machines of clouds that SkyPilot may not use, and a finding for each task."""
+    """The job without the machines of clouds that SkyPilot may not use, and a finding for each group of like tasks."""
     enabled = enabled_clouds()
 
     def usable(machine: MachineRequest) -> bool:
         return {"k8s": "kubernetes"}.get(machine.cloud, machine.cloud) in enabled
 
-    findings, tasks = [], []
+    tasks_of: dict[Finding, list[str]] = {}
     for task in job.tasks:
         finding = clouds_allow([machine.cloud for machine in task.machines], enabled)
-        findings.append(replace(finding, what=f"clouds for {task.name}"))
-        tasks.append(replace(task, machines=tuple(filter(usable, task.machines))))
-    return replace(job, tasks=tuple(tasks)), findings
+        tasks_of.setdefault(finding, []).append(task.name)
+    findings = [replace(finding, what=f"clouds for {', '.join(names)}") for finding, names in tasks_of.items()]
+    tasks = tuple(replace(task, machines=tuple(filter(usable, task.machines))) for task in job.tasks)
+    return replace(job, tasks=tasks), findings
 
 
 # Submission

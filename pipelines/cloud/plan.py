@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, find
-from pipelines.cloud.catalog import CLOUDS, Offer, offers
+from pipelines.cloud.catalog import CLOUDS, Offer, account_errors, offers
 from pipelines.cloud.throughput import (
     SECONDS_PER_LAYER,
     MeasuredRun,
@@ -145,7 +145,10 @@ class Limits:
         return hours <= (self.hours or math.inf) and usd <= (self.usd or math.inf)
 
     def __str__(self) -> str:
-        parts = [f"{self.hours:g} h" if self.hours else "", f"${self.usd:g}" if self.usd else ""]
+        parts = [
+            hours_text(self.hours) if self.hours else "",
+            f"${self.usd:,.2f}".removesuffix(".00") if self.usd else "",
+        ]
         return " and ".join(filter(None, parts))
 
 
@@ -234,7 +237,7 @@ def offers_by_node(kinds: Iterable[str], clouds: Iterable[str]) -> tuple[dict[st
             errors.append(error)
     if len(errors) == len(clouds):
         raise errors[0]
-    return found, [str(error) for error in errors]
+    return found, [*map(str, errors), *account_errors.values()]
 
 
 def cheapest_offers(found: Iterable[Offer]) -> list[Offer]:
@@ -438,8 +441,14 @@ def nearest_note(candidates: list[Candidate], limits: Limits) -> str:
     next_best = min(candidates, key=excess)
     return (
         f"no machine is within {limits}; the nearest is {next_best.offer.cloud} {next_best.offer.instance} "
-        f"{next_best.offer.market}: {next_best.hours:.1f} h, ${next_best.usd:,.2f}"
+        f"{next_best.offer.market}: {hours_text(next_best.hours)}, ${next_best.usd:,.2f}"
     )
+
+
+def hours_text(hours: float) -> str:
+    """36 h, 1 h 30 min or 5 min: to the minute, because seconds pass between a request and its check."""
+    whole, minutes = divmod(round(60 * hours), 60)
+    return " ".join(filter(None, [f"{whole} h" if whole else "", f"{minutes} min" if minutes or not whole else ""]))
 
 
 DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?")

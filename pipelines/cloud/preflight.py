@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 
+from pipelines.cloud.catalog import parse_node
 from pipelines.cloud.checks import (
     Finding,
     broken,
@@ -25,14 +26,16 @@ from pipelines.text.sources import documents
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
 
-# The names of the quotas. They count vCPUs or GPUs, and a new account has none.
-QUOTAS = {
-    "aws": "needs the quota 'All P5 Spot Instance Requests' (192 vCPUs a node of 8 H100s), 'Running On-Demand P "
-    "instances' without spot",
-    "gcp": "needs the quotas 'Preemptible NVIDIA H100 GPUs' and 'GPUs (all regions)', 8 a node",
-    "azure": "needs the quota of the NDv5 family, 96 vCPUs a node",
-    "lambda": "has no quota, but often no free 8xH100; the job waits until there is one",
+# AWS's quotas count the vCPUs of a family of machines, by their GPU; its spot quotas know more families.
+AWS_FAMILIES = {
+    **dict.fromkeys(("H100", "H200"), ("P5", "P")),
+    **dict.fromkeys(("A100", "A100-80GB", "V100", "V100-32GB"), ("P4, P3 and P2", "P")),
+    **dict.fromkeys(("L4", "L40S", "A10G", "T4"), ("G and VT", "G and VT")),
 }
+AWS_VCPUS = {
+    **dict.fromkeys(("H100:8", "H200:8"), 192), "H100:1": 16,
+    **dict.fromkeys(("A100:8", "A100-80GB:8"), 96), **dict.fromkeys(("L4:1", "A10G:1", "T4:1", "L40S:1"), 4),
+}  # fmt: skip
 
 
 def preflight(
@@ -57,9 +60,7 @@ def preflight(
         yield Finding(
             "mlflow", "none", "note", "the store keeps all metrics; set MLFLOW_TRACKING_URI to mirror them to a server"
         )
-    for cloud in QUOTAS if "train" in stages else []:
-        if cloud in clouds:
-            yield Finding("quota", f"{cloud} {QUOTAS[cloud]}", "note")
+    yield from quotas(job)
 
 
 def skypilot_installed() -> Finding:
@@ -162,6 +163,34 @@ def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:
             )
         elif remote and "://" in value and is_private(value):
             yield Finding("network", f"{name}={value}", "note", "a private address: the nodes must be in its network")
+
+
+def quotas(job: ManagedJob) -> Iterator[Finding]:
+    """The quotas that the job's GPUs need, by cloud. A new account has none."""
+    needed: dict[str, list[str]] = {}
+    for task in job.tasks:
+        for machine in task.machines:
+            if machine.accelerators and not machine.is_own:
+                quota = quota_of(machine.cloud, machine.accelerators, machine.use_spot, task.num_nodes)
+                needed.setdefault(machine.cloud, []).append(quota)
+    for cloud, named in needed.items():
+        verb = "has no quota, but often no free" if cloud == "lambda" else "needs"
+        yield Finding("quota", f"{cloud} {verb} {'; '.join(dict.fromkeys(named))}", "note")
+
+
+def quota_of(cloud: str, gpus: str, spot: bool, nodes: int) -> str:
+    """The quota of `nodes` machines with these GPUs, as the cloud names it."""
+    gpu, count = parse_node(gpus)
+    if cloud == "aws":
+        spot_family, family = AWS_FAMILIES.get(gpu, (f"{gpu}'s family", f"{gpu}'s family"))
+        vcpus = AWS_VCPUS.get(gpus)
+        size = f" ({nodes * vcpus} vCPUs)" if vcpus else ""
+        name = f"All {spot_family} Spot Instance Requests" if spot else f"Running On-Demand {family} instances"
+        return f"'{name}'{size}"
+    if cloud == "gcp":
+        kind = f"NVIDIA {gpu.replace('-', ' ')} GPUs"
+        return f"'{'Preemptible ' if spot else ''}{kind}' and 'GPUs (all regions)' ({nodes * count})"
+    return f"{nodes} x {gpus}"
 
 
 def image(request: LaunchRequest, secrets: Mapping[str, str]) -> Finding:

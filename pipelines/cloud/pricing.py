@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.cloud.catalog import Offer, offers
+from pipelines.cloud.catalog import Offer, account_errors, offers
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.deadline import LEAST_SLACK_SECONDS
 from pipelines.cloud.plan import (
@@ -115,19 +115,23 @@ def with_prices(job: ManagedJob, request: LaunchRequest, report: Report) -> Mana
     UserError for a budget if a price is unknown.
     """
     tasks = []
+    unpriced: dict[str, list[str]] = {}  # tasks by reason: equal complaints are one
     for task in (in_trial_order(task, lowest_price) for task in job.tasks):
         rows: list[PriceRow] = []
-        unpriced = []
         for machine in task.machines:
             try:
                 rows += price_rows(machine)
             except UserError as error:
-                unpriced.append(f"{task.name} on {machine.infra}: {error}")
-        if unpriced and request.budget is not None:
-            raise UserError(f"--budget: can't be promised where a price is unknown: {unpriced[0]}")
-        for reason in unpriced:
-            report(Finding("price", reason, "note", "every sum lists its hours separately"))
+                names = unpriced.setdefault(f"on {machine.infra}: {error}", [])
+                names += [task.name] if task.name not in names else []
         tasks.append(replace(task, envs={**task.envs, "SKYTRAIN_PRICES": prices_json(rows)}))
+    reasons = [f"{', '.join(names)} {where}" for where, names in unpriced.items()]
+    if reasons and request.budget is not None:
+        raise UserError(f"--budget: can't be promised where a price is unknown: {reasons[0]}")
+    for reason in reasons:
+        report(Finding("price", reason, "note", "every sum lists its hours separately"))
+    for reason in account_errors.values():
+        report(Finding("price", reason, "note"))
     return replace(job, tasks=tuple(tasks))
 
 

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,42 @@ def test_offers_are_the_catalogs_prices_by_region_and_for_spot_by_zone(tmp_path:
     assert found["gcp H200:8"] == []
     assert found["azure H100:8"].startswith("azure: there is no price list of it here and none can be fetched")
     assert found["nocloud H100:8"].startswith("nocloud: SkyPilot knows no such cloud")
+
+
+WHO = """<GetCallerIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><GetCallerIdentityResult>
+<Arn>arn:aws:iam::123456789012:user/bucket</Arn><UserId>AIDA</UserId><Account>123456789012</Account>
+</GetCallerIdentityResult><ResponseMetadata><RequestId>1</RequestId></ResponseMetadata></GetCallerIdentityResponse>"""
+
+
+class OnlyAnIdentity(BaseHTTPRequestHandler):
+    """An S3 service other than Amazon's, as AWS_ENDPOINT_URL names it: it has no EC2."""
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        known = "GetCallerIdentity" in asked
+        body = (WHO if known else "<html>not found</html>").encode()
+        self.send_response(200 if known else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_keys_without_ec2_in_reach_still_get_a_plan_and_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("sky", reason="needs skypilot (pip)")
+    write_catalog(tmp_path)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OnlyAnIdentity)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = os.environ | sky_environment(tmp_path) | {"SKYTRAIN_HOME": str(tmp_path / "home")}
+    environment |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "HTTPS_PROXY": "http://127.0.0.1:1"}
+    environment |= {"AWS_ACCESS_KEY_ID": "an id", "AWS_SECRET_ACCESS_KEY": "a key", "AWS_DEFAULT_REGION": "us-east-1"}
+    command = [sys.executable, "-m", "pipelines.cli", "plan", "gpt2-124m", "--cloud", "--infra", "aws"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    server.shutdown()
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "p5.48xlarge" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "EC2" in line]
+    assert line.startswith("aws: prices are by public zones")

@@ -138,9 +138,9 @@ def test_the_cheapest_that_meets_the_limits_is_chosen(limits: Limits, chosen: in
 @pytest.mark.parametrize(
     ("limits", "nearest"),
     [
-        (Limits(hours=9), "within 9 h; the nearest is quick quick-8 on demand: 10.0 h, $300.00"),
-        (Limits(usd=90), "within $90; the nearest is slow slow-8 on demand: 40.0 h, $100.00"),
-        (Limits(16, 120), "within 16 h and $120; the nearest is middle middle-8 on demand: 20.0 h, $150.00"),
+        (Limits(hours=9), "within 9 h; the nearest is quick quick-8 on demand: 10 h, $300.00"),
+        (Limits(usd=90), "within $90; the nearest is slow slow-8 on demand: 40 h, $100.00"),
+        (Limits(16, 120), "within 16 h and $120; the nearest is middle middle-8 on demand: 20 h, $150.00"),
     ],
 )
 def test_where_nothing_meets_the_limits_the_nearest_is_named(limits: Limits, nearest: str) -> None:
@@ -158,6 +158,11 @@ def test_a_deadline_can_be_a_duration_or_a_date(text: str, hours: float) -> None
 def test_an_invalid_deadline_is_refused_with_examples(text: str) -> None:
     with pytest.raises(UserError, match="write 36h, 2d, 90m or 1d12h"):
         parse_hours(text)
+
+
+def test_limits_are_shown_to_the_minute_and_the_cent() -> None:
+    assert str(Limits(hours=35.9992)) == "36 h" and str(Limits(1.5, 200)) == "1 h 30 min and $200"
+    assert str(Limits(hours=0.75, usd=12.3456)) == "45 min and $12.35"
 
 
 # --- all of it, with stand-ins for the catalog

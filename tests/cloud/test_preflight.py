@@ -9,7 +9,7 @@ from cloud_support import KEYS
 
 from pipelines.artifacts.store import S3Store
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.preflight import credentials, preflight, skypilot_installed
+from pipelines.cloud.preflight import credentials, preflight, quotas, skypilot_installed
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
@@ -52,8 +52,8 @@ def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
     assert found("H100:1") is None
     for own_count in ("runtime.processes=1", "runtime.device=cpu"):
         assert found("H100:8", own_count) is None
-    shared = found("H100:8", nodes=2)
-    assert shared and shared.state == "broken" and "2 x H100:8: train.batch_tokens: " in shared.seen
+    shared = found("H100:8", nodes=3)  # a step has 16 sequences
+    assert shared and shared.state == "broken" and "3 x H100:8: train.batch_tokens: " in shared.seen
     assert found("H100:1", "train.precision=fp8") is None
     old = found("V100:1", "train.precision=fp8")
     assert old and "1 x V100:1: no hardware for train.precision fp8" in old.seen
@@ -93,3 +93,22 @@ def test_a_path_that_skypilot_does_not_quote_is_reported(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "executable", "/a place/bin/python")
     finding = skypilot_installed()
     assert finding.state == "note" and "/a place/bin/python" in finding.seen
+
+
+def test_the_quotas_named_are_those_of_the_gpus_asked_for() -> None:
+    def named(stages: tuple[str, ...] = ("train",), **options: Any) -> dict[str, str]:
+        job = managed_job(LaunchRequest("tiny-12345678", "s3://bucket/prefix", **options), stages)
+        return {finding.seen.partition(" ")[0]: finding.seen.partition(" ")[2] for finding in quotas(job)}
+
+    assert named() == {
+        "aws": "needs 'All P5 Spot Instance Requests' (192 vCPUs)",
+        "gcp": "needs 'Preemptible NVIDIA H100 GPUs' and 'GPUs (all regions)' (8)",
+        "lambda": "has no quota, but often no free 1 x H100:8",
+    }
+    small = named(gpus="L4:1", spot=False)
+    assert small["aws"] == "needs 'Running On-Demand G and VT instances' (4 vCPUs)"
+    assert small["gcp"] == "needs 'NVIDIA L4 GPUs' and 'GPUs (all regions)' (1)"
+    assert named(gpus="A100-80GB:8", nodes=2)["gcp"].endswith("A100 80GB GPUs' and 'GPUs (all regions)' (16)")
+    both = named(("train", "evaluate"))["aws"]
+    assert both.count("P5") == 1 and "'All G and VT Spot Instance Requests' (4 vCPUs)" in both
+    assert named(infra="slurm/here") == {} and named(("tokenize", "export")) == {}
