@@ -27,7 +27,7 @@ class StagePlan:
     exists: bool
     sibling: str | None = None  # prefix of the finished artifact of the same name that differs in the fewest fields
     differs: Mapping[str, tuple[Any, Any]] | None = None  # field -> its value here and in the sibling
-    why: str | None = None  # the reason if it does not exist
+    why: str | None = None  # the reason if it does not exist, and something of its name does
 
     def to_json(self) -> dict[str, Any]:
         values = without_none(asdict(self))
@@ -118,8 +118,7 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
         return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
     sibling, differs = nearest_sibling(store, plan)
     if sibling is None:
-        why = f"the store has no other {plan.label} to compare with"
-        return StagePlan(plan.prefix, plan.fingerprint, exists=False, why=why)
+        return StagePlan(plan.prefix, plan.fingerprint, exists=False)
     fields = [f"{field}: {shortened(a)} here, {shortened(b)} there" for field, (a, b) in differs.items()]
     more = f" and {len(fields) - 3} more fields" if len(fields) > 3 else ""
     why = f"differs from {sibling.prefix} in {'; '.join(fields[:3])}{more}"

@@ -5,8 +5,10 @@ launch is in `launches/<run>.json`, from which `resume` launches it again.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import ArtifactPlan
@@ -28,14 +30,16 @@ from pipelines.cloud.skypilot import (
 from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, managed_job
 from pipelines.cloud.throughput import trains_on_a_small_gpu
 from pipelines.recipe import Recipe
-from pipelines.stage import missing
+from pipelines.stage import STAGES, missing
 from pipelines.tracking.runs import record
 from pipelines.tracking.stop_request import clear_stop_request
 from trainer.errors import UserError
-from trainer.store import Store
+from trainer.store import LocalStore, Store
 
 if TYPE_CHECKING:
     from sky import Dag
+
+NOTHING = LocalStore(Path("no such folder"))  # a store without anything; nobody writes to it
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Launch:
     stages: list[str]  # that are missing, without those of `here`
     job: ManagedJob  # as requested, with all machines and without prices
     here: tuple[str, ...] = ()  # missing stages for which only this machine has the text: they run before the launch
+    unread: bool = False  # the store can't be read, and every stage counts as missing
 
     @property
     def question(self) -> str:
@@ -58,11 +63,16 @@ class Launch:
 
 
 def planned_launch(
-    request: LaunchRequest, recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store, secrets: Mapping[str, str]
+    request: LaunchRequest,
+    recipe: Recipe,
+    plans: dict[str, ArtifactPlan],
+    store: Store,
+    secrets: Mapping[str, str],
+    unread: bool = False,
 ) -> Launch | None:
     """None if no stage is missing. UserError for a request that no machine can fulfil."""
     check_places(request.infra)
-    stages = missing(store, plans, request.until)
+    stages = list(STAGES[: STAGES.index(request.until) + 1]) if unread else missing(store, plans, request.until)
     if not stages:
         return None
     job = managed_job(request, stages, recipe.tokens.parts, trains_on_a_small_gpu(recipe))
@@ -74,7 +84,7 @@ def planned_launch(
             f"skytrain run RECIPE --stage tokenize --store {store.uri}"
         )
     job = replace(job, tasks=tuple(task for task in job.tasks if task.name in stages))
-    return Launch(request, recipe, plans, store, secrets, stages, job, here)
+    return Launch(request, recipe, plans, store, secrets, stages, job, here, unread)
 
 
 # Checks
@@ -104,31 +114,51 @@ def check_places(infra: str | None) -> None:
 
 
 def checked_job(
-    launch: Launch, report: Report, note: Callable[[str], None], may_start_server: bool = True
-) -> "tuple[ManagedJob, Dag]":
+    launch: Launch, report: Report, note: Callable[[str], None], errors: list[UserError] | None = None
+) -> "tuple[ManagedJob, Dag | None]":
     """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's.
 
-    `report` gets every finding and the plan, as they come; `note` gets a line when SkyPilot's API server starts. A
-    server that is not up starts only with `may_start_server`. UserError for a problem that would keep the job from
-    running.
+    `report` gets every finding and the plan, as they come; `note` gets a line when SkyPilot's API server starts.
+    UserError for a problem that would keep the job from running. A dry run gives a list for these `errors`: then all
+    checks are made, the prices too, and no server starts.
     """
     request, store = launch.request, launch.store
-    report_all(preflight(launch.job, request, launch.recipe, store, launch.secrets), report)
-    job, ask = launch.job, may_start_server or api_server_is_up()
+    with collected(errors):
+        report_all(preflight(launch.job, request, launch.recipe, store, launch.secrets), report)
+    job, dag, ask = launch.job, None, errors is None or api_server_is_up()
     if ask:
-        reach_api_server(note)
-        job, findings = on_enabled_clouds(job)
-        report_all(findings, report)
-        refuse_second_launch(store, request.run)
+        with collected(errors):
+            reach_api_server(note)
+            enabled, findings = on_enabled_clouds(job)
+            report_all(findings, report)
+            job = enabled
+            refuse_second_launch(store, request.run)
     else:
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))
-    job = within_limits(job, request, launch.recipe, launch.plans, store, report)
-    job = with_prices(job, request, report)
-    dag = dag_of(job, launch.secrets)
-    if ask:
-        ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in job.clouds))  # their plan was reported
+    if launch.unread:
+        report(Finding("store", "it can't be read, so the plan counts every stage as missing", "note"))
+    with collected(errors):
+        state = NOTHING if launch.unread else store
+        job = within_limits(job, request, launch.recipe, launch.plans, state, report)
+    with collected(errors):
+        job = with_prices(job, request, report)
+    with collected(errors):
+        dag = dag_of(job, launch.secrets)
+        if ask and not errors:
+            ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in job.clouds))  # their plan was reported
     return job, dag
+
+
+@contextmanager
+def collected(errors: list[UserError] | None) -> Iterator[None]:
+    """Add a UserError of the block to `errors`; None: it is raised."""
+    try:
+        yield
+    except UserError as error:
+        if errors is None:
+            raise
+        errors.append(error)
 
 
 def report_all(findings: Iterable[Finding], report: Report) -> None:

@@ -9,7 +9,8 @@ ledger keeps the run's actual cost; nothing here enters it.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -38,6 +39,7 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, tokens_before
 from trainer.errors import UserError
 from trainer.store import Store
 
+WITHOUT_QUOTA = ("lambda",)  # clouds that let a new account rent any GPU that is free
 TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # the default of --gpus
 # As in sky/*.yaml.
 SMALL_NODES = {"tokenize": ("cpus:16,memory:32",), "evaluate": ("L4:1", "A10:1"), "export": ("cpus:4,memory:16",)}
@@ -180,7 +182,9 @@ def cloud_plan(
     demand.
     """
     train_nodes = list(train_nodes or (SMALL_NODES["evaluate"] if trains_on_a_small_gpu(recipe) else TRAIN_NODES))
-    found, notes = offers_by_node([*train_nodes, *(n for small in SMALL_NODES.values() for n in small)], clouds)
+    clouds, single = list(clouds), list(dict.fromkeys(f"{node.partition(':')[0]}:1" for node in train_nodes))
+    small_nodes = (node for kinds in SMALL_NODES.values() for node in kinds)
+    found, notes = offers_by_node(dict.fromkeys([*train_nodes, *single, *small_nodes]), clouds)
     for_training = cheapest_offers(offer for node in train_nodes for offer in found[node])
     if not for_training:
         raise UserError(f"plan --cloud: none of {', '.join(clouds)} offers {', '.join(train_nodes)}")
@@ -193,7 +197,28 @@ def cloud_plan(
     on_demand = [offer for offer in for_training if not offer.spot]
     if limits.hours and "train" in work.stages and on_demand and len(on_demand) < len(for_training):
         by_stage["evaluate"], node_counts["evaluate"] = on_demand, nodes
-    return compare_offers(work, by_stage, node_counts, limits, notes)
+    plan = compare_offers(work, by_stage, node_counts, limits, notes)
+    if nodes > 1 or set(single) <= set(train_nodes):
+        return plan
+    alone = cheapest_offers(offer for node in single for offer in found[node] if offer.cloud in WITHOUT_QUOTA)
+    return replace(plan, notes=(*plan.notes, *single_gpu_note(work, alone, by_stage, node_counts, limits)))
+
+
+def single_gpu_note(
+    work: Workload, found: list[Offer], by_stage: OffersByStage, node_counts: Mapping[str, int], limits: Limits
+) -> Iterator[str]:
+    """The cheapest machine with one GPU within the limits, for users without a quota for more."""
+    fitting = []
+    for offer in found:
+        with suppress(UserError):
+            fitting.append(candidate(work, offer, by_stage, node_counts))
+    if fitting := [one for one in fitting if limits.met_by(one.hours, one.usd)]:
+        best = min(fitting, key=lambda one: one.usd)
+        yield (
+            f"without a quota: one {(best.offer.accelerators or '').partition(':')[0]} at {best.offer.cloud}, "
+            f"{hours_text(best.hours)} and ${best.usd:,.2f} in all: --gpus {best.offer.accelerators} "
+            f"--infra {best.offer.cloud}"
+        )
 
 
 def compare_offers(

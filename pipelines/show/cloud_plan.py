@@ -1,17 +1,32 @@
 """The output of `plan --cloud`, and of a launch before its question."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from rich.markup import escape
 from rich.table import Table
 
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.plan import Candidate, CloudPlan, PlanWithoutTraining, StageEstimate
-from pipelines.show.console import console
+from pipelines.show.console import console, terminal_width, wrapped
 from pipelines.show.findings import print_finding
 
-LEFT = ("train on", "zone", "machine", "GPUs", "market")
-RIGHT = ("$/h", "tokens/s", "train", "preempted", "in all")
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. A terminal that is too narrow for all does without the one of the highest rank first."""
+
+    head: str
+    cells: list[str]
+    rank: int = 0  # 0: always shown
+    right: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.head, *self.cells)))
+
+
+GAP = 2  # between two columns
 
 
 def print_launch_report(reported: Finding | CloudPlan | PlanWithoutTraining) -> None:
@@ -26,62 +41,87 @@ def print_launch_report(reported: Finding | CloudPlan | PlanWithoutTraining) -> 
 
 def print_cloud_plan(plan: CloudPlan) -> None:
     out = console()
-    table = Table(box=None, pad_edge=False)
-    for name in LEFT:
-        table.add_column(name)
-    for name in RIGHT:
-        table.add_column(name, justify="right")
-    table.add_column("")
-    for i, candidate in enumerate(plan.candidates):
-        table.add_row(*map(escape, cells(candidate)), style="bold" if i == plan.chosen else None)
     out.print()
-    out.print(table)
+    out.print(table_within(terminal_width(), columns_of(plan.candidates), bold=plan.chosen))
+    for candidate in plan.candidates:
+        if candidate.marks:
+            out.print(wrapped(f"{', '.join(candidate.marks)}: {name_of(candidate)}"))
     if others := {stage: one for stage, one in plan.candidates[0].estimates.items() if stage != "train"}:
-        out.print("[dim]also included in the sums:[/]")
+        out.print("[dim]also included in all hours and dollars:[/]")
         out.print(stages_table(others))
     for line in dict.fromkeys(f"{c.speed.kind}: {c.speed.source}" for c in plan.candidates):
-        out.print(f"[dim]tokens/s {escape(line)}[/]")
+        out.print(f"[dim]{wrapped(f'tokens/s {line}')}[/]")
     for line in plan.assumed:
-        out.print(f"[dim]assumed: {escape(line)}[/]")
+        out.print(f"[dim]{wrapped(f'assumed: {line}')}[/]")
     for note in plan.notes:
-        out.print(f"[yellow]{escape(note)}[/]")
+        out.print(f"[yellow]{wrapped(note)}[/]")
 
 
-def cells(candidate: Candidate) -> list[str]:
-    offer, train, speed = candidate.offer, candidate.estimates["train"], candidate.speed
+def columns_of(candidates: Iterable[Candidate]) -> list[Column]:
+    """The table of a plan. Hours and dollars are of all stages, but for those of training."""
+    rows = [(c, c.offer, c.estimates["train"]) for c in candidates]
     return [
-        offer.cloud,
-        offer.zone or offer.region,
-        offer.instance,
-        f"{candidate.nodes} x {offer.accelerators}",
-        offer.market,
-        f"{candidate.nodes * offer.usd_per_hour:,.2f}",
-        f"{'' if speed.kind == 'measured' else '~'}{speed.tokens_per_second:,.0f}",
-        estimate_text(train),
-        f"{train.preemptions:.1f} x" if offer.spot else "",
-        f"{candidate.hours:.2f} h  ${candidate.usd:,.2f}",
-        ", ".join(candidate.marks),
+        Column("cloud", [offer.cloud for _, offer, _ in rows]),
+        Column("zone", [offer.zone or offer.region for _, offer, _ in rows], 5),
+        Column("machine", [offer.instance for _, offer, _ in rows], 3),
+        Column("GPUs", [gpus_of(c) for c, _, _ in rows]),
+        Column("market", [offer.market for _, offer, _ in rows]),
+        Column("$/h", [f"{c.nodes * offer.usd_per_hour:,.2f}" for c, offer, _ in rows], 0, True),
+        Column("tokens/s", [speed_text(c) for c, _, _ in rows], 0, True),
+        Column("preempted", [f"{train.preemptions:.1f} x" if offer.spot else "" for _, offer, train in rows], 4, True),
+        Column("train h", [f"{train.hours:.2f}" for _, _, train in rows], 2, True),
+        Column("train $", [f"{train.usd:,.2f}" for _, _, train in rows], 1, True),
+        Column("all h", [f"{c.hours:.2f}" for c, _, _ in rows], 0, True),
+        Column("all $", [f"{c.usd:,.2f}" for c, _, _ in rows], 0, True),
     ]
+
+
+def table_within(width: int, shown: list[Column], bold: int | None = None) -> Table:
+    """A table of at most `width` characters, as long as its columns of rank 0 fit."""
+    while (widest := max(shown, key=lambda column: column.rank)).rank:
+        if sum(column.width + GAP for column in shown) - GAP <= width:
+            break
+        shown = [column for column in shown if column is not widest]
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for column in shown:
+        table.add_column(column.head, justify="right" if column.right else "left", no_wrap=True)
+    for i, row in enumerate(zip(*(column.cells for column in shown), strict=True)):
+        table.add_row(*map(escape, row), style="bold" if i == bold else None)
+    return table
+
+
+def name_of(candidate: Candidate) -> str:
+    return f"{candidate.offer.cloud} {candidate.offer.instance} {candidate.offer.market}"
+
+
+def gpus_of(candidate: Candidate) -> str:
+    """H100:8, or 2 x H100:8."""
+    gpus = candidate.offer.accelerators or ""
+    return gpus if candidate.nodes == 1 else f"{candidate.nodes} x {gpus}"
+
+
+def speed_text(candidate: Candidate) -> str:
+    return f"{'' if candidate.speed.kind == 'measured' else '~'}{candidate.speed.tokens_per_second:,.0f}"
 
 
 def print_plan_without_training(plan: PlanWithoutTraining) -> None:
     out = console()
-    table = stages_table(plan.estimates)
-    table.add_row("in all", f"{plan.hours:.2f} h  ${plan.usd:,.2f}")
     out.print()
-    out.print(table)
+    out.print(stages_table(plan.estimates, ["in all", f"{plan.hours:.2f}", f"{plan.usd:,.2f}", ""]))
     for line in plan.assumed:
-        out.print(f"[dim]assumed: {escape(line)}[/]")
+        out.print(f"[dim]{wrapped(f'assumed: {line}')}[/]")
 
 
-def stages_table(estimates: Mapping[str, StageEstimate]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for stage, one in estimates.items():
-        machine = f"{one.offer.cloud} {one.offer.instance} {one.offer.market}" if one.offer else ""
-        machine = f"{one.nodes} x {machine}" if one.nodes > 1 else machine
-        table.add_row(stage, estimate_text(one), escape(machine))
-    return table
+def stages_table(estimates: Mapping[str, StageEstimate], *more: list[str]) -> Table:
+    """Hours, dollars and machine of each stage, and more rows."""
+    rows = [[stage, *estimate_cells(one)] for stage, one in estimates.items()]
+    heads = ("stage", "h", "$", "machine")
+    cells = zip(heads, map(list, zip(*rows, *more, strict=True)), strict=True)
+    return table_within(terminal_width(), [Column(head, column, right=head in "h$") for head, column in cells])
 
 
-def estimate_text(estimate: StageEstimate) -> str:
-    return "exists" if estimate.offer is None else f"{estimate.hours:.2f} h  ${estimate.usd:,.2f}"
+def estimate_cells(one: StageEstimate) -> list[str]:
+    if one.offer is None:
+        return ["exists", "", ""]
+    machine = f"{one.offer.cloud} {one.offer.instance} {one.offer.market}"
+    return [f"{one.hours:.2f}", f"{one.usd:,.2f}", f"{one.nodes} x {machine}" if one.nodes > 1 else machine]

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -133,7 +134,28 @@ def say(text: str, on_stderr: bool = False) -> None:
 
 def columns() -> int:
     """The width for text that has a choice: the terminal's, and at most 100."""
-    return min(CARD_COLUMNS, shutil.get_terminal_size((CARD_COLUMNS, 24)).columns)
+    return min(CARD_COLUMNS, terminal_width())
+
+
+def terminal_width() -> int:
+    """The width for tables, which drop columns; 100 without a terminal."""
+    return shutil.get_terminal_size((CARD_COLUMNS, 24)).columns
+
+
+def wrapped(text: str, indent: str = "  ") -> str:
+    """Text at the terminal's width, escaped as markup, its further lines indented. No word is broken."""
+    return escape(broken(text, columns(), indent))
+
+
+def hanging(text: str, indent: str) -> str:
+    """Plain text at the terminal's width, its further lines indented; as it is where there is no terminal."""
+    width = shutil.get_terminal_size((0, 0)).columns
+    return broken(typeable(text), width, indent) if width else text
+
+
+def broken(text: str, width: int, indent: str) -> str:
+    lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def typeable(text: str, quote: Callable[[str], str] = str) -> str:

@@ -1,14 +1,15 @@
 """The output of checks, and notes of verbs that have no screen."""
 
 from pipelines.cloud.checks import Finding
-from pipelines.show.console import say
+from pipelines.show.console import hanging, say
 
 MARKS = {"ok": "   ok", "note": "    .", "broken": "WRONG"}
 
 
 def finding_text(finding: Finding) -> str:
-    remedy = f"\n       -> {finding.remedy}" if finding.remedy else ""
-    return f"{MARKS[finding.state]}  {finding.what}: {finding.seen}{remedy}"
+    lines = [f"{MARKS[finding.state]}  {finding.what}: {finding.seen}"]
+    lines += [f"       -> {finding.remedy}"] if finding.remedy else []
+    return "\n".join(hanging(line, " " * (7 if i == 0 else 10)) for i, line in enumerate(lines))
 
 
 def image_finding_text(finding: Finding) -> str:

@@ -6,28 +6,32 @@ from rich.markup import escape
 
 from pipelines.cloud.here import RunHere
 from pipelines.plan import RunPlan
-from pipelines.show.console import console
+from pipelines.show.console import columns, console, wrapped
 
 
 def print_plan(plan: RunPlan) -> None:
     out = console()
-    out.print(f"[bold]{plan.run}[/] in {escape(plan.store)}")
+    out.print(wrapped(f"{plan.run} in {plan.store}"), style="bold")
     out.print(
-        f"{plan.parameters:,} parameters, {plan.steps:,} steps, {plan.tokens:,} tokens, "
-        f"{plan.flops:.2e} FLOPs (tokens x (6N + 12·L·C·T))"
+        wrapped(f"{plan.parameters:,} parameters, {plan.steps:,} steps, {plan.tokens:,} tokens, {plan.flops:.2e} FLOPs")
     )
     if text := plan.text:
-        about = "about " if text.estimated else ""
-        out.print(
-            f"text of {about}{text.tokens:,} tokens: {text.train_tokens:,} for training ({text.epochs:,.2f} epochs), "
-            f"{text.val_tokens:,} for validation ({text.val_tokens / text.tokens:.1%})"
-        )
+        size = f"text of {'about ' if text.estimated else ''}{text.tokens:,} tokens"
+        train = f"{text.train_tokens:,} for training ({text.epochs:,.2f} epochs)"
+        val = f"{text.val_tokens:,} for validation ({text.val_tokens / text.tokens:.1%})"
+        out.print(wrapped(f"{size}: {train}, {val}"))
         if text.warning:
-            out.print(f"[yellow]![/] {text.warning}")
+            out.print(f"[yellow]![/] {wrapped(text.warning)}")
     longest = max(len(stage.artifact) for stage in plan.stages.values())
     for name, stage in plan.stages.items():
-        state = "[green]✓ exists[/]" if stage.exists else f"to do: {escape(stage.why or '')}"
-        out.print(f"{name:8}  {stage.artifact:{longest}}  {state}")
+        begin, state = f"{name:8}  {stage.artifact:{longest}}", f"to do{f': {stage.why}' if stage.why else ''}"
+        if stage.exists:
+            out.print(f"{escape(begin)}  [green]✓ exists[/]")
+        elif len(begin) + 2 + len(state) <= columns():
+            out.print(escape(f"{begin}  {state}"))
+        else:
+            out.print(escape(begin.rstrip()))
+            out.print(wrapped(f"{'':10}{state}", " " * 10))
 
 
 def here_text(here: RunHere) -> Iterator[str]:

@@ -22,9 +22,11 @@ from pipelines.verbs.options import (
     set_tracking_options,
     store_uri,
 )
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.cloud.launch import Launch
+    from trainer.store import Store
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
@@ -87,7 +89,7 @@ def launch(
     from pipelines.cloud.shell import secrets_from_shell, variables_from_shell
     from pipelines.show.console import say
     from pipelines.stage import STAGES, planned, run_name
-    from trainer.errors import StoreUnavailable, UserError
+    from trainer.errors import StoreUnavailable
 
     one_of(stage, STAGES, "--stage")
     set_tracking_options(experiment, tag)
@@ -109,7 +111,8 @@ def launch(
             deadline=done_by,
             variables=variables,
         )
-        prepared = planned_launch(request, loaded, plans, opened, secrets)
+        unread = dry_run and not readable(opened)  # a dry run needs no credentials
+        prepared = planned_launch(request, loaded, plans, opened, secrets, unread)
         if prepared is None:
             say(f"{request.run}: every stage is in {opened.uri} already; nothing to launch")
         elif dry_run:
@@ -121,17 +124,30 @@ def launch(
 
 
 def print_dry_run(prepared: "Launch") -> None:
-    """The job on stdout and the findings on stderr. If a check fails: the job as requested, and its UserError."""
+    """The job on stdout, the findings and the plan on stderr. UserError at the end if a check failed."""
     from pipelines.cloud.launch import checked_job
     from pipelines.show.cloud_plan import print_launch_report
     from pipelines.show.findings import print_note_on_stderr
 
-    job = prepared.job
+    errors: list[UserError] = []
+    with redirect_stdout(sys.stderr):  # of SkyPilot, too
+        job, _ = checked_job(prepared, print_launch_report, print_note_on_stderr, errors)
+    print(job.to_yaml(prepared.secrets), end="", flush=True)
+    for error in errors[:-1]:
+        print_note_on_stderr(f"error: {error}")
+    if errors:
+        raise errors[-1]
+
+
+def readable(store: "Store") -> bool:
+    """Whether the store answers and accepts the credentials."""
+    from trainer.errors import StoreUnavailable
+
     try:
-        with redirect_stdout(sys.stderr):  # of SkyPilot, too
-            job, _ = checked_job(prepared, print_launch_report, print_note_on_stderr, may_start_server=False)
-    finally:
-        print(job.to_yaml(prepared.secrets), end="", flush=True)
+        store.get("runs/none.json")
+    except (StoreUnavailable, UserError):
+        return False
+    return True
 
 
 def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> None:
@@ -141,6 +157,7 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
     from pipelines.show.findings import print_note_on_stderr
 
     _, dag = checked_job(prepared, print_launch_report, print_note_on_stderr)
+    assert dag is not None
     if agree(prepared.question):
         for stage in prepared.here:
             run_here(prepared, stage)

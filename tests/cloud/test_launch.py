@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from cloud_support import KEYS, closed_port
@@ -140,8 +142,9 @@ def test_a_dry_run_prints_the_job_and_the_faults_of_a_launch(texts: Path) -> Non
     arguments.append(f"tokens.source={texts}/texts/*.txt")
     alone = KEYS | {"SKYPILOT_API_SERVER_ENDPOINT": closed_port()}
     unreachable = {"AWS_ENDPOINT_URL": closed_port(), "SKYTRAIN_STORE_SECONDS": "1"}
-    output = skytrain(texts, *arguments, "--store", "s3://bucket/prefix", **alone, **unreachable, expect=2)
-    assert "error: launch: get s3://bucket/prefix/" in output  # it has to read the state of the artifacts
+    done = given(texts, *arguments, "--store", "s3://bucket/prefix", "--infra", "slurm/here", **alone, **unreachable)
+    assert done.returncode == 2 and "WRONG  store: s3://bucket/prefix" in done.stderr
+    assert len(list(yaml.safe_load_all(done.stdout))) == 5 and "counts every stage as missing" in done.stderr
 
     done = given(texts, *arguments, "--infra", "slurm/here", **alone)
     header, *tasks = yaml.safe_load_all(done.stdout)
@@ -209,6 +212,31 @@ def test_a_wrong_place_is_the_only_line_of_a_dry_run(texts: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: --infra slurm/WRONG: there is no cluster in ~/.slurm/config")
+
+
+def test_a_dry_run_shows_prices_without_credentials_where_something_is_wrong_and_starts_no_server(texts: Path) -> None:
+    pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
+    write_catalog(texts)
+    mark = uuid.uuid4().hex
+    environment = sky_environment(texts) | {"HTTPS_PROXY": "http://127.0.0.1:1", "SKYTRAIN_TEST_RUN": mark}
+    environment |= {"SKYTRAIN_STORE_SECONDS": "1", "COLUMNS": "80"}
+    done = given(texts, "launch", "gpt2-124m", "--dry-run", "--store", "s3://bucket/prefix", **environment)
+    jobs = list(yaml.safe_load_all(done.stdout))
+    (train,) = (task for task in jobs if task["name"] == "train")
+    prices = {row["usd_per_hour"] for row in json.loads(train["envs"]["SKYTRAIN_PRICES"])}
+    assert done.returncode == 2 and {20.0, 31.92} <= prices
+    assert "WRONG  credentials" in done.stderr and "WRONG  store" in done.stderr and "all $" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: launch: 2 of the findings above")
+    assert "price: evaluate on gcp:" in done.stderr
+    assert max(map(len, done.stderr.splitlines()[:-1])) <= 80
+    assert [one.pid for one in psutil.process_iter() if environment_of(one) == mark] == []
+
+
+def environment_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get("SKYTRAIN_TEST_RUN", "")
+    except psutil.Error:
+        return ""
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -296,6 +297,35 @@ def test_with_a_stand_in_catalog_gpus_that_cannot_share_a_step_are_no_candidates
         planned(tmp_path, "smoke", clouds=("a",), train_nodes=("H100:8",), nodes=3)
     with pytest.raises(UserError, match="none of a offers B200:8"):
         planned(tmp_path, clouds=("a",), train_nodes=("B200:8",))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_with_a_stand_in_catalog_the_plan_fits_the_terminal_and_every_column_has_a_head(
+    market, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    plan = planned(tmp_path, "gpt2-1558m", clouds=("a", "lambda"), limits=Limits(usd=5000))
+    print_cloud_plan(plan)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    head, *rows = (re.split("  +", line.strip()) for line in lines[1 : 2 + len(plan.candidates)])
+    assert head[0] == "cloud" and head[-2:] == ["all h", "all $"]
+    for row, candidate in zip(rows, plan.candidates, strict=True):
+        assert len(row) in (len(head), len(head) - 1)  # on demand nothing is preempted
+        assert row[-2:] == [f"{candidate.hours:.2f}", f"{candidate.usd:,.2f}"]
+    assert "tokens/s" in head and (width < 160 or {"zone", "machine", "preempted", "train h", "train $"} <= set(head))
+    assert any(line.startswith("cheapest, cheapest within $5,000") for line in lines)
+
+
+def test_with_a_stand_in_catalog_users_without_quota_are_told_of_one_gpu(market, tmp_path: Path) -> None:
+    *_, note = planned(tmp_path, clouds=("a", "lambda"), train_nodes=("H100:8",)).notes
+    (alone,) = (
+        c for c in planned(tmp_path, clouds=("lambda",), train_nodes=("H100:1",)).candidates if c.offer.zone is None
+    )
+    assert note.startswith("without a quota: one H100 at lambda, ") and "--gpus H100:1 --infra lambda" in note
+    assert planned(tmp_path, clouds=("lambda",), train_nodes=("H100:1",)).notes == ()
+    assert planned(tmp_path, clouds=("a",), train_nodes=("H100:8",)).notes == ()
+    assert alone.hours > 4
 
 
 def test_with_a_stand_in_catalog_a_small_training_is_planned_on_a_small_gpu(market, tmp_path: Path) -> None:
