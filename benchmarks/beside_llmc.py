@@ -1,0 +1,133 @@
+"""The same training by skytrain and by llm.c: text, model, batch, schedule and validation tokens are equal.
+
+    python -m benchmarks.beside_llmc prepare FOLDER          # the text, recipe.yaml and llmc.sh
+    skytrain run FOLDER/recipe.yaml --store FOLDER/store     # tokenize, train, evaluate, export
+    sh FOLDER/llmc.sh SHARDS OUT                             # in llm.c's folder; SHARDS: the artifact of tokenize
+    python -m benchmarks.beside_llmc shuffle SHARDS NEW      # the same shards with their windows in random order
+    python -m benchmarks.beside_llmc table LOG [LOG …]       # val losses by step, of main.log or metrics.jsonl
+
+The text is the Python code of the packages that constraints.txt pins, 22,206 files in a random order: it is there after
+`make install`. llm.c (github.com/karpathy/llm.c) is built with `make train_gpt2cu USE_CUDNN=1`.
+
+The batches of the two differ. llm.c shuffles blocks of micro_batch_size x block_size tokens, so a micro-batch is
+contiguous text (llmc/dataloader.h). skytrain shuffles windows of block_size tokens. `shuffle` writes shards with their
+windows in a random order; from these llm.c reads shuffled windows too. So the effect of the order shows by itself.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from pipelines.show.overlay import read_overlay
+from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError
+from trainer.shards import local_shards, read_shard, write_shard
+
+SEED = 1337  # of the order of files and windows
+RECIPE = """\
+# GPT-2 124M on the Python code of this project's pinned dependencies, beside llm.c (benchmarks/beside_llmc.py).
+name: code-124m
+tokens: {{source: "{text}/*.txt", tokenizer: gpt2, shard_tokens: 4_194_304, val_shards: 1}}
+model: {{n_layer: 12, n_head: 12, n_embd: 768, block_size: 1024, vocab_size: 50257}}
+train:
+  batch_tokens: 131_072
+  max_steps: {steps}
+  learning_rate: 6.0e-4
+  warmup_steps: 100
+  schedule: cosine
+  weight_decay: 0.1
+  grad_clip: 1.0
+  val_every: 100
+  val_tokens: 1_048_576
+evaluate: {{val_tokens: 1_048_576}}
+runtime: {{micro_batch_size: 64}}
+"""
+LLMC = """\
+./train_gpt2cu -i "$1/train_*.bin" -j "$1/val_*.bin" -o "$2" -e d12 -b 64 -t 1024 -d 131072 -x {steps} \\
+    -l 0.0006 -u 100 -q 0.0 -c 0.1 -v 100 -m 16 -s 0 -h 0 -r 0 -ge 2
+"""
+
+
+def prepare(folder: Path, packages: Path, steps: int) -> None:
+    """Write FOLDER/text/NNNNNN.txt, FOLDER/recipe.yaml and FOLDER/llmc.sh."""
+    paths = sorted(path for path in packages.rglob("*.py") if path.is_file() and path.stat().st_size)
+    if not paths:
+        raise UserError(
+            f"--packages {packages}: contains no Python file; name the site-packages of this project's .venv"
+        )
+    random.Random(SEED).shuffle(paths)
+    text = folder.resolve() / "text"
+    text.mkdir(parents=True)
+    for number, path in enumerate(paths):
+        shutil.copyfile(path, text / f"{number:06d}.txt")
+    (folder / "recipe.yaml").write_text(RECIPE.format(text=text, steps=steps))
+    (folder / "llmc.sh").write_text(LLMC.format(steps=steps))
+    print(f"{len(paths):,} files, {sum(p.stat().st_size for p in paths):,} bytes of text; see {folder / 'recipe.yaml'}")
+
+
+def shuffle(shards: Path, out: Path, block_size: int = 1024) -> None:
+    """Copy val shards, and permute the windows of `block_size` tokens in each train shard.
+
+    The last target of a window is the first token of the next one, so one target of `block_size` is wrong.
+    """
+    out.mkdir(parents=True)
+    for shard in local_shards(shards, "val"):
+        shutil.copyfile(shards / shard.name, out / shard.name)
+    order = np.random.default_rng(SEED)
+    for shard in local_shards(shards, "train"):
+        tokens = read_shard(shards / shard.name)
+        windows = tokens[: len(tokens) // block_size * block_size].reshape(-1, block_size)
+        write_shard(out / shard.name, order.permutation(windows).reshape(-1))
+
+
+def val_losses(log: Path) -> dict[int, float]:
+    """Val loss by step, from llm.c's main.log or our metrics.jsonl."""
+    if log.suffix == ".log":
+        return read_overlay(str(log)).series["val/loss"]
+    rows = map(json.loads, log.read_text().splitlines())
+    return {row["step"]: row["val/loss"] for row in rows if "val/loss" in row}
+
+
+def table(logs: list[Path]) -> None:
+    """Print a Markdown table: a line a step that every log has, a column a log."""
+    curves = [val_losses(log) for log in logs]
+    print("| step | " + " | ".join(map(str, logs)) + " |")
+    print("|---" * (1 + len(logs)) + "|")
+    for step in sorted(set.intersection(*(set(curve) for curve in curves))):
+        print(f"| {step:,} | " + " | ".join(f"{curve[step]:.4f}" for curve in curves) + " |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("prepare")
+    making.add_argument("folder", type=Path)
+    making.add_argument(
+        "--packages", type=Path, default=Path(sysconfig.get_paths()["purelib"]), help="folder with .py files"
+    )
+    making.add_argument("--steps", type=int, default=1800, help="of 131,072 tokens")
+    shuffling = commands.add_parser("shuffle")
+    shuffling.add_argument("shards", type=Path)
+    shuffling.add_argument("out", type=Path)
+    commands.add_parser("table").add_argument("logs", type=Path, nargs="+")
+    options = parser.parse_args()
+    try:
+        if options.command == "prepare":
+            prepare(options.folder, options.packages, options.steps)
+        elif options.command == "shuffle":
+            shuffle(options.shards, options.out)
+        else:
+            table(options.logs)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_MISTAKE
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
