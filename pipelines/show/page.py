@@ -68,8 +68,8 @@ REFERENCES = {  # metric -> name, size, value
 }
 
 
-def write_page(path: Path, store: Store, runs: Sequence[Run], overlays: Iterable[str]) -> None:
-    """Write the page to a file. UserError without any run, or if the file cannot be written."""
+def write_page(path: Path, store: Store, runs: Sequence[Run], overlays: Iterable[str], on_stderr: bool = False) -> None:
+    """Write the page to a file, and say so. UserError without any run, or if the file cannot be written."""
     if not runs:
         raise UserError(f"--html: no runs in {store.uri} yet; `skytrain run smoke` makes one")
     page = render(runs, [read_overlay(log) for log in overlays])
@@ -77,34 +77,44 @@ def write_page(path: Path, store: Store, runs: Sequence[Run], overlays: Iterable
         path.write_text(page, encoding="utf8")
     except OSError as error:
         raise UserError(f"--html {path}: cannot be written ({error.strerror}); name a file that can be") from error
-    say(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; one file; open it in a browser)")
+    say(f"{path}  ({len(page.encode()) / 1e6:.1f} MB; one file; open it in a browser)", on_stderr)
 
 
 def render(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> str:
     """The page of some runs, with the curves of other trainers' logs."""
-    return bind(
-        {
-            "made": time.time(),
-            "runs": [run_data(run) for run in runs],
-            "overlays": [overlay_data(overlay) for overlay in overlays],
-            "references": REFERENCES,
-            "mfu": MFU_FORMULA,
-        }
-    )
+    return bind(page_data(runs, overlays))
+
+
+def page_data(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> dict[str, Any]:
+    """What the page shows, as its scripts read it."""
+    return {
+        "made": time.time(),
+        "runs": [run_data(run) for run in runs],
+        "overlays": [overlay_data(overlay) for overlay in overlays],
+        "references": REFERENCES,
+        "mfu": MFU_FORMULA,
+    }
+
+
+def as_json(data: dict[str, Any]) -> str:
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
 def bind(data: dict[str, Any]) -> str:
-    """One HTML file: the template with its style, its scripts and the data, under a policy that permits only these."""
+    """One HTML file: the template with its style, its scripts and the data, under a policy that permits only these.
+
+    A live page may also ask its own server.
+    """
     page, style, script = asset("page.html"), asset("page.css"), "\n".join(asset(name) for name in SCRIPTS)
     parts = {
         "{{policy}}": (
             f"default-src 'none'; style-src '{hash_source(style)}'; script-src '{hash_source(script)}'; "
-            "base-uri 'none'; form-action 'none'"
+            "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if data.get("live") else "")
         ),
         "{{style}}": style,
         "{{script}}": script,
         # JSON has `<` in strings only. Escaped, it cannot close the script element.
-        "{{data}}": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "{{data}}": as_json(data).replace("<", "\\u003c"),
     }
     for mark, text in parts.items():  # the data last, so that no mark in the data is replaced
         before, found, after = page.partition(mark)

@@ -34,11 +34,16 @@ def report(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page with curves, attempts, bill, lineage and receipt."),
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Serve the page on this machine, and refresh it while runs train; Ctrl-C ends it."),
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --live: its port; 0 takes a free one.")] = 0,
     overlay: Annotated[
         list[str] | None,
         typer.Option(
             metavar="LOG[@TOKENS]",
-            help="With --html: add the curves of llm.c's main.log; @ gives the tokens of a step (524288).",
+            help="With --html or --live: add the curves of llm.c's main.log; @ gives the tokens of a step (524288).",
         ),
     ] = None,
     compare: Annotated[
@@ -57,10 +62,18 @@ def report(
     from pipelines.artifacts.store import open_store
     from pipelines.tracking.runs import read_runs
 
-    if overlay and not html:
-        raise UserError("--overlay: the page of --html shows it; add --html FILE")
+    if overlay and not (html or live):
+        raise UserError("--overlay: the page shows it; add --html FILE or --live")
     opened = open_store(store_uri(store))
+    if live:
+        serve_page(opened, runs or [], overlay or [], port)
+        return
     found = read_runs(opened, runs or [])
+    asked = compare or rebuild_mlflow or series or audit_ or as_json
+    if html:
+        from pipelines.show.page import write_page
+
+        write_page(html, opened, found, overlay or [], on_stderr=asked)
     if compare:
         compare_runs(opened, runs or [], as_json)
     elif rebuild_mlflow:
@@ -72,14 +85,23 @@ def report(
             print_series(run.name, run.series, as_json, alone=len(found) == 1)
     elif audit_:
         audit_runs(found, as_json)
-    elif html:
-        from pipelines.show.page import write_page
-
-        write_page(html, opened, found, overlay or [])
     elif as_json:
         print(json.dumps([asdict(run.summary) | {"account": run.account.to_json()} for run in found]))
-    else:
+    elif not html:
         show_runs(opened, found, with_bill=bool(runs))
+
+
+def serve_page(store: "Store", names: list[str], overlays: list[str], port: int) -> None:
+    """Serve the page of runs until Ctrl-C. UserError without any run."""
+    from pipelines.show.live import serve
+    from pipelines.tracking.runs import read_runs
+
+    def read() -> "list[Run]":
+        if not (found := read_runs(store, names)):
+            raise UserError(f"--live: no runs in {store.uri} yet; `skytrain run smoke` makes one")
+        return found
+
+    serve(read, overlays, port)
 
 
 def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:

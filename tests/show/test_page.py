@@ -1,12 +1,18 @@
 """The report page shows the data of the store; no text becomes markup; a browser draws it without the network."""
 
 import base64
+import contextlib
 import hashlib
+import http.client
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
@@ -19,14 +25,16 @@ from hypothesis import strategies as st
 
 from pipelines.artifacts.manifest import File, Manifest, commit
 from pipelines.recipe import load_recipe
+from pipelines.show import live
 from pipelines.show.bill import print_bill
+from pipelines.show.live import LiveData, LiveServer
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.show.page import REFERENCES, SHAPES, bind, render, run_data, smoothed, targets, thin
+from pipelines.show.page import REFERENCES, SHAPES, bind, overlay_data, render, run_data, smoothed, targets, thin
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, ProcessId, Progress
-from pipelines.tracking.runs import Run, RunRecord, record
+from pipelines.tracking.runs import Run, RunRecord, read_runs, record
 from pipelines.verbs.report import report
-from trainer.errors import UserError
+from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
 
 NOON = 1_800_000_000.0
@@ -327,6 +335,9 @@ def test_report_writes_the_page_to_the_given_path(
     assert run in path.read_text() and str(path) in capsys.readouterr().out
     with pytest.raises(UserError, match="cannot be written"):
         report(store=store.uri, html=tmp_path / "nowhere" / "report.html")
+    report([run], store=store.uri, html=path, as_json=True)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)[0]["run"] == run and str(path) in printed.err
     with pytest.raises(UserError, match="add --html FILE"):
         report(store=store.uri, overlay=["main.log"])
 
@@ -385,7 +396,10 @@ class Browser:
         return json.loads(message)
 
     def open(self, path: Path) -> None:
-        self.call("Page.navigate", url=path.as_uri())
+        self.visit(path.as_uri())
+
+    def visit(self, address: str) -> None:
+        self.call("Page.navigate", url=address)
         while not self.heard("Page.loadEventFired"):
             self.events.append(self.read())
 
@@ -452,6 +466,235 @@ def test_the_time_axis_has_round_numbers_of_one_unit_and_consecutive_waits_are_o
     bars = browser.js("[...document.querySelectorAll('figure g[class^=s-]')].map((bar) => bar.textContent)")
     assert bars == ["#1✓", "#2 to 60…", "#61✓"] * len(expected)
     assert browser.heard(*COMPLAINTS) == []
+
+
+def busy_page(store: LocalStore, path: Path, log: Path) -> None:
+    """A page whose references have little room: GPT-2's shape, losses near all of them, and llm.c's curve."""
+    run = run_in(store, "crowded", steps=400)
+    recipe = run.recipe | {"model": run.recipe["model"] | {"n_layer": 12, "n_head": 12, "n_embd": 768}}
+    data = json.loads(json.dumps(run_data(Run(store, replace(run, recipe=recipe)))))
+    data["size"], data["tokenizer"] = "124M", "gpt2"
+    for metric, values in data["series"].items():
+        for curve in values.values():
+            curve["y"] = [y + 0.9 if metric.endswith("loss") else y for y in curve["y"]]
+    hellaswag = {"step": [1, 200, 400], "y": [0.25, 0.36, 0.44], "hours": [0.1, 0.2, 0.3], "usd": [1, 2, 3]}
+    data["series"]["eval/hellaswag_acc_norm"] = {"line": hellaswag}
+    overlay = json.loads(json.dumps(overlay_data(read_overlay(f"{log}@2048"))))
+    values = {"made": NOON, "runs": [data], "overlays": [overlay], "references": REFERENCES, "mfu": "MFU"}
+    path.write_text(bind(values))
+
+
+# Each label of a reference; what it overlaps; and the references that have no label.
+OVERLAPS = """
+[...document.querySelectorAll('figure')].slice(0, 2).map((figure) => {
+  const box = (text) => text.getBBox(), labels = [...figure.querySelectorAll('text.halo:not(.end)')];
+  const others = (label) => [...figure.querySelectorAll('text')].filter((text) => text !== label);
+  const meet = (a, b) => a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
+  const points = ({ x, y, width, height }) => [...Array(Math.ceil(width / 3)).keys()].flatMap((i) =>
+    [...Array(Math.ceil(height / 3)).keys()].map((j) => new DOMPoint(x + 3 * i, y + 3 * j)));
+  const lines = [...figure.querySelectorAll('path.line, path.raw, path.final')];
+  const atOf = (line) => (({ x, y, width }) => ({ x, y, width }))(box(line));
+  const rings = [...figure.querySelectorAll('circle')];
+  const dotted = [...figure.querySelectorAll('line.reference')];
+  const covers = (label) => {
+    const area = box(label), inside = points(area);
+    return others(label).filter((text) => meet(area, box(text))).map((text) => text.textContent)
+      .concat(lines.filter((line) => inside.some((point) => line.isPointInStroke(point))).map((line) => 'a line'))
+      .concat(rings.filter((ring) => meet(area, box(ring))).map(() => 'a ring'))
+      .concat(dotted.filter((line) => meet(area, { ...atOf(line), height: 0.1 }))
+        .map(() => 'a dotted line'));
+  };
+  const named = [...figure.querySelector('figcaption').innerText.matchAll(/GPT-[23] [0-9.]+[MB]: /g)].length;
+  return { labels: labels.length, named, dotted: dotted.length, covers: labels.flatMap(covers) };
+})
+"""
+
+
+def test_the_names_of_references_overlap_nothing_at_any_width(
+    store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
+) -> None:
+    path = tmp_path / "report.html"
+    busy_page(store, path, shared_data / "llmc_124M_main.log")
+    browser.screen(1400)
+    browser.open(path)
+    labelled = []
+    for width, scale in ((1400, "linear"), (800, "log"), (600, "linear"), (400, "log"), (400, "linear")):
+        browser.screen(width)
+        browser.js("new Promise((done) => setTimeout(done, 100))")
+        browser.js(f"document.querySelector('input[name=scale][value={scale}]').click()")
+        for figure in browser.js(OVERLAPS):
+            assert figure["covers"] == [], (width, scale)
+            assert figure["dotted"] == figure["labels"] + figure["named"] > 0  # each has a name
+            labelled.append(figure["labels"])
+    assert sum(labelled) > len(labelled)  # most names stand at their lines
+    assert browser.heard(*COMPLAINTS) == []
+
+
+X_TICKS = (
+    "[...document.querySelector('figure').querySelectorAll('line.axis + text.middle')]"
+    ".map((text) => text.textContent).slice(0, -1)"  # the last one is the axis's title
+)
+
+
+def test_a_page_with_another_curve_counts_it_and_zooms_by_drag(
+    store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
+) -> None:
+    path = tmp_path / "report.html"
+    log = read_overlay(f"{shared_data / 'llmc_124M_main.log'}@2048")
+    path.write_text(render([Run(store, run_in(store))], [replace(log, series={"val/loss": {0: 9.0, 300: 2.5}})]))
+    browser.screen(1200)
+    browser.open(path)
+    chosen = "document.querySelector('input[name=axis]:checked').value"
+    assert browser.js(chosen) == "step"  # equal batches
+    assert browser.js("document.querySelector('h1').innerText") == "1 run and 1 log of llm.c"
+    sentence = browser.js("document.querySelector('header p').innerText")
+    assert sentence.endswith(
+        "Beside it: llmc_124M_main.log of llm.c, with a validation loss of 2.5000 after 614k tokens."
+    ) and sentence.startswith("A GPT-2 of ")
+
+    whole = browser.js(X_TICKS)
+    assert whole[0] == "0" and whole[-1] == "400"
+    plot = json.loads(browser.js("JSON.stringify(document.querySelector('.plot').getBoundingClientRect())"))
+    left, right = plot["x"] + 52, plot["x"] + plot["width"] - 62
+
+    def mouse(kind: str, share: float, **more: Any) -> None:
+        x, y = left + share * (right - left), plot["y"] + 150
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", **more)
+
+    mouse("mousePressed", 0.5, clickCount=1)
+    mouse("mouseMoved", 0.6, buttons=1)
+    mouse("mouseMoved", 0.75, buttons=1)
+    assert browser.js("document.querySelector('.chosen').getAttribute('width') > 100")
+    mouse("mouseReleased", 0.75, clickCount=1)
+    zoomed = [int(tick) for tick in browser.js(X_TICKS)]
+    assert len(zoomed) > 3 and min(zoomed) >= 195 and max(zoomed) <= 305
+    assert "200" in browser.js("document.querySelector('.range').innerText")
+    assert browser.js("document.querySelectorAll('.chosen').length") == 0
+    for count in (1, 2):
+        mouse("mousePressed", 0.5, clickCount=count)
+        mouse("mouseReleased", 0.5, clickCount=count)
+    assert browser.js(X_TICKS) == whole
+
+    # The keyboard zooms, too: + around the cursor, Escape back to the whole.
+    browser.js("document.querySelector('.plot input').focus()")
+    dispatch = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: '%s', bubbles: true}))"
+    browser.js(dispatch % "ArrowLeft")
+    browser.js(dispatch % "+")
+    assert int(browser.js(X_TICKS)[0]) >= 200
+    browser.js(dispatch % "Escape")
+    assert browser.js(X_TICKS) == whole
+    assert browser.heard(*COMPLAINTS) == []
+
+    # Tokens are the axis where equal steps are different amounts of training.
+    path.write_text(render([Run(store, run_in(store))], [replace(log, batch_tokens=4096)]))
+    browser.events.clear()
+    browser.open(path)
+    assert browser.js(chosen) == "tokens"
+
+
+def test_a_live_page_follows_its_run_and_keeps_the_readers_place(
+    store: LocalStore, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "REFRESH_SECONDS", 0.1)
+    run_in(store, steps=300, finished=False)
+    with serving(LiveData(lambda: read_runs(store, []), [])) as server:
+        browser.screen(1200)
+        browser.visit(f"http://127.0.0.1:{server.server_port}/")
+        browser.js("document.querySelector('input[name=scale][value=log]').click()")
+        browser.js("document.querySelector('details').open = true; document.querySelector('.check input').focus()")
+        browser.js("scrollTo(0, 300)")
+        assert "in 300 of 400 steps so far" in browser.js("document.body.innerText")
+        run_in(store, steps=400)
+        arrived = "document.body.innerText.includes('in 400 steps')"
+        deadline = time.monotonic() + 60
+        while not browser.js(arrived) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert browser.js(arrived)
+        assert browser.js("document.querySelector('input[name=scale]:checked').value") == "log"
+        assert browser.js("document.querySelector('details').open && scrollY === 300")
+        assert browser.js("document.activeElement.matches('.check input')")
+    deadline = time.monotonic() + 60
+    while "does not answer" not in browser.js("document.body.innerText") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "its server does not answer" in browser.js("document.querySelector('.eyebrow').innerText")
+
+
+# --- report --live
+
+
+@contextlib.contextmanager
+def serving(data: LiveData) -> Iterator[LiveServer]:
+    with LiveServer(data) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def asked(server: LiveServer, path: str, host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    try:
+        connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_a_live_page_answers_only_requests_to_its_own_address(store: LocalStore) -> None:
+    run = run_in(store).run
+    with serving(LiveData(lambda: read_runs(store, []), [])) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        status, page = asked(server, "/")
+        assert status == 200 and run.encode() in page and b"connect-src 'self'" in page
+        status, data = asked(server, "/data", f"localhost:{server.server_port}")
+        assert status == 200 and json.loads(data)["live"] == {"seconds": live.REFRESH_SECONDS}
+        for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1"):
+            assert asked(server, "/data", host)[0] == 403
+        assert asked(server, "/etc/passwd")[0] == asked(server, "/../page.py")[0] == 404
+        assert asked(server, "/", method="POST")[0] == 501
+        with pytest.raises(UserError, match=f"--port {server.server_port}: .* in use; choose another one"):
+            LiveServer(LiveData(lambda: read_runs(store, []), []), server.server_port)
+
+
+def test_a_live_page_keeps_its_data_while_the_store_does_not_answer(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "REFRESH_SECONDS", 0.0)
+    run_in(store)
+    answers: list[Any] = [read_runs(store, []), StoreUnavailable("no route to s3"), read_runs(store, [])]
+
+    def read() -> list[Run]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    data = LiveData(read, [])
+    data._next = 0.0
+    troubled = data.current()
+    assert troubled["live"]["trouble"] == "no route to s3" and len(troubled["runs"]) == 1
+    assert "trouble" not in data.current()["live"] and not answers
+
+
+def test_ctrl_c_ends_a_live_page_with_exit_0(store: LocalStore) -> None:
+    run_in(store)
+    command = [sys.executable, "-m", "pipelines.cli", "report", "--live", "--store", store.uri]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background ignores it
+    )
+    assert process.stdout
+    address = process.stdout.readline().split()[0]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert address.startswith("http://127.0.0.1:") and (process.returncode, err) == (0, "")
 
 
 def test_a_browser_draws_the_page_without_errors_and_without_the_network(

@@ -46,6 +46,13 @@ function decades(low, high) {
 const spread = (from, to, start, end) => (value) => start + ((value - from) / (to - from || 1)) * (end - start);
 
 // --- a figure: svg, a cursor for mouse, finger and arrow keys, a caption, and the numbers as a table
+// A figure that can zoom has `valueAt`, from pixels to its axis: a drag with the mouse or the keys + and - choose a
+// range for all figures, a double click or Escape shows the whole again.
+
+// A range as far as it lies in the whole; null where it covers the whole.
+function withinWhole([from, to], [first, last]) {
+  return from <= first && to >= last ? null : [Math.max(from, first), Math.min(to, last)];
+}
 
 let figures = 0;
 function figure({ height, caption, aria, draw, stops, describe, numbers }) {
@@ -56,7 +63,38 @@ function figure({ height, caption, aria, draw, stops, describe, numbers }) {
   const plot = el("div", { class: "plot" }, canvas, cursor, tip);  // only the canvas is replaced
   const captionBox = el("figcaption"), rows = el("div");
   const details = el("details", {}, el("summary", {}, `Figure ${number} as a table`), rows);
-  let drawn = null;
+  let drawn = null, drag = null;
+
+  function zoom(range) {
+    if (!drawn?.valueAt && range) return;
+    view.range = range;
+    redraw();
+  }
+  // The values between two pixels; not less than a thousandth of the present range.
+  function between(a, b) {
+    const [from, to] = [Math.min(a, b), Math.max(a, b)].map((x) => Math.max(drawn.left, Math.min(drawn.right, x)));
+    return to - from > (drawn.right - drawn.left) / 1000 ? [drawn.valueAt(from), drawn.valueAt(to)] : view.range;
+  }
+  const toPointer = (event) => event.clientX - plot.getBoundingClientRect().left;
+  function startDrag(event) {
+    if (event.pointerType !== "mouse" || event.button || !drawn?.valueAt) return;
+    drag = { from: toPointer(event), box: svg("rect", { class: "chosen", y: drawn.top, height: drawn.bottom - drawn.top }) };
+    plot.setPointerCapture(event.pointerId);
+  }
+  function moveDrag(event) {
+    if (!drag) return;
+    const clip = (x) => Math.max(drawn.left, Math.min(drawn.right, x));
+    const [from, to] = [clip(drag.from), clip(toPointer(event))];
+    if (Math.abs(to - from) > 4 && !drag.box.parentNode) drawn.hair.before(drag.box);
+    fill(drag.box, { x: Math.min(from, to), width: Math.abs(to - from) }, []);
+  }
+  function endDrag(event) {
+    const chosen = drag?.box.parentNode && event.type === "pointerup";
+    const from = drag?.from;
+    drag?.box.remove();
+    drag = null;
+    if (chosen) zoom(between(from, toPointer(event)));
+  }
 
   function show(x) {
     const stop = drawn && stops(drawn, x);
@@ -71,12 +109,20 @@ function figure({ height, caption, aria, draw, stops, describe, numbers }) {
     tip.style.left = `${Math.max(0, Math.min(plot.clientWidth - tip.offsetWidth, left))}px`;
   }
   const atCursor = () => show(drawn.left + ((drawn.right - drawn.left) * cursor.value) / 1000);
-  const atPointer = (event) => show(event.clientX - plot.getBoundingClientRect().left);
+  const atPointer = (event) => show(toPointer(event));
   const nowhere = () => {
     tip.hidden = true;
     drawn?.hair.replaceChildren();
   };
   function onkeydown(event) {
+    const here = drawn && drawn.left + ((drawn.right - drawn.left) * cursor.value) / 1000;
+    const part = { "+": 0.25, "=": 0.25, "-": 1 }[event.key];
+    if (part && drawn.valueAt) {
+      const reach = part * (drawn.right - drawn.left), wide = [here - reach, here + reach].map(drawn.valueAt);
+      zoom(part < 1 ? between(here - reach, here + reach) : withinWhole(wide, drawn.whole));
+      cursor.value = 500;
+    }
+    if (event.key === "Escape" && view.range) zoom(null);
     const by = { ArrowLeft: -20, ArrowDown: -20, ArrowRight: 20, ArrowUp: 20 }[event.key];
     if (!by) return;
     event.preventDefault();
@@ -85,17 +131,19 @@ function figure({ height, caption, aria, draw, stops, describe, numbers }) {
   }
   const onfocus = () => cursor.matches(":focus-visible") && atCursor();
   fill(plot, { onpointermove: atPointer, onpointerdown: atPointer, onpointerleave: nowhere }, []);
+  fill(plot, { onpointerdown: startDrag, onpointermove: moveDrag, onpointerup: endDrag, onpointercancel: endDrag }, []);
+  fill(plot, { ondblclick: () => drawn?.valueAt && view.range && zoom(null) }, []);
   fill(cursor, { oninput: atCursor, onfocus, onblur: nowhere, onkeydown }, []);
   fill(details, { ontoggle: () => details.open && rows.replaceChildren(numbers()) }, []);
 
   redraws.push(() => {
     const width = plot.clientWidth, tall = height(width), name = aria();
-    captionBox.replaceChildren();
-    fill(captionBox, {}, [el("b", {}, `Figure ${number}. `), caption()]);
     const root = svg("svg", { width, height: tall, viewBox: `0 0 ${width} ${tall}`, role: "img", "aria-label": name });
     canvas.replaceChildren(root);
     drawn = draw(root, width, tall);
     drawn.hair = root.appendChild(svg("g"));
+    captionBox.replaceChildren();  // after the drawing, which decides what the caption must say
+    fill(captionBox, {}, [el("b", {}, `Figure ${number}. `), caption(drawn)]);
     cursor.setAttribute("aria-label", `Read values along figure ${number}: ${name}`);
     nowhere();
     if (details.open) rows.replaceChildren(numbers());
@@ -165,23 +213,28 @@ const referencesOf = (metrics) => (usesReferences() ? metrics.flatMap((metric) =
 function horizontal(curves, box) {
   const log = view.scale === "log";
   const xs = curves.flatMap((c) => [c.x[0], c.x.at(-1)]);
-  const last = Math.max(...xs), first = log ? Math.min(...xs) : 0;
+  const whole = [log ? Math.min(...xs) : 0, Math.max(...xs)];
+  const [first, last] = view.range ?? whole;
   const grow = log ? (x) => Math.log10(Math.max(x, first)) : (x) => x;
   const position = spread(grow(first), grow(last), box.left, box.right);
   const back = spread(box.left, box.right, grow(first), grow(last));
-  return { first, last, X: (x) => position(grow(x)), valueAt: (px) => (log ? 10 ** back(px) : back(px)) };
+  return { first, last, whole, X: (x) => position(grow(x)), valueAt: (px) => (log ? 10 ** back(px) : back(px)) };
 }
 
 // The range of most of a run, unless the reader chooses the whole: the first steps would flatten the rest.
 function vertical(metrics, curves, box) {
-  const kind = LINES[metrics[0]], floor = LINES[metrics.at(-1)].floor;
-  const whole = view.whole || view.scale === "log" || kind.whole;
-  const late = ({ x, y }) => y.filter((_, i) => whole || x[i] >= x[0] + 0.04 * (x.at(-1) - x[0]));
+  const kind = LINES[metrics[0]], floor = view.range ? null : LINES[metrics.at(-1)].floor;
+  const whole = view.whole || view.scale === "log" || kind.whole || view.range;
+  const [from, to] = view.range ?? [-Infinity, Infinity];
+  const inside = (x, i) => (x[i + 1] ?? x[i]) >= from && (x[i - 1] ?? x[i]) <= to;  // with a neighbor on each side
+  const late = ({ x, y }) =>
+    y.filter((_, i) => inside(x, i) && (whole || x[i] >= x[0] + 0.04 * (x.at(-1) - x[0])));
   const noise = curves.flatMap((c) => (c.raw ? late(c.raw) : [])).sort((a, b) => a - b);
   const most = noise.length ? [0.01, 0.99].map((share) => noise[Math.floor(share * noise.length)]) : [];
-  const values = [...curves.flatMap(late), ...most, ...(has(floor) ? [floor] : []), ...(kind.fromZero ? [0] : [])];
+  const shown = curves.flatMap(late);
+  const values = [...(shown.length ? shown : curves.flatMap(({ y }) => y)), ...most, ...(has(floor) ? [floor] : []), ...(kind.fromZero ? [0] : [])];
   let low = Math.min(...values), high = Math.max(...values);
-  const known = referencesOf(metrics), sizes = new Set(visible().map((source) => source.size));
+  const known = view.range ? [] : referencesOf(metrics), sizes = new Set(visible().map((source) => source.size));
   const own = known.filter(([, size]) => sizes.has(size)).map(([, , y]) => y);
   const above = Math.min(...known.map(([, , y]) => y).filter((y) => y > high));  // a reference above the curves, if near
   if (!own.length && has(floor) && above - high < 0.7 * (high - low)) own.push(above);
@@ -199,7 +252,7 @@ function drawAxes(root, { box, X, Y, first, last, low, high, kind, roomy, tall }
     root.append(line("grid", box.left, Y(y), box.right, Y(y)),
       label(box.left - 8, Y(y) + 4, tick(y), { class: "right" }));
   const log = view.scale === "log", minutes = view.axis === "hours" && last < 1 ? 60 : 1;
-  const positions = log ? decades(first * minutes, last * minutes) : ticks(0, last * minutes, roomy ? 8 : 4);
+  const positions = log ? decades(first * minutes, last * minutes) : ticks(first * minutes, last * minutes, roomy ? 8 : 4);
   for (const position of positions) {
     const x = X(position / minutes);
     root.append(line("axis", x, box.bottom, x, box.bottom + 4),
@@ -242,17 +295,73 @@ function resumptions(source, X, box) {
   };
   const [, ...later] = (source.attempts ?? []).filter((a) => a.stage === "train");
   const at = later.filter((a) => a.from > 0).map((a) => X(positions[view.axis](a)));
-  return at.map((x) => line("tick", x, box.bottom - 9, x, box.bottom, { color: source.key }));
+  return at.filter((x) => x >= box.left && x <= box.right).map((x) => line("tick", x, box.bottom - 9, x, box.bottom, { color: source.key }));
 }
 
-// A name that would overlap the one above it moves to the right.
-function drawReferences(layer, { box, Y, low, high, known, kind }) {
-  let above = { y: -Infinity, x: 0 };
-  for (const [name, , y] of known.filter(([, , y]) => y > low && y < high).sort((a, b) => b[2] - a[2])) {
-    above = { y: Y(y), x: Y(y) - above.y < 14 ? above.x + 132 : box.left + 6 };
-    layer.append(line("reference", box.left, Y(y), box.right, Y(y)),
-      label(above.x, Y(y) - 4, `${name}: ${kind.text(y)}`, { class: "halo" }));
-  }
+// Published results: dotted lines with their names. A name stands where it covers no curve, no other line and no other
+// name; one without such a place goes into the caption. Returns the names that went there.
+function drawReferences(layer, at, ends) {
+  const { box, Y, low, high, known, kind } = at;
+  const shown = known.filter(([, , y]) => y > low && y < high).sort((a, b) => b[2] - a[2]);
+  for (const [, , y] of shown) layer.append(line("reference", box.left, Y(y), box.right, Y(y)));
+  const free = freePlaces(at, shown.map(([, , y]) => Y(y)), ends);
+  return shown.flatMap(([name, , y]) => {
+    const text = `${name}: ${kind.text(y)}`, found = label(0, 0, text, { class: "halo" });
+    layer.append(found);
+    const place = free(found.getComputedTextLength(), Y(y));
+    if (place) fill(found, place, []);
+    else found.remove();
+    return place ? [] : [text];
+  });
+}
+
+const TALL = 12;  // pixels of a label from its baseline upwards; 3 below it
+// Finds the place of a label beside the line at height y: a function from its width and y to the place of its baseline,
+// or to null. Each found place is taken.
+function freePlaces({ box, X, Y, curves }, heights, taken) {
+  const covered = inkOf(curves.flatMap((c) => (c.raw ? [c, c.raw] : [c])), X, Y);
+  const hits = (left, right, top, bottom) =>
+    heights.some((y) => y > top && y < bottom) ||
+    taken.some((t) => t.left < right && t.right > left && t.top < bottom && t.bottom > top) ||
+    covered(left, right, top, bottom);
+  return (width, y) => {
+    const baselines = [y - 4, y + TALL + 1].filter((b) => b - TALL >= box.top - 6 && b + 3 <= box.bottom);
+    for (let x = box.left + 6; x + width <= box.right; x += 6)
+      for (const baseline of baselines) {
+        const edges = [x - 3, x + width + 3, baseline - TALL, baseline + 3];
+        if (hits(...edges)) continue;
+        const [left, right, top, bottom] = edges;
+        taken.push({ left, right, top, bottom });
+        return { x, y: baseline };
+      }
+    return null;
+  };
+}
+
+// Whether curves touch a box: their lowest and highest pixel in each column, with the width of their lines.
+function inkOf(curves, X, Y) {
+  const REACH = 5;  // pixels of a ring or a diamond around its point
+  const columns = curves.map(({ x, y }) => {
+    const found = new Map();
+    const mark = (column, height) => {
+      const [low, high] = found.get(column) ?? [Infinity, -Infinity];
+      found.set(column, [Math.min(low, height - REACH), Math.max(high, height + REACH)]);
+    };
+    x.forEach((value, i) => {
+      const [x1, y1] = [X(value), Y(y[i])], [x0, y0] = i ? [X(x[i - 1]), Y(y[i - 1])] : [x1, y1];
+      if (x1 < -50 || x0 > 5000) return;
+      for (let column = Math.floor(x0) - (i ? 0 : REACH); column <= x1 + REACH; column++)
+        mark(column, x1 > x0 ? y0 + Math.max(0, Math.min(1, (column - x0) / (x1 - x0))) * (y1 - y0) : y1);
+    });
+    return found;
+  });
+  return (left, right, top, bottom) => columns.some((found) => {
+    for (let column = Math.floor(left); column <= right; column++) {
+      const [low, high] = found.get(column) ?? [Infinity, -Infinity];
+      if (low < bottom && high > top) return true;
+    }
+    return false;
+  });
 }
 
 function drawFinals(layer, { X, Y, curves }) {
@@ -264,17 +373,22 @@ function drawFinals(layer, { X, Y, curves }) {
 }
 
 // The last value of each curve at its right end, moved apart where they would overlap. The final evaluation replaces the
-// value of its curve, and val loss replaces the training loss of a run.
-function drawEnds(root, { box, X, Y, curves, kind, metrics }) {
+// value of its curve, and val loss replaces the training loss of a run. Returns the boxes of the labels.
+function drawEnds(root, { box, X, Y, last, curves, kind, metrics }) {
   const settled = ({ source, metric, role, raw }) => role === "evaluate" ||
     ((!raw || metrics.length === 1) && !has(source.final?.[metric]));
-  const ends = curves.filter(settled).map((c) => ({ c, x: X(c.x.at(-1)), y: Y(c.y.at(-1)) }))
-    .filter(({ y }) => y > box.top - 6).sort((a, b) => a.y - b.y);
+  const endOf = (c) => {
+    const i = c.x.findLastIndex((x) => x <= last);  // beyond it is not in the range
+    return { c, value: c.y[i], x: X(c.x[i]), y: Y(c.y[i]) };
+  };
+  const ends = curves.filter(settled).map(endOf)
+    .filter(({ x, y }) => x >= box.left && y > box.top - 6 && y < box.bottom + 6).sort((a, b) => a.y - b.y);
   ends.forEach((end, i) => { end.y = Math.max(end.y, i ? ends[i - 1].y + 14 : -Infinity); });
-  for (const { c, x, y } of ends) {
-    const text = (kind.end ?? kind.text)(c.y.at(-1));
-    root.append(label(Math.min(x, box.right) + 9, y + 4, text, { class: "end halo", color: c.source.key }));
-  }
+  return ends.map(({ c, value, x, y }) => {
+    const left = Math.min(x, box.right) + 9;
+    root.append(label(left, y + 4, (kind.end ?? kind.text)(value), { class: "end halo", color: c.source.key }));
+    return { left, right: left + 62, top: y - 8, bottom: y + 7 };
+  });
 }
 
 function lineFigure({ metrics, tall, title, caption }) {
@@ -296,15 +410,14 @@ function lineFigure({ metrics, tall, title, caption }) {
     drawAxes(root, at);
     const layer = clipped(root, box);
     drawCurves(layer, at);
-    drawReferences(layer, at);
+    const unnamed = drawReferences(layer, at, roomy ? drawEnds(root, at) : []);
     drawFinals(layer, at);
-    if (roomy) drawEnds(root, at);
     const mark = ({ x, points }) => [
       line("hair", x, box.top, x, box.bottom),
       ...points.map((p) => [at.X(p.at), at.Y(p.y), p.curve.source.key]).filter(([, y]) => y >= box.top - 6)
         .map(([cx, cy, color]) => svg("circle", { class: "final", color, cx, cy, r: 4 })),
     ];
-    return { ...box, curves, mark, valueAt: at.valueAt };
+    return { ...box, curves, mark, unnamed, valueAt: at.valueAt, whole: at.whole };
   }
   function stops({ left, right, curves, valueAt }, px) {
     if (!curves.length) return null;
@@ -322,10 +435,10 @@ function lineFigure({ metrics, tall, title, caption }) {
   function numbers() {
     const curves = curvesShown(metrics);
     if (!curves.length) return soft(NOTHING);
-    const last = Math.max(...curves.map((c) => c.x.at(-1)));
+    const [first, last] = view.range ?? [0, Math.max(...curves.map((c) => c.x.at(-1)))];
     const heads = curves.map(({ source, metric, raw, role }) =>
       [source.name, el("br"), metric + (raw ? ", running mean" : role === "evaluate" ? ", final" : "")]);
-    const positions = Array.from({ length: 21 }, (_, i) => (last * i) / 20);
+    const positions = Array.from({ length: 21 }, (_, i) => first + ((last - first) * i) / 20);
     const row = (x) => [AXES[view.axis].text(x), ...allAt(curves, x).map(({ y }) => (has(y) ? kind.text(y) : "–"))];
     return table([AXES[view.axis].name, ...heads], positions.map(row));
   }

@@ -14,13 +14,28 @@ function lead(run) {
     `It took ${seconds(3600 * total.hours)} of billed time${cost}${interrupted}.${scores}`;
 }
 
-function leads(runs) {
-  const names = `${runs.map((run) => run.name).join(", ")}, side by side.`;
-  if (new Set(runs.map((run) => `${run.text} ${run.tokenizer}`)).size > 1)
-    return `${names} They read different text, so compare their losses with care.`;
-  const [best, ...others] = runs.filter((run) => has(run.val_loss)).sort((a, b) => a.val_loss - b.val_loss);
-  return names + (others.length ? ` The lowest validation loss is ${score(best.val_loss)}, of ${best.name}.` : "");
+const called = (source) => (source.overlay ? `${source.name} of llm.c` : source.name);
+const listed = (names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : names[0]);
+
+// The whole sentence about one run, and the logs beside it.
+function leadBeside(run) {
+  const log = (one) => `${called(one)}, ` + (has(one.val_loss) ? `with a validation loss of ${score(one.val_loss)} ` : "") +
+    `after ${short(tokensBefore(one, one.steps))} tokens`;
+  return `${lead(run)} Beside it: ${listed(sources.filter((one) => one.overlay).map(log))}.`;
 }
+
+function leads() {
+  const names = `${listed(sources.map(called))}, side by side.`;
+  if (new Set(page.runs.map((run) => `${run.text} ${run.tokenizer}`)).size > 1)
+    return `${names} The runs read different text, so compare their losses with care.`;
+  const [best, ...others] = sources.filter((one) => has(one.val_loss)).sort((a, b) => a.val_loss - b.val_loss);
+  const lowest = others.length ? ` The lowest validation loss is ${score(best.val_loss)}, of ${called(best)}.` : "";
+  return names + lowest + (page.overlays.length ? " A log of llm.c does not name its text." : "");
+}
+const counted = () => listed([
+  plural(page.runs.length, "run"),
+  ...(page.overlays.length ? [`${plural(page.overlays.length, "log")} of llm.c`] : []),
+]);
 
 function tiles(run) {
   const { total, goodput, usd_per_billion_tokens: rate } = run.account;
@@ -83,36 +98,52 @@ function choice(legend, name, options, chosen, change) {
 }
 
 function themes() {
-  const root = document.documentElement;
-  return choice("Theme", "theme", [["", "auto"], ["light", "light"], ["dark", "dark"]], "", (theme) =>
+  const root = document.documentElement, chosen = root.getAttribute("data-theme") ?? "";
+  return choice("Theme", "theme", [["", "auto"], ["light", "light"], ["dark", "dark"]], chosen, (theme) =>
     (theme ? root.setAttribute("data-theme", theme) : root.removeAttribute("data-theme")));
 }
 
 function key(source) {
-  const button = el("button", { type: "button", "aria-pressed": "true" }, swatch(source.key), source.name);
+  const button = el("button", { type: "button", "aria-pressed": `${!view.hidden.has(source.id)}` }, swatch(source.key), source.name);
   return fill(button, {
     onclick: () => {
-      if (!view.hidden.delete(source)) view.hidden.add(source);
-      button.setAttribute("aria-pressed", !view.hidden.has(source));
+      if (!view.hidden.delete(source.id)) view.hidden.add(source.id);
+      button.setAttribute("aria-pressed", !view.hidden.has(source.id));
       redraw();
     },
   }, []);
 }
 
+// Says how to zoom; shows a chosen range, with a button back to the whole.
+function rangeShown() {
+  const box = el("div", { class: "range" });
+  redraws.push(() => {
+    const text = AXES[view.axis].text, reset = el("button", { type: "button" }, "Whole run");
+    reset.onclick = () => change(null);
+    box.replaceChildren(...(view.range ? [`${view.range.map(text).join(" to ")} `, reset] : ["Drag over a figure to zoom"]));
+  });
+  const change = (range) => {
+    view.range = range;
+    redraw();
+  };
+  return box;
+}
+
 function controls() {
   const change = (name) => (value) => {
     view[name] = value;
+    if (name === "axis") view.range = null;
     redraw();
   };
   const why = { hours: "no run here has billed time", usd: "no run here has a known price for all its hours" };
   const axes = Object.entries(AXES).map(([axis, { name }]) =>
     [axis, name, sources.some((source) => isOn(source, axis)) ? null : why[axis]]);
-  const whole = el("input", { type: "checkbox", onchange: () => change("whole")(whole.checked) });
+  const whole = el("input", { type: "checkbox", checked: view.whole, onchange: () => change("whole")(whole.checked) });
   return el("div", { class: "controls" },
     sources.length > 1 && el("div", { class: "keys", role: "group", "aria-label": "Runs shown" }, sources.map(key)),
     choice("Against", "axis", axes, view.axis, change("axis")),
     choice("Axis", "scale", [["linear", "linear"], ["log", "log"]], view.scale, change("scale")),
-    el("label", { class: "check" }, whole, "from the first step"));
+    el("label", { class: "check" }, whole, "from the first step"), rangeShown());
 }
 
 // --- sections
@@ -122,18 +153,21 @@ function training() {
   if (!sources.some((source) => Object.keys(source.series).length)) return soft("No step was committed yet.");
   const resumed = page.runs.some((run) => run.attempts.some((a) => a.stage === "train" && a.from));
   const evaluated = page.runs.some((run) => has(run.final["val/loss"]));
-  const loss = () => [
+  const unnamedOf = ({ unnamed }) => unnamed?.length > 0 && ` Lines without room for their names: ${unnamed.join(", ")}.`;
+  const loss = (drawn) => [
     "Training loss (lines; a running mean over 1.3% of the steps, with every step's in pale color behind it) and validation ",
     `loss (rings${evaluated ? "; a diamond is the final evaluation" : ""}).`,
     resumed && " Ticks on the axis: a new attempt resumed from the last commit.",
     ["hours", "usd"].includes(view.axis) && " Each point has the cost of all stages and attempts until then.",
     usesReferences() && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on other text they " +
       "are a guide only.",
+    unnamedOf(drawn),
     caveats(),
   ];
-  const hellaswag = () => [
+  const hellaswag = (drawn) => [
     "HellaSwag in completion style (acc_norm); guessing gets 0.25. Rings: during training; diamond: the final evaluation.",
     usesReferences() && " Dotted: GPT-2 as measured by llm.c, GPT-3 from its paper.",
+    unnamedOf(drawn),
     caveats(),
   ];
   const small = [
@@ -179,18 +213,21 @@ function receipt(run) {
 }
 
 function build() {
-  const { runs } = page, alone = runs.length === 1;
-  const title = alone ? runs[0].name : `${full(runs.length)} runs`;
+  const { runs } = page, alone = runs.length === 1, single = sources.length === 1;
+  const title = single ? runs[0].name : counted();
   const each = (draw, among = runs) => among.map((run) => [!alone && el("h3", {}, run.name), draw(run)]);
   const worked = runs.filter((run) => run.attempts.length), sampled = runs.filter((run) => run.sample);
   document.title = `${title} – skytrain report`;
-  fill(document.getElementById("page"), {}, [
+  redraws.length = figures = clips = 0;
+  const main = document.getElementById("page");
+  main.replaceChildren();
+  fill(main, {}, [
     el("header", {},
-      el("div", { class: "eyebrow" }, `skytrain report, ${dateTime(page.made)}`),
-      el("h1", {}, title, alone && [" ", el("span", { class: `chip s-${runs[0].state}` }, runs[0].state)]),
+      el("div", { class: "eyebrow" }, news()),
+      el("h1", {}, title, single && [" ", el("span", { class: `chip s-${runs[0].state}` }, runs[0].state)]),
       themes(),
-      el("p", {}, alone ? lead(runs[0]) : leads(runs))),
-    sources.length === 1 ? tiles(runs[0]) : overview(),
+      el("p", {}, single ? lead(runs[0]) : alone ? leadBeside(runs[0]) : leads())),
+    single ? tiles(runs[0]) : overview(),
     el("h2", {}, "Training"), training(),
     worked.length > 0 && [el("h2", {}, "Attempts"), worked.map(timeline)],
     el("h2", {}, runs.some(costs) ? "Cost by phase" : "Time by phase"), each(bill),
@@ -203,14 +240,52 @@ function build() {
     el("h2", {}, "Receipt"),
     soft("The facts for a repetition of the run, and its targets."), each(receipt),
     el("footer", {}, "Long curves are thinned to 2,000 points that include the extremes; means are computed before. ",
-      "Times and dollars come from the attempts' heartbeats. This page makes no network request."),
+      "Times and dollars come from the attempts' heartbeats. ",
+      page.live ? "This page asks only its own server, on this machine." : "This page makes no network request."),
   ]);
   redraw();
-  let width = innerWidth;
-  addEventListener("resize", () => {
-    if (width === innerWidth) return;  // only a phone's address bar changed
-    width = innerWidth;
-    requestAnimationFrame(redraw);
-  });
 }
+
+// --- `report --live`: the same page, drawn again when its server has news
+
+const news = () => page.live
+  ? `skytrain report, live; read at ${new Date(page.made * 1000).toLocaleTimeString("en-GB")}` +
+    (page.live.trouble ? `; since then: ${page.live.trouble}` : "")
+  : `skytrain report, ${dateTime(page.made)}`;
+
+// Draw new data; the reader's place, choices and open tables stay.
+function renew(data) {
+  const parts = () => [...document.querySelectorAll("#page :is(button, input, summary)")];
+  const opened = () => [...document.querySelectorAll("#page details")];
+  const open = opened().map((details) => details.open), focused = parts().indexOf(document.activeElement);
+  const [x, y] = [scrollX, scrollY];
+  take(data);
+  build();
+  opened().forEach((details, i) => { details.open = open[i] ?? false; });
+  parts()[focused]?.focus({ preventScroll: true });
+  scrollTo(x, y);
+}
+const busy = () => document.querySelector(".tip:not([hidden]), .chosen");  // the reader is reading or choosing
+
+async function ask() {
+  try {
+    const answer = await fetch("data", { cache: "no-store" });
+    if (!answer.ok) throw new Error(`${answer.status}`);
+    const data = await answer.json();
+    if (busy()) return;
+    if (JSON.stringify({ ...data, made: 0 }) !== JSON.stringify({ ...page, made: 0 })) renew(data);
+    else page.made = data.made;
+  } catch {
+    page.live.trouble = "its server does not answer";
+  }
+  document.querySelector(".eyebrow").replaceChildren(news());
+}
+
 build();
+let width = innerWidth;
+addEventListener("resize", () => {
+  if (width === innerWidth) return;  // only a phone's address bar changed
+  width = innerWidth;
+  requestAnimationFrame(redraw);
+});
+if (page.live) setInterval(ask, 1000 * page.live.seconds);
