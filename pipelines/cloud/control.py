@@ -23,7 +23,7 @@ from pipelines.cloud.skypilot import (
     take_down,
 )
 from pipelines.cloud.tasks import run_label
-from pipelines.tracking.clusters import Interval, key_of, record_intervals
+from pipelines.tracking.clusters import Interval, clusters_key, record_intervals
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, is_alive
 from pipelines.tracking.records import Heartbeat, Progress
@@ -147,10 +147,12 @@ def tasks_of(run: str, tasks: list[TaskStatus]) -> list[TaskStatus]:
 
 def record_cluster_hours(store: Store, runs: Iterable[str], found: Iterable[Cluster]) -> None:
     """Record in the store when SkyPilot had the clusters of runs. `report` compares the ledger with it."""
-    found = list(found)
+    found, now = list(found), time.time()
     for run in runs:
         intervals = [
-            Interval(cluster.name, cluster.nodes, started, ended)
+            Interval(
+                cluster.name, cluster.nodes, started, ended, now if cluster.exists else None, cluster.price_per_hour
+            )
             for cluster in found
             if cluster.run == run_label(run)
             for started, ended in cluster.intervals
@@ -166,7 +168,7 @@ def refresh_cluster_hours(store: Store, tasks: list[TaskStatus]) -> None:
         changed = {
             task.run
             for task in tasks
-            if not task.over or task.ended + REMOVAL_SECONDS > recorded.get(key_of(task.run), 0.0)
+            if not task.over or task.ended + REMOVAL_SECONDS > recorded.get(clusters_key(task.run), 0.0)
         }
         if runs := changed & launched_runs(store):
             record_cluster_hours(store, runs, clusters())

@@ -285,6 +285,8 @@ class Cluster:
     # Runs managed jobs, where the API server does not run them itself (consolidation mode). Such a controller keeps the
     # clusters of its jobs on record itself: they are not listed here.
     is_controller: bool = False
+    exists: bool = True  # on record as more than history
+    price_per_hour: float | None = None  # dollars of one node, by SkyPilot's catalog
 
     @property
     def up(self) -> bool:
@@ -303,7 +305,19 @@ def clusters() -> list[Cluster]:
         is_controller = one["name"].startswith(common.JOB_CONTROLLER_PREFIX)
         if is_controller or labels.get("project") == PROJECT:
             intervals = [(a, b) for a, b in one["usage_intervals"] or ()]
-            found.append(Cluster(one["name"], labels.get("run"), one["num_nodes"], intervals, is_controller))
+            machine_hours = one["num_nodes"] * one["duration"] / 3600
+            price = one["total_cost"] / machine_hours if one["total_cost"] and machine_hours else None  # 0: no catalog
+            found.append(
+                Cluster(
+                    one["name"],
+                    labels.get("run"),
+                    one["num_nodes"],
+                    intervals,
+                    is_controller,
+                    one["status"] is not None,
+                    price,
+                )
+            )
     return found
 
 

@@ -33,6 +33,13 @@ def print_bill(account: Account) -> None:
         lines.append(f"goodput {account.goodput:.1%}: training, each step counted once, of all billed time{waits}")
     if account.usd_per_billion_tokens:
         lines.append(f"{account.usd_per_billion_tokens:,.2f} dollars per billion tokens")
+    if account.outside.hours:
+        outside = money(account.outside.usd, account.outside.unpriced_hours)
+        lines.append(
+            f"{outside} of {money(account.total.usd, account.total.unpriced_hours)} dollars are not by our own clock: "
+            f"by SkyPilot's, machines were up for {duration(3600 * account.outside.hours)} outside all attempts "
+            "(set-up, waiting, release)"
+        )
     if account.interruptions.hours:
         lost = money(account.interruptions.usd, account.interruptions.unpriced_hours)
         lines.append(f"{lost} dollars lost to interruptions: repeated work, and the restarts")
@@ -63,8 +70,9 @@ def attempt_row(number: str, a: AttemptAccount) -> list[str]:
 def sky_differences(store: Store, account: Account) -> Iterator[str]:
     """The hours of SkyPilot's last report beside those of the ledger: a line for each cluster."""
     intervals = read_intervals(store, account.run)
-    for one in reconcile(account, intervals, time.time()) if intervals else []:
+    for one in reconcile(account, intervals) if intervals else []:
         usd = "unknown dollars" if one.usd is None else f"{one.usd:+.2f} dollars"
+        usd += ", in the total" if one.hours > 0 else ""
         yield (
             f"{account.run}: cluster {one.cluster}: {one.sky_hours:.3f} h by SkyPilot, {one.ledger_hours:.3f} h "
             f"in the ledger ({usd})"

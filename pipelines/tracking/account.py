@@ -73,7 +73,7 @@ class Account:
 
     run: str
     attempts: tuple[AttemptAccount, ...]  # in the order in which they started
-    total: Cost
+    total: Cost  # of all attempts, and outside them
     by_stage: dict[str, Cost]
     by_phase: dict[str, Cost]
     by_market: dict[str, Cost]  # "own machine", "aws spot", "gcp on demand", …
@@ -84,6 +84,7 @@ class Account:
     savings_usd: float | None  # against the on-demand price of the same machines; None: unknown
     deaths: int  # attempts that ended without a last heartbeat
     unseen_seconds: float  # at most so much is missing from the bill: a heartbeat interval for each death
+    outside: Cost = Cost()  # of the total: SkyPilot had the machines, and no attempt counted (see clusters.py)
     faults: tuple[str, ...] = ()  # unreadable heartbeats, which the bill does not contain
 
     def to_json(self) -> dict[str, Any]:
@@ -127,13 +128,18 @@ def account(
         by_market=_sums((market_of(a.machine), a.bill) for a in attempts),
         tokens=tokens,
         goodput=math.fsum(trained) / without_waits if without_waits else None,
-        usd_per_billion_tokens=total.usd / (tokens / 1e9) if tokens and not total.unpriced_hours else None,
+        usd_per_billion_tokens=usd_per_billion(total, tokens),
         interruptions=total_cost(interruptions),
         savings_usd=math.fsum(savings) if savings else None,
         deaths=deaths,
         unseen_seconds=deaths * HEARTBEAT_SECONDS,
         faults=tuple(faults),
     )
+
+
+def usd_per_billion(total: Cost, tokens: int) -> float | None:
+    """Dollars for a billion tokens; None while a price is unknown."""
+    return total.usd / (tokens / 1e9) if tokens and not total.unpriced_hours else None
 
 
 def _attempts_on_artifact(heartbeats: list[StoredHeartbeat]) -> list[AttemptAccount]:

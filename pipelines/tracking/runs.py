@@ -14,6 +14,7 @@ from typing import Any, Self
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, StoredHeartbeat, account
+from pipelines.tracking.clusters import clusters_key, read_intervals, with_cluster_hours
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, is_alive, process_exists
 from pipelines.tracking.records import FORMAT, Heartbeat
 from trainer.commits import series
@@ -137,9 +138,15 @@ class Run:
 
     @cached_property
     def account(self) -> Account:
-        """The time and money of all attempts."""
+        """The time and money of all attempts, and of their machines outside the attempts."""
         heartbeats, damage = self._heartbeats
-        return account(self.name, heartbeats, self.tokens_before, damage)
+        try:
+            intervals = read_intervals(self.store, self.name)
+        except (ValueError, TypeError, AttributeError) as error:
+            intervals = []
+            where = f"{self.store.uri}/{clusters_key(self.name)}"
+            damage = [*damage, f"{where}: damaged ({error!r}); `skytrain status` renews it"]
+        return with_cluster_hours(account(self.name, heartbeats, self.tokens_before, damage), intervals)
 
     @cached_property
     def series(self) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def test_skypilots_view_of_a_runs_clusters_is_below_the_table(
     record_intervals(store, RUN, [Interval("spot-7", 1, 0.0, 1800.0), Interval("spot-7", 1, 3600.0, 3960.0)])
     report(None, store=store.uri)
     assert capsys.readouterr().out.splitlines()[-1] == (
-        f"{RUN}: cluster spot-7: 0.600 h by SkyPilot, 0.500 h in the ledger (+1.00 dollars)"
+        f"{RUN}: cluster spot-7: 0.600 h by SkyPilot, 0.500 h in the ledger (+1.00 dollars, in the total)"
     )
 
 
