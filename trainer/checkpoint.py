@@ -300,7 +300,8 @@ class Checkpointer:
         every = self.world.gather((self.world.local_rank, ranges_of(pieces)))
         nodes: list[list[Ranges]] = []  # torchrun numbers the ranks node by node
         for local_rank, ranges in every:
-            nodes += [] if local_rank else [[]]
+            if local_rank == 0 or not nodes:
+                nodes.append([])
             nodes[-1].append(ranges)
         mine = sum(local_rank == 0 for local_rank, _ in every[: self.world.rank + 1]) - 1
         return nodes[mine] if len(nodes) > 1 else []

@@ -195,7 +195,7 @@ def test_the_eager_engine_resumes_from_a_commit_of_the_fused_engine_and_back(run
 
 @pytest.mark.slow
 def test_three_ranks_that_share_a_batch_unequally_train_as_one(data: Path, tmp_path: Path) -> None:
-    config = trainer_runs.configured(engine="fused", **SHORT | {"batch_tokens": 256, "n_embd": 32, "val_tokens": 400})
+    config = trainer_runs.configured(engine="fused", **SHORT | {"batch_tokens": 256, "learning_rate": 1e-3})
     one, three = (trainer_runs.Command(data, tmp_path / f"of-{ranks}", config) for ranks in (1, 3))
     for command, ranks in ((one, 1), (three, 3)):
         command.finish(ranks)
