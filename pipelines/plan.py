@@ -11,6 +11,7 @@ from pipelines.stage import plans_of, run_name
 from pipelines.text.sources import estimated_tokens
 from pipelines.tracking.ledger import attempts
 from pipelines.tracking.records import without_none
+from trainer.config import val_share, val_tokens, validations
 from trainer.store import Store
 
 # The node of `skytrain recipes`: 8xH100 at half of their dense bf16 peak, at Lambda's on-demand price.
@@ -60,6 +61,9 @@ class RunPlan:
     flops: float
     stages: Mapping[str, StagePlan]
     text: TextPlan | None = None  # None: only a server knows its size
+    validations: int = 0  # of the stage train
+    val_tokens: int = 0  # of each, at most the held-out text
+    val_share: float = 0.0  # of the time of the training
 
     def to_json(self) -> dict[str, Any]:
         stages = {name: stage.to_json() for name, stage in self.stages.items()}
@@ -90,6 +94,9 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         flops=recipe.train_flops,
         stages={stage: stage_plan(store, plan) for stage, plan in known.items()},
         text=text_plan(recipe, find(store, known["tokenize"])),
+        validations=validations(recipe.train),
+        val_tokens=val_tokens(recipe.model, recipe.train),
+        val_share=val_share(recipe.model, recipe.train),
     )
 
 

@@ -158,10 +158,10 @@ class TrainConfig(Section):
         description="Interval between validations; also one at the start and one at the end; null: none "
         "[optimizer steps]",
     )
-    val_tokens: int = Field(
-        default=10_485_760,
-        ge=1,
-        description="Size of a validation, at most the held-out shards; 20 x 524,288, as llm.c [tokens]",
+    val_tokens: int | Literal["auto"] = Field(
+        default="auto",
+        description="Size of a validation, at most the held-out shards; auto: all validations of the run together take "
+        "about 2% of the training's time, and none is larger than 10,485,760 (20 x 524,288, as llm.c) [tokens]",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = Field(
         default="auto",
@@ -170,6 +170,13 @@ class TrainConfig(Section):
         "fp8 (the blocks) and fp8_head (the blocks and the head) need the fused engine and a GPU with fp8 (Hopper); "
         "short runs at 124M and 1558M ended at the loss of bf16 (docs/measurements.md)",
     )
+
+    @field_validator("val_tokens")
+    @classmethod
+    def _some_tokens(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{value} tokens are no validation; use 1 or more, or 'auto'")
+        return value
 
     @model_validator(mode="after")
     def _ramp_fits(self) -> Self:
@@ -306,6 +313,34 @@ def tokens_before(step: int, train: TrainConfig) -> int:
     stages = batch_stages(train)
     first, before, batch = stages[bisect_right(stages, step, key=lambda stage: stage[0]) - 1]
     return before + (step - first) * batch
+
+
+def validations(train: TrainConfig) -> int:
+    """The number of validations of a whole run: at the start, every `val_every` steps and at the end."""
+    if train.val_every is None:
+        return 0
+    return 1 + train.max_steps // train.val_every + bool(train.max_steps % train.val_every)
+
+
+LARGEST_AUTO_VAL_TOKENS = 20 * 524_288  # as llm.c
+AUTO_VAL_PERCENT = 2  # of the time of the training, for all validations together
+
+
+def val_tokens(model: ModelConfig, train: TrainConfig) -> int:
+    """The size of a validation: as configured, or of AUTO_VAL_PERCENT, in whole sequences.
+
+    A forward pass takes a third of a training step. The size depends on the recipe alone, not on measured times: so a
+    resumed run, and a run on another machine, validate on the same tokens.
+    """
+    if train.val_tokens != "auto":
+        return train.val_tokens
+    affordable = 3 * AUTO_VAL_PERCENT * tokens_before(train.max_steps, train) // (100 * max(1, validations(train)))
+    return max(1, min(affordable, LARGEST_AUTO_VAL_TOKENS) // model.block_size) * model.block_size
+
+
+def val_share(model: ModelConfig, train: TrainConfig) -> float:
+    """The time of all validations of a run as a share of its training steps'."""
+    return validations(train) * val_tokens(model, train) / 3 / tokens_before(train.max_steps, train)
 
 
 def steps_to_come(done: int, train: TrainConfig) -> float:

@@ -21,6 +21,7 @@ from trainer.config import (
     check_shares,
     micro_batch_count,
     sequences_per_step,
+    val_tokens,
 )
 from trainer.data import TokenData
 from trainer.engine import Batches, Engine, PendingNumbers, device_name, make_engine
@@ -79,7 +80,8 @@ def train(
             last = state.step >= config.max_steps
             # A stop leaves no time for validation: the next attempt does it, even after the last step.
             if state.val_is_due(config) and not agreed.stop and not evidence:
-                val_loss = validate(engine, val_data, state, config, fit.micro_batch_size, world, stop, watchdog, log)
+                tokens, size = val_tokens(model_config, config), fit.micro_batch_size
+                val_loss = validate(engine, val_data, state, tokens, size, world, stop, watchdog, log)
                 agreed = replace(agreed, stop=val_loss is None)
                 evidence = ruined("val/loss", val_loss)
             ending, unsaved = agreed.stop or last, (state.step, state.val_step) != saved
@@ -213,7 +215,7 @@ def validate(
     engine: Engine,
     data: TokenData,
     state: TrainState,
-    config: TrainConfig,
+    max_tokens: int,
     batch_size: int,
     world: World,
     stop: StopSignal,
@@ -232,7 +234,7 @@ def validate(
 
     with log.clock.phase("evaluate"):
         try:
-            loss = validation_loss(engine.loss, data, config.val_tokens, batch_size, world, before_batch)
+            loss = validation_loss(engine.loss, data, max_tokens, batch_size, world, before_batch)
         except Interrupted:
             return None
         if math.isfinite(loss):

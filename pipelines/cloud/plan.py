@@ -35,7 +35,7 @@ from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
 from trainer.commits import checkpoint_seconds, committed_state
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, tokens_before
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, tokens_before, val_tokens
 from trainer.errors import UserError
 from trainer.store import Store
 
@@ -420,7 +420,7 @@ def training_tokens(work: Workload) -> float:
     """The tokens that are left to train on, and a third of those to validate on, the share of the forward pass."""
     train, steps = work.recipe.train, work.steps_left
     tokens = float(work.recipe.train_tokens - tokens_before(train.max_steps - steps, train))
-    return tokens + ((steps // train.val_every) * train.val_tokens / 3 if train.val_every else 0.0)
+    return tokens + ((steps // train.val_every) * val_tokens(work.recipe.model, train) / 3 if train.val_every else 0.0)
 
 
 def evaluate_hours(recipe: Recipe, offer: Offer) -> float:

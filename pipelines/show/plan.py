@@ -22,6 +22,9 @@ def print_plan(plan: RunPlan) -> None:
         out.print(wrapped(f"{size}: {train}, {val}"))
         if text.warning:
             out.print(f"[yellow]![/] {wrapped(text.warning)}")
+    if plan.validations:
+        share = f"about {plan.val_share:.1%} of the training's time"
+        out.print(wrapped(f"{plan.validations:,} validations of up to {plan.val_tokens:,} tokens: {share}"))
     longest = max(len(stage.artifact) for stage in plan.stages.values())
     for name, stage in plan.stages.items():
         begin, state = f"{name:8}  {stage.artifact:{longest}}", f"to do{f': {stage.why}' if stage.why else ''}"

@@ -10,6 +10,7 @@ from pipelines.recipe import load_recipe
 from pipelines.show.plan import print_plan
 from pipelines.stage import STAGES
 from pipelines.tracking.records import Progress
+from trainer.config import val_tokens
 from trainer.store import LocalStore
 
 
@@ -81,3 +82,13 @@ def test_a_plan_shows_tokens_epochs_and_the_share_of_validation(
     counted = plan_of(RECIPE, store).text
     assert counted and (counted.tokens, counted.val_tokens, counted.estimated) == (8_000_000, 2_000_000, False)
     assert counted.warning is None
+
+
+def test_a_plan_shows_the_share_of_validation_in_the_time(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe("smoke", ["train.val_tokens=auto", "train.val_every=100", "train.max_steps=600"])
+    print_plan(plan_of(recipe, store))
+    out = " ".join(capsys.readouterr().out.split())
+    tokens = val_tokens(recipe.model, recipe.train)
+    assert f"7 validations of up to {tokens:,} tokens: about 2.0% of the training's time" in out

@@ -17,6 +17,9 @@ from trainer.config import (
     micro_batch_count,
     micro_batch_of,
     sequences_per_step,
+    val_share,
+    val_tokens,
+    validations,
 )
 from trainer.errors import UserError
 
@@ -138,7 +141,7 @@ def test_infinite_and_nan_numbers_are_refused(section: str, field: str, value: o
         ("train", "seed", -1, "greater than or equal to 0"),
         ("train", "seed", 2**63, "less than 9223372036854775808"),
         ("train", "val_every", 0, "greater than or equal to 1"),
-        ("train", "val_tokens", 0, "greater than or equal to 1"),
+        ("train", "val_tokens", 0, "0 tokens are no validation; use 1 or more, or 'auto'"),
         ("train", "schedule", "cosin", "'cosine', 'wsd', 'linear' or 'constant'"),
         ("train", "precision", "int4", "'auto', 'fp32', 'bf16', 'fp16', 'fp8' or 'fp8_head'"),
         ("runtime", "micro_batch_size", 0, "use 1 or more, or 'auto'"),
@@ -244,3 +247,25 @@ def test_a_ramp_begins_with_a_sequence_for_every_process() -> None:
     with pytest.raises(UserError, match=r"train\.batch_ramp_from: 48 .* or --set train\.batch_ramp_from=96$"):
         check_shares(model, train, 5)
     check_shares(model, configured("train", batch_ramp_from=96, **ramp).train, 5)
+
+
+def test_validations_take_at_most_two_percent_of_the_training() -> None:
+    model = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=1024)
+
+    def train(**values: Any) -> TrainConfig:
+        return TrainConfig.model_validate({"learning_rate": 0.1} | values)
+
+    for config, tokens in (
+        (train(batch_tokens=65_536, max_steps=2000), 873_472),  # before: 21% of the time
+        (train(batch_tokens=524_288, max_steps=18_865), 7_706_624),
+        (train(batch_tokens=524_288, max_steps=18_865, val_every=1000), 10_485_760),
+        (train(batch_tokens=65_536, max_steps=100), 196_608),
+        (train(batch_tokens=1_048_576, max_steps=999, batch_ramp_from=131_072, batch_ramp_tokens=10**8), 10_206_208),
+    ):
+        assert val_tokens(model, config) == tokens and tokens % model.block_size == 0
+        assert val_share(model, config) <= 0.02
+    assert val_tokens(model, train(batch_tokens=1024, max_steps=4)) == 1024  # one sequence at least
+    configured = train(batch_tokens=65_536, max_steps=2000, val_tokens=10_485_760)
+    assert val_tokens(model, configured) == 10_485_760 and 0.2 < val_share(model, configured) < 0.3
+    assert [validations(train(batch_tokens=1024, max_steps=n, val_every=10)) for n in (5, 10, 19, 20)] == [2, 2, 3, 3]
+    assert validations(train(batch_tokens=1024, max_steps=9, val_every=None)) == 0

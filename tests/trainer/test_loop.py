@@ -233,7 +233,7 @@ def test_only_rank_0_requests_saves_and_only_when_the_last_one_is_complete(
 
     def asked(rank: int) -> set[bool]:
         run.attempts = 0  # the same attempt: the receipt that rank 1 leaves is what rank 0 waits for
-        run.attempt(world=(world := IsolatedRank(rank, rank, 2, torch.device("cpu"))))
+        run.attempt(world=(world := IsolatedRank(rank, 0, 2, torch.device("cpu"))))
         return set(world.asked)
 
     assert asked(1) == {False}
