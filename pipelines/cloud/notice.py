@@ -24,19 +24,13 @@ from urllib.parse import urlsplit
 from pipelines.screen import Screen
 from pipelines.tracking.records import Machine
 from trainer.errors import UserError
-from trainer.process import StopSignal
+from trainer.process import Background, StopSignal
 
 ENDPOINT = "http://169.254.169.254"  # link-local, the same at EC2, GCE and Azure
 POLL_SECONDS = 2.0  # of at least 30 s of notice
 DETECT_SECONDS = 0.3  # for each of three clouds: under a second in all; a metadata service answers in milliseconds
 ANSWER_SECONDS = 5.0
 MOST_BYTES = 65_536  # of an answer: real ones have a few hundred
-METADATA_ERRORS = (
-    OSError,
-    http.client.HTTPException,
-    ValueError,
-    RecursionError,
-)  # the last: of JSON nested without end
 
 
 @dataclass(frozen=True)
@@ -87,10 +81,10 @@ class NoticeSource(Protocol):
     grace_seconds: int  # the time to save after a notice, less some seconds for the exit
 
     def probe(self) -> None:
-        """Raise one of METADATA_ERRORS unless this machine belongs to that cloud."""
+        """Raise any exception unless this machine belongs to that cloud."""
 
     def notices(self) -> Iterator[Notice]:
-        """The present announcements, the most urgent first. Raises one of METADATA_ERRORS without a valid answer."""
+        """The present announcements, the most urgent first. Raises any exception without a valid answer."""
 
     def machine(self) -> Machine:
         """This machine. Raises as `notices`."""
@@ -300,8 +294,11 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
         if here := source or detect_source(metadata):
             poll(choose(here), stop, screen, ending, expected=source is not None)
 
+    def died(thread: Background) -> None:
+        screen.warn(f"this machine's preemption notices are not heard any more: {thread.error!r}")
+
     if named != "off":
-        threading.Thread(target=watch, daemon=True, name="notice").start()
+        Background("notice", watch, died).start()
     try:
         yield
     finally:
@@ -324,7 +321,7 @@ def detect_source(metadata: Metadata) -> NoticeSource | None:
         source = kind(metadata)
         try:
             source.probe()
-        except METADATA_ERRORS:
+        except Exception:  # a service may answer anything
             continue
         return source
     return None
@@ -345,8 +342,9 @@ def poll(source: NoticeSource, stop: StopSignal, screen: Screen, ending: threadi
                     reported.add(notice)
                     screen.note(f"  {notice.why}")
             warn = False
-        except METADATA_ERRORS:
+        except Exception as error:  # a service may answer anything, and the next answer may be a notice
             if warn and not ending.is_set():
-                screen.warn(f"{source.name}: the metadata service gives no valid answer; polling continues")
+                reason = f"{source.name}: the metadata service gives no valid answer ({type(error).__name__})"
+                screen.warn(f"{reason}; polling continues")
             warn = False
         ending.wait(POLL_SECONDS)

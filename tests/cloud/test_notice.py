@@ -18,7 +18,7 @@ from metadata_servers import END, AzureCloud, Cloud, Ec2Cloud, Everything, GceCl
 from pipeline_runs import FOLDER_NAME, SHIPPED_CLI, TINY, Project
 
 from pipelines.cloud import notice
-from pipelines.cloud.notice import utc_time, watching
+from pipelines.cloud.notice import Notice, utc_time, watching
 from pipelines.show.console import TerminalScreen
 from trainer.errors import UserError
 from trainer.process import StopSignal
@@ -84,6 +84,43 @@ def polled(cloud: Cloud, times: int) -> None:
 
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "notice"]
+
+
+class Odd:
+    """A service whose answers raise what nobody thought of."""
+
+    name, grace_seconds = "odd", 7
+
+    def __init__(self, metadata: Any) -> None:
+        self.answers: list[Exception | Notice] = [KeyError("x"), TypeError(), AttributeError(), Notice("odd: gone")]
+
+    def probe(self) -> None:
+        pass
+
+    def notices(self) -> Iterator[Notice]:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        yield answer
+
+
+def test_no_answer_ends_the_watch_for_the_notice_after_it(watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(notice.SOURCES, "odd", Odd)
+    with watched(None, "odd") as stop:
+        until(lambda: stop.asked, "the notice was seen")
+    assert stop.reason == "odd: gone"
+
+
+def test_the_death_of_the_watch_is_reported(
+    watched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def die(*_: Any, **__: Any) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(notice, "poll", die)
+    with watched(None, "ec2"):
+        until(lambda: not threads(), "the thread died")
+    assert "preemption notices are not heard any more: SystemExit(3)" in " ".join(capsys.readouterr().err.split())
 
 
 # --- each cloud
