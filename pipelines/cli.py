@@ -6,6 +6,7 @@ the run automatically; 1 a bug, or a run that diverged.
 The verbs import heavy modules inside their functions, so that `--help` answers at once.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from importlib import metadata
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from pipelines.verbs.bench import bench
 from pipelines.verbs.doctor import doctor
@@ -42,6 +44,19 @@ GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --hel
     "Tools": (doctor, bench, drill, gc),
 }
 IMAGE = "image"
+
+
+class Verb(TyperCommand):
+    """No option takes `inf` or `nan`, which Python reads as numbers: a limit of `nan` would never be reached."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise typer.BadParameter(f"{value} is no number to reckon with.", ctx, parameter)
+        return rest
+
 
 # The class of click, or of typer's own copy of click.
 UsageError: Any = typer.BadParameter.__base__
@@ -104,7 +119,7 @@ for verbs in GROUPS.values():
         if isinstance(verb, typer.Typer):
             app.add_typer(verb, name=IMAGE)
         else:
-            app.command()(verb)
+            app.command(cls=Verb)(verb)
 
 
 def print_version(asked: bool) -> None:

@@ -472,9 +472,9 @@ def test_the_meter_stands_at_the_end_of_the_bill_in_the_store(
     assert meter.read_text().split() == [str(seen.time), "idle"]
 
 
-@pytest.mark.parametrize("content", ["", "soon", "\n"])
-def test_a_meter_without_a_time_is_a_user_error(tmp_path: Path, meter: Path, content: str) -> None:
-    meter.write_text(content)
+@pytest.mark.parametrize("content", ["", "soon", "\n", "nan", "inf train", "-1", None])
+def test_a_meter_without_a_time_is_a_user_error(tmp_path: Path, meter: Path, content: str | None) -> None:
+    meter.mkdir() if content is None else meter.write_text(content)
     with pytest.raises(UserError, match="SKYTRAIN_METER: .* holds no unix seconds"):
         claimed(LocalStore(tmp_path / "store"), 1)
 

@@ -114,6 +114,8 @@ def test_a_user_error_exits_with_2_and_one_line_before_anything_starts(
         (["run", "tiny.yaml", "--price-per-hour", "-1"], "--price-per-hour"),
         (["run", "tiny.yaml", "--price-per-hour", "nan"], "--price-per-hour"),
         (["run", "tiny.yaml", "--price-per-hour", "cheap"], "--price-per-hour"),
+        (["run", "tiny.yaml", "--budget", "inf"], "'--budget': inf is no number to reckon with"),
+        (["launch", "tiny.yaml", "--budget", "inf"], "'--budget': inf is no number to reckon with"),
         (["run", "tiny.yaml", "--pric-per-hour", "1"], "--pric-per-hour"),
         (["rnu", "tiny.yaml"], "rnu"),
         (["--jsn"], "--jsn"),
