@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from pipelines.show.outage import show_outages
 from pipelines.verbs.bench import bench
 from pipelines.verbs.doctor import doctor
 from pipelines.verbs.down import down
@@ -51,7 +52,8 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
-        for parameter in self.params:
+        parameters: list[Any] = self.params
+        for parameter in parameters:
             value = ctx.params.get(parameter.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise typer.BadParameter(f"{value} is no number to reckon with.", ctx, parameter)
@@ -141,6 +143,7 @@ def options(
 
 
 def main() -> None:
+    show_outages()
     try:
         app(prog_name=PROGRAM)
     except (Exception, KeyboardInterrupt) as error:

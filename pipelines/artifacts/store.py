@@ -15,19 +15,21 @@ import itertools
 import logging
 import os
 import re
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from pipelines.artifacts.outage import LOGGER, Outage
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, replacing
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(LOGGER)
 T = TypeVar("T")
 
 # 16 MiB x 10,000 parts (S3's most) = 160 GB, eight times the largest file we write.
@@ -296,9 +298,20 @@ class S3Store:
         """Call `request(attempt number, from 1)` until it answers, fails for good, or reaches the time limit."""
         import tenacity
 
+        began = time.monotonic()
+        outage: Outage | None = None
+
         def log_retry(state: tenacity.RetryCallState) -> None:
+            nonlocal outage
             assert state.outcome is not None
-            log.warning("%s: %s; trying again", what, _brief(state.outcome.exception()))
+            outage = Outage(what, _brief(state.outcome.exception()), began, self._time_limit_s)
+            log.warning("%s", outage.text(time.monotonic()), extra={"outage": outage})
+
+        def log_end(answered: bool) -> None:
+            if outage:
+                now = time.monotonic()
+                end = replace(outage, ended=now, answered=answered)
+                log.info("%s", end.text(now), extra={"outage": end})
 
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_is_transient),
@@ -307,14 +320,19 @@ class S3Store:
             before_sleep=log_retry,
             reraise=True,
         )
+        answered = False
         try:
             for attempt in attempts:
                 with attempt:
-                    return self._with_current_credentials(request, attempt.retry_state.attempt_number)
+                    answer = self._with_current_credentials(request, attempt.retry_state.attempt_number)
+                    answered = True
+                    return answer
         except (UserError, FileNotFoundError):
             raise
         except Exception as error:
             raise _explained(error, what, self._client.meta.endpoint_url, self._time_limit_s) from error
+        finally:
+            log_end(answered)
         raise AssertionError("tenacity always returns or raises")
 
 

@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class TerminalScreen:
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.console = CleanConsole(stderr=True, highlight=False, soft_wrap=True)
+        self.console = error_console()
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -120,6 +121,12 @@ class TerminalBar:
             self._line_at = time.monotonic()
             share = f"{completed / self.total:4.0%}" if self.total else ""
             self.screen.note(f"  {self.title:9} {share}  {note}")
+
+
+@cache
+def error_console() -> Console:
+    """Standard error: one console, because bars and the line of an outage may stand there at once."""
+    return CleanConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def console() -> Console:
