@@ -21,9 +21,12 @@ from pipelines.cloud.throughput import (
     SECONDS_PER_LAYER,
     MeasuredRun,
     Throughput,
+    available_gib,
     check_gpus,
     engine_of,
+    fitting_micro_batch,
     gpu_count,
+    memory_gib,
     mfu_of,
     peak_of,
     speed_on,
@@ -239,7 +242,25 @@ def compare_offers(
         raise UserError("; ".join(dict.fromkeys(unfit)))
     plan = choose(sorted(candidates, key=lambda c: (c.usd, c.hours)), limits, [*notes, *dict.fromkeys(unfit)])
     guessed = nodes > 1 and any(c.speed.kind != "measured" for c in plan.candidates)
-    return replace(plan, assumed=(*ASSUMED, ASSUMED_BETWEEN_NODES)) if guessed else plan
+    between = (ASSUMED_BETWEEN_NODES,) if guessed else ()
+    return replace(plan, assumed=(*memory_lines(work.recipe, plan.candidates), *ASSUMED, *between))
+
+
+def memory_lines(recipe: Recipe, candidates: Iterable[Candidate]) -> Iterator[str]:
+    """The expected memory on each kind of GPU, with the micro-batch that the recipe names or that fits."""
+    known: dict[str, list[str]] = {}
+    for one in candidates:
+        gpus, ranks = one.offer.accelerators or "", one.nodes * gpu_count(one.offer.accelerators or ":1")
+        if recipe.runtime.device == "cpu" or (available := available_gib(gpus)) is None:
+            continue
+        size = recipe.runtime.micro_batch_size
+        if size == "auto":
+            size = fitting_micro_batch(recipe.model, recipe.train, recipe.runtime, gpus, ranks)
+        needed = memory_gib(recipe.model, recipe.runtime, recipe.train.precision, gpus, ranks, size)
+        line = f"{gpus.partition(':')[0]} {needed:.0f} of {available:.0f} GiB"
+        known.setdefault(f"memory with micro-batches of {size}", []).append(line)
+    for what, lines in known.items():
+        yield f"{what}: {', '.join(dict.fromkeys(lines))}"
 
 
 def plan_without_training(
@@ -299,7 +320,7 @@ def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[Measu
     for beat in reversed(attempts(store, prefix)):
         machine, steps = beat.machine.accelerators, speeds.get(beat.attempt, [])[2:]  # the first steps compile
         if steps:
-            n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision)
+            n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision, machine or "")
             where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine or 'CPU'}"
             found.append(MeasuredRun(n, machine or "", beat.nodes, engine, 0.0, median(steps), where))
     return found
@@ -412,7 +433,8 @@ def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
     else:
         segment = runtime.checkpoint_minutes / 60
     hours = tokens / speed_of(work, offer, nodes).tokens_per_second / 3600
-    start = START_SECONDS + (FIRST_STEP_SECONDS if engine_of(runtime, train.precision) == "compiled" else 0)
+    engine = engine_of(runtime, train.precision, offer.accelerators or "")
+    start = START_SECONDS + (FIRST_STEP_SECONDS if engine == "compiled" else 0)
     return StageWork(hours, min(segment, hours), stall / 3600, start / 3600)
 
 
@@ -427,7 +449,7 @@ def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
     """Val loss and HellaSwag on one GPU; a CPU counts as 1 TFLOP/s."""
     kind = f"{(offer.accelerators or '').partition(':')[0]}:1"
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
-    flops = (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager, "auto")
+    flops = (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager, "auto", kind)
     forward = recipe.model.flops_per_token / 3
     seconds = recipe.evaluate.val_tokens * forward / flops
     if recipe.evaluate.hellaswag:

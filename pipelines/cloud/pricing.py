@@ -63,7 +63,13 @@ def within_limits(
                 f"launch: {', '.join(rest.estimates)}: expected to take {needs}, which is not within {limits}"
             )
         return job
-    plan = compare_offers(work, offered, node_counts, limits)
+    try:
+        plan = compare_offers(work, offered, node_counts, limits)
+    except UserError as error:
+        if str(limits):
+            raise
+        report(Finding("plan", str(error), "note", "the job can run; its hours and dollars are unknown"))
+        return job
     report(plan)
     if not str(limits):
         return job

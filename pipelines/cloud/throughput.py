@@ -1,14 +1,17 @@
-"""Training speeds of models on GPUs: a few measured runs, and estimates from them for other GPUs.
+"""Training speeds of models on GPUs, and their memory: a few measured runs, and estimates from them for other GPUs.
 
 The estimates use MFU, the share of the GPUs' peak that the model reaches, because it varies less between runs than
 speed does. Between measured sizes it is interpolated over the logarithm of the parameters, and beyond them it is
-constant. Every doubling of the GPUs has its measured loss. Every GPU is assumed to reach the same MFU. A speed is
-`measured` if exactly this run was measured, else `estimated`.
+constant. Every doubling of the GPUs has its measured loss. A speed is `measured` if exactly this run was measured,
+`estimated` if another one on such a GPU was, and `assumed` on every other GPU: it is taken to reach the MFU of an H200.
 
 For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB in 94 min, 60% MFU;
 1558M on 8 x H100 in 24 h, 50%; the latter on 16 x H100 in 12 h, so without loss between two nodes over InfiniBand. So
-our estimate is too low on A100. It is a little too high for small models on H100, which has the arithmetic of an H200
-and 70% of its memory bandwidth. It is too high on several nodes where NCCL has only TCP between them.
+our assumption is too low on A100. It is probably too high on small cards, whose power or memory limits them earlier,
+and on several nodes where NCCL has only TCP between them.
+
+The memory has the form of the fused engine's: 18 bytes a parameter, of which the ranks share 12, and a number of bytes
+a token for each layer and for the head. These fit every measured peak within 6%.
 """
 
 import math
@@ -17,14 +20,29 @@ from dataclasses import dataclass, replace
 
 from pipelines.bench.measurements import measurements
 from pipelines.recipe import Recipe
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, check_shares
+from trainer.config import (
+    ModelConfig,
+    RuntimeConfig,
+    TrainConfig,
+    check_shares,
+    micro_batch_of,
+    sequences_per_step,
+)
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
 
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
-PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12}
-# All of them have bf16, which the fused engine needs. The following have the fp8 that it needs; some of them occur in
-# private clusters only.
+PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12, "A6000": 155e12}
+PEAKS |= {"V100": 125e12, "T4": 65e12}  # in fp16
+NO_BF16 = ("V100", "T4")  # which the fused engine needs
+# Memory in GiB, as nvidia-smi reports it.
+MEMORY_GIB = {
+    **{"B200": 179.1, "H200": 140.4, "H100": 79.6, "A100-80GB": 80.0, "A100": 40.0, "L40S": 45.0, "A6000": 48.0},
+    **{"L4": 22.5, "A10": 22.5, "A10G": 22.5, "V100-32GB": 32.0, "V100": 16.0, "T4": 15.0},
+}
+# As in trainer/fit.py, and CUDA's own memory.
+MAX_TOKENS, SPARE_FRACTION, LIBRARIES_GIB = 65_536, 0.06, 0.6
+# The GPUs with the fp8 that the fused engine needs; some of them occur in private clusters only.
 FP8 = ("H100", "H200", "B200", "H20", "H800", "GH200", "GB200", "B300", "GB300")
 # The launch of a layer's kernels, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
@@ -36,7 +54,7 @@ class Throughput:
     """A training speed and its source."""
 
     tokens_per_second: float
-    kind: str  # measured, estimated
+    kind: str  # measured, estimated, assumed
     source: str
 
 
@@ -82,11 +100,23 @@ PER_DOUBLING = {"fused": FIGURES.value("four_gpus_fused_124m") ** 0.5}
 PER_DOUBLING |= dict.fromkeys(("compiled", "eager"), (FOUR_COMPILED / FIGURES.value("one_gpu_compiled_124m")) ** 0.5)
 
 
+REFERENCE = "H200"  # measured with every engine
+# Bytes a token: for each layer and each number of its width, also with recomputed activations; for each row of the
+# vocabulary in the head. The fused engine's from eight measured peaks, the others' from one each.
+LAYER_BYTES = {"fused": 33.7, "fused fp8": 31.0, "fused fp8_head": 31.0, "compiled": 26.0, "eager": 48.0}
+RECOMPUTED_BYTES = {"fused": 21.8, "fused fp8": 26.0, "fused fp8_head": 26.0, "compiled": 17.0, "eager": 31.0}
+HEAD_BYTES = {"fused": 0.86, "compiled": 4.0, "eager": 10.0}
+
+
+def gpu_of(accelerators: str) -> str:
+    """ "A100-80GB:8" -> "A100", the name in PEAKS."""
+    return accelerators.partition(":")[0].partition("-")[0]
+
+
 def peak_of(accelerators: str) -> float | None:
     """FLOP/s of a node such as "A100-80GB:8"; None for an unknown GPU."""
-    gpu, _, count = accelerators.partition(":")
-    peak = PEAKS.get(gpu.partition("-")[0])
-    return None if peak is None else peak * int(count)
+    peak = PEAKS.get(gpu_of(accelerators))
+    return None if peak is None else peak * gpu_count(accelerators)
 
 
 def gpu_count(accelerators: str) -> int:
@@ -95,12 +125,67 @@ def gpu_count(accelerators: str) -> int:
 
 
 def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, nodes: int) -> None:
-    """UserError if `nodes` nodes with these GPUs are too many for a step's batch, or lack its precision."""
+    """UserError if `nodes` nodes with these GPUs are too many for a step's batch, or lack its precision or memory."""
     gpus = 1 if runtime.device == "cpu" else gpu_count(accelerators)
     ranks = gpus if runtime.processes == "auto" else runtime.processes
     check_shares(model, train, nodes * ranks)
-    if train.precision.startswith("fp8") and accelerators.partition(":")[0].partition("-")[0] not in FP8:
+    if train.precision.startswith("fp8") and gpu_of(accelerators) not in FP8:
         raise UserError(f"no hardware for train.precision {train.precision}; these GPUs have it: {', '.join(FP8)}")
+    if runtime.device != "cpu":
+        check_memory(model, train, runtime, accelerators, nodes * ranks)
+
+
+def check_memory(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, ranks: int) -> None:
+    """UserError if a micro-batch is expected not to fit on such a GPU, with the largest one that does."""
+    available = available_gib(accelerators)
+    if available is None:
+        return
+    size = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
+    needed = memory_gib(model, runtime, train.precision, accelerators, ranks, size)
+    if needed <= available:
+        return
+    gpu = accelerators.partition(":")[0]
+    most = fitting_micro_batch(model, train, runtime, accelerators, ranks)
+    sequences = "one sequence needs" if size == 1 else f"{size} sequences need"
+    remedy = (
+        f"{most} fit: --set runtime.micro_batch_size={most}, or auto"
+        if most
+        else "use runtime.recompute or a larger GPU"
+    )
+    raise UserError(
+        f"runtime.micro_batch_size: {sequences} about {needed:.0f} GiB, and {gpu} has {available:.0f}; {remedy}"
+    )
+
+
+def available_gib(accelerators: str) -> float | None:
+    """The memory for training on one of these GPUs; None for an unknown one."""
+    name = accelerators.partition(":")[0]
+    card = MEMORY_GIB.get(name) or MEMORY_GIB.get(gpu_of(accelerators))
+    return None if card is None else (1 - SPARE_FRACTION) * card - LIBRARIES_GIB
+
+
+def memory_gib(
+    model: ModelConfig, runtime: RuntimeConfig, precision: str, accelerators: str, ranks: int, micro_batch: int
+) -> float:
+    """The expected peak of one of `ranks` GPUs, with micro-batches of so many sequences."""
+    engine = engine_of(runtime, precision, accelerators)
+    plain = engine.partition(" ")[0]
+    state = (6 + 12 / ranks if plain == "fused" else 16) * model.parameters
+    layer = (RECOMPUTED_BYTES if runtime.recompute else LAYER_BYTES)[engine] * model.n_layer * model.n_embd
+    head = HEAD_BYTES[plain] * model.padded_vocab_size
+    return (state + micro_batch * model.block_size * (layer + head)) / 2**30
+
+
+def fitting_micro_batch(
+    model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, ranks: int
+) -> int:
+    """The largest micro-batch, in sequences, that is expected to fit on such a GPU; 0: not even one."""
+    available = available_gib(accelerators)
+    assert available is not None
+    none, one = (memory_gib(model, runtime, train.precision, accelerators, ranks, size) for size in (0, 1))
+    most = min(MAX_TOKENS // model.block_size, max(0, math.floor((available - none) / (one - none))))
+    share = -(-sequences_per_step(model, train) // ranks)
+    return micro_batch_of(share, most) if most else 0
 
 
 def trains_on_a_small_gpu(recipe: Recipe) -> bool:
@@ -113,12 +198,12 @@ def trains_on_a_small_gpu(recipe: Recipe) -> bool:
     return recipe.train_tokens / speed.tokens_per_second < 3600 * SMALL_HOURS
 
 
-def engine_of(runtime: RuntimeConfig, precision: str) -> str:
-    """The engine of a step on rented GPUs, with its precision if that is fp8."""
+def engine_of(runtime: RuntimeConfig, precision: str, accelerators: str = "") -> str:
+    """The engine of a step on rented GPUs, with its precision if that is fp8. Without `accelerators` they have bf16."""
     if precision.startswith("fp8"):
         return f"fused {precision}"
     if runtime.engine == "auto":
-        return "compiled" if precision in ("fp32", "fp16") else "fused"
+        return "compiled" if precision in ("fp32", "fp16") or gpu_of(accelerators) in NO_BF16 else "fused"
     return runtime.engine
 
 
@@ -141,7 +226,8 @@ def speed_on(
             return Throughput(known.tokens_per_second, "measured", known.source)
     plain = not (runtime.deterministic or runtime.recompute)
     for known in MEASURED if plain else ():
-        same = abs(known.parameters / model.parameters - 1) < 0.01 and known.engine == engine_of(runtime, precision)
+        engine = engine_of(runtime, precision, accelerators)
+        same = abs(known.parameters / model.parameters - 1) < 0.01 and known.engine == engine
         if same and (known.gpu, known.nodes) == (accelerators, nodes):
             return Throughput(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
@@ -159,22 +245,22 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
     gpus = nodes * gpu_count(accelerators)
-    engine = engine_of(runtime, precision).partition(" ")[0]
-    mfu = mfu_of(model.parameters, runtime, precision) * PER_DOUBLING[engine] ** math.log2(gpus)
+    gpu, engine = gpu_of(accelerators), engine_of(runtime, precision, accelerators).partition(" ")[0]
+    mfu = mfu_of(model.parameters, runtime, precision, accelerators) * PER_DOUBLING[engine] ** math.log2(gpus)
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
     basis = f"{mfu:.0%} MFU" if tokens_per_second < most else f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer"
-    return Throughput(tokens_per_second, "estimated", f"{basis}, from 1 and 4 x H200")
+    if any(gpu_of(known.gpu) == gpu for known in MEASURED):
+        return Throughput(tokens_per_second, "estimated", f"{basis}, from 1 x {gpu} and 4 x {REFERENCE}")
+    name = accelerators.partition(":")[0]
+    return Throughput(tokens_per_second, "assumed", f"{basis}, as on {REFERENCE}; {name} was never measured")
 
 
-def mfu_of(parameters: float, runtime: RuntimeConfig, precision: str) -> float:
+def mfu_of(parameters: float, runtime: RuntimeConfig, precision: str, accelerators: str = f"{REFERENCE}:1") -> float:
     """MFU of one GPU, interpolated over the logarithm of the size between the measured ones of the same engine."""
-    engine = engine_of(runtime, precision)
-    measured = "compiled" if engine == "eager" else engine
-    (small, low), (large, high) = (
-        (m.parameters, m.mfu) for m in MEASURED if m.gpu == "H200:1" and m.engine == measured
-    )
+    engine = engine_of(runtime, precision, accelerators)
+    (small, low), (large, high) = measured_mfus("compiled" if engine == "eager" else engine, gpu_of(accelerators))
     engine = engine.partition(" ")[0]
     share = min(1.0, max(0.0, math.log(parameters / small) / math.log(large / small)))
     return (
@@ -183,3 +269,19 @@ def mfu_of(parameters: float, runtime: RuntimeConfig, precision: str) -> float:
         * (DETERMINISTIC[engine] if runtime.deterministic else 1)
         * (RECOMPUTE[engine] if runtime.recompute else 1)
     )
+
+
+def measured_mfus(engine: str, gpu: str) -> list[tuple[float, float]]:
+    """Parameters and MFU of both sizes on one GPU: measured there, else on the reference.
+
+    A GPU that was measured with another engine differs from the reference by the same factors with this one.
+    """
+
+    def points(engine: str, gpu: str) -> list[tuple[float, float]]:
+        return [(m.parameters, m.mfu) for m in MEASURED if (m.gpu, m.engine) == (f"{gpu}:1", engine)]
+
+    if own := points(engine, gpu):
+        return own
+    base, there, here = points(engine, REFERENCE), points("fused", REFERENCE), points("fused", gpu)
+    factors = [own / reference for (_, own), (_, reference) in zip(here, there, strict=True)] if here else [1.0, 1.0]
+    return [(parameters, mfu * factor) for (parameters, mfu), factor in zip(base, factors, strict=True)]

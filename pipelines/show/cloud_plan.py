@@ -101,7 +101,9 @@ def gpus_of(candidate: Candidate) -> str:
 
 
 def speed_text(candidate: Candidate) -> str:
-    return f"{'' if candidate.speed.kind == 'measured' else '~'}{candidate.speed.tokens_per_second:,.0f}"
+    """~ marks an estimate, ? an assumption: no such GPU was ever measured."""
+    mark = {"measured": "", "estimated": "~"}.get(candidate.speed.kind, "?")
+    return f"{mark}{candidate.speed.tokens_per_second:,.0f}"
 
 
 def print_plan_without_training(plan: PlanWithoutTraining) -> None:

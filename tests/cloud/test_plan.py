@@ -317,6 +317,20 @@ def test_with_a_stand_in_catalog_the_plan_fits_the_terminal_and_every_column_has
     assert any(line.startswith("cheapest, cheapest within $5,000") for line in lines)
 
 
+def test_with_a_stand_in_catalog_the_plan_says_what_it_assumes_and_which_memory_is_needed(
+    market, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = load_recipe("gpt2-124m", ["runtime.micro_batch_size=auto"])
+    options: dict[str, Any] = {"clouds": ("a",), "train_nodes": ("H100:8", "L4:1")}
+    print_cloud_plan(cloud_plans.cloud_plan(small, LocalStore(tmp_path), **options))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "assumed: 54% MFU, as on H200; L4 was never measured" in shown and re.search(r"\?\d\d,\d\d\d", shown)
+    assert re.search(r"memory with micro-batches of 64: H100 \d\d of 74 GiB", shown)
+    assert re.search(r"memory with micro-batches of [45]\d: L4 \d\d of 21 GiB", shown)
+    (unfit, *_) = planned(tmp_path, **options).notes
+    assert unfit.startswith("1 x L4:1: runtime.micro_batch_size: 64 sequences need about 24 GiB")
+
+
 def test_with_a_stand_in_catalog_users_without_quota_are_told_of_one_gpu(market, tmp_path: Path) -> None:
     *_, note = planned(tmp_path, clouds=("a", "lambda"), train_nodes=("H100:8",)).notes
     (alone,) = (

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from pipelines.cloud.throughput import MEASURED, MeasuredRun, check_gpus, engine_of, speed_on
+from pipelines.bench.measurements import Speed, measurements
+from pipelines.cloud.throughput import (
+    MEASURED,
+    MeasuredRun,
+    Throughput,
+    check_gpus,
+    engine_of,
+    memory_gib,
+    speed_on,
+)
 from pipelines.recipe import load_recipe
 from trainer.config import RuntimeConfig
 from trainer.errors import UserError
@@ -38,7 +47,7 @@ def test_a_run_that_was_measured_is_planned_as_measured(known: MeasuredRun) -> N
 @pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
 def test_the_estimate_alone_is_within_one_percent_of_the_measurements(known: MeasuredRun) -> None:
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
-    there = known.gpu.replace("H200", "H100")  # of the same peak, and not in the table
+    there = known.gpu.replace(":", "-PCIE:")  # the same chip under a name that is not in the table
     speed = speed_on(recipe.model, runtime_of(known), there, precision=precision_of(known))
     assert speed.kind == "estimated"
     assert speed.tokens_per_second == pytest.approx(known.tokens_per_second, rel=0.01)
@@ -65,7 +74,7 @@ def test_a_runs_own_measurement_is_used_there_and_corrects_the_estimate_elsewher
     there, elsewhere = (speed_on(SMALL.model, COMPILED, gpus, own=own) for gpus in plain)
     assert (there.tokens_per_second, there.kind) == (0.8 * plain["H100:8"], "measured")
     assert elsewhere.tokens_per_second == pytest.approx(0.8 * plain["A100-80GB:8"])
-    assert elsewhere.kind == "estimated" and "times 0.80, as measured by attempt 3" in elsewhere.source
+    assert elsewhere.kind == "assumed" and "times 0.80, as measured by attempt 3" in elsewhere.source
 
 
 def test_settings_that_slow_training_slow_the_plan() -> None:
@@ -78,8 +87,8 @@ def test_settings_that_slow_training_slow_the_plan() -> None:
     assert 7 * speed("H100:1") < speed() < 8 * speed("H100:1")
     smoke = load_recipe("smoke")  # so small that kernel launches take all the time
     assert speed_on(smoke.model, smoke.runtime, "H100:1").source.startswith("1 ms a layer")
-    with pytest.raises(UserError, match="T4:8: the speed of this GPU is unknown; known are H100"):
-        speed("T4:8")
+    with pytest.raises(UserError, match="K80:8: the speed of this GPU is unknown; known are H100"):
+        speed("K80:8")
 
 
 def test_the_plan_knows_how_fast_a_precision_is_and_where_it_can_be_had() -> None:
@@ -94,3 +103,49 @@ def test_the_plan_knows_how_fast_a_precision_is_and_where_it_can_be_had() -> Non
         check_gpus(SMALL.model, train, SMALL.runtime, "H100-MEGA-80GB:8", 1)
         with pytest.raises(UserError, match=f"train.precision {precision}; these GPUs have it: H100, H200"):
             check_gpus(SMALL.model, train, SMALL.runtime, "A100:8", 1)
+
+
+def test_an_h100_is_slower_than_an_h200_and_a_gpu_that_was_never_measured_is_called_assumed() -> None:
+    runtime = RuntimeConfig(micro_batch_size=64)
+
+    def speed(gpus: str, **changes: Any) -> Throughput:
+        return speed_on(SMALL.model, runtime.model_copy(update=changes), gpus)
+
+    assert (speed("H100:1").tokens_per_second, speed("H100:1").kind) == (606_648, "measured")
+    compiled = (
+        speed("H100:1", engine="compiled").tokens_per_second / speed("H200:1", engine="compiled").tokens_per_second
+    )
+    assert compiled == pytest.approx(606_648 / 622_727, rel=0.01)
+    assert speed("H100:8").kind == "estimated" and "from 1 x H100" in speed("H100:8").source
+    for gpus in ("L4:1", "A10:1", "A100-80GB:8", "V100:8", "T4:1"):
+        name = gpus.partition(":")[0]
+        assert speed(gpus).kind == "assumed" and f"as on H200; {name} was never measured" in speed(gpus).source
+
+
+PEAKS = [speed for speed in measurements().speeds if speed.trainer == "skytrain" and speed.memory_gib]
+
+
+@pytest.mark.parametrize("known", PEAKS, ids=lambda s: f"{s.size} {s.name} {s.gpus}")
+def test_the_expected_memory_is_within_six_percent_of_every_measured_peak(known: Speed) -> None:
+    recipe, size = SMALL if known.size == "124M" else LARGE, measurements().sizes[known.size]
+    runtime = RuntimeConfig(engine="auto" if known.engine == "fused" else known.engine, recompute=known.recompute)  # type: ignore[arg-type]
+    ranks = int(known.gpus.partition(":")[2])
+    needed = memory_gib(recipe.model, runtime, known.precision, known.gpus, ranks, size.micro_batch_size)
+    assert needed == pytest.approx(known.memory_gib, rel=0.06)
+
+
+def test_what_does_not_fit_on_a_card_is_refused_with_what_does() -> None:
+    def check(gpus: str, **changes: Any) -> None:
+        check_gpus(SMALL.model, SMALL.train, SMALL.runtime.model_copy(update=changes), gpus, 1)
+
+    check("H100:1")
+    with pytest.raises(
+        UserError, match="64 sequences need about 24 GiB, and L4 has 21; [45][0-9] fit: --set"
+    ) as refused:
+        check("L4:1")
+    fitting = int(str(refused.value).partition("micro_batch_size=")[2].partition(",")[0])
+    check("L4:1", micro_batch_size=fitting)
+    check("L4:1", micro_batch_size="auto")
+    with pytest.raises(UserError, match="one sequence needs about [23][0-9] GiB, and L4 has 21; use runtime.recompute"):
+        check_gpus(LARGE.model, LARGE.train, LARGE.runtime.model_copy(update={"micro_batch_size": "auto"}), "L4:1", 1)
+    check("L4:1", device="cpu")
