@@ -7,7 +7,6 @@ millisecond. A separate stream copies them in the form of the file, 2 bytes a to
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from trainer.config import micro_batch_count
 from trainer.errors import UserError
-from trainer.shard_maps import ShardMaps
+from trainer.shard_maps import Fetch, ShardMaps
 from trainer.shards import Order, Shard, sequence_digest, slices
 
 T = TypeVar("T")
@@ -26,11 +25,11 @@ PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 class TokenData:
     """The tokens of one split. A shard is fetched when it is read, and the next one is prefetched in the background.
 
-    `fetch(name)` returns a local path. It blocks until the file is complete and verified.
+    For `fetch`, see `ShardMaps`.
     """
 
     def __init__(
-        self, shards: list[Shard], fetch: Callable[[str], Path], block_size: int, seed: int, vocab_size: int = 1 << 16
+        self, shards: list[Shard], fetch: Fetch, block_size: int, seed: int, vocab_size: int = 1 << 16
     ) -> None:
         self.shards, self.block_size, self.vocab_size = shards, block_size, vocab_size
         self.order = Order(shards, block_size, seed)

@@ -15,6 +15,7 @@ from trainer.loop import train
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
 from trainer.process import StopSignal
+from trainer.shard_maps import Fetch
 from trainer.shards import Shard
 from trainer.store import Store
 
@@ -27,7 +28,7 @@ class RankJob:
     """The task of one rank. `folder` is local to the node, `prefix` is the run's folder in the store.
 
     `begin` runs once all ranks are connected, before anything else; it returns the attempt's number.
-    `superseded` returns whether an attempt newer than this number exists. `fetch` returns the local path of a shard.
+    `superseded` returns whether an attempt newer than this number exists. For `fetch`, see `ShardMaps`.
     """
 
     model: ModelConfig
@@ -35,7 +36,7 @@ class RankJob:
     runtime: RuntimeConfig
     train_shards: list[Shard]
     val_shards: list[Shard]
-    fetch: Callable[[str], Path]
+    fetch: Fetch
     store: Store
     prefix: str
     folder: Path

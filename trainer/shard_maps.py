@@ -1,7 +1,7 @@
 """The shards of a split that this process maps: those that it reads, and those that come next.
 
 A run may have 100,000 shards, but the kernel allows a process 65,530 maps (vm.max_map_count), and a mapped file cannot
-leave the disk. So maps behind the read position are dropped. The map itself is the lease of a shard: see `read_shard`.
+leave the disk. So maps behind the read position are dropped.
 """
 
 import threading
@@ -9,24 +9,26 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from trainer.errors import DiskFull, UserError
 from trainer.shards import Shard, read_shard
 
+Fetch = Callable[[str], Path | BinaryIO]
 PREFETCHED_SHARDS = 4
 MOST_MAPPED = 8  # the prefetched ones, and those that the three threads of a GPU read (trainer/data.py)
-TRIES = 3  # to map a shard that other processes remove between its download and its map
 
 
 class ShardMaps:
     """The mapped shards of a split, by index; at most MOST_MAPPED. Thread-safe.
 
-    `fetch(name)` returns a local path. It blocks until the file is complete and verified.
+    `fetch(name)` returns a local path, or the file itself, open: a shard cache leases it. It blocks until the file is
+    complete and verified.
     """
 
-    def __init__(self, shards: list[Shard], fetch: Callable[[str], Path]) -> None:
+    def __init__(self, shards: list[Shard], fetch: Fetch) -> None:
         self.shards, self.fetch = shards, fetch
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the last used one at the end
         self._changing = threading.Lock()
@@ -90,15 +92,10 @@ class ShardMaps:
                     self._fetching.pop(index, None)
 
     def _read(self, shard: Shard) -> np.ndarray:
-        for _ in range(TRIES):
-            path = self.fetch(shard.name)
-            try:
-                tokens = read_shard(path)
-            except FileNotFoundError:
-                continue
-            if len(tokens) != shard.tokens:
-                raise UserError(
-                    f"{shard.name}: {len(tokens)} tokens where {shard.tokens} are expected; run tokenize again"
-                )
-            return tokens
-        raise UserError(f"{path}: no such file; something removes shards while they are read")
+        try:
+            tokens = read_shard(self.fetch(shard.name))
+        except FileNotFoundError as error:
+            raise UserError(f"{error.filename}: removed while a run reads it; put it back") from error
+        if len(tokens) != shard.tokens:
+            raise UserError(f"{shard.name}: {len(tokens)} tokens where {shard.tokens} are expected; run tokenize again")
+        return tokens

@@ -11,11 +11,8 @@ its first local shard, and a node needs few shards at a time. An epoch reads eve
 same sequences at every world size: rank r takes the r-th slice of the step. The slices differ by at most one sequence.
 """
 
-import errno
-import fcntl
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -58,20 +55,14 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
         file.write(tokens.astype("<u2", copy=False).tobytes())
 
 
-def read_shard(path: Path) -> np.ndarray:
+def read_shard(shard: Path | BinaryIO) -> np.ndarray:
     """The tokens of a shard, uint16 (n,), memory-mapped. UserError if the file is not a shard, or is truncated.
 
-    A shared lock (flock) is on the file as long as the array exists. It is a lease: the shard cache removes only files
-    that nobody leases, and the kernel ends the lease with the process. FileNotFoundError if the file was removed.
+    An open file is closed, but the map duplicates its descriptor: a lock on it lasts as long as the array.
     """
-    with path.open("rb") as file:
-        with suppress(OSError):  # a network disk without locks: no shard cache lies there
-            fcntl.flock(file, fcntl.LOCK_SH)
-        if os.fstat(file.fileno()).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "removed before it was leased", str(path))
+    with shard.open("rb") if isinstance(shard, Path) else shard as file:
         _count_tokens(file)
-        # The map duplicates the file's descriptor, so it holds the lock. A plain array: slicing a memmap takes 3 us
-        # more, for each of the 512 windows of a step.
+        # A plain array: slicing a memmap takes 3 us more, for each of the 512 windows of a step.
         return np.asarray(np.memmap(file, dtype="<u2", mode="r", offset=HEADER_BYTES))
 
 

@@ -1,10 +1,11 @@
 """The shards of a store in a bucket, on the disk of this node: what is read, what comes next, and as much more as the
 budget allows.
 
-All processes of the node share one folder: the ranks, and other runs. A shard that a process maps is leased by a lock
-on its file (`read_shard` of trainer/shards.py); the kernel ends the lease with the process. Each download first makes
-room: of the shards without a lease, those whose last fetch is longest ago are removed. Training reads shard after
-shard, so these lie behind the read position. Files of a local store are used in place and never removed.
+All processes of the node share one folder: the ranks, and other runs. `fetch` returns a shard open, with a shared lock
+(flock) on its file: the lease. A map duplicates the file's descriptor, so the lease lasts as long as the map, and the
+kernel ends it with the process. Each download first makes room: of the shards without a lease, those whose last fetch
+is longest ago are removed. Training reads shard after shard, so these lie behind the read position. Files of a local
+store are used in place and never removed.
 """
 
 import fcntl
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest, fetch, key_of, verify
 from trainer.errors import DiskFull
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from trainer.shards import Shard
 
 SHARDS = "shards"  # the folder below the cache
+COMPLETE, ARRIVING = ".bin", ".arriving"  # a shard; the folder of a download, with the file PART
+PART = "shard"
 LOCKS = 16  # against two downloads of one shard; a few shards share each
 
 
@@ -43,9 +46,9 @@ def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
 
 @dataclass(frozen=True)
 class Held:
-    """A file that the cache holds, or the room that it keeps for a download."""
+    """A shard that the cache holds, or the room that it keeps for a download."""
 
-    path: Path
+    name: str
     size: int  # bytes
     used: float  # unix seconds of the last fetch
 
@@ -56,11 +59,12 @@ class ShardCache:
     def __init__(self, store: Store, manifest: Manifest, cache: Path, budget_gb: float | Literal["auto"]) -> None:
         self.store, self.manifest, self.cache, self.budget_gb = store, manifest, cache, budget_gb
         self.folder = cache / SHARDS
+        self._removing = self.folder / "removing"  # whoever removes shards holds the lock of this file
         self._files = {file.name: file for file in manifest.files}  # of 100,000
         self._in_place: dict[str, Path] = {}  # verified files of a local store
 
-    def fetch(self, name: str) -> Path:
-        """The local file of a shard. Another process may remove it until it is leased: then fetch it again.
+    def fetch(self, name: str) -> Path | BinaryIO:
+        """A shard: open and leased, or its path in a local store.
 
         DiskFull if there is no room although every shard without a lease is removed.
         """
@@ -69,16 +73,18 @@ class ShardCache:
             if name not in self._in_place:
                 self._in_place[name] = fetch(self.store, self.manifest.prefix, file, self.cache)
             return self._in_place[name]
-        path = self.folder / f"{file.sha256}.bin"
-        with _locked(self._lock_of(path)):
-            if not _touch(path, file.size):
-                self._download(file, path)
-        return path
+        path = self.folder / f"{file.sha256}{COMPLETE}"
+        with _locked(self._lock_of(path.name)):
+            with _locked(self._removing):
+                leased = _leased(path)
+            if leased and os.fstat(leased.fileno()).st_size == file.size:
+                return leased
+            return self._download(file, path)
 
-    def _download(self, file: File, path: Path) -> None:
-        arriving = path.with_suffix(".arriving")
+    def _download(self, file: File, path: Path) -> BinaryIO:
+        arriving = path.with_suffix(ARRIVING)
         shutil.rmtree(arriving, ignore_errors=True)  # of a killed process: we hold the lock
-        key, part = f"{self.manifest.prefix}/{file.key}", arriving / "shard"
+        key, part = f"{self.manifest.prefix}/{file.key}", arriving / PART
         try:
             self._make_room(file, part)
             while True:
@@ -91,7 +97,10 @@ class ShardCache:
                 except DiskFull:  # somebody else uses the space that was free
                     self._make_room(file, part, full=True)
             verify(self.store, key, file, part)
+            leased = _leased(part)
+            assert leased
             part.rename(path)
+            return leased
         finally:
             shutil.rmtree(arriving, ignore_errors=True)
 
@@ -100,8 +109,8 @@ class ShardCache:
 
         `full`: the disk is full although it seemed to have the room.
         """
-        with _locked(self.folder / "room"):
-            held = [one for one in self._held() if one.path != part.parent]
+        with _locked(self._removing):
+            held = [one for one in self._held() if one.name != part.parent.name]
             free = 0 if full else shutil.disk_usage(self.folder).free
             total = sum(one.size for one in held)
             over = total + file.size - self._budget_bytes(total + free)
@@ -109,7 +118,7 @@ class ShardCache:
             for one in sorted(held, key=lambda one: one.used):
                 if over <= 0 and lacking <= 0:
                     break
-                if self._remove(one.path):
+                if self._remove(one.name):
                     over, lacking, removed = over - one.size, lacking - one.size, True
             if lacking > 0 and not (full and removed):
                 raise DiskFull(
@@ -125,38 +134,39 @@ class ShardCache:
         return available / 2 if self.budget_gb == "auto" else self.budget_gb * 1e9
 
     def _held(self) -> Iterator[Held]:
-        for entry in os.scandir(self.folder):
+        for entry in os.scandir(self.folder):  # strings: a Path takes longer than the system calls
             with suppress(FileNotFoundError):  # arrived, or gone, meanwhile
-                path = Path(entry.path)
-                if path.suffix == ".arriving":
-                    status = (path / "shard").stat()
-                elif path.suffix == ".bin":
+                if entry.name.endswith(COMPLETE):
                     status = entry.stat()
+                elif entry.name.endswith(ARRIVING):
+                    status = os.stat(f"{entry.path}/{PART}")
                 else:
                     continue
-                yield Held(path, status.st_size, status.st_mtime)
+                yield Held(entry.name, status.st_size, status.st_mtime)
 
-    def _remove(self, path: Path) -> bool:
+    def _remove(self, name: str) -> bool:
         """Remove a shard that nobody leases, or a download whose process was killed. Whether it did."""
-        arriving = path.suffix == ".arriving"
+        path, arriving = self.folder / name, name.endswith(ARRIVING)
         try:
-            with _locked(self._lock_of(path) if arriving else path, wait=False):
+            with _locked(self._lock_of(name) if arriving else path, wait=False):
                 shutil.rmtree(path, ignore_errors=True) if arriving else path.unlink(missing_ok=True)
                 return True
         except BlockingIOError:
             return False
 
-    def _lock_of(self, path: Path) -> Path:
-        return self.folder / f"lock-{int(path.name[:8], 16) % LOCKS:02d}"
+    def _lock_of(self, name: str) -> Path:
+        return self.folder / f"lock-{int(name[:8], 16) % LOCKS:02d}"
 
 
-def _touch(path: Path, size: int) -> bool:
-    """Record the use of a shard. Whether it is there, and complete."""
+def _leased(path: Path) -> BinaryIO | None:
+    """The file, open and leased, with its use recorded; None if it does not exist."""
     try:
-        os.utime(path)
-        return path.stat().st_size == size
+        file = path.open("rb")
     except FileNotFoundError:
-        return False
+        return None
+    fcntl.flock(file, fcntl.LOCK_SH)
+    os.utime(file.fileno())
+    return file
 
 
 @contextmanager

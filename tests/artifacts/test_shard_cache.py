@@ -1,6 +1,5 @@
 """The shard cache is a window over the data: bounded in bytes, files and maps, shared by the processes of a node."""
 
-import fcntl
 import os
 import resource
 import shutil
@@ -8,12 +7,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ import torch
 
 from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest
 from pipelines.artifacts.shard_cache import SHARDS, ShardCache, shards_in
-from trainer.data import TokenData
+from trainer.data import Prefetcher, TokenData
 from trainer.errors import DiskFull
 from trainer.shard_maps import MOST_MAPPED
 from trainer.shards import HEADER_BYTES, Shard, read_shard, write_shard
@@ -96,6 +94,11 @@ class Text:
 def cached(cache: ShardCache) -> list[Path]:
     """The complete shards on the disk."""
     return sorted(cache.folder.glob("*.bin"))
+
+
+def size(shard: Path | BinaryIO) -> int:
+    assert not isinstance(shard, Path)
+    return os.fstat(shard.fileno()).st_size
 
 
 def settled(data: TokenData) -> None:
@@ -208,6 +211,30 @@ def test_a_hundred_thousand_shards_need_few_maps_and_files(tmp_path: Path) -> No
     assert len(data._maps._tried) < 2000 and not data._maps._fetching
 
 
+def test_the_threads_that_feed_a_gpu_read_ahead_and_after_rollbacks_through_few_maps(tmp_path: Path) -> None:
+    text = Text(tmp_path, shards=40, windows=3)
+    cache = text.cache(shards=0)
+    data = text.data(cache)
+    prefetcher = Prefetcher(data._windows)  # as the feed of a GPU uses it
+    starts = [16 * step for step in (*range(30), 11, *range(12, 40), 3, 90, *range(90, 100))]
+    for first, after in zip(starts, [*starts[1:], 0], strict=True):
+        if after < first:
+            after = first + 16  # a rollback comes unexpected
+        coming = [range(at, at + 4) for at in range(after, after + 16, 4)]
+        data._maps.keep(
+            {*data.order.shards_of(range(first, first + 16)), *data.order.shards_of(range(after, after + 16))}
+        )
+        read = np.concatenate(
+            list(prefetcher.results([range(at, at + 4) for at in range(first, first + 16, 4)], coming))
+        )
+        data._maps.prefetch(data.order.shards_of(range(after, after + 16)))
+        expected = [
+            31 * shard + window * BLOCK for shard, window in map(data.order.__getitem__, range(first, first + 16))
+        ]
+        assert (read == (np.array(expected)[:, None] + np.arange(BLOCK + 1)) % 50_000).all()
+        assert maps_of(cache.folder) <= MOST_MAPPED + 4 and len(cached(cache)) <= MOST_MAPPED + 4  # 4 threads open one
+
+
 # --- one cache a node
 
 
@@ -288,35 +315,21 @@ def test_a_download_whose_process_was_killed_leaves_nothing_behind(tmp_path: Pat
     assert len(cached(cache)) == 2 and not list(cache.folder.glob("*.arriving"))
 
 
-def test_a_shard_that_is_removed_before_it_is_leased_is_fetched_again(tmp_path: Path) -> None:
-    text = Text(tmp_path, shards=2, windows=10)
-    cache = text.cache(shards=2)
-    removed: list[Path] = []
-
-    def fetch(name: str) -> Path:
-        path = cache.fetch(name)
-        if not removed:
-            removed.append(path)
-            path.unlink()
-        return path
-
-    data = TokenData(text.shards, fetch, BLOCK, SEED)
-    text.read(data, 0, 4, upcoming=0)
-    assert removed and text.bucket.downloads()[0] == text.bucket.downloads()[1]
-
-
-def test_a_file_that_is_removed_while_it_is_opened_is_never_read(tmp_path: Path) -> None:
-    path = tmp_path / "train_000000.bin"
-    write_shard(path, np.arange(9, dtype=np.uint16))
-    with ThreadPoolExecutor() as pool:
-        with path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # as the cache does
-            reading = pool.submit(read_shard, path)
-            time.sleep(0.2)
-            assert not reading.done()
-            path.unlink()
-        with pytest.raises(FileNotFoundError, match="removed before it was leased"):
-            reading.result(20)
+def test_a_shard_is_leased_from_its_fetch_on_and_until_its_map_is_gone(tmp_path: Path) -> None:
+    text = Text(tmp_path, shards=6, windows=10)
+    cache = text.cache(shards=0)
+    file = cache.fetch(text.shards[0].name)
+    again = cache.fetch(text.shards[0].name)
+    cache.fetch(text.shards[1].name)
+    tokens = read_shard(file)
+    cache.fetch(text.shards[2].name)
+    assert text.manifest.files[0].sha256 in {path.stem for path in cached(cache)} and tokens[1] == 1
+    del file, tokens
+    cache.fetch(text.shards[3].name)
+    assert text.manifest.files[0].sha256 in {path.stem for path in cached(cache)}  # another reader has it open
+    del again
+    cache.fetch(text.shards[4].name)
+    assert [path.stem for path in cached(cache)] == [text.manifest.files[4].sha256]
 
 
 # --- a full disk
@@ -345,7 +358,7 @@ def test_space_that_vanishes_during_a_download_costs_old_shards_not_the_run(tmp_
                 file.write(bytes(4096))
 
     text.bucket.before_download = fill
-    assert cache.fetch(text.shards[9].name).stat().st_size == text.shard_bytes
+    assert size(cache.fetch(text.shards[9].name)) == text.shard_bytes
     assert 1 <= len(cached(cache)) < 7
 
 
@@ -418,9 +431,10 @@ def test_a_damaged_shard_of_the_store_is_named_and_a_cut_one_of_the_cache_is_rep
 ) -> None:
     text = Text(tmp_path, shards=2, windows=10)
     cache = text.cache(shards=2)
-    path = cache.fetch(text.shards[0].name)
+    cache.fetch(text.shards[0].name)
+    (path,) = cached(cache)
     path.write_bytes(path.read_bytes()[:-2])
-    assert cache.fetch(text.shards[0].name).stat().st_size == text.shard_bytes
+    assert size(cache.fetch(text.shards[0].name)) == text.shard_bytes
     stored = text.bucket.stored.path_of(text.key(1))
     stored.unlink() if damage is None else stored.write_bytes(damage)
     with pytest.raises(DamagedArtifact, match=f"s3://bucket/{text.key(1)}: damaged: it is ") as refused:

@@ -391,6 +391,13 @@ def test_what_only_has_the_name_of_a_shard_is_refused_and_blocks_nothing(tmp_pat
         local_shards(tmp_path, "train")
 
 
+def test_a_shard_that_is_removed_from_the_users_folder_is_named(tmp_path: Path) -> None:
+    data = numbered_data(tmp_path, [41, 41], block_size=4)
+    (tmp_path / "train_000001.bin").unlink()
+    with pytest.raises(UserError, match=f"{tmp_path}/train_000001.bin: removed while a run reads it; put it back"):
+        data.windows([(0, 0), (1, 0)])
+
+
 def test_a_digest_distinguishes_other_data_from_the_same(tmp_path: Path) -> None:
     data = numbered_data(tmp_path, [200, 150], block_size=4)
     digests = [data.digest(range(8 * step, 8 * step + 8)) for step in range(10)]
