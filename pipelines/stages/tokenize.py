@@ -4,16 +4,20 @@ The head makes its parts here in `build`; each worker makes its own in pipelines
 """
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch
 from pipelines.nodes.address import NodeAddress
 from pipelines.nodes.head import Head
-from pipelines.recipe import Recipe
+from pipelines.recipe import Recipe, TokensConfig
+from pipelines.screen import Bar
 from pipelines.stage import Built, Work
 from pipelines.text.parts import (
     PartsJob,
     PartsProgress,
+    Reading,
     ShardReceipt,
     finished_part,
     forget_receipts,
@@ -21,7 +25,7 @@ from pipelines.text.parts import (
     part_prefix,
     parts_of_node,
 )
-from pipelines.text.sources import source_identity, source_label
+from pipelines.text.sources import open_source, source_identity, source_label
 from pipelines.text.split import SplitShard, split_text
 from pipelines.tracking.ledger import attempts
 from trainer.errors import Interrupted, UserError
@@ -80,35 +84,91 @@ def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
 def make_all_parts(work: Work, head: Head | None) -> None:
     """Make this node's parts, then wait for the workers' parts."""
     config, address = work.recipe.tokens, head.address if head else NodeAddress()
-    job = PartsJob(
-        config,
-        work.plan,
-        work.store,
-        parts_of_node(address.rank, address.count, config.parts),
-        work.folder,
-        work.upload,
-        lambda: check(work),
-        work.screen.note,
-    )
-    started = time.monotonic()
-    with work.screen.bar("tokenize", config.max_tokens) as bar:
+    size = None if head else size_of_text(config)
+    with work.screen.bar("tokenize", config.max_tokens or size) as bar:
+        shown = ReadingBar(bar, Reading(), config.max_tokens, size, head.parts_progress if head else list)
+
+        def look() -> None:
+            check(work)
+            shown.draw()
+
+        job = PartsJob(
+            config,
+            work.plan,
+            work.store,
+            parts_of_node(address.rank, address.count, config.parts),
+            work.folder,
+            work.upload,
+            look,
+            work.screen.note,
+            shown.reading,
+        )
 
         def report(own: PartsProgress) -> None:
-            progress = [own, *(head.parts_progress() if head else [])]
-            tokens = sum(one.stored for one in progress)
-            speed = sum(one.new for one in progress) / (time.monotonic() - started)
-            bar.update(tokens, f"{tokens:,} tokens  {speed:,.0f} tok/s")
-            work.report(tokens=tokens, tokens_per_second=speed)
+            progress = [own, *shown.others()]
+            speed = sum(one.new for one in progress) / (time.monotonic() - shown.started)
+            work.report(tokens=sum(one.stored for one in progress), tokens_per_second=speed)
 
         own = PartsProgress(0, 0)
         for own in make_parts(job):
+            shown.before = own.stored - own.new
             report(own)
         while head and len(head.results()) < address.count - 1:
             check(work)
+            shown.draw()
             report(own)
             time.sleep(POLL_SECONDS)
         check(work)
         report(own)
+        shown.end()
+
+
+@dataclass
+class ReadingBar:
+    """The bar of the stage: bytes of the node's own text, or tokens where there is a limit. It moves within a shard."""
+
+    bar: Bar
+    reading: Reading
+    max_tokens: int | None
+    size: int | None  # of the text, in bytes
+    others: Callable[[], list[PartsProgress]]  # of other nodes
+    before: int = 0  # tokens of earlier attempts
+    started: float = field(default_factory=time.monotonic)
+    drawn: float = 0.0
+
+    def draw(self) -> None:
+        if time.monotonic() - self.drawn < POLL_SECONDS:
+            return
+        self.drawn = time.monotonic()
+        others = self.others()
+        read = self.reading.tokens + sum(one.new for one in others)
+        tokens = self.before + self.reading.tokens + sum(one.stored for one in others)
+        note = f"{short_number(read / (self.drawn - self.started))} tok/s"
+        if self.size is None:
+            self.bar.update(min(tokens, self.max_tokens or tokens), f"{short_number(tokens)} tokens  {note}")
+        else:
+            # Earlier attempts left the tokens that they made on record, not the bytes that they read.
+            done = min(self.size, self.reading.bytes * tokens // max(1, self.reading.tokens))
+            self.bar.update(done, f"{short_number(done)} of {short_number(self.size)} bytes  {note}")
+
+    def end(self) -> None:
+        if self.size is not None:
+            self.bar.update(self.size, f"{short_number(self.size)} bytes")
+
+
+def size_of_text(config: TokensConfig) -> int | None:
+    """About the bytes of the text that one node reads to its end; None with a limit, and where only a server knows."""
+    if config.max_tokens is not None:
+        return None
+    return open_source(config.source, config.subset, config.revision, config.text_column, None).text_bytes()
+
+
+def short_number(value: float) -> str:
+    """950, 12.3k, 4.56M, 10.0B."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.0f}"
 
 
 def check(work: Work) -> None:

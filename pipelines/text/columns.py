@@ -31,6 +31,10 @@ def column_texts(stream: Any, column: str, where: str, start: int) -> Texts:
         raise unreadable(where, error) from error
 
 
+def utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
 def unreadable(where: str, error: Exception) -> UserError:
     """The error for a text that fails while it is read."""
     return UserError(f"tokens.source: '{where}' cannot be read further ({reason_of(error)})")

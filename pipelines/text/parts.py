@@ -10,14 +10,15 @@ Of N nodes, node r makes parts r, r + N, r + 2N, …: the bytes are the same for
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
 from pipelines.recipe import TokensConfig
+from pipelines.text.columns import utf8_bytes
 from pipelines.text.sources import documents
 from pipelines.text.tokenizer import token_stream, tokenizer
 from trainer.process import failpoint
@@ -59,6 +60,19 @@ class ShardReceipt:
         return int(self.file.key.partition("/")[0].removeprefix("a"))
 
 
+@dataclass
+class Reading:
+    """What a node has read of its text in this attempt. A finished shard is behind it."""
+
+    bytes: int = 0
+    tokens: int = 0
+
+    def counted(self, texts: Iterable[str]) -> Iterator[str]:
+        for text in texts:
+            self.bytes += utf8_bytes(text)
+            yield text
+
+
 @dataclass(frozen=True)
 class PartsJob:
     """The parts that one node makes in an attempt, and its tools."""
@@ -71,6 +85,7 @@ class PartsJob:
     upload: Callable[[Path], File]  # into the attempt's folder of the store
     check: Callable[[], None]  # raises an exception to end the work
     note: Callable[[str], None]
+    reading: Reading = field(default_factory=Reading)
 
 
 @dataclass(frozen=True)
@@ -118,9 +133,12 @@ def missing_shards(job: PartsJob, part: int, receipts: list[ShardReceipt]) -> It
     texts = documents(t.source, t.subset, t.revision, t.text_column, document, part=part, parts=t.parts)
     with (
         closing(texts),
-        closing(token_stream(tokenizer(t.tokenizer), texts, threads=os.cpu_count() or 1)) as stream,
+        closing(
+            token_stream(tokenizer(t.tokenizer), job.reading.counted(texts), threads=os.cpu_count() or 1)
+        ) as stream,
     ):
         for tokens in stream:
+            job.reading.tokens += len(tokens)
             job.check()
             while offset < len(tokens) and tokens_left != 0:
                 take = min(
