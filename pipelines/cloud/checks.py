@@ -18,6 +18,7 @@ from email.message import Message
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from pipelines.tracking.mlflow.secrets import without_credentials
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Store
 
@@ -119,10 +120,12 @@ def is_private(url: str) -> bool:
 
 def mlflow_answers(uri: str, environment: Mapping[str, str]) -> Finding:
     """Whether the tracking server answers and accepts these credentials."""
+    uri, credentials = without_credentials(uri)
+    environment = credentials | {name: value for name, value in environment.items() if value}
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
         return Finding("mlflow", f"{parts.scheme or uri}: not checked", "note", "only http(s) servers can be checked")
-    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    address = f"{parts.scheme}://{parts.netloc}"
     headers = {}
     if token := environment.get("MLFLOW_TRACKING_TOKEN"):
         headers["Authorization"] = f"Bearer {token}"

@@ -145,6 +145,7 @@ def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
     """Send the journals of runs to MLflow again. UserError without mlflow, or for a URI that is no MLflow."""
 
     from pipelines.show.console import say
+    from pipelines.tracking.mlflow.secrets import redacted
     from pipelines.tracking.mlflow.settings import tracking_uri
     from pipelines.tracking.mlflow.shipper import rebuild
 
@@ -152,7 +153,9 @@ def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
     uri = tracking_uri(to, default_tracking_uri())
     if uri.partition(":")[0].partition("+")[0] not in TRACKING_SCHEMES:
-        raise UserError(f"--to {uri}: no MLflow; give http(s)://server, or a database such as sqlite:///mlflow.db")
+        raise UserError(
+            f"--to {redacted(uri)}: no MLflow; give http(s)://server, or a database such as sqlite:///mlflow.db"
+        )
     for run in runs:
         sessions = rebuild(run.store, run.name, uri)
         say(f"{run.name}: " + (f"{sessions} session(s) logged again" if sessions else "never logged to MLflow"))

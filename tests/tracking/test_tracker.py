@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from mlflow_runs import (
 from pipelines.tracking.mlflow import shipper as shipping
 from pipelines.tracking.mlflow.tracker import Tracker
 from trainer.errors import UserError
+from trainer.store import LocalStore
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +122,31 @@ def test_the_runs_own_process_never_imports_mlflow(tmp_path: Path) -> None:
     }
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_shipper_that_died_is_started_again_while_the_stage_runs(tmp_path: Path) -> None:
+    tracker = started(tmp_path, sqlite_uri(tmp_path))
+    assert (dead := tracker._shipper)
+    dead.kill()
+    dead.wait()
+    tracker.keep_journal(LocalStore(tmp_path / "store"))
+    assert tracker._shipper and tracker._shipper.pid != dead.pid and tracker._shipper.poll() is None
+    tracker._shipper.kill()
+    tracker._shipper.wait()
+
+
+def test_system_metrics_survive_an_error_of_a_monitor_and_still_hear_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(monitors: list[object]) -> dict[str, float]:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(shipping, "_sample", broken)
+    monkeypatch.setattr(shipping, "LONGEST_PAUSE_SECONDS", 0.1)
+    tracker = written(tmp_path)
+    tracker.stage_started("train", {}, {})
+    follower = shipping.SystemMetrics(tracker.log, threading.Event())
+    threading.Thread(target=follower.follow, args=(tracker._fd,), daemon=True).start()
+    until(lambda: follower.training, 20, "the stage began")
+    tracker.close()
+    until(follower.closing.is_set, 20, "the end was heard")

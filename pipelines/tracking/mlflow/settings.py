@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterable
 
+from pipelines.tracking.mlflow.secrets import without_credentials
 from trainer.config import seconds_from_environment
 from trainer.errors import UserError
 
@@ -57,5 +58,10 @@ def parse_tags(texts: Iterable[str], where: str) -> dict[str, str]:
 
 
 def tracking_uri(option: str | None, default: str) -> str:
-    """The MLflow to ship to: the option, MLFLOW_TRACKING_URI, or the default."""
-    return option or os.environ.get("MLFLOW_TRACKING_URI") or default
+    """The MLflow to ship to: the option, MLFLOW_TRACKING_URI, or the default.
+
+    The user and password of a URL move to MLflow's variables, which the shipper inherits: the URI can be shown.
+    """
+    uri, credentials = without_credentials(option or os.environ.get("MLFLOW_TRACKING_URI") or default)
+    os.environ.update(credentials | {name: os.environ[name] for name in credentials if os.environ.get(name)})
+    return uri

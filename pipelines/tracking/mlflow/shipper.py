@@ -43,6 +43,7 @@ from pipelines.tracking.mlflow.journal import (
     sessions_in_journal,
     write_position,
 )
+from pipelines.tracking.mlflow.secrets import RedactedStream, redacted
 from pipelines.tracking.mlflow.settings import NO_MLFLOW, QUICK_MLFLOW, flush_seconds
 from trainer.errors import UserError
 from trainer.store import Store
@@ -113,9 +114,10 @@ class Shipper:
             except Exception as error:
                 refusals = 0
                 if time.monotonic() + pause > began + self.patience:
-                    reason = " ".join(str(error).split())[:200]
+                    reason = redacted(" ".join(str(error).split()))[:200]
                     raise UserError(
-                        f"{self.uri} has taken nothing for {self.patience:g} s ({reason}); start it, or name another"
+                        f"{redacted(self.uri)} has taken nothing for {self.patience:g} s ({reason}); "
+                        "start it, or name another"
                     ) from error
                 log(f"will try again in {pause:.0f} s: {type(error).__name__}: {error}")
                 if self.closing.wait(pause):  # the run has ended and waits for the shipper
@@ -204,7 +206,7 @@ def rebuild(store: Store, run: str, uri: str) -> int:
     Each session is shipped on its own. As in the first shipping, points that MLflow has at its start are left out.
     UserError if that MLflow takes nothing for SKYTRAIN_MLFLOW_FLUSH_SECONDS (30).
     """
-    os.environ.update(QUICK_MLFLOW | os.environ)
+    os.environ.update(QUICK_MLFLOW | os.environ | {"MLFLOW_TRACKING_URI": uri})
     patience = flush_seconds()
     sessions = sessions_in_journal(store, run)
     for lines in sessions:
@@ -318,6 +320,14 @@ class SystemMetrics:
 
     def follow(self, fd: int) -> None:
         """Never returns; appends to the log through `fd`."""
+        while True:
+            try:
+                self._follow(fd)
+            except Exception as error:  # of a disk, a driver or a monitor: the shipper still has to hear the end
+                log(f"system metrics: {type(error).__name__}: {error}; will try again in {LONGEST_PAUSE_SECONDS:.0f} s")
+                time.sleep(LONGEST_PAUSE_SECONDS)
+
+    def _follow(self, fd: int) -> None:
         monitors: list[Any] | None = None
         due = 0.0
         while True:
@@ -401,6 +411,7 @@ def _exit_with(parent: int) -> None:
 
 def main() -> int:
     """Ship the log in argv[1]; with a process id in argv[2], follow it until that parent is gone."""
+    sys.stdout, sys.stderr = RedactedStream(sys.stdout), RedactedStream(sys.stderr)
     log_file = Path(sys.argv[1])
     parent = int(sys.argv[2]) if len(sys.argv) > 2 else None
     if parent is not None:

@@ -17,6 +17,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,6 +82,7 @@ class Tracker:
         self.off = tracking_is_off()
         self._fd: int | None = None
         self._shipper: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
         self._write_error = ""  # why records did not reach the log
 
     def start(self) -> None:
@@ -153,8 +155,9 @@ class Tracker:
         return self._unshipped_up_to(self.log.stat().st_size) if self.log.exists() and not self.off else 0
 
     def keep_journal(self, store: Store) -> None:
-        """Copy new records to the store, from where a lost server can be rebuilt."""
+        """Copy new records to the store, from where a lost server can be rebuilt; a dead shipper starts again."""
         if not self.off and self.log.exists():
+            self._keep_shipping()
             keep_journal(store, self.run, self.log)
 
     def close(self) -> str | None:
@@ -186,12 +189,15 @@ class Tracker:
             self._write_error = str(error)
 
     def _keep_shipping(self) -> None:
-        """Start a shipper unless one lives, or the last one could not import mlflow."""
-        if self._fd is None or (self._shipper and self._shipper.poll() in (None, NO_MLFLOW)):
-            return
+        """Start a shipper unless one lives, or the last one could not import mlflow. From any thread."""
+        with self._starting:
+            if self._fd is not None and not (self._shipper and self._shipper.poll() in (None, NO_MLFLOW)):
+                self._start_shipper()
+
+    def _start_shipper(self) -> None:
         code = SHIPPER.format(str(Path(__file__).resolve().parents[3]))
         # Without a shipper the records stay in the log, and `close` reports them.
-        with contextlib.suppress(OSError), open(self.shipper_log, "ab") as output:
+        with contextlib.suppress(OSError), open(open_log(self.shipper_log), "ab") as output:
             self._shipper = subprocess.Popen(
                 [sys.executable, "-P", "-c", code, str(self.log), str(os.getpid())],
                 env=QUICK_MLFLOW | os.environ | {"MLFLOW_TRACKING_URI": self.uri, "PYTHONUTF8": "1"},
