@@ -13,35 +13,38 @@ damaged, it reports that and uses the checkpoint before.
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from trainer.commits import (
+    SEGMENT_NAME,
     Commit,
     FileReceipt,
     Segment,
     TrainState,
     attempt_of,
+    checkpoint_folders,
     committed_folders,
     cut_segment,
     deletable_checkpoints,
     delete_checkpoint,
+    named,
     step_of,
 )
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
-from trainer.errors import StaleAttempt, UserError
+from trainer.errors import StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
 from trainer.health import is_rollback_point
 from trainer.parallel import World
 from trainer.pieces import HEADER_BYTES, HostCopy, Piece, Ranges, load_pieces, needed_files, ranges_in, ranges_of
-from trainer.process import failpoint, log_line
+from trainer.process import Background, failpoint, log_line
 from trainer.store import Store, sha256_of
 
 # After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
@@ -61,7 +64,6 @@ class Save:
     rows: list[dict[str, Any]]
     started: float
     proof: "Future[bool]" = field(default_factory=Future)  # whether the weights are sound, once that is known
-    error: Exception | None = None
     seconds: float = 0.0
     upload_seconds: float = 0.0  # of all ranks
     bytes: int = 0  # of all ranks; only rank 0 knows it
@@ -87,8 +89,8 @@ class Checkpointer:
         self.work, self.between_failures = work, between_failures
         self._copy: HostCopy | None = None
         self._save: Save | None = None
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None  # of the last save that ended
+        self._thread: Background | None = None
+        self._error: BaseException | None = None  # of the last save that ended
         self.upload_seconds = 0.0  # of the last commit; only rank 0 knows it
         self._segment: Segment | None = None  # of the last commit; only rank 0 knows it
         self._damaged: list[str] = []  # folders of the damaged commits that this attempt did not load
@@ -131,8 +133,12 @@ class Checkpointer:
         self._save = Save(folder, replace(state), list(log.uncommitted), started)
         if proven:
             self.prove()
-        arguments = (self._save, self._copy)
-        self._thread = threading.Thread(target=self._upload_and_commit, args=arguments, name="checkpoint")
+        self._thread = Background(
+            "checkpoint",
+            partial(self._upload_and_commit, self._save, self._copy),
+            died=partial(self._failed, self._save),
+            daemon=False,  # a save that has begun is completed
+        )
         self._thread.start()
 
     def prove(self) -> None:
@@ -155,16 +161,16 @@ class Checkpointer:
         self._prove(False)
         self._thread.join()
         save, self._save = self._save, None
-        self._error = save.error
-        if isinstance(save.error, StaleAttempt):
-            raise save.error
-        if save.error is None:
+        self._error = error = self._thread.error
+        if isinstance(error, StaleAttempt):
+            raise error
+        if error is None:
             self.upload_seconds = save.upload_seconds
             del log.uncommitted[: len(save.rows)]
             log.write(Checkpointed(save.state.step, save.seconds, save.bytes))
             return
-        log.write(CheckpointFailed(save.state.step, repr(save.error)))
-        log_line(f"checkpoint of step {save.state.step} FAILED ({save.error!r}); training continues")
+        log.write(CheckpointFailed(save.state.step, repr(error)))
+        log_line(f"checkpoint of step {save.state.step} FAILED ({error!r}); training continues")
 
     def finish(self, log: EventLog) -> None:
         """Wait for the last save. Raises its error."""
@@ -174,28 +180,41 @@ class Checkpointer:
 
     def _upload_and_commit(self, save: Save, copy: HostCopy) -> None:
         """In the thread: upload this rank's file and its receipt. Rank 0 commits."""
-        receipt_key = f"{save.folder}/receipt-{self.world.rank:05d}.json"
-        try:
-            failpoint("upload")
-            receipt = self._upload(save.folder, copy)
-            failpoint("uploaded")
-            self.store.put(receipt_key, json.dumps(asdict(receipt)).encode())
-            if self.world.rank == 0:
-                receipts = self._receipts(save.folder, receipt_seconds(receipt.size))
-                save.upload_seconds = time.monotonic() - save.started
-                failpoint("receipts")
-                self._commit(save, receipts)
-                save.bytes = sum(r.size for r in receipts)
-        except Exception as error:  # `settle` raises or reports it in the training thread
-            save.error = error
-            if self.world.rank != 0:  # so that rank 0 does not wait for a receipt
-                with suppress(OSError, UserError):
-                    self.store.put(receipt_key, json.dumps({"fault": repr(error)}).encode())
+        failpoint("upload")
+        receipt = self._upload(save.folder, copy)
+        failpoint("uploaded")
+        self.store.put(self._receipt_key(save), json.dumps(asdict(receipt)).encode())
+        if self.world.rank == 0:
+            receipts = self._receipts(save.folder, receipt_seconds(receipt.size))
+            save.upload_seconds = time.monotonic() - save.started
+            failpoint("receipts")
+            self._commit(save, receipts)
+            save.bytes = sum(r.size for r in receipts)
         save.seconds = time.monotonic() - save.started
+
+    def _failed(self, save: Save, thread: Background) -> None:
+        """In the thread, after any error: remove the files of the save, so that a nearly full disk has space for the
+        next one. `settle` reports the error in the training thread."""
+        if isinstance(thread.error, StaleAttempt | StoreUnavailable):
+            return  # it may not delete, or cannot
+        if self.world.rank == 0:
+            with suppress(Exception):  # the next save removes them
+                self._delete_uncommitted(save.state.step)
+            return
+        with suppress(Exception):
+            self.store.delete(f"{save.folder}/{self._file_name()}")
+        with suppress(Exception):  # so that rank 0 does not wait for a receipt
+            self.store.put(self._receipt_key(save), json.dumps({"fault": repr(thread.error)}).encode())
+
+    def _file_name(self) -> str:
+        return f"rank-{self.world.rank:05d}-of-{self.world.world_size:05d}.safetensors"
+
+    def _receipt_key(self, save: Save) -> str:
+        return f"{save.folder}/receipt-{self.world.rank:05d}.json"
 
     def _upload(self, folder: str, copy: HostCopy) -> FileReceipt:
         parts = copy.safetensors()
-        name = f"rank-{self.world.rank:05d}-of-{self.world.world_size:05d}.safetensors"
+        name = self._file_name()
         digest = sha256()
         for part in parts:
             digest.update(part)
@@ -242,10 +261,11 @@ class Checkpointer:
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
         self._segment = segment
         failpoint("committed")
-        with suppress(OSError, UserError):  # the next commit, or gc, deletes the rest
+        with suppress(Exception):  # the next commit, or gc, deletes the rest
             if extended and extended.key != segment.key:
                 self.store.delete(extended.key)
             self._delete_old(save.state)
+            self._delete_uncommitted(step)
 
     def _check_current(self, step: int) -> None:
         if self.superseded():
@@ -260,6 +280,13 @@ class Checkpointer:
             deletable_checkpoints(committed, self.keep_last, state.health.calm_step, self.keep_every)
         ):
             delete_checkpoint(self.store, folder)
+
+    def _delete_uncommitted(self, step: int) -> None:
+        """Remove the files of failed and interrupted saves, up to the one of `step`: a later one may be in progress."""
+        folders = checkpoint_folders(self.store, self.prefix)
+        for folder in self._not_newer(folder for folder, committed in folders.items() if not committed):
+            if attempt_of(folder) < self.attempt or step_of(folder) <= step:
+                delete_checkpoint(self.store, folder)
 
     def _not_newer(self, keys: Iterable[str]) -> list[str]:
         """Keys of this attempt and earlier ones. This attempt must never delete those of a later one, which may
@@ -365,11 +392,10 @@ class Checkpointer:
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: nothing is rolled back")
         if self.world.rank == 0:
             # Uncommitted folders go, too: their receipts would belong to files with other weights.
-            folders = {e.key.rpartition("/")[0] for e in self.store.entries(f"{self.prefix}/checkpoints/")}
-            for folder in self._not_newer(folders):
+            for folder in self._not_newer(checkpoint_folders(self.store, self.prefix)):
                 if step_of(folder) > step:
                     delete_checkpoint(self.store, folder)
-            for key in self._not_newer(e.key for e in self.store.entries(f"{self.prefix}/metrics/")):
+            for key in self._not_newer(e.key for e in named(self.store, f"{self.prefix}/metrics/", SEGMENT_NAME)):
                 if step_of(key) > step:
                     rest = cut_segment(self.store, self.prefix, key, step)
                     if self._segment and key == self._segment.key:

@@ -4,6 +4,7 @@ load fast. trainer/checkpoint.py writes the checkpoints and loads them.
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,11 @@ from typing import Any
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.health import Health, data_step, is_rollback_point
 from trainer.metrics import merge_rows
-from trainer.store import Store
+from trainer.store import Entry, Store
+
+# Of what the store holds of a run: names that do not match are not ours.
+CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"
+SEGMENT_NAME = r"step-\d{8,12}-a\d{4,9}\.jsonl"
 
 
 @dataclass
@@ -131,10 +136,27 @@ def delete_checkpoint(store: Store, folder: str) -> None:
         store.delete(entry.key)
 
 
+def checkpoint_folders(store: Store, prefix: str) -> dict[str, bool]:
+    """The folders of checkpoints, newest step first, at equal steps the later attempt first; whether each is committed,
+    which is whether it has a COMMIT.json."""
+    keys = [entry.key for entry in named(store, f"{prefix}/checkpoints/", CHECKPOINT_NAME)]
+    folders = sorted({key.rpartition("/")[0] for key in keys}, reverse=True)
+    return {folder: f"{folder}/COMMIT.json" in keys for folder in folders}
+
+
 def committed_folders(store: Store, prefix: str) -> list[str]:
     """Folders with a COMMIT.json, newest step first; at equal steps the later attempt first."""
-    keys = (entry.key for entry in store.entries(f"{prefix}/checkpoints/"))
-    return sorted((k.removesuffix("/COMMIT.json") for k in keys if k.endswith("/COMMIT.json")), reverse=True)
+    return [folder for folder, committed in checkpoint_folders(store, prefix).items() if committed]
+
+
+def named(store: Store, prefix: str, pattern: str) -> list[Entry]:
+    """The objects under `prefix` whose names match `pattern`. Others are not ours: they are reported and left alone."""
+    found = store.entries(prefix)
+    ours = [entry for entry in found if re.fullmatch(pattern, entry.key.removeprefix(prefix))]
+    if len(ours) < len(found):
+        foreign = min({entry.key for entry in found} - {entry.key for entry in ours})
+        logging.getLogger(__name__).warning("%s: ignored %r, which is not ours", f"{store.uri}/{prefix}", foreign)
+    return ours
 
 
 def newest_commit(store: Store, prefix: str) -> Commit | None:
@@ -191,7 +213,7 @@ def series(store: Store, prefix: str) -> list[dict[str, Any]]:
 
 def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
     """The committed rows as they were logged, one list a segment, oldest attempt first."""
-    keys = [entry.key for entry in store.entries(f"{prefix}/metrics/")]
+    keys = [entry.key for entry in named(store, f"{prefix}/metrics/", SEGMENT_NAME)]
     for key in sorted(keys, key=lambda k: (k.split("-a")[-1], k)):
         yield list(_rows(f"{store.uri}/{key}", store.get(key) or b""))
 

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import EXIT_INTERRUPTED
 from trainer.metrics import PhaseClock
+from trainer.process import Background
 
 OUTLIER_WINDOW = 128  # values that a z-score compares with, as in llm.c; with fewer values nothing is an outlier
 # A limit of 0.5 nats on a mean of 32 is an area of 16 nat-steps: 4 steps at +4, or 32 at +0.5. The noise of a batch
@@ -186,7 +187,7 @@ class Watchdog:
         self.step_seconds: deque[float] = deque(maxlen=101)
         self.count = 0  # of calls of `progress`
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = Background("watchdog", self._watch, died=self._died)
 
     def __enter__(self) -> "Watchdog":
         if self.minutes is not None:
@@ -218,6 +219,11 @@ class Watchdog:
         usual = median(list(self.step_seconds)) if self.step_seconds else 0.0
         limit = max(60 * STUCK_MINUTES, STUCK_STEPS * usual) if self.minutes == "auto" else 60 * float(self.minutes)
         return limit if self.clock.current in ("train", "redone") else OUTSIDE_STEPS_FACTOR * limit
+
+    def _died(self, thread: Background) -> None:
+        self.on_stuck(
+            f"rank {self.rank}: the watchdog failed ({thread.error!r}), so nothing would notice a hang; exiting"
+        )
 
     def _watch(self) -> None:
         last, idle_seconds, polled = (self.count, self.clock.current), 0.0, time.monotonic()

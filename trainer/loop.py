@@ -312,6 +312,8 @@ def roll_back(
         if state is None:
             raise Diverged(diagnosis(diverged.step, evidence, diverged.rollbacks, config))
         checkpointer.delete_after(state.step)
+    for name in ("micro_batch_size", "world_size", "devices", "memory_settings"):  # of this attempt, not of the commit
+        setattr(state, name, getattr(diverged, name))
     left_out = diverged.step - state.step
     log.reached = max(log.reached, diverged.step)
     state.rollbacks = (*diverged.rollbacks, (state.step, left_out))

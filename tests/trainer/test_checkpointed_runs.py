@@ -1,9 +1,11 @@
 """Checkpoints of whole runs: damaged, interrupted or late, and the run ends with the same weights."""
 
+import errno
 import json
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -229,12 +231,74 @@ def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_st
     assert [e.step for e in run.events_of(Row)][-1] == 12
     assert {e.step for e in run.events_of(CheckpointFailed)} == set(range(failed, 13))
     assert run.commits() == [failed - 1, failed - 2]
-    for folder in (run.out / "run/checkpoints").iterdir():
-        if (folder / "COMMIT.json").exists():
-            files = {f.name for f in Commit.decode((folder / "COMMIT.json").read_bytes()).files}
-            assert files | {"COMMIT.json", "receipt-00000.json"} == {path.name for path in folder.iterdir()}
+    for folder in (run.out / "run/checkpoints").iterdir():  # nothing is left of the failed saves
+        files = {f.name for f in Commit.decode((folder / "COMMIT.json").read_bytes()).files}
+        assert files | {"COMMIT.json", "receipt-00000.json"} == {path.name for path in folder.iterdir()}
     resumed, _ = run.attempt()
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+
+
+class SmallDisk(DyingStore):
+    """Has space for `checkpoints` of them and a half; one call of a method fails."""
+
+    def __init__(self, root: Path, method: str, calls: int, checkpoints: int) -> None:
+        super().__init__(root, method, calls)
+        self.checkpoints = checkpoints
+
+    def _count(self, method: str) -> None:
+        with suppress(ConnectionError):
+            super()._count(method)
+            return
+        self.method = "none"
+        raise ConnectionError(f"the store failed once in {method}")
+
+    def write(self, parts: Sequence[memoryview], key: str) -> None:
+        size = sum(len(part) for part in parts)
+        if sum(e.size for e in self.entries("run/checkpoints/")) + size > (self.checkpoints + 0.5) * size:
+            raise OSError(errno.ENOSPC, "No space left on device", key)
+        super().write(parts, key)
+
+
+# Of the save of step 5: the receipt, the rows, the commit.
+@pytest.mark.parametrize(("method", "calls"), [("put", 9), ("put", 10), ("create", 5)])
+def test_a_save_that_fails_after_its_upload_leaves_space_for_the_next_one(
+    runner: Callable[..., Runner], method: str, calls: int
+) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP, keep_last=2)
+    run.attempt(store=SmallDisk(run.out, method, calls, checkpoints=3))
+    assert [e.step for e in run.events_of(CheckpointFailed)] == [5]
+    assert run.commits() == [12, 11]
+    assert len({entry.key.split("/")[2] for entry in run.store.entries("run/checkpoints/")}) == 2
+
+
+def test_an_interrupted_save_is_removed_by_the_next_commit(runner: Callable[..., Runner]) -> None:
+    run = runner(checkpoint_minutes=EVERY_STEP)
+    run.attempt(stop_after=3)
+    shutil.copytree(run.newest(), run.newest().with_name("step-00000004-a0001"))
+    (run.out / "run/checkpoints/step-00000004-a0001/COMMIT.json").unlink()  # killed before the commit
+    run.attempt(stop_after=2)
+    assert sorted(path.name for path in (run.out / "run/checkpoints").iterdir()) == [
+        "step-00000004-a0002",
+        "step-00000005-a0002",
+    ]
+
+
+@pytest.mark.parametrize("error", [KeyError("an answer without a field"), RecursionError(), SystemExit(3)])
+def test_no_exception_in_the_thread_of_a_save_passes_for_a_commit_or_ends_the_run(
+    runner: Callable[..., Runner], error: BaseException
+) -> None:
+    class Strange(LocalStore):
+        def write(self, parts: Sequence[memoryview], key: str) -> None:
+            if "step-00000005" in key:
+                raise error
+            super().write(parts, key)
+
+    run = runner(checkpoint_minutes=EVERY_STEP, keep_last=99)
+    run.attempt(store=Strange(run.out))
+    assert [(e.step, e.reason) for e in run.events_of(CheckpointFailed)] == [(5, repr(error))]
+    assert run.commits() == [step for step in range(12, 0, -1) if step != 5]
+    assert {e.step for e in run.events_of(Checkpointed)} == set(run.commits())
+    assert len(run.rows()) == 13
 
 
 def test_an_s3_that_misbehaves_in_every_way_stops_no_step_and_later_saves_make_up_for_it(

@@ -195,6 +195,15 @@ def test_the_watchdog_reports_once_when_nothing_moves_and_names_the_phase() -> N
     assert len(reports) == 1 and reports[0].startswith("rank 0: no progress in phase 'train' for ")
 
 
+def test_a_watchdog_that_fails_ends_its_process_as_a_hang_does() -> None:
+    watchdog, reports = watched(0.1 / 60)
+    watchdog.step_seconds.append("no number")  # type: ignore[arg-type]
+    watchdog.minutes = "auto"
+    with watchdog:
+        watchdog._thread.join(timeout=30)
+    assert len(reports) == 1 and reports[0].startswith("rank 0: the watchdog failed (TypeError(")
+
+
 def test_the_watchdog_does_nothing_while_something_moves() -> None:
     watchdog, reports = watched(0.4 / 60)
     with watchdog:
