@@ -63,7 +63,11 @@ def launch(
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option("--env", metavar="NAME=VALUE", help="A variable of the job; can be repeated."),
+        typer.Option(
+            "--env",
+            metavar="NAME=VALUE",
+            help="A variable of the job; can be repeated. SKYTRAIN_VENV=FOLDER: an environment that the nodes have.",
+        ),
     ] = None,
     secret: Annotated[
         list[str] | None,

@@ -265,7 +265,10 @@ def result(pipeline: "Pipeline") -> dict[str, Any]:
 
 
 def next_commands(pipeline: "Pipeline") -> list[str]:
-    """Commands for the artifacts that a run has made, as the user can type them in this folder."""
+    """Commands for the artifacts that a run has made, as the user can type them in this folder.
+
+    On a rented node, only those that work on the user's machine, too.
+    """
     from pipelines.show.console import program
     from trainer.store import LocalStore
 
@@ -279,6 +282,8 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
             f"{skytrain} report {pipeline.run} --html report.html{option}",
             f'{skytrain} sample {pipeline.run} --prompt "def "{option}',
         ]
+    if pipeline.billing.machine.cluster:
+        return commands
     if any(stage not in pipeline.made for stage in pipeline.plans):
         commands.append(f"{skytrain} run run:{pipeline.run}{option}")
     if not pipeline.tracker.off and pipeline.tracker.uri.startswith("sqlite:"):  # a server's URI may hold a password

@@ -11,7 +11,7 @@ from pipelines.show.card import card_facts, print_card
 from pipelines.show.console import TerminalScreen, program
 from pipelines.stage import STAGES, Pipeline
 from pipelines.tracking.mlflow.tracker import Tracker
-from pipelines.tracking.records import Billing
+from pipelines.tracking.records import Billing, Machine
 from pipelines.verbs.run import next_commands
 from trainer.process import StopSignal
 from trainer.store import LocalStore
@@ -78,6 +78,22 @@ def test_the_card_offers_what_exists(finished_pipeline: Pipeline) -> None:
     finished_pipeline.home = Path(finished_pipeline.store.uri.removeprefix("file://")).parent
     assert next_commands(finished_pipeline)[:2] == [f"{skytrain} report", f"{skytrain} run run:{RUN}"]
     assert not any(word in " ".join(next_commands(finished_pipeline)) for word in ("series", "html", "sample", "trans"))
+
+
+def test_on_a_rented_node_the_card_offers_what_works_on_the_users_machine(
+    finished_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYPILOT_NODE_IPS", "10.0.0.1")
+    finished_pipeline.billing = Billing(10.0, machine=Machine("aws", cluster="train-8"))
+    del finished_pipeline.made["evaluate"]  # a task of its own, which follows
+    finished_pipeline.home = Path("/root/skytrain")
+    option = f"--store {finished_pipeline.store.uri}"
+    assert next_commands(finished_pipeline) == [
+        f"skytrain report {option}",
+        f"skytrain report {RUN} --series {option}",
+        f"skytrain report {RUN} --html report.html {option}",
+        f'skytrain sample {RUN} --prompt "def " {option}',
+    ]
 
 
 def test_a_card_without_a_price_shows_how_to_give_one(finished_pipeline: Pipeline) -> None:
