@@ -67,17 +67,21 @@ class Status:
         return {"wish" if name == "stop_request" else name: value for name, value in values.items()}
 
 
-def status_of(run: Run, tasks: list[TaskStatus], now: float) -> Status:
-    """The status of a run at `now` (unix seconds), from its snapshot and SkyPilot's tasks."""
+def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Status:
+    """The status of a run at `now` (unix seconds), from its snapshot and SkyPilot's tasks; None: not known yet."""
+    tasks = known_tasks or []
     summary, total, train = run.summary, run.account.total, run.recipe.train
     beats = [beat for stage in run.attempts.values() for beat in stage]
     newest = max(beats, key=lambda beat: beat.started, default=None)
     progress = newest.progress if newest else Progress()
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
     waiting |= summary.state == "running" and bool(progress.waiting)
+    state = "waiting" if waiting else summary.state
+    if known_tasks is None and state in ("interrupted", "lost"):
+        state = f"{state}, or waiting"
     return Status(
         run=run.name,
-        state="waiting" if waiting else summary.state,
+        state=state,
         stage=newest.stage if newest else None,
         step=summary.steps,
         max_steps=train.max_steps,

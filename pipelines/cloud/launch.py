@@ -129,10 +129,10 @@ def checked_job(
     if ask:
         with collected(errors):
             reach_api_server(note)
+            refuse_second_launch(store, request.run)
             enabled, findings = on_enabled_clouds(job)
             report_all(findings, report)
             job = enabled
-            refuse_second_launch(store, request.run)
     else:
         seen = "not up, so it is unknown which clouds are enabled and which machines are free"
         report(Finding("SkyPilot's server", seen, "note", "sky api start"))

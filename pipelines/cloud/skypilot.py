@@ -3,7 +3,6 @@
 Importing SkyPilot takes about 4 s, so every function imports it itself.
 """
 
-import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ def server_name() -> str:
     from sky.utils import common_utils
 
     if common.is_api_server_local():
-        return f"{platform.node()}/{common_utils.get_user_hash()}"
+        return f"local-{common_utils.get_user_hash()}"  # kept in ~/.sky, like the jobs; a host may change its name
     parts = urlsplit(common.get_server_url())
     return parts.netloc.rpartition("@")[2] + parts.path  # without a user and password
 

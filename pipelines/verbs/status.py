@@ -29,7 +29,7 @@ def status(
     failure, late = None, False
     if not launched_runs(opened).isdisjoint(run.name for run in found):
         report = control.JobsReport(print_note_on_stderr)
-        early = [control.status_of(run, [], time.time()) for run in found]
+        early = [control.status_of(run, None, time.time()) for run in found]
         late = not report.arrived(began + FIRST_ANSWER_SECONDS - time.monotonic()) and not as_json
         if late:
             print_status(early, ["SkyPilot has not answered yet; its jobs follow"])

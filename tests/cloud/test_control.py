@@ -320,7 +320,7 @@ def test_resuming_without_a_secret_that_the_launch_had_is_refused(tmp_path: Path
 def test_a_stopped_run_commits_exits_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
     project = Project(tmp_path / FOLDER_NAME)
     # So long that only the stop request ends it, and the only commits are due to the request.
-    endless = ["--set", "train.max_steps=1000000", "--set", "runtime.checkpoint_minutes=1000"]
+    endless = ["--set", "train.max_steps=50000", "--set", "runtime.checkpoint_minutes=1000"]
     command = ("run", "tiny.yaml", "--stage", "train", *endless)
     with project.started(*command, "--unless-stopped") as process:
         project.wait_until(project.rows_logged, process)

@@ -86,7 +86,7 @@ def test_on_a_rented_node_the_card_offers_what_works_on_the_users_machine(
     monkeypatch.setenv("SKYPILOT_NODE_IPS", "10.0.0.1")
     finished_pipeline.billing = Billing(10.0, machine=Machine("aws", cluster="train-8"))
     del finished_pipeline.made["evaluate"]  # a task of its own, which follows
-    finished_pipeline.home = Path("/root/skytrain")
+    finished_pipeline.home = Path("elsewhere").absolute()
     option = f"--store {finished_pipeline.store.uri}"
     assert next_commands(finished_pipeline) == [
         f"skytrain report {option}",
