@@ -248,7 +248,7 @@ def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(
     assert all(artifact["skipped"] for artifact in again["artifacts"].values())
 
 
-@pytest.mark.slow  # 20 s
+@pytest.mark.slow  # 40 s
 def test_a_run_whose_disk_holds_only_the_shards_that_it_reads_ends_like_one_with_a_large_disk(
     project: Project,
     moto_server: S3Account,
