@@ -8,6 +8,7 @@ no reader ever sees a half-written object.
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -124,15 +125,11 @@ class LocalStore:
             file.write(body)
 
     def get(self, key: str) -> bytes | None:
-        path = self.path_of(key)
-        try:
-            return path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
+        return self.get_start(key, -1)
 
     def get_start(self, key: str, size: int) -> bytes | None:
         try:
-            with self.path_of(key).open("rb") as file:
+            with open(self.path_of(key), "rb", opener=_open_file) as file:
                 return file.read(size)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
@@ -197,6 +194,20 @@ def checked_prefix(prefix: str) -> str:
     if slash:
         checked_key(complete)
     return prefix
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open a regular file or a folder. UserError for anything else: a FIFO would block its reader for ever."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a socket
+            raise
+    else:
+        if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):
+            return descriptor
+        os.close(descriptor)
+    raise UserError(f"{path}: not a file; remove it")
 
 
 @contextmanager

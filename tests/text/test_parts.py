@@ -1,6 +1,7 @@
 """The parts of a text: the shards depend on the files alone, not on nodes, attempts or interruptions."""
 
 import itertools
+import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 from texts import FourFiles
 
-from pipelines.text.parts import PartsProgress, finished_part, make_parts, parts_of_node
-from trainer.errors import Interrupted
+from pipelines.text.parts import PartsProgress, finished_part, make_parts, parts_of_node, receipt_key
+from trainer.errors import Interrupted, UserError
 from trainer.shards import read_shard
 from trainer.store import LocalStore
 
@@ -93,6 +94,15 @@ def test_a_damaged_receipt_is_named_and_its_shards_are_made_again(
     assert sum(receipt.tokens for part in parts for receipt in part) == whole.stored
     *_, last = make_parts(files.job(range(3), tmp_path / "store", 3))
     assert last.new == 0  # the record is good again
+
+
+def test_a_fifo_in_place_of_a_receipt_is_named_and_blocks_nothing(files: FourFiles, tmp_path: Path) -> None:
+    job = files.job(range(3), tmp_path / "store")
+    fifo = tmp_path / "store" / receipt_key(job, 0, 0)
+    fifo.parent.mkdir(parents=True)
+    os.mkfifo(fifo)
+    with pytest.raises(UserError, match=f"{fifo}: not a file; remove it"):
+        list(make_parts(job))
 
 
 def test_a_node_checks_for_a_stop_at_every_document(files: FourFiles, tmp_path: Path) -> None:
