@@ -17,6 +17,7 @@ from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.cloud.catalog import CLOUDS, Offer, account_errors, offers
+from pipelines.cloud.preflight import text_is_only_here
 from pipelines.cloud.throughput import (
     SECONDS_PER_LAYER,
     MeasuredRun,
@@ -64,6 +65,8 @@ ASSUMED = (
     f"text and weights are transferred at {BYTES_PER_SECOND / 1e6:.0f} MB/s",
     "evaluation has the MFU of eager training",
 )
+INSTALL_SECONDS = 180.0  # billed, without an image: 4 GB of packages from PyPI, unpacked
+ASSUMED_INSTALL = f"{INSTALL_SECONDS / 60:.0f} min more on each node, which installs the packages (no image)"
 ASSUMED_BETWEEN_NODES = "nodes scale as well as the GPUs of one node over NVLink; over TCP they are slower"
 
 OffersByStage = Mapping[str, list[Offer]]  # in the order of the stages
@@ -166,6 +169,7 @@ class Workload:
     steps_left: int
     own: list[MeasuredRun] = field(default_factory=list)  # speeds of this run's attempts on GPUs, the newest first
     own_on_cpu: list[MeasuredRun] = field(default_factory=list)
+    installs: bool = False  # a node without an image installs the packages first
 
 
 def cloud_plan(
@@ -176,6 +180,7 @@ def cloud_plan(
     nodes: int = 1,
     clouds: Iterable[str] = CLOUDS,
     plans: dict[str, ArtifactPlan] | None = None,
+    installs: bool = False,
 ) -> CloudPlan:
     """Candidates for the rest of a run. UserError without prices, or without a machine that can train it.
 
@@ -195,8 +200,10 @@ def cloud_plan(
     for stage, kinds in SMALL_NODES.items():
         fitting = [o for node in kinds for o in found[node] if not (o.spot and stage in ON_DEMAND_ONLY)]
         by_stage[stage] = fitting or for_training
+    if text_is_only_here(recipe, clouds):  # `launch` tokenizes it here
+        del by_stage["tokenize"]
     node_counts = {"tokenize": recipe.tokens.parts, "train": nodes}
-    work = workload(recipe, store, plans or plans_of(recipe))
+    work = workload(recipe, store, plans or plans_of(recipe), installs)
     on_demand = [offer for offer in for_training if not offer.spot]
     if limits.hours and "train" in work.stages and on_demand and len(on_demand) < len(for_training):
         by_stage["evaluate"], node_counts["evaluate"] = on_demand, nodes
@@ -243,7 +250,11 @@ def compare_offers(
     plan = choose(sorted(candidates, key=lambda c: (c.usd, c.hours)), limits, [*notes, *dict.fromkeys(unfit)])
     guessed = nodes > 1 and any(c.speed.kind != "measured" for c in plan.candidates)
     between = (ASSUMED_BETWEEN_NODES,) if guessed else ()
-    return replace(plan, assumed=(*memory_lines(work.recipe, plan.candidates), *ASSUMED, *between))
+    return replace(plan, assumed=(*memory_lines(work.recipe, plan.candidates), *assumptions(work), *between))
+
+
+def assumptions(work: Workload) -> tuple[str, ...]:
+    return (*ASSUMED, ASSUMED_INSTALL) if work.installs else ASSUMED
 
 
 def memory_lines(recipe: Recipe, candidates: Iterable[Candidate]) -> Iterator[str]:
@@ -268,7 +279,7 @@ def plan_without_training(
 ) -> PlanWithoutTraining:
     """The estimates of the missing stages for a run whose training is complete."""
     estimates = estimate_stages(work, by_stage, node_counts)
-    return PlanWithoutTraining(estimates, *totals(estimates))
+    return PlanWithoutTraining(estimates, *totals(estimates), assumptions(work))
 
 
 def offers_by_node(kinds: Iterable[str], clouds: Iterable[str]) -> tuple[dict[str, list[Offer]], list[str]]:
@@ -296,7 +307,7 @@ def cheapest_offers(found: Iterable[Offer]) -> list[Offer]:
     return list(best.values())
 
 
-def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan]) -> Workload:
+def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], installs: bool = False) -> Workload:
     """The work that is left of a run, by the artifacts and commits in the store."""
     stages = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
     steps_left = recipe.train.max_steps
@@ -306,7 +317,7 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan]) -> Wo
         steps_left -= state.step if state else 0
     own = measurements_of_run(recipe, store, prefix)
     on_gpus, on_cpu = [known for known in own if known.gpu], [known for known in own if not known.gpu]
-    return Workload(recipe, stages, steps_left, on_gpus, on_cpu)
+    return Workload(recipe, stages, steps_left, on_gpus, on_cpu, installs)
 
 
 def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[MeasuredRun]:
@@ -347,7 +358,9 @@ def estimate_stages(
             estimates[stage] = StageEstimate(None, 0.0, 0.0)
         elif found:
             offer, nodes = min(found, key=lambda o: o.usd_per_hour), node_counts.get(stage, 1)
-            estimates[stage] = estimate_stage(stage_work(stage, work, offer, nodes), offer, nodes)
+            job = stage_work(stage, work, offer, nodes)
+            job = replace(job, start=job.start + (INSTALL_SECONDS / 3600 if work.installs else 0.0))
+            estimates[stage] = estimate_stage(job, offer, nodes)
     return estimates
 
 

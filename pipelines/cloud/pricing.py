@@ -20,7 +20,7 @@ from pipelines.cloud.plan import (
     workload,
 )
 from pipelines.cloud.prices import PriceRow, prices_json
-from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.skypilot import cluster_usd_per_hour
 from pipelines.cloud.tasks import MachineRequest, ManagedJob, Task, in_trial_order
 from pipelines.recipe import Recipe
@@ -52,7 +52,7 @@ def within_limits(
         raise UserError(f"--deadline: can't be kept where train's machines have no price list ({infras}); leave it out")
     if not any(offered.values()):
         return job  # own machines: if SkyPilot knows their prices, its table shows them
-    work = workload(recipe, store, plans)
+    work = workload(recipe, store, plans, installs=request.image == WORK_TREE)
     node_counts = {task.name: task.num_nodes for task in job.tasks}
     if not (train and offered["train"]):
         rest = plan_without_training(work, offered, node_counts)

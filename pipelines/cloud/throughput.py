@@ -46,6 +46,7 @@ MAX_TOKENS, SPARE_FRACTION, LIBRARIES_GIB = 65_536, 0.06, 0.6
 FP8 = ("H100", "H200", "B200", "H20", "H800", "GH200", "GB200", "B300", "GB300")
 # The launch of a layer's kernels, forward and backward: no GPU runs a small model faster. Estimated.
 SECONDS_PER_LAYER = 1e-3
+PER_LAYER = f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer, to launch its kernels"
 SMALL_GPU, SMALL_HOURS = "L4:1", 1.0
 
 
@@ -250,11 +251,12 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
-    basis = f"{mfu:.0%} MFU" if tokens_per_second < most else f"{SECONDS_PER_LAYER * 1e3:.0f} ms a layer"
+    basis = f"{mfu:.0%} MFU, as on {REFERENCE}" if tokens_per_second < most else PER_LAYER
     if any(gpu_of(known.gpu) == gpu for known in MEASURED):
-        return Throughput(tokens_per_second, "estimated", f"{basis}, from 1 x {gpu} and 4 x {REFERENCE}")
+        source = PER_LAYER if tokens_per_second == most else f"{mfu:.0%} MFU, from 1 x {gpu} and 4 x {REFERENCE}"
+        return Throughput(tokens_per_second, "estimated", source)
     name = accelerators.partition(":")[0]
-    return Throughput(tokens_per_second, "assumed", f"{basis}, as on {REFERENCE}; {name} was never measured")
+    return Throughput(tokens_per_second, "assumed", f"{basis}; {name} was never measured")
 
 
 def mfu_of(parameters: float, runtime: RuntimeConfig, precision: str, accelerators: str = f"{REFERENCE}:1") -> float:

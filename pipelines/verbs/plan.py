@@ -52,12 +52,15 @@ def plan(
         print(json.dumps(found.to_json())) if as_json else print_plan(found)
         return
     from pipelines.cloud import plan as cloud_plans
+    from pipelines.cloud.request import WORK_TREE
     from pipelines.show.cloud_plan import print_cloud_plan
+    from pipelines.verbs.launch import pushed_image
 
     limits = cloud_plans.Limits(cloud_plans.parse_hours(deadline) if deadline else None, budget)
     train_nodes = gpus.split(",") if gpus else None
     clouds = infra.split(",") if infra else cloud_plans.CLOUDS
-    rented = cloud_plans.cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans)
+    installs = pushed_image() == WORK_TREE  # as `launch` would
+    rented = cloud_plans.cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans, installs)
     if as_json:
         print(json.dumps(found.to_json() | {"cloud": rented.to_json()}))
     else:

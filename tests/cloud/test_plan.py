@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sky_catalog import sky_environment, write_catalog
 
 from pipelines.cloud import plan as cloud_plans
+from pipelines.cloud import pricing
 from pipelines.cloud.catalog import Offer
 from pipelines.cloud.plan import (
     WAIT_SECONDS,
@@ -29,6 +30,8 @@ from pipelines.cloud.plan import (
     parse_hours,
     tokens_of,
 )
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.tasks import managed_job
 from pipelines.cloud.throughput import Throughput, speed_on
 from pipelines.recipe import load_recipe
 from pipelines.show.cloud_plan import print_cloud_plan
@@ -331,6 +334,34 @@ def test_with_a_stand_in_catalog_the_plan_says_what_it_assumes_and_which_memory_
     assert unfit.startswith("1 x L4:1: runtime.micro_batch_size: 64 sequences need about 24 GiB")
 
 
+def test_with_a_stand_in_catalog_nodes_without_an_image_pay_for_the_installation(market, tmp_path: Path) -> None:
+    with_image, without = (planned(tmp_path, clouds=("a",), installs=installs) for installs in (False, True))
+    longer = without.candidates[1].hours - with_image.candidates[1].hours
+    assert longer == pytest.approx(4 * 180 / 3600, rel=0.05)  # of four stages
+    assert any("no image" in line for line in without.assumed) and with_image.assumed == without.assumed[:-1]
+
+
+def test_a_gpu_of_unknown_speed_can_be_launched_if_there_are_no_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = Offer("aws", "r", "r1", "k80", True, 1.0, 1.0, "K80:1", 4)
+    monkeypatch.setattr(pricing, "offers", lambda cloud, node, region: [offer] if node == "K80:1" else [])
+    smoke = load_recipe("smoke")
+    plans = plans_of(smoke)
+    reported: list[Any] = []
+
+    def priced(**limits: Any) -> None:
+        request = LaunchRequest(run_name(plans), "s3://a/b", infra="aws", gpus="K80:1", **limits)
+        job = managed_job(request, ["train"])
+        pricing.within_limits(job, request, smoke, plans, LocalStore(tmp_path), reported.append)
+
+    priced()
+    (note,) = reported
+    assert note.state == "note" and "K80:1: the speed of this GPU is unknown" in note.seen
+    with pytest.raises(UserError, match="the speed of this GPU is unknown"):
+        priced(budget=5.0)
+
+
 def test_with_a_stand_in_catalog_users_without_quota_are_told_of_one_gpu(market, tmp_path: Path) -> None:
     *_, note = planned(tmp_path, clouds=("a", "lambda"), train_nodes=("H100:8",)).notes
     (alone,) = (
@@ -345,6 +376,7 @@ def test_with_a_stand_in_catalog_users_without_quota_are_told_of_one_gpu(market,
 def test_with_a_stand_in_catalog_a_small_training_is_planned_on_a_small_gpu(market, tmp_path: Path) -> None:
     plan = planned(tmp_path, "smoke", clouds=("a",))
     assert {c.offer.accelerators for c in plan.candidates} == {"L4:1"}
+    assert list(plan.candidates[0].estimates) == ["train", "evaluate", "export"]  # the text is on this machine
 
 
 def test_a_node_of_the_prior_lasts_as_long_as_in_the_traces(shared_data: Path) -> None:
