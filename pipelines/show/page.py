@@ -388,8 +388,8 @@ def receipt(
         "hardware": "; ".join([*devices, *machines]),
         "versions": ", ".join(filter(None, (f"Python {origin.get('python')}" if origin else "", versions))),
         "platform": origin.get("platform", ""),
-        "skipped updates": str(train.facts["skipped_updates"]) if train else "",
-        "rollbacks": str(len(train.facts["rollbacks"])) if train else "",
+        "skipped updates": str(train.facts.get("skipped_updates", "")) if train else "",
+        "rollbacks": str(len(train.facts.get("rollbacks", ()))) if train else "",
     }
     return [(label, value) for label, value in facts.items() if value]
 

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, StoredHeartbeat, account
@@ -18,9 +20,13 @@ from pipelines.tracking.clusters import clusters_key, read_intervals, with_clust
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, is_alive, process_exists
 from pipelines.tracking.records import FORMAT, Heartbeat
 from trainer.commits import series
-from trainer.config import TrainConfig, tokens_before
+from trainer.config import explain, tokens_before
 from trainer.errors import UserError
 from trainer.store import Store
+
+# What reading raises for records that are damaged or of another version. UserError is a ValueError; a store that does
+# not answer raises none of these.
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,12 @@ class Run:
 
     @cached_property
     def recipe(self) -> Recipe:
-        return Recipe.model_validate(self.record.recipe)
+        """UserError if this version cannot read it."""
+        try:
+            return Recipe.model_validate(self.record.recipe)
+        except ValidationError as error:
+            reason = explain(error, Recipe, f"{self.store.uri}/{key_of(self.name)}")
+            raise UserError(f"{reason}; if a newer skytrain wrote it: upgrade skytrain") from error
 
     @cached_property
     def _manifests(self) -> tuple[dict[str, Manifest | None], list[DamagedArtifact]]:
@@ -156,7 +167,7 @@ class Run:
     @cached_property
     def tokens_before(self) -> Callable[[int], int]:
         """Tokens of all updates before a step."""
-        train = TrainConfig.model_validate(self.record.recipe["train"])
+        train = self.recipe.train
         return lambda step: tokens_before(step, train)
 
     @cached_property
@@ -271,6 +282,31 @@ def read_records(store: Store, names: Iterable[str] = ()) -> list[RunRecord]:
 def read_runs(store: Store, names: Iterable[str] = ()) -> list[Run]:
     """Snapshots of the runs with these names or beginnings of names (all runs by default), oldest first."""
     return [Run(store, one) for one in read_records(store, names)]
+
+
+def usable_runs(
+    store: Store, names: Iterable[str], need: Callable[[Run], Any], skip: Callable[[str], None]
+) -> list[Run]:
+    """The runs with these names, or all runs of which `need` can be read; oldest first.
+
+    `skip` gets a message for each run that is left out. UserError for a run that was named and cannot be read.
+    """
+    named = list(names)
+    known = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in store.entries("runs/")]
+    found = []
+    for name in [full_name(known, one, store.uri) for one in named] or known:
+        try:
+            if run := find_run(store, name):
+                need(run)
+                found.append(run)
+        except UNREADABLE as error:
+            where = f"{store.uri}/{key_of(name)}"
+            reason = f"{where}: damaged, or written by a newer skytrain ({error!r:.200}): upgrade skytrain"
+            message = str(error) if isinstance(error, UserError) else reason
+            if named:
+                raise UserError(message) from error
+            skip(f"{name}: left out: {message}")
+    return sorted(found, key=lambda run: run.record.updated)
 
 
 def read_run(store: Store, name: str) -> Run:

@@ -60,7 +60,7 @@ def report(
 ) -> None:
     """Show runs: state, attempts, tokens, val loss, hours, dollars."""
     from pipelines.artifacts.store import open_store
-    from pipelines.tracking.runs import read_runs
+    from pipelines.tracking.runs import usable_runs
 
     if overlay and not (html or live):
         raise UserError("--overlay: the page shows it; add --html FILE or --live")
@@ -68,7 +68,7 @@ def report(
     if live:
         serve_page(opened, runs or [], overlay or [], port)
         return
-    found = read_runs(opened, runs or [])
+    found = usable_runs(opened, runs or [], read_all if html or series or audit_ else read_summary, warn)
     asked = compare or rebuild_mlflow or series or audit_ or as_json
     if html:
         from pipelines.show.page import write_page
@@ -91,13 +91,36 @@ def report(
         show_runs(opened, found, with_bill=bool(runs))
 
 
+def read_summary(run: "Run") -> None:
+    """Read what the table shows. Raises what the records of another version raise."""
+    _ = run.summary, run.account
+
+
+def read_all(run: "Run") -> None:
+    """Read what a page and a series show. Raises what the records of another version raise."""
+    _ = run.summary, run.account, run.recipe, run.series
+
+
+def warn(message: str) -> None:
+    from pipelines.show.console import say
+
+    say(message, on_stderr=True)
+
+
 def serve_page(store: "Store", names: list[str], overlays: list[str], port: int) -> None:
     """Serve the page of runs until Ctrl-C. UserError without any run."""
     from pipelines.show.live import serve
-    from pipelines.tracking.runs import read_runs
+    from pipelines.tracking.runs import usable_runs
+
+    told = set[str]()
+
+    def warn_once(message: str) -> None:
+        if message not in told:
+            told.add(message)
+            warn(message)
 
     def read() -> "list[Run]":
-        if not (found := read_runs(store, names)):
+        if not (found := usable_runs(store, names, read_all, warn_once)):
             raise UserError(f"--live: no runs in {store.uri} yet; `skytrain run smoke` makes one")
         return found
 

@@ -180,3 +180,12 @@ def test_no_file_of_the_project_names(what: str) -> None:
 )
 def test_a_machines_path_differs_from_other_slashes(line: str, is_foreign: bool) -> None:
     assert bool(FOREIGN["a path of one machine"].search(line)) is is_foreign
+
+
+def test_make_install_ends_with_the_line_to_type() -> None:
+    def last_line(target: str) -> str:
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[-1]
+
+    assert last_line("install") == 'echo "ready; now type:  source .venv/bin/activate && skytrain --help"'
+    assert "ready" not in last_line("demo")

@@ -3,7 +3,10 @@
 import csv
 import io
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from pipelines.tracking.runs import (
     read_run,
 )
 from pipelines.verbs.report import report
+from trainer.errors import UserError
 from trainer.store import LocalStore
 
 
@@ -142,3 +146,34 @@ def test_report_prints_json_and_csv_for_programs(
     assert account["by_phase"]["setup"]["usd"] == pytest.approx(4 * 60 / 3600 * 10)
     report(None, store=store.uri, series=True)
     assert capsys.readouterr().out.splitlines()[1:] == ["1,2.0,0.001,0.5,10.0"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda values: values | {"format": 2}, "a run's record of format 2; this version reads format 1: upgrade"),
+        (lambda values: values | {"mood": "good"}, "damaged"),
+        (lambda values: values | {"recipe": values["recipe"] | {"mood": "good"}}, "mood: unknown field"),
+        (lambda values: [[]] * 3, "damaged"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"as_json": True}, {"series": True}, {"html": "page.html"}])
+def test_a_report_of_all_runs_names_an_unreadable_one_and_shows_the_others(
+    store: LocalStore,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[dict[str, Any]], Any],
+    reason: str,
+    options: dict[str, Any],
+) -> None:
+    done_run(store)
+    values = json.loads(store.get(f"runs/{RUN}.json") or b"")
+    store.put("runs/other-12345678.json", json.dumps(damage(values | {"run": "other-12345678"})).encode())
+    options = {name: tmp_path / value if name == "html" else value for name, value in options.items()}
+    report(None, store=store.uri, **options)
+    out, err = capsys.readouterr()
+    page = (tmp_path / "page.html").read_text() if "html" in options else ""
+    assert "series" in options or RUN in out + page
+    assert err.startswith("other-12345678: left out: ") and reason in err and err.count("\n") == 1
+    with pytest.raises(UserError, match=re.escape(reason)):
+        report(["other"], store=store.uri, **options)
