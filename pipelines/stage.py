@@ -452,19 +452,18 @@ def record_death(store: Store, plans: dict[str, ArtifactPlan], until: str, billi
     return ending
 
 
-def run_has_failed(store: Store, plans: dict[str, ArtifactPlan], until: str, stop: StopSignal) -> bool:
-    """Whether the newest attempt of a run whose process has died failed for good.
+def head_recorded_death(store: Store, plans: dict[str, ArtifactPlan], until: str, stop: StopSignal) -> bool:
+    """For another node, once the head is gone: whether a signal ended it, and its machine recorded that.
 
-    Waits until the attempt has ended or must be silent: after a death by a signal, `record_death` ends it. Without the
-    wait, a node that leaves would end the job of several nodes before that.
+    Waits until the attempt of the head must be silent.
     """
     deadline = time.monotonic() + SILENT_SECONDS
     while stages := missing(store, plans, until):
         beats = attempts(store, plans[stages[0]].prefix)
         if not beats or beats[-1].state != "running" or time.monotonic() > deadline:
-            return bool(beats) and beats[-1].state == "failed"
+            return bool(beats) and beats[-1].state != "running" and beats[-1].progress.killed is not None
         stop.check()
-        time.sleep(1)
+        time.sleep(0.5)
     return False
 
 

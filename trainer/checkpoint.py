@@ -83,12 +83,15 @@ class Checkpointer:
         superseded: Callable[[], bool] = lambda: False,
         keep_every: int | None = None,
         between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES,
+        kept: Store | None = None,
     ) -> None:
         self.store, self.prefix, self.world, self.attempt = store, prefix, world, attempt
         self.keep_last, self.keep_every, self.superseded = keep_last, keep_every, superseded
         self.work, self.between_failures = work, between_failures
+        self.kept = kept  # on this node's disk, for the last state of a run whose store takes no checkpoint
         self._copy: HostCopy | None = None
         self._save: Save | None = None
+        self._last: Save | None = None  # the same, also after it has ended
         self._thread: Background | None = None
         self._error: BaseException | None = None  # of the last save that ended
         self.upload_seconds = 0.0  # of the last commit; only rank 0 knows it
@@ -130,7 +133,7 @@ class Checkpointer:
         assert self._copy
         self._copy.take()
         folder = f"{self.prefix}/checkpoints/step-{state.step:08d}-a{self.attempt:04d}"
-        self._save = Save(folder, replace(state), list(log.uncommitted), started)
+        self._save = self._last = Save(folder, replace(state), list(log.uncommitted), started)
         if proven:
             self.prove()
         self._thread = Background(
@@ -173,15 +176,34 @@ class Checkpointer:
         log_line(f"checkpoint of step {save.state.step} FAILED ({error!r}); training continues")
 
     def finish(self, log: EventLog) -> None:
-        """Wait for the last save. Raises its error."""
+        """Wait for the last save. Raises its error, after this machine's disk has got the state."""
+        kept = self._keep()  # if the save before failed: a store that hangs takes longer than a stop may last
         self.settle(log, wait=True)
+        if not kept:
+            self._keep()
         if self._error:
             raise self._error
+
+    def _keep(self) -> bool:
+        """Put the last save on this machine's disk, if the last one to end failed on any rank. A collective call."""
+        if self.kept is None or not any(self.world.gather(self._error is not None)):
+            return False
+        save, receipt = self._last, None
+        assert save and self._copy
+        with suppress(Exception):  # a full disk: no commit, as without this
+            receipt = self._upload(self.kept, save.folder, self._copy)
+        receipts = [one for one in self.world.gather(receipt) if one]
+        if self.world.rank == 0 and len(receipts) == self.world.world_size and save.proof.result():
+            with suppress(Exception):
+                segment = Segment.of(self.prefix, save.state.step, self.attempt, save.rows, b"")
+                self._create_commit(self.kept, save, receipts, segment)
+                log_line(f"step {save.state.step} is KEPT in {self.kept.uri}: the store took no checkpoint")
+        return True
 
     def _upload_and_commit(self, save: Save, copy: HostCopy) -> None:
         """In the thread: upload this rank's file and its receipt. Rank 0 commits."""
         failpoint("upload")
-        receipt = self._upload(save.folder, copy)
+        receipt = self._upload(self.store, save.folder, copy)
         failpoint("uploaded")
         self.store.put(self._receipt_key(save), json.dumps(asdict(receipt)).encode())
         if self.world.rank == 0:
@@ -212,13 +234,13 @@ class Checkpointer:
     def _receipt_key(self, save: Save) -> str:
         return f"{save.folder}/receipt-{self.world.rank:05d}.json"
 
-    def _upload(self, folder: str, copy: HostCopy) -> FileReceipt:
+    def _upload(self, store: Store, folder: str, copy: HostCopy) -> FileReceipt:
         parts = copy.safetensors()
         name = self._file_name()
         digest = sha256()
         for part in parts:
             digest.update(part)
-        self.store.write(parts, f"{folder}/{name}")
+        store.write(parts, f"{folder}/{name}")
         return FileReceipt(name, sum(len(part) for part in parts), digest.hexdigest())
 
     def _receipts(self, folder: str, limit_seconds: float) -> list[FileReceipt]:
@@ -246,7 +268,20 @@ class Checkpointer:
         self._check_current(step)
         extended = None if self._segment is None or self._segment.full else self._segment
         segment = Segment.of(self.prefix, step, self.attempt, save.rows, extended.body if extended else b"")
-        self.store.put(segment.key, segment.body)
+        if not self._create_commit(self.store, save, files, segment):
+            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
+        self._segment = segment
+        failpoint("committed")
+        with suppress(Exception):  # the next commit, or gc, deletes the rest
+            if extended and extended.key != segment.key:
+                self.store.delete(extended.key)
+            self._delete_old(save.state)
+            self._delete_uncommitted(step)
+
+    def _create_commit(self, store: Store, save: Save, files: list[FileReceipt], segment: Segment) -> bool:
+        """Commit a save whose files are in `store`. False if its step is already committed."""
+        step = save.state.step
+        store.put(segment.key, segment.body)
         commit = Commit(
             step=step,
             attempt=self.attempt,
@@ -256,16 +291,9 @@ class Checkpointer:
             metrics=segment.key.removeprefix(f"{self.prefix}/"),
             files=tuple(files),
         )
-        self._check_current(step)
-        if not self.store.create(f"{save.folder}/COMMIT.json", commit.encode()):
-            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
-        self._segment = segment
-        failpoint("committed")
-        with suppress(Exception):  # the next commit, or gc, deletes the rest
-            if extended and extended.key != segment.key:
-                self.store.delete(extended.key)
-            self._delete_old(save.state)
-            self._delete_uncommitted(step)
+        if store is self.store:
+            self._check_current(step)
+        return store.create(f"{save.folder}/COMMIT.json", commit.encode())
 
     def _check_current(self, step: int) -> None:
         if self.superseded():

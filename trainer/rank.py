@@ -47,6 +47,7 @@ class RankJob:
     reached: int = 0  # the highest step of any earlier attempt
     between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES  # expected, in seconds
     watch: Callable[[Event], None] | None = None  # gets every event of rank 0
+    kept: Store | None = None  # on this node's disk, for the last state if `store` takes no checkpoint
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
         superseded=lambda: job.superseded(attempt),
         keep_every=job.runtime.keep_every_steps,
         between_failures=job.between_failures,
+        kept=job.kept,
     )
     engine, state = train(job.model, job.train, job.runtime, train_data, val_data, checkpointer, world, stop, log)
     done = state.is_complete(job.train)

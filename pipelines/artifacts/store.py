@@ -4,6 +4,10 @@ boto3 makes one attempt a request; tenacity, only in this module, decides about 
 retried until the time limit and then raise StoreUnavailable. Permanent errors raise UserError at once, with the request
 and the remedy.
 
+A refusal (wrong or expired credentials, no rights, no such bucket) is permanent at the first request of its kind. Once
+the server has accepted such a request, a refusal is transient: credentials are renewed, policies corrected, buckets
+restored. So a wrong key ends a command at its start, and a long run survives a refusal as it survives an outage.
+
 Endpoint, region and credentials are those of every AWS tool: AWS_ENDPOINT_URL(_S3), AWS_REGION, AWS_ACCESS_KEY_ID,
 AWS_PROFILE, ~/.aws, the instance's role.
 """
@@ -19,6 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,6 +101,7 @@ class S3Store:
         self._time_limit_s = time_limit_s
         self._new_client = lambda: client if client is not None else _client_from_environment(self.uri, time_limit_s)
         self._client = self._new_client()
+        self._accepted: set[str] = set()  # kinds of requests that the server has accepted from this process
 
     def __repr__(self) -> str:
         return f"S3Store({self.uri!r})"
@@ -304,8 +310,12 @@ class S3Store:
         def log_retry(state: tenacity.RetryCallState) -> None:
             nonlocal outage
             assert state.outcome is not None
-            outage = Outage(what, _brief(state.outcome.exception()), began, self._time_limit_s)
+            error = state.outcome.exception()
+            outage = Outage(what, _brief(error), began, self._time_limit_s)
             log.warning("%s", outage.text(time.monotonic()), extra={"outage": outage})
+            if error and _is_refusal(error):
+                with suppress(UserError):
+                    self._client = self._new_client()  # with the credentials of now
 
         def log_end(answered: bool) -> None:
             if outage:
@@ -313,8 +323,13 @@ class S3Store:
                 end = replace(outage, ended=now, answered=answered)
                 log.info("%s", end.text(now), extra={"outage": end})
 
+        kind = what.partition(" ")[0].replace("create", "put")
+
+        def is_transient(error: BaseException) -> bool:
+            return _is_transient(error) or (kind in self._accepted and _is_refusal(error))
+
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_is_transient),
+            retry=tenacity.retry_if_exception(is_transient),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
             stop=tenacity.stop_before_delay(self._time_limit_s),
             before_sleep=log_retry,
@@ -325,11 +340,15 @@ class S3Store:
             for attempt in attempts:
                 with attempt:
                     answer = self._with_current_credentials(request, attempt.retry_state.attempt_number)
+                    self._accepted.add(kind)
                     answered = True
                     return answer
         except (UserError, FileNotFoundError):
             raise
         except Exception as error:
+            if is_transient(error) and not _is_transient(error):
+                explained = _explained(error, what, self._client.meta.endpoint_url, self._time_limit_s)
+                raise StoreUnavailable(f"{explained}; refused for {self._time_limit_s:g} s") from error
             raise _explained(error, what, self._client.meta.endpoint_url, self._time_limit_s) from error
         finally:
             log_end(answered)
@@ -407,7 +426,7 @@ def _is_transient(error: BaseException) -> bool:
     return isinstance(error, connection_errors)
 
 
-def _outdated(error: Exception) -> bool:
+def _outdated(error: BaseException) -> bool:
     """Whether a request failed because of expired credentials."""
     from botocore.exceptions import ClientError
 
@@ -415,6 +434,29 @@ def _outdated(error: Exception) -> bool:
         return _code(error) in OUTDATED_CODES
     # botocore has no exception type for a source of expired credentials.
     return isinstance(error, RuntimeError) and "credentials are still expired" in str(error)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the server, or the source of our credentials, refuses a request that may be accepted later."""
+    from botocore import exceptions
+
+    if isinstance(error, exceptions.ClientError):
+        return _status(error) in (401, 403) or CODE_OF_STATUS.get(_code(error), _code(error)) in REMEDIES
+    return _outdated(error) or isinstance(error, _credential_errors())
+
+
+def _credential_errors() -> tuple[type[Exception], ...]:
+    """The errors of botocore without usable credentials."""
+    from botocore import exceptions
+
+    return (
+        exceptions.NoCredentialsError,
+        exceptions.PartialCredentialsError,
+        exceptions.ProfileNotFound,
+        exceptions.TokenRetrievalError,
+        exceptions.UnauthorizedSSOTokenError,
+        exceptions.SSOError,
+    )
 
 
 def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -> Exception:
@@ -434,15 +476,7 @@ def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) 
             return StoreUnavailable(f"{where}: the server dropped the unfinished upload")
     if _outdated(error):
         return UserError(f"{where}: {REMEDIES['ExpiredToken']}")
-    credentials = (
-        exceptions.NoCredentialsError,
-        exceptions.PartialCredentialsError,
-        exceptions.ProfileNotFound,
-        exceptions.TokenRetrievalError,
-        exceptions.UnauthorizedSSOTokenError,
-        exceptions.SSOError,
-    )
-    if isinstance(error, credentials):
+    if isinstance(error, _credential_errors()):
         return UserError(
             f"{where}: no usable credentials ({type(error).__name__}); set AWS_ACCESS_KEY_ID and "
             f"AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws"

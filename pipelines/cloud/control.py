@@ -59,6 +59,9 @@ class Status:
     to_come: Forecast | None  # of training
     stop_request: StopRequest | None
     notice: str | None  # why the newest attempt was asked to stop
+    killed: str | None  # the cause, if a signal ended a process of the newest attempt
+    unsaved_seconds: float | None  # since the store takes no checkpoint of the newest attempt, up to its last heartbeat
+    unsaved_because: str | None  # the last error
     tasks: list[TaskStatus]
     silent_seconds: float | None  # since the last heartbeat of a running attempt
 
@@ -95,6 +98,9 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
         to_come=training_to_come(run, train, now),
         stop_request=read_stop_request(run.store, run.name),
         notice=progress.notice,
+        killed=progress.killed,
+        unsaved_seconds=newest.time - progress.unsaved_since if newest and progress.unsaved_since else None,
+        unsaved_because=progress.unsaved_because,
         tasks=tasks,
         silent_seconds=now - newest.time if newest and newest.state == "running" else None,
     )

@@ -48,13 +48,13 @@ def run_worker(
     stop: StopSignal,
     screen: Screen,
     standby: bool,
-    failed: Callable[[], bool] = lambda: False,
+    head_recorded_death: Callable[[], bool] = lambda: False,
 ) -> int:
     """Work for the head until the run is trained, or tokenized if that is its last stage.
 
     Returns this node's exit code. Raises Interrupted if the head does not answer, or is gone without an end. A
-    `standby` machine has no GPUs and starts no ranks. `failed` tells, once the head is gone, whether the run has failed
-    for good.
+    `standby` machine has no GPUs and starts no ranks. `head_recorded_death` tells, once the head is gone,
+    whether its machine lives and gives the exit code.
     """
     shared = [plans["tokenize"]] if recipe.tokens.parts > 1 else []
     if until != "tokenize":
@@ -80,8 +80,8 @@ def run_worker(
         if worker.serve(Hello(address.rank, run, processes)):
             return 0  # the head's exit code counts; an earlier exit with another code, and srun would kill the head
         reason = "the head is gone"
-        if failed():
-            return 0  # a managed job would recover from another code of this node
+        if head_recorded_death():
+            return 0  # as above: the head's machine has the exit code
     if not all_made():
         raise Interrupted(reason)
     return 0

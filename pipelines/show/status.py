@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pipelines.cloud.control import Orphan, Status
-from pipelines.show.console import console, duration, money, printable, say
+from pipelines.show.console import console, duration, money, printable, say, typeable
 from pipelines.tracking.forecast import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat
@@ -34,6 +34,11 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
                 out.print(f"  {expected_end(run, run.to_come)}")
         if run.silent_seconds and run.silent_seconds > SILENT_SECONDS:
             out.print(f"  [yellow]no heartbeat for {duration(run.silent_seconds)}[/]")
+        if run.unsaved_seconds is not None:
+            since = duration(run.unsaved_seconds)
+            out.print(f"  [bold red]NO CHECKPOINT IS SAVED for {since}:[/] {shown(run.unsaved_because or '')}")
+        if run.killed:
+            out.print(f"  [yellow]{shown(run.killed)}[/]")
         if run.stop_request:
             out.print(f"  [yellow]to be stopped:[/] {shown(str(run.stop_request))}")
         if run.notice:
@@ -57,6 +62,8 @@ def print_tasks(out: Console, run: Status) -> None:
         recoveries = f", recovered {several(task.recoveries, 'time')}" if task.recoveries else ""
         why = f": {shown(task.why)}" if task.why else ""
         out.print(f"  job {task.job}  {shown(task.stage):9} {shown(task.status)}{recoveries}{why}")
+    if run.tasks and all(task.over for task in run.tasks) and run.state != "done":
+        out.print(shown(typeable(f"  the job is over and the run is not: skytrain resume {run.run} continues it")))
 
 
 def print_notes(out: Console, notes: Iterable[str]) -> None:

@@ -17,6 +17,7 @@ from pipelines.screen import Bar
 from pipelines.stage import Work
 from pipelines.tracking.deaths import after_death
 from trainer.commits import segments
+from trainer.config import seconds_from_environment
 from trainer.errors import FULL, Interrupted, UserError
 from trainer.events import (
     Checkpointed,
@@ -33,6 +34,7 @@ from trainer.events import (
 )
 
 POLL_SECONDS = 0.1
+UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
 FULL_BYTES = 1 << 16  # more than an error message, less than any other file: with less free space, the disk is full
 SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one; torchrun may get its signal before this process
 
@@ -64,6 +66,8 @@ class Follower:
         self.metrics: dict[str, float] = {}  # the last value of each
         self.rolled_back_from = -1  # step
         self.stop_sent = False
+        self.unsaved_since: float | None = None  # by time.monotonic, of the first failed checkpoint since a commit
+        self.unsaved_seconds = seconds_from_environment("SKYTRAIN_UNSAVED_SECONDS", UNSAVED_SECONDS)
         self.tracked = track_committed(work, self.pass_on_stop)  # the last tracked step, by metric
 
     def handle(self, event: Event | None, bar: Bar) -> None:
@@ -76,6 +80,11 @@ class Follower:
                 self.step = event.step  # a run that resumes after its last step sends no row
             case RolledBack():
                 self.step, self.rolled_back_from = event.to, event.step
+            case CheckpointFailed(_, reason):
+                self._checkpoint_failed(reason)
+            case Checkpointed():
+                self.unsaved_since = None
+                self.work.report(unsaved_since=None, unsaved_because=None)
         if event:
             report_event(self.work, event)
 
@@ -88,6 +97,20 @@ class Follower:
         if work.stop.reason:
             work.report(notice=work.stop.reason)  # now: this machine may be gone soon
         self.stop_sent = True
+
+    def _checkpoint_failed(self, reason: str) -> None:
+        """Ask the run to stop once the store has taken no checkpoint for too long: nobody could resume from the work
+        of this machine. The ranks keep their state on its disk."""
+        if self.unsaved_since is None:
+            self.unsaved_since = time.monotonic()
+            self.work.report(unsaved_since=time.time())
+        self.work.report(unsaved_because=reason)
+        seconds = time.monotonic() - self.unsaved_since
+        if seconds >= self.unsaved_seconds and not self.work.stop.asked:
+            self.work.stop.ask(f"the store has taken no checkpoint for {seconds:,.0f} s")
+            self.work.screen.warn(
+                f"{self.work.stop.reason}; the run keeps its state on this machine's disk, then exits"
+            )
 
     def _row(self, row: Row, bar: Bar) -> None:
         work, again = self.work, row.step <= self.rolled_back_from

@@ -4,6 +4,7 @@ FOLDER is the attempt's folder on this node, with the ranks' spec; rank 0 leaves
 there. CACHE holds verified copies of files of the store, for all processes of this node.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
+from pipelines.stages.kept import kept_store
 from pipelines.tracking.ledger import latest_number
 from trainer.errors import EXIT_DONE, EXIT_FAILED, StaleAttempt
 from trainer.metrics import PhaseClock
@@ -44,6 +46,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
     tokens = read_manifest(store, spec.tokens)
     assert tokens is not None, spec.tokens
     clock = PhaseClock(started=spec.started)
+    one_node = os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]
 
     def begin(world: "World") -> int:
         bring_kernels(store, cache, recipe, world, clock)
@@ -65,6 +68,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         clock=clock,
         reached=spec.reached,
         between_failures=spec.between_failures,
+        kept=kept_store(cache.parent, store) if one_node else None,  # nodes do not see each other's disks
     )
     try:
         run_rank(job, stop)

@@ -15,6 +15,7 @@ from pipelines.nodes.ranks import RankSpec, start_torchrun
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow
+from pipelines.stages.kept import commit_kept_state
 from pipelines.tracking.ledger import (
     attempts,
     prior_seconds_between_failures,
@@ -49,6 +50,8 @@ def build(work: Work) -> Built:
     if warning := recipe.repeated_text(tokens.facts["train_tokens"]):
         work.screen.warn(warning)
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
+    if not work.head:
+        commit_kept_state(work)
     work.clock.enter("ranks")
     torchrun = start_ranks(work, processes)
     # The attempt lives as long as its ranks hold the GPUs, even if this process dies.
@@ -63,8 +66,10 @@ def build(work: Work) -> Built:
         torchrun.wait()
         raise
     work.clock.enter("upload")
+    if last_step != recipe.train.max_steps:
+        raise work.stop.interruption()
     state = committed_state(work.store, work.plan.prefix)
-    if last_step != recipe.train.max_steps or state is None or not state.is_complete(recipe.train):
+    if state is None or not state.is_complete(recipe.train):
         raise work.stop.interruption()
     return store_result(work, state)
 

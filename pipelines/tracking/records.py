@@ -55,6 +55,8 @@ class Progress:
     rollbacks: int | None = None
     committed_step: int | None = None
     checkpoint_failed: int | None = None  # step of the last checkpoint that failed
+    unsaved_since: float | None = None  # unix seconds, of the first failure since the last commit
+    unsaved_because: str | None = None  # the error of the last failure
     save_seconds: float | None = None  # of the last checkpoint
     world_size: int | None = None  # ranks
     device: str | None = None

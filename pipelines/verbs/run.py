@@ -4,6 +4,7 @@ import json
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from pipelines.stage import Pipeline
     from trainer.process import StopSignal
     from trainer.store import Store
+
+# For the workers to leave first, after the record of the head's death: srun would kill them, and return their code.
+WORKERS_SECONDS = 4.0
 
 
 def run(
@@ -75,7 +79,7 @@ def run(
     from pipelines.nodes.address import this_node
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import STAGES, missing, run_has_failed, run_name
+    from pipelines.stage import STAGES, head_recorded_death, missing, run_name
     from trainer.process import StopSignal
 
     if exited is not None and not 128 < exited <= 192:
@@ -96,8 +100,8 @@ def run(
 
         name = run_name(plans)
         with watching(stop, screen):
-            failed = partial(run_has_failed, opened, plans, stage, stop)
-            sys.exit(run_worker(node, name, stage, loaded, plans, opened, home(), stop, screen, is_standby(), failed))
+            died = partial(head_recorded_death, opened, plans, stage, stop)
+            sys.exit(run_worker(node, name, stage, loaded, plans, opened, home(), stop, screen, is_standby(), died))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
     limit = budget_of(pipeline, budget) if budget else None
     try:
@@ -171,10 +175,12 @@ def after_signal(
     from pipelines.stage import record_death, run_name
     from pipelines.tracking.stop_request import read_stop_request
 
-    cause = f"skytrain run was killed by {signal_name(number)}"
+    cause = f"the run's command was killed by {signal_name(number)}"
     if this_node().rank or number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         return Interrupted(cause)  # the head detects that this node is gone; the others ask for a stop
     ending = record_death(store, plans, until, billing_here(price_per_hour), cause)
+    if this_node().count > 1:
+        time.sleep(WORKERS_SECONDS)
     if unless_stopped and (request := read_stop_request(store, run_name(plans))):
         return Stopped(str(request))
     return ending

@@ -663,6 +663,47 @@ class TestS3StoreAndTheUsersMistakes:
         assert "hunter2" not in str(caught.value)
 
 
+@pytest.fixture
+def short(
+    moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[S3Store, FaultyProxy]]:
+    """A store behind a proxy, with a short time limit."""
+    bucket = fresh_s3_store(moto_server).bucket
+    proxy = FaultyProxy(moto_server.endpoint)
+    proxy.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    yield S3Store(bucket, "some/prefix", time_limit_s=1), proxy
+    proxy.stop()
+
+
+@pytest.mark.parametrize("code", ["SignatureDoesNotMatch", "UserSuspended"])
+def test_a_refusal_after_the_store_was_accepted_is_an_outage(short: tuple[S3Store, FaultyProxy], code: str) -> None:
+    store, proxy = short
+    store.put("a", b"x")
+    proxy.fail(Fault(403, code))
+    store.put("a", b"y")  # renewed meanwhile
+    proxy.fail(*[Fault(403, code)] * 400)
+    with pytest.raises(StoreUnavailable, match=code):
+        store.put("a", b"z")
+
+
+def test_a_right_that_was_never_there_is_a_mistake_at_once(short: tuple[S3Store, FaultyProxy]) -> None:
+    store, proxy = short
+    assert store.get("a") is None
+    proxy.fail(Fault(403, "AccessDenied"))
+    with pytest.raises(UserError, match=r"\(AccessDenied\)"):
+        store.put("a", b"x")
+
+
+def test_a_bucket_that_was_deleted_meanwhile_is_an_outage(short: tuple[S3Store, FaultyProxy]) -> None:
+    store, _ = short
+    store.put("a", b"x")
+    store.delete("a")
+    store._client.delete_bucket(Bucket=store.bucket)
+    with pytest.raises(StoreUnavailable, match="NoSuchBucket"):
+        store.put("a", b"x")
+
+
 def test_a_listing_of_many_pages_is_complete(s3_store: S3Store) -> None:
     keys = [f"many/{number:04}" for number in range(1_100)]
     with ThreadPoolExecutor(16) as pool:

@@ -6,8 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import cached_property
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from servers import MlflowServer, S3Account
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.store import S3Store
 from pipelines.cloud.deadline import DEADLINE
+from pipelines.nodes.ranks import RANK_MODULE
 from pipelines.stage import STAGES
 from pipelines.tracking.account import Account
 from pipelines.tracking.clusters import read_intervals
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, attempts
 from pipelines.tracking.runs import (
     Run,
     RunRecord,
@@ -152,16 +153,22 @@ class User:
 
     def preempted_in_mid_training(self, cloud: LocalCloud) -> float:
         """Preempt the machines in a step after the attempt's first commit; returns the time."""
+        with self.held_in_mid_training():
+            jobs = [line.split() for line in cloud.slurm("squeue", "-h", "-o", "%i %j").splitlines()]
+            (training,) = [number for number, name in jobs if name.startswith("train-")]
+            cloud.slurm("scancel", training)
+        return time.time()
+
+    @contextmanager
+    def held_in_mid_training(self) -> Iterator[None]:
+        """Hold a rank in a step after the attempt's first commit."""
         armed = [self.failpoints / name for name in ("committed", "mid-step")]
         for failpoint in armed:
             failpoint.touch()
             self.wait_until(reached(failpoint).exists, 0.05)
-        jobs = [line.split() for line in cloud.slurm("squeue", "-h", "-o", "%i %j").splitlines()]
-        (training,) = [number for number, name in jobs if name.startswith("train-")]
-        cloud.slurm("scancel", training)
+        yield
         for failpoint in armed:
             reached(failpoint).unlink()
-        return time.time()
 
 
 def reached(failpoint: Path) -> Path:
@@ -208,6 +215,39 @@ def test_a_launched_run_stopped_by_its_budget_and_preempted_twice_ends_as_the_un
     _, stages = runs_in_mlflow(mlflow_uri, record.run)
     assert {one.info.status for one in stages.values()} == {"FINISHED"}
     assert_billed_as_skypilot_says(user, record, preempted)
+
+
+def test_a_launched_run_recovers_from_the_death_of_a_rank_and_of_its_command_without_a_loss(
+    tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = User(tmp_path, cloud, s3_server)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    user.skytrain("run", str(user.recipe), "--stage", "tokenize")
+    assert "is launched as managed job" in user.launch("--nodes", "2", "--stage", "train")
+
+    def died(cause: str) -> Callable[[], bool]:
+        beats = partial(attempts, user.store, user.record.prefixes["train"])
+        return lambda: any(cause in (beat.progress.killed or "") for beat in beats())
+
+    with user.held_in_mid_training():
+        victims = processes_with(DRILL, RANK_MODULE)
+        next(one for one in victims if "pipelines.nodes.torchrun" not in one.cmdline()).kill()
+    user.wait_until(died(" was killed by SIGKILL after step "))
+    with user.held_in_mid_training():
+        commands = processes_with(DRILL, "run", f"run:{user.record.run}")
+        next(one for one in commands if one.environ()["SKYPILOT_NODE_RANK"] == "0").kill()
+    user.wait_until(died("the run's command was killed by SIGKILL"))
+    user.wait_until(lambda: user.summary.state == "done")
+    (status,) = json.loads(user.skytrain("status", "--json"))
+    assert [(task["stage"], task["recoveries"]) for task in status["tasks"]] == [("train", 2)]
+    user.skytrain("down", user.record.run)
+
+    undisturbed = S3Store(user.bucket, "undisturbed")
+    alone = ("--stage", "train", "--set", "runtime.processes=2", "--store", undisturbed.uri)
+    user.skytrain("run", str(user.recipe), *alone, SKYTRAIN_TRACKING="off", GLOO_SOCKET_IFNAME="lo")
+    assert losses(user.store, user.record) == losses(undisturbed, user.record)
+    assert weights(user.store, user.record, "train") == weights(undisturbed, user.record, "train")
 
 
 # `launch --deadline` refuses clusters that have no spot market; so machines that are taken are made to play spot.

@@ -117,6 +117,20 @@ def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
     assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", capsys.readouterr().out)
 
 
+def test_a_status_shouts_that_no_checkpoint_is_saved_and_names_resume_after_the_job(
+    store: LocalStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, now = recorded(store), time.time()
+    unsaved = Progress(50, unsaved_since=now - 700, unsaved_because="the key is refused", killed="rank 1 was killed")
+    beat = Heartbeat(RUN, "train", 1, "failed", now - 3600, now - 100, 10.0, ELSEWHERE, progress=unsaved)
+    store.put(f"train/{RUN}/attempts/0001/heartbeat.json", beat.to_json())
+    job = TaskStatus(3, "train", "FAILED", 2, "train-3", None, over=True)
+    print_status([status_of(Run(store, record), [job], now)])
+    text = capsys.readouterr().out
+    assert "NO CHECKPOINT IS SAVED for 10 min 00 s: the key is refused\n  rank 1 was killed\n" in text
+    assert f"resume {RUN} continues it" in text
+
+
 def orphans_of(store: LocalStore, now: float) -> list[Orphan]:
     return list(control.find_orphans(RunsOfStores(store), now))
 

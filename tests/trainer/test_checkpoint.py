@@ -20,7 +20,7 @@ from trainer_runs import committed_steps
 
 import trainer.checkpoint
 from trainer.checkpoint import Checkpointer, receipt_seconds
-from trainer.commits import Commit, TrainState
+from trainer.commits import Commit, TrainState, series
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
@@ -155,6 +155,29 @@ def test_a_rank_that_cannot_upload_reports_it_and_no_rank_waits_or_commits(
         "rank-00000-of-00002.safetensors",
         "rank-00001-of-00002.safetensors",
     ]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_last_state_is_kept_on_the_disk_if_the_store_takes_no_checkpoint(tmp_path: Path, before: bool) -> None:
+    """The save before may have failed, too; then the store is not waited for."""
+
+    def refuse(key: str) -> None:
+        raise StoreUnavailable("refused")
+
+    store, kept = Interfering(tmp_path / "store", write=refuse), LocalStore(tmp_path / "kept")
+    ranks = some_ranks([store, store], kept=kept)
+
+    def saving(rank: Checkpointer) -> None:
+        log, same = quiet_log(7), pieces(7.0)
+        if before:
+            rank.save(TrainState(step=6), same, log)
+        rank.save(TrainState(step=7), same, log)
+        rank.finish(log)
+
+    assert {type(error) for error in each(ranks, saving)} <= {StoreUnavailable, OSError}
+    assert committed_steps(store) == [] and committed_steps(kept) == [7]
+    assert each(some_ranks([kept, kept]), loaded) == [(7, 7.0)] * 2
+    assert series(kept, "run")[-1]["step"] == 7
 
 
 def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
