@@ -320,16 +320,16 @@ class Orphan:
 class RunsOfStores:
     """The runs of several stores, each read once, also of stores that can't be read."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, own: str) -> None:
+        self.own = own  # the URI of the user's store
         self._read: dict[str, dict[str, Run] | str] = {}
-        self.of(store.uri, store)
+        self.of(own)
 
-    def of(self, uri: str, store: Store | None = None) -> dict[str, Run] | str:
+    def of(self, uri: str) -> dict[str, Run] | str:
         """The runs of a store by name, or why it can't be read."""
         if uri not in self._read:
             try:
-                self._read[uri] = {run.name: run for run in read_runs(store or open_store(uri))}
+                self._read[uri] = {run.name: run for run in read_runs(open_store(uri))}
             except (UserError, OSError) as error:
                 self._read[uri] = str(error)
         return self._read[uri]
@@ -343,8 +343,8 @@ class RunsOfStores:
     @property
     def failure(self) -> str | None:
         """Why the user's own store can't be read."""
-        own = self._read[self.store.uri]
-        return own if isinstance(own, str) else None
+        found = self._read[self.own]
+        return found if isinstance(found, str) else None
 
 
 def find_orphans(runs: RunsOfStores, now: float) -> Iterator[Orphan]:
@@ -370,7 +370,7 @@ def find_orphans(runs: RunsOfStores, now: float) -> Iterator[Orphan]:
                 yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
             continue
         run = labels.get(cluster.run or "")
-        unused = f"no job of SkyPilot and no run in {runs.store.uri} uses it"
+        unused = f"no job of SkyPilot and no run in {runs.own} uses it"
         if why := idle_reason(run, cluster.intervals[-1][0], now) if run else unused:
             yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
 

@@ -132,7 +132,7 @@ def test_a_status_shouts_that_no_checkpoint_is_saved_and_names_resume_after_the_
 
 
 def orphans_of(store: LocalStore, now: float) -> list[Orphan]:
-    return list(control.find_orphans(RunsOfStores(store), now))
+    return list(control.find_orphans(RunsOfStores(store.uri), now))
 
 
 def test_clusters_without_a_live_run_are_found_with_skypilots_answers_made_up(
@@ -216,7 +216,7 @@ envs: {{SKYTRAIN_STORE: "{store}"}}
 
 
 def test_without_a_store_orphans_are_the_jobs_of_skypilots_own_record(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = time.time()
     up: list[tuple[float, float | None]] = [(now - 7200, None)]
@@ -229,10 +229,12 @@ def test_without_a_store_orphans_are_the_jobs_of_skypilots_own_record(
     clusters = [Cluster("train-8", RUN, 1, up), Cluster("train-9", RUN, 1, up), Cluster("left", RUN, 1, up)]
     with_skypilot(monkeypatch, [ours, lost, theirs], clusters)
 
-    def failing(prefix: str) -> list[Any]:
+    def gone(uri: str) -> LocalStore:
+        if uri == elsewhere:
+            return LocalStore(tmp_path / "elsewhere")
         raise StoreUnavailable("no such bucket")
 
-    store.entries = failing  # type: ignore[method-assign]
+    monkeypatch.setattr(control, "open_store", gone)
     found = orphans_of(store, now)
     assert [one.what for one in found] == [f"job 8 ({RUN}, train)", "job 9 (gone-01234567, train)", "cluster left"]
     assert "its store can't be read" in found[0].why and "not in its store" in found[1].why
