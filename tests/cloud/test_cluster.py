@@ -186,6 +186,7 @@ def test_a_launched_run_stopped_by_its_budget_and_preempted_twice_ends_as_the_un
 
     budget = 2 * BUDGET_S / 3600 * 8 * PRICE
     assert "is launched as managed job" in user.launch("--nodes", "2", "--budget", f"{budget:.3f}")
+    assert "has job 1, launched by " in user.launch(expect=2)
     user.stand_still_until(lambda: user.summary.state == "stopped" or any(a.notice for a in user.bill.attempts))
     user.wait_until(lambda: user.summary.state == "stopped")
     assert user.bill.total.usd < budget

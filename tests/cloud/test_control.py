@@ -278,6 +278,17 @@ def job_record(number: int, run: str, status: str, submitted: float, cluster: st
     return SimpleNamespace(**names, **rest, status=state, current_cluster_name=cluster)
 
 
+def test_a_status_has_every_job_that_is_not_over_and_the_last_one() -> None:
+    def task(job: int, number: int, status: str, run: str = RUN) -> TaskStatus:
+        over = status != "RUNNING"
+        return TaskStatus(job, "train", status, 0, None, None, over, run, number)
+
+    tasks = [task(4, 0, "FAILED"), task(3, 0, "RUNNING"), task(1, 0, "FAILED"), task(9, 0, "RUNNING", "other")]
+    tasks += [task(2, 1, "RUNNING"), task(2, 0, "SUCCEEDED")]
+    assert [(one.job, one.task) for one in control.tasks_of(RUN, tasks)] == [(2, 0), (2, 1), (3, 0), (4, 0)]
+    assert control.tasks_of("new", tasks) == []
+
+
 def test_the_status_of_many_runs_is_one_request_and_the_store_does_not_wait_for_its_answer(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
