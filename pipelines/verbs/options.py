@@ -10,14 +10,38 @@ from typer.core import TyperGroup
 
 WHOLE = 1_000  # characters of a verb's description in --help
 
+
+def shipped_names(begun: str) -> list[str]:
+    """The shipped recipes whose names begin like this, for a shell's completion; without one it offers files."""
+    from pipelines.recipe import shipped
+
+    return [name for name in shipped() if name.startswith(begun)]
+
+
+def names_of_runs(begun: str) -> list[str]:
+    """The runs of a local store whose names begin like this, for a shell's completion. A bucket would take seconds."""
+    kind, _, folder = store_uri(None).rpartition("://")
+    runs = Path(folder).glob("runs/*.json") if kind in ("", "file") else ()
+    return sorted(path.stem for path in runs if path.stem.startswith(begun))
+
+
 RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A shipped recipe, a recipe file, or run:NAME for a recorded run.")
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A shipped recipe, a recipe file, or run:NAME for a recorded run.",
+        autocompletion=shipped_names,
+    ),
 ]
 RunNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RUN", help="Runs, by name or the beginning of it; all by default."),
+    typer.Argument(
+        metavar="RUN", help="Runs, by name or the beginning of it; all by default.", autocompletion=names_of_runs
+    ),
 ]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run, by name or the beginning of it.")]
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run, by name or the beginning of it.", autocompletion=names_of_runs)
+]
 LastStage = Annotated[str, typer.Option("--stage", help="The last stage to run: tokenize, train, evaluate or export.")]
 Changes = Annotated[
     list[str] | None,
