@@ -15,7 +15,8 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain, sequences_per_step, tokens_before
-from trainer.errors import UserError
+from trainer.errors import UserError, cut, shown
+from trainer.strict_yaml import MOST_CHARACTERS, NotPlain, load_yaml
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
@@ -27,8 +28,9 @@ class TokensConfig(Section):
     """The text, and how it becomes token shards. `pipelines/text/sources.py` documents the sources."""
 
     source: str = Field(
+        max_length=1000,
         description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or URL (s3://, https://) of .parquet, "
-        ".jsonl or .txt files"
+        ".jsonl or .txt files",
     )
     subset: str | None = Field(default=None, description="Configuration of a Hugging Face data set; null: its default")
     revision: str | None = Field(
@@ -227,11 +229,13 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
         begun = [name for name in shipped() if name_or_path and name.startswith(name_or_path)]
         near = begun or difflib.get_close_matches(name_or_path, shipped(), 1)
         hint = f"did you mean '{near[0]}'?" if near else f"shipped are {', '.join(shipped())}"
-        raise UserError(f"{name_or_path}: neither a shipped recipe nor a file; {hint}")
+        raise UserError(f"{cut(name_or_path)}: neither a shipped recipe nor a file; {hint}")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf8"))
+        with path.open(encoding="utf8") as file:
+            values = load_yaml(file.read(MOST_CHARACTERS + 1))
     except (yaml.YAMLError, ValueError) as error:  # PyYAML passes errors of int() and date() on
-        raise UserError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from error
+        what = "" if isinstance(error, NotPlain) else "not a YAML file: "
+        raise UserError(f"{path}: {what}{' '.join(str(error).split())}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     if not isinstance(values, dict):
@@ -250,12 +254,13 @@ def _apply(values: dict[str, Any], change: str) -> None:
     path, equals, text = change.partition("=")
     sections = path.split(".")
     if not equals or not 1 <= len(sections) <= 2 or not all(sections):
-        raise UserError(f"--set {change}: not of the form section.field=value, such as train.max_steps=50")
+        raise UserError(f"--set {cut(change)}: not of the form section.field=value, such as train.max_steps=50")
     for section in sections[:-1]:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise UserError(f"--set {change}: {section} has no fields")
+            raise UserError(f"--set {cut(change)}: {section} has no fields")
     try:
-        values[sections[-1]] = yaml.safe_load(text)
+        values[sections[-1]] = load_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"--set {change}: {text!r} is not a YAML value") from error
+        why = f" of a recipe: {error.problem}" if isinstance(error, NotPlain) else ""
+        raise UserError(f"--set {cut(change)}: {shown(text)} is not a YAML value{why}") from error

@@ -31,6 +31,7 @@ from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, exp
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import LocalStore
+from trainer.strict_yaml import load_yaml
 
 if TYPE_CHECKING:
     from trainer.parallel import World
@@ -48,14 +49,14 @@ class TrainerConfig(Section):
 
 def read_config(path: Path) -> TrainerConfig:
     try:
-        sections = yaml.safe_load(path.read_text())
+        sections = load_yaml(path.read_text(encoding="utf8"))
         return TrainerConfig(**{k: v for k, v in sections.items() if k in TrainerConfig.model_fields})
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a YAML file with sections model, train, runtime") from error
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
-        raise UserError(f"{path}: not a YAML file with sections model, train, runtime") from error
     except ValidationError as error:
         raise explain(error, TrainerConfig, str(path)) from error
+    except (yaml.YAMLError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a YAML file with sections model, train, runtime") from error
 
 
 def main() -> int:

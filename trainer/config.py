@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from trainer.errors import UserError
+from trainer.errors import UserError, shown
 
 # The assumed life of a spot node, or of a node of an unknown market, until a run has attempts of its own. In the seven
 # recorded markets that benchmarks/goodput.py replays, machines were available for 2,833 hours in 1,328 stretches: 2.1
@@ -414,7 +414,7 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
         path = path[:-1]
     message = error["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    got = "" if error["type"] == "value_error" else f" (got {error['input']!r})"
+    got = "" if error["type"] == "value_error" else f" (got {shown(error['input'])})"
     return ".".join(path), f"{message}{got}"
 
 

@@ -12,6 +12,7 @@ EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 75  # the same command resumes the run; a managed job does that by itself
 EXIT_STOPPED = 76  # nothing restarts the run automatically
 
+SHOWN_CHARACTERS = 200  # of a user's value in a message
 FULL = "no space left on the disk; free some space, or choose another folder"
 
 
@@ -89,3 +90,13 @@ def ending_of(error: BaseException) -> Ending | None:
 def is_full(error: OSError) -> bool:
     """Whether a disk or a quota is used up. Trying again later would not help."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def shown(value: object) -> str:
+    """A value in a message: its notation, cut at 200 characters."""
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """A text in a message, cut at 200 characters."""
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"

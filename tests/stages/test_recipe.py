@@ -1,5 +1,6 @@
 """A recipe states everything once, rejects unknown fields and values, and decides the fingerprints."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -317,6 +318,42 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, lin
     path = tmp_path / "my.yaml"
     path.write_bytes(content)
     assert complaint(path).startswith(f"{path}: {line}")
+
+
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 10}]\n" for a, b in itertools.pairwise("abcdefghij"))
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (BOMB + "name: *j\n", "a recipe has no aliases; write the value again in"),
+        ("name: a\nname: b\n", "'name' is here twice; keep one in"),
+        ("train: {seed: 1, seed: 2}\n", "'seed' is here twice; keep one in"),
+        (
+            "train: {max_steps: 020}\n",
+            "020 is another number in YAML than it seems; write it without a 0 in front",
+        ),
+        ("train: {max_steps: 1:30}\n", "1:30 is another number in YAML than it seems"),
+        (f"train: {{max_steps: {'9' * 400}}}\n", f"{'9' * 199}… has more than 64 bits in"),
+        (f"train: {{max_steps: {'9' * 6000}}}\n", f"{'9' * 199}… has more than 64 bits in"),
+        (f"name: {'[' * 3000}{']' * 3000}\n", "more than 20 levels of values in values in"),
+        (f"name: {'x' * 1_000_000}\n", "a recipe has at most 200,000 characters"),
+        ("[a, b]: 1\n", "a key must be a name in"),
+    ],
+)
+def test_yaml_that_is_not_what_it_seems_is_refused_in_one_short_line(tmp_path: Path, content: str, line: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(content)
+    message = complaint(path)
+    assert message.startswith(f"{path}: {line}") and len(message) < len(str(path)) + 500
+
+
+def test_a_value_in_a_message_is_cut_at_200_characters(tmp_path: Path) -> None:
+    for change in (f"name={'x' * 150_000}", f"tokens.source={'x' * 150_000}", f"train.max_steps=[{'1, ' * 50_000}1]"):
+        assert len(complaint(write_recipe(tmp_path), change)) < len(str(tmp_path)) + 500
+    assert len(complaint("x" * 300)) < 500
+    for change in ("train.max_steps=020", f"train.max_steps={'9' * 400}", "train.max_steps=*x", f"name={'[' * 3000}"):
+        assert "is not a YAML value" in complaint(write_recipe(tmp_path), change)
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
