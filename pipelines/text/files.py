@@ -60,7 +60,20 @@ class Files:
         if self.objects:
             return identity | {"etag": [one.etag.strip('"') for one in self.objects]}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return identity | {"sha256": list(pool.map(sha256_of, map(Path, self.paths)))}
+            return identity | {"sha256": list(pool.map(self._sha256, self.paths))}
+
+    def _sha256(self, path: str) -> str:
+        try:
+            return sha256_of(Path(path))
+        except OSError as error:
+            raise UserError(f"tokens.source: '{path}' cannot be read ({error.strerror})") from error
+
+    def state(self) -> dict[str, Any]:
+        if self.objects:
+            from pipelines.text.objects import matching_objects
+
+            return {path: found for path, found in matching_objects(self.where).items() if path in self.paths}
+        return {path: state_of(path) for path in self.paths} if self.pinned is None else {}
 
     def files(self) -> int | None:
         return None if self._is_pattern else len(self.paths)
@@ -182,7 +195,7 @@ class Files:
         for number, line in lines:
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"tokens.source: document {number} of {named} is not JSON ({error})") from error
             if not isinstance(row, dict) or self.column not in row:
                 names = list(row) if isinstance(row, dict) else []
@@ -209,6 +222,15 @@ class Files:
 
     def _not_opened(self, error: Exception) -> UserError:
         return UserError(f"tokens.source: '{self.where}' cannot be opened ({reason_of(error)})")
+
+
+def state_of(path: str | Path) -> tuple[int, ...] | None:
+    """A state of a local file that changes when the file does; None for a file that is gone."""
+    try:
+        seen = os.stat(path)
+    except OSError:
+        return None
+    return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
 
 
 def files_of_part(files: Sequence[str], part: int, parts: int, where: str) -> Sequence[str]:

@@ -34,6 +34,9 @@ class HubDataset:
     def text_bytes(self) -> None:
         return None
 
+    def state(self) -> dict[str, Any]:
+        return {}
+
     def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
         datasets = datasets_library()
         where = f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.text.columns import Texts, joined
-from pipelines.text.files import files_of_part
+from pipelines.text.files import files_of_part, state_of
 from trainer.errors import UserError
 
 STDLIB = "python-stdlib"
@@ -35,6 +35,9 @@ class StandardLibrary:
 
     def text_bytes(self) -> int:
         return sum((self.folder / name).stat().st_size for name in self._names())
+
+    def state(self) -> dict[str, Any]:
+        return {name: state_of(self.folder / name) for name in self._names()}
 
     def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
         names = files_of_part(self._names(), part, parts, STDLIB)

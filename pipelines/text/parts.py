@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Self
 from pipelines.artifacts.manifest import ArtifactPlan, File
 from pipelines.recipe import TokensConfig
 from pipelines.text.columns import utf8_bytes
-from pipelines.text.sources import documents
+from pipelines.text.retry import with_retries
+from pipelines.text.sources import Source, open_source
 from pipelines.text.tokenizer import token_stream, tokenizer
+from pipelines.text.unchanged import UnchangedText
 from trainer.process import failpoint
 from trainer.store import Store
 
@@ -109,10 +111,13 @@ def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
         job.note(f"  {shards} shards exist from an earlier attempt")
     new = 0
     yield PartsProgress(before, new)
+    text: UnchangedText | None = None  # the text of finished parts is not opened
     for part, part_receipts in receipts.items():
         if finished_part(job.store, job.plan, part) is not None:
             continue
-        for shard in missing_shards(job, part, part_receipts):
+        text = text or text_of(job)
+        for shard in missing_shards(job, text.source, part, part_receipts):
+            text.check()
             part_receipts.append(save_shard(job, part, len(part_receipts), *shard))
             failpoint("tokenize")
             new += part_receipts[-1].tokens
@@ -121,7 +126,16 @@ def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
         job.store.create(finished_key(job.plan, part), body)
 
 
-def missing_shards(job: PartsJob, part: int, receipts: list[ShardReceipt]) -> Iterator[tuple["np.ndarray", int, int]]:
+def text_of(job: PartsJob) -> UnchangedText:
+    """The text of the job's plan. UserError if it is another one by now."""
+    t = job.config
+    source = open_source(t.source, t.subset, t.revision, t.text_column, None)
+    return UnchangedText(source, t.source, job.plan.identity["text"])
+
+
+def missing_shards(
+    job: PartsJob, source: Source, part: int, receipts: list[ShardReceipt]
+) -> Iterator[tuple["np.ndarray", int, int]]:
     """The missing shards of a part: tokens, and the document and offset behind them."""
     import numpy as np
 
@@ -130,7 +144,7 @@ def missing_shards(job: PartsJob, part: int, receipts: list[ShardReceipt]) -> It
     limit = t.tokens_of_part(part)
     tokens_left = None if limit is None else limit - sum(receipt.tokens for receipt in receipts)
     buffer, filled = np.empty(t.shard_tokens, np.uint16), 0
-    texts = documents(t.source, t.subset, t.revision, t.text_column, document, part=part, parts=t.parts)
+    texts = with_retries(lambda: source.documents(document, part, t.parts))
     with (
         closing(texts),
         closing(

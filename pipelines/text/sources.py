@@ -6,10 +6,10 @@ order: an interrupted run resumes at document number n. The files of a source ca
 """
 
 import difflib
-import glob
 import os
 import re
 import sysconfig
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from pipelines.text.columns import Texts
 from pipelines.text.files import Files, check_parts, common_kind
 from pipelines.text.hub import HUB, HubDataset, pinned_commit
 from pipelines.text.library import STDLIB, StandardLibrary
+from pipelines.text.local import local_paths
 from pipelines.text.retry import with_retries
 from trainer.errors import UserError
 
@@ -41,6 +42,10 @@ class Source(Protocol):
 
     def text_bytes(self) -> int | None:
         """About the bytes of its text; None if only a server knows, or if it is packed."""
+        ...
+
+    def state(self) -> Mapping[str, Hashable]:
+        """Its files by name, each with a state that changes when the file does; none for a pinned text."""
         ...
 
     def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
@@ -144,14 +149,10 @@ def open_source(source: str, subset: str | None, revision: str | None, text_colu
 
 def local_files(source: str, column: str, base: Path) -> Files:
     """The local files of a path or pattern, sorted by name. UserError if none matches."""
-    named = Path(source).expanduser()
-    path = base.absolute() / named
-    if path.is_dir():
+    path = os.path.join(base.absolute(), os.path.expanduser(source))
+    if os.path.isdir(path):
         raise UserError(f"tokens.source: '{source}' is a folder; name its files: '{source}/*.parquet'")
-    # Brackets in the name of the base folder are not a pattern.
-    pattern = str(Path(glob.escape(str(base.absolute()))) / named)
-    found = [str(path)] if path.is_file() else sorted(glob.glob(pattern, recursive=True))
-    paths = tuple(name for name in found if os.path.isfile(name))
+    paths = tuple(local_paths(source, base))
     if not paths:
         near = difflib.get_close_matches(source, [STDLIB], n=1)
         meant = f"did you mean '{near[0]}'? " if near else ""

@@ -104,6 +104,7 @@ def test_the_bar_of_own_files_moves_within_a_shard_and_ends_full(
     work.recipe = load_recipe(
         "smoke", [*SMALL, *(f"tokens.{k}={'null' if v is None else v}" for k, v in tokens.items())]
     )
+    work.plan = tokenize.plan(work.recipe, {})
     tokenize.make_all_parts(work, None)
     (size,) = screen.totals
     done = [completed for completed, _ in screen.shown]

@@ -7,6 +7,7 @@ from pathlib import Path
 from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.recipe import TokensConfig
 from pipelines.text.parts import PartsJob
+from pipelines.text.sources import source_identity
 from trainer.store import LocalStore
 
 
@@ -19,7 +20,8 @@ class FourFiles:
         self.config = TokensConfig(
             source=f"{folder}/*.txt", tokenizer="bytes", shard_tokens=1500, max_tokens=13_001, val_shards=2, parts=3
         )
-        self.plan = ArtifactPlan("tokenize", "files", {"stage": "tokenize"})
+        text = source_identity(self.config.source, None, None, "text")
+        self.plan = ArtifactPlan("tokenize", "files", {"stage": "tokenize", "text": text})
 
     def job(self, parts: range, store: Path, attempt: int = 1, check: Callable[[], None] = lambda: None) -> PartsJob:
         """Some parts, made by a node with its own folder and a store."""

@@ -697,3 +697,59 @@ def test_every_byte_has_a_visible_symbol_of_its_own() -> None:
 def test_merges_are_ordered_by_rank_and_split_as_they_were_merged() -> None:
     ranks = {b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"abc": 4, b"ab": 5, b"abab": 6}
     assert merges_of(ranks) == [(b"b", b"c"), (b"a", b"bc"), (b"a", b"b"), (b"ab", b"ab")]
+
+
+# --- links
+
+
+def test_each_real_file_is_read_once_however_many_links_lead_to_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for name in ("x", "y"):
+        (folder / f"{name}.txt").write_text(name)
+    (tmp_path / "b").symlink_to(folder)
+    (folder / "z.txt").symlink_to("x.txt")
+    (tmp_path / "a" / "y.bak.txt").symlink_to(folder / "y.txt")
+    assert read("**/*.txt", base=tmp_path) == ["x", "y"] and read("b/*.txt", base=tmp_path) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("link", "target"), [("a/b/up", ".."), ("a/b/self", "."), ("a/b/all", "../.."), ("a/b/m", "../../c")]
+)
+def test_a_loop_of_links_is_named_instead_of_followed(tmp_path: Path, link: str, target: str) -> None:
+    base = tmp_path / "some [texts]*"
+    (base / "a" / "b").mkdir(parents=True)
+    (base / "c").mkdir()
+    (base / "a" / "b" / "x.txt").write_text("x")
+    (base / "c" / "back").symlink_to("../a")
+    assert read("**/*.txt", base=base) == ["x"]
+    (base / link).symlink_to(target)
+    with pytest.raises(UserError, match=r"is a link to a folder that contains it; remove it, or name the folders"):
+        identity("**/*.txt", base=base)
+    assert identity("a/b/*.txt", base=base)  # without ** nothing is followed for ever
+
+
+def test_a_link_to_nothing_and_a_file_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("x")
+    (tmp_path / "y.txt").symlink_to("nowhere.txt")
+    with pytest.raises(UserError, match=r"y.txt' is a link to nothing; remove it or correct it"):
+        identity("*.txt", base=tmp_path)
+    (tmp_path / "y.txt").unlink()
+    (tmp_path / "y.txt").symlink_to("/proc/self/mem")  # at address 0 nothing is mapped
+    with pytest.raises(UserError, match=r"y.txt' cannot be read \(Input/output error\)"):
+        identity("*.txt", base=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source", ["~nosuch/x.txt", "x" * 300 + ".txt", "x" * 5000 + ".txt", "a\0b.txt", "**/nothing*.txt"]
+)
+def test_a_path_that_cannot_exist_is_a_user_error(source: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tokens.source: no file matches"):
+        identity(source, base=tmp_path)
+
+
+def test_json_too_deep_for_a_reader_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"text": "x"}\n{"text": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
+    with pytest.raises(UserError, match=r"document 1 of '.*deep.jsonl' is not JSON"):
+        read(path)
