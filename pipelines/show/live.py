@@ -16,13 +16,45 @@ from typing import Any
 from pipelines.show.console import say
 from pipelines.show.overlay import read_overlay
 from pipelines.show.page import as_json, bind, page_data
+from pipelines.tracking.records import Progress
 from pipelines.tracking.runs import Run
 from trainer.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 REFRESH_SECONDS = 5.0
 SHARE_OF_READING = 0.1  # of the time
+EVERY_STEP = (
+    "train/loss",
+    "train/lr",
+    "train/grad_norm",
+    "perf/tokens_per_second",
+    "perf/mfu",
+)  # not those of some steps
 HTML, JSON = "text/html; charset=utf-8", "application/json"
+
+
+class Recent:
+    """Rows that no commit holds yet, one from each heartbeat that was read: so curves grow between commits."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+
+    def rows(self, run: Run) -> list[dict[str, Any]]:
+        committed = run.series[-1]["step"] if run.series else 0
+        seen = self._rows.get(run.name, [])
+        beats = run.attempts.get("train", [])
+        if beats and beats[-1].state == "running" and (row := row_of(beats[-1].progress)):
+            seen = [one for one in seen if one["step"] < row["step"]] + [row]  # a rollback leaves earlier steps only
+        self._rows[run.name] = [row for row in seen if row["step"] > committed]
+        return self._rows[run.name]
+
+
+def row_of(progress: Progress) -> dict[str, Any] | None:
+    """The last step of an attempt as a row of the series; None before its first step."""
+    metrics = {name: progress.metrics[name] for name in EVERY_STEP if name in progress.metrics}
+    if progress.step is None or progress.time is None or not metrics:
+        return None
+    return {"step": progress.step, "time": progress.time, **metrics}
 
 
 class LiveData:
@@ -32,6 +64,7 @@ class LiveData:
         self.read, self.overlays = read, [read_overlay(log) for log in overlays]
         self._lock = threading.Lock()
         self._order: dict[str, int] = {}  # runs keep their places, and with them their colors
+        self._recent = Recent()
         self._next = 0.0  # monotonic time of the next reading
         self._data = self._read()
 
@@ -51,7 +84,8 @@ class LiveData:
         runs = self.read()
         for run in runs:
             self._order.setdefault(run.name, len(self._order))
-        data = page_data(sorted(runs, key=lambda run: self._order[run.name]), self.overlays)
+        runs = sorted(runs, key=lambda run: self._order[run.name])
+        data = page_data(runs, self.overlays, self._recent.rows)
         now = time.monotonic()
         self._next = now + max(REFRESH_SECONDS / 2, (now - began) / SHARE_OF_READING)
         return data | {"live": {"seconds": REFRESH_SECONDS}}
@@ -109,9 +143,9 @@ class LiveServer(ThreadingHTTPServer):
 
 def serve(read: Callable[[], Sequence[Run]], overlays: Iterable[str], port: int) -> None:
     """Serve the page until Ctrl-C. UserError without any run, and if the port is taken."""
-    with LiveServer(LiveData(read, overlays), port) as server:
-        say(f"http://{LOOPBACK}:{server.server_port}/  (on this machine only; Ctrl-C ends it)")
-        try:
+    try:
+        with LiveServer(LiveData(read, overlays), port) as server:
+            say(f"http://{LOOPBACK}:{server.server_port}/  (on this machine only; Ctrl-C ends it)")
             server.serve_forever()
-        except KeyboardInterrupt:
-            say("")
+    except KeyboardInterrupt:
+        say("")

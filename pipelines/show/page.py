@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib import resources
 from itertools import accumulate, pairwise
@@ -85,11 +85,15 @@ def render(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> str:
     return bind(page_data(runs, overlays))
 
 
-def page_data(runs: Iterable[Run], overlays: Iterable[Overlay] = ()) -> dict[str, Any]:
-    """What the page shows, as its scripts read it."""
+def page_data(
+    runs: Iterable[Run],
+    overlays: Iterable[Overlay] = (),
+    recent: Callable[[Run], Sequence[dict[str, Any]]] = lambda run: (),
+) -> dict[str, Any]:
+    """The data of the page, as its scripts read it. `recent` gives the rows of a run that no commit holds yet."""
     return {
         "made": time.time(),
-        "runs": [run_data(run) for run in runs],
+        "runs": [run_data(run, recent(run)) for run in runs],
         "overlays": [overlay_data(overlay) for overlay in overlays],
         "references": REFERENCES,
         "mfu": MFU_FORMULA,
@@ -132,10 +136,10 @@ def hash_source(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def run_data(run: Run) -> dict[str, Any]:
+def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """A run as the scripts of the page read it."""
     record, recipe, made, summary = run.record, run.recipe, run.manifests, run.summary
-    rows, account = run.series, run.account
+    rows, account = [*run.series, *recent], run.account
     size = next((size for size, shape in SHAPES.items() if shape == shape_of(recipe)), None)
     evaluated = made.get("evaluate")
     speeds, shares = ([row[k] for row in rows if k in row] for k in ("perf/tokens_per_second", "perf/mfu"))

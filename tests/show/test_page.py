@@ -680,6 +680,35 @@ def test_a_live_page_keeps_its_data_while_the_store_does_not_answer(
     assert "trouble" not in data.current()["live"] and not answers
 
 
+def test_a_live_curve_grows_between_commits_and_follows_a_rollback(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "REFRESH_SECONDS", 0.0)
+    run = run_in(store, steps=300, finished=False)
+    data = LiveData(lambda: read_runs(store, []), [])
+
+    def steps_shown(step: int, **changes: Any) -> list[int]:
+        progress = Progress(200, time=NOON + 4000, metrics={"train/loss": 2.0, "val/loss": 9.0})
+        beat = {
+            "run": run.run,
+            "progress": replace(progress, resumed_from=200, step=step),
+            "state": "running",
+            **changes,
+        }
+        attempted(store, run.prefixes["train"], "train", 2, NOON + 3850, NOON + 4000, **beat)
+        data._next = 0.0
+        series = data.current()["runs"][0]["series"]
+        assert max(series["val/loss"]["line"]["step"]) == 300  # the last value, of an earlier step, is no new point
+        return [step for step in series["train/loss"]["raw"]["step"] if step > 295]
+
+    assert steps_shown(310) == [296, 297, 298, 299, 300, 310]
+    assert steps_shown(325) == [296, 297, 298, 299, 300, 310, 325]
+    assert steps_shown(325, state="interrupted") == [296, 297, 298, 299, 300, 310, 325]
+    assert steps_shown(315) == [296, 297, 298, 299, 300, 310, 315]
+    run_in(store, steps=320, finished=False)  # a commit holds them
+    assert steps_shown(315) == list(range(296, 321))
+
+
 def test_ctrl_c_ends_a_live_page_with_exit_0(store: LocalStore) -> None:
     run_in(store)
     command = [sys.executable, "-m", "pipelines.cli", "report", "--live", "--store", store.uri]
