@@ -17,9 +17,9 @@ class Outage:
     answered: bool = False
 
     def text(self, now: float) -> str:
-        """One line for people, at `now`."""
+        """One line for people, at `now`; the times come first, because a narrow terminal cuts the end."""
         waited = f"{now - self.began:.0f} s"
         if self.ended is not None:
             return f"{self.what}: {'answered' if self.answered else 'given up'} after {waited}"
         left = max(0.0, self.began + self.time_limit_s - now)
-        return f"{self.what}: {self.cause}; trying again ({waited} so far, {left:.0f} s left)"
+        return f"{waited} without an answer, {left:.0f} s left: {self.what}: {self.cause}; trying again"

@@ -352,16 +352,19 @@ def find_orphans(runs: RunsOfStores, now: float) -> Iterator[Orphan]:
 
     SkyPilot's record names them all; the stores only show which of them work.
     """
-    tasks = managed_tasks(unfinished=True)
+    tasks, found = managed_tasks(unfinished=True), clusters()
+    up_since = {cluster.name: cluster.intervals[-1][0] for cluster in found if cluster.up}
     for task in tasks:
-        if task.has_machine and (why := why_idle(task, runs, now)):
+        # A task that waits for a machine has none, but one that is set up has it already.
+        begun = [up_since[name] for name in task.clusters if name in up_since] or [task.submitted] * task.works
+        if not task.over and begun and (why := why_idle(task, runs, max(begun), now)):
             # Never its cluster: the job's controller would bring it back.
             remedy = f"skytrain down {task.run} (or sky jobs cancel {task.job})"
             yield Orphan(f"job {task.job} ({task.run}, {task.stage})", why, remedy)
     labels = {run_label(name): run for name, run in runs.known.items()}
     running = [beat for run in runs.known.values() if (beat := running_attempt(run))]
     busy = {beat.machine.cluster for beat in running}.union(*(task.clusters for task in tasks if not task.over))
-    for cluster in clusters():
+    for cluster in found:
         if not cluster.up or cluster.name in busy:
             continue
         if cluster.is_controller:
@@ -375,8 +378,8 @@ def find_orphans(runs: RunsOfStores, now: float) -> Iterator[Orphan]:
             yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
 
 
-def why_idle(task: TaskStatus, runs: RunsOfStores, now: float) -> str | None:
-    """Why the machine of a task is idle, or may be; None if it works, or if the job is not ours."""
+def why_idle(task: TaskStatus, runs: RunsOfStores, since: float, now: float) -> str | None:
+    """Why the machine of a task, which it got at `since`, is idle or may be; None if it works, or is not ours."""
     if (run := runs.known.get(task.run)) is None and task.store:
         found = runs.of(task.store)
         if isinstance(found, str):
@@ -384,7 +387,7 @@ def why_idle(task: TaskStatus, runs: RunsOfStores, now: float) -> str | None:
         run = found.get(task.run)
         if run is None:
             return f"its run is not in its store {task.store}"
-    return idle_reason(run, task.submitted, now) if run else None
+    return idle_reason(run, since, now) if run else None
 
 
 def idle_reason(run: Run, since: float, now: float) -> str | None:

@@ -192,8 +192,8 @@ class TaskStatus:
     store: str | None = None  # of a launch of ours, from the job's YAML; None: not ours, or the YAML was not asked for
 
     @property
-    def has_machine(self) -> bool:
-        """Whether the task costs money now, as far as SkyPilot knows."""
+    def works(self) -> bool:
+        """Whether the task has a machine that is set up."""
         return not (self.over or self.status in ("PENDING", "STARTING", "RECOVERING"))
 
     @property

@@ -14,7 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 LINE_SECONDS = 10.0  # between two lines of the same bar in a log
 CARD_COLUMNS = 100  # the width of text that has a choice
@@ -75,12 +76,32 @@ def prepared(shown: Any) -> Any:
     return Trimmed(shown) if isinstance(shown, Table) else shown
 
 
+@dataclass
+class Standing:
+    """The lines of stderr that are drawn again and again: so that they don't write over each other."""
+
+    bars: int = 0
+    outage: Callable[[], str] = str  # the text of a store's outage; empty without one
+
+
+standing = Standing()
+
+
+class Bars(Progress):
+    """Bars, and below them the line of an outage."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if text := standing.outage():
+            yield Text(text, style="yellow", no_wrap=True, overflow="ellipsis")
+
+
 class TerminalScreen:
     """The screen of a run: bars on a terminal, a line every ten seconds in a log. `quiet` shows warnings only."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.console = error_console()
+        self.console = CleanConsole(stderr=True, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -92,7 +113,7 @@ class TerminalScreen:
     @contextmanager
     def bar(self, title: str, total: float | None) -> Iterator["TerminalBar"]:
         """A bar of `total` units (None: unknown), until the end of the block."""
-        progress = Progress(
+        progress = Bars(
             TextColumn("  [bold]{task.description:9}[/]"),
             BarColumn(bar_width=24),
             TextColumn("{task.percentage:>3.0f}%"),
@@ -101,8 +122,12 @@ class TerminalScreen:
             console=self.console,
             disable=self.quiet or not self.console.is_terminal,
         )
-        with progress:
-            yield TerminalBar(self, progress, progress.add_task(title, total=total, note=""), title, total)
+        standing.bars += not progress.disable
+        try:
+            with progress:
+                yield TerminalBar(self, progress, progress.add_task(title, total=total, note=""), title, total)
+        finally:
+            standing.bars -= not progress.disable
 
 
 class TerminalBar:
@@ -121,12 +146,6 @@ class TerminalBar:
             self._line_at = time.monotonic()
             share = f"{completed / self.total:4.0%}" if self.total else ""
             self.screen.note(f"  {self.title:9} {share}  {note}")
-
-
-@cache
-def error_console() -> Console:
-    """Standard error: one console, because bars and the line of an outage may stand there at once."""
-    return CleanConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def console() -> Console:

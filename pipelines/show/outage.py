@@ -1,15 +1,16 @@
 """The line of a store that does not answer: on a terminal one that updates itself, in a log one every half minute."""
 
 import logging
+import shutil
+import sys
+import threading
 import time
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
 
 from pipelines.artifacts.outage import LOGGER, Outage
 
-if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.text import Text
-
+DRAW_SECONDS = 0.5
+ERASED = "\r\x1b[2K"  # the line of the cursor
 LINE_SECONDS = 30.0  # between two lines in a log
 WORTH_A_LINE_SECONDS = 10.0  # of an outage, for a line about its end
 
@@ -24,57 +25,64 @@ def show_outages() -> None:
 
 
 class OutageLine(logging.Handler):
-    """Shows the oldest outage of any thread."""
+    """Shows the oldest outage of any thread.
+
+    On a terminal a thread draws the line again each half second; while a bar stands there, the bar draws it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.outages: dict[int | None, Outage] = {}  # by thread
-        self._live: Live | None = None
+        self._drawn = False
+        self._drawing: threading.Thread | None = None
         self._line_at = float("-inf")
 
-    def emit(self, record: logging.LogRecord) -> None:
-        from pipelines.show.console import error_console, say
+    def text(self) -> str:
+        """The line now; empty without an outage."""
+        oldest = min(list(self.outages.values()), key=lambda one: one.began, default=None)
+        return oldest.text(time.monotonic()) if oldest else ""
 
-        outage = getattr(record, "outage", None)
+    def emit(self, record: logging.LogRecord) -> None:
+        from pipelines.show.console import say, standing
+
+        outage, now = getattr(record, "outage", None), time.monotonic()
         if not isinstance(outage, Outage):
             return say(record.getMessage(), on_stderr=True)
-        console, now = error_console(), time.monotonic()
         if outage.ended is not None:
             self.outages.pop(record.thread, None)
             if not self.outages:
-                self._end_line()
+                self._clear()
             if outage.ended - outage.began > WORTH_A_LINE_SECONDS:
                 say(outage.text(outage.ended), on_stderr=True)
             return
         self.outages[record.thread] = outage
-        if console.is_terminal:
-            self._begin_line()
+        if sys.stderr.isatty():
+            standing.outage = self.text
+            if self._drawing is None or not self._drawing.is_alive():
+                self._drawing = threading.Thread(target=self._draw, daemon=True, name="outage")
+                self._drawing.start()
         elif now - self._line_at >= LINE_SECONDS:
             self._line_at = now
             say(outage.text(now), on_stderr=True)
 
-    def _begin_line(self) -> None:
-        from rich.live import Live
+    def _draw(self) -> None:
+        from pipelines.show.console import printable, standing
 
-        from pipelines.show.console import error_console
+        while True:
+            with self.lock or nullcontext():
+                if not (text := self.text()):
+                    return
+                if standing.bars:
+                    self._clear()
+                else:
+                    width = shutil.get_terminal_size().columns - 1
+                    sys.stderr.write(f"{ERASED}{printable(text)[:width]}")
+                    sys.stderr.flush()
+                    self._drawn = True
+            time.sleep(DRAW_SECONDS)
 
-        if self._live is None:
-            self._live = Live(console=error_console(), get_renderable=self._text, refresh_per_second=2, transient=True)
-            self._live.start()
-
-    def _end_line(self) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
-
-    def _text(self) -> "Text":
-        from rich.text import Text
-
-        oldest = min(list(self.outages.values()), key=lambda one: one.began, default=None)
-        text = oldest.text(time.monotonic()) if oldest else ""
-        return Text(text, style="yellow", no_wrap=True, overflow="ellipsis")
-
-    def close(self) -> None:
-        """At the end of the process: a line that still stands would keep the cursor hidden."""
-        self._end_line()
-        super().close()
+    def _clear(self) -> None:
+        if self._drawn:
+            sys.stderr.write(ERASED)
+            sys.stderr.flush()
+            self._drawn = False

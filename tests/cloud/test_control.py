@@ -165,7 +165,7 @@ def test_clusters_without_a_live_run_are_found_with_skypilots_answers_made_up(
         return [orphan.what for orphan in orphans_of(store, now)]
 
     left_over = ["cluster train-2", "cluster by-hand", "cluster strange"]
-    assert found() == [f"job 1 ({RUN}, train)", *left_over]
+    assert found() == [f"job 1 ({RUN}, train)", f"job 5 ({RUN}, train)", *left_over]
     beat = Heartbeat(
         RUN,
         "train",
@@ -220,7 +220,7 @@ def test_without_a_store_orphans_are_the_jobs_of_skypilots_own_record(
 ) -> None:
     now = time.time()
     up: list[tuple[float, float | None]] = [(now - 7200, None)]
-    ours, elsewhere = job_record(8, RUN, "RUNNING", now - 7200, "train-8"), store.uri + "/elsewhere"
+    ours, elsewhere = job_record(8, RUN, "STARTING", now - 7200, "train-8"), store.uri + "/elsewhere"
     ours.user_yaml = JOB_YAML.format(run=RUN, store="no-such-scheme:x")
     lost = job_record(9, "gone-01234567", "RUNNING", now - 60, "train-9")
     lost.user_yaml = JOB_YAML.format(run="gone-01234567", store=elsewhere)

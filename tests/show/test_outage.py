@@ -2,6 +2,7 @@
 
 import io
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from pipelines.artifacts.outage import LOGGER
 from pipelines.artifacts.store import S3Store
 from pipelines.show import console, outage
-from pipelines.show.console import CleanConsole
+from pipelines.show.console import CleanConsole, TerminalScreen
 from pipelines.show.outage import OutageLine, show_outages
 from trainer.errors import StoreUnavailable
 
@@ -55,7 +56,7 @@ def test_in_a_log_an_outage_takes_few_lines_and_says_how_long(
     client.up = time.monotonic() + 1.0
     store.put("a", b"x")
     first, last = capsys.readouterr().err.splitlines()
-    assert first == "put s3://bucket/runs/a: EndpointConnection; trying again (0 s so far, 30 s left)"
+    assert first == "0 s without an answer, 30 s left: put s3://bucket/runs/a: EndpointConnection; trying again"
     assert last.startswith("put s3://bucket/runs/a: answered after ")
     client.up = float("inf")
     with pytest.raises(StoreUnavailable):
@@ -64,17 +65,42 @@ def test_in_a_log_an_outage_takes_few_lines_and_says_how_long(
     assert end.startswith("put s3://bucket/runs/b: given up after ") and not line.outages
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_on_a_terminal_an_outage_is_one_line_that_updates_itself_and_goes(
     line: OutageLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    terminal = io.StringIO()
-    shown = CleanConsole(file=terminal, force_terminal=True, width=100, _environ={"TERM": "xterm"})
-    monkeypatch.setattr(console, "error_console", lambda: shown)
+    monkeypatch.setattr(outage, "DRAW_SECONDS", 0.1)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     client = Down()
     store = S3Store("bucket", "runs", client=client, time_limit_s=30)
-    client.up = time.monotonic() + 2.5
+    client.up = time.monotonic() + 1.6
     store.put("a", b"x")
     text = terminal.getvalue()
-    seconds = [n for n in range(4) if f"trying again ({n} s so far, {30 - n} s left)" in text]
-    assert len(seconds) >= 2  # also between two requests
-    assert text.count("\n") == 1 and text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")  # the cursor is back, the line is gone
+    assert all(f"{n} s without an answer, {30 - n} s left: put s3" in text for n in (0, 1))
+    assert "\n" not in text and text.endswith(outage.ERASED)
+
+
+def test_while_a_bar_stands_on_the_terminal_it_draws_the_outage(
+    line: OutageLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outage, "DRAW_SECONDS", 0.1)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    client = Down()
+    store = S3Store("bucket", "runs", client=client, time_limit_s=30)
+    screen = TerminalScreen()
+    screen.console = CleanConsole(file=terminal, force_terminal=True, width=90, _environ={"TERM": "xterm"})
+    with screen.bar("train", 10) as bar:
+        client.up = time.monotonic() + 1.0
+        store.put("a", b"x")
+        bar.update(3, "step 3")
+    text = terminal.getvalue()
+    assert "0 s without an answer, 30 s left: put s3" in text and "step 3" in text
+    assert outage.ERASED + "0 s without" not in text  # the line has no other place
+    assert console.standing.bars == 0

@@ -456,7 +456,7 @@ def test_a_rented_machine_that_only_waits_for_another_one_is_released(
     rivals: str,
     ending: type[Interrupted],
 ) -> None:
-    monkeypatch.setattr(stage, "RIVAL_SECONDS", 0.5)
+    monkeypatch.setattr(stage, "RIVAL_SECONDS", 0.0)
     put_heartbeat(store, machine=Machine("aws", cluster=rivals))
     waiting = pipeline(store, tmp_path)
     waiting.billing = replace(waiting.billing, machine=Machine("aws", cluster="train-9"))
