@@ -26,6 +26,7 @@ from typing import Any
 from trainer.commits import (
     SEGMENT_NAME,
     Commit,
+    DamagedCommit,
     FileReceipt,
     Segment,
     TrainState,
@@ -39,11 +40,21 @@ from trainer.commits import (
     step_of,
 )
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
-from trainer.errors import StaleAttempt, StoreUnavailable
+from trainer.errors import NotAFile, StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
 from trainer.health import is_rollback_point
 from trainer.parallel import World
-from trainer.pieces import HEADER_BYTES, HostCopy, Piece, Ranges, load_pieces, needed_files, ranges_in, ranges_of
+from trainer.pieces import (
+    HEADER_BYTES,
+    DamagedPieces,
+    HostCopy,
+    Piece,
+    Ranges,
+    load_pieces,
+    needed_files,
+    ranges_in,
+    ranges_of,
+)
 from trainer.process import Background, failpoint, log_line
 from trainer.store import Store, sha256_of
 
@@ -333,7 +344,10 @@ class Checkpointer:
             damage = self._download(folders[0], wanted) if self.world.local_rank == 0 else None
             damages = [d for d in self.world.gather(damage) if d]
             if not damages:
-                return self._load(pieces)
+                state, damage = self._load(folders[0], pieces)
+                damages = [d for d in self.world.gather(damage) if d]
+                if not damages:
+                    return state
             self._damaged.append(folders[0])
             log.write(Damaged(folders[0], damages[0]))
             if self.world.rank == 0:
@@ -368,17 +382,17 @@ class Checkpointer:
         local = self.work / "loading"
         shutil.rmtree(local, ignore_errors=True)
         (local / "files").mkdir(parents=True)
-        body = self.store.get(f"{folder}/COMMIT.json") or b""
         try:
-            commit = Commit.decode(body)
-        except ValueError as error:
+            body = self.store.get(f"{folder}/COMMIT.json") or b""
+            commit = Commit.decode(body, folder)
+        except (DamagedCommit, NotAFile) as error:
             return f"COMMIT.json is damaged: {error}"
 
         def download(receipt: FileReceipt) -> str | None:
             path = local / "files" / receipt.name
             try:
                 self.store.download(f"{folder}/{receipt.name}", path)
-            except FileNotFoundError as error:
+            except (FileNotFoundError, NotAFile) as error:
                 return f"a file is missing: {error}"
             failpoint("download")
             if path.stat().st_size != receipt.size or sha256_of(path) != receipt.sha256:
@@ -386,7 +400,10 @@ class Checkpointer:
             return None
 
         def held(receipt: FileReceipt) -> Ranges | None:
-            return ranges_in(self.store.get_start(f"{folder}/{receipt.name}", HEADER_BYTES) or b"")
+            try:
+                return ranges_in(self.store.get_start(f"{folder}/{receipt.name}", HEADER_BYTES) or b"")
+            except NotAFile:
+                return None
 
         with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:  # hashing keeps a core busy while another file arrives
             files = list(commit.files)
@@ -399,14 +416,18 @@ class Checkpointer:
         (local / "COMMIT.json").write_bytes(body)
         return None
 
-    def _load(self, pieces: dict[str, Piece]) -> TrainState:
-        local = self.work / "loading"
-        load_pieces(pieces, sorted((local / "files").iterdir()))
-        state = Commit.decode((local / "COMMIT.json").read_bytes()).state
+    def _load(self, folder: str, pieces: dict[str, Piece]) -> tuple[TrainState, str | None]:
+        """Fill the pieces from the downloaded files. The state, and a description of the damage, or None."""
+        local, damage = self.work / "loading", None
+        try:
+            load_pieces(pieces, sorted((local / "files").iterdir()))
+        except DamagedPieces as error:  # with the size and sha256 of COMMIT.json: sealed, but a lie
+            damage = str(error)
+        state = Commit.decode((local / "COMMIT.json").read_bytes(), folder).state
         self.world.gather(None)  # all ranks have read the files
         if self.world.local_rank == 0:
             shutil.rmtree(local)
-        return state
+        return state, damage
 
     # --- rolling back
 

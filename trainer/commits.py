@@ -8,22 +8,29 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
+from trainer.errors import NotAFile, UserError
 from trainer.health import Health, data_step, is_rollback_point
 from trainer.metrics import merge_rows
 from trainer.store import Entry, Store
 
 # Of what the store holds of a run: names that do not match are not ours.
 CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"
+FILE_NAME = r"rank-\d{5}-of-\d{5}\.safetensors"
 SEGMENT_NAME = r"step-\d{8,12}-a\d{4,9}\.jsonl"
 
 
 @dataclass
 class TrainState:
     """The progress of a run. Together with weights and moments it is all that resuming needs."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: int = 0  # updates done, including skipped ones
     tokens_seen: int = 0
@@ -40,12 +47,6 @@ class TrainState:
     memory_settings: str = ""
     health: Health = field(default_factory=Health)
     rollbacks: tuple[tuple[int, int], ...] = ()  # (step that the run returned to, steps of data that it skips there)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "TrainState":
-        """The state from the JSON of `asdict`."""
-        rollbacks = tuple((returned_to, left_out) for returned_to, left_out in values["rollbacks"])
-        return cls(**{**values, "health": Health.from_json(values["health"]), "rollbacks": rollbacks})
 
     @property
     def data_step(self) -> int:
@@ -71,16 +72,30 @@ class TrainState:
 
 @dataclass(frozen=True)
 class FileReceipt:
-    """A file of a checkpoint, as a rank uploaded it."""
+    """A file of a checkpoint, as a rank uploaded it. ValueError for any other name, size or sha256."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str
     size: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(FILE_NAME, self.name):  # it becomes a path of this machine
+            raise ValueError(f"{self.name[:80]!r} is no name of a checkpoint's file")
+        if self.size < 0 or not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"{self.name}: no size and sha256 of a file")
+
+
+class DamagedCommit(ValueError):
+    """A COMMIT.json that no version of ours wrote."""
+
 
 @dataclass(frozen=True)
 class Commit:
     """COMMIT.json: the state of a checkpoint, and the files that it consists of."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: int
     attempt: int
@@ -96,15 +111,31 @@ class Commit:
         return json.dumps({**values, "sha256": _digest(values)}, indent=1, allow_nan=False).encode()
 
     @classmethod
-    def decode(cls, body: bytes) -> "Commit":
-        """The commit that `encode` wrote. ValueError if the body is damaged."""
-        values = json.loads(body)
-        if not isinstance(values, dict):
-            raise ValueError("not a JSON object")
-        if values.pop("sha256", None) != _digest(values):
-            raise ValueError("the sha256 does not match the other fields")
-        files = tuple(FileReceipt(**file) for file in values["files"])
-        return cls(**{**values, "state": TrainState.from_json(values["state"]), "files": files})
+    def decode(cls, body: bytes, folder: str) -> "Commit":
+        """The commit that `encode` wrote into `folder`. DamagedCommit if the body is damaged or lies; UserError if a
+        newer version wrote it."""
+        try:
+            values = json.loads(body)
+            if values.pop("sha256") != _digest(values):
+                raise ValueError("the sha256 does not match the other fields")
+            commit = _reader().validate_json(json.dumps(values), strict=True)
+        except ValidationError as error:
+            problems = [(".".join(map(str, e["loc"])), e["type"], e["msg"]) for e in error.errors()]
+            if unknown := [field for field, kind, _ in problems if kind == "unexpected_keyword_argument"]:
+                raise UserError(
+                    f"{folder}: written by a newer version (unknown field {unknown[0]}): upgrade skytrain"
+                ) from error
+            raise DamagedCommit(f"{problems[0][0]}: {problems[0][2]}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedCommit(str(error) or repr(error)) from error
+        if (commit.step, commit.state.step, commit.attempt) != (step_of(folder), step_of(folder), attempt_of(folder)):
+            raise DamagedCommit("it is that of another folder")
+        return commit
+
+
+@lru_cache
+def _reader() -> TypeAdapter[Commit]:
+    return TypeAdapter(Commit)
 
 
 def _digest(values: dict[str, Any]) -> str:
@@ -162,9 +193,8 @@ def named(store: Store, prefix: str, pattern: str) -> list[Entry]:
 def newest_commit(store: Store, prefix: str) -> Commit | None:
     """A run's newest readable commit."""
     for folder in committed_folders(store, prefix):
-        body = store.get(f"{folder}/COMMIT.json") or b""  # not suppressed: a UserError is no damage
-        with suppress(ValueError):
-            return Commit.decode(body)
+        with suppress(DamagedCommit, NotAFile):  # any other UserError is no damage
+            return Commit.decode(store.get(f"{folder}/COMMIT.json") or b"", folder)
     return None
 
 
@@ -223,8 +253,8 @@ def _rows(source: str, body: bytes) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(body.splitlines(), 1):
         try:
             row = json.loads(line)
-            row["step"]
-        except (ValueError, TypeError, KeyError):
+            row["step"] + 0  # a number
+        except (ValueError, TypeError, KeyError, RecursionError):
             logging.getLogger(__name__).warning("%s: line %d is DAMAGED; the series lacks its step", source, number)
         else:
             yield row

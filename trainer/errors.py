@@ -24,6 +24,10 @@ class DiskFull(UserError):
     """A disk or a quota is used up."""
 
 
+class NotAFile(UserError):
+    """A FIFO, a socket or a device is in the place of a file of the store."""
+
+
 class Interrupted(Exception):
     """The process was asked to stop, and stopped at a point from which the same command resumes."""
 

@@ -22,7 +22,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from pydantic import ConfigDict
 
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import EXIT_INTERRUPTED
@@ -50,18 +52,14 @@ T = TypeVar("T")
 class Health:
     """The recent numbers that a run judges the next ones by. Every commit holds them."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     losses: tuple[float, ...] = ()  # the last LEVEL + RECENT finite ones
     grad_norms: tuple[float, ...] = ()  # the last OUTLIER_WINDOW finite ones
     skipped: int = 0  # updates not applied because of an anomaly
     not_finite: int = 0  # updates in a row, up to now, whose numbers were not finite
     best_level: float | None = None  # the lowest mean of LEVEL losses in a row
     calm_step: int | None = None  # the last step that surely lies before any rise; None with rollbacks off
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Health":
-        """The health from the JSON of `asdict`."""
-        lists: dict[str, Any] = {name: tuple(values[name]) for name in ("losses", "grad_norms")}
-        return cls(**{**values, **lists})
 
     def after(
         self, step: int, loss: float, grad_norm: float, config: TrainConfig, overflow_allowed: bool = False

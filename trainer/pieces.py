@@ -9,7 +9,7 @@ the checkpoint of any other. A node downloads only the files with such ranges. N
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.errors import UserError
 from trainer.optim import AdamW
 from trainer.process import failpoint
 
@@ -203,21 +202,65 @@ def needed_files(wanted: list[Ranges], files: list[Ranges | None]) -> list[bool]
     return [any(common(one, held) for one in wanted) for held in known]
 
 
+class DamagedPieces(ValueError):
+    """Files that do not hold the pieces exactly once, or that lie about them."""
+
+
 def load_pieces(pieces: dict[str, Piece], files: Iterable[Path]) -> None:
-    """Fill the pieces from the files that hold them. UserError if the files are of another model or incomplete."""
+    """Fill the pieces from the files that hold them.
+
+    DamagedPieces if the files are damaged, incomplete or of another model; then no piece has changed.
+    """
     from safetensors import safe_open
 
-    missing = {name: piece.live.numel() for name, piece in pieces.items()}
+    found: dict[str, list[Part]] = {name: [] for name in pieces}
     for path in files:
+        try:
+            for name, part in parts_in(path, pieces):
+                found[name].append(part)
+        except (OSError, MemoryError, DamagedPieces):
+            raise
+        except Exception as error:  # safetensors and json raise many kinds for a header that lies
+            raise DamagedPieces(f"{path.name}: {error!r}") from error
+    for name, parts in found.items():
+        at = pieces[name].start
+        for part in sorted(parts, key=lambda part: part.first):
+            if part.first != at:
+                break
+            at = part.last
+        if at != pieces[name].end or sum(part.last - part.first for part in parts) != pieces[name].live.numel():
+            raise DamagedPieces(f"{name} is incomplete, or held twice; another model may have made this checkpoint")
+    for path in {part.path for parts in found.values() for part in parts}:
         with safe_open(path, framework="pt") as file:
-            sharding = json.loads(file.metadata()[SHARDING])
-            for name in sharding.keys() & pieces.keys():
-                piece, stored, start = pieces[name], file.get_slice(name), sharding[name]["saved_offsets"][0]
-                if tuple(sharding[name]["shape"]) != piece.shape:
-                    raise UserError(f"{path.name}: {name} is {sharding[name]['shape']}; this model's is {piece.shape}")
-                first, last = max(piece.start, start), min(piece.end, start + stored.get_shape()[0])
-                if first < last:
-                    piece.live[first - piece.start : last - piece.start].copy_(stored[first - start : last - start])
-                    missing[name] -= last - first
-    if incomplete := [name for name, count in missing.items() if count]:
-        raise UserError(f"checkpoint: {incomplete[0]} is missing or incomplete; another model made this checkpoint")
+            for name, parts in found.items():
+                for part in (part for part in parts if part.path == path):
+                    stored = file.get_slice(name)[part.first - part.start : part.last - part.start]
+                    pieces[name].live[part.first - pieces[name].start : part.last - pieces[name].start].copy_(stored)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements `first` to `last` of a flattened tensor, in a file that holds it from element `start` on."""
+
+    path: Path
+    start: int
+    first: int
+    last: int
+
+
+def parts_in(path: Path, pieces: dict[str, Piece]) -> Iterator[tuple[str, Part]]:
+    """The parts of the pieces that a file holds, by the name of the tensor."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        sharding = json.loads(file.metadata()[SHARDING])
+        for name in sharding.keys() & pieces.keys():
+            piece, stored, (start,) = pieces[name], file.get_slice(name), sharding[name]["saved_offsets"]
+            if tuple(sharding[name]["shape"]) != piece.shape:
+                raise DamagedPieces(f"{path.name}: {name} is {sharding[name]['shape']}; this model's is {piece.shape}")
+            if stored.get_dtype() not in DTYPES.values():
+                raise DamagedPieces(f"{path.name}: {name} holds {stored.get_dtype()}, no weights or moments")
+            (length,) = stored.get_shape()
+            first, last = max(piece.start, start), min(piece.end, start + length)
+            if first < last:
+                yield name, Part(path, start, first, last)

@@ -17,7 +17,7 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from trainer.errors import FULL, DiskFull, UserError, is_full
+from trainer.errors import FULL, DiskFull, NotAFile, UserError, is_full
 
 # An incomplete file has a temporary name with this prefix. `entries` leaves such names out, because a killed process
 # leaves such files. So no key may have the prefix.
@@ -197,7 +197,7 @@ def checked_prefix(prefix: str) -> str:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Open a regular file or a folder. UserError for anything else: a FIFO would block its reader for ever."""
+    """Open a regular file or a folder. NotAFile for anything else: a FIFO would block its reader for ever."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK)
     except OSError as error:
@@ -207,7 +207,7 @@ def _open_file(path: str, flags: int) -> int:
         if stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode):
             return descriptor
         os.close(descriptor)
-    raise UserError(f"{path}: not a file; remove it")
+    raise NotAFile(f"{path}: not a file; remove it")
 
 
 @contextmanager

@@ -187,7 +187,7 @@ def track_committed(work: Work, before_request: Callable[[], None] = lambda: Non
         before_request()
         rows += segment
     # A repeated step counts as the later attempt did it. Each row keeps its time, so that MLflow ignores known ones.
-    for row in {(row["step"], "train/loss" in row): row for row in rows}.values():
+    for row in {(row["step"], "train/loss" in row): row for row in rows if "time" in row}.values():
         metrics = {name: value for name, value in row.items() if "/" in name}
         track_row(work, row["step"], row["time"], metrics, dict(tracked))  # the steps come in no order
     return work.tracker.highest_steps("train")

@@ -2,11 +2,15 @@
 
 import errno
 import json
+import os
 import shutil
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +28,7 @@ from trainer_runs import (
 
 import trainer.commits
 from pipelines.artifacts.store import S3Store
-from trainer.commits import Commit, series
+from trainer.commits import Commit, FileReceipt, series
 from trainer.errors import StaleAttempt
 from trainer.events import (
     Checkpointed,
@@ -33,8 +37,8 @@ from trainer.events import (
     Row,
     Started,
 )
-from trainer.pieces import HostCopy
-from trainer.store import LocalStore
+from trainer.pieces import SHARDING, HostCopy
+from trainer.store import LocalStore, sha256_of
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 
@@ -128,9 +132,75 @@ def misspell_a_field_of_the_commit(folder: Path) -> None:
     path.write_text(path.read_text().replace('"tokens_seen"', '"tokens_sEen"'))
 
 
+def nest_100_000_brackets_in_the_commit(folder: Path) -> None:
+    (folder / "COMMIT.json").write_bytes(b"[" * 100_000)
+
+
+def put_a_pipe_in_place_of_the_commit(folder: Path) -> None:
+    (folder / "COMMIT.json").unlink()
+    os.mkfifo(folder / "COMMIT.json")
+
+
+def put_a_pipe_in_place_of_a_file(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    path.unlink()
+    os.mkfifo(path)
+
+
+def seal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header of the checkpoint's file, and make size and sha256 in COMMIT.json agree."""
+    path = next(folder.glob("*.safetensors"))
+    body = path.read_bytes()
+    (size,) = struct.unpack_from("<Q", body)
+    header = json.loads(body[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body[8 + size :])
+    commit = Commit.decode((folder / "COMMIT.json").read_bytes(), str(folder))
+    receipt = FileReceipt(path.name, path.stat().st_size, sha256_of(path))
+    (folder / "COMMIT.json").write_bytes(replace(commit, files=(receipt,)).encode())
+
+
+def leave_out_where_the_pieces_begin(folder: Path) -> None:
+    seal(folder, lambda header: header.pop("__metadata__"))
+
+
+def change_sharding(folder: Path, name: str, **lie: Any) -> None:
+    def change(header: dict[str, Any]) -> None:
+        sharding = json.loads(header["__metadata__"][SHARDING])
+        sharding[name] |= lie
+        header["__metadata__"][SHARDING] = json.dumps(sharding)
+
+    seal(folder, change)
+
+
+def move_a_piece(folder: Path) -> None:
+    change_sharding(folder, "model.wte.weight", saved_offsets=[5])
+
+
+def begin_a_piece_with_a_word(folder: Path) -> None:
+    change_sharding(folder, "exp_avg.wte.weight", saved_offsets=["zero"])
+
+
+def change_a_shape(folder: Path) -> None:
+    change_sharding(folder, "model.wte.weight", shape=[32, 128])
+
+
+def nest_100_000_brackets_in_the_header(folder: Path) -> None:
+    seal(folder, lambda header: header["__metadata__"].update({SHARDING: "[" * 100_000}))
+
+
 @pytest.mark.parametrize(
     "damage",
     [
+        nest_100_000_brackets_in_the_commit,
+        put_a_pipe_in_place_of_the_commit,
+        put_a_pipe_in_place_of_a_file,
+        leave_out_where_the_pieces_begin,
+        move_a_piece,
+        begin_a_piece_with_a_word,
+        change_a_shape,
+        nest_100_000_brackets_in_the_header,
         flip_a_byte,
         truncate,
         delete_a_file,
@@ -150,7 +220,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_loudly(
     assert run.commits() == [7, 6]
     before = {path: path.read_bytes() for path in run.newest().iterdir()}
     damage(run.newest())
-    assert before != {path: path.read_bytes() for path in run.newest().iterdir()}
+    assert before != {path: path.is_file() and path.read_bytes() for path in run.newest().iterdir()}
     resumed, _ = run.attempt()
     assert "DAMAGED checkpoint" in (output := capsys.readouterr().out) and "step-00000007" in output
     assert [e.step for e in run.events_of(Started)] == [0, 6]
@@ -232,7 +302,7 @@ def test_an_interrupted_save_leaves_nothing_that_looks_committed_and_stops_no_st
     assert {e.step for e in run.events_of(CheckpointFailed)} == set(range(failed, 13))
     assert run.commits() == [failed - 1, failed - 2]
     for folder in (run.out / "run/checkpoints").iterdir():  # nothing is left of the failed saves
-        files = {f.name for f in Commit.decode((folder / "COMMIT.json").read_bytes()).files}
+        files = {f.name for f in Commit.decode((folder / "COMMIT.json").read_bytes(), str(folder)).files}
         assert files | {"COMMIT.json", "receipt-00000.json"} == {path.name for path in folder.iterdir()}
     resumed, _ = run.attempt()
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)
@@ -335,7 +405,7 @@ def test_an_interrupted_deletion_leaves_nothing_that_looks_committed(runner: Cal
     committed = [f for f in (run.out / "run/checkpoints").iterdir() if (f / "COMMIT.json").exists()]
     assert len(committed) == len(run.commits()) >= 2
     for folder in committed:
-        files = {f.name for f in Commit.decode((folder / "COMMIT.json").read_bytes()).files}
+        files = {f.name for f in Commit.decode((folder / "COMMIT.json").read_bytes(), str(folder)).files}
         assert files < {path.name for path in folder.iterdir()}
     resumed, _ = run.attempt()
     assert run.rows() == whole.rows() and weights(resumed) == weights(model)

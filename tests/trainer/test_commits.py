@@ -3,28 +3,96 @@
 import json
 import math
 import random
-from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainer.commits import Commit, FileReceipt, TrainState, checkpoint_seconds, deletable_checkpoints, series
+from trainer.commits import (
+    Commit,
+    DamagedCommit,
+    FileReceipt,
+    TrainState,
+    checkpoint_seconds,
+    committed_folders,
+    committed_state,
+    deletable_checkpoints,
+    segments,
+    series,
+)
 from trainer.config import TrainConfig
+from trainer.errors import UserError
 from trainer.health import LEVEL, RECENT, Health
 from trainer.store import LocalStore
+
+FOLDER = "run/checkpoints/step-00000003-a0001"
 
 
 def test_a_damaged_commit_is_detected() -> None:
     health = Health(losses=(4.5, 4.25), calm_step=2)
     state = TrainState(step=3, val_loss=1.25, health=health, rollbacks=((1, 2),))
-    commit = Commit(
-        3, 1, 2, 1.5e9, state, "metrics/step-00000003-a0001.jsonl", (FileReceipt("a.safetensors", 9, "ab"),)
-    )
+    file = FileReceipt("rank-00000-of-00001.safetensors", 9, "ab" * 32)
+    commit = Commit(3, 1, 2, 1.5e9, state, "metrics/step-00000003-a0001.jsonl", (file,))
     body = commit.encode()
-    assert Commit.decode(body) == commit
-    for wrong in (b"", b"null", b"[]", b"{}", body[:-1], body.replace(b"3", b"4", 1), b'{"sha256": null}'):
-        with pytest.raises(ValueError):
-            Commit.decode(wrong)
+    assert Commit.decode(body, FOLDER) == commit
+    damaged = [b"", b"null", b"[]", b"{}", body[:-1], body.replace(b"3", b"4", 1), b'{"sha256": null}']
+    for wrong in [*damaged, b"[" * 100_000, b'{"a":' * 100_000]:
+        with pytest.raises(DamagedCommit):
+            Commit.decode(wrong, FOLDER)
+
+
+def sealed(values: dict[str, Any]) -> bytes:
+    """A COMMIT.json with these fields and their sha256."""
+    return json.dumps({**values, "sha256": sha256(json.dumps(values).encode()).hexdigest()}).encode()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"step": 4},
+        {"attempt": 2},
+        {"world_size": "2"},
+        {"state": {"step": 4}},
+        {"state": {"step": True}},
+        {"state": {"step": 3, "health": {"losses": ["low"]}}},
+        {"state": {"step": 3, "rollbacks": [[1]]}},
+        {"files": {}},
+        {"files": [{"name": "../../../../victim.safetensors", "size": 9, "sha256": "ab" * 32}]},
+        {"files": [{"name": "/etc/passwd", "size": 9, "sha256": "ab" * 32}]},
+        {"files": [{"name": "rank-00000-of-00001.safetensors", "size": -9, "sha256": "ab" * 32}]},
+        {"files": [{"name": "rank-00000-of-00001.safetensors", "size": 9, "sha256": "../ab"}]},
+    ],
+)
+def test_a_sealed_commit_that_lies_is_detected(lie: dict[str, Any]) -> None:
+    commit = json.loads(Commit(3, 1, 2, 1.5e9, TrainState(step=3), "metrics/x", ()).encode())
+    del commit["sha256"]
+    assert Commit.decode(sealed(commit), FOLDER).step == 3
+    with pytest.raises(DamagedCommit):
+        Commit.decode(sealed(commit | lie), FOLDER)
+
+
+def test_a_commit_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
+    commit = json.loads(Commit(3, 1, 2, 1.5e9, TrainState(step=3), "metrics/x", ()).encode())
+    del commit["sha256"]
+    commit["state"]["momentum"] = 1
+    store = LocalStore(tmp_path)
+    store.put(f"{FOLDER}/COMMIT.json", sealed(commit))
+    with pytest.raises(UserError, match=f"{FOLDER}: written by a newer version .*momentum.*: upgrade skytrain"):
+        committed_state(store, "run")
+
+
+def test_names_that_are_not_ours_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = LocalStore(tmp_path)
+    body = Commit(3, 1, 2, 1.5e9, TrainState(step=3), "metrics/x", ()).encode()
+    for name in ("step-00000003-a0001", "foo", "step-x-a0001", "step-00000009-a0001.old"):
+        store.put(f"run/checkpoints/{name}/COMMIT.json", body)
+    store.put("run/checkpoints/notes.txt", b"")
+    assert committed_folders(store, "run") == [FOLDER]
+    assert "ignored 'run/checkpoints/foo/COMMIT.json', which is not ours" in caplog.text
+    for name in ("step-00000003-a0001.jsonl", "notes.txt", "step-3.jsonl"):
+        store.put(f"run/metrics/{name}", b'{"step": 1}')
+    assert list(segments(store, "run")) == [[{"step": 1}]]
 
 
 def test_the_state_survives_json() -> None:
@@ -34,10 +102,9 @@ def test_the_state_survives_json() -> None:
         health, _ = health.after(number, loss, 1.0, config)
     state = TrainState(step=7, health=health, rollbacks=((100, 20), (100, 31)))
     assert state.health.calm_step and state.health.not_finite == 1
-    again = TrainState.from_json(json.loads(json.dumps(asdict(state))))
-    assert (
-        again == state and again.data_step == 7 and TrainState.from_json(json.loads(json.dumps(asdict(TrainState()))))
-    )
+    for one in (state, TrainState(step=7)):
+        again = Commit.decode(Commit(7, 1, 2, 1.5e9, one, "", ()).encode(), "run/checkpoints/step-00000007-a0001").state
+        assert again == one and again.data_step == 7
 
 
 def test_a_commit_from_before_the_rise_is_kept() -> None:
@@ -77,7 +144,9 @@ def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize("damaged", [b'{"step": 2, "a": 2\xff}', b"\0\0\0", b"2", b'{"stfp": 2}', b"[1"])
+@pytest.mark.parametrize(
+    "damaged", [b"[" * 100_000, b'{"step": "2"}', b'{"step": 2, "a": 2\xff}', b"\0\0\0", b"2", b'{"stfp": 2}', b"[1"]
+)
 def test_a_damaged_row_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes
 ) -> None:

@@ -254,7 +254,7 @@ def test_saves_are_never_back_to_back(runner: Callable[..., Runner]) -> None:
     assert due.interval == checkpoint_seconds(0.1, 7200.0)
     assert SaveClock(RuntimeConfig(checkpoint_minutes=0.5), 7200.0, rollbacks=False).interval == 30.0  # as configured
 
-    run = runner(keep_every_steps=6)
+    run = runner(checkpoint_minutes=EVERY_STEP)
     uploads: list[float] = []
     with pytest.MonkeyPatch.context() as recorded:
         recorded.setattr(SaveClock, "uploaded", lambda clock, seconds: uploads.append(seconds))
