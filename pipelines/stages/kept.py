@@ -22,7 +22,7 @@ def commit_kept_state(work: Work) -> None:
     kept, prefix = kept_store(work.home, work.store), work.plan.prefix
     for folder in committed_folders(kept, prefix):
         try:
-            commit = Commit.decode(kept.get(f"{folder}/COMMIT.json") or b"")
+            commit = Commit.decode(kept.get(f"{folder}/COMMIT.json") or b"", folder)
         except ValueError:
             commit = None
         if commit and is_newer(commit, newest_commit(work.store, prefix)):
