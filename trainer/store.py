@@ -87,7 +87,10 @@ class LocalStore:
     """A store in a folder of a local (or strictly POSIX) file system. The first write creates the folder."""
 
     def __init__(self, root: Path) -> None:
-        self.root = Path(os.path.abspath(Path(root).expanduser()))
+        try:
+            self.root = Path(os.path.abspath(Path(root).expanduser()))
+        except RuntimeError as error:
+            raise UserError(f"store {str(root)!r}: there is no such user; write the path of a folder") from error
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.root)!r})"

@@ -378,8 +378,12 @@ def open_store(uri: str) -> Store:
 
 def _local(uri: str, root: Path) -> LocalStore:
     store = LocalStore(root)
-    if store.root.exists() and not store.root.is_dir():
-        raise UserError(f"store {uri!r}: {store.root} is a file; a store is a folder")
+    try:
+        nearest = next(folder for folder in (store.root, *store.root.parents) if folder.exists())
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise UserError(f"store {uri[:80]!r}: no usable path ({error.strerror}); write that of a folder") from error
+    if not nearest.is_dir():
+        raise UserError(f"store {uri!r}: {nearest} is a file; a store is a folder")
     return store
 
 

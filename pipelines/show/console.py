@@ -164,8 +164,8 @@ def columns() -> int:
 
 
 def terminal_width() -> int:
-    """The width for tables, which drop columns; 100 without a terminal."""
-    return shutil.get_terminal_size((CARD_COLUMNS, 24)).columns
+    """The width for tables, which drop columns; without a terminal they keep all."""
+    return shutil.get_terminal_size((240, 24)).columns
 
 
 def wrapped(text: str, indent: str = "  ") -> str:

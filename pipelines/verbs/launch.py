@@ -21,6 +21,7 @@ from pipelines.verbs.options import (
     one_of,
     set_tracking_options,
     store_uri,
+    writable_home,
 )
 from trainer.errors import UserError
 
@@ -175,6 +176,7 @@ def run_here(prepared: "Launch", until: str) -> None:
     from pipelines.verbs.run import pipeline_here
     from trainer.process import StopSignal
 
+    writable_home()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         stop = StopSignal()

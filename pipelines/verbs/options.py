@@ -1,6 +1,7 @@
 """Options that several verbs share, and their defaults."""
 
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,6 +81,24 @@ class WholeHelp(TyperGroup):
 def home() -> Path:
     """The folder of this machine for scratch, caches and the default store: SKYTRAIN_HOME or ./.skytrain."""
     return Path(os.environ.get("SKYTRAIN_HOME", ".skytrain")).absolute()
+
+
+def writable_home() -> Path:
+    """`home`, which exists afterwards. UserError if nothing can be written there."""
+    from trainer.errors import UserError, is_full
+
+    folder = home()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise UserError(
+            f"SKYTRAIN_HOME: {str(folder)[:80]} is no writable folder ({error.strerror}); name one that is"
+        ) from error
+    return folder
 
 
 def store_uri(option: str | None) -> str:

@@ -25,6 +25,7 @@ from pipelines.verbs.options import (
     one_of,
     set_tracking_options,
     store_uri,
+    writable_home,
 )
 from trainer.errors import EXIT_FAILED, Interrupted, Stopped, StoreUnavailable, UserError, ending_of
 
@@ -91,6 +92,7 @@ def run(
     loaded, plans = load(recipe, set_ or [], opened, unless_stopped and exited is None)
     if exited:
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
+    writable_home()
     if not unless_stopped:  # a managed job: its user has seen the plan
         refuse_a_long_run(recipe, loaded, plans, opened, stage, node.count, screen, yes)
     apply_stop_request(opened, run_name(plans), unless_stopped)

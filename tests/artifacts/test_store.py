@@ -354,6 +354,21 @@ class TestOpenStore:
         (tmp_path / "file").write_bytes(b"")
         with pytest.raises(UserError, match="is a file"):
             open_store(str(tmp_path / "file"))
+        with pytest.raises(UserError, match="file is a file"):
+            open_store(str(tmp_path / "file" / "below"))
+
+    @pytest.mark.parametrize(
+        ("uri", "reason"),
+        [
+            ("~nosuch/x", "there is no such user"),
+            ("a" * 300, "File name too long"),
+            ("file://" + "b" * 5000, "long"),
+        ],
+    )
+    def test_a_path_that_no_folder_can_have_is_a_user_error_of_one_short_line(self, uri: str, reason: str) -> None:
+        with pytest.raises(UserError, match=reason) as refused:
+            open_store(uri)
+        assert len(str(refused.value)) < 250
 
     def test_a_profile_that_does_not_exist_is_a_user_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)

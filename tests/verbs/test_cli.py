@@ -107,6 +107,14 @@ def test_a_user_error_exits_with_2_and_one_line_before_anything_starts(
     assert sorted(path.name for path in folder.iterdir()) == ["tiny.yaml"]
 
 
+def test_a_home_or_meter_of_the_wrong_kind_is_named_in_one_line(folder: Path) -> None:
+    (folder / "file").touch()
+    for name, value in (("SKYTRAIN_HOME", "file"), ("SKYTRAIN_HOME", "a" * 300), ("SKYTRAIN_METER", str(folder))):
+        done = skytrain(folder, "run", "tiny.yaml", "--store", "store", **{name: value})
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"error: {name}: ") and len(done.stderr) < 300
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -306,7 +314,7 @@ def test_neither_a_narrow_terminal_nor_a_pipe_cuts_a_name(folder: Path) -> None:
     for shown in (in_a_terminal(folder, 30, *plan), skytrain(folder, *plan).stdout):
         assert all(name in shown for name in names) and "…" not in shown
     for shown in (in_a_terminal(folder, 30, "recipes"), skytrain(folder, "recipes").stdout):
-        assert "gpt2-1558m" in shown and "1,557.7M" in shown and "…" not in shown
+        assert "gpt2-1558m" in shown and "1,557.6M" in shown and "…" not in shown
 
 
 def test_a_closed_output_pipe_gives_no_traceback(folder: Path) -> None:
