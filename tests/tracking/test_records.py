@@ -68,7 +68,7 @@ HEARTBEAT = CLAIM | {
 TOKENIZE = CLAIM | {"stage": "tokenize", "progress": {"tokens": 0, "tokens_per_second": 0.0}}
 STANDBY = CLAIM | {"progress": {"waiting": True, "watch_failed": "ValueError()"}}
 RUN = {"run": "a-1", "recipe": {"name": "a"}, "until": "train", "prefixes": {"train": "train/a-1"}, "updated": 1.5}
-FILE = {"name": "train_000000.bin", "key": "a0001/train_000000.bin", "size": 4001024, "sha256": "3abd"}
+FILE = {"name": "train_000000.bin", "key": "a0001/train_000000.bin", "size": 4001024, "sha256": "3abd" * 16}
 MANIFEST = {
     "attempt": 1,
     "created": 1795372663.5,
@@ -128,8 +128,10 @@ def test_small_records_of_the_store_are_written_as_they_were_read() -> None:
     assert StopRequest.from_json(stop).to_json() == stop
     receipt = {"file": FILE, "tokens": 2_000_000, "document": 233, "offset": 28063}
     assert json.dumps(ShardReceipt.from_json(receipt).to_json()) == json.dumps(receipt)
-    interval = {"cluster": "smoke-1", "nodes": 2, "started": 1.5, "ended": None}
+    interval = {"cluster": "smoke-1", "nodes": 2, "started": 1.5, "ended": None, "seen": 2.5, "price_per_hour": None}
     assert json.dumps(Interval.from_json(interval).to_json()) == json.dumps(interval)
+    old = {"cluster": "smoke-1", "nodes": 2, "started": 1.5, "ended": None}
+    assert Interval.from_json(old).to_json() == interval | {"seen": None}
 
 
 def test_a_record_of_a_newer_format_is_refused() -> None:
