@@ -50,8 +50,7 @@ class OutageLine(logging.Handler):
             return say(record.getMessage(), on_stderr=True)
         if outage.ended is not None:
             self.outages.pop(record.thread, None)
-            if not self.outages:
-                self._clear()
+            self._clear()
             if outage.ended - outage.began > WORTH_A_LINE_SECONDS:
                 say(outage.text(outage.ended), on_stderr=True)
             return
