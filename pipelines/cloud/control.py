@@ -329,7 +329,10 @@ class RunsOfStores:
         """The runs of a store by name, or why it can't be read."""
         if uri not in self._read:
             try:
-                self._read[uri] = {run.name: run for run in read_runs(open_store(uri))}
+                found = {run.name: run for run in read_runs(open_store(uri))}
+                for run in found.values():
+                    _ = run.attempts  # which reads them now: a store may fail at any request
+                self._read[uri] = found
             except (UserError, OSError) as error:
                 self._read[uri] = str(error)
         return self._read[uri]
@@ -394,8 +397,11 @@ def idle_reason(run: Run, since: float, now: float) -> str | None:
     """Why a machine is idle that the run got at `since` (unix seconds); None if it may be busy."""
     if running_attempt(run):
         return None
-    if run.state == "done":
-        return "the run is done"
+    try:
+        if run.state == "done":
+            return "the run is done"
+    except (UserError, OSError) as error:
+        return f"nothing shows whether its run works ({error})"
     last = max((b.time for stage in run.attempts.values() for b in stage), default=0.0)
     if now - max(last, since) > SET_UP_SECONDS:
         return f"no heartbeat of the run for {(now - max(last, since)) / 60:.0f} min"

@@ -243,6 +243,23 @@ def test_without_a_store_orphans_are_the_jobs_of_skypilots_own_record(
     assert capsys.readouterr().out == "none\n"
 
 
+def test_a_store_that_fails_half_way_leaves_no_orphan_out(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(store)
+    job = job_record(8, RUN, "RUNNING", time.time() - 7200, "train-8")
+    with_skypilot(monkeypatch, [job], [Cluster("left", RUN, 1, [(time.time() - 7200, None)])])
+
+    def without_manifests(key: str) -> bytes | None:
+        if key.endswith("MANIFEST.json"):
+            raise StoreUnavailable("no route")
+        return LocalStore.get(store, key)
+
+    monkeypatch.setattr(store, "get", without_manifests)
+    monkeypatch.setattr(control, "open_store", lambda uri: store)
+    found = {one.what: one.why for one in orphans_of(store, time.time())}
+    doubt = "nothing shows whether its run works (no route)"
+    assert found == {f"job 8 ({RUN}, train)": doubt, "cluster left": doubt}
+
+
 def test_a_run_is_taken_down_by_skypilots_own_record_and_never_below_its_controller(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
