@@ -14,6 +14,8 @@ from pathlib import Path
 
 from pipelines.artifacts.manifest import FOLDERS, DamagedArtifact, Manifest, read_manifest, scratch
 from pipelines.tracking.ledger import attempts, is_alive
+from pipelines.tracking.runs import UNREADABLE, key_of, read_record
+from trainer.commits import committed_folders, step_of
 from trainer.store import PARTIAL, Entry, LocalStore, Store
 
 # A writer changes its file all the time: a file without changes for so long is left from a kill.
@@ -37,16 +39,18 @@ def leftovers(
 
     In a finished artifact: all files that its manifest does not name. In an unfinished artifact without a living
     attempt: checkpoints without a commit, and all files once they are older than `older_than_days`. On this machine:
-    half-written files, and the scratch folders of finished attempts under `home`. An artifact with a damaged
-    manifest stays as it is; `on_damage` gets the error.
+    half-written files, and the scratch folders of finished attempts under `home`. The commits that `keep_every_steps`
+    keeps for good stay in any case. An artifact with a damaged manifest stays as it is; `on_damage` gets the error.
     """
+    kept_every = _kept_every(store, on_damage)
     for prefix in artifacts(store):
         try:
-            found = _commits_first(_of_artifact(store, prefix, older_than_days))
+            found = list(_of_artifact(store, prefix, older_than_days))
         except DamagedArtifact as error:
             on_damage(str(error))
             continue
-        yield from found
+        kept = _kept_for_good(store, prefix, kept_every(prefix)) if found else ()
+        yield from _commits_first(one for one in found if not one.key.startswith(kept))
     folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
     for folder in folders:
         yield from _half_written(folder)
@@ -84,6 +88,33 @@ def _of_artifact(store: Store, prefix: str, older_than_days: float) -> Iterable[
         why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
         return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
     return _uncommitted(entries)
+
+
+def _kept_every(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], set[int]]:
+    """By artifact: the intervals, in steps, at which its runs keep a commit for good (`runtime.keep_every_steps`).
+
+    Where a run's record cannot be read, every commit stays.
+    """
+    found: dict[str, set[int]] = {}
+    of_all: set[int] = set()
+    for entry in store.entries("runs/"):
+        run = entry.key.removeprefix("runs/").removesuffix(".json")
+        try:
+            record = read_record(store, run)
+            every = record.recipe["runtime"].get("keep_every_steps") if record else None
+            if record and every is not None and "train" in record.prefixes:
+                for prefix in record.all_prefixes("train"):
+                    found.setdefault(prefix, set()).add(int(every))
+        except UNREADABLE as error:
+            of_all = {1}
+            on_damage(f"the commits of all runs, because {store.uri}/{key_of(run)} cannot be read: {error}")
+    return lambda prefix: found.get(prefix, set()) | of_all
+
+
+def _kept_for_good(store: Store, prefix: str, every: set[int]) -> tuple[str, ...]:
+    """The folders of the commits at multiples of these steps."""
+    folders = committed_folders(store, prefix) if every else []
+    return tuple(f"{folder}/" for folder in folders if any(step_of(folder) % steps == 0 for steps in every))
 
 
 def _unnamed(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:

@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_records import ELSEWHERE, GONE, PLANS, RUN, TRAIN, attempted, finished, put_heartbeat, recorded
+from run_records import (
+    ELSEWHERE,
+    GONE,
+    PLANS,
+    RUN,
+    TRAIN,
+    attempted,
+    finished,
+    put_heartbeat,
+    recipe_with,
+    recorded,
+)
 
 from pipelines import gc
 from pipelines.artifacts.manifest import ArtifactPlan, File, scratch
@@ -55,6 +66,35 @@ def test_gc_deletes_files_that_a_finished_artifacts_manifest_does_not_name(store
     assert {entry.key for entry in store.entries("")} == before - set(gone)
     assert set(kept) < before - set(gone)
     assert found(store, tmp_path) == []
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_gc_keeps_the_commits_that_keep_every_steps_keeps_for_good(
+    store: LocalStore, tmp_path: Path, is_finished: bool
+) -> None:
+    def checkpoint(step: int, *names: str) -> list[str]:
+        return [put(store, f"{TRAIN}/checkpoints/step-{step:08d}-a0001/{name}") for name in names]
+
+    checkpoint(50, "COMMIT.json", "a.st")
+    gone = [*checkpoint(60, "COMMIT.json", "a.st"), *checkpoint(100, "a.st")]  # the last one was never committed
+    attempted(store, "train", state="done" if is_finished else "interrupted")
+    if is_finished:
+        finished(store, "train")
+    recorded(store, recipe=recipe_with("runtime.keep_every_steps=50"))
+    age_all(store, days=8.0)
+    assert sorted(found(store, tmp_path)) == sorted(gone)
+
+
+def test_gc_removes_no_commit_while_the_record_of_a_run_cannot_be_read(store: LocalStore, tmp_path: Path) -> None:
+    put(store, f"{TRAIN}/checkpoints/step-00000060-a0001/COMMIT.json")
+    surplus = put(store, f"{TRAIN}/a0001/surplus")
+    attempted(store, "train")
+    finished(store, "train")
+    recorded(store)
+    store.put(f"runs/{RUN}.json", b"{")
+    notes: list[str] = []
+    assert [e.key for e in leftovers(store, tmp_path, 7.0, notes.append)] == [surplus]
+    assert len(notes) == 1 and notes[0].startswith(f"the commits of all runs, because {store.uri}/runs/{RUN}.json")
 
 
 def test_an_interrupted_run_can_be_resumed_until_it_is_old(store: LocalStore, tmp_path: Path) -> None:
