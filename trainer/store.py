@@ -17,11 +17,13 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from trainer.errors import FULL, DiskFull, NotAFile, UserError, is_full
+from trainer.errors import FULL, DiskFull, NotAFile, StoreUnavailable, UserError, is_full
 
 # An incomplete file has a temporary name with this prefix. `entries` leaves such names out, because a killed process
 # leaves such files. So no key may have the prefix.
 PARTIAL = ".partial-"
+# Only these errors say that an object does not exist. After any other one it may exist.
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,13 @@ class LocalStore:
         return self.get_start(key, -1)
 
     def get_start(self, key: str, size: int) -> bytes | None:
-        try:
-            with open(self.path_of(key), "rb", opener=_open_file) as file:
-                return file.read(size)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
+        path = self.path_of(key)
+        with _reading(path):
+            try:
+                with open(path, "rb", opener=_open_file) as file:
+                    return file.read(size)
+            except ABSENT:
+                return None
 
     def upload(self, path: Path, key: str) -> None:
         with open(path, "rb") as source, replacing(self.path_of(key)) as target:
@@ -156,20 +160,22 @@ class LocalStore:
     def entries(self, prefix: str) -> list[Entry]:
         # Only the folder of the prefix: a store may hold a thousand runs.
         found = []
-        for folder, _, names in os.walk(self.root / checked_prefix(prefix).rpartition("/")[0]):
-            for name in names:
-                path = Path(folder, name)
-                key = path.relative_to(self.root).as_posix()
-                if name.startswith(PARTIAL) or not key.startswith(prefix):
-                    continue
-                with suppress(FileNotFoundError):  # deleted after the listing
-                    status = path.stat()
-                    found.append(Entry(key, status.st_size, status.st_mtime))
+        top = self.root / checked_prefix(prefix).rpartition("/")[0]
+        with _reading(top):
+            for folder, _, names in os.walk(top, onerror=_raise_unless_absent):
+                for name in names:
+                    path = Path(folder, name)
+                    key = path.relative_to(self.root).as_posix()
+                    if name.startswith(PARTIAL) or not key.startswith(prefix):
+                        continue
+                    with suppress(*ABSENT):  # deleted after the listing
+                        status = path.stat()
+                        found.append(Entry(key, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.key)
 
     def delete(self, key: str) -> None:
         path = self.path_of(key)
-        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        with suppress(*ABSENT):
             path.unlink()
             # Folders are not objects: deleting the last object removes them, as in a bucket.
             for folder in path.parents:
@@ -211,6 +217,25 @@ def _open_file(path: str, flags: int) -> int:
             return descriptor
         os.close(descriptor)
     raise NotAFile(f"{path}: not a file; remove it")
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    """For os.walk, which by default passes over a folder that it cannot list: its objects would seem not to exist."""
+    if not isinstance(error, ABSENT):
+        raise error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """UserError for a refusal of permission, StoreUnavailable for any other error of the file system."""
+    try:
+        yield
+    except PermissionError as error:
+        raise UserError(
+            f"{error.filename or path}: not readable ({error.strerror}); correct its permissions"
+        ) from error
+    except OSError as error:
+        raise StoreUnavailable(f"{error.filename or path}: {error.strerror or error}") from error
 
 
 @contextmanager

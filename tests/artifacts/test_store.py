@@ -1,5 +1,6 @@
 """Promises of every store, tested on all three; then S3Store with a server that fails."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import Daemon, Fault, FaultyProxy, S3Account, free_ports
 
+import trainer.store
 from pipelines.artifacts import store as s3
 from pipelines.artifacts.store import S3Store, open_store
 from trainer.errors import StoreUnavailable, UserError
@@ -242,6 +244,42 @@ class TestLocalStore:
                     read()
         store.put("folder/a", b"x")
         assert store.get("folder") is None and store.get("folder/a/b") is None and store.get("no") is None
+
+    @pytest.mark.parametrize("prefix", ["", "run/", "run/checkpoints/"])
+    def test_a_listing_that_fails_is_no_empty_listing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+    ) -> None:
+        store = LocalStore(tmp_path)
+        store.put("run/checkpoints/step-1/COMMIT.json", b"x")
+        scandir = os.scandir
+
+        def fails(number: int) -> Callable[..., object]:
+            def failing_scandir(path: str) -> object:
+                if str(path).rstrip("/").endswith("checkpoints"):
+                    raise OSError(number, os.strerror(number), str(path))
+                return scandir(path)
+
+            return failing_scandir
+
+        monkeypatch.setattr(os, "scandir", fails(errno.EIO))
+        with pytest.raises(StoreUnavailable, match=f"{tmp_path}/run/checkpoints/?: Input/output error"):
+            store.entries(prefix)
+        monkeypatch.setattr(os, "scandir", fails(errno.EACCES))
+        with pytest.raises(UserError, match="run/checkpoints/?: not readable"):
+            store.entries(prefix)
+        monkeypatch.setattr(os, "scandir", fails(errno.ENOENT))  # deleted between two looks
+        assert store.entries(prefix) == []
+
+    def test_a_read_that_fails_is_no_missing_object(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = LocalStore(tmp_path)
+        store.put("a", b"x")
+
+        def stale(*_: object) -> int:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(trainer.store, "_open_file", stale)
+        with pytest.raises(StoreUnavailable, match=f"{tmp_path}/a: Stale file handle"):
+            store.get("a")
 
     def test_a_failed_write_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = LocalStore(tmp_path)
