@@ -1,5 +1,6 @@
 """Checks of a machine: everything that it needs to run and launch runs. Each problem has its remedy."""
 
+import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -59,7 +60,9 @@ def gpus() -> Finding:
 
 def disk(home: Path) -> Finding:
     """Space for scratch and caches."""
-    nearest = next(folder for folder in (home, *home.parents) if folder.is_dir())
+    nearest = next(folder for folder in (home, *home.parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        return broken("disk", f"{nearest} is no writable folder", "name one in SKYTRAIN_HOME")
     free = shutil.disk_usage(nearest).free
     seen = f"{free / 1e9:,.0f} GB free at {nearest}"
     if free < ENOUGH_BYTES:

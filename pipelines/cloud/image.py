@@ -151,7 +151,12 @@ def remember(home: Path, image: Image) -> None:
 def remembered(home: Path) -> dict[str, Image]:
     """The images that this machine built or pushed last, by target."""
     path = home / "image.json"
-    return {t: Image(**each) for t, each in json.loads(path.read_text()).items()} if path.exists() else {}
+    try:
+        return {t: Image(**each) for t, each in json.loads(path.read_text()).items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise UserError(f"{path}: damaged or unreadable; remove it, and push the image again") from error
 
 
 def revision_of(root: Path) -> tuple[str, bool]:

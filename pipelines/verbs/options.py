@@ -79,8 +79,18 @@ class WholeHelp(TyperGroup):
 
 
 def home() -> Path:
-    """The folder of this machine for scratch, caches and the default store: SKYTRAIN_HOME or ./.skytrain."""
-    return Path(os.environ.get("SKYTRAIN_HOME", ".skytrain")).absolute()
+    """The folder of this machine for scratch, caches and the default store: SKYTRAIN_HOME or ./.skytrain.
+
+    UserError for a path that nothing can have.
+    """
+    from trainer.errors import UserError
+
+    folder = Path(os.environ.get("SKYTRAIN_HOME") or ".skytrain").absolute()
+    try:
+        folder.exists()
+    except OSError as error:
+        raise UserError(f"SKYTRAIN_HOME: {str(folder)[:80]}: no usable path ({error.strerror})") from error
+    return folder
 
 
 def writable_home() -> Path:

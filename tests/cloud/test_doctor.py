@@ -61,3 +61,9 @@ def test_free_space_is_measured_in_the_folder_for_scratch(tmp_path: Path) -> Non
     finding = disk(tmp_path / "not" / "yet" / "there")
     assert finding.seen.endswith(f"at {tmp_path}")
     assert (finding.state == "note") is (int(finding.seen.split()[0].replace(",", "")) < 30)
+
+
+def test_a_folder_for_scratch_that_is_a_file_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = disk(tmp_path / "file" / "below")
+    assert found.state == "broken" and found.remedy == "name one in SKYTRAIN_HOME"

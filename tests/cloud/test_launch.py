@@ -281,6 +281,9 @@ def test_without_a_pushed_image_a_launch_uses_the_work_tree(tmp_path: Path, monk
     pushed = Image("skypilot", "skytrain:1", "1", "abc", False, "sha256:1", pushed="registry/skytrain@sha256:1")
     remember(tmp_path, pushed)
     assert pushed_image() == pushed.pushed
+    (tmp_path / "image.json").write_text("[1")
+    with pytest.raises(UserError, match="image.json: damaged or unreadable; remove it"):
+        pushed_image()
 
 
 def launch_of(recipe: str, store: LocalStore, *changes: str, **options: Any) -> Launch:
