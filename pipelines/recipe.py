@@ -6,6 +6,7 @@ descriptions of the fields are the source of docs/recipes.md; a unit stands in b
 
 import difflib
 import os
+import sys
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -84,6 +85,11 @@ class TokensConfig(Section):
     def val_whole_shards(self) -> int:
         """Number of first shards that are held out whole; 0 if the split depends on the size of the text."""
         return self.val_shards if self.val_shards is not None and self.val_fraction is None else 0
+
+    @property
+    def val_undecided_shards(self) -> int:
+        """Number of first shards of a part whose split only the size of the text decides."""
+        return 0 if self.val_whole_shards else -(-(self.val_tokens or self.held_out(sys.maxsize)) // self.shard_tokens)
 
     def held_out(self, tokens: int) -> int:
         """Tokens that validation gets of a text of so many tokens."""

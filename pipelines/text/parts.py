@@ -241,10 +241,13 @@ def finished_key(plan: ArtifactPlan, part: int) -> str:
 def shard_name(part: int, index: int, config: TokensConfig) -> str:
     """val_000000.bin … for the shards of part 0 that are held out whole, then train_000000.bin …
 
-    With several parts: train_00_000000.bin …, train_01_000000.bin …
+    With several parts: train_00_000000.bin …, train_01_000000.bin … A shard whose split depends on the size of the text
+    is called text_000000.bin until then (split.py).
     """
     held_out = config.val_whole_shards if part == 0 else 0
     split, number = ("val", index) if index < held_out else ("train", index - held_out)
+    if index < config.val_undecided_shards:
+        split = "text"
     return f"{split}_{part_prefix(part, config)}{number:06d}.bin"
 
 

@@ -53,6 +53,12 @@ def test_one_percent_of_a_small_text_is_held_out_whatever_the_size_of_its_shards
     whole = [token for shard in tokens.values() for token in shard]
     assert len(whole) == TOTAL and whole[:4001] == [256, *b"0 " * 2000]  # no token is lost or read twice
     assert [len(tokens[s.file.name]) for s in shards] == [s.tokens for s in shards]
+    stored = {
+        path.name: read_shard(path).tolist() for path in (tmp_path / "texts" / "store").glob("tokens/*/a*/t*.bin")
+    }
+    assert {name: stored[name] for name in stored if name.startswith("train")} == {
+        name: shard for name, shard in tokens.items() if name.startswith("train")
+    }  # a reader of the folder finds no held-out token among them
     assert len({s.file.name for s in shards}) == len({s.file.key for s in shards}) == len(shards)
 
 
@@ -82,7 +88,7 @@ def test_a_split_that_was_interrupted_is_made_again_without_new_shards_of_text(t
     again, same = made(tmp_path / "texts", attempt=2)
     assert same == tokens
     changed = {one.file.name for one, other in zip(first, again, strict=True) if one.file.key != other.file.key}
-    assert changed == {"val_000000.bin", "train_000000_rest.bin"}
+    assert changed == {"val_000000.bin", "train_000000.bin"}
 
 
 def test_the_shipped_recipes_hold_out_their_first_shard() -> None:
