@@ -3,10 +3,9 @@
 import time
 from collections.abc import Iterator
 
-from rich.markup import escape
 from rich.table import Table
 
-from pipelines.show.console import console, duration, money
+from pipelines.show.console import cell, console, duration, money
 from pipelines.tracking.account import Account, AttemptAccount, market_of, merge_waits
 from pipelines.tracking.clusters import read_intervals, reconcile
 from trainer.store import Store
@@ -18,13 +17,13 @@ def print_bill(account: Account) -> None:
     for title, costs in (("stage", account.by_stage), ("phase", account.by_phase), ("market", account.by_market)):
         table = Table(title, "time", "dollars", box=None, pad_edge=False)
         for name, cost in sorted(costs.items(), key=lambda item: -item[1].hours):
-            table.add_row(escape(name), duration(3600 * cost.hours), money(cost.usd, cost.unpriced_hours))
+            table.add_row(cell(name), duration(3600 * cost.hours), money(cost.usd, cost.unpriced_hours))
         out.print(table)
         out.print()
     heads = ("attempt", "state", "on", "began (UTC)", "time", "price an hour", "dollars", "steps", "kept", "redone")
     table = Table(*heads, box=None, pad_edge=False)
     for number, attempt in merge_waits(account.attempts):
-        table.add_row(*map(escape, attempt_row(number, attempt)))
+        table.add_row(*map(cell, attempt_row(number, attempt)))
     out.print(table)
     out.print()
     lines = []

@@ -224,6 +224,11 @@ def number(value: Any) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def cell(text: str) -> str:
+    """Text from the store in a table: on one line, and without markup."""
+    return escape(printable(text).replace("\n", "·"))
+
+
 def printable(text: str) -> str:
     """Text without control characters, which a terminal would obey. An untrained model generates them."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

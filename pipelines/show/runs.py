@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from pipelines.show.console import console, money, number, printable, say
+from pipelines.show.console import cell, console, money, number, printable, say
 from pipelines.tracking.audit import Audit
 from pipelines.tracking.runs import Summary
 
@@ -30,8 +30,8 @@ def print_runs(summaries: list[Summary], where: str, notes: Iterable[str] = ()) 
     table = Table(*columns, box=None)
     for s in summaries:
         table.add_row(
-            escape(s.run),
-            escape(s.state),
+            cell(s.run),
+            cell(s.state),
             str(s.attempts),
             f"{s.tokens:,}",
             number(s.val_loss),

@@ -65,11 +65,13 @@ def report(
     if overlay and not (html or live):
         raise UserError("--overlay: the page shows it; add --html FILE or --live")
     opened = open_store(store_uri(store))
+    asked = compare or rebuild_mlflow or series or audit_ or as_json
     if live:
+        if html or asked:
+            raise UserError("--live: serves the page and prints nothing else; leave the other outputs out")
         serve_page(opened, runs or [], overlay or [], port)
         return
     found = usable_runs(opened, runs or [], read_all if html or series or audit_ else read_summary, warn)
-    asked = compare or rebuild_mlflow or series or audit_ or as_json
     if html:
         from pipelines.show.page import write_page
 

@@ -60,7 +60,7 @@ def test_names_in_the_store_cannot_control_the_terminal_of_a_report(
     made = done_run(store)
     hostile: dict[str, Any] = {
         "price_source": HOSTILE,
-        "machine": Machine(cloud=HOSTILE, instance=HOSTILE),
+        "machine": Machine(cloud=HOSTILE, instance=f"one\ntwo {HOSTILE}"),
         "phases": {HOSTILE: 60.0},
         "progress": Progress(notice=HOSTILE),
     }
@@ -72,6 +72,7 @@ def test_names_in_the_store_cannot_control_the_terminal_of_a_report(
     print_series(HOSTILE, [], as_json=False, alone=False)
     print_series(HOSTILE, [{"step": 1, "train/loss": 1.0}], as_json=False, alone=False)
     out = capsys.readouterr().out
+    assert "one·two" in out  # a name cannot forge a row
     assert "title" in out and "[link=https://evil]" in out and not set(CONTROLS) & set(out)
 
 
