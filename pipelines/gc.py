@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.artifacts.manifest import FOLDERS, DamagedArtifact, Manifest, read_manifest, scratch
-from pipelines.tracking.ledger import attempts, is_alive
+from pipelines.tracking.ledger import attempt_entries, attempts, is_dead
 from pipelines.tracking.runs import UNREADABLE, key_of, read_record
 from trainer.commits import committed_folders, step_of
 from trainer.store import PARTIAL, Entry, LocalStore, Store
@@ -81,9 +81,10 @@ def _of_artifact(store: Store, prefix: str, older_than_days: float) -> Iterable[
     entries = [e for e in everything if not e.key.startswith(f"{prefix}/attempts/")]
     if manifest:
         return _unnamed(manifest, entries)
-    if beats and is_alive(beats[-1]) is not False:
+    newest = max((e.modified for e in everything), default=0.0)
+    if beats and not is_dead(store, beats[-1], newest):
         return []
-    age_days = (time.time() - max((e.modified for e in everything), default=0.0)) / 86_400
+    age_days = (store.clock() - newest) / 86_400
     if age_days >= older_than_days:
         why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
         return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
@@ -152,8 +153,9 @@ def _scratch(store: Store, home: Path) -> Iterator[Leftover]:
     top = scratch(home, store, "")
     for folder in sorted(top.glob("*/*/a[0-9]*")):
         prefix = folder.parent.relative_to(top).as_posix()
-        alive = {f"a{beat.attempt:04d}": is_alive(beat) for beat in attempts(store, prefix)}
+        beats = {f"a{beat.attempt:04d}": beat for beat in attempts(store, prefix)}
+        stored = max((entry.modified for _, entry in attempt_entries(store, prefix)), default=0.0)
         attempt, _, _ = folder.name.partition("-node")  # a worker node has its own folder
-        if alive.get(attempt, False) is False:
+        if attempt not in beats or is_dead(store, beats[attempt], stored):
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             yield Leftover(folder.relative_to(home).as_posix(), size, "scratch of a finished attempt", folder)

@@ -295,7 +295,9 @@ class Pipeline:
                 earlier,
                 lambda thread: self.stop.ask(f"the thread of the heartbeats died: {thread.error!r}"),
             )
-            if attempt is None:
+            if attempt is None:  # another process was faster
+                self.stop.check()
+                time.sleep(1)
                 continue
             try:
                 with attempt:

@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -82,6 +83,10 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove the object, if it exists."""
+        ...
+
+    def clock(self) -> float:
+        """Unix seconds by the store's clock, for comparison with `Entry.modified`: clocks of machines may differ."""
         ...
 
 
@@ -185,6 +190,13 @@ class LocalStore:
                     folder.rmdir()
                 except OSError:
                     break
+
+    def clock(self) -> float:
+        try:
+            with _partial_beside(self.root / "clock") as file:
+                return os.fstat(file.fileno()).st_mtime  # a file server has a clock of its own
+        except (OSError, UserError):  # read-only
+            return time.time()
 
 
 def checked_key(key: str) -> str:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -205,6 +206,12 @@ class S3Store:
     def delete(self, key: str) -> None:
         where = {"Bucket": self.bucket, "Key": self._full(key)}
         self._until_answered(f"delete {self._uri_of(key)}", lambda _: self._client.delete_object(**where))
+
+    def clock(self) -> float:
+        request = {"Bucket": self.bucket, "Prefix": self.prefix, "MaxKeys": 1}
+        answer = self._until_answered(f"list {self.uri}/", lambda _: self._client.list_objects_v2(**request))
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        return parsedate_to_datetime(date).timestamp() if date else time.time()
 
     def _full(self, key: str) -> str:
         return self.prefix + checked_key(key)

@@ -25,7 +25,7 @@ from pipelines.cloud.skypilot import (
 from pipelines.cloud.tasks import run_label
 from pipelines.tracking.clusters import Interval, clusters_key, record_intervals
 from pipelines.tracking.forecast import Forecast, forecast
-from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, is_alive
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.runs import Run, RunRecord, read_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
@@ -217,10 +217,11 @@ def stop(
 
 def running_attempt(run: Run) -> Heartbeat | None:
     """The last heartbeat of the attempt that runs; None if none does."""
-    running = [b for stage in run.attempts.values() for b in stage if b.state == "running"]
-    for beat in reversed(running):
-        if is_alive(beat) or time.time() - beat.time < SILENT_SECONDS + HEARTBEAT_SECONDS:
-            return beat
+    present = run.record.prefixes.values()
+    running = [one for one in run.heartbeats if one.beat.state == "running" and one.prefix in present]
+    for one in reversed(running):
+        if one.alive or run.store.clock() - (one.stored or 0.0) < SILENT_SECONDS + HEARTBEAT_SECONDS:
+            return one.beat
     return None
 
 

@@ -5,9 +5,9 @@ node is a worker: it keeps a connection to the head, which asks it to make its p
 ranks. Nodes share only the files in the store. Once a node is gone, all nodes exit, and the same command resumes.
 """
 
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Listener
 
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, free_port
@@ -17,7 +17,7 @@ from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
 from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError
-from trainer.process import StopSignal
+from trainer.process import Background, StopSignal
 
 LEAVE_SECONDS = 10.0  # for the workers to receive the end
 
@@ -43,7 +43,8 @@ class Head:
 
     def __enter__(self) -> "Head":
         self._listener = listen(self.address.port, self.stop)
-        threading.Thread(target=self._accept, args=[self._listener], daemon=True, name="nodes").start()
+        accept = partial(self._accept, self._listener)
+        Background("nodes", accept, lambda thread: self.stop.ask(f"the head's thread died: {thread.error!r}")).start()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -127,7 +128,7 @@ class Head:
                 socket = listener.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._admit, args=[socket], daemon=True, name="admission").start()
+            Background("admission", partial(self._admit, socket)).start()
 
     def _admit(self, socket: Socket) -> None:
         """Admit a worker, and watch it until it is gone."""

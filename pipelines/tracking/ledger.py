@@ -29,7 +29,7 @@ ATTEMPT_KEY = re.compile(r".*/attempts/([0-9]{4,9})/(?:claim|heartbeat)\.json")
 HEARTBEAT_SECONDS = 5.0
 # Three heartbeats and a slow upload: after a longer silence, an attempt counts as dead and is replaced.
 SILENT_SECONDS = 20.0
-# More than any clock skew that object storage accepts (15 min).
+# By the store's clock. An attempt may write no heartbeat while the store is away, and still go on.
 LONG_AGO_SECONDS = 3600.0
 # Own and on-demand machines: Llama 3's 16,384 GPUs had 419 unplanned interruptions in 54 days (Dubey et al. 2024),
 # so eight GPUs fail once in about 260 days. A new rented machine is less reliable than that.
@@ -285,15 +285,19 @@ def is_alive(heartbeat: Heartbeat) -> bool | None:
     return process_exists(heartbeat) if heartbeat.state == "running" else False
 
 
+def is_dead(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
+    """Whether an attempt is over: it has ended, its process is gone, or its heartbeat was `stored` long ago."""
+    alive = is_alive(heartbeat)
+    return not alive if alive is not None else store.clock() - stored > LONG_AGO_SECONDS
+
+
 def process_exists(heartbeat: Heartbeat) -> bool | None:
     """Whether the process of an attempt still exists; None if this machine cannot know."""
     here, process = this_process(), heartbeat.process
     if here.machine == process.machine:
         starts = ((one.pid, one.started) for one in (process, *process.children))
         return any(pid is not None and process_started(pid) == started for pid, started in starts)
-    if abs(time.time() - heartbeat.time) > LONG_AGO_SECONDS:
-        return False
-    return None
+    return None  # no comparison with its clock, which may differ by hours
 
 
 def this_process() -> ProcessId:

@@ -17,7 +17,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, StoredHeartbeat, account
 from pipelines.tracking.clusters import clusters_key, read_intervals, with_cluster_hours
-from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, is_alive, process_exists
+from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, is_alive, is_dead, process_exists
 from pipelines.tracking.records import FORMAT, Heartbeat
 from trainer.commits import series
 from trainer.config import explain, tokens_before
@@ -176,7 +176,11 @@ class Run:
         made, damage = self._manifests
         if damage:
             return "damaged"
-        return "done" if all(made.values()) else state_of(self.attempts.values())
+        if all(made.values()):
+            return "done"
+        prefixes = self.record.prefixes.values()
+        present = ([one for one in self.heartbeats if one.prefix == prefix] for prefix in prefixes)
+        return state_of(present, self.store.clock)
 
     @cached_property
     def summary(self) -> Summary:
@@ -221,25 +225,29 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
             continue  # a launch that waits for spot has hundreds, and every get takes its time
         try:
             beat = Heartbeat.from_json(store.get(entry.key) or b"")
-            found[number] = StoredHeartbeat(prefix, beat, entry.modified, is_alive(beat))
+            alive = is_alive(beat)
+            if alive is None and is_dead(store, beat, entry.modified):
+                alive = False
+            found[number] = StoredHeartbeat(prefix, beat, entry.modified, alive)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             damage.append(f"{store.uri}/{entry.key}: damaged ({error!r}); the bill may miss this attempt")
     return [found[number] for number in sorted(found) if found[number].beat.run == run], damage
 
 
-def state_of(attempts: Iterable[list[Heartbeat]]) -> str:
-    """The state of an unfinished run, from its attempts at each stage."""
+def state_of(attempts: Iterable[list[StoredHeartbeat]], clock: Callable[[], float]) -> str:
+    """The state of an unfinished run, from its attempts at each stage and the store's clock."""
     # The newest by heartbeat, not by start: the bill of a machine that waited may begin at its boot. A stale attempt
     # does not count: the attempt that replaced it does.
-    current = ([beat for beat in stage if beat.state != "stale"] for stage in attempts)
-    newest = max((stage[-1] for stage in current if stage), key=lambda beat: beat.time, default=None)
+    current = ([one for one in stage if one.beat.state != "stale"] for stage in attempts)
+    last = [stage[-1] for stage in current if stage]
+    newest = max(reversed(last), key=lambda one: one.stored or 0.0, default=None)  # S3 has whole seconds
     if newest is None:
         return "interrupted"
-    working = newest.state in ("running", "done")  # done with one stage, about to start the next
-    exists = process_exists(newest)
-    if working and (exists or (exists is None and time.time() - newest.time < 3 * SILENT_SECONDS)):
+    state, exists = newest.beat.state, process_exists(newest.beat)
+    working = state in ("running", "done")  # done with one stage, about to start the next
+    if working and (exists or (exists is None and clock() - (newest.stored or 0.0) < 3 * SILENT_SECONDS)):
         return "running"
-    return {"running": "lost", "done": "interrupted"}.get(newest.state, newest.state)
+    return {"running": "lost", "done": "interrupted"}.get(state, state)
 
 
 def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan], until: str) -> RunRecord:

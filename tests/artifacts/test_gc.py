@@ -131,6 +131,17 @@ def test_gc_deletes_nothing_of_an_attempt_that_may_be_alive(
     assert found(store, tmp_path, days=0.0) == []
 
 
+def test_gc_on_a_machine_with_a_wrong_clock_deletes_nothing_of_a_run_that_works(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/COMMIT.json")
+    put(store, f"{TRAIN}/checkpoints/step-00000009-a0001/a.st")
+    attempted(store, "train", state="running", process=ELSEWHERE)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 8 * DAY)
+    assert found(store, tmp_path) == []
+
+
 def test_gc_deletes_uncommitted_files_of_an_attempt_that_died_silently(store: LocalStore, tmp_path: Path) -> None:
     torn = put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st")
     put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/COMMIT.json")

@@ -159,6 +159,12 @@ class TestEveryStore:
         # S3 has whole seconds.
         assert all(before - 2 <= entry.modified <= time.time() + 2 for entry in found)
 
+    def test_the_clock_is_that_of_the_entries(self, store: Store) -> None:
+        before = store.clock()
+        store.put("a", b"")
+        (entry,) = store.entries("")
+        assert before - 2 <= entry.modified <= store.clock() + 2
+
     def test_a_prefix_is_text_and_hides_everything_else(self, store: Store) -> None:
         for key in ["train/a-1/x", "train/a-1/y/z", "train/a-12/x", "trainer", "evaluate/a-1/x"]:
             store.put(key, b"")

@@ -22,6 +22,7 @@ from pipelines.tracking.ledger import (
     attempts,
     claim,
     is_alive,
+    is_dead,
     latest_number,
     prior_seconds_between_failures,
     process_exists,
@@ -352,10 +353,15 @@ def test_an_attempt_is_alive_as_long_as_the_processes_that_it_started() -> None:
     assert process_exists(beat(process=replace(dead, children=(replace(here, started="1"),)))) is False
 
 
-def test_a_process_of_another_machine_is_dead_only_after_a_long_silence() -> None:
-    elsewhere = replace(this_process(), machine="other/boot")
-    assert is_alive(beat(process=elsewhere)) is None
-    assert is_alive(beat(process=elsewhere, time=time.time() - 7200)) is False
+@pytest.mark.parametrize("skew", [-8 * 86_400.0, -7200.0, 0.0, 7200.0])
+def test_a_process_of_another_machine_is_dead_only_after_a_long_silence_whatever_its_clock(
+    tmp_path: Path, skew: float
+) -> None:
+    store, elsewhere = LocalStore(tmp_path), replace(this_process(), machine="other/boot")
+    seen = beat(process=elsewhere, time=time.time() + skew)
+    assert is_alive(seen) is None
+    assert not is_dead(store, seen, store.clock() - 60)
+    assert is_dead(store, seen, store.clock() - 7200)
     assert process_exists(beat(process=elsewhere, state="done")) is None
 
 
