@@ -196,6 +196,7 @@ class Pipeline:
     head: Head | None = None  # of several nodes
     before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
     report_page: Callable[[Run], str] | None = None  # the page of a run, as HTML, for the tracking server
+    began: float | None = None  # unix seconds, the start of the process, which the first attempt bills
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
     _earlier: list[StoredHeartbeat] = field(default_factory=list)  # of this run, when the current attempt began
@@ -294,6 +295,7 @@ class Pipeline:
                 waited,
                 earlier,
                 lambda thread: self.stop.ask(f"the thread of the heartbeats died: {thread.error!r}"),
+                self.began,
             )
             if attempt is None:  # another process was faster
                 self.stop.check()

@@ -46,8 +46,8 @@ def print_bill(account: Account) -> None:
         lines.append(f"{account.savings_usd:.2f} dollars saved against on-demand prices")
     if account.deaths:
         lines.append(
-            f"{account.deaths} attempt(s) died without a last heartbeat: up to {account.unseen_seconds:.0f} s may be "
-            "missing from the bill"
+            f"{account.deaths} attempt(s) died without a last heartbeat: up to {account.unseen_usd:.2f} dollars "
+            f"({account.unseen_seconds:.0f} s) may be missing from the bill"
         )
     for line in lines:
         out.print(line)

@@ -269,6 +269,7 @@ def account_data(account: Account) -> dict[str, Any]:
         "savings_usd": account.savings_usd,
         "deaths": account.deaths,
         "unseen_seconds": account.unseen_seconds,
+        "unseen_usd": account.unseen_usd,
     }
 
 

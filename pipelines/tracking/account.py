@@ -84,6 +84,7 @@ class Account:
     savings_usd: float | None  # against the on-demand price of the same machines; None: unknown
     deaths: int  # attempts that ended without a last heartbeat
     unseen_seconds: float  # at most so much is missing from the bill: a heartbeat interval for each death
+    unseen_usd: float  # the same in dollars, of known prices
     outside: Cost = Cost()  # of the total: SkyPilot had the machines, and no attempt counted (see clusters.py)
     faults: tuple[str, ...] = ()  # unreadable heartbeats, which the bill does not contain
 
@@ -118,7 +119,8 @@ def account(
     trained = [_phase_cost(a, "train").hours for a in attempts]
     without_waits = math.fsum(a.bill.hours for a in attempts if not a.waited)
     savings = [usd for a in attempts if (usd := _savings(a)) is not None]
-    deaths = sum(a.state == "lost" for a in attempts)
+    lost = [a for a in attempts if a.state == "lost"]
+    deaths = len(lost)
     return Account(
         run=run,
         attempts=tuple(attempts),
@@ -133,6 +135,7 @@ def account(
         savings_usd=math.fsum(savings) if savings else None,
         deaths=deaths,
         unseen_seconds=deaths * HEARTBEAT_SECONDS,
+        unseen_usd=math.fsum(a.nodes * (a.price_per_hour or 0.0) * HEARTBEAT_SECONDS / 3600 for a in lost),
         faults=tuple(faults),
     )
 

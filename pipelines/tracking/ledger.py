@@ -74,21 +74,24 @@ class Meter:
             fresh.write_text(f"{time} {phase}\n")
             fresh.replace(self.path)
 
-    def unbilled(self, now: float, idle: float = 0.0, billed: float = 0.0) -> dict[str, float]:
+    def unbilled(
+        self, now: float, idle: float = 0.0, billed: float = 0.0, since: float | None = None
+    ) -> dict[str, float]:
         """Seconds by phase that no attempt has billed yet. This process spent `idle` seconds of them waiting.
 
+        Without a meter they begin at `since`, and there are none without that.
         An attempt has billed the time up to `billed`, even if the file lags behind: a kill may come between a
         heartbeat and the meter.
         """
-        reading = self.read()
+        reading = self.read() or (None if since is None else (since, "setup"))
         if reading is None or max(reading[0], billed) >= now:
             return {}
-        since, phase = reading if reading[0] >= billed else (billed, "lost")
-        began = min(now, max(since, process_began()))
-        phases = {phase: began - since}
+        unbilled_since, phase = reading if reading[0] >= billed else (billed, "lost")
+        began = min(now, max(unbilled_since, process_began()))
+        phases = {phase: began - unbilled_since}
         if phase == "lost":  # the attempt may have worked until just before its next heartbeat; then nothing ran
-            lost = min(began - since, HEARTBEAT_SECONDS)
-            phases = {"lost": lost, "idle": began - since - lost}
+            lost = min(began - unbilled_since, HEARTBEAT_SECONDS)
+            phases = {"lost": lost, "idle": began - unbilled_since - lost}
         waited = min(idle, now - began)
         phases["idle"] = phases.get("idle", 0.0) + waited
         phases["setup"] = phases.get("setup", 0.0) + now - began - waited
@@ -217,17 +220,18 @@ def claim(
     idle: float = 0.0,
     earlier: Iterable[Heartbeat] = (),
     died: Callable[[Background], None] = log_death_of_thread,
+    began: float | None = None,
 ) -> Attempt | None:
     """Take attempt `number` of an artifact; None if another process was faster.
 
-    The bill begins at the machine's meter, if it has one, else at `billing.since` or now. This process spent `idle`
-    of the seconds before now waiting. Time that `earlier` attempts on this machine have billed is not billed again.
-    `died` is called if the thread of the heartbeats ends unexpectedly.
+    The bill begins at the machine's meter, if it has one, else at `billing.since`, `began` or now. This process spent
+    `idle` of the seconds before now waiting. Time that `earlier` attempts on this machine have billed is not billed
+    again. `died` is called if the thread of the heartbeats ends unexpectedly.
     """
     now, meter = time.time(), Meter.here()
     here = this_process()
     billed = max((b.time for b in earlier if b.process.machine == here.machine), default=0.0)
-    before = meter.unbilled(now, idle, billed)
+    before = meter.unbilled(now, idle, billed, began if billing.since is None else None)
     heartbeat = Heartbeat(
         run,
         stage,

@@ -213,6 +213,7 @@ def pipeline_here(
     from pipelines.nodes.head import Head
     from pipelines.show.page import render
     from pipelines.stage import Pipeline, run_name
+    from pipelines.tracking.ledger import process_began
     from pipelines.tracking.mlflow.tracker import Tracker
     from pipelines.tracking.stop_request import watch_stop_request
 
@@ -229,6 +230,7 @@ def pipeline_here(
         watches=[watch_stop_request(store, name)],
         head=Head(node, name, stop, exit_code) if node.count > 1 else None,
         before_ranks=before_ranks,
+        began=process_began(),
         report_page=lambda run: render([run]),
     )
     if watch := deadline_watch(pipeline.billing, recipe, stop):

@@ -50,6 +50,7 @@ def test_hours_and_dollars_of_a_run_killed_ten_times_are_right_to_within_a_heart
         assert sum(attempt.phases.values()) == pytest.approx(attempt.ended - attempt.started, abs=1e-3)
     assert KILLS - 3 <= bill.deaths <= KILLS  # a kill may fall between two stages
     assert bill.unseen_seconds == bill.deaths * HEARTBEAT_SECONDS
+    assert bill.unseen_usd == pytest.approx(bill.unseen_seconds)  # a dollar a second
     assert 0 < bill.by_phase["lost"].usd <= KILLS * HEARTBEAT_SECONDS
     assert sum(a.steps_kept for a in bill.attempts) == STEPS
     trained = [a for a in bill.attempts if a.stage == "train"]

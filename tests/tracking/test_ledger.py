@@ -25,6 +25,7 @@ from pipelines.tracking.ledger import (
     is_dead,
     latest_number,
     prior_seconds_between_failures,
+    process_began,
     process_exists,
     process_started,
     seconds_between_failures,
@@ -60,6 +61,20 @@ def until(reached: Callable[[], bool], what: str, seconds: float = 20) -> None:
 
 
 # --- claiming
+
+
+def test_without_a_meter_an_attempt_bills_its_process_from_its_start(tmp_path: Path) -> None:
+    store, now = LocalStore(tmp_path), time.time()
+    began = now - min(20.0, now - process_began())
+    first = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 1, Billing(3600.0), idle=0.25, began=began)
+    assert first
+    with first:
+        pass
+    (beat,) = attempts(store, PREFIX)
+    assert beat.started == pytest.approx(began, abs=0.01)
+    assert beat.phases["idle"] == 0.25 and sum(beat.phases.values()) == pytest.approx(beat.time - began, abs=0.5)
+    second = claim(store, PREFIX, "tiny-1a2b3c4d", "train", 2, Billing(3600.0), earlier=[beat], began=began)
+    assert second and second.latest.started == pytest.approx(beat.time, abs=0.01)
 
 
 def test_one_of_many_claims_of_an_attempt_succeeds(tmp_path: Path) -> None:

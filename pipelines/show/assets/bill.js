@@ -189,7 +189,7 @@ function bill(run) {
 }
 
 function notes(run) {
-  const { by_market, interruptions, savings_usd, deaths, unseen_seconds } = run.account;
+  const { by_market, interruptions, savings_usd, deaths, unseen_seconds, unseen_usd } = run.account;
   const both = (b) => `${costs(run) ? `${paid(b)} in ` : ""}${seconds(3600 * b.hours)}`;
   const markets = Object.entries(by_market).map(([market, b]) => `${market} ${both(b)}`);
   return [
@@ -197,8 +197,8 @@ function notes(run) {
     interruptions.hours > 0 &&
       `Interruptions cost ${both(interruptions)}: repeated work, lost time, and restarts.`,
     has(savings_usd) && `${dollars(savings_usd)} saved against the on-demand price of the same machines.`,
-    deaths > 0 && `${plural(deaths, "attempt")} died without a last heartbeat: up to ${seconds(unseen_seconds)} of them ` +
-      "may be missing here.",
+    deaths > 0 && `${plural(deaths, "attempt")} died without a last heartbeat: up to ` +
+      `${costs(run) ? `${dollars(unseen_usd)} in ` : ""}${seconds(unseen_seconds)} of them may be missing here.`,
     ...run.faults,
   ].filter(Boolean).map((note) => soft(note));
 }
