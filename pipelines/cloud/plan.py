@@ -322,14 +322,16 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], insta
 
 def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[MeasuredRun]:
     """The speeds of a run's attempts, the newest first; `gpu` is empty on a CPU."""
-    speeds: dict[int, list[float]] = {}
-    for entry in store.entries(f"{prefix}/metrics/"):  # step-<step>-a<attempt>.jsonl
-        attempt = int(entry.key.rsplit("-a", 1)[1].removesuffix(".jsonl"))
-        rows = [json.loads(line) for line in (store.get(entry.key) or b"").decode().splitlines()]
-        speeds.setdefault(attempt, []).extend(r[SPEED] for r in rows if SPEED in r)
+    segments: dict[int, list[str]] = {}
+    for entry in store.entries(f"{prefix}/metrics/"):
+        if named := SEGMENT.search(entry.key):
+            segments.setdefault(int(named[1]), []).append(entry.key)
     found = []
     for beat in reversed(attempts(store, prefix)):
-        machine, steps = beat.machine.accelerators, speeds.get(beat.attempt, [])[2:]  # the first steps compile
+        keys = segments.get(beat.attempt, [])[-SEGMENTS:]
+        lines = [line for key in keys for line in (store.get(key) or b"").decode().splitlines()]
+        rows = map(json.loads, lines)
+        machine, steps = beat.machine.accelerators, [row[SPEED] for row in rows if SPEED in row][2:]  # two may compile
         if steps:
             n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision, machine or "")
             where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine or 'CPU'}"
@@ -338,6 +340,7 @@ def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[Measu
 
 
 SPEED = "perf/tokens_per_second"
+SEGMENT, SEGMENTS = re.compile(r"/step-\d+-a(\d+)\.jsonl$"), 10  # of metrics; a day of a run writes thousands
 
 
 def candidate(work: Workload, offer: Offer, by_stage: OffersByStage, node_counts: Mapping[str, int]) -> Candidate:

@@ -232,6 +232,28 @@ def test_with_a_stand_in_catalog_the_rest_of_a_run_is_planned_at_its_own_speed(m
         assert now.estimates["train"].hours == pytest.approx(before.estimates["train"].hours / 2 / slower, rel=0.15)
 
 
+class Counting(LocalStore):
+    """Counts the files of metrics that are read."""
+
+    read = 0
+
+    def get(self, key: str) -> bytes | None:
+        self.read += "/metrics/" in key
+        return super().get(key)
+
+
+def test_a_plan_of_a_long_run_reads_its_newest_speeds_only(tmp_path: Path) -> None:
+    store, plans = Counting(tmp_path), plans_of(SMALL)
+    train = plans["train"].prefix
+    claim(store, train, run_name(plans), "train", 1, Billing(1.0, machine=Machine(accelerators="H100:8")))
+    for step in range(1, 200):
+        row = {"step": step, "perf/tokens_per_second": 1e6 if step < 150 else 2e6}
+        store.put(f"{train}/metrics/step-{step:08d}-a0001.jsonl", json.dumps(row).encode())
+    store.put(f"{train}/metrics/notes.txt", b"not ours")
+    (own,) = cloud_plans.measurements_of_run(SMALL, store, train)
+    assert own.tokens_per_second == 2e6 and store.read == 10
+
+
 def by_machine(candidate: Candidate) -> tuple[str, bool]:
     return candidate.offer.instance, candidate.offer.spot
 
