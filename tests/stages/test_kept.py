@@ -13,13 +13,15 @@ from trainer.errors import Interrupted
 from trainer.events import Checkpointed, CheckpointFailed
 from trainer.store import Store
 
+FILE = "rank-00000-of-00001.safetensors"
+
 
 def commit(store: Store, prefix: str, step: int, attempt: int) -> None:
     folder = f"{prefix}/checkpoints/step-{step:08d}-a{attempt:04d}"
     rows = f"metrics/step-{step:08d}-a{attempt:04d}.jsonl"
-    store.put(f"{folder}/rank-0", f"weights of {step}".encode())
+    store.put(f"{folder}/{FILE}", f"weights of {step}".encode())
     store.put(f"{prefix}/{rows}", b"")
-    receipt = FileReceipt("rank-0", 12, "")
+    receipt = FileReceipt(FILE, 12, "0" * 64)
     store.create(f"{folder}/COMMIT.json", Commit(step, attempt, 1, 0.0, TrainState(step), rows, (receipt,)).encode())
 
 
@@ -44,7 +46,7 @@ def test_a_kept_state_is_committed_unless_others_went_on(
     found = newest_commit(train.store, prefix)
     assert found and (found.step, found.attempt) == newest
     (folder, *_) = committed_folders(train.store, prefix)
-    assert train.store.get(f"{folder}/rank-0") == f"weights of {found.step}".encode()
+    assert train.store.get(f"{folder}/{FILE}") == f"weights of {found.step}".encode()
     assert kept.entries("") == []
     commit_kept_state(train)
 
