@@ -375,11 +375,12 @@ function drawFinals(layer, { X, Y, curves }) {
 // The last value of each curve at its right end, moved apart where they would overlap. The final evaluation replaces the
 // value of its curve, and val loss replaces the training loss of a run. Returns the boxes of the labels.
 function drawEnds(root, { box, X, Y, last, curves, kind, metrics }) {
-  const settled = ({ source, metric, role, raw }) => role === "evaluate" ||
-    ((!raw || metrics.length === 1) && !has(source.final?.[metric]));
+  const evaluated = ({ source, metric }) =>
+    curves.some((c) => c.role === "evaluate" && c.source === source && c.metric === metric && c.x[0] <= last);
+  const settled = (c) => c.role === "evaluate" || ((!c.raw || metrics.length === 1) && !evaluated(c));
   const endOf = (c) => {
     const i = c.x.findLastIndex((x) => x <= last);  // beyond it is not in the range
-    return { c, value: c.y[i], x: X(c.x[i]), y: Y(c.y[i]) };
+    return { c, value: c.y[i], x: i + 1 < c.x.length ? box.right : X(c.x[i]), y: Y(c.y[i]) };
   };
   const ends = curves.filter(settled).map(endOf)
     .filter(({ x, y }) => x >= box.left && y > box.top - 6 && y < box.bottom + 6).sort((a, b) => a.y - b.y);
