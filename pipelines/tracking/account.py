@@ -349,7 +349,7 @@ def account_tags(account: Account) -> dict[str, str]:
 
 def account_table(account: Account) -> dict[str, list[Any]]:
     """An account as columns of a table, a row an attempt."""
-    phases = sorted(account.by_phase)
+    phases = sorted({phase for a in account.attempts for phase in a.phases})
     columns: dict[str, list[Any]] = {}
     for a in account.attempts:
         row = {"stage": a.stage, "attempt": a.number, "state": a.state, "host": a.host}

@@ -9,6 +9,8 @@ from typing import Any, Self
 from pipelines.tracking.account import Account, AttemptAccount, Cost, total_cost, usd_per_billion
 from trainer.store import Store
 
+OUTSIDE = "outside"  # a phase of the bill, of no attempt
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -72,8 +74,16 @@ def with_cluster_hours(account: Account, intervals: Iterable[Interval]) -> Accou
         for one in reconcile(account, intervals)
         if one.hours > 0
     )
+    if not outside.hours:
+        return account
     total = total_cost([account.total, outside])
-    return replace(account, total=total, outside=outside, usd_per_billion_tokens=usd_per_billion(total, account.tokens))
+    return replace(
+        account,
+        total=total,
+        outside=outside,
+        by_phase=account.by_phase | {OUTSIDE: outside},
+        usd_per_billion_tokens=usd_per_billion(total, account.tokens),
+    )
 
 
 def reconcile(account: Account, intervals: Iterable[Interval]) -> list[Difference]:

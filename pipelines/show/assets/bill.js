@@ -25,6 +25,7 @@ const PHASES = {  // in this order: color and meaning
   idle: ["idle", "billed, without any work"],
   redone: ["redone", "steps repeated after a loss"],
   lost: ["waste", "after the last heartbeat"],
+  outside: ["waste", "machines up outside all attempts, by SkyPilot's clock"],
 };
 const phaseColor = (phase) => PHASES[phase]?.[0] ?? "prepare";
 const inOrder = (phases) => [...new Set([...Object.keys(PHASES), ...Object.keys(phases)])].filter((p) => p in phases);
