@@ -17,7 +17,9 @@ PEAK_FLOPS = {
     "H200": 989e12,
     "A100": 312e12,
 }
-MFU_FORMULA = "MFU = tokens/s x (6N + 12·L·C·T) / (GPUs x dense bf16 peak), N without position embeddings"
+MFU_FORMULA = (
+    "MFU = tokens/s x (6N + 12·L·C·T) / (GPUs x dense bf16 peak), N without position embeddings, vocabulary padded"
+)
 
 
 class PhaseClock:

@@ -336,10 +336,13 @@ def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[Measu
             n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision, machine or "")
             where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine or 'CPU'}"
             found.append(MeasuredRun(n, machine or "", beat.nodes, engine, 0.0, median(steps), where))
+        if len(found) == MOST_ATTEMPTS:
+            break
     return found
 
 
 SPEED = "perf/tokens_per_second"
+MOST_ATTEMPTS = 10  # of a run that was preempted often
 SEGMENT, SEGMENTS = re.compile(r"/step-\d+-a(\d+)\.jsonl$"), 10  # of metrics; a day of a run writes thousands
 
 
