@@ -77,7 +77,10 @@ def refuse_second_launch(store: Store, run: str) -> None:
     claim = read_claim(store, entry) if entry else None
     unfinished = sorted({task.job for task in tasks if not task.over})
     if unfinished:
-        by = f", launched by {claim.by}" if claim and claim.jobs[-1:] == unfinished[-1:] else ""
+        ours = claim and (
+            not claim.jobs or unfinished[-1] in claim.jobs
+        )  # SkyPilot knows the job before its claim does
+        by = f", launched by {claim.by}" if claim and ours else ""
         raise UserError(
             f"launch: {run} has job {unfinished[-1]}{by}, which is not over; see `skytrain status {run}`, or end it "
             f"with `skytrain stop {run}`"

@@ -107,6 +107,11 @@ def test_a_launch_is_refused_until_the_job_before_it_is_over(store: LocalStore, 
     sky.jobs[8] = "RECOVERING"
     with pytest.raises(UserError, match="job 8"):
         refuse_second_launch(store, RUN)
+    claim = newest(store)
+    store.put(claim.key, replace(claim, jobs=[]).to_json())  # its launch has not named the job yet
+    with pytest.raises(UserError, match=r"has job 8, launched by "):
+        launched(store)
+    store.put(claim.key, claim.to_json())
     for state in ("SUCCEEDED", "CANCELLED"):
         sky.jobs[sky.last] = state
         launched(store)
