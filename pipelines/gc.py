@@ -1,25 +1,43 @@
 """Garbage collection: objects that no manifest and no living or resumable attempt needs.
 
 The ledger (`attempts/`) stays: it is the cost of a run. So do the series (`metrics/`).
+
+Removal is fenced as writing is. In an unfinished artifact gc first takes the next attempt number: an older attempt that
+was frozen meanwhile is then stale and commits nothing, and a new one waits until gc is done. In every artifact the
+records go first, the files last: no record ever names a file that gc has removed.
 """
 
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipelines.artifacts.manifest import FOLDERS, DamagedArtifact, Manifest, read_manifest, scratch
-from pipelines.tracking.ledger import attempt_entries, attempts, is_dead
+from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest, scratch
+from pipelines.tracking.ledger import (
+    HEARTBEAT_SECONDS,
+    Attempt,
+    Meter,
+    attempt_entries,
+    attempts,
+    claim_key,
+    is_dead,
+    this_process,
+)
+from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import UNREADABLE, key_of, read_record
 from trainer.commits import committed_folders, step_of
+from trainer.errors import StaleAttempt
 from trainer.store import PARTIAL, Entry, LocalStore, Store
 
 # A writer changes its file all the time: a file without changes for so long is left from a kill.
 PARTIAL_SECONDS = 3600.0
+GC = "gc"  # in place of the run, in the attempts of gc: no run pays for them
+RECORDS = re.compile(r".*/(?:COMMIT\.json|(?:parts|shards)/[^/]+\.json)")  # each names files
 
 
 @dataclass(frozen=True)
@@ -32,29 +50,89 @@ class Leftover:
     path: Path | None = None  # None: an object of the store
 
 
+@dataclass(frozen=True)
+class Leftovers:
+    """The leftovers of one artifact, or of this machine, in the order of their removal."""
+
+    found: list[Leftover]
+    prefix: str = ""  # of an unfinished artifact, with the attempt to take before the removal
+    attempt: int = 0
+
+
 def leftovers(
     store: Store, home: Path, older_than_days: float, on_damage: Callable[[str], None] = lambda message: None
 ) -> Iterator[Leftover]:
-    """Leftovers in deletion order: a checkpoint's COMMIT.json before its files.
+    """Leftovers in the order of their removal. Nothing is removed."""
+    for one in _leftovers(store, home, older_than_days, on_damage):
+        yield from one.found
+
+
+def collect(
+    store: Store, home: Path, older_than_days: float, on_damage: Callable[[str], None] = lambda message: None
+) -> Iterator[Leftover]:
+    """Remove the leftovers. Yields each one that is removed."""
+    for one in _leftovers(store, home, older_than_days, on_damage):
+        removed = _remove_fenced(store, one, on_damage) if one.attempt else _remove_all(store, one.found)
+        with closing(removed):
+            yield from removed
+
+
+def _remove_all(store: Store, found: list[Leftover]) -> Generator[Leftover, None, None]:
+    for leftover in found:
+        remove(store, leftover)
+        yield leftover
+
+
+def _remove_fenced(store: Store, one: Leftovers, on_damage: Callable[[str], None]) -> Generator[Leftover, None, None]:
+    """Remove leftovers as an attempt on their artifact, unless it is finished or worked on by now."""
+    stage = next(stage for stage, folder in FOLDERS.items() if one.prefix.startswith(f"{folder}/"))
+    now = time.time()
+    beat = Heartbeat(GC, stage, one.attempt, "running", now, now, 0.0, this_process())
+    if not store.create(claim_key(one.prefix, one.attempt), beat.to_json()):
+        return on_damage(f"{store.uri}/{one.prefix}: another process has begun to work on it")
+    with Attempt(store, one.prefix, beat, meter=Meter(None)) as attempt:
+        try:
+            if read_manifest(store, one.prefix):
+                return
+            checked = -math.inf
+            for leftover in one.found:
+                if time.monotonic() - checked > HEARTBEAT_SECONDS:  # so also after this process was frozen
+                    attempt.check()
+                    checked = time.monotonic()
+                remove(store, leftover)
+                yield leftover
+        except StaleAttempt:
+            on_damage(f"{store.uri}/{one.prefix}: another process has begun to work on it")
+        finally:
+            attempt.update(state="interrupted")
+
+
+def _leftovers(
+    store: Store, home: Path, older_than_days: float, on_damage: Callable[[str], None]
+) -> Iterator[Leftovers]:
+    """The leftovers of one artifact after the other, then those of this machine.
 
     In a finished artifact: all files that its manifest does not name. In an unfinished artifact without a living
     attempt: checkpoints without a commit, and all files once they are older than `older_than_days`. On this machine:
     half-written files, and the scratch folders of finished attempts under `home`. The commits that `keep_every_steps`
-    keeps for good stay in any case. An artifact with a damaged manifest stays as it is; `on_damage` gets the error.
+    keeps for good stay in any case. An artifact with an unreadable manifest or heartbeat, damaged or of a newer
+    format, stays as it is; `on_damage` gets the error.
     """
     kept_every = _kept_every(store, on_damage)
     for prefix in artifacts(store):
         try:
-            found = list(_of_artifact(store, prefix, older_than_days))
-        except DamagedArtifact as error:
-            on_damage(str(error))
+            of_artifact = _of_artifact(store, prefix, older_than_days)
+        except UNREADABLE as error:
+            on_damage(_named(f"{store.uri}/{prefix}", error))
             continue
-        kept = _kept_for_good(store, prefix, kept_every(prefix)) if found else ()
-        yield from _commits_first(one for one in found if not one.key.startswith(kept))
+        kept = _kept_for_good(store, prefix, kept_every(prefix)) if of_artifact.found else ()
+        found = _records_first(one for one in of_artifact.found if not one.key.startswith(kept))
+        if found:
+            yield replace(of_artifact, found=found)
     folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
     for folder in folders:
-        yield from _half_written(folder)
-    yield from _scratch(store, home)
+        yield Leftovers(list(_half_written(folder)))
+    yield Leftovers(list(_scratch(store, home, on_damage)))
 
 
 def remove(store: Store, leftover: Leftover) -> None:
@@ -73,22 +151,30 @@ def artifacts(store: Store) -> list[str]:
     return sorted({"/".join(parts[:2]) for parts in keys if len(parts) > 2})
 
 
-def _of_artifact(store: Store, prefix: str, older_than_days: float) -> Iterable[Leftover]:
+def _named(where: str, error: Exception) -> str:
+    """The error of an unreadable record, with its place."""
+    return str(error) if where in str(error) else f"{where}: unreadable ({type(error).__name__}: {error})"
+
+
+def _of_artifact(store: Store, prefix: str, older_than_days: float) -> Leftovers:
     # In this order: of an attempt that commits meanwhile, either its heartbeat is alive or its manifest exists.
     everything = store.entries(f"{prefix}/")
     beats = attempts(store, prefix)
     manifest = read_manifest(store, prefix)
     entries = [e for e in everything if not e.key.startswith(f"{prefix}/attempts/")]
     if manifest:
-        return _unnamed(manifest, entries)
-    newest = max((e.modified for e in everything), default=0.0)
-    if beats and not is_dead(store, beats[-1], newest):
-        return []
-    age_days = (store.clock() - newest) / 86_400
+        return Leftovers(list(_unnamed(manifest, entries)))
+    if beats and not is_dead(store, beats[-1], max((e.modified for e in everything), default=0.0)):
+        return Leftovers([])
+    attempt = beats[-1].attempt + 1 if beats else 1
+    own = tuple(f"{prefix}/attempts/{beat.attempt:04d}/" for beat in beats if beat.run == GC)
+    worked = max((e.modified for e in everything if not e.key.startswith(own)), default=0.0)
+    age_days = (store.clock() - worked) / 86_400
     if age_days >= older_than_days:
         why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
-        return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
-    return _uncommitted(entries)
+        found = [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
+        return Leftovers(found, prefix, attempt)
+    return Leftovers(list(_uncommitted(entries)), prefix, attempt)
 
 
 def _kept_every(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], set[int]]:
@@ -133,8 +219,8 @@ def _uncommitted(entries: list[Entry]) -> Iterator[Leftover]:
             yield Leftover(entry.key, entry.size, "part of a checkpoint without a commit")
 
 
-def _commits_first(found: Iterable[Leftover]) -> list[Leftover]:
-    return sorted(found, key=lambda leftover: not leftover.key.endswith("/COMMIT.json"))
+def _records_first(found: Iterable[Leftover]) -> list[Leftover]:
+    return sorted(found, key=lambda leftover: not RECORDS.fullmatch(leftover.key))
 
 
 def _half_written(root: Path) -> Iterator[Leftover]:
@@ -148,12 +234,16 @@ def _half_written(root: Path) -> Iterator[Leftover]:
                     yield Leftover(key, status.st_size, "a half-written file", path)
 
 
-def _scratch(store: Store, home: Path) -> Iterator[Leftover]:
+def _scratch(store: Store, home: Path, on_damage: Callable[[str], None]) -> Iterator[Leftover]:
     """Scratch folders of finished attempts on this machine."""
     top = scratch(home, store, "")
     for folder in sorted(top.glob("*/*/a[0-9]*")):
         prefix = folder.parent.relative_to(top).as_posix()
-        beats = {f"a{beat.attempt:04d}": beat for beat in attempts(store, prefix)}
+        try:
+            beats = {f"a{beat.attempt:04d}": beat for beat in attempts(store, prefix)}
+        except UNREADABLE as error:
+            on_damage(f"{folder}, because of its attempts: {_named(f'{store.uri}/{prefix}', error)}")
+            continue
         stored = max((entry.modified for _, entry in attempt_entries(store, prefix)), default=0.0)
         attempt, _, _ = folder.name.partition("-node")  # a worker node has its own folder
         if attempt not in beats or is_dead(store, beats[attempt], stored):

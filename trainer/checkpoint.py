@@ -304,6 +304,10 @@ class Checkpointer:
         )
         if store is self.store:
             self._check_current(step)
+        stored = {entry.key: entry.size for entry in store.entries(f"{save.folder}/")}
+        for file in files:
+            if stored.get(key := f"{save.folder}/{file.name}") != file.size:
+                raise StoreUnavailable(f"{store.uri}/{key}: removed before its commit")
         return store.create(f"{save.folder}/COMMIT.json", commit.encode())
 
     def _check_current(self, step: int) -> None:

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from trainer.errors import UserError
+from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store, checked_key, sha256_of
 
 FORMAT = 1
@@ -159,11 +159,18 @@ def find(store: Store, plan: ArtifactPlan) -> Manifest | None:
 
 
 def commit(store: Store, manifest: Manifest) -> Manifest:
-    """Make the artifact exist. If another process has committed it first, return that manifest."""
-    if store.create(key_of(manifest.prefix), manifest.to_json()):
+    """Make the artifact exist. If another process has committed it first, return that manifest.
+
+    StoreUnavailable if the store lost a file of it meanwhile: the next attempt makes that again.
+    """
+    stored = {entry.key: entry.size for entry in store.entries(f"{manifest.prefix}/")}
+    lost = [key for file in manifest.files if stored.get(key := f"{manifest.prefix}/{file.key}") != file.size]
+    if not lost and store.create(key_of(manifest.prefix), manifest.to_json()):
         return manifest
     winner = read_manifest(store, manifest.prefix)
-    assert winner is not None
+    if winner is None:
+        assert lost, f"{key_of(manifest.prefix)} was removed"
+        raise StoreUnavailable(f"{store.uri}/{lost[0]}: removed before {key_of(manifest.prefix)} was written")
     return winner
 
 

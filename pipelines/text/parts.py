@@ -106,6 +106,8 @@ def parts_of_node(rank: int, nodes: int, parts: int) -> range:
 def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
     """Make the missing shards of a node's parts, one part after the other. Yields the progress after each shard."""
     receipts = {part: read_receipts(job, part) for part in job.parts}
+    stored = {entry.key: entry.size for entry in job.store.entries(f"{job.plan.prefix}/")}  # older than their receipts
+    receipts = {part: without_lost(job, part, known, stored) for part, known in receipts.items()}
     before = sum(receipt.tokens for part in receipts.values() for receipt in part)
     if shards := sum(map(len, receipts.values())):
         job.note(f"  {shards} shards exist from an earlier attempt")
@@ -196,6 +198,19 @@ def read_receipts(job: PartsJob, part: int) -> list[ShardReceipt]:
         while one := _receipts_in(job.store, receipt_key(job, part, len(receipts)), job.note):
             receipts += one
     return receipts
+
+
+def without_lost(job: PartsJob, part: int, receipts: list[ShardReceipt], stored: dict[str, int]) -> list[ShardReceipt]:
+    """The receipts up to the first shard that the store lost. The records of lost shards are removed: they are made
+    again."""
+    lost = [n for n, r in enumerate(receipts) if stored.get(f"{job.plan.prefix}/{r.file.key}") != r.file.size]
+    if not lost:
+        return receipts
+    job.note(f"  {len(lost)} shards of {job.store.uri}/{job.plan.prefix} are missing; they are made again")
+    job.store.delete(finished_key(job.plan, part))
+    for index in lost:
+        job.store.delete(receipt_key(job, part, index))
+    return receipts[: lost[0]]
 
 
 def finished_part(

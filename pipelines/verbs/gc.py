@@ -16,17 +16,14 @@ def gc(
 ) -> None:
     """Remove every object that no manifest and no running or resumable attempt needs."""
     from pipelines.artifacts.store import open_store
-    from pipelines.gc import leftovers, remove
+    from pipelines.gc import collect, leftovers
     from pipelines.show.console import say
 
     opened = open_store(store_uri(store))
     count = size = 0
     damaged: list[str] = []
-    # `leftovers` examines one artifact at a time, just before its objects are removed here.
-    for leftover in leftovers(opened, home(), older_than_days, damaged.append):
+    for leftover in (leftovers if dry_run else collect)(opened, home(), older_than_days, damaged.append):
         say(f"{leftover.size:>15,}  {leftover.path or leftover.key}  ({leftover.why})")
-        if not dry_run:
-            remove(opened, leftover)
         count, size = count + 1, size + leftover.size
     verb = "would be removed" if dry_run else "removed"
     say(f"{count} objects, {size:,} bytes {verb} in {opened.uri}")

@@ -1,5 +1,6 @@
 """Garbage collection removes what nothing needs, and nothing else."""
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -23,10 +24,11 @@ from run_records import (
 
 from pipelines import gc
 from pipelines.artifacts.manifest import ArtifactPlan, File, scratch
-from pipelines.gc import Leftover, leftovers, remove
-from pipelines.tracking.ledger import this_process
+from pipelines.gc import Leftover, collect, leftovers, remove
+from pipelines.tracking.ledger import Attempt, attempts, is_alive, this_process
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.verbs.gc import gc as verb_gc
+from trainer.errors import StaleAttempt
 from trainer.store import PARTIAL, LocalStore
 
 DAY = 86_400.0
@@ -255,6 +257,89 @@ def test_a_dry_run_lists_everything_and_deletes_nothing(
     assert store.get(torn) is None and not folder.exists()
     verb_gc(store=store.uri)
     assert capsys.readouterr().out == f"0 objects, 0 bytes removed in {store.uri}\n"
+
+
+def abandoned(store: LocalStore) -> dict[str, list[str]]:
+    """Records of an unfinished artifact of each kind, 30 days old, with the files that they name."""
+    tokens, checkpoint = PLANS["tokenize"].prefix, f"{TRAIN}/checkpoints/step-00000004-a0001"
+    shards = [f"{tokens}/a0001/train_{n:06d}.bin" for n in range(2)]
+    named = {f"{tokens}/shards/{n:06d}.json": [shard] for n, shard in enumerate(shards)}
+    named |= {f"{tokens}/parts/00.json": shards, f"{checkpoint}/COMMIT.json": [f"{checkpoint}/a.st"]}
+    for key in {*named, *(file for files in named.values() for file in files)}:
+        put(store, key)
+    for stage in ("tokenize", "train"):
+        attempted(store, stage, state="running", process=GONE)
+    age_all(store, days=30.0)
+    return named
+
+
+def test_no_record_names_a_file_that_gc_removed_wherever_it_is_killed(store: LocalStore, tmp_path: Path) -> None:
+    named = abandoned(store)
+    removed = 0
+    for _ in collect(store, tmp_path, 7.0):
+        removed += 1
+        keys = {entry.key for entry in store.entries("")}
+        assert all(file in keys for record, files in named.items() if record in keys for file in files)
+    assert removed == 7
+
+
+def test_an_attempt_that_was_frozen_while_gc_removed_its_files_is_stale(store: LocalStore, tmp_path: Path) -> None:
+    abandoned(store)
+    frozen = Attempt(store, TRAIN, Heartbeat(RUN, "train", 1, "running", 0.0, 0.0, 0.0, GONE))
+    frozen.check()
+    assert list(leftovers(store, tmp_path, 7.0)) and not frozen.superseded()
+    for leftover in collect(store, tmp_path, 7.0):
+        assert not leftover.key.startswith(TRAIN) or frozen.superseded()
+    with pytest.raises(StaleAttempt):
+        frozen.check()
+
+
+def test_a_run_that_begins_waits_until_gc_is_done(store: LocalStore, tmp_path: Path) -> None:
+    abandoned(store)
+    for leftover in collect(store, tmp_path, 7.0):
+        prefix = "/".join(leftover.key.split("/")[:2])
+        assert is_alive(attempts(store, prefix)[-1])
+        others: list[str] = []
+        assert not any(one.key.startswith(prefix) for one in leftovers(store, tmp_path, 7.0, others.append))
+    assert [is_alive(attempts(store, PLANS[stage].prefix)[-1]) for stage in ("tokenize", "train")] == [False, False]
+    assert list(leftovers(store, tmp_path, 0.0)) == []
+
+
+def test_gc_that_a_run_has_overtaken_removes_nothing_more(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "HEARTBEAT_SECONDS", -1.0)  # as if it was frozen before each object
+    abandoned(store)
+    notes: list[str] = []
+    going = collect(store, tmp_path, 7.0, notes.append)
+    first = next(going)
+    tokens = PLANS["tokenize"].prefix
+    assert first.key.startswith(tokens)
+    attempted(store, "tokenize", 3, state="running", process=this_process())
+    assert not [one for one in going if one.key.startswith(tokens)]
+    assert notes == [f"{store.uri}/{tokens}: another process has begun to work on it"]
+
+
+def test_gc_kept_from_removing_does_not_make_an_artifact_younger(store: LocalStore, tmp_path: Path) -> None:
+    abandoned(store)
+    going = collect(store, tmp_path, 7.0)
+    next(going)
+    going.close()  # type: ignore[attr-defined]
+    assert len(found(store, tmp_path)) == 6
+
+
+def test_gc_of_everything_passes_over_records_of_a_newer_skytrain_and_names_them(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    named = abandoned(store)
+    tokens = PLANS["tokenize"].prefix
+    beat = json.loads(store.get(f"{tokens}/attempts/0001/heartbeat.json") or b"")
+    for newer, reason in (({"format": 2}, "format 2"), ({"mood": "good"}, "mood")):
+        store.put(f"{tokens}/attempts/0001/heartbeat.json", json.dumps(beat | newer).encode())
+        notes: list[str] = []
+        going = {one.key for one in leftovers(store, tmp_path, 0.0, notes.append)}
+        assert going == {key for record, files in named.items() for key in (record, *files) if key.startswith(TRAIN)}
+        assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}") and reason in notes[0]
 
 
 def test_an_empty_store_has_no_leftovers(store: LocalStore, tmp_path: Path) -> None:

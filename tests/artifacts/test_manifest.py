@@ -33,7 +33,7 @@ from pipelines.artifacts.manifest import (
     scratch,
     upload,
 )
-from trainer.errors import UserError
+from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -103,6 +103,17 @@ def test_one_of_many_simultaneous_commits_wins_and_all_return_its_manifest(store
     with ThreadPoolExecutor(racers) as pool:
         returned = list(pool.map(race, range(1, racers + 1)))
     assert {m.attempt for m in returned} == {find(store, PLAN).attempt}  # type: ignore[union-attr]
+
+
+def test_no_manifest_names_a_file_that_the_store_lost(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(BODY)
+    file = upload(store, PLAN.prefix, 1, tmp_path / "weights.bin")
+    store.delete(f"{PLAN.prefix}/{file.key}")
+    with pytest.raises(StoreUnavailable, match=f"{PLAN.prefix}/{file.key}: removed before"):
+        commit(store, manifest_of(PLAN, (file,)))
+    assert find(store, PLAN) is None
+    other = commit(store, manifest_of(PLAN, (upload(store, PLAN.prefix, 2, tmp_path / "weights.bin"),), attempt=2))
+    assert commit(store, manifest_of(PLAN, (file,))) == other
 
 
 def test_attempts_never_overwrite_each_others_files(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pipelines.recipe import load_recipe
 from pipelines.stages import tokenize
 from pipelines.stages.tokenize import check_split, forget_removed_artifact
 from pipelines.text import tokenizer
-from pipelines.text.parts import PartsProgress, make_parts
+from pipelines.text.parts import PartsProgress, finished_part, make_parts
 from pipelines.text.split import SplitShard
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
@@ -41,6 +41,19 @@ def test_a_finished_artifact_without_its_manifest_is_made_again(tmp_path: Path) 
     assert ended(2, "done").new == 0
     assert ended(3, "interrupted").new == 12_336  # a shard was damaged, and the manifest removed as advised
     assert ended(4, "interrupted").new == 0  # the shard that attempt 3 made again is kept
+
+
+def test_shards_that_the_store_lost_are_made_again(tmp_path: Path) -> None:
+    files = FourFiles(tmp_path)
+    *_, before = make_parts(files.job(range(3), tmp_path / "store", 1))
+    mine = files.job(range(3), tmp_path / "store", 2)
+    shards = [e.key for e in mine.store.entries(f"{mine.plan.prefix}/a0001/")]
+    mine.store.delete(shards[-1])
+    *_, again = make_parts(mine)
+    assert again.stored == before.stored and 0 < again.new < before.new
+    stored = {entry.key for entry in mine.store.entries("")}
+    parts = [finished_part(mine.store, mine.plan, part) for part in range(3)]
+    assert all(part is not None and {f"{mine.plan.prefix}/{r.file.key}" for r in part} <= stored for part in parts)
 
 
 @pytest.mark.parametrize(

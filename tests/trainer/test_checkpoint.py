@@ -192,6 +192,24 @@ def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, mo
     assert committed_steps(first.store) == [] and len(log.uncommitted) == 1
 
 
+def test_no_commit_names_a_file_that_the_store_lost_and_the_commit_before_stays(tmp_path: Path) -> None:
+    """As if gc ran while the attempt was frozen between its upload and its commit."""
+    committed(LocalStore(tmp_path), 1, keep_last=1)
+    one = checkpointer(LocalStore(tmp_path), attempt=2, keep_last=1)
+
+    def superseded() -> bool:
+        for path in tmp_path.glob("run/checkpoints/step-00000002-a0002/*.safetensors"):
+            path.unlink()
+        return False
+
+    one.superseded = superseded
+    one.save(TrainState(step=2), pieces(2.0), log := quiet_log(2))
+    with pytest.raises(StoreUnavailable, match="step-00000002-a0002/rank-00000-of-00001.safetensors: removed before"):
+        one.finish(log)
+    assert committed_steps(LocalStore(tmp_path)) == [1]
+    assert loaded(checkpointer(LocalStore(tmp_path), attempt=3))[0] == 1
+
+
 def test_a_slow_rank_has_longer_to_upload_a_larger_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert receipt_seconds(0) == 300 and receipt_seconds(9_000_000_000) == 1200
     monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 0.0)
