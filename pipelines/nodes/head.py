@@ -5,6 +5,7 @@ node is a worker: it keeps a connection to the head, which asks it to make its p
 ranks. Nodes share only the files in the store. Once a node is gone, all nodes exit, and the same command resumes.
 """
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError
 from trainer.process import Background, StopSignal
 
 LEAVE_SECONDS = 10.0  # for the workers to receive the end
+EXIT_SECONDS = 5.0  # for their processes to end
 
 
 class Head:
@@ -57,6 +59,8 @@ class Head:
             time.sleep(0.05)
         assert self._listener
         self._listener.close()
+        if error is not None:
+            let_workers_exit_first(self.address)
 
     def wait_for_workers(self, own_processes: int) -> int:
         """Wait until every node is connected. Returns the number of ranks on all nodes."""
@@ -169,3 +173,13 @@ class Head:
                 self._results[node] = result
             case PartsProgress():
                 self._progress[node] = message
+
+
+def let_workers_exit_first(address: NodeAddress) -> None:
+    """Wait before the head of several nodes exits with an error in a Slurm job.
+
+    srun kills the processes of the other nodes as soon as one exits with an error, and returns the highest code: 143,
+    after which no managed job recovers, instead of 75.
+    """
+    if address.count > 1 and "SLURM_JOB_ID" in os.environ:
+        time.sleep(EXIT_SECONDS)

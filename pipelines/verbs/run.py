@@ -4,7 +4,6 @@ import json
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from pipelines.stage import Pipeline
     from trainer.process import StopSignal
     from trainer.store import Store
-
-# For the workers to leave first, after the record of the head's death: srun would kill them, and return their code.
-WORKERS_SECONDS = 4.0
 
 
 def run(
@@ -173,6 +169,7 @@ def after_signal(
     """The exception that ends a run on this node after a signal has ended its command. Recorded in the store."""
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes.address import this_node
+    from pipelines.nodes.head import let_workers_exit_first
     from pipelines.nodes.torchrun import signal_name
     from pipelines.stage import record_death, run_name
     from pipelines.tracking.stop_request import read_stop_request
@@ -181,8 +178,7 @@ def after_signal(
     if this_node().rank or number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         return Interrupted(cause)  # the head detects that this node is gone; the others ask for a stop
     ending = record_death(store, plans, until, billing_here(price_per_hour), cause)
-    if this_node().count > 1:
-        time.sleep(WORKERS_SECONDS)
+    let_workers_exit_first(this_node())
     if unless_stopped and (request := read_stop_request(store, run_name(plans))):
         return Stopped(str(request))
     return ending
