@@ -49,7 +49,8 @@ class Store(Protocol):
 
     def create(self, key: str, body: bytes) -> bool:
         """Store `body` unless the key exists. Returns whether this call stored it: one of several racers gets True.
-        Racers must have different bodies (include an id): after a lost answer, the bytes show whose body it is."""
+        Racers must have different bodies (include an id): after a lost answer, or a refusal of a request that was
+        delivered twice, the bytes show whose body it is."""
         ...
 
     def put(self, key: str, body: bytes) -> None:

@@ -1,8 +1,8 @@
 """The store in a bucket, and `open_store`, which opens the store of a URI.
 
 boto3 makes one attempt a request; tenacity, only in this module, decides about another one. Transient errors are
-retried until the time limit and then raise StoreUnavailable. Permanent errors raise UserError at once, with the request
-and the remedy.
+retried until the time limit and then raise StoreUnavailable. So do answers that no S3 server gives: a proxy's page, an
+error or a success without its body. Permanent errors raise UserError at once, with the request and the remedy.
 
 A refusal (wrong or expired credentials, no rights, no such bucket) is permanent at the first request of its kind. Once
 the server has accepted such a request, a refusal is transient: credentials are renewed, policies corrected, buckets
@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from pipelines.artifacts.outage import LOGGER, Outage
 from trainer.config import seconds_from_environment
-from trainer.errors import StoreUnavailable, UserError
+from trainer.errors import StoreUnavailable, UserError, cut
 from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, replacing
 
 log = logging.getLogger(LOGGER)
@@ -52,7 +52,7 @@ TRANSIENT_CODES = {
     "RequestTimeout", "RequestTimeoutException", "ConditionalRequestConflict", "OperationAborted",
     "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
 }  # fmt: skip
-TRANSIENT_STATUS = {408, 429}
+TRANSIENT_STATUS = {408, 409, 429}
 
 # The remedies of permanent errors.
 REMEDIES = {
@@ -77,7 +77,16 @@ REMEDIES = {
 # The source may have newer credentials than this process: a renewed session in ~/.aws, a rotated key.
 OUTDATED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidAccessKeyId"}
 # An answer without a body (HEAD) has no error code, only a status.
-CODE_OF_STATUS = {"301": "PermanentRedirect", "403": "AccessDenied", "501": "NotImplemented"}
+CODE_OF_STATUS = {
+    "301": "PermanentRedirect",
+    "403": "AccessDenied",
+    "412": "PreconditionFailed",
+    "501": "NotImplemented",
+}
+
+
+class OddAnswer(Exception):
+    """A successful answer that lacks what every S3 server sends: something else has answered."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +117,16 @@ class S3Store:
         return f"S3Store({self.uri!r})"
 
     def create(self, key: str, body: bytes) -> bool:
-        def attempt(number: int) -> bool:
+        def attempt(_: int) -> bool:
             try:
                 self._put_object(key, body, IfNoneMatch="*")
                 return True
             except self._client.exceptions.ClientError as error:
-                if _code(error) not in ("PreconditionFailed", "412"):
+                if _code(error) != "PreconditionFailed":
                     raise
-            # The server may have stored our earlier attempt and its answer was lost: then we have created the object.
-            return number > 1 and self._get_object(key) == body
+            # The server may have stored the body that it refuses now: an earlier attempt whose answer was lost, or
+            # this one, delivered twice. Then we have created the object.
+            return self._get_object(key) == body
 
         return self._until_answered(f"create {self._uri_of(key)}", attempt)
 
@@ -162,7 +172,7 @@ class S3Store:
 
             def fetch(start: int) -> None:
                 def attempt(_: int) -> None:
-                    answer = self._client.get_object(**where, Range=_range(start), IfMatch=etag)
+                    answer = _sound(self._client.get_object(**where, Range=_range(start), IfMatch=etag), "ETag")
                     _copy_range(answer, file, start)
 
                 self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
@@ -177,7 +187,10 @@ class S3Store:
         request = {"Bucket": self.bucket, "Prefix": self.prefix + prefix}
         found: list[S3Object] = []
         while True:
-            page = self._until_answered(f"list {self.uri}/{prefix}", lambda _: self._client.list_objects_v2(**request))
+            page = self._until_answered(
+                f"list {self.uri}/{prefix}",
+                lambda _: _sound(self._client.list_objects_v2(**request), "IsTruncated"),  # else: an empty listing
+            )
             found += [
                 S3Object(item["Key"][len(self.prefix) :], item["Size"], item["ETag"], item["LastModified"].timestamp())
                 for item in page.get("Contents", [])
@@ -195,9 +208,9 @@ class S3Store:
         def attempt(_: int) -> bytes:
             try:
                 answer = self._client.get_object(**where, Range=_range(start, size), IfMatch=found.etag)
-                return answer["Body"].read()
+                return _sound(answer, "ETag")["Body"].read()
             except self._client.exceptions.ClientError as error:
-                if _code(error) in ("PreconditionFailed", "412", "NoSuchKey"):
+                if _code(error) in ("PreconditionFailed", "NoSuchKey"):
                     raise UserError(f"{self._uri_of(found.key)}: changed while it was read; run again") from None
                 raise
 
@@ -221,11 +234,13 @@ class S3Store:
 
     def _put_object(self, key: str, body: bytes, **conditions: str) -> None:
         # The server compares the MD5 before it stores: a damaged body never becomes an object.
-        self._client.put_object(Bucket=self.bucket, Key=self._full(key), Body=body, ContentMD5=_md5(body), **conditions)
+        where = {"Bucket": self.bucket, "Key": self._full(key)}
+        _sound(self._client.put_object(**where, Body=body, ContentMD5=_md5(body), **conditions), "ETag")
 
     def _get_object(self, key: str, **options: str) -> bytes | None:
         try:
-            return self._client.get_object(Bucket=self.bucket, Key=self._full(key), **options)["Body"].read()
+            answer = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **options)
+            return _sound(answer, "ETag")["Body"].read()
         except self._client.exceptions.ClientError as error:
             if _code(error) == "NoSuchKey":
                 return None
@@ -234,7 +249,7 @@ class S3Store:
     def _first_range(self, where: dict[str, str], file: Any, key: str) -> tuple[int, str]:
         """Fetch the start of the object; returns its whole size and the ETag that later ranges must match."""
         try:
-            answer = self._client.get_object(**where, Range=_range(0))
+            answer = _sound(self._client.get_object(**where, Range=_range(0)), "ETag")
         except self._client.exceptions.ClientError as error:
             if _code(error) == "NoSuchKey":
                 raise FileNotFoundError(2, "no such object", self._uri_of(key)) from None
@@ -257,7 +272,8 @@ class S3Store:
         token = uuid.uuid4().hex
         what = f"put {self._uri_of(key)}"
         begun = self._until_answered(
-            what, lambda _: self._client.create_multipart_upload(**where, Metadata={"upload": token})
+            what,
+            lambda _: _sound(self._client.create_multipart_upload(**where, Metadata={"upload": token}), "UploadId"),
         )
         upload = where | {"UploadId": begun["UploadId"]}
         part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
@@ -266,14 +282,16 @@ class S3Store:
             body = read((number - 1) * part_bytes, part_bytes)
             # No MD5, which would be half of the work: the signature covers the body's sha256, and the server checks it.
             request = upload | {"PartNumber": number, "Body": body}
-            sent = self._until_answered(f"{what} part {number}", lambda _: self._client.upload_part(**request))
+            sent = self._until_answered(
+                f"{what} part {number}", lambda _: _sound(self._client.upload_part(**request), "ETag")
+            )
             return {"PartNumber": number, "ETag": sent["ETag"]}
 
-        def complete(attempt: int) -> None:
+        def complete(_: int) -> None:
             try:
-                self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+                _sound(self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}), "ETag")
             except self._client.exceptions.ClientError as error:
-                ours = attempt > 1 and _code(error) == "NoSuchUpload" and self._upload_of(where) == token
+                ours = _code(error) == "NoSuchUpload" and self._upload_of(where) == token
                 if not ours:
                     raise
 
@@ -422,14 +440,16 @@ def _is_transient(error: BaseException) -> bool:
     from botocore.parsers import ResponseParserError
 
     if isinstance(error, exceptions.ClientError):
-        status = _status(error)
-        return _code(error) in TRANSIENT_CODES or status in TRANSIENT_STATUS or (status >= 500 and status != 501)
+        status, code = _status(error), _code(error)
+        odd = not code or code.isdigit()  # the body is not the XML of an error
+        return odd or code in TRANSIENT_CODES or status in TRANSIENT_STATUS or (status >= 500 and status != 501)
     if isinstance(error, exceptions.SSLError):
         return "CERTIFICATE_VERIFY_FAILED" not in str(error)
     connection_errors = (
         exceptions.ConnectionError,  # refused, no such host (yet)
         exceptions.HTTPClientError,  # reset, timed out, closed half-way
         exceptions.IncompleteReadError,
+        OddAnswer,
         ResponseParserError,
         exceptions.CredentialRetrievalError,  # a short failure of the instance's metadata service
         exceptions.MetadataRetrievalError,
@@ -452,7 +472,7 @@ def _is_refusal(error: BaseException) -> bool:
     from botocore import exceptions
 
     if isinstance(error, exceptions.ClientError):
-        return _status(error) in (401, 403) or CODE_OF_STATUS.get(_code(error), _code(error)) in REMEDIES
+        return _status(error) in (401, 403) or _code(error) in REMEDIES
     return _outdated(error) or isinstance(error, _credential_errors())
 
 
@@ -478,13 +498,15 @@ def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) 
     if _is_transient(error):
         return StoreUnavailable(f"{where}: no success within {time_limit_s:g} s; last: {_brief(error)}")
     if isinstance(error, exceptions.ClientError):
-        code = CODE_OF_STATUS.get(_code(error), _code(error))
+        code = _code(error)
         if code in REMEDIES:
             return UserError(f"{where}: {REMEDIES[code]} ({code})")
         if code == "PreconditionFailed":
             return StoreUnavailable(f"{where}: another process replaced the object while it was read")
         if code == "NoSuchUpload":
             return StoreUnavailable(f"{where}: the server dropped the unfinished upload")
+        said = cut(" ".join(str(error.response.get("Error", {}).get("Message", "")).split()))
+        return UserError(f"{where}: the server refused it: {said or 'no reason given'} ({_brief(error)})")
     if _outdated(error):
         return UserError(f"{where}: {REMEDIES['ExpiredToken']}")
     if isinstance(error, _credential_errors()):
@@ -499,8 +521,17 @@ def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) 
     return error
 
 
+def _sound(answer: dict[str, Any], field: str) -> dict[str, Any]:
+    """`answer` itself if it has the field that every S3 server sends; OddAnswer otherwise."""
+    if field not in answer:
+        raise OddAnswer(f"no {field} in the answer")
+    return answer
+
+
 def _code(error: Any) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
+    """The code of an error: a word; digits or nothing if the server sent no such body."""
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    return CODE_OF_STATUS.get(code, code)
 
 
 def _status(error: Any) -> int:

@@ -345,7 +345,8 @@ class MlflowServer:
 class Fault:
     """One kind of failure.
 
-    - status: respond with this error; the server does not get the request.
+    - status: respond with this error; the server does not get the request. With `body`: respond with these bytes.
+    - twice: pass the request to the server twice, and respond with its second answer.
     - forward: pass the request to the server, then close the connection without a response. Without `status` and
       `forward`, the connection closes before the server gets the request.
     - body_bytes: pass the response on, but cut its body after so many bytes.
@@ -361,6 +362,8 @@ class Fault:
     reset_at: int | None = None
     damage: bool = False
     silence_s: float = 0
+    body: bytes | None = None
+    twice: bool = False
 
 
 @dataclass
@@ -427,7 +430,11 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
             self.proxy.stopping.wait(fault.silence_s)
         if fault.status is not None:
             text = f"<Error><Code>{fault.code}</Code><Message>a fault of the test</Message></Error>".encode()
-            self._answer(fault.status, [("Content-Type", "application/xml")], text)
+            kind = "application/xml" if fault.body is None else "text/html"
+            self._answer(fault.status, [("Content-Type", kind)], text if fault.body is None else fault.body)
+        elif fault.twice:
+            self._ask(body)
+            self._answer(*self._ask(body))
         elif fault.damage:
             self._answer(*self._ask(bytes([body[0] ^ 1]) + body[1:]))
         elif fault.body_bytes is not None:
