@@ -169,8 +169,12 @@ def terminal_width() -> int:
 
 
 def wrapped(text: str, indent: str = "  ") -> str:
-    """Text at the terminal's width, escaped as markup, its further lines indented. No word is broken."""
-    return escape(broken(text, columns(), indent))
+    """Text at the terminal's width, at most 100, escaped as markup, its further lines indented. No word is broken.
+
+    In a pipe or a file the text stays one line, so that `grep` finds it.
+    """
+    width = shutil.get_terminal_size((0, 0)).columns
+    return escape(broken(text, min(CARD_COLUMNS, width), indent) if width else text)
 
 
 def hanging(text: str, indent: str) -> str:
