@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from trainer.errors import StoreUnavailable, UserError
+from trainer.errors import StoreUnavailable, UserError, refuse_newer
 from trainer.store import LocalStore, Store, checked_key, sha256_of
 
 FORMAT = 1
@@ -108,8 +108,7 @@ class Manifest:
     def from_json(cls, body: bytes) -> Self:
         """ValueError, TypeError, KeyError or AttributeError for a damaged manifest; UserError for a newer format."""
         values = json.loads(body)
-        if (written := values.get("format", FORMAT)) != FORMAT:
-            raise UserError(f"a manifest of format {written}; this version reads format {FORMAT}: upgrade skytrain")
+        refuse_newer("a manifest", values, cls, FORMAT)
         return cls(**values | {"files": tuple(File.from_json(file) for file in values["files"])})
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
-from trainer.errors import UserError
+from trainer.errors import refuse_newer
 
 FORMAT = 1
 
@@ -168,8 +168,8 @@ class Heartbeat:
     def from_json(cls, body: bytes) -> Self:
         """ValueError, TypeError or KeyError for a damaged record, UserError for one of a newer format."""
         values = json.loads(body)
-        if (written := values.pop("format", FORMAT)) != FORMAT:
-            raise UserError(f"a heartbeat of format {written}; this version reads format {FORMAT}: upgrade skytrain")
+        refuse_newer("a heartbeat", values, cls, FORMAT)
+        values.pop("format", None)
         typed = {
             "process": ProcessId.from_json(values.get("process", {})),
             "progress": Progress.from_json(values.get("progress", {})),

@@ -21,12 +21,16 @@ from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, is_alive,
 from pipelines.tracking.records import FORMAT, Heartbeat
 from trainer.commits import series
 from trainer.config import explain, tokens_before
-from trainer.errors import UserError
+from trainer.errors import UserError, cut, refuse_newer
 from trainer.store import Store
 
 # What reading raises for records that are damaged or of another version. UserError is a ValueError; a store that does
 # not answer raises none of these.
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+
+class DamagedRecord(UserError):
+    """The record of a run is unreadable."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,14 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, body: bytes) -> Self:
-        """ValueError or TypeError for a damaged record, UserError for one of a newer format."""
+        """ValueError, TypeError or AttributeError for a damaged record, UserError for one of a newer skytrain."""
         values = json.loads(body)
-        if (written := values.pop("format", FORMAT)) != FORMAT:
-            raise UserError(f"a run's record of format {written}; this version reads format {FORMAT}: upgrade skytrain")
-        return cls(**values)
+        refuse_newer("a run's record", values, cls, FORMAT)
+        values.pop("format", None)
+        found = cls(**values)
+        if not all(isinstance(part, dict) for part in (found.recipe, found.prefixes, found.earlier)):
+            raise TypeError("recipe, prefixes and earlier are no objects")
+        return found
 
 
 @dataclass(frozen=True)
@@ -254,7 +261,11 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
     """Record that a run starts or resumes. Stages of earlier starts stay in the record."""
     prefixes = {s: plans[s].prefix for s in list(plans)[: list(plans).index(until) + 1]}
     earlier: dict[str, list[str]] = {}
-    if before := read_record(store, run):
+    try:
+        before = read_record(store, run)
+    except DamagedRecord:
+        before = None  # this start writes it again, as the message advises
+    if before:
         for stage, now in prefixes.items():
             known = before.all_prefixes(stage) if stage in before.prefixes else []
             earlier[stage] = [prefix for prefix in known if prefix != now]
@@ -271,8 +282,10 @@ def read_record(store: Store, run: str) -> RunRecord | None:
         return RunRecord.from_json(body) if body else None
     except UserError as error:
         raise UserError(f"{store.uri}/{key_of(run)}: {error}") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{store.uri}/{key_of(run)}: damaged ({error!r}); run its recipe to write it again") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedRecord(
+            f"{store.uri}/{key_of(run)}: damaged ({cut(repr(error))}); run its recipe to write it again"
+        ) from error
 
 
 def key_of(run: str) -> str:

@@ -146,7 +146,6 @@ def rotten(**changes: Any) -> bytes:
         rotten(fingerprint=7),
         rotten(label="other"),
         rotten(stage="unknown"),
-        rotten(surprise=1),
         rotten(files=[{"name": "x"}]),
         rotten(files=7),
     ],
@@ -159,6 +158,16 @@ def test_a_damaged_manifest_is_named_and_refused(tmp_path: Path, body: bytes) ->
     message = str(refused.value)
     assert message.startswith(f"{store.uri}/{PLAN.prefix}/MANIFEST.json: ")
     assert message.endswith("remove it to build the artifact again") and "\n" not in message
+
+
+def test_a_manifest_of_a_newer_skytrain_is_no_damaged_one(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for newer in ({"surprise": 1}, {"format": 2}):
+        values = json.loads(manifest_of(PLAN).to_json()) | newer
+        store.put(f"{PLAN.prefix}/MANIFEST.json", json.dumps(values).encode())
+        with pytest.raises(UserError, match=f"{PLAN.prefix}/MANIFEST.json: a manifest .*: upgrade skytrain") as refused:
+            find(store, PLAN)
+        assert not isinstance(refused.value, DamagedArtifact)
 
 
 def test_the_manifest_of_another_artifact_in_its_place_is_refused(tmp_path: Path) -> None:

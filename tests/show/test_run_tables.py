@@ -152,7 +152,7 @@ def test_report_prints_json_and_csv_for_programs(
     ("damage", "reason"),
     [
         (lambda values: values | {"format": 2}, "a run's record of format 2; this version reads format 1: upgrade"),
-        (lambda values: values | {"mood": "good"}, "damaged"),
+        (lambda values: values | {"mood": "good"}, "with the field 'mood', which a newer skytrain wrote"),
         (lambda values: values | {"recipe": values["recipe"] | {"mood": "good"}}, "mood: unknown field"),
         (lambda values: [[]] * 3, "damaged"),
     ],

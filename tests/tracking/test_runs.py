@@ -24,11 +24,12 @@ from run_records import (
     recorded,
 )
 
+from pipelines.artifacts.manifest import read_manifest
 from pipelines.show.page import run_data
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.clusters import clusters_key
 from pipelines.tracking.compare import compare
-from pipelines.tracking.ledger import this_process
+from pipelines.tracking.ledger import attempts, this_process
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.runs import (
     Run,
@@ -184,6 +185,29 @@ def test_a_damaged_heartbeat_is_named_and_the_others_are_still_billed(store: Loc
     bill = Run(store, made).account
     assert bill.total.usd == pytest.approx(15.0)  # its claim has the time of its start only
     assert [fault.split(": damaged")[0] for fault in bill.faults] == [f"{store.uri}/{key}"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"run": "x"}', b"[" * 100_000])
+def test_running_its_recipe_mends_a_damaged_record_as_its_message_says(store: LocalStore, body: bytes) -> None:
+    made = recorded(store)
+    store.put(f"runs/{RUN}.json", body)
+    with pytest.raises(UserError, match=f"runs/{RUN}.json: damaged .*; run its recipe to write it again"):
+        read_run(store, RUN)
+    recorded(store)
+    assert replace(read_run(store, RUN).record, updated=made.updated) == made
+
+
+def test_records_with_a_field_of_a_newer_skytrain_say_so_and_are_not_called_damaged(store: LocalStore) -> None:
+    done_run(store)
+    for key in (f"runs/{RUN}.json", f"{TRAIN}/MANIFEST.json", f"{TRAIN}/attempts/0001/heartbeat.json"):
+        before = store.get(key) or b""
+        store.put(key, json.dumps(json.loads(before) | {"mood": "good"}).encode())
+        with pytest.raises(UserError, match="with the field 'mood', which a newer skytrain wrote: upgrade skytrain"):
+            read_manifest(store, TRAIN)
+            attempts(store, TRAIN)
+            recorded(store)
+        assert b"mood" in (store.get(key) or b"")  # nor replaced
+        store.put(key, before)
 
 
 def test_a_damaged_record_of_a_run_is_a_user_error_that_names_it(store: LocalStore) -> None:
