@@ -28,6 +28,10 @@ if not Path("/dev/nvidiactl").exists():
 # As after `source .venv/bin/activate`: messages then name commands without a path.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
+# pytest-xdist gives its workers a terminal's width, but the output of a test goes to no terminal.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 # The longest modules come first. A worker takes a whole module, so with this order all workers end at about the same

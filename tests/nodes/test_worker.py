@@ -11,7 +11,6 @@ import pytest
 from node_ends import next_message, send
 from servers import LOOPBACK, free_ports
 
-from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.nodes.address import NodeAddress
 from pipelines.nodes.connection import Socket, receive
 from pipelines.nodes.messages import End, Hello, MakeParts, StopNotice, Trained, WorkDone
@@ -19,6 +18,7 @@ from pipelines.nodes.results import NodeResult
 from pipelines.nodes.worker import run_worker
 from pipelines.recipe import load_recipe
 from pipelines.show.console import TerminalScreen
+from pipelines.stage import plans_of
 from pipelines.text.parts import PartsProgress
 from trainer.errors import Interrupted
 from trainer.process import StopSignal
@@ -34,7 +34,7 @@ def stop() -> StopSignal:
 def working(tmp_path: Path, stop: StopSignal) -> Iterator[tuple[Socket, "Future[int]"]]:
     """The head's end of the connection to a worker, and the worker's exit code."""
     recipe = load_recipe("smoke", ["tokens.parts=3"])
-    plans = {stage: ArtifactPlan(stage, "smoke", {"stage": stage}) for stage in ("tokenize", "train")}
+    plans = plans_of(recipe)
     port = free_ports(1)[0]
     with Listener((LOOPBACK, port)) as listener, ThreadPoolExecutor(1) as threads:
         store, screen = LocalStore(tmp_path / "store"), TerminalScreen(quiet=True)

@@ -184,7 +184,8 @@ def test_a_machines_path_differs_from_other_slashes(line: str, is_foreign: bool)
 
 def test_make_install_ends_with_the_line_to_type() -> None:
     def last_line(target: str) -> str:
-        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+        command = ["make", "-n", "--no-print-directory", target]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         return done.stdout.splitlines()[-1]
 
     assert last_line("install") == 'echo "ready; now type:  source .venv/bin/activate && skytrain --help"'

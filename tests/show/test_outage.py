@@ -29,11 +29,12 @@ class Down:
     def __init__(self) -> None:
         self.up = float("inf")
 
-    def put_object(self, **_: Any) -> None:
+    def put_object(self, **_: Any) -> dict[str, Any]:
         from botocore.exceptions import EndpointConnectionError
 
         if time.monotonic() < self.up:
             raise EndpointConnectionError(endpoint_url=self.meta.endpoint_url)
+        return {"ETag": '"0"'}
 
 
 @pytest.fixture
