@@ -31,7 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing skytrain and its dependencies into .venv (some minutes; 2.5 GB, more if torch comes with CUDA)"
 	@rm -f .venv/installed-*
 	@"$(PY)" -m pip install --quiet --no-input --disable-pip-version-check \
-	    -c constraints.txt -e '.[dev,cloud]' --config-settings editable_mode=compat
+	    -c constraints.txt -e '.[dev,cloud,formats,eval]' --config-settings editable_mode=compat
 	@touch "$@"
 
 demo: install
