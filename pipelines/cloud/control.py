@@ -23,6 +23,7 @@ from pipelines.cloud.skypilot import (
     take_down,
 )
 from pipelines.cloud.tasks import run_label
+from pipelines.tracking.account import StoredHeartbeat
 from pipelines.tracking.clusters import Interval, clusters_key, record_intervals
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
@@ -74,8 +75,10 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
     """The status of a run at `now` (unix seconds), from its snapshot and SkyPilot's tasks; None: not known yet."""
     tasks = known_tasks or []
     summary, total, train = run.summary, run.account.total, run.recipe.train
-    beats = [beat for stage in run.attempts.values() for beat in stage]
-    newest = max(beats, key=lambda beat: beat.started, default=None)
+    present = run.record.prefixes.values()
+    beats = [one for one in run.heartbeats if one.prefix in present]
+    stored = max(beats, key=lambda one: one.beat.started, default=None)
+    newest = stored.beat if stored else None
     progress = newest.progress if newest else Progress()
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
     waiting |= summary.state == "running" and bool(progress.waiting)
@@ -102,8 +105,15 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
         unsaved_seconds=newest.time - progress.unsaved_since if newest and progress.unsaved_since else None,
         unsaved_because=progress.unsaved_because,
         tasks=tasks,
-        silent_seconds=now - newest.time if newest and newest.state == "running" else None,
+        silent_seconds=silence(run, stored) if stored else None,
     )
+
+
+def silence(run: Run, newest: StoredHeartbeat) -> float | None:
+    """Seconds since the last heartbeat of a running attempt, by the store's clock; None if it has ended."""
+    if newest.beat.state != "running":
+        return None
+    return max(0.0, run.store.clock() - (newest.stored or 0.0))
 
 
 def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | None:
@@ -403,7 +413,7 @@ def idle_reason(run: Run, since: float, now: float) -> str | None:
             return "the run is done"
     except (UserError, OSError) as error:
         return f"nothing shows whether its run works ({error})"
-    last = max((b.time for stage in run.attempts.values() for b in stage), default=0.0)
-    if now - max(last, since) > SET_UP_SECONDS:
-        return f"no heartbeat of the run for {(now - max(last, since)) / 60:.0f} min"
-    return None
+    present = run.record.prefixes.values()
+    last = max((one.stored or 0.0 for one in run.heartbeats if one.prefix in present), default=0.0)
+    silent = min(now - since, run.store.clock() - last)  # SkyPilot's clock and the store's may differ
+    return f"no heartbeat of the run for {silent / 60:.0f} min" if silent > SET_UP_SECONDS else None

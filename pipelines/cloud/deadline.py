@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
-from pipelines.cloud.plan import START_SECONDS, WAIT_SECONDS
+from pipelines.cloud.plan import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.cloud.prices import prices_from_environment
 from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import Recipe
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from pipelines.stage import Work
 
 DEADLINE = "SKYTRAIN_DEADLINE"
-# Wait, start up, and train again for at most the interval between two commits.
-CHANGEOVER_SECONDS = WAIT_SECONDS + START_SECONDS + 300.0
-LEAST_SLACK_SECONDS = 3 * CHANGEOVER_SECONDS  # to start on spot, or to poll for it
+RETRAINED_SECONDS = 300.0  # at most the interval between two commits
 FEWEST_STEPS_HERE = 10  # to measure the speed of this machine: the first step compiles
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is up
 POLL_SECONDS = 600.0  # on the standby, until SkyPilot tries to get spot again
@@ -50,6 +48,21 @@ POLLING = "polling for spot again"  # the end of the notice of a standby attempt
 SPOT_LOSS_LIMIT = 0.01  # largest loss on failed spot attempts, as a fraction of the all-on-demand cost
 FEWEST_STEPS = 100  # to forecast the whole training: an estimate that is too low makes the run late
 ESTIMATE_MARGIN = 1.25  # factor on the estimated time of training, where it is not measured
+
+
+def changeover_seconds(installs: bool) -> float:
+    """From the loss of a machine until the next one is where it was: wait, start up, install packages, train again."""
+    return WAIT_SECONDS + START_SECONDS + (INSTALL_SECONDS if installs else 0.0) + RETRAINED_SECONDS
+
+
+def installs_here() -> bool:
+    """Whether the machines of this job install the packages: without an image and without an environment."""
+    return not (os.environ.get("SKYTRAIN_IMAGE") or os.environ.get("SKYTRAIN_VENV"))
+
+
+def least_slack_seconds(installs: bool) -> float:
+    """The slack with which a job may start on spot, or poll for it."""
+    return 3 * changeover_seconds(installs)
 
 
 @dataclass(frozen=True)
@@ -131,8 +144,10 @@ class DeadlineWatch:
         before, whole = tokens_before(step, train), tokens_before(train.max_steps, train)
         per_token = seconds / (before - tokens_before(max(0, step - done), train))
         now, work_left = time.time(), (whole - before) * per_token
-        rules = DeadlineRules(self.deadline, whole * per_token, CHANGEOVER_SECONDS, HEARTBEAT_SECONDS, 0.0)
-        if work_left > CHANGEOVER_SECONDS and rules.must_leave_spot(now, work_left):
+        rules = DeadlineRules(
+            self.deadline, whole * per_token, changeover_seconds(installs_here()), HEARTBEAT_SECONDS, 0.0
+        )
+        if work_left > rules.changeover and rules.must_leave_spot(now, work_left):
             reason = f"{slack_text(rules.slack(now, work_left))}, too few to lose another spot machine"
             self.stop.ask(reason, HandedOver)
 
@@ -158,7 +173,7 @@ def leave_spot_in_time(work: "Work") -> None:
         return  # an estimate is no reason to exit
     rules, work_left = rules_for(work, attempts)
     now = time.time()
-    if work_left > CHANGEOVER_SECONDS and rules.must_leave_spot(now, work_left):
+    if work_left > changeover_seconds(installs_here()) and rules.must_leave_spot(now, work_left):
         work.stop.ask(f"{slack_text(rules.slack(now, work_left))}, too few to train on spot", HandedOver)
         work.check()
 
@@ -215,7 +230,7 @@ def rules_for(work: "Work", attempts: list[AttemptAccount]) -> tuple[DeadlineRul
         raise UserError(f"{DEADLINE}: SKYTRAIN_PRICES has no machine with GPUs to wait for")
     usd = nodes * min((row.on_demand_usd_per_hour or 0.0 for row in rows), default=0.0)
     whole_training = work_left * whole / max(1, to_come)
-    changeover = max([CHANGEOVER_SECONDS, *poll_seconds(attempts)])
+    changeover = max([changeover_seconds(installs_here()), *poll_seconds(attempts)])
     return DeadlineRules(deadline_here() or 0.0, whole_training, changeover, HEARTBEAT_SECONDS, usd), work_left
 
 

@@ -19,7 +19,6 @@ from pipelines.cloud.catalog import Offer, parse_node
 from pipelines.cloud.notice import ENDPOINT, Azure, Ec2, Gce, Metadata, NoticeSource
 from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
-from trainer.metrics import PEAK_FLOPS
 
 IDENTITY = ("cloud", "region", "zone", "instance", "spot")  # the fields of a row that identify a machine
 METADATA: dict[str, Callable[[Metadata], NoticeSource]] = {"aws": Ec2, "gcp": Gce, "azure": Azure}
@@ -166,12 +165,16 @@ def machine_from_metadata(cloud: str | None) -> Machine:
 
 
 def gpus_here() -> str | None:
-    """The GPUs of this node as SkyPilot writes them ("H100:8"); None without any. Speeds are compared by them."""
+    """The GPUs of this node as SkyPilot writes them ("H100:8"); None without any. Speeds are compared by them.
+
+    A GPU that the plan does not know keeps its own name ("GeForce RTX 4090:1").
+    """
+    from pipelines.cloud.throughput import gpu_named  # reads the measured figures
+
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return None
     names = [name for name in listed if name.strip()]
-    known = next((gpu for gpu in PEAK_FLOPS if names and gpu in names[0]), None)
-    return f"{known}:{len(names)}" if known else None
+    return f"{gpu_named(names[0])}:{len(names)}" if names else None

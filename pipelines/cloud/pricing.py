@@ -9,7 +9,7 @@ from dataclasses import replace
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.catalog import Offer, account_errors, offers
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.deadline import LEAST_SLACK_SECONDS
+from pipelines.cloud.deadline import least_slack_seconds
 from pipelines.cloud.plan import (
     CloudPlan,
     Limits,
@@ -52,7 +52,7 @@ def within_limits(
         raise UserError(f"--deadline: can't be kept where train's machines have no price list ({infras}); leave it out")
     if not any(offered.values()):
         return job  # own machines: if SkyPilot knows their prices, its table shows them
-    work = workload(recipe, store, plans, installs=request.image == WORK_TREE)
+    work = workload(recipe, store, plans, installs=installs(request))
     node_counts = {task.name: task.num_nodes for task in job.tasks}
     if not (train and offered["train"]):
         rest = plan_without_training(work, offered, node_counts)
@@ -99,11 +99,17 @@ def affordable_machines(
     # A spot machine may be lost before any part of the job has checked the deadline.
     on_demand_hours = min((c.hours for c in plan.candidates if not c.offer.spot), default=0.0)
     slack_hours = math.inf if limits.hours is None else limits.hours - on_demand_hours
-    no_spot = request.spot is None and slack_hours < LEAST_SLACK_SECONDS / 3600
+    least_hours = least_slack_seconds(installs(request)) / 3600
+    no_spot = request.spot is None and slack_hours < least_hours
     met = (c.offer for c in plan.candidates if limits.met_by(c.hours, c.usd))
     good = {offer for offer in met if not (offer.spot and no_spot)}
     beyond = [machine for machine in train.rented if good.isdisjoint(offers_or_none(machine))]
     return tuple(machine for machine in train.machines if machine not in beyond)
+
+
+def installs(request: LaunchRequest) -> bool:
+    """Whether the nodes install the packages: without an image and without an environment of their own."""
+    return request.image == WORK_TREE and "SKYTRAIN_VENV" not in request.variables
 
 
 def usd_spent(store: Store, run: str) -> float:

@@ -114,6 +114,14 @@ def gpu_of(accelerators: str) -> str:
     return accelerators.partition(":")[0].partition("-")[0]
 
 
+def gpu_named(card: str) -> str:
+    """SkyPilot's name of a card that nvidia-smi names: "NVIDIA A100-SXM4-80GB" -> "A100-80GB". The card's own name,
+    without the vendor, for a GPU that is not in PEAKS."""
+    words = card.replace("-", " ").split()
+    known = [name for name in {**PEAKS, **MEMORY_GIB} if set(name.replace("-", " ").split()) <= set(words)]
+    return max(known, key=len, default=card.strip().removeprefix("NVIDIA "))
+
+
 def peak_of(accelerators: str) -> float | None:
     """FLOP/s of a node such as "A100-80GB:8"; None for an unknown GPU."""
     peak = PEAKS.get(gpu_of(accelerators))
@@ -232,10 +240,10 @@ def speed_on(
         if same and (known.gpu, known.nodes) == (accelerators, nodes):
             return Throughput(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
-    if own:
-        estimated = estimate(model, runtime, own[0].gpu, own[0].nodes, precision)
-        factor = own[0].tokens_per_second / estimated.tokens_per_second
-        source = f"{speed.source}; times {factor:.2f}, as {own[0].source}"
+    if known := next((known for known in own if peak_of(known.gpu)), None):
+        estimated = estimate(model, runtime, known.gpu, known.nodes, precision)
+        factor = known.tokens_per_second / estimated.tokens_per_second
+        source = f"{speed.source}; times {factor:.2f}, as {known.source}"
         return replace(speed, tokens_per_second=factor * speed.tokens_per_second, source=source)
     return speed
 

@@ -1,6 +1,7 @@
 """`skytrain stop` and `status` work from every machine that reaches the store."""
 
 import json
+import os
 import re
 import threading
 import time
@@ -106,11 +107,12 @@ def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
     store.put(f"train/{RUN}/attempts/0001/heartbeat.json", beat.to_json())
     request = request_stop(store, RUN, "enough")
     job = TaskStatus(3, "train", "RECOVERING", 2, "train-3", "preempted", over=False)
+    os.utime(store.path_of(f"train/{RUN}/attempts/0001/heartbeat.json"), (now - 100, now - 100))
     status = status_of(Run(store, record), [job], now)
     assert (status.stage, status.step, status.max_steps) == ("train", 50, 100)
     assert (status.train_loss, status.tokens_per_second, status.recoveries) == (2.5, 1e3, 2)
     assert status.usd == pytest.approx(2 * 10.0 * 3500 / 3600)
-    assert status.silent_seconds == pytest.approx(100)
+    assert status.silent_seconds == pytest.approx(100, abs=60)
     assert status.stop_request == request
     assert status.to_come and status.to_come.hours.middle >= 50 * 60 / 3600  # at the speed so far
     print_status([status])
@@ -129,6 +131,19 @@ def test_a_status_shouts_that_no_checkpoint_is_saved_and_names_resume_after_the_
     text = capsys.readouterr().out
     assert "NO CHECKPOINT IS SAVED for 10 min 00 s: the key is refused\n  rank 1 was killed\n" in text
     assert f"resume {RUN} continues it" in text
+
+
+def test_silence_is_measured_by_the_clock_of_the_store(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, now = recorded(store), time.time()
+    for skew in (-7200.0, 7200.0):  # of the clock here, from the store's and the node's
+        beat = Heartbeat(RUN, "train", 1, "running", now - 9000, now - 4000 + skew, 10.0, ELSEWHERE)
+        store.put(f"train/{RUN}/attempts/0001/heartbeat.json", beat.to_json())
+        run = Run(store, record)
+        ((one,),) = [run.heartbeats]
+        monkeypatch.setattr(store, "clock", lambda stored=one.stored: stored + 4000.0)
+        assert status_of(run, [], now + skew).silent_seconds == 4000.0
+        assert control.idle_reason(run, now + skew - 9000, now + skew) == "no heartbeat of the run for 67 min"
+        assert control.idle_reason(run, now + skew - 60, now + skew) is None  # it has the machine for a minute
 
 
 def orphans_of(store: LocalStore, now: float) -> list[Orphan]:

@@ -11,22 +11,24 @@ from pipeline_runs import FOLDER_NAME, Project
 
 from pipelines.cloud.deadline import (
     AFTER_TRAINING_SECONDS,
-    CHANGEOVER_SECONDS,
     DEADLINE,
     POLLING,
     SPOT_LOSS_LIMIT,
     DeadlineRules,
     DeadlineWatch,
+    changeover_seconds,
     deadline_watch,
     poll_seconds,
     seconds_per_token,
 )
+from pipelines.cloud.plan import INSTALL_SECONDS
 from pipelines.recipe import load_recipe
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
 from trainer.errors import HandedOver, UserError
 from trainer.process import StopSignal
 
+CHANGEOVER_SECONDS = changeover_seconds(installs=False)
 RECIPE = load_recipe("gpt2-124m")
 SECONDS_PER_STEP = 0.5
 SECONDS = SECONDS_PER_STEP * RECIPE.train.max_steps
@@ -34,6 +36,12 @@ SPOT, STEADY = (
     Billing(1.0, machine=Machine(spot=True)),
     Billing(3.0, machine=Machine(spot=False)),
 )
+
+
+@pytest.fixture(autouse=True)
+def _image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machines of the job start from an image."""
+    monkeypatch.setenv("SKYTRAIN_IMAGE", "registry/skytrain@sha256:0123")
 
 
 def asked(done: float, spare_seconds: float, stage: str = "train", steps_done: int = 100) -> StopSignal:
@@ -55,6 +63,17 @@ def test_a_run_leaves_spot_while_one_more_lost_machine_would_still_meet_the_dead
     assert not asked(0.5, 2 * CHANGEOVER_SECONDS + 60).asked
     left = asked(0.5, 2 * CHANGEOVER_SECONDS - 60)
     assert left.asked and left.ending is HandedOver and left.reason and "19 min of slack" in left.reason
+
+
+def test_without_an_image_a_changeover_takes_the_installation_of_the_packages_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spare = 2 * CHANGEOVER_SECONDS + 60
+    monkeypatch.delenv("SKYTRAIN_IMAGE")
+    monkeypatch.delenv("SKYTRAIN_VENV", raising=False)
+    assert asked(0.5, spare).asked and not asked(0.5, spare + 2 * INSTALL_SECONDS).asked
+    monkeypatch.setenv("SKYTRAIN_VENV", "/opt/venv")  # it has the packages
+    assert not asked(0.5, spare).asked
 
 
 def test_no_handover_happens_shortly_before_the_end_or_before_the_speed_is_known() -> None:

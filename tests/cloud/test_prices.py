@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from metadata_servers import AzureCloud, Cloud, Ec2Cloud, GceCloud
 from pipelines.cloud import prices
 from pipelines.cloud.catalog import Offer
 from pipelines.cloud.prices import PriceRow, billing_here, prices_json
+from pipelines.cloud.throughput import peak_of
 from pipelines.tracking.records import Machine
 from trainer.errors import UserError
 
+GPUS_HERE = prices.gpus_here  # the tests below have no GPU
 EVERYWHERE = [
     PriceRow.of(offer)
     for offer in (
@@ -39,6 +42,37 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("SKYTRAIN_NOTICE_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr(prices, "gpus_here", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GH200 480GB", "GH200 480GB"),
+        ("NVIDIA GeForce RTX 4090", "GeForce RTX 4090"),
+    ],
+)
+def test_every_gpu_of_the_plan_is_known_on_a_node_and_another_keeps_its_own_name(
+    card: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi = tmp_path / "nvidia-smi"
+    nvidia_smi.write_text(f"#!/bin/sh\nprintf '{card}\\n{card}\\n'\n")
+    nvidia_smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert GPUS_HERE() == f"{name}:2"
+    assert (peak_of(f"{name}:2") is None) == ("GH200" in name or "4090" in name)
 
 
 @pytest.fixture

@@ -67,9 +67,10 @@ def test_llmc_as_published_is_faster_than_our_estimate_but_not_by_half(
 def test_a_runs_own_measurement_is_used_there_and_corrects_the_estimate_elsewhere() -> None:
     plain = {gpus: speed_on(SMALL.model, COMPILED, gpus).tokens_per_second for gpus in ("H100:8", "A100-80GB:8")}
     own = [
+        MeasuredRun(124.5e6, "RTX 4090:1", 1, "compiled", 0.0, 5e4, "measured on a GPU that the plan does not know"),
         MeasuredRun(
             124.5e6, "H100:8", 1, engine_of(COMPILED, "bf16"), 0.0, 0.8 * plain["H100:8"], "measured by attempt 3"
-        )
+        ),
     ]
     there, elsewhere = (speed_on(SMALL.model, COMPILED, gpus, own=own) for gpus in plain)
     assert (there.tokens_per_second, there.kind) == (0.8 * plain["H100:8"], "measured")

@@ -13,7 +13,7 @@ import yaml
 from pipelines.plan import shipped_estimates
 from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of, run_name
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, val_share
 from trainer.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -169,6 +169,11 @@ def test_smoke_needs_no_network_and_no_account() -> None:
     recipe = load_recipe("smoke")
     assert (recipe.tokens.source, recipe.tokens.tokenizer) == ("python-stdlib", "bytes")
     assert recipe.evaluate.hellaswag is None
+
+
+def test_smoke_validates_for_a_few_percent_of_its_time() -> None:
+    recipe = load_recipe("smoke")
+    assert val_share(recipe.model, recipe.train) < 0.03
 
 
 def test_the_cost_in_a_recipes_comment_is_the_product_of_its_numbers() -> None:
