@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest, scratch
+from pipelines.artifacts.shard_cache import COMPLETE, SHARDS, is_leased, remove_unleased
 from pipelines.tracking.ledger import (
     HEARTBEAT_SECONDS,
     Attempt,
@@ -36,6 +37,7 @@ from trainer.store import PARTIAL, Entry, LocalStore, Store
 
 # A writer changes its file all the time: a file without changes for so long is left from a kill.
 PARTIAL_SECONDS = 3600.0
+SHA256 = re.compile(r"[0-9a-f]{64}")
 GC = "gc"  # in place of the run, in the attempts of gc: no run pays for them
 RECORDS = re.compile(r".*/(?:COMMIT\.json|(?:parts|shards)/[^/]+\.json)")  # each names files
 
@@ -114,8 +116,9 @@ def _leftovers(
 
     In a finished artifact: all files that its manifest does not name. In an unfinished artifact without a living
     attempt: checkpoints without a commit, and all files once they are older than `older_than_days`. On this machine:
-    half-written files, and the scratch folders of finished attempts under `home`. The commits that `keep_every_steps`
-    keeps for good stay in any case. An artifact with an unreadable manifest or heartbeat, damaged or of a newer
+    half-written files, the scratch folders of finished attempts under `home`, and cached copies that nothing has used
+    for `older_than_days`. The commits that `keep_every_steps` keeps for good stay in any case, and so does a shard that
+    a process reads. An artifact with an unreadable manifest or heartbeat, damaged or of a newer
     format, stays as it is; `on_damage` gets the error.
     """
     kept_every = _kept_every(store, on_damage)
@@ -132,6 +135,7 @@ def _leftovers(
     folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
     for folder in folders:
         yield Leftovers(list(_half_written(folder)))
+    yield Leftovers(list(_cached(home / "cache", max(86_400 * older_than_days, PARTIAL_SECONDS))))
     yield Leftovers(list(_scratch(store, home, on_damage)))
 
 
@@ -139,6 +143,8 @@ def remove(store: Store, leftover: Leftover) -> None:
     """Remove a leftover; it is no error if it no longer exists."""
     if leftover.path is None:
         store.delete(leftover.key)
+    elif leftover.path.parent.name == SHARDS:
+        remove_unleased(leftover.path)
     elif leftover.path.is_dir():
         shutil.rmtree(leftover.path, ignore_errors=True)
     else:
@@ -232,6 +238,18 @@ def _half_written(root: Path) -> Iterator[Leftover]:
                 if time.time() - status.st_mtime > PARTIAL_SECONDS:
                     key = path.relative_to(root).as_posix()
                     yield Leftover(key, status.st_size, "a half-written file", path)
+
+
+def _cached(cache: Path, seconds: float) -> Iterator[Leftover]:
+    """Copies of files of any store that nothing on this machine has fetched for so long: shards, and single files."""
+    shards = (cache / SHARDS).glob(f"*{COMPLETE}")
+    for path in sorted([*shards, *(folder for folder in cache.glob("*") if SHA256.fullmatch(folder.name))]):
+        with suppress(FileNotFoundError):  # another process has removed it meanwhile
+            held = [one.stat() for one in (path.iterdir() if path.is_dir() else [path])]
+            unused = time.time() - max((status.st_mtime for status in held), default=0.0)
+            if unused > seconds and not (path.suffix == COMPLETE and is_leased(path)):
+                why = f"a copy that nothing here has used for {unused / 86_400:.1f} days"
+                yield Leftover(f"cache/{path.relative_to(cache)}", sum(one.st_size for one in held), why, path)
 
 
 def _scratch(store: Store, home: Path, on_damage: Callable[[str], None]) -> Iterator[Leftover]:

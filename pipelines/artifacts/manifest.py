@@ -8,6 +8,7 @@ the bytes, and no others.
 
 import fcntl
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -208,6 +209,7 @@ def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
                 arriving.unlink(missing_ok=True)
             verify(store, key, file, arriving)
             arriving.rename(path)
+        os.utime(path)  # the use: gc removes what nobody has used for long
     return path
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SHARDS = "shards"  # the folder below the cache
 COMPLETE, ARRIVING = ".bin", ".arriving"  # a shard; the folder of a download, with the file PART
 PART = "shard"
+REMOVING = "removing"  # whoever removes shards holds the lock of this file
 LOCKS = 16  # against two downloads of one shard; a few shards share each
 
 
@@ -59,7 +60,7 @@ class ShardCache:
     def __init__(self, store: Store, manifest: Manifest, cache: Path, budget_gb: float | Literal["auto"]) -> None:
         self.store, self.manifest, self.cache, self.budget_gb = store, manifest, cache, budget_gb
         self.folder = cache / SHARDS
-        self._removing = self.folder / "removing"  # whoever removes shards holds the lock of this file
+        self._removing = self.folder / REMOVING
         self._files = {file.name: file for file in manifest.files}  # of 100,000
         self._in_place: dict[str, Path] = {}  # verified files of a local store
 
@@ -156,6 +157,21 @@ class ShardCache:
 
     def _lock_of(self, name: str) -> Path:
         return self.folder / f"lock-{int(name[:8], 16) % LOCKS:02d}"
+
+
+def is_leased(shard: Path) -> bool:
+    """Whether a process reads this shard of a cache."""
+    try:
+        with _locked(shard, wait=False):
+            return False
+    except BlockingIOError:
+        return True
+
+
+def remove_unleased(shard: Path) -> None:
+    """Remove a shard of a cache, unless a process reads it."""
+    with suppress(BlockingIOError), _locked(shard.parent / REMOVING), _locked(shard, wait=False):
+        shard.unlink(missing_ok=True)
 
 
 def _leased(path: Path) -> BinaryIO | None:

@@ -240,10 +240,10 @@ def speed_on(
         if same and (known.gpu, known.nodes) == (accelerators, nodes):
             return Throughput(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
-    if known := next((known for known in own if peak_of(known.gpu)), None):
-        estimated = estimate(model, runtime, known.gpu, known.nodes, precision)
-        factor = known.tokens_per_second / estimated.tokens_per_second
-        source = f"{speed.source}; times {factor:.2f}, as {known.source}"
+    if other := next((known for known in own if peak_of(known.gpu)), None):
+        estimated = estimate(model, runtime, other.gpu, other.nodes, precision)
+        factor = other.tokens_per_second / estimated.tokens_per_second
+        source = f"{speed.source}; times {factor:.2f}, as {other.source}"
         return replace(speed, tokens_per_second=factor * speed.tokens_per_second, source=source)
     return speed
 

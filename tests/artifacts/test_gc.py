@@ -1,5 +1,6 @@
 """Garbage collection removes what nothing needs, and nothing else."""
 
+import fcntl
 import json
 import os
 import time
@@ -346,3 +347,32 @@ def test_an_empty_store_has_no_leftovers(store: LocalStore, tmp_path: Path) -> N
     assert list(leftovers(store, tmp_path / "nowhere", 0.0)) == []
     assert gc.artifacts(store) == [] and Leftover("k", 1, "why").path is None
     assert ArtifactPlan("train", "x", {}).prefix.startswith("train/x-")
+
+
+def test_gc_removes_cached_copies_that_nothing_has_used_for_long(store: LocalStore, tmp_path: Path) -> None:
+    cache, then = tmp_path / "cache", time.time() - 8 * DAY
+    paths = {
+        name: cache / name for name in (f"shards/{'0' * 64}.bin", f"shards/{'1' * 64}.bin", f"shards/{'2' * 64}.bin")
+    }
+    paths |= {name: cache / name for name in (f"{'3' * 64}/model.safetensors", f"{'4' * 64}/model.safetensors")}
+    paths["triton/key"] = cache / "triton/key"
+    for path in paths.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"12345")
+        os.utime(path, (then, then))
+    old, used, leased, file, used_file, kernels = paths.values()
+    for path in (used, used_file):
+        os.utime(path)
+    with leased.open("rb") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        removed = [leftover.path for leftover in collect(store, tmp_path, 7.0)]
+    assert removed == [file.parent, old]
+    assert [path.exists() for path in (old, used, leased, file, used_file, kernels)] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert sorted(found(store, tmp_path, 0.0)) == [f"cache/shards/{'2' * 64}.bin"]  # within the hour, even with 0 days
