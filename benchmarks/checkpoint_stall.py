@@ -18,7 +18,8 @@ import torch
 from pipelines.recipe import Recipe, load_recipe
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState, checkpoint_seconds
-from trainer.engine import Engine, PendingNumbers, make_engine
+from trainer.data import PendingNumbers
+from trainer.engine import Engine, make_engine
 from trainer.events import EventLog
 from trainer.health import Health
 from trainer.loop import Verdict, step

@@ -148,3 +148,17 @@ def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor
     narrow = torch.from_numpy(windows.view(np.int16)).pin_memory().to(device, non_blocking=True)
     inputs, targets = (part.to(torch.int64).bitwise_and_(0xFFFF) for part in (narrow[:, :-1], narrow[:, 1:]))
     return inputs, targets
+
+
+class PendingNumbers:
+    """Numbers on the way from the device to the host. They do not wait for later work of the device."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # MPS has no event to wait for
+        self._arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+
+    def values(self) -> list[float]:
+        """The numbers, as soon as they are on the host."""
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._numbers.tolist()

@@ -43,6 +43,7 @@ class Engine(Protocol):
 
     why: str  # name of the engine, its device, and the reason for the choice
     precision: str
+    config: ModelConfig
     guarded: bool  # `update` itself leaves out an update whose numbers are not finite
 
     def initialize(self, seed: int) -> None:
@@ -67,6 +68,14 @@ class Engine(Protocol):
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss in nats of (B, T) tokens, without gradients. It takes less memory than `accumulate`, since it
         makes the logits in chunks."""
+        ...
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The last layer's output after ln_f, without gradients: (B, T) token ids -> (B, T, n_embd)."""
+        ...
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits of hidden states, without gradients: (N, n_embd) -> (N, padded_vocab_size), padding at -inf."""
         ...
 
     def pieces(self) -> dict[str, Piece]:
@@ -97,20 +106,6 @@ class Engine(Protocol):
         ...
 
 
-class PendingNumbers:
-    """Numbers on the way from the device to the host. They do not wait for later work of the device."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # MPS has no event to wait for
-        self._arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
-
-    def values(self) -> list[float]:
-        """The numbers, as soon as they are on the host."""
-        if self._arrived:
-            self._arrived.synchronize()
-        return self._numbers.tolist()
-
-
 class PlainEngine:
     """The module of `trainer/model.py` with autocast, torch's fused AdamW and one all-reduce, compiled or not."""
 
@@ -119,7 +114,7 @@ class PlainEngine:
     def __init__(
         self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, compiled: bool, why: str
     ) -> None:
-        self.world, self.train, self.why = world, train, why
+        self.config, self.world, self.train, self.why = config, world, train, why
         self.precision = precision_on(world.device, train)
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it, for products outside autocast
@@ -173,6 +168,17 @@ class PlainEngine:
             # Not compiled: at each start that would take longer than it saves in some validations.
             return self.model.loss(tokens, targets)
 
+    @torch.no_grad()
+    def hidden(self, tokens: Tensor) -> Tensor:
+        self.model.eval()
+        with autocast_on(self.world.device, self.precision):
+            return self.model.hidden(tokens)
+
+    @torch.no_grad()
+    def head(self, x: Tensor) -> Tensor:
+        with autocast_on(self.world.device, self.precision):
+            return self.model.head(x)
+
     def pieces(self) -> dict[str, Piece]:
         return training_tensors(self.model, self.optimizer)
 
@@ -211,7 +217,8 @@ class FusedEngine:
         from trainer.fused.step import FusedStep
 
         obstacle = gemm.why_not() if world.device.type == "cuda" else ""
-        self.world, self.why = world, f"{why}; torch computes its matrix products: {obstacle}" if obstacle else why
+        self.config, self.world = config, world
+        self.why = f"{why}; torch computes its matrix products: {obstacle}" if obstacle else why
         self.warned: set[str] = set()
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
@@ -247,6 +254,12 @@ class FusedEngine:
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.step.loss(tokens, targets)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        return self.step.hidden(tokens)
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.step.logits(x)
 
     def pieces(self) -> dict[str, Piece]:
         return self.state.pieces() | self.products.pieces()

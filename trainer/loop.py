@@ -23,8 +23,8 @@ from trainer.config import (
     sequences_per_step,
     val_tokens,
 )
-from trainer.data import TokenData
-from trainer.engine import Batches, Engine, PendingNumbers, device_name, make_engine
+from trainer.data import PendingNumbers, TokenData
+from trainer.engine import Batches, Engine, device_name, make_engine
 from trainer.errors import Diverged, Interrupted
 from trainer.evaluate import validation_loss
 from trainer.events import EventLog, RolledBack, Skipped, Slow, Started

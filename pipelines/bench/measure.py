@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from pipelines.recipe import Recipe
-    from trainer.data import TokenData
-    from trainer.engine import Engine, PendingNumbers
+    from trainer.data import PendingNumbers, TokenData
+    from trainer.engine import Engine
     from trainer.parallel import World
 
 WARM_SECONDS = 10.0

@@ -4,7 +4,9 @@ Both are computed in the precision of the training, which the report names: bf16
 """
 
 import json
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.data import TokenData
-    from trainer.evaluate import HellaSwagItem
+    from trainer.hellaswag import HellaSwagItem
     from trainer.model import GPT
     from trainer.parallel import World
 
@@ -110,16 +112,16 @@ def hellaswag_facts(
 ) -> dict[str, float]:
     """The HellaSwag scores as facts of the artifact."""
 
-    from trainer.evaluate import hellaswag
+    from trainer.hellaswag import hellaswag
 
     items = hellaswag_items(source)
     with work.screen.bar("hellaswag", len(items)) as bar:
 
         def progress(done: int) -> None:
-            work.check()
             bar.update(done, f"{done:,} items")
 
-        score = hellaswag(model, items, encoding.encode_ordinary, world.device, progress=progress)
+        encode = partial(encoding.encode_ordinary_batch, num_threads=os.cpu_count() or 1)
+        score = hellaswag(model, items, encode, world, before_batch=work.check, progress=progress)
     return {
         "eval/hellaswag_acc_norm": score.acc_norm,
         "eval/hellaswag_acc": score.acc,
@@ -129,7 +131,7 @@ def hellaswag_facts(
 
 def hellaswag_items(source: str) -> "list[HellaSwagItem]":
     """The validation split from the Hub (`hf://datasets/ORG/NAME[@commit]`) or from a jsonl file."""
-    from trainer.evaluate import read_hellaswag, read_hellaswag_file
+    from trainer.hellaswag import read_hellaswag, read_hellaswag_file
 
     if not source.startswith(HUB):
         return read_hellaswag_file(Path(source))

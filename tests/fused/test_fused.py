@@ -23,6 +23,7 @@ from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
 from trainer.model import GPT
 from trainer.parallel import World
+from trainer.scoring import Row, score_rows
 from trainer.shards import slices
 
 fused = pytest.importorskip("trainer.fused.step", reason="needs triton")
@@ -121,6 +122,14 @@ def engines(runtime: dict[str, Any] | None = None) -> tuple[FusedEngine, PlainEn
     one.state.load(weights)
     other.model.load_state_dict(weights)
     return one, other
+
+
+def test_both_engines_score_rows_of_any_length_with_their_weights_in_place() -> None:
+    noise = torch.Generator().manual_seed(3)
+    rows = [Row(torch.randint(0, 140, (n,), generator=noise).tolist(), n // 2) for n in (2, 9, 17, 17, 5)]
+    fused_scores, eager_scores = (score_rows(engine, rows, ALONE, 40) for engine in engines())
+    assert [s.loss for s in fused_scores] == pytest.approx([s.loss for s in eager_scores], rel=0.02)
+    assert [s.tokens for s in fused_scores] == [1, 5, 9, 9, 3]
 
 
 def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0) -> list[float]:

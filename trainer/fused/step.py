@@ -152,12 +152,29 @@ class FusedStep:
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss in nats of (B, T) tokens; no gradients."""
-        p, B = self.products.for_loss, tokens.size(0)
+        p = self.products.for_loss
+        losses, _ = self._head(p, self._last_norm(p, tokens), targets.flatten(), None)
+        return losses.mean()
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The output of ln_f in bf16: (B, T) tokens -> (B, T, C)."""
+        y: Tensor | None = self._last_norm(self.products.for_loss, tokens).y
+        assert y is not None
+        return y.view(*tokens.shape, -1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits in bf16 of (N, C) outputs of ln_f: (N, padded_vocab_size), padding at -inf."""
+        logits: Tensor = self.products.for_loss.linear(self.head, x.contiguous())
+        logits[:, self.config.vocab_size :] = float("-inf")
+        return logits
+
+    def _last_norm(self, p: Products[Operand], tokens: Tensor) -> Normed[Operand]:
+        """The forward pass of (B, T) tokens up to ln_f."""
+        B = tokens.size(0)
         x, norm = self._embed(p, tokens.flatten(), B)
         for i in range(self.n_blocks):
             x, norm, _ = self._forward(p, i, x, norm, B)
-        losses, _ = self._head(p, norm, targets.flatten(), None)
-        return losses.mean()
+        return norm
 
     def _micro_batch(self, p: Products[Operand], tokens: Tensor, targets: Tensor, scale: float, last: bool) -> Tensor:
         B = tokens.size(0)
