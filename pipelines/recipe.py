@@ -120,6 +120,12 @@ class EvaluateConfig(Section):
         default=None,
         description="hf://datasets/Rowan/hellaswag, with @COMMIT if wanted, or a jsonl file; null: skip it",
     )
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Also evaluate while training: HellaSwag and a few samples of text every so many steps, and after "
+        "the last one; null: only the trained model [optimizer steps]",
+    )
 
 
 class ExportConfig(Section):
@@ -151,8 +157,24 @@ class Recipe(Section):
                 f"tokens.tokenizer '{self.tokens.tokenizer}'; use {needed}"
             )
         sequences_per_step(self.model, self.train)
+        self._target_is_measured()
         self._splits_hold_a_sequence()
         return self
+
+    def _target_is_measured(self) -> None:
+        evaluate, stop_at = self.evaluate, self.train.stop_at
+        if stop_at is None or stop_at.hellaswag is None:
+            return
+        if evaluate.hellaswag is None:
+            raise ValueError(
+                "train.stop_at.hellaswag needs HellaSwag, and evaluate.hellaswag is null; "
+                "set it to hf://datasets/Rowan/hellaswag or a jsonl file"
+            )
+        if evaluate.every is None:
+            raise ValueError(
+                "train.stop_at.hellaswag needs an evaluation while training, and evaluate.every is null; "
+                f"set it to {self.train.val_every or 250}"
+            )
 
     def _splits_hold_a_sequence(self) -> None:
         tokens, block_size = self.tokens, self.model.block_size

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import yaml
 from pydantic import ValidationError
 
-from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain
+from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain, identity_of
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import LocalStore
@@ -94,6 +94,10 @@ def positive(text: str) -> int:
 
 
 def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = None) -> int:
+    if config.train.stop_at and {"hellaswag", "core"} & config.train.stop_at.targets.keys():
+        raise UserError(
+            "train.stop_at: python -m trainer measures the validation loss alone; use {val_loss: …}, or skytrain run"
+        )
     stop = StopSignal()  # first: importing torch takes seconds
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that outlive torchrun would hold the GPUs and continue to train
         die_with_parent()
@@ -142,7 +146,7 @@ def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = No
 
 def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str, int]) -> None:
     """Record model, training and data of a new run. UserError if the folder holds another run."""
-    sections = {"model": config.model.model_dump(), "train": config.train.model_dump(), "data": shards}
+    sections = {"model": config.model.model_dump(), "train": identity_of(config.train), "data": shards}
     body = json.dumps(sections, indent=1).encode()
     key = f"{PREFIX}/config.json"
     if store.create(key, body) or store.get(key) == body:

@@ -78,6 +78,7 @@ class Save:
     seconds: float = 0.0
     upload_seconds: float = 0.0  # of all ranks
     bytes: int = 0  # of all ranks; only rank 0 knows it
+    files: tuple[FileReceipt, ...] = ()  # of all ranks, once committed; only rank 0 knows them
 
 
 class Checkpointer:
@@ -154,6 +155,24 @@ class Checkpointer:
             daemon=False,  # a save that has begun is completed
         )
         self._thread.start()
+
+    def amend(self, state: TrainState, pieces: dict[str, Piece], log: EventLog) -> None:
+        """Commit the step of the last save once more, with `state` and the rows since: its weights are in the store.
+
+        Saves all of it if that save failed. A collective call.
+        """
+        self.settle(log, wait=True)
+        if any(self.world.gather(self._error is not None)):
+            return self.save(state, pieces, log)
+        if self.world.rank == 0:
+            assert self._last and self._last.state.step == state.step and self._segment
+            rows = list(log.uncommitted)
+            self._check_current(state.step)
+            self._segment = Segment.of(self.prefix, state.step, self.attempt, rows, self._segment.body)
+            self.store.put(self._segment.key, self._segment.body)
+            commit = self._commit_of(state, self._segment, self._last.files)
+            self.store.put(f"{self._last.folder}/COMMIT.json", commit.encode())
+        log.uncommitted.clear()
 
     def prove(self) -> None:
         """Record that a forward pass over the weights of the last save gave a finite loss."""
@@ -281,7 +300,7 @@ class Checkpointer:
         segment = Segment.of(self.prefix, step, self.attempt, save.rows, extended.body if extended else b"")
         if not self._create_commit(self.store, save, files, segment):
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
-        self._segment = segment
+        self._segment, save.files = segment, tuple(files)
         failpoint("committed")
         with suppress(Exception):  # the next commit, or gc, deletes the rest
             if extended and extended.key != segment.key:
@@ -293,15 +312,7 @@ class Checkpointer:
         """Commit a save whose files are in `store`. False if its step is already committed."""
         step = save.state.step
         store.put(segment.key, segment.body)
-        commit = Commit(
-            step=step,
-            attempt=self.attempt,
-            world_size=self.world.world_size,
-            time=time.time(),
-            state=save.state,
-            metrics=segment.key.removeprefix(f"{self.prefix}/"),
-            files=tuple(files),
-        )
+        commit = self._commit_of(save.state, segment, tuple(files))
         if store is self.store:
             self._check_current(step)
         stored = {entry.key: entry.size for entry in store.entries(f"{save.folder}/")}
@@ -309,6 +320,17 @@ class Checkpointer:
             if stored.get(key := f"{save.folder}/{file.name}") != file.size:
                 raise StoreUnavailable(f"{store.uri}/{key}: removed before its commit")
         return store.create(f"{save.folder}/COMMIT.json", commit.encode())
+
+    def _commit_of(self, state: TrainState, segment: Segment, files: tuple[FileReceipt, ...]) -> Commit:
+        return Commit(
+            step=state.step,
+            attempt=self.attempt,
+            world_size=self.world.world_size,
+            time=time.time(),
+            state=state,
+            metrics=segment.key.removeprefix(f"{self.prefix}/"),
+            files=files,
+        )
 
     def _check_current(self, step: int) -> None:
         if self.superseded():

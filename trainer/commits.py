@@ -37,6 +37,8 @@ class TrainState:
     optimizer_steps: int = 0  # updates applied: the step count of AdamW
     val_step: int = -1  # of the last validation
     val_loss: float | None = None
+    evaluated_step: int = -1  # of the last evaluation
+    scores: dict[str, float] = field(default_factory=dict)  # of it, by metric
     loss_scale: float | None = None  # fp16 only
     loss_scale_growth: int = 0
     # A run that resumes on as many ranks, the same devices and with the same settings that decide the memory of a
@@ -58,11 +60,43 @@ class TrainState:
         resume."""
         if config.val_every is None or self.val_step == self.step:
             return False
-        return self.step % config.val_every == 0 or self.step == config.max_steps
+        return self.step % config.val_every == 0 or self.has_ended(config)
 
-    def is_complete(self, config: TrainConfig) -> bool:
+    def evaluation_is_due(self, every: int | None, config: TrainConfig) -> bool:
+        """Whether to evaluate now: every `every` steps (None: never) and after the last one; once each, also after a
+        resume."""
+        if every is None or not self.step or self.evaluated_step == self.step:
+            return False
+        return self.step % every == 0 or self.has_ended(config)
+
+    def passed(self, config: TrainConfig) -> str | None:
+        """The target of `stop_at` that the measurements of this step pass.
+
+        It depends on the state alone, which all ranks and the commit share: so all ranks end together, and a run that
+        was killed ends at the same step."""
+        if config.stop_at is None or not self.step:
+            return None
+        metrics = dict(self.scores) if self.evaluated_step == self.step else {}
+        if self.val_step == self.step and self.val_loss is not None:
+            metrics["val/loss"] = self.val_loss
+        return config.stop_at.passed_by(metrics)
+
+    def has_ended(self, config: TrainConfig) -> bool:
+        """Whether no step is left: the last one is done, or a target is passed."""
+        return self.step >= config.max_steps or self.passed(config) is not None
+
+    def is_complete(self, config: TrainConfig, evaluate_every: int | None = None) -> bool:
         """Whether the run has nothing left to do."""
-        return self.step == config.max_steps and not self.val_is_due(config)
+        return (
+            self.has_ended(config)
+            and not self.val_is_due(config)
+            and not self.evaluation_is_due(evaluate_every, config)
+        )
+
+    @property
+    def measured(self) -> tuple[int, int, int]:
+        """The step, and those of the last measurements: a commit with other numbers is not this state."""
+        return self.step, self.val_step, self.evaluated_step
 
     def advance(self, batch_tokens: int, applied: bool) -> None:
         self.step += 1

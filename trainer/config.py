@@ -8,8 +8,9 @@ The descriptions of the fields are the source of docs/recipes.md; a unit stands 
 import difflib
 import os
 from bisect import bisect_right
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -89,6 +90,41 @@ class ModelConfig(Section):
         return 6 * n + 12 * self.n_layer * self.n_embd * self.block_size
 
 
+# Targets of train.stop_at, and the metric that passes each of them.
+TARGETS = {"hellaswag": "eval/hellaswag_acc_norm", "core": "eval/core", "val_loss": "val/loss"}
+
+
+class StopAt(Section):
+    """Targets that end the training early: the first one that a measurement passes."""
+
+    hellaswag: float | None = Field(
+        default=None, gt=0, le=1, description="HellaSwag in completion style (acc_norm), at least [fraction of items]"
+    )
+    core: float | None = Field(default=None, gt=0, le=1, description="CORE, at least")
+    val_loss: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Validation loss, at most [nats]"
+    )
+
+    @model_validator(mode="after")
+    def _some_target(self) -> Self:
+        if not self.targets:
+            raise ValueError(f"no target is given; name one of {', '.join(TARGETS)}, or use null")
+        return self
+
+    @property
+    def targets(self) -> dict[str, float]:
+        """The given targets by name."""
+        return {name: value for name, value in self.model_dump().items() if value is not None}
+
+    def passed_by(self, metrics: Mapping[str, float]) -> str | None:
+        """The first target that `metrics` pass: scores are at least the target, losses at most."""
+        for name, target in self.targets.items():
+            value = metrics.get(TARGETS[name])
+            if value is not None and (value <= target if name == "val_loss" else value >= target):
+                return name
+        return None
+
+
 class TrainConfig(Section):
     """The optimization: batch, length, schedule and data order. These fields decide the trained weights."""
 
@@ -163,6 +199,12 @@ class TrainConfig(Section):
         description="Size of a validation, at most the held-out shards; auto: all validations of the run together take "
         "about 2% of the training's time, and none is larger than 10,485,760 (20 x 524,288, as llm.c) [tokens]",
     )
+    stop_at: StopAt | None = Field(
+        default=None,
+        description="End the training before max_steps, once a measurement passes a target: {hellaswag: 0.2955} or "
+        "{core: 0.1139}, at least, after every evaluate.every steps; {val_loss: 3.28}, at most, after every val_every "
+        "steps. The schedule stays that of max_steps; null: train max_steps",
+    )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = Field(
         default="auto",
         description="Number format of the matrix products. auto: bf16 where the GPU has it, else fp16; fp32 on a CPU; "
@@ -190,6 +232,12 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _target_is_measured(self) -> Self:
+        if self.stop_at and self.stop_at.val_loss is not None and self.val_every is None:
+            raise ValueError("stop_at.val_loss needs validations, and val_every is null; set train.val_every to 250")
+        return self
+
+    @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
         if self.warmup_steps > self.max_steps:
             raise ValueError(
@@ -197,6 +245,19 @@ class TrainConfig(Section):
                 "it would never reach learning_rate"
             )
         return self
+
+
+# Fields that came later. A training that leaves them out keeps the fingerprint that it had before.
+ADDED_FIELDS = ("stop_at",)
+
+
+def identity_of(train: TrainConfig) -> dict[str, Any]:
+    """The section as it decides the weights: without added fields, and their members, that are not set."""
+    values = train.model_dump()
+    for name in ADDED_FIELDS:
+        if (value := values.pop(name)) is not None:
+            values[name] = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    return values
 
 
 class RuntimeConfig(Section):
@@ -421,6 +482,8 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
 def _fields_at(model: type[BaseModel], path: list[str]) -> dict[str, Any]:
     for name in path:
         annotation = model.model_fields[name].annotation if name in model.model_fields else None
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        annotation = members[0] if len(members) == 1 else annotation  # of `Section | None`
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return {}
         model = annotation

@@ -101,7 +101,15 @@ class RolledBack:
     reason: str
 
 
-Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | RolledBack
+@dataclass(frozen=True)
+class Sampled:
+    """Texts that the weights after `step` updates generate."""
+
+    step: int
+    texts: list[str]
+
+
+Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | RolledBack | Sampled
 
 KINDS: dict[str, type[Event]] = {
     "row": Row,
@@ -113,6 +121,7 @@ KINDS: dict[str, type[Event]] = {
     "skipped": Skipped,
     "slow": Slow,
     "rollback": RolledBack,
+    "sampled": Sampled,
 }
 KIND_OF = {event: kind for kind, event in KINDS.items()}
 
@@ -168,6 +177,11 @@ class EventLog:
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.uncommitted.append({"step": step, "time": now, **metrics})
         self.write(Row(step, now, metrics, self.clock.so_far(), self.clock.current))
+
+    def samples(self, step: int, texts: list[str]) -> None:
+        """Log generated texts; they are committed with the rows."""
+        self.uncommitted.append({"step": step, "time": round(time.time(), 3), "samples": texts})
+        self.write(Sampled(step, texts))
 
     def training_phase(self, step: int) -> str:
         """The phase of the update that follows `step` updates."""

@@ -27,6 +27,7 @@ from trainer.data import PendingNumbers, TokenData
 from trainer.engine import Batches, Engine, device_name, make_engine
 from trainer.errors import Diverged, Interrupted
 from trainer.evaluate import validation_loss
+from trainer.evaluation import Evaluation
 from trainer.events import EventLog, RolledBack, Skipped, Slow, Started
 from trainer.fit import Fit, fit_micro_batch
 from trainer.health import Health, Watchdog, diagnosis, is_rollback_point
@@ -47,8 +48,9 @@ def train(
     world: World,
     stop: StopSignal,
     log: EventLog,
+    evaluation: Evaluation | None = None,
 ) -> tuple[Engine, TrainState]:
-    """Train until `max_steps` or until a stop. Returns the engine with the weights, and the state of the run.
+    """Train until `max_steps`, a target of `stop_at` or a stop. Returns the engine with the weights, and the state.
 
     Diverged if the run diverges and no rollback helps. Its earlier commits stay, and each of them is sound: a state is
     committed once a forward pass over its weights has given a finite loss, of the next step, a validation or a probe.
@@ -73,52 +75,62 @@ def train(
         save_clock = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
-        saved, agreed, evidence = (state.step, state.val_step), Agreement(), None
-        failure: Exception | None = None  # of this rank: the next step lacks data
+        saved, agreed, evidence = state.measured, Agreement(), None
+        every = evaluation.every if evaluation else None
+        saved_here = -1  # the step that this attempt saved last
         log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
         failpoint("first-step")
         while True:
-            last = state.step >= config.max_steps
-            # A stop leaves no time for validation: the next attempt does it, even after the last step.
+            # A stop leaves no time for measurements: the next attempt does them, even after the last step.
             if state.val_is_due(config) and not agreed.stop and not evidence:
                 tokens, size = val_tokens(model_config, config), fit.micro_batch_size
                 val_loss = validate(engine, val_data, state, tokens, size, world, stop, watchdog, log)
                 agreed = replace(agreed, stop=val_loss is None)
                 evidence = ruined("val/loss", val_loss)
-            ending, unsaved = agreed.stop or last, (state.step, state.val_step) != saved
-            if ending and unsaved and state.val_step != state.step and not evidence:
-                evidence = ruined("the loss of a probe", probe(engine, data, sequences_at(state.data_step - 1), world))
+            evaluating = state.evaluation_is_due(every, config) and not agreed.stop and not evidence
+            ending = agreed.stop or (state.has_ended(config) and not evaluating)
+            unsaved = state.measured != saved
+            if (ending or evaluating) and unsaved and state.val_step != state.step and not evidence:
+                evidence = ruined("the loss of a probe", probe(engine, data, sequences_at(state.data_step), world))
             if evidence:
                 state = roll_back(engine, state, evidence, config, checkpointer, log)
-                saved, agreed, evidence = (state.step, state.val_step), replace(agreed, save=False), None
+                saved, agreed, evidence = state.measured, replace(agreed, save=False), None
+                saved_here = -1
                 save_clock.force()  # so that a commit soon records the rollback
                 continue
-            if ending:
+            if ending or evaluating:
                 checkpointer.prove()
             checkpointer.settle(log)
             save_clock.uploaded(checkpointer.upload_seconds)
-            if (agreed.save or ending) and unsaved:
+            last = evaluating and state.has_ended(config)
+            if (agreed.save or ending or last) and unsaved:
                 with log.clock.phase("checkpoint"):
-                    proven = ending or state.val_step == state.step
-                    save_clock.saved(save(engine, state, checkpointer, log, proven))
-                    saved = state.step, state.val_step
+                    if state.step == saved_here:
+                        checkpointer.amend(state, engine.pieces(), log)
+                    else:
+                        proven = ending or evaluating or state.val_step == state.step
+                        save_clock.saved(save(engine, state, checkpointer, log, proven))
+                    saved, saved_here = state.measured, state.step
+            if evaluating and evaluation:
+                complete = evaluate(engine, evaluation, state, world, stop, watchdog, log)
+                agreed = replace(agreed, stop=not complete, save=False)
+                continue
             if ending:
                 with log.clock.phase("checkpoint"):
                     checkpointer.finish(log)
-                if failure:
-                    raise failure
                 return engine, state
             started = time.perf_counter()  # time.time() may jump
             sequences, batch_tokens = sequences_at(state.data_step), batch_tokens_at(state.data_step, config)
             upcoming = sequences_at(state.data_step + 1)
             batches = data.micro_batches(sequences, fit.micro_batch_size, world.device, upcoming)
-            # Rank 0 finishes a save last: only it may request the next one, once it is no longer busy.
+            # Rank 0 finishes a save last: only it may request the next one, once it is no longer busy. With a commit
+            # before it, an evaluation that is killed repeats no step.
+            measured_next = bool(every and (state.step + 1) % every == 0)
             due = save_clock.due_at(state.step + 1) or (
-                world.rank == 0 and save_clock.due_now() and not checkpointer.busy
+                world.rank == 0 and (save_clock.due_now() or measured_next) and not checkpointer.busy
             )
             learning_rate = learning_rate_at(state.step, config)
-            next_ones = upcoming if state.step + 1 < config.max_steps else range(0)
-            votes = StepVotes(world, stop, due, data, sequences, next_ones)
+            votes = StepVotes(world, stop, due, data, sequences)
             verdict, applied = step(
                 engine,
                 watchdog.each(batches),
@@ -130,7 +142,7 @@ def train(
                 update_first=update_comes_first(engine, config),
                 before_update=checkpointer.before_update,
             )
-            agreed, state.health, failure = verdict.agreed, verdict.health, verdict.failure
+            agreed, state.health = verdict.agreed, verdict.health
             state.advance(batch_tokens, applied)
             seconds = time.perf_counter() - started
             log.clock.enter(log.training_phase(state.step))
@@ -152,41 +164,32 @@ class Verdict:
     agreed: Agreement
     health: Health
     anomaly: str | None = None
-    failure: Exception | None = None  # of this rank
 
 
 @dataclass(frozen=True)
 class StepVotes:
-    """This rank's part of the exchange after a step, besides loss and norm.
-
-    A rank that cannot get the shards of its next step votes for a stop: so all ranks leave between two steps, with the
-    state in the store or on the disk, and not in a step, where the state would be lost.
-    """
+    """This rank's part of the exchange after a step, besides loss and norm."""
 
     world: World
     stop: StopSignal
     save_due: bool
     data: TokenData
     sequences: range
-    upcoming: range  # the sequences of the next step; empty if there is none
 
-    def agree(self, numbers: PendingNumbers) -> tuple[Agreement, Exception | None]:
-        """With the error of this rank, if it lacks the data of the next step."""
+    def agree(self, numbers: PendingNumbers) -> Agreement:
         digest = self.data.digest(self.sequences)  # some ms for 512 sequences, while the GPU computes
-        stop = self.stop.asked
-        failure = None if stop else self.data.failure(self.upcoming)
         loss, grad_norm = numbers.values()
-        return self.world.agree(loss, grad_norm, stop or failure is not None, self.save_due, digest), failure
+        return self.world.agree(loss, grad_norm, self.stop.asked, self.save_due, digest)
 
     def judge(self, state: TrainState, config: TrainConfig, engine: Engine) -> Callable[[PendingNumbers], Verdict]:
         """A function that exchanges the numbers of the next step between the ranks, and judges them."""
 
         def verdict(numbers: PendingNumbers) -> Verdict:
-            agreed, failure = self.agree(numbers)
+            agreed = self.agree(numbers)
             health, anomaly = state.health.after(
                 state.step + 1, agreed.loss, agreed.grad_norm, config, engine.overflow_allowed
             )
-            return Verdict(agreed, health, anomaly, failure)
+            return Verdict(agreed, health, anomaly)
 
         return verdict
 
@@ -254,6 +257,38 @@ def validate(
             state.val_loss, state.val_step = loss, state.step
             log.row(state.step, **{"val/loss": loss})
         return loss
+
+
+def evaluate(
+    engine: Engine,
+    evaluation: Evaluation,
+    state: TrainState,
+    world: World,
+    stop: StopSignal,
+    watchdog: Watchdog,
+    log: EventLog,
+) -> bool:
+    """Evaluate the weights in place; the scores go into the log and into `state`, the texts into the log.
+
+    False if any rank was asked to stop before its end: then all ranks leave, and the next attempt evaluates.
+    """
+
+    def check() -> None:
+        watchdog.progress()
+        if world.sum(stop.asked)[0]:
+            raise Interrupted
+
+    with log.clock.phase("evaluate"):
+        try:
+            scores = evaluation.scores(engine, world, check)
+            texts = evaluation.texts(engine, world, check)
+        except Interrupted:
+            return False
+        state.evaluated_step, state.scores = state.step, scores
+        log.row(state.step, **scores)
+        if texts:
+            log.samples(state.step, texts)
+    return True
 
 
 def probe(engine: Engine, data: TokenData, sequences: range, world: World) -> float:

@@ -10,6 +10,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, ModelConfig, RuntimeConfig, TrainConfig
 from trainer.data import TokenData
+from trainer.evaluation import Evaluation
 from trainer.events import Event, EventLog
 from trainer.loop import train
 from trainer.metrics import PhaseClock
@@ -47,6 +48,7 @@ class RankJob:
     reached: int = 0  # the highest step of any earlier attempt
     between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES  # expected, in seconds
     watch: Callable[[Event], None] | None = None  # gets every event of rank 0
+    evaluation: Callable[[World], Evaluation | None] = lambda world: None  # while it trains; called after `begin`
     kept: Store | None = None  # on this node's disk, for the last state if `store` takes no checkpoint
 
 
@@ -84,8 +86,11 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
         between_failures=job.between_failures,
         kept=job.kept,
     )
-    engine, state = train(job.model, job.train, job.runtime, train_data, val_data, checkpointer, world, stop, log)
-    done = state.is_complete(job.train)
+    evaluation = job.evaluation(world)
+    engine, state = train(
+        job.model, job.train, job.runtime, train_data, val_data, checkpointer, world, stop, log, evaluation
+    )
+    done = state.is_complete(job.train, evaluation.every if evaluation else None)
     path = None
     if done:
         log.clock.enter("checkpoint")

@@ -90,7 +90,7 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
         state=state,
         stage=newest.stage if newest else None,
         step=summary.steps,
-        max_steps=train.max_steps,
+        max_steps=run.last_step,
         tokens_per_second=progress.metrics.get("perf/tokens_per_second"),
         train_loss=summary.train_loss,
         val_loss=summary.val_loss,
@@ -119,7 +119,7 @@ def silence(run: Run, newest: StoredHeartbeat) -> float | None:
 def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | None:
     """The forecast of the rest of the training at `now` (unix seconds); None if nothing is left or known."""
     steps, prefix = run.summary.steps, run.record.prefixes.get("train")
-    if steps >= train.max_steps or prefix is None:
+    if steps >= run.last_step or prefix is None:
         return None
     attempts = [attempt for attempt in run.account.attempts if attempt.prefix == prefix]
     return forecast(attempts, steps_to_come(steps, train), now)

@@ -314,7 +314,8 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], insta
     prefix = plans["train"].prefix
     if "train" in stages and attempts(store, prefix):
         state = committed_state(store, prefix)
-        steps_left -= state.step if state else 0
+        if state:
+            steps_left = 0 if state.has_ended(recipe.train) else steps_left - state.step
     own = measurements_of_run(recipe, store, prefix)
     on_gpus, on_cpu = [known for known in own if known.gpu], [known for known in own if not known.gpu]
     return Workload(recipe, stages, steps_left, on_gpus, on_cpu, installs)

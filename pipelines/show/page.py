@@ -148,7 +148,7 @@ def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         "state": summary.state,
         "size": size,
         "batches": batch_stages(recipe.train),
-        "max_steps": recipe.train.max_steps,
+        "max_steps": run.last_step,
         "steps": summary.steps,
         "tokens": summary.tokens,
         "parameters": recipe.model.parameters,

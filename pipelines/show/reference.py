@@ -74,6 +74,8 @@ def names_of(annotation: Any) -> list[str]:
         return [name for member in get_args(annotation) for name in names_of(member)]
     if get_origin(annotation) is Literal:
         return [f"`{value}`" for value in get_args(annotation)]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [f"{{{', '.join(f'{name}: …' for name in annotation.model_fields)}}}"]
     return [{int: "integer", float: "number", str: "text", bool: "boolean", NoneType: "null"}[annotation]]
 
 

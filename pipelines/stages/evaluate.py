@@ -4,10 +4,6 @@ Both are computed in the precision of the training, which the report names: bf16
 """
 
 import json
-import os
-from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import ArtifactPlan
@@ -15,20 +11,16 @@ from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.stage import Built, Work
-from pipelines.text.hub import HUB
-from pipelines.text.retry import with_retries
+from pipelines.stages.measures import encoder, hellaswag_facts, hellaswag_identity, hellaswag_items
 from pipelines.text.tokenizer import tokenizer
 from trainer.config import TrainConfig
-from trainer.errors import UserError
 from trainer.process import failpoint
-from trainer.store import sha256_of
 
 if TYPE_CHECKING:
     import tiktoken
     import torch
 
     from trainer.data import TokenData
-    from trainer.hellaswag import HellaSwagItem
     from trainer.model import GPT
     from trainer.parallel import World
 
@@ -45,15 +37,6 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
         "hellaswag": hellaswag_identity(recipe.evaluate.hellaswag),
     }
     return ArtifactPlan("evaluate", recipe.name, identity)
-
-
-def hellaswag_identity(source: str | None) -> str | None:
-    """The Hub's name of the benchmark, which never changes, or the sha256 of a file."""
-    if source is None or source.startswith(HUB):
-        return source
-    if not Path(source).is_file():
-        raise UserError(f"evaluate.hellaswag: {source}: no such file; use {HUB}Rowan/hellaswag, a jsonl file, or null")
-    return f"sha256:{sha256_of(Path(source))}"
 
 
 def build(work: Work) -> Built:
@@ -82,7 +65,7 @@ def build(work: Work) -> Built:
     work.check()
     if recipe.evaluate.hellaswag:
         with autocast_on(world.device, precision):
-            facts |= hellaswag_facts(work, recipe.evaluate.hellaswag, model, encoding, world)
+            facts |= measured_hellaswag(work, recipe.evaluate.hellaswag, model, encoding, world)
     work.check()
     facts["sample"] = continue_text(model, encoding, prompt="", tokens=SAMPLE_TOKENS, seed=recipe.train.seed)
     path = work.folder / "report.json"
@@ -107,47 +90,18 @@ def validation_data(work: Work) -> "TokenData":
     return TokenData(shards_in(tokens, "val"), cache.fetch, model.block_size, recipe.train.seed, model.vocab_size)
 
 
-def hellaswag_facts(
+def measured_hellaswag(
     work: Work, source: str, model: "GPT", encoding: "tiktoken.Encoding", world: "World"
 ) -> dict[str, float]:
     """The HellaSwag scores as facts of the artifact."""
 
     from trainer.hellaswag import hellaswag
 
-    items = hellaswag_items(source)
+    items = hellaswag_items(source, work.home / "cache")
     with work.screen.bar("hellaswag", len(items)) as bar:
 
         def progress(done: int) -> None:
             bar.update(done, f"{done:,} items")
 
-        encode = partial(encoding.encode_ordinary_batch, num_threads=os.cpu_count() or 1)
-        score = hellaswag(model, items, encode, world, before_batch=work.check, progress=progress)
-    return {
-        "eval/hellaswag_acc_norm": score.acc_norm,
-        "eval/hellaswag_acc": score.acc,
-        "hellaswag_items": score.items,
-    }
-
-
-def hellaswag_items(source: str) -> "list[HellaSwagItem]":
-    """The validation split from the Hub (`hf://datasets/ORG/NAME[@commit]`) or from a jsonl file."""
-    from trainer.hellaswag import read_hellaswag, read_hellaswag_file
-
-    if not source.startswith(HUB):
-        return read_hellaswag_file(Path(source))
-    return read_hellaswag(hub_rows(source), source)
-
-
-def hub_rows(source: str) -> Iterator[dict[str, Any]]:
-    """The rows of the validation split on the Hub. UserError if it cannot be loaded."""
-
-    import datasets
-
-    name, _, revision = source.removeprefix(HUB).partition("@")
-    try:
-        yield from with_retries(lambda: datasets.load_dataset(name, split="validation", revision=revision or None))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "
-            "name a jsonl file, or null to skip it"
-        ) from error
+        score = hellaswag(model, items, encoder(encoding), world, before_batch=work.check, progress=progress)
+    return hellaswag_facts(score) | {"hellaswag_items": score.items}

@@ -27,6 +27,7 @@ from trainer.events import (
     PhaseChanged,
     RolledBack,
     Row,
+    Sampled,
     Skipped,
     Slow,
     Started,
@@ -225,6 +226,8 @@ def describe(step: int, metrics: Mapping[str, float]) -> str:
         facts += [f"loss {metrics['train/loss']:.3f}", f"{metrics['perf/tokens_per_second']:,.0f} tok/s"]
     if "val/loss" in metrics:
         facts.append(f"val {metrics['val/loss']:.3f}")
+    if "eval/hellaswag_acc_norm" in metrics:
+        facts.append(f"HellaSwag {metrics['eval/hellaswag_acc_norm']:.4f}")
     return "  ".join(facts)
 
 
@@ -243,6 +246,8 @@ def report_event(work: Work, event: Event) -> None:
             work.report(committed_step=event.step, save_seconds=event.seconds)
         case Skipped(step, reason):
             screen.warn(f"update {step:,} skipped: {reason}")
+        case Sampled(step, texts):
+            work.tracker.text_file("train", f"samples/step-{step:08d}.txt", f"\n\n{'-' * 8}\n\n".join(texts))
         case Slow(_, reason):
             screen.warn(f"slower than possible: {reason}")
         case RolledBack():

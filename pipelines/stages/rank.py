@@ -6,6 +6,7 @@ there. CACHE holds verified copies of files of the store, for all processes of t
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from pipelines.artifacts.store import open_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
 from pipelines.stages.kept import kept_store
+from pipelines.stages.measures import evaluation_in_training
 from pipelines.tracking.ledger import latest_number
 from trainer.errors import EXIT_DONE, EXIT_FAILED, StaleAttempt
 from trainer.metrics import PhaseClock
@@ -68,6 +70,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         clock=clock,
         reached=spec.reached,
         between_failures=spec.between_failures,
+        evaluation=partial(evaluation_in_training, recipe, cache),
         kept=kept_store(cache.parent, store) if one_node else None,  # nodes do not see each other's disks
     )
     try:

@@ -16,6 +16,7 @@ from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow
 from pipelines.stages.kept import commit_kept_state
+from pipelines.stages.measures import fetch_inputs, hellaswag_identity
 from pipelines.tracking.ledger import (
     attempts,
     prior_seconds_between_failures,
@@ -24,7 +25,9 @@ from pipelines.tracking.ledger import (
 )
 from pipelines.tracking.records import ProcessId
 from trainer.commits import TrainState, committed_state, series
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, check_shares
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, check_shares, identity_of
+
+WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
@@ -33,13 +36,16 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
         "stage": "train",
         "tokens": plans["tokenize"].fingerprint,
         "model": recipe.model.model_dump(),
-        "train": recipe.train.model_dump(),
+        "train": identity_of(recipe.train),
     }
+    if recipe.train.stop_at and recipe.train.stop_at.hellaswag is not None:  # then the evaluation decides the end
+        evaluate = recipe.evaluate
+        identity["evaluate"] = {"every": evaluate.every, "hellaswag": hellaswag_identity(evaluate.hellaswag)}
     return ArtifactPlan("train", recipe.name, identity)
 
 
 def build(work: Work) -> Built:
-    """Train to the last step. Raises the error of the ranks that ended them early."""
+    """Train to the last step, or to a target of `stop_at`. Raises the error of the ranks that ended them early."""
     if work.before_ranks:
         work.before_ranks(work)
     recipe = work.recipe
@@ -50,6 +56,9 @@ def build(work: Work) -> Built:
     if warning := recipe.repeated_text(tokens.facts["train_tokens"]):
         work.screen.warn(warning)
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
+    if recipe.evaluate.every:
+        work.clock.enter("download")
+        fetch_inputs(recipe, work.home / "cache")
     if not work.head:
         commit_kept_state(work)
     work.clock.enter("ranks")
@@ -60,16 +69,15 @@ def build(work: Work) -> Built:
     work.attempt.update(process=replace(own, children=(child,)))
     work.attempt.report_soon()
     try:
-        last_step = follow(work, torchrun)
+        follow(work, torchrun)
     except BaseException:
         torchrun.terminate()
         torchrun.wait()
         raise
     work.clock.enter("upload")
-    if last_step != recipe.train.max_steps:
-        raise work.stop.interruption()
     state = committed_state(work.store, work.plan.prefix)
-    if state is None or not state.is_complete(recipe.train):
+    complete = state is not None and state.is_complete(recipe.train, recipe.evaluate.every)
+    if state is None or not complete or not (work.folder / WEIGHTS_FILE).exists():
         raise work.stop.interruption()
     return store_result(work, state)
 
@@ -110,7 +118,7 @@ def store_result(work: Work, state: TrainState) -> Built:
     final = {name: value for row in rows for name, value in row.items()}
     precisions = {b.progress.precision for b in attempts(work.store, work.plan.prefix) if b.progress.precision}
     facts = {
-        "steps": work.recipe.train.max_steps,
+        "steps": state.step,
         "tokens": state.tokens_seen,
         "parameters": work.recipe.model.parameters,
         "train/loss": final["train/loss"],
@@ -121,4 +129,8 @@ def store_result(work: Work, state: TrainState) -> Built:
         "precision": " and ".join(sorted(precisions)),
         "reduce_dtype": work.recipe.runtime.reduce_dtype,
     }
-    return Built([work.upload(work.folder / "model.safetensors"), work.upload(metrics)], facts)
+    if state.evaluated_step == state.step:
+        facts |= state.scores
+    if target := state.passed(work.recipe.train):
+        facts["stopped_by"] = target
+    return Built([work.upload(work.folder / WEIGHTS_FILE), work.upload(metrics)], facts)

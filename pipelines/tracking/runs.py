@@ -177,6 +177,12 @@ class Run:
         train = self.recipe.train
         return lambda step: tokens_before(step, train)
 
+    @property
+    def last_step(self) -> int:
+        """The last step of the training: max_steps, unless a target has ended it earlier."""
+        train = self.manifests.get("train")
+        return train.facts["steps"] if train else self.recipe.train.max_steps
+
     @cached_property
     def state(self) -> str:
         """done, running, interrupted, stopped, failed, lost or damaged."""

@@ -22,13 +22,13 @@ from trainer.__main__ import TrainerConfig
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState, committed_folders, series, step_of
 from trainer.data import TokenData
+from trainer.evaluation import Evaluation
 from trainer.events import Event, EventLog, read_events
 from trainer.loop import train
 from trainer.metrics import PhaseClock
 from trainer.model import GPT
 from trainer.parallel import World
 from trainer.process import StopSignal
-from trainer.shard_maps import Fetch
 from trainer.shards import local_shards, write_shard
 from trainer.store import LocalStore, Store
 
@@ -124,6 +124,7 @@ class Runner:
     out: Path
     config: TrainerConfig
     attempts: int = 0
+    evaluation: Evaluation | None = None
     events: list[Event] = field(default_factory=list)
 
     def attempt(
@@ -133,13 +134,12 @@ class Runner:
         store: Store | None = None,
         superseded: Callable[[], bool] = lambda: False,
         world: World = ALONE,
-        fetch: Fetch | None = None,
-        kept: Store | None = None,
     ) -> tuple[GPT, TrainState]:
         self.attempts += 1
-        c, fetch = self.config, fetch or self.data.joinpath
+        c = self.config
         train_data, val_data = (
-            TokenData(local_shards(self.data, s), fetch, c.model.block_size, c.train.seed) for s in ("train", "val")
+            TokenData(local_shards(self.data, s), self.data.joinpath, c.model.block_size, c.train.seed)
+            for s in ("train", "val")
         )
         self.out.mkdir(exist_ok=True, parents=True)
         log = EventLog(self.out / "events.jsonl", PhaseClock())
@@ -153,10 +153,11 @@ class Runner:
             c.runtime.keep_last,
             superseded,
             c.runtime.keep_every_steps,
-            kept=kept,
         )
         try:
-            engine, state = train(c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log)
+            engine, state = train(
+                c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log, self.evaluation
+            )
             model = GPT(c.model)
             model.load_state_dict(engine.weights())
             return model, state

@@ -1,0 +1,114 @@
+"""The measures of an evaluation and their inputs: for the stage evaluate, and for a run while it trains.
+
+Inputs come to this machine once, before ranks start; each rank reads them from its disk.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.recipe import Recipe
+from pipelines.text.hub import HUB
+from pipelines.text.retry import with_retries
+from pipelines.text.tokenizer import tokenizer
+from trainer.errors import UserError
+from trainer.store import sha256_of
+
+if TYPE_CHECKING:
+    import tiktoken
+
+    from trainer.evaluation import Evaluation
+    from trainer.hellaswag import Encode, HellaSwagItem, HellaSwagScore
+    from trainer.parallel import World
+    from trainer.scoring import Scored
+
+
+def hellaswag_identity(source: str | None) -> str | None:
+    """The Hub's name of the benchmark, which never changes, or the sha256 of a file."""
+    if source is None or source.startswith(HUB):
+        return source
+    if not Path(source).is_file():
+        raise UserError(f"evaluate.hellaswag: {source}: no such file; use {HUB}Rowan/hellaswag, a jsonl file, or null")
+    return f"sha256:{sha256_of(Path(source))}"
+
+
+def fetch_inputs(recipe: Recipe, cache: Path) -> None:
+    """Bring the inputs of the recipe's measures to this machine, and check them. UserError if that fails."""
+    if recipe.evaluate.hellaswag:
+        hellaswag_items(recipe.evaluate.hellaswag, cache)
+
+
+def hellaswag_items(source: str, cache: Path) -> "list[HellaSwagItem]":
+    """The items of a jsonl file, or of the validation split on the Hub (`hf://datasets/ORG/NAME[@commit]`), of which
+    `cache` then has a copy."""
+    from trainer.hellaswag import read_hellaswag, read_hellaswag_file
+
+    if not source.startswith(HUB):
+        return read_hellaswag_file(Path(source))
+    copy = cache / f"hellaswag-{hashlib.sha256(source.encode()).hexdigest()[:16]}.jsonl"
+    if copy.exists():
+        return read_hellaswag_file(copy)
+    rows = [{name: row.get(name) for name in ("ctx", "endings", "label")} for row in hub_rows(source)]
+    items = read_hellaswag(iter(rows), source)
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = copy.with_suffix(f".{os.getpid()}")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
+    partial.replace(copy)
+    return items
+
+
+def hub_rows(source: str) -> Iterator[dict[str, Any]]:
+    """The rows of the validation split on the Hub. UserError if it cannot be loaded."""
+
+    import datasets
+
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    try:
+        yield from with_retries(lambda: datasets.load_dataset(name, split="validation", revision=revision or None))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "
+            "name a jsonl file, or null to skip it"
+        ) from error
+
+
+def encoder(encoding: "tiktoken.Encoding") -> "Encode":
+    """Texts to token ids, on all cores. Equal texts are encoded once: a run evaluates often."""
+
+    @functools.lru_cache(maxsize=2)
+    def encoded(texts: tuple[str, ...]) -> list[list[int]]:
+        return encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+
+    return lambda texts: encoded(tuple(texts))
+
+
+def hellaswag_facts(score: "HellaSwagScore") -> dict[str, float]:
+    """The scores by metric."""
+    return {"eval/hellaswag_acc_norm": score.acc_norm, "eval/hellaswag_acc": score.acc}
+
+
+def evaluation_in_training(recipe: Recipe, cache: Path, world: "World") -> "Evaluation | None":
+    """The evaluation of a run while it trains, on this rank; None if the recipe has none. A collective call."""
+    from trainer.evaluation import Evaluation, Sampling
+    from trainer.hellaswag import hellaswag
+
+    if recipe.evaluate.every is None:
+        return None
+    if world.local_rank == 0:  # the first of a node that is not the head downloads them
+        fetch_inputs(recipe, cache)
+    world.gather(None)
+    encoding = tokenizer(recipe.tokens.tokenizer)
+    encode, measures = encoder(encoding), []
+    if source := recipe.evaluate.hellaswag:
+        items = hellaswag_items(source, cache)
+
+        def measure(model: "Scored", world: "World", check: Callable[[], None]) -> dict[str, float]:
+            return hellaswag_facts(hellaswag(model, items, encode, world, before_batch=check))
+
+        measures.append(measure)
+    sampling = Sampling(encoding.eot_token, encoding.decode, recipe.train.seed)
+    return Evaluation(recipe.evaluate.every, tuple(measures), sampling)

@@ -1,0 +1,103 @@
+"""Evaluation while a run trains, through whole runs: its rows, its texts, and a target that ends the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pipeline_runs import FOLDER_NAME, TINY, Project
+
+from pipelines.recipe import Recipe, load_recipe
+from pipelines.stage import plans_of
+from pipelines.tracking.runs import read_runs
+from trainer.errors import UserError
+
+SCORE = "eval/hellaswag_acc_norm"
+ITEMS = [
+    {"ctx": f"the store keeps {i}", "endings": [" a run", " what ist", " the Dorf", " größer als"], "label": i % 4}
+    for i in range(12)
+]
+
+
+def evaluating(**train: Any) -> dict[str, Any]:
+    """The recipe `tiny` with an evaluation every 15 steps."""
+    evaluate = TINY["evaluate"] | {"hellaswag": "items.jsonl", "every": 15}
+    return TINY | {"train": TINY["train"] | train, "evaluate": evaluate}
+
+
+@pytest.fixture
+def items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in ITEMS), encoding="utf8")
+    return path
+
+
+def planned(folder: Path, values: dict[str, Any]) -> dict[str, str]:
+    """The fingerprints of a recipe's stages."""
+    (folder / "texts").mkdir(exist_ok=True)
+    (folder / "texts" / "0.txt").write_text("the text")
+    return {stage: plan.fingerprint for stage, plan in plans_of(Recipe.model_validate(values)).items()}
+
+
+def test_a_target_that_an_evaluation_passes_ends_the_run_as_an_artifact(tmp_path: Path, items: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME, evaluating(stop_at={"hellaswag": 0.01}))
+    (project.folder / "items.jsonl").write_bytes(items.read_bytes())
+    made = project.result()
+    assert made["state"] == "done" and not any(artifact["skipped"] for artifact in made["artifacts"].values())
+    facts = project.artifact("train").facts
+    assert (facts["steps"], facts["tokens"], facts["stopped_by"]) == (15, 15 * 1024, "hellaswag")
+    (run,) = read_runs(project.store)
+    (score,) = [row for row in run.series if SCORE in row]
+    assert score["step"] == 15 and facts[SCORE] == score[SCORE] == project.artifact("evaluate").facts[SCORE]
+    assert len(score["samples"]) == 3
+    assert project.report()["steps"] == 15 and project.report()["tokens"] == 15 * 1024
+    (audited,) = json.loads(project.run("report", "--audit", "--json").stdout)
+    assert (audited["steps"], audited["wrong_steps"], audited["missing_steps"]) == (15, [], [])
+    assert all(artifact["skipped"] for artifact in project.result()["artifacts"].values())
+    (status,) = json.loads(project.run("status", "--json").stdout)
+    assert (status["state"], status["step"], status["max_steps"], status["to_come"]) == ("done", 15, 15, None)
+
+
+def test_only_a_target_makes_the_evaluation_part_of_the_training(tmp_path: Path, items: Path) -> None:
+    plain = planned(tmp_path, TINY)
+    assert planned(tmp_path, evaluating())["train"] == plain["train"]
+    aimed = planned(tmp_path, evaluating(stop_at={"hellaswag": 0.3}))
+    more_often = evaluating(stop_at={"hellaswag": 0.3})
+    more_often["evaluate"] = more_often["evaluate"] | {"every": 5}
+    assert len({plain["train"], aimed["train"], planned(tmp_path, more_often)["train"]}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            ["train.stop_at={hellaswag: 0.3}", "evaluate.every=10"],
+            "tiny.yaml: train.stop_at.hellaswag needs HellaSwag, and evaluate.hellaswag is null; "
+            "set it to hf://datasets/Rowan/hellaswag or a jsonl file",
+        ),
+        (
+            ["train.stop_at={hellaswag: 0.3}", "evaluate.hellaswag=items.jsonl"],
+            "tiny.yaml: train.stop_at.hellaswag needs an evaluation while training, and evaluate.every is null; "
+            "set it to 15",
+        ),
+        (
+            ["train.stop_at={val_loss: 3.2}", "train.val_every=null"],
+            "tiny.yaml: train: stop_at.val_loss needs validations, and val_every is null; set train.val_every to 250",
+        ),
+        (
+            ["train.stop_at={helaswag: 0.3}"],
+            "tiny.yaml: train.stop_at.helaswag: unknown field; did you mean 'hellaswag'?",
+        ),
+        (["train.stop_at={}"], "tiny.yaml: train.stop_at: no target is given; name one of hellaswag, core, val_loss"),
+    ],
+)
+def test_a_target_that_nothing_measures_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump(TINY))
+    with pytest.raises(UserError) as refused:
+        load_recipe("tiny.yaml", changes)
+    assert str(refused.value).startswith(complaint) and "\n" not in str(refused.value)

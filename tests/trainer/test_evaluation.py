@@ -1,0 +1,189 @@
+"""Evaluation while a run trains: it changes nothing of the training, is resumable, and a target may end the run."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import trainer_runs
+from trainer_runs import ALONE, Runner, weights
+
+from trainer.commits import committed_state, series
+from trainer.config import TrainConfig, identity_of
+from trainer.evaluation import Evaluation, Sampling
+from trainer.events import Row, Sampled
+from trainer.model import GPT
+from trainer.parallel import World
+from trainer.scoring import Scored
+
+_one_thread = trainer_runs._one_thread
+data, runner = trainer_runs.data, trainer_runs.runner
+
+SCORE = "eval/hellaswag_acc_norm"
+BATCHES = 3  # of a measurement
+TOKENS = torch.zeros(1, 33, dtype=torch.long)
+for i in range(32):
+    TOKENS[0, i + 1] = (5 * TOKENS[0, i] + 3) % 70  # the language of the data
+
+
+class Killed(BaseException):
+    """The end of a process in the middle of a measurement."""
+
+
+class Score:
+    """A score of the weights in three batches, which rises as the loss falls."""
+
+    def __init__(self, die_in_batch: int | None = None) -> None:
+        self.die_in_batch, self.batches = die_in_batch, 0
+        self.before_death: Callable[[], bool] = lambda: True
+        self.measured: list[float] = []
+
+    def __call__(self, model: Scored, world: World, check: Callable[[], None]) -> dict[str, float]:
+        for _ in range(BATCHES):
+            check()
+            self.batches += 1
+            if self.batches == self.die_in_batch:
+                while not self.before_death():
+                    time.sleep(0.01)
+                raise Killed
+        logits = model.head(model.hidden(TOKENS[:, :-1]).flatten(0, 1)).float()
+        self.measured.append(1 / (1 + float(F.cross_entropy(logits, TOKENS[0, 1:]))))
+        return {SCORE: self.measured[-1]}
+
+
+def evaluated(make: Callable[..., Runner], name: str, score: Score, every: int = 5, **changes: Any) -> Runner:
+    run = make(name, **changes)
+    run.evaluation = Evaluation(every, (score,), Sampling(0, str, seed=1, texts=2, tokens=3))
+    return run
+
+
+def scores_of(run: Runner) -> dict[int, float]:
+    """The committed scores by step."""
+    return {row["step"]: row[SCORE] for row in series(run.store, "run") if SCORE in row}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_evaluation_leaves_losses_and_weights_as_they_are_without_it(
+    runner: Callable[..., Runner], precision: str
+) -> None:
+    plain = runner("plain", precision=precision)
+    model, _ = plain.attempt()
+    run = evaluated(runner, "evaluated", Score(), precision=precision)
+    same, state = run.attempt()
+    assert run.rows() == plain.rows() and weights(same) == weights(model)
+    assert list(scores_of(run)) == [5, 10, 12]  # every five steps and after the last one, not at the start
+    assert (state.evaluated_step, state.scores) == (12, {SCORE: scores_of(run)[12]})
+    texts = [event.texts for event in run.events_of(Sampled)]
+    assert len(texts) == 3 and all(len(each) == 2 for each in texts)
+    assert [row["samples"] for row in series(run.store, "run") if "samples" in row] == texts
+
+
+@pytest.mark.parametrize("batch", [1, 5, 9])  # in the first batch at step 5, in the middle at 10, and at 12, the end
+def test_a_kill_in_an_evaluation_repeats_that_evaluation_and_no_step(runner: Callable[..., Runner], batch: int) -> None:
+    whole = evaluated(runner, "whole", Score())
+    model, _ = whole.attempt()
+    score = Score(die_in_batch=batch)
+    run = evaluated(runner, "killed", score)
+    step = [5, 10, 12][(batch - 1) // BATCHES]
+    score.before_death = lambda: step in run.commits()  # it uploads while the ranks evaluate
+    with pytest.raises(Killed):
+        run.attempt()
+    assert run.commits()[0] == step and step not in scores_of(run)
+    done = len(run.events_of(Row))
+    resumed, state = run.attempt()
+    assert run.events_of(Row)[done].step == step  # no step again: first the evaluation
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+    assert scores_of(run) == scores_of(whole) and len(score.measured) == 3
+    assert state.is_complete(run.config.train, 5) and committed_state(run.store, "run") == state
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])  # of the score, and of a token of the first text
+def test_a_stop_in_an_evaluation_is_heard_before_its_next_batch_and_the_next_attempt_evaluates(
+    runner: Callable[..., Runner], batch: int
+) -> None:
+    whole = evaluated(runner, "whole", Score(), val_every=None)
+    model, _ = whole.attempt()
+    score = Score()
+    run = evaluated(runner, "stopped", score, val_every=None)
+    _, state = run.attempt(stop_in_val_batch=batch)
+    assert score.batches == min(batch - 1, BATCHES)
+    assert state.step == 5 and run.commits() == [5] and not scores_of(run)
+    resumed, _ = run.attempt()
+    assert run.rows() == whole.rows() and weights(resumed) == weights(model)
+    assert scores_of(run) == scores_of(whole)
+
+
+def target_between(run: Runner, low: int, high: int) -> float:
+    scores = scores_of(run)
+    assert scores[low] < scores[high]
+    return (scores[low] + scores[high]) / 2
+
+
+def test_a_passed_target_ends_the_run_committed_and_complete(runner: Callable[..., Runner]) -> None:
+    whole = evaluated(runner, "whole", Score(), every=3)
+    whole.attempt()
+    target = target_between(whole, 3, 6)
+    run = evaluated(runner, "target", Score(), every=3, stop_at={"hellaswag": target})
+    model, state = run.attempt()
+    assert state.step == 6 and state.passed(run.config.train) == "hellaswag"
+    assert state.val_step == 6 and state.is_complete(run.config.train, 3)  # the end is validated, too
+    assert committed_state(run.store, "run") == state
+    assert list(scores_of(run)) == [3, 6]
+    again, state_again = run.attempt()
+    assert state_again == state and weights(again) == weights(model)
+
+
+def test_a_run_that_is_stopped_anywhere_ends_at_the_same_target(runner: Callable[..., Runner]) -> None:
+    whole = evaluated(runner, "whole", Score(), every=3)
+    whole.attempt()
+    target = target_between(whole, 3, 6)
+    ended = evaluated(runner, "ended", Score(), every=3, stop_at={"hellaswag": target})
+    model, state = ended.attempt()
+    for stop_after in (3, 5, 6):
+        run = evaluated(runner, f"stopped-{stop_after}", Score(), every=3, stop_at={"hellaswag": target})
+        run.attempt(stop_after)
+        resumed, end = run.attempt()
+        assert end == state and weights(resumed) == weights(model)
+        assert scores_of(run) == scores_of(ended)
+
+
+def test_a_validation_loss_ends_the_run_at_most_at_its_target(runner: Callable[..., Runner]) -> None:
+    whole = runner("whole", val_every=2)
+    whole.attempt()
+    losses = {row["step"]: row["val/loss"] for row in whole.rows() if "val/loss" in row}
+    run = runner("target", val_every=2, stop_at={"val_loss": losses[6]})
+    _, state = run.attempt()
+    assert (state.step, state.val_loss) == (6, losses[6])
+    assert run.commits()[0] == 6 and state.is_complete(run.config.train)
+
+
+def test_a_training_without_a_target_keeps_its_identity() -> None:
+    train = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=0.001)
+    assert "stop_at" not in identity_of(train)
+    aimed = TrainConfig.model_validate(train.model_dump() | {"stop_at": {"hellaswag": 0.2955}})
+    assert identity_of(aimed) == identity_of(train) | {"stop_at": {"hellaswag": 0.2955}}
+
+
+def test_two_ranks_share_the_texts_and_both_have_all(tmp_path: Path) -> None:
+    model = GPT(trainer_runs.configured().model)
+    model.initialize(0)
+    sampling = Sampling(0, lambda ids: " ".join(map(str, ids)), seed=1, texts=3, tokens=4)
+    alone = sampling.texts_of(model, ALONE, lambda: None)
+    checks, shares = [0, 0], []
+
+    class Rank(World):
+        def gather(self, value: Any) -> list[Any]:
+            shares.append(value)
+            return [value]
+
+    for rank in (0, 1):
+
+        def check(rank: int = rank) -> None:
+            checks[rank] += 1
+
+        sampling.texts_of(model, Rank(rank, rank, 2, torch.device("cpu")), check)
+    assert checks == [4, 4]  # equally often, so that each may be an exchange between the ranks
+    assert [text for _, text in sorted(shares[0] + shares[1])] == alone
