@@ -20,6 +20,8 @@ from trainer.errors import UserError, cut, shown
 from trainer.strict_yaml import MOST_CHARACTERS, NotPlain, load_yaml
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
+HF: Literal["hf"] = "hf"  # the format of every export; the others are made beside it
+OTHER_FORMATS = ("gguf",)
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
@@ -129,9 +131,21 @@ class EvaluateConfig(Section):
 
 
 class ExportConfig(Section):
-    """The format of the Hugging Face checkpoint."""
+    """The formats of the export."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="bfloat16", description="Number format of weights")
+    formats: list[Literal["hf", "gguf"]] = Field(
+        default=[HF],
+        description="hf, the checkpoint for transformers and vLLM, is always made; beside it gguf for llama.cpp "
+        "(in f16 and q8_0)",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16", description="Number format of hf's weights"
+    )
+
+    @property
+    def other_formats(self) -> list[str]:
+        """The formats beside hf, each once, in one order: equal sets have equal fingerprints."""
+        return sorted({*self.formats} - {HF})
 
 
 class Recipe(Section):

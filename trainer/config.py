@@ -7,6 +7,7 @@ The descriptions of the fields are the source of docs/recipes.md; a unit stands 
 
 import difflib
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
@@ -476,7 +477,16 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     message = error["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     got = "" if error["type"] == "value_error" else f" (got {shown(error['input'])})"
-    return ".".join(path), f"{message}{got}"
+    return ".".join(path), f"{message}{got}{_near_value(error)}"
+
+
+def _near_value(error: ErrorDetails) -> str:
+    """A hint at the known value that a wrong one resembles."""
+    if error["type"] != "literal_error":
+        return ""
+    known = re.findall("'([^']*)'", error["ctx"]["expected"])
+    near = difflib.get_close_matches(str(error["input"]).lower(), known, 1)
+    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def _fields_at(model: type[BaseModel], path: list[str]) -> dict[str, Any]:

@@ -56,12 +56,15 @@ class Verdict:
     detail: str
 
 
+OF_ONE_RUN = ("metrics.jsonl", "README.md")  # files with times and dollars
+
+
 def outcome(store: Store, run: str) -> Outcome:
     """Read the results of `run` from a store."""
     finished = read_run(store, run)
     summary, made = finished.summary, finished.intact_manifests
     files = {
-        stage: {file.name: file.sha256 for file in manifest.files if file.name != "metrics.jsonl"}
+        stage: {file.name: file.sha256 for file in manifest.files if file.name not in OF_ONE_RUN}
         for stage, manifest in made.items()
         if manifest
     }

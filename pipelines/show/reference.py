@@ -76,6 +76,8 @@ def names_of(annotation: Any) -> list[str]:
         return [f"`{value}`" for value in get_args(annotation)]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [f"{{{', '.join(f'{name}: …' for name in annotation.model_fields)}}}"]
+    if get_origin(annotation) is list:
+        return [f"list of {', '.join(names_of(get_args(annotation)[0]))}"]
     return [{int: "integer", float: "number", str: "text", bool: "boolean", NoneType: "null"}[annotation]]
 
 

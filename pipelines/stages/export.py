@@ -1,98 +1,72 @@
-"""export: the trained weights as a Hugging Face GPT-2 checkpoint, read back and compared before the commit."""
+"""export: the trained weights as a Hugging Face checkpoint and in other formats, read back and compared before the
+commit.
 
-import json
+The files of Hugging Face lie at the top of the artifact, those of another format in a folder of its name.
+"""
+
+import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, cast
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.recipe import Recipe
+from pipelines.formats import hf
+from pipelines.formats.weights import Weights
+from pipelines.recipe import HF, Recipe
 from pipelines.stage import Built, Work
-from pipelines.text.tokenizer import tokenizer, tokenizer_files
-from trainer.config import ModelConfig
+from pipelines.stages.model_card import CARD, model_card
+from pipelines.text.tokenizer import tokenizer
+from pipelines.tracking.runs import find_run
 from trainer.process import failpoint
 
-if TYPE_CHECKING:
-    from torch import Tensor
+
+class Format(Protocol):
+    """A module of pipelines/formats, except for hf."""
+
+    def write(self, weights: Weights, folder: Path) -> list[Path]:
+        """Write the files of the format."""
+        ...
+
+    def verify(self, weights: Weights, folder: Path) -> None:
+        """RuntimeError if the files, read back, have other weights."""
+        ...
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
-    """The identity of the checkpoint: the trained weights, and the dtype."""
-    identity = {"stage": "export", "train": plans["train"].fingerprint, "dtype": recipe.export.dtype}
+    """The identity of the export: the trained weights, the dtype, and the formats beside Hugging Face's."""
+    identity: dict[str, Any] = {"stage": "export", "train": plans["train"].fingerprint, "dtype": recipe.export.dtype}
+    if others := recipe.export.other_formats:
+        identity["formats"] = others
     return ArtifactPlan("export", recipe.name, identity)
 
 
 def build(work: Work) -> Built:
-    """Write the checkpoint. RuntimeError if its weights, read back, give other logits."""
-
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from trainer.model import to_hf
-
-    config, dtype = work.recipe.model, getattr(torch, work.recipe.export.dtype)
+    """Write the formats one by one. RuntimeError if the weights of one, read back, differ from the trained ones."""
+    recipe = work.recipe
     work.clock.enter("export")
-    state = load_file(work.fetch("train", "model.safetensors"))
-    hf = {name: tensor.to(dtype) for name, tensor in to_hf(state, config).items()}
-    encoding = tokenizer(work.recipe.tokens.tokenizer)
-    save_file(hf, work.folder / "model.safetensors", metadata={"format": "pt"})
-    texts = {
-        "config.json": json.dumps(hf_config(config, work.recipe.export.dtype, encoding.eot_token), indent=2).encode(),
-        "generation_config.json": json.dumps(
-            {"bos_token_id": encoding.eot_token, "eos_token_id": encoding.eot_token}, indent=2
-        ).encode(),
-        **tokenizer_files(encoding, config.block_size),
-    }
-    for name, body in texts.items():
-        (work.folder / name).write_bytes(body)
+    weights = Weights(
+        work.fetch("train", "model.safetensors"),
+        recipe.model,
+        tokenizer(recipe.tokens.tokenizer),
+        recipe.name,
+        work.check,
+    )
+    paths = hf.write(weights, work.folder, recipe.export.dtype)
     failpoint("export")
     work.check()
-    difference = reload_difference(work.folder / "model.safetensors", state, config, dtype)
-    if difference:
-        raise RuntimeError(f"the exported weights, read back, give other logits: largest difference {difference}")
-    names = ["model.safetensors", *texts]
-    return Built(
-        [work.upload(work.folder / name) for name in names],
-        {"dtype": work.recipe.export.dtype, "parameters": sum(t.numel() for t in hf.values())},
-    )
-
-
-def hf_config(config: ModelConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
-    """The fields of transformers' GPT2Config that describe the same model."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "activation_function": "gelu_new",  # the tanh approximation
-        "layer_norm_epsilon": 1e-5,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": dtype,
+    hf.verify(weights, work.folder, recipe.export.dtype)
+    card = work.folder / CARD
+    card.write_text(model_card(recipe, work.inputs, find_run(work.store, work.attempt.latest.run)), encoding="utf8")
+    files = [work.upload(path) for path in (*paths, card)]
+    for name in recipe.export.other_formats:
+        made, folder = cast(Format, importlib.import_module(f"pipelines.formats.{name}")), work.folder / name
+        folder.mkdir()
+        for path in (written := made.write(weights, folder)):
+            assert path.parent == folder
+        made.verify(weights, folder)
+        files += [work.upload(path, f"{name}/{path.name}") for path in written]
+    facts = {
+        "dtype": recipe.export.dtype,
+        "parameters": recipe.model.parameters,
+        "formats": [HF, *recipe.export.other_formats],
     }
-
-
-def reload_difference(path: Path, state: "dict[str, Tensor]", config: ModelConfig, dtype: Any) -> float:
-    """The largest difference in logits between the file and the trained weights rounded to its dtype."""
-    import torch
-    from safetensors.torch import load_file
-
-    from trainer.model import GPT, from_hf
-
-    tokens = torch.randint(
-        config.vocab_size, (2, min(64, config.block_size)), generator=torch.Generator().manual_seed(0)
-    )
-    logits = []
-    for weights in (state, from_hf(load_file(path), config)):
-        model = GPT(config).eval()
-        model.load_state_dict({name: tensor.to(dtype).float() for name, tensor in weights.items()})
-        with torch.no_grad():
-            logits.append(model(tokens)[..., : config.vocab_size])
-    return float((logits[0] - logits[1]).abs().max())
+    return Built(files, facts)

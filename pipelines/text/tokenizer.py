@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelines.recipe import vocab_size_of
@@ -134,36 +135,54 @@ def split_at_long_spaces(text: str, longest: int) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(cuts)]
 
 
-def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dict[str, bytes]:
-    """File name -> content of a Hugging Face GPT-2 tokenizer with the ids of `encoding`.
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer in the notation of GPT-2's own files, in which every byte is a visible character."""
 
-    With them, `transformers.AutoTokenizer` gives the ids of `encoding.encode(text, allowed_special="all")`.
-    transformers 4 and 5 need only tokenizer.json and tokenizer_config.json; the slow tokenizer of transformers 4 and
-    tools outside Python read vocab.json and merges.txt. Neither version reads special_tokens_map.json if the config
-    names the tokens. `model_max_length` is in tokens.
-    """
+    tokens: list[str]  # by id
+    merges: list[str]  # "left right", by rank
+    end_of_text: int
+
+
+def vocabulary(encoding: "tiktoken.Encoding") -> Vocabulary:
+    """The tokens and merges of an encoding."""
     assert encoding.n_vocab == encoding.max_token_value + 1, "ids have gaps"
-    ranks = {encoding.decode_single_token_bytes(i): i for i in range(encoding.n_vocab)}
-    end_of_text = encoding.decode([encoding.eot_token])
-    del ranks[end_of_text.encode()]
+    ranks = {encoding.decode_single_token_bytes(i): i for i in range(encoding.n_vocab) if i != encoding.eot_token}
     symbols = byte_symbols()
 
     def visible(token: bytes) -> str:
         return "".join(symbols[byte] for byte in token)
 
+    by_id = {rank: visible(token) for token, rank in ranks.items()} | {
+        encoding.eot_token: encoding.decode([encoding.eot_token])
+    }
     merges = [f"{visible(left)} {visible(right)}" for left, right in merges_of(ranks)]
-    vocab = {visible(token): rank for token, rank in ranks.items()} | {end_of_text: encoding.eot_token}
-    config = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end_of_text) | {
+    return Vocabulary([by_id[i] for i in range(encoding.n_vocab)], merges, encoding.eot_token)
+
+
+def tokenizer_files(encoding: "tiktoken.Encoding", model_max_length: int) -> dict[str, bytes]:
+    """File name -> content of a Hugging Face GPT-2 tokenizer with the ids of `encoding`.
+
+    With them, `transformers.AutoTokenizer` gives the ids of `encoding.encode(text, allowed_special="all")`.
+    transformers 4 and 5 need only tokenizer.json and tokenizer_config.json. The slow tokenizer of transformers 4 and
+    tools outside Python read the other files. `model_max_length` is in tokens.
+    """
+    found = vocabulary(encoding)
+    end_of_text = found.tokens[found.end_of_text]
+    vocab = {token: i for i, token in enumerate(found.tokens)}
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end_of_text)
+    config = special | {
         "tokenizer_class": "GPT2Tokenizer",
         "model_max_length": model_max_length,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,  # else decoding removes spaces before punctuation
     }
     return {
-        "tokenizer.json": _json(_fast_tokenizer(vocab, merges, end_of_text)),
+        "tokenizer.json": _json(_fast_tokenizer(vocab, found.merges, end_of_text)),
         "tokenizer_config.json": _json(config),
+        "special_tokens_map.json": _json(special),
         "vocab.json": _json(vocab),
-        "merges.txt": "\n".join(["#version: 0.2", *merges, ""]).encode(),
+        "merges.txt": "\n".join(["#version: 0.2", *found.merges, ""]).encode(),
     }
 
 

@@ -68,8 +68,8 @@ def test_a_stop_takes_effect_before_the_next_long_operation(
 
     monkeypatch.setattr("trainer.evaluate.validation_loss", lambda *arguments, on_batch: 1.0)
     monkeypatch.setattr(module, "failpoint", stop_here)
-    for name in ("continue_text", "reload_difference"):
-        monkeypatch.setattr(module, name, lambda *arguments, **options: begun.append(1), raising=False)
+    for name in ("pipelines.stages.evaluate.continue_text", "pipelines.formats.hf.verify"):
+        monkeypatch.setattr(name, lambda *arguments, **options: begun.append(1))
     with pytest.raises(Interrupted):
         module.build(mine)
     assert not begun

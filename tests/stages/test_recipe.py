@@ -76,7 +76,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "precision": "fp32",
     },
     "evaluate": {"val_tokens": 1024, "hellaswag": None},
-    "export": {"dtype": "float32"},
+    "export": {"formats": ["hf", "gguf"], "dtype": "float32"},
     "runtime": {
         "micro_batch_size": 1,
         "processes": 2,
@@ -220,6 +220,10 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
         ("name=Big Run", "my.yaml: name: string should match pattern"),
         ("tokens.tokenizer=gpt3", "my.yaml: tokens.tokenizer: input should be 'gpt2' or 'bytes' (got 'gpt3')"),
         ("export.dtype=int8", "my.yaml: export.dtype: input should be 'float32', 'bfloat16' or 'float16' (got 'int8')"),
+        (
+            "export.formats=[hf, ggfu]",
+            "my.yaml: export.formats: input should be 'hf' or 'gguf' (got 'ggfu'); did you mean 'gguf'?",
+        ),
         # Impossible together
         (
             "train.batch_tokens=1000",
@@ -439,6 +443,14 @@ def test_equal_numbers_written_differently_give_one_fingerprint() -> None:
 def test_fingerprints_of_existing_artifacts_never_change() -> None:
     """If this fails, every artifact in every store is obsolete and will be made again."""
     assert fingerprints(load_recipe("gpt2-124m")) == PINNED
+
+
+def test_formats_decide_the_fingerprint_of_the_export_as_a_set() -> None:
+    def export(formats: str) -> str:
+        return fingerprints(load_recipe("gpt2-124m", [f"export.formats={formats}"]))["export"]
+
+    assert export("[hf]") == export("[]") == PINNED["export"]
+    assert export("[gguf]") == export("[gguf, hf, gguf]") != PINNED["export"]
 
 
 def test_every_process_finds_the_same_fingerprints(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""GGUF for llama.cpp and the programs around it: two files, with weights in float16 and in q8_0 (8.5 bits a weight).
+
+Names and values are those of llama.cpp's architecture `gpt2`. As in its own conversion, vectors and positions stay in
+float32. The head has no tensor: llama.cpp takes the token embedding.
+"""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.formats.weights import Weights, require
+from pipelines.text.tokenizer import vocabulary
+
+if TYPE_CHECKING:
+    import gguf
+    import numpy as np
+
+KINDS = {"f16": "F16", "q8_0": "Q8_0"}  # by the file's name, in the library's names
+ROW = 32  # weights of a row that q8_0 gives one scale
+PARTS = {
+    "wte": "token_embd",
+    "wpe": "position_embd",
+    "ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+
+
+def write(weights: Weights, folder: Path) -> list[Path]:
+    """Write `<run>-f16.gguf` and `<run>-q8_0.gguf`."""
+    return [write_kind(weights, path_of(weights, folder, kind), kind) for kind in KINDS]
+
+
+def path_of(weights: Weights, folder: Path, kind: str) -> Path:
+    return folder / f"{weights.name}-{kind}.gguf"
+
+
+def write_kind(weights: Weights, path: Path, kind: str) -> Path:
+    """Write one file, tensor by tensor."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "gpt2")
+    add_model(writer, weights, kind)
+    add_tokenizer(writer, weights)
+    for name, shape in weights.shapes().items():
+        stored = type_of(name, shape, kind)
+        block, size = gguf.GGML_QUANT_SIZES[stored]
+        writer.add_tensor_info(gguf_name(name), shape, np.dtype("float32"), math.prod(shape) // block * size, stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name in weights.shapes():
+        writer.write_tensor_data(converted(weights, name, kind))
+    writer.close()
+    return path
+
+
+def gguf_name(name: str) -> str:
+    """`h.3.attn.c_attn.weight` is `blk.3.attn_qkv.weight`."""
+    part, _, last = name.rpartition(".")
+    if not part.startswith("h."):
+        return f"{PARTS[part]}.{last}"
+    _, block, part = part.split(".", 2)
+    return f"blk.{block}.{PARTS[part]}.{last}"
+
+
+def type_of(name: str, shape: tuple[int, ...], kind: str) -> "gguf.GGMLQuantizationType":
+    """The number format of a tensor. A row that q8_0 does not divide stays in float16."""
+    import gguf
+
+    if len(shape) == 1 or name == "wpe.weight":
+        return gguf.GGMLQuantizationType.F32
+    return gguf.GGMLQuantizationType["F16" if shape[-1] % ROW else KINDS[kind]]
+
+
+def converted(weights: Weights, name: str, kind: str) -> "np.ndarray[Any, Any]":
+    """A tensor in its number format, as the file has it."""
+    import gguf
+    import torch
+
+    stored = type_of(name, weights.shapes()[name], kind)
+    dtype = torch.float16 if stored.name == "F16" else torch.float32
+    found: np.ndarray[Any, Any] = gguf.quants.quantize(weights.rounded(name, dtype).numpy(), stored)
+    return found
+
+
+def add_model(writer: "gguf.GGUFWriter", weights: Weights, kind: str) -> None:
+    import gguf
+
+    config = weights.config
+    writer.add_type("model")
+    writer.add_name(weights.name)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{KINDS[kind]}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_block_count(config.n_layer)
+    writer.add_context_length(config.block_size)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_feed_forward_length(4 * config.n_embd)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(1e-5)
+
+
+def add_tokenizer(writer: "gguf.GGUFWriter", weights: Weights) -> None:
+    """The tokens, their kinds and the merges. Ids beyond the tokenizer's stand as unused tokens."""
+    import gguf
+
+    found = vocabulary(weights.encoding)
+    unused = weights.config.vocab_size - len(found.tokens)
+    kinds = [gguf.TokenType.NORMAL] * len(found.tokens) + [gguf.TokenType.UNUSED] * unused
+    kinds[found.end_of_text] = gguf.TokenType.CONTROL
+    end = found.tokens[found.end_of_text]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*found.tokens, *(f"[PAD{len(found.tokens) + i}]" for i in range(unused))])
+    writer.add_token_types(kinds)
+    # llama.cpp wants merges, and the tokenizer "bytes" has none. A pair of special tokens never arises in a text.
+    writer.add_token_merges(found.merges or [f"{end} {end}"])
+    writer.add_bos_token_id(found.end_of_text)
+    writer.add_eos_token_id(found.end_of_text)
+    writer.add_add_bos_token(False)  # as transformers
+
+
+def verify(weights: Weights, folder: Path) -> None:
+    """RuntimeError unless the files, read back, have every trained weight in its number format."""
+    import gguf
+    import numpy as np
+
+    for kind in KINDS:
+        path = path_of(weights, folder, kind)
+        found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        require(found.keys() == {gguf_name(name) for name in weights.shapes()}, path, "the names of the tensors")
+        for name, shape in weights.shapes().items():
+            tensor = found[gguf_name(name)]
+            require(tensor.tensor_type == type_of(name, shape, kind), path, f"{name}: its number format")
+            require(tuple(tensor.shape[::-1]) == shape, path, f"{name}: its shape")
+            require(np.array_equal(tensor.data, converted(weights, name, kind)), path, name)

@@ -1,0 +1,111 @@
+"""The Hugging Face checkpoint: config, generation config, tokenizer and model.safetensors.
+
+`transformers` and vLLM load its folder.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.formats.weights import Weights, read_tensor, require, same
+from pipelines.text.tokenizer import tokenizer_files
+from trainer.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE = "model.safetensors"
+TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in safetensors
+
+
+def write(weights: Weights, folder: Path, dtype: str) -> list[Path]:
+    """Write the checkpoint with weights in `dtype`."""
+    end_of_text = weights.encoding.eot_token
+    texts = {
+        "config.json": _json(hf_config(weights.config, dtype, end_of_text)),
+        "generation_config.json": _json(
+            {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
+        ),
+        **tokenizer_files(weights.encoding, weights.config.block_size),
+    }
+    write_safetensors(weights, folder / FILE, dtype)
+    for name, body in texts.items():
+        (folder / name).write_bytes(body)
+    return [folder / name for name in (FILE, *texts)]
+
+
+def write_safetensors(weights: Weights, path: Path, dtype: str) -> None:
+    """The bytes of safetensors' own `save_file`, written tensor by tensor: it orders tensors of one type by name."""
+    import torch
+
+    from trainer.model import TRANSPOSED
+
+    names = {f"transformer.{name}": name for name in weights.shapes()}
+    shapes, size, offset = weights.shapes(), getattr(torch, dtype).itemsize, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for stored in sorted(names):
+        shape = shapes[names[stored]]
+        shape = shape[::-1] if names[stored].endswith(TRANSPOSED) else shape
+        end = offset + torch.Size(shape).numel() * size
+        header[stored] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for stored in sorted(names):
+            hf_tensor(weights, names[stored], dtype).view(torch.uint8).numpy().tofile(file)
+
+
+def hf_tensor(weights: Weights, name: str, dtype: str) -> "Tensor":
+    """A tensor as Hugging Face's GPT-2 has it."""
+    import torch
+
+    from trainer.model import to_hf
+
+    (tensor,) = to_hf({name: weights.rounded(name, getattr(torch, dtype))}, weights.config).values()
+    return tensor
+
+
+def verify(weights: Weights, folder: Path, dtype: str) -> None:
+    """RuntimeError unless the file, read back by safetensors, has every trained weight, rounded to `dtype`."""
+    import torch
+    from safetensors import safe_open
+
+    from trainer.model import TRANSPOSED
+
+    path = folder / FILE
+    with safe_open(path, "pt") as file:
+        stored = set(file.keys())
+    require(stored == {f"transformer.{name}" for name in weights.shapes()}, path, "the names of the tensors")
+    for name, expected in weights.each(getattr(torch, dtype)):
+        found = read_tensor(path, f"transformer.{name}")
+        require(same(found.t() if name.endswith(TRANSPOSED) else found, expected), path, name)
+
+
+def hf_config(config: ModelConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
+    """The fields of transformers' GPT2Config that describe the same model."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.block_size,
+        "n_ctx": config.block_size,
+        "n_embd": config.n_embd,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "activation_function": "gelu_new",  # the tanh approximation
+        "layer_norm_epsilon": 1e-5,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "dtype": dtype,
+    }
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2).encode()

@@ -1,0 +1,84 @@
+"""The trained weights, one tensor at a time: an export holds no whole model in memory.
+
+1558M has 6.2 GB of weights in float32, and its largest tensor 0.3 GB.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config import ModelConfig
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    import tiktoken
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What every format is made of: the weights in a file with the names of `GPT`, the model and its tokenizer.
+
+    The padding rows of the vocabulary are left out. `check` is called before every tensor; it may raise Interrupted.
+    """
+
+    path: Path
+    config: ModelConfig
+    encoding: "tiktoken.Encoding"
+    name: str  # of the run
+    check: Callable[[], None] = lambda: None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor by name, in the order of the model."""
+        import torch
+
+        from trainer.model import GPT
+
+        with torch.device("meta"):
+            shapes = {name: tuple(tensor.shape) for name, tensor in GPT(self.config).state_dict().items()}
+        return shapes | {"wte.weight": (self.config.vocab_size, self.config.n_embd)}
+
+    def tensor(self, name: str) -> "Tensor":
+        """A tensor in float32."""
+        self.check()
+        tensor = read_tensor(self.path, name)
+        return (tensor[: self.config.vocab_size] if name == "wte.weight" else tensor).float()
+
+    def rounded(self, name: str, dtype: "torch.dtype") -> "Tensor":
+        """A tensor in `dtype`. UserError if a weight is too large for it."""
+        tensor = self.tensor(name)
+        rounded = tensor.to(dtype)
+        if not rounded.isfinite().all() and tensor.isfinite().all():
+            largest = float(tensor.abs().max())
+            raise UserError(f"export: {name} has a weight of {largest:.3g}, which {dtype} cannot hold; use bfloat16")
+        return rounded
+
+    def each(self, dtype: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
+        """All tensors in `dtype`, in the order of the model."""
+        return ((name, self.rounded(name, dtype)) for name in self.shapes())
+
+
+def read_tensor(path: Path, name: str) -> "Tensor":
+    """One tensor of a safetensors file. The file is mapped for as long as the tensor lives, no longer."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)
+
+
+def same(stored: "Tensor", expected: "Tensor") -> bool:
+    """Whether two tensors have the same type, shape and bits."""
+    import torch
+
+    if stored.dtype != expected.dtype or stored.shape != expected.shape:
+        return False
+    bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
+    return torch.equal(stored.contiguous().view(bits), expected.contiguous().view(bits))
+
+
+def require(holds: bool, path: Path, what: str) -> None:
+    """RuntimeError, with the file and what differs in it, unless `holds`: a fault of ours or of the disk."""
+    if not holds:
+        raise RuntimeError(f"{path.name}, read back, differs from the trained weights: {what}")

@@ -1,0 +1,188 @@
+"""The model card of an export: README.md with the metadata of the Hugging Face Hub, from what the run measured.
+
+The card has the state of the moment when export ran: after evaluate, and with the dollars up to then.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from pipelines.artifacts.manifest import Manifest
+from pipelines.recipe import Recipe
+from pipelines.text.hub import HUB
+from pipelines.tracking.account import Account, market_of, nothing_priced
+from pipelines.tracking.runs import Run
+
+CARD = "README.md"
+# Licences as the pages of these texts state them. Any other text has a licence that its owner knows.
+LICENSES = {
+    "python-stdlib": "Python Software Foundation License 2.0",
+    f"{HUB}HuggingFaceFW/fineweb": "ODC-By 1.0",
+    f"{HUB}HuggingFaceFW/fineweb-edu": "ODC-By 1.0",
+}
+SCORES = {
+    "val/loss": "validation loss (nats per token)",
+    "eval/hellaswag_acc_norm": "HellaSwag, completion style, normalized accuracy",
+    "eval/hellaswag_acc": "HellaSwag, completion style, accuracy",
+    "eval/core": "CORE (DCLM), centred accuracy",
+}
+
+
+def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) -> str:
+    """The card of an export. `made` has the artifacts by stage; without `run` the card names no cost."""
+    train = made["train"]
+    sections = {
+        "": introduction(recipe),
+        "Use": usage(recipe),
+        "Training": table(training_facts(recipe, made)),
+        "Evaluation": evaluation(made),
+        "Cost": table(cost_facts(run.account if run else None)),
+        "Reproduce": reproduction(recipe, train),
+        "Intended use and limits": LIMITS,
+    }
+    body = "\n\n".join(f"## {title}\n\n{text}" if title else text for title, text in sections.items())
+    return f"---\n{yaml.safe_dump(metadata(recipe, made), sort_keys=False, allow_unicode=True)}---\n\n{body}\n"
+
+
+def metadata(recipe: Recipe, made: Mapping[str, Manifest]) -> dict[str, Any]:
+    """The metadata of the Hub. The licence of the weights is left to their owner."""
+    facts: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["gpt2", "skytrain"],
+    }
+    if recipe.tokens.source.startswith(HUB):
+        facts["datasets"] = [recipe.tokens.source.removeprefix(HUB)]
+    results = [
+        {
+            "task": {"type": "text-generation"},
+            "dataset": {"type": "hellaswag" if "hellaswag" in name else "validation", "name": SCORES.get(name, name)},
+            "metrics": [{"type": name.partition("/")[2], "value": value, "name": SCORES.get(name, name)}],
+        }
+        for name, value in scores(made)
+    ]
+    if results:
+        facts["model-index"] = [{"name": recipe.name, "results": results}]
+    return facts
+
+
+def introduction(recipe: Recipe) -> str:
+    model = recipe.model
+    return (
+        f"# {recipe.name}\n\nA GPT-2 language model with {model.parameters:,} parameters, trained on "
+        f"{_code(public(recipe.tokens.source))}: {model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, "
+        f"context {model.block_size} tokens, {model.vocab_size:,} token ids."
+    )
+
+
+def usage(recipe: Recipe) -> str:
+    return (
+        "```python\nfrom transformers import pipeline\n\n"
+        'generate = pipeline("text-generation", "PATH OF THIS FOLDER")\n'
+        'print(generate("<|endoftext|>Once", max_new_tokens=50)[0]["generated_text"])\n```\n\n'
+        "In training, every document begins with `<|endoftext|>`."
+        + (f"\n\nOther formats in this folder: {', '.join(others)}." if (others := recipe.export.other_formats) else "")
+    )
+
+
+def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[str, str]]:
+    text, train, tokens = recipe.tokens, made["train"].facts, made["tokenize"].facts
+    version = ", ".join(filter(None, (text.subset, text.revision)))
+    seen = _count(train.get("tokens", recipe.train_tokens))
+    rows = [
+        ("text", _code(public(text.source)) + (f" ({version})" if version else "")),
+        ("licence of the text", LICENSES.get(text.source, "not known to skytrain; see the page of the text")),
+        ("tokenizer", f"{text.tokenizer}, {recipe.model.vocab_size:,} ids"),
+        ("tokens in the training split", _count(tokens.get("train_tokens"))),
+        (
+            "tokens trained on",
+            f"{seen} in {recipe.train.max_steps:,} steps",
+        ),
+        ("batch", f"{recipe.train.batch_tokens:,} tokens"),
+        ("learning rate", f"{recipe.train.learning_rate:g}, {recipe.train.schedule}"),
+        ("number format of the products", str(train.get("precision") or recipe.train.precision)),
+        ("number format of these weights", recipe.export.dtype),
+    ]
+    if isinstance(loss := train.get("train/loss"), float):
+        rows.append(("last training loss", f"{loss:.4f} nats per token"))
+    return rows
+
+
+def scores(made: Mapping[str, Manifest]) -> Iterable[tuple[str, float]]:
+    """The measures of evaluate by name."""
+    facts = made["evaluate"].facts if "evaluate" in made else {}
+    return [(name, value) for name, value in facts.items() if "/" in name and isinstance(value, int | float)]
+
+
+def evaluation(made: Mapping[str, Manifest]) -> str:
+    found = [(SCORES.get(name, name), f"{value:.4f}") for name, value in scores(made)]
+    return table(found) if found else "The run was not evaluated when this export was made."
+
+
+def cost_facts(account: Account | None) -> list[tuple[str, str]]:
+    """Machines, hours and dollars of all attempts, up to this export."""
+    if account is None:
+        return [("cost", "no record")]
+    machines = dict.fromkeys(
+        f"{attempt.nodes} x {attempt.machine.accelerators or attempt.machine.instance or 'own machine'}"
+        + (f" ({market_of(attempt.machine)})" if attempt.machine.cloud else "")
+        for attempt in account.attempts
+        if attempt.stage == "train" and not attempt.waited
+    )
+    total = account.total
+    dollars = "unknown: this machine has no price" if nothing_priced(account) else f"{total.usd:,.2f}"
+    if total.unpriced_hours and not nothing_priced(account):
+        dollars += f", and {total.unpriced_hours:.2f} hours without a price"
+    return [
+        ("machines of the training", ", ".join(machines) or "unknown"),
+        ("machine hours", f"{total.hours:,.2f}, in {len(account.attempts)} attempts of all stages"),
+        ("dollars", dollars),
+        ("energy", "not read"),
+    ]
+
+
+def reproduction(recipe: Recipe, train: Manifest) -> str:
+    """The command, the code and the recipe, which is complete."""
+    origin = train.provenance
+    commit = origin.get("git_commit") or "unknown"
+    changed = ", with local changes" if origin.get("git_dirty") else ""
+    versions = ", ".join(f"{name} {version}" for name, version in (origin.get("versions") or {}).items() if version)
+    values = recipe.model_dump()
+    values["tokens"]["source"] = public(recipe.tokens.source)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return (
+        f"skytrain at commit `{commit}`{changed} ({versions}), with this recipe as `recipe.yaml`:\n\n"
+        f"```\nskytrain run recipe.yaml\n```\n\n```yaml\n{text}```"
+    )
+
+
+LIMITS = (
+    "The model continues text, for research and education. It follows no instructions and had no training in safety. "
+    "It repeats errors, prejudices and private facts of its text, and it invents others. It knows nothing after the "
+    "date of its text, and it reads no more than its context. Do not let it decide about people."
+)
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in rows]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def public(source: str) -> str:
+    """A source without what may be a secret: the user, the password and the query of a URL."""
+    parts = urlsplit(source) if "://" in source else None
+    if parts is None or parts.scheme not in ("http", "https"):
+        return source
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+
+
+def _code(text: str) -> str:
+    """A text of the user in Markdown's code, on one line."""
+    return f"`{json.dumps(text, ensure_ascii=False)[1:-1].replace('`', ' ')}`"
+
+
+def _count(tokens: object) -> str:
+    return f"{tokens:,}" if isinstance(tokens, int) else "unknown"
