@@ -28,6 +28,7 @@ from pipelines.verbs.logs import logs
 from pipelines.verbs.options import WholeHelp, home
 from pipelines.verbs.orphans import orphans
 from pipelines.verbs.plan import plan
+from pipelines.verbs.pull import pull
 from pipelines.verbs.recipes import recipes
 from pipelines.verbs.report import report
 from pipelines.verbs.resume import resume
@@ -40,7 +41,7 @@ from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
 PROGRAM = "skytrain"
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
     "Run": (run, plan, recipes),
-    "Look": (report, status, logs, sample),
+    "Look": (report, status, logs, sample, pull),
     "Cloud": (launch, resume, stop, down, orphans, image_app),
     "Tools": (doctor, bench, drill, gc),
 }

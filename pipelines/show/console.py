@@ -31,7 +31,7 @@ CARD_COLUMNS = 100  # the width of text that has a choice
 # The commands that messages name: programs of this Python environment, with the first words that make them a command.
 COMMANDS = {
     "skytrain": (
-        *("run", "plan", "recipes", "report", "status", "logs", "sample", "launch", "resume", "stop", "down"),
+        *("run", "plan", "recipes", "report", "status", "logs", "sample", "pull", "launch", "resume", "stop", "down"),
         *("orphans", "image", "doctor", "bench", "drill", "gc", "--help"),
     ),
     "sky": ("api", "check", "down", "jobs", "logs", "queue", "show-gpus", "status", "stop"),

@@ -1,0 +1,100 @@
+"""The export of a run on this machine, verified."""
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.artifacts.manifest import File, Manifest, read_manifest, verify
+from pipelines.recipe import HF, OTHER_FORMATS
+from pipelines.tracking.runs import read_records
+from trainer.errors import UserError, cut, is_full
+from trainer.store import Store, sha256_of
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A file of an export on this machine."""
+
+    path: Path
+    size: int  # bytes
+    was_there: bool  # from an earlier pull
+
+
+def pull_run(store: Store, run: str, folder: Path, format: str | None) -> Iterator[Pulled]:
+    """Copy the files of one format (None: of all) into `folder`, and yield each once it is there.
+
+    Complete files of an earlier pull stay, so a second pull continues the first. UserError, before anything is copied,
+    if another file is in the place of one, or if the export does not exist or lacks the format.
+    """
+    (record,) = read_records(store, [run])
+    prefix = record.prefixes.get("export")
+    manifest = read_manifest(store, prefix) if prefix else None
+    if manifest is None:
+        raise UserError(f"{record.run}: the run has no export yet; `skytrain run run:{record.run}` finishes it")
+    files = files_of(manifest, format, record.run)
+    present = {file.name for file in files if is_present(folder / file.name, file)}
+    return _pull(store, manifest, files, present, folder)
+
+
+def _pull(store: Store, manifest: Manifest, files: list[File], present: set[str], folder: Path) -> Iterator[Pulled]:
+    for file in files:
+        path = folder / file.name
+        if file.name not in present:
+            fetch_to(store, manifest, file, path)
+        yield Pulled(path, file.size, file.name in present)
+
+
+def files_of(manifest: Manifest, format: str | None, run: str) -> list[File]:
+    """The files of one format of an export, or of all. UserError if it lacks the format."""
+    by_format: dict[str, list[File]] = {}
+    for file in manifest.files:
+        top, slash, _ = file.name.partition("/")
+        by_format.setdefault(top if slash else HF, []).append(file)
+    if format is None:
+        return list(manifest.files)
+    if format in by_format:
+        return by_format[format]
+    there = f"the export of {run} has {', '.join(by_format)}"
+    if format in OTHER_FORMATS:
+        raise UserError(
+            f"--format {format}: {there}; `skytrain run RECIPE --set 'export.formats=[{format}]'` makes it too"
+        )
+    near = difflib.get_close_matches(format.lower(), by_format, 1)
+    raise UserError(f"--format {cut(format)}: unknown; {there}" + (f"; did you mean '{near[0]}'?" if near else ""))
+
+
+def is_present(path: Path, file: File) -> bool:
+    """Whether a file is there from an earlier pull. UserError if something else is."""
+    try:
+        if not os.path.lexists(path):
+            return False
+        if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
+            return True
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); choose another folder") from error
+    raise UserError(f"{path}: another file is there; choose an empty folder, or remove it")
+
+
+def fetch_to(store: Store, manifest: Manifest, file: File, path: Path) -> None:
+    """Download a file beside its place, verify it, and move it there. An unverified file never has its name."""
+    key, arriving = f"{manifest.prefix}/{file.key}", path.with_name(f".{path.name}.arriving")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            store.download(key, arriving)
+        except FileNotFoundError:
+            arriving.unlink(missing_ok=True)  # verify names the missing object
+        verify(store, key, file, arriving)
+        arriving.rename(path)
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another folder") from error
+    except OSError as error:
+        if is_full(error):
+            error.filename = str(path.parent)
+        raise
+    finally:
+        with suppress(OSError):
+            arriving.unlink()

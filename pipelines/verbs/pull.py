@@ -1,0 +1,29 @@
+"""`skytrain pull`: the export of a run on this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelines.verbs.options import RunName, StoreUri, store_uri
+
+
+def pull(
+    run: RunName,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder for the files; it may be a new one.")],
+    format: Annotated[
+        str | None,
+        typer.Option("--format", metavar="FORMAT", help="One format, such as hf or gguf; all by default."),
+    ] = None,
+    store: StoreUri = None,
+) -> None:
+    """Copy the export of a run to this machine and verify it. The same command continues after an interruption."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.pull import pull_run
+    from pipelines.show.console import say
+
+    count = size = 0
+    for file in pull_run(open_store(store_uri(store)), run, folder, format):
+        say(f"{file.size:>15,}  {file.path}" + ("  (already there)" if file.was_there else ""))
+        count, size = count + 1, size + file.size
+    say(f"{count} files, {size:,} bytes in {folder}, verified by sha256")
