@@ -45,7 +45,7 @@ class Row:
     """A sequence of at most block_size + 1 tokens, whose tokens [start:end] count; start is at least 1. Without an
     `end` all tokens from `start` on count."""
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
     start: int
     end: int | None = None
 

@@ -1,9 +1,12 @@
 """Small models with random weights."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from trainer.config import ModelConfig
-from trainer.model import GPT
+from trainer.model import GPT, to_hf
 
 
 def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> GPT:
@@ -15,3 +18,18 @@ def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> GPT:
         for p in model.parameters():
             p.add_(spread * torch.randn(p.shape, generator=generator))
     return model
+
+
+def transformers_copy(model: GPT) -> Any:
+    """The same weights in transformers' model."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
+    c = model.config
+    config = transformers.GPT2Config(
+        **{"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_positions": c.block_size},
+        vocab_size=c.vocab_size,
+    )
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    lacking = theirs.load_state_dict(to_hf(model.state_dict(), c), strict=False)
+    assert set(lacking.missing_keys) <= {"lm_head.weight"} and not lacking.unexpected_keys
+    theirs.tie_weights()
+    return theirs

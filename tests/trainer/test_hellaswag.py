@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import trainer_runs
-from tiny_models import model_of
+from tiny_models import model_of, transformers_copy
 
 from trainer.config import ModelConfig
 from trainer.errors import UserError
@@ -47,7 +48,7 @@ def real_items(shared_data: Path) -> list[HellaSwagItem]:
 
 @torch.no_grad()
 def naive_hellaswag(
-    model: GPT, items: list[HellaSwagItem], encode: Callable[[str], list[int]]
+    model: GPT, items: list[HellaSwagItem], encode: Callable[[str], list[int]], logits_of: Any = None
 ) -> tuple[HellaSwagScore, list[list[float]]]:
     """One ending at a time, all logits, probabilities looked up one by one."""
     sums, means = [], []
@@ -57,7 +58,7 @@ def naive_hellaswag(
             end = encode(" " + ending)
             tokens = encode(item.context) + end
             tokens = tokens[-(model.config.block_size + 1) :]
-            logits = model(torch.tensor([tokens[:-1]]))[0]
+            logits = (logits_of or model)(torch.tensor([tokens[:-1]]))[0]
             scored = range(len(tokens) - len(end), len(tokens))
             log_p = {t: logits[t - 1].double().log_softmax(-1)[tokens[t]].item() for t in scored}
             losses.append(-sum(log_p.values()))
@@ -80,6 +81,16 @@ def test_hellaswag_equals_scoring_one_ending_at_a_time(
     assert expected.acc != expected.acc_norm  # the two differ
     for tokens_at_once in (300, 16_384):
         assert hellaswag(model, real_items, each(gpt2_tokens), ALONE, tokens_at_once) == expected
+
+
+def test_every_item_agrees_with_a_plain_loop_over_transformers(
+    real_items: list[HellaSwagItem], gpt2_tokens: Callable[[str], list[int]]
+) -> None:
+    model = model_of(GPT2.model_copy(update={"block_size": 40}))  # some are truncated
+    theirs = transformers_copy(model)
+    for item in real_items[:15]:
+        expected, _ = naive_hellaswag(model, [item], gpt2_tokens, logits_of=lambda tokens: theirs(tokens).logits)
+        assert hellaswag(model, [item], each(gpt2_tokens), ALONE) == expected
 
 
 def test_hellaswag_cuts_contexts_that_are_too_long_from_the_left(
