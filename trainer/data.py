@@ -75,6 +75,15 @@ class TokenData:
             yield from (to_device(self._windows(batch), device) for batch in batches)
         self._maps.prefetch(coming)
 
+    def failure(self, sequences: range) -> Exception | None:
+        """Map the shards of `sequences`. The error if one of them cannot be had; None if all can be read."""
+        try:
+            for shard in self.order.shards_of(sequences):
+                self._maps.tokens(shard)
+        except Exception as error:
+            return error
+        return None
+
     def _windows(self, sequences: range) -> np.ndarray:
         """uint16 (len(sequences), block_size + 1)."""
         return self.windows([self.order[s] for s in sequences])

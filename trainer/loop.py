@@ -78,6 +78,7 @@ def train(
         saved, agreed, evidence = state.measured, Agreement(), None
         every = evaluation.every if evaluation else None
         saved_here = -1  # the step that this attempt saved last
+        failure: Exception | None = None  # of this rank: the next step lacks data
         log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
         failpoint("first-step")
         while True:
@@ -91,7 +92,7 @@ def train(
             ending = agreed.stop or (state.has_ended(config) and not evaluating)
             unsaved = state.measured != saved
             if (ending or evaluating) and unsaved and state.val_step != state.step and not evidence:
-                evidence = ruined("the loss of a probe", probe(engine, data, sequences_at(state.data_step), world))
+                evidence = ruined("the loss of a probe", probe(engine, data, sequences_at(state.data_step - 1), world))
             if evidence:
                 state = roll_back(engine, state, evidence, config, checkpointer, log)
                 saved, agreed, evidence = state.measured, replace(agreed, save=False), None
@@ -118,6 +119,8 @@ def train(
             if ending:
                 with log.clock.phase("checkpoint"):
                     checkpointer.finish(log)
+                if failure:
+                    raise failure
                 return engine, state
             started = time.perf_counter()  # time.time() may jump
             sequences, batch_tokens = sequences_at(state.data_step), batch_tokens_at(state.data_step, config)
@@ -130,7 +133,8 @@ def train(
                 world.rank == 0 and (save_clock.due_now() or measured_next) and not checkpointer.busy
             )
             learning_rate = learning_rate_at(state.step, config)
-            votes = StepVotes(world, stop, due, data, sequences)
+            next_ones = upcoming if state.step + 1 < config.max_steps else range(0)
+            votes = StepVotes(world, stop, due, data, sequences, next_ones)
             verdict, applied = step(
                 engine,
                 watchdog.each(batches),
@@ -142,7 +146,7 @@ def train(
                 update_first=update_comes_first(engine, config),
                 before_update=checkpointer.before_update,
             )
-            agreed, state.health = verdict.agreed, verdict.health
+            agreed, state.health, failure = verdict.agreed, verdict.health, verdict.failure
             state.advance(batch_tokens, applied)
             seconds = time.perf_counter() - started
             log.clock.enter(log.training_phase(state.step))
@@ -164,32 +168,41 @@ class Verdict:
     agreed: Agreement
     health: Health
     anomaly: str | None = None
+    failure: Exception | None = None  # of this rank
 
 
 @dataclass(frozen=True)
 class StepVotes:
-    """This rank's part of the exchange after a step, besides loss and norm."""
+    """This rank's part of the exchange after a step, besides loss and norm.
+
+    A rank that cannot get the shards of its next step votes for a stop: so all ranks leave between two steps, with the
+    state in the store or on the disk, and not in a step, where the state would be lost.
+    """
 
     world: World
     stop: StopSignal
     save_due: bool
     data: TokenData
     sequences: range
+    upcoming: range  # the sequences of the next step; empty if there is none
 
-    def agree(self, numbers: PendingNumbers) -> Agreement:
+    def agree(self, numbers: PendingNumbers) -> tuple[Agreement, Exception | None]:
+        """With the error of this rank, if it lacks the data of the next step."""
         digest = self.data.digest(self.sequences)  # some ms for 512 sequences, while the GPU computes
+        stop = self.stop.asked
+        failure = None if stop else self.data.failure(self.upcoming)
         loss, grad_norm = numbers.values()
-        return self.world.agree(loss, grad_norm, self.stop.asked, self.save_due, digest)
+        return self.world.agree(loss, grad_norm, stop or failure is not None, self.save_due, digest), failure
 
     def judge(self, state: TrainState, config: TrainConfig, engine: Engine) -> Callable[[PendingNumbers], Verdict]:
         """A function that exchanges the numbers of the next step between the ranks, and judges them."""
 
         def verdict(numbers: PendingNumbers) -> Verdict:
-            agreed = self.agree(numbers)
+            agreed, failure = self.agree(numbers)
             health, anomaly = state.health.after(
                 state.step + 1, agreed.loss, agreed.grad_norm, config, engine.overflow_allowed
             )
-            return Verdict(agreed, health, anomaly)
+            return Verdict(agreed, health, anomaly, failure)
 
         return verdict
 

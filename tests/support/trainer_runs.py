@@ -29,6 +29,7 @@ from trainer.metrics import PhaseClock
 from trainer.model import GPT
 from trainer.parallel import World
 from trainer.process import StopSignal
+from trainer.shard_maps import Fetch
 from trainer.shards import local_shards, write_shard
 from trainer.store import LocalStore, Store
 
@@ -134,12 +135,13 @@ class Runner:
         store: Store | None = None,
         superseded: Callable[[], bool] = lambda: False,
         world: World = ALONE,
+        fetch: Fetch | None = None,
+        kept: Store | None = None,
     ) -> tuple[GPT, TrainState]:
         self.attempts += 1
-        c = self.config
+        c, fetch = self.config, fetch or self.data.joinpath
         train_data, val_data = (
-            TokenData(local_shards(self.data, s), self.data.joinpath, c.model.block_size, c.train.seed)
-            for s in ("train", "val")
+            TokenData(local_shards(self.data, s), fetch, c.model.block_size, c.train.seed) for s in ("train", "val")
         )
         self.out.mkdir(exist_ok=True, parents=True)
         log = EventLog(self.out / "events.jsonl", PhaseClock())
@@ -153,6 +155,7 @@ class Runner:
             c.runtime.keep_last,
             superseded,
             c.runtime.keep_every_steps,
+            kept=kept,
         )
         try:
             engine, state = train(

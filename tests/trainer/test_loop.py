@@ -3,7 +3,7 @@
 import functools
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trainer_runs import (
     EVERY_STEP,
     PromptCheckpointer,
     Runner,
+    committed_steps,
     configured,
     weights,
 )
@@ -25,6 +26,7 @@ from trainer.commits import checkpoint_seconds, committed_state
 from trainer.config import RuntimeConfig
 from trainer.data import TokenData
 from trainer.engine import PlainEngine
+from trainer.errors import StoreUnavailable
 from trainer.evaluate import validation_loss
 from trainer.events import (
     Started,
@@ -32,6 +34,7 @@ from trainer.events import (
 from trainer.loop import SaveClock
 from trainer.parallel import Agreement, World
 from trainer.shards import local_shards, write_shard
+from trainer.store import LocalStore
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 
@@ -148,6 +151,34 @@ def test_a_finished_run_has_nothing_left_to_do(runner: Callable[..., Runner]) ->
     again, state_again = run.attempt(stop_after=1)
     assert weights(again) == weights(model) and state_again == state
     assert run.rows() == before and run.commits() == [12]
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_run_that_cannot_fetch_its_next_shard_leaves_with_its_last_state(
+    runner: Callable[..., Runner], tmp_path: Path, writable: bool
+) -> None:
+    """Into the store, or onto the disk if the store takes no checkpoint either."""
+    whole, run = runner("whole"), runner("cut")
+    model, _ = whole.attempt()
+    fetched: list[str] = []
+
+    def fetch(name: str) -> Path:
+        fetched.append(name)
+        if len({one for one in fetched if one.startswith("train")}) > 1:
+            raise StoreUnavailable("refused")
+        return run.data / name
+
+    class Refusing(LocalStore):
+        def write(self, parts: Sequence[memoryview], key: str) -> None:
+            raise StoreUnavailable("refused")
+
+    kept = LocalStore(tmp_path / "kept")
+    with pytest.raises(StoreUnavailable, match="refused"):
+        run.attempt(store=run.store if writable else Refusing(run.store.root), fetch=fetch, kept=kept)
+    (step,) = committed_steps(run.store if writable else kept)
+    assert 0 < step < 12 and committed_steps(kept if writable else run.store) == []
+    resumed, _ = run.attempt(store=run.store if writable else kept)
+    assert weights(resumed) == weights(model)
 
 
 def test_a_run_stopped_in_its_last_step_is_evaluated_by_the_next_attempt(runner: Callable[..., Runner]) -> None:
