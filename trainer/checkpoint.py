@@ -215,19 +215,27 @@ class Checkpointer:
             raise self._error
 
     def _keep(self) -> bool:
-        """Put the last save on this machine's disk, if the last one to end failed on any rank. A collective call."""
+        """Put the last save on the disks of the nodes, if the last one to end failed on any rank. A collective call.
+
+        Each node gets the files of its ranks, and a COMMIT.json that names those of all ranks.
+        """
         if self.kept is None or not any(self.world.gather(self._error is not None)):
             return False
-        save, receipt = self._last, None
+        save, receipt, commit = self._last, None, None
         assert save and self._copy
         with suppress(Exception):  # a full disk: no commit, as without this
             receipt = self._upload(self.kept, save.folder, self._copy)
         receipts = [one for one in self.world.gather(receipt) if one]
         if self.world.rank == 0 and len(receipts) == self.world.world_size and save.proof.result():
+            segment = Segment.of(self.prefix, save.state.step, self.attempt, save.rows, b"")
+            commit = segment, self._commit_of(save.state, segment, tuple(receipts)).encode()
+            log_line(f"step {save.state.step} is KEPT in {self.kept.uri}: the store took no checkpoint")
+        commit = self.world.gather(commit)[0]
+        if commit and self.world.local_rank == 0:
+            segment, body = commit
             with suppress(Exception):
-                segment = Segment.of(self.prefix, save.state.step, self.attempt, save.rows, b"")
-                self._create_commit(self.kept, save, receipts, segment)
-                log_line(f"step {save.state.step} is KEPT in {self.kept.uri}: the store took no checkpoint")
+                self.kept.put(segment.key, segment.body)
+                self.kept.create(f"{save.folder}/COMMIT.json", body)
         return True
 
     def _upload_and_commit(self, save: Save, copy: HostCopy) -> None:
@@ -298,7 +306,7 @@ class Checkpointer:
         self._check_current(step)
         extended = None if self._segment is None or self._segment.full else self._segment
         segment = Segment.of(self.prefix, step, self.attempt, save.rows, extended.body if extended else b"")
-        if not self._create_commit(self.store, save, files, segment):
+        if not self._create_commit(save, files, segment):
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
         self._segment, save.files = segment, tuple(files)
         failpoint("committed")
@@ -308,18 +316,16 @@ class Checkpointer:
             self._delete_old(save.state)
             self._delete_uncommitted(step)
 
-    def _create_commit(self, store: Store, save: Save, files: list[FileReceipt], segment: Segment) -> bool:
-        """Commit a save whose files are in `store`. False if its step is already committed."""
-        step = save.state.step
-        store.put(segment.key, segment.body)
+    def _create_commit(self, save: Save, files: list[FileReceipt], segment: Segment) -> bool:
+        """Commit a save whose files are in the store. False if its step is already committed."""
+        self.store.put(segment.key, segment.body)
         commit = self._commit_of(save.state, segment, tuple(files))
-        if store is self.store:
-            self._check_current(step)
-        stored = {entry.key: entry.size for entry in store.entries(f"{save.folder}/")}
+        self._check_current(commit.step)
+        stored = {entry.key: entry.size for entry in self.store.entries(f"{save.folder}/")}
         for file in files:
             if stored.get(key := f"{save.folder}/{file.name}") != file.size:
-                raise StoreUnavailable(f"{store.uri}/{key}: removed before its commit")
-        return store.create(f"{save.folder}/COMMIT.json", commit.encode())
+                raise StoreUnavailable(f"{self.store.uri}/{key}: removed before its commit")
+        return self.store.create(f"{save.folder}/COMMIT.json", commit.encode())
 
     def _commit_of(self, state: TrainState, segment: Segment, files: tuple[FileReceipt, ...]) -> Commit:
         return Commit(

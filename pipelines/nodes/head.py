@@ -13,10 +13,21 @@ from multiprocessing.connection import Listener
 
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, free_port
 from pipelines.nodes.connection import CONNECTION_ERRORS, SILENT_SECONDS, NodeConnection, Socket, listen, receive
-from pipelines.nodes.messages import End, Hello, MakeParts, Message, StartRanks, StopNotice, Trained, WorkDone
+from pipelines.nodes.messages import (
+    End,
+    Hello,
+    MakeParts,
+    Message,
+    StartRanks,
+    StopNotice,
+    StoreKept,
+    Trained,
+    WorkDone,
+)
 from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
+from trainer.commits import FileReceipt
 from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError
 from trainer.process import Background, StopSignal
 
@@ -27,7 +38,7 @@ EXIT_SECONDS = 5.0  # for their processes to end
 class Head:
     """Node 0's connections to all workers. Use as a context manager around the pipeline.
 
-    A round is one request to all workers: to make parts of the text, or to start ranks.
+    A round is one request to all workers: to make parts of the text, to store kept files, or to start ranks.
     """
 
     def __init__(
@@ -83,6 +94,20 @@ class Head:
         port = free_port()
         self._send(StartRanks(self._round, spec, port))
         return port
+
+    def store_kept(self, folder: str, files: tuple[FileReceipt, ...], check: Callable[[], None]) -> None:
+        """Let every worker store the files of a kept checkpoint that it has, and wait until they are there.
+
+        Raises the error of a worker, and that of `check`, which is called meanwhile.
+        """
+        self._next_round()
+        self._send(StoreKept(self._round, folder, files))
+        while len({*self._results, *self.lost_nodes()}) < self.address.count - 1:
+            check()
+            time.sleep(0.05)
+        for result in self.results():
+            if result.kind:
+                raise result.error
 
     def make_parts(self, attempt: int) -> None:
         """Let every worker make its parts of the text, for this attempt."""

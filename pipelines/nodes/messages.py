@@ -1,7 +1,7 @@
 """The messages between the head and the workers, one JSON object each.
 
-A worker sends Hello first, then PartsProgress, WorkDone and StopNotice. The head sends MakeParts, StartRanks, Trained
-and End. Both send KeepAlive.
+A worker sends Hello first, then PartsProgress, WorkDone and StopNotice. The head sends MakeParts, StoreKept,
+StartRanks, Trained and End. Both send KeepAlive.
 """
 
 import json
@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
+from trainer.commits import FileReceipt
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """A worker's ranks ended, or its parts of the text, of this round."""
+    """A worker's ranks ended, or its parts of the text, or the upload of its kept files, of this round."""
 
     round: int
     result: NodeResult
@@ -47,6 +48,15 @@ class MakeParts:
 
     round: int
     attempt: int
+
+
+@dataclass(frozen=True)
+class StoreKept:
+    """Store these files of a checkpoint, as far as an earlier attempt kept them on your disk."""
+
+    round: int
+    folder: str  # in the store
+    files: tuple[FileReceipt, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class End:
     reason: str
 
 
-Message = KeepAlive | Hello | PartsProgress | WorkDone | StopNotice | MakeParts | StartRanks | Trained | End
+Message = KeepAlive | Hello | PartsProgress | WorkDone | StopNotice | MakeParts | StoreKept | StartRanks | Trained | End
 
 
 def message_to_json(message: Message) -> bytes:
@@ -89,6 +99,8 @@ def message_to_json(message: Message) -> bytes:
             values = {"stop": reason}
         case MakeParts(round_, attempt):
             values = {"tokenize": round_, "attempt": attempt}
+        case StoreKept(round_, folder, files):
+            values = {"keep": round_, "folder": folder, "files": [asdict(file) for file in files]}
         case StartRanks(round_, spec, port):
             values = {"train": round_, "spec": spec.to_json(), "port": port}
         case Trained():
@@ -113,6 +125,8 @@ def message_from_json(body: bytes) -> Message:
             return StopNotice(reason)
         case {"tokenize": int(round_), "attempt": int(attempt)}:
             return MakeParts(round_, attempt)
+        case {"keep": int(round_), "folder": str(folder), "files": list(files)}:
+            return StoreKept(round_, folder, tuple(FileReceipt(**file) for file in files))
         case {"train": int(round_), "spec": dict(spec), "port": int(port)}:
             return StartRanks(round_, RankSpec.from_json(spec), port)
         case {"trained": True}:

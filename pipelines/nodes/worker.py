@@ -13,7 +13,18 @@ from queue import Empty, SimpleQueue
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch, upload
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.nodes.connection import NodeConnection, connect_to_head
-from pipelines.nodes.messages import End, Hello, MakeParts, Message, StartRanks, StopNotice, Trained, WorkDone
+from pipelines.nodes.kept import forget_kept, kept_store, store_held_files
+from pipelines.nodes.messages import (
+    End,
+    Hello,
+    MakeParts,
+    Message,
+    StartRanks,
+    StopNotice,
+    StoreKept,
+    Trained,
+    WorkDone,
+)
 from pipelines.nodes.ranks import kill_ranks, result_of_ranks, start_torchrun, wait_for_orphans
 from pipelines.nodes.results import NodeResult, kind_and_message
 from pipelines.recipe import Recipe
@@ -136,6 +147,8 @@ class Worker:
             case MakeParts():
                 self._leave_parts()
                 self.parts = self._make_parts(message)
+            case StoreKept():
+                threading.Thread(target=self._store_kept, args=[message], daemon=True, name="kept").start()
             case StartRanks():
                 self._leave_parts()
                 self.ranks = self._start_ranks(message)
@@ -172,11 +185,21 @@ class Worker:
         return Parts(self.address.rank, request.round, job, self.connection)
 
     def _start_ranks(self, request: StartRanks) -> Ranks:
+        forget_kept(kept_store(self.home, self.store), request.spec.prefix)  # it is committed, or of no use
         folder = self._fresh_folder(self.plans["train"], request.spec.attempt)
         torchrun = start_torchrun(
             request.spec, folder, self.home, self.processes, self.stop.grace_seconds, self.address, request.port
         )
         return Ranks(request.round, folder, torchrun)
+
+    def _store_kept(self, request: StoreKept) -> None:
+        """In a thread, so that the node handles messages of the head meanwhile."""
+        result = NodeResult(self.address.rank)
+        try:
+            store_held_files(kept_store(self.home, self.store), self.store, request.folder, request.files)
+        except Exception as error:  # the head must learn of any error
+            result = NodeResult(self.address.rank, *kind_and_message(error, self.home))
+        self.connection.send(WorkDone(request.round, result))
 
     def _fresh_folder(self, plan: ArtifactPlan, attempt: int) -> Path:
         """An empty folder. Its name has the node in it: nodes may share a home on a network disk."""

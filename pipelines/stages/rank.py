@@ -4,7 +4,6 @@ FOLDER is the attempt's folder on this node, with the ranks' spec; rank 0 leaves
 there. CACHE holds verified copies of files of the store, for all processes of this node.
 """
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,9 @@ from pipelines.artifacts.kernel_cache import KernelCache
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
+from pipelines.nodes.kept import kept_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
-from pipelines.stages.kept import kept_store
 from pipelines.stages.measures import evaluation_in_training
 from pipelines.tracking.ledger import latest_number
 from trainer.errors import EXIT_DONE, EXIT_FAILED, StaleAttempt
@@ -48,7 +47,6 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
     tokens = read_manifest(store, spec.tokens)
     assert tokens is not None, spec.tokens
     clock = PhaseClock(started=spec.started)
-    one_node = os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]
 
     def begin(world: "World") -> int:
         bring_kernels(store, cache, recipe, world, clock)
@@ -71,7 +69,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         reached=spec.reached,
         between_failures=spec.between_failures,
         evaluation=partial(evaluation_in_training, recipe, cache),
-        kept=kept_store(cache.parent, store) if one_node else None,  # nodes do not see each other's disks
+        kept=kept_store(cache.parent, store),
     )
     try:
         run_rank(job, stop)

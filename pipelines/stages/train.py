@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
+from pipelines.nodes.kept import commit_kept_state
 from pipelines.nodes.ranks import RankSpec, start_torchrun
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow
-from pipelines.stages.kept import commit_kept_state
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
 from pipelines.tracking.ledger import (
     attempts,
@@ -59,8 +59,12 @@ def build(work: Work) -> Built:
     if recipe.evaluate.every:
         work.clock.enter("download")
         fetch_inputs(recipe, work.home / "cache")
-    if not work.head:
-        commit_kept_state(work)
+
+    def check() -> None:
+        work.check()
+        work.attempt.check()
+
+    commit_kept_state(work.home, work.store, work.plan.prefix, work.head, check, work.screen.note)
     work.clock.enter("ranks")
     torchrun = start_ranks(work, processes)
     # The attempt lives as long as its ranks hold the GPUs, even if this process dies.

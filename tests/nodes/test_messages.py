@@ -14,6 +14,7 @@ from pipelines.nodes.messages import (
     Message,
     StartRanks,
     StopNotice,
+    StoreKept,
     Trained,
     WorkDone,
     message_from_json,
@@ -21,6 +22,7 @@ from pipelines.nodes.messages import (
 )
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
+from trainer.commits import FileReceipt
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,14 @@ from pipelines.text.parts import PartsProgress
         (WorkDone(2, NodeResult(1, "mistake", "no")), {"ended": 2, "node": 1, "kind": "mistake", "words": "no"}),
         (StopNotice("SIGTERM"), {"stop": "SIGTERM"}),
         (MakeParts(1, 7), {"tokenize": 1, "attempt": 7}),
+        (
+            StoreKept(2, "train/a/checkpoints/b", (FileReceipt("rank-00000-of-00001.safetensors", 5, "0" * 64),)),
+            {
+                "keep": 2,
+                "folder": "train/a/checkpoints/b",
+                "files": [{"name": "rank-00000-of-00001.safetensors", "size": 5, "sha256": "0" * 64}],
+            },
+        ),
         (StartRanks(1, spec(7), 1234), {"train": 1, "spec": spec(7).to_json(), "port": 1234}),
         (Trained(), {"trained": True}),
         (End(75, "SIGTERM"), {"end": 75, "why": "SIGTERM"}),

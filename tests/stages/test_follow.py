@@ -13,8 +13,9 @@ from stage_work import Recorder
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import follow
-from pipelines.stages.follow import report_event, track_row
+from pipelines.stages.follow import Follower, report_event, track_row
 from pipelines.tracking.mlflow.tracker import Tracker
+from trainer.errors import Interrupted
 from trainer.events import Checkpointed, CheckpointFailed, Event, RolledBack, Row, Slow, Started
 from trainer.store import LocalStore
 
@@ -132,3 +133,26 @@ def test_a_stop_is_passed_on_while_committed_rows_are_still_read(
     torchrun = Torchrun(read)
     follow.Follower(train_work, cast(subprocess.Popen[bytes], torchrun))
     assert torchrun.signals == [(signal.SIGTERM, 3)] and len(read) == 8
+
+
+def test_a_run_whose_store_takes_no_checkpoint_for_too_long_is_asked_to_stop(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, now = work("train"), 100.0
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now)
+    monkeypatch.setattr(follow, "track_committed", lambda *_: {})
+    monkeypatch.setenv("SKYTRAIN_UNSAVED_SECONDS", "1800")
+    follower = Follower(train, None)  # type: ignore[arg-type]
+    with train.screen.bar("train", 10) as bar:
+        follower.handle(CheckpointFailed(3, "refused"), bar)
+        now += 1799
+        follower.handle(CheckpointFailed(4, "refused"), bar)
+        follower.handle(Checkpointed(5, 0.1, 7), bar)
+        assert train.attempt.latest.progress.unsaved_since is None
+        now += 1799
+        follower.handle(CheckpointFailed(6, "refused"), bar)
+        assert not train.stop.asked and train.attempt.latest.progress.unsaved_because == "refused"
+        now += 1801
+        follower.handle(CheckpointFailed(7, "refused"), bar)
+    assert train.stop.asked and train.stop.ending is Interrupted
+    assert train.stop.reason == "the store has taken no checkpoint for 1,801 s"

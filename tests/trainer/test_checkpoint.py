@@ -182,6 +182,25 @@ def test_the_last_state_is_kept_on_the_disk_if_the_store_takes_no_checkpoint(tmp
     assert series(kept, "run")[-1]["step"] == 7
 
 
+def test_each_node_keeps_the_files_of_its_ranks_and_the_commit_that_names_all(tmp_path: Path) -> None:
+    def refuse(key: str) -> None:
+        raise StoreUnavailable("refused")
+
+    store = Interfering(tmp_path / "store", write=refuse)
+    nodes = [LocalStore(tmp_path / f"kept-{node}") for node in range(2)]
+    ranks = some_ranks([store, store])
+    for rank, node in zip(ranks, nodes, strict=True):
+        rank.kept = node
+    each(ranks, save(7, 7.0))
+    assert [committed_steps(node) for node in nodes] == [[7], [7]]
+    assert [series(node, "run")[-1]["step"] for node in nodes] == [7, 7]
+    names = [{path.name for path in node.root.rglob("*.safetensors")} for node in nodes]
+    assert names == [{f"rank-0000{rank}-of-00002.safetensors"} for rank in range(2)]
+    for path in nodes[1].root.rglob("*.safetensors"):  # as the next attempt does
+        shutil.copy(path, next(nodes[0].root.rglob("*.safetensors")).parent)
+    assert each(some_ranks([nodes[0], nodes[0]]), loaded) == [(7, 7.0)] * 2
+
+
 def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 0.3)
     (first, _) = some_ranks([LocalStore(tmp_path)] * 2)  # the other is gone
