@@ -29,9 +29,10 @@ from pipelines.tracking.ledger import (
     is_dead,
     this_process,
 )
+from pipelines.tracking.origins import is_trained
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import UNREADABLE, key_of, read_record
-from trainer.commits import committed_folders, step_of
+from trainer.commits import PIN, committed_folders, step_of
 from trainer.errors import StaleAttempt
 from trainer.store import PARTIAL, Entry, LocalStore, Store
 
@@ -117,9 +118,9 @@ def _leftovers(
     In a finished artifact: all files that its manifest does not name. In an unfinished artifact without a living
     attempt: checkpoints without a commit, and all files once they are older than `older_than_days`. On this machine:
     half-written files, the scratch folders of finished attempts under `home`, and cached copies that nothing has used
-    for `older_than_days`. The commits that `keep_every_steps` keeps for good stay in any case, and so does a shard that
-    a process reads. An artifact with an unreadable manifest or heartbeat, damaged or of a newer
-    format, stays as it is; `on_damage` gets the error.
+    for `older_than_days`. The commits that `keep_every_steps` keeps for good and those that a run in training began
+    with stay in any case, and so does a shard that a process reads. An artifact with an unreadable manifest or
+    heartbeat, damaged or of a newer format, stays as it is; `on_damage` gets the error.
     """
     kept_every = _kept_every(store, on_damage)
     for prefix in artifacts(store):
@@ -129,6 +130,7 @@ def _leftovers(
             on_damage(_named(f"{store.uri}/{prefix}", error))
             continue
         kept = _kept_for_good(store, prefix, kept_every(prefix)) if of_artifact.found else ()
+        kept += _begun_with(store, of_artifact.found, on_damage)
         found = _records_first(one for one in of_artifact.found if not one.key.startswith(kept))
         if found:
             yield replace(of_artifact, found=found)
@@ -208,6 +210,21 @@ def _kept_for_good(store: Store, prefix: str, every: set[int]) -> tuple[str, ...
     """The folders of the commits at multiples of these steps."""
     folders = committed_folders(store, prefix) if every else []
     return tuple(f"{folder}/" for folder in folders if any(step_of(folder) % steps == 0 for steps in every))
+
+
+def _begun_with(store: Store, found: list[Leftover], on_damage: Callable[[str], None]) -> tuple[str, ...]:
+    """The folders of the commits that runs in training began with."""
+    folders = []
+    for leftover in found:
+        folder, _, name = leftover.key.rpartition("/")
+        if "/checkpoints/" in leftover.key and name.startswith(PIN):
+            try:
+                if not is_trained(store, name.removeprefix(PIN)):
+                    folders.append(f"{folder}/")
+            except UNREADABLE as error:
+                folders.append(f"{folder}/")
+                on_damage(f"{store.uri}/{folder}, because of its branch: {error}")
+    return tuple(folders)
 
 
 def _unnamed(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:

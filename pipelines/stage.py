@@ -38,8 +38,10 @@ from pipelines.tracking.deaths import after_death
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, close_dead_attempt, is_alive
 from pipelines.tracking.mlflow.parent import parent_files, parent_params, parent_results, parent_tags
 from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, read_records, read_run, record
+from pipelines.weights import check_sources, pinned
 from trainer.config import tokens_before
 from trainer.errors import Interrupted, StaleAttempt, Stopped, UserError
 from trainer.metrics import PhaseClock
@@ -139,15 +141,17 @@ def plans_of(recipe: Recipe, known: Mapping[str, ArtifactPlan] | None = None) ->
 
 
 def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, dict[str, ArtifactPlan]]:
-    """A recipe and the plans of its stages.
+    """A recipe and the plans of its stages. Its sources of weights are pinned, and fit.
 
     `run:NAME` is the recipe of a run on record in the store, with which a job on another machine starts. If its tokens
     exist, their manifest is the plan, and the text need not be on this machine. UserError if a stage has another plan
     here than on record.
     """
     if not recipe.startswith(RUN):
-        loaded = load_recipe(recipe, changes)
-        return loaded, plans_of(loaded)
+        loaded = pinned(load_recipe(recipe, changes), store)
+        plans = plans_of(loaded)
+        check_sources(loaded, plans, store)
+        return loaded, plans
     if list(changes):
         raise UserError(f"{recipe}: --set would make it another run; name the recipe instead of the run")
     (recorded,) = read_records(store, [recipe.removeprefix(RUN)])
@@ -209,6 +213,7 @@ class Pipeline:
     def execute(self, until: str) -> None:
         """Make the missing artifacts up to the stage `until`, and account for them."""
         record(self.store, self.run, self.recipe, self.plans, until)
+        pin_commits(self.store, self.run, self.recipe)
         if not missing(self.store, self.plans, until) and not self.tracker.unshipped():
             return self._make_all(until)  # nothing to do, and nothing to track
         self.tracker.start()

@@ -4,11 +4,13 @@
   torchrun --standalone --nproc-per-node 8 -m trainer …    (several GPUs)
 
 CONFIG is a YAML file with the sections model, train and runtime; other
-sections are ignored, so a recipe works, too. The folder of --data holds
-shards in the format of llm.c: train_*.bin and val_*.bin. The folder of --out
-receives checkpoints, the metrics of every step (metrics.jsonl) and the final
-weights (model.safetensors). The same command resumes an interrupted run, on
-any number of processes.
+sections are ignored, so a recipe works, too. train.init_from may be a path:
+a folder in Hugging Face's format, a .bin of llm.c, or a model.safetensors of
+this command. The folder of --data holds shards in the format of llm.c:
+train_*.bin and val_*.bin. The folder of --out receives checkpoints, the
+metrics of every step (metrics.jsonl) and the final weights
+(model.safetensors). The same command resumes an interrupted run, on any
+number of processes.
 
 Exit codes: 0 done; 1 a fault, or a run that diverged; 2 a mistake in the
 command or its files; 75 interrupted, after a commit. torchrun itself ends
@@ -34,7 +36,10 @@ from trainer.store import LocalStore
 from trainer.strict_yaml import load_yaml
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainer.parallel import World
+    from trainer.weights import Origin
 
 PREFIX = "run"  # of the run in its store
 
@@ -129,6 +134,7 @@ def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = No
                 folder=out,
                 checkpoint_folder=out / "work",
                 begin=begin,
+                origin=origin_of(config, store),
                 superseded=lambda attempt: store.get(attempt_key(attempt + 1)) is not None,
                 watch=progress if os.environ.get("RANK", "0") == "0" else None,
             ),
@@ -142,6 +148,22 @@ def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = No
         scored = "" if val_loss is None else f", val loss {val_loss:.4f}"
         print(f"step {outcome.state.step} of {config.train.max_steps}{scored}: {out}")
     return EXIT_DONE if outcome.done else EXIT_INTERRUPTED
+
+
+def origin_of(config: TrainerConfig, store: LocalStore) -> "Callable[[World], Origin] | None":
+    """Where a new run begins. UserError for weights that do not fit, and for those of a run in a store."""
+    from trainer.commits import committed_folders
+    from trainer.weights import Origin, open_weights
+
+    source = config.train.init_from
+    if config.train.branch_from or (source or "").startswith("run:"):
+        raise UserError(f"train: {config.train.branch_from or source}: only `skytrain run` knows runs; name a path")
+    if source is None:
+        return None
+    where = f"train.init_from: {source}"
+    if not committed_folders(store, PREFIX):  # a run with a commit needs its source no longer
+        open_weights(Path(source), where).check(config.model)
+    return lambda world: Origin(where, path=Path(source))
 
 
 def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str, int]) -> None:

@@ -37,6 +37,7 @@ from trainer.commits import (
     deletable_checkpoints,
     delete_checkpoint,
     named,
+    pinned_folders,
     step_of,
 )
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
@@ -346,11 +347,12 @@ class Checkpointer:
         # Damaged checkpoints go first: they would count among the newest, and displace the sound ones.
         while self._damaged:
             delete_checkpoint(self.store, self._damaged.pop())
-        committed = committed_folders(self.store, self.prefix)
+        committed, pinned = committed_folders(self.store, self.prefix), pinned_folders(self.store, self.prefix)
         for folder in self._not_newer(
             deletable_checkpoints(committed, self.keep_last, state.health.calm_step, self.keep_every)
         ):
-            delete_checkpoint(self.store, folder)
+            if folder not in pinned:
+                delete_checkpoint(self.store, folder)
 
     def _delete_uncommitted(self, step: int) -> None:
         """Remove the files of failed and interrupted saves, up to the one of `step`: a later one may be in progress."""
@@ -373,19 +375,29 @@ class Checkpointer:
         """
         wanted = self._wanted_here(pieces)
         while folders := [f for f in self._committed(last_step) if f not in self._damaged]:
-            damage = self._download(folders[0], wanted) if self.world.local_rank == 0 else None
-            damages = [d for d in self.world.gather(damage) if d]
-            if not damages:
-                state, damage = self._load(folders[0], pieces)
-                damages = [d for d in self.world.gather(damage) if d]
-                if not damages:
-                    return state
+            state, damage = self.load(folders[0], pieces, wanted)
+            if state:
+                return state
             self._damaged.append(folders[0])
-            log.write(Damaged(folders[0], damages[0]))
+            log.write(Damaged(folders[0], damage))
             if self.world.rank == 0:
                 consequence = "using the one before it" if folders[1:] else "there is no other one"
-                log_line(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damages[0]}; {consequence}")
+                log_line(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damage}; {consequence}")
         return None
+
+    def load(
+        self, folder: str, pieces: dict[str, Piece], wanted: list[Ranges] | None = None
+    ) -> tuple[TrainState | None, str]:
+        """Fill `pieces` in place from one commit, of this run or of another. Its state; None and a description if it
+        is damaged. A collective call."""
+        wanted = self._wanted_here(pieces) if wanted is None else wanted
+        damage = self._download(folder, wanted) if self.world.local_rank == 0 else None
+        damages = [d for d in self.world.gather(damage) if d]
+        if damages:
+            return None, damages[0]
+        state, damage = self._load(folder, pieces)
+        damages = [d for d in self.world.gather(damage) if d]
+        return (None, damages[0]) if damages else (state, "")
 
     def _committed(self, last_step: int | None) -> list[str]:
         """Folders of the commits, newest first, equal on all ranks: rank 0 lists, because a dying attempt may still

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any
@@ -22,6 +22,7 @@ from trainer.store import Entry, Store
 
 # Of what the store holds of a run: names that do not match are not ours.
 CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"
+PIN = "branch-"  # with the name of another run, which begins with this commit: it stays until that run has trained
 FILE_NAME = r"rank-\d{5}-of-\d{5}\.safetensors"
 SEGMENT_NAME = r"step-\d{8,12}-a\d{4,9}\.jsonl"
 
@@ -49,11 +50,17 @@ class TrainState:
     memory_settings: str = ""
     health: Health = field(default_factory=Health)
     rollbacks: tuple[tuple[int, int], ...] = ()  # (step that the run returned to, steps of data that it skips there)
+    text_from: int = 0  # the step at which a branch began to read another text than its parent, from the start
 
     @property
     def data_step(self) -> int:
         """The position in the data order that the next update reads."""
-        return data_step(self.step, self.rollbacks)
+        return data_step(self.step, self.rollbacks) - self.text_from
+
+    def on_another_text(self) -> "TrainState":
+        """This state at the start of another text: its losses and validations say nothing about that one."""
+        health = Health(skipped=self.health.skipped)
+        return replace(self, text_from=self.step, rollbacks=(), health=health, val_step=-1, val_loss=None)
 
     def val_is_due(self, config: TrainConfig) -> bool:
         """Whether to validate now: at the start, every `val_every` steps and at the end; once each, also after a
@@ -212,6 +219,12 @@ def checkpoint_folders(store: Store, prefix: str) -> dict[str, bool]:
 def committed_folders(store: Store, prefix: str) -> list[str]:
     """Folders with a COMMIT.json, newest step first; at equal steps the later attempt first."""
     return [folder for folder, committed in checkpoint_folders(store, prefix).items() if committed]
+
+
+def pinned_folders(store: Store, prefix: str) -> set[str]:
+    """The folders of the commits that other runs begin with."""
+    keys = [entry.key.rpartition("/") for entry in named(store, f"{prefix}/checkpoints/", CHECKPOINT_NAME)]
+    return {folder for folder, _, name in keys if name.startswith(PIN)}
 
 
 def named(store: Store, prefix: str, pattern: str) -> list[Entry]:

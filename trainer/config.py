@@ -126,6 +126,10 @@ class StopAt(Section):
         return None
 
 
+# A commit of a run in the same store, as a user names it and as a plan pins it.
+RUN_COMMIT = re.compile(r"run:(?P<run>[a-z0-9][a-z0-9._-]*)@(?P<step>\d{1,12})(?:@sha256:(?P<sha256>[0-9a-f]{64}))?")
+
+
 class TrainConfig(Section):
     """The optimization: batch, length, schedule and data order. These fields decide the trained weights."""
 
@@ -214,6 +218,40 @@ class TrainConfig(Section):
         "short runs at 124M and 1558M ended at the loss of bf16 (docs/measurements.md)",
     )
 
+    init_from: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1000,
+        description="First weights, with a new optimizer and schedule: ORG/NAME@COMMIT of the Hugging Face Hub, a "
+        "folder in its format (safetensors), a .bin of llm.c (version 3 or 5), or run:NAME[@STEP] of the same store; "
+        "null: drawn from seed",
+    )
+    branch_from: str | None = Field(
+        default=None,
+        description="run:NAME@STEP: begin with the whole state of a commit of another run in the same store, its "
+        "moments, step and position in the text, too; `skytrain branch` writes it; null: a run of its own",
+    )
+
+    @property
+    def first_step(self) -> int:
+        """The step at which the run begins: 0, or that of the commit that it branches from."""
+        named = RUN_COMMIT.fullmatch(self.branch_from or "")
+        return int(named["step"]) if named else 0
+
+    @model_validator(mode="after")
+    def _one_beginning(self) -> Self:
+        if self.branch_from is None:
+            return self
+        if not RUN_COMMIT.fullmatch(self.branch_from):
+            raise ValueError(f"branch_from {self.branch_from} names no commit; write run:NAME@STEP")
+        if self.init_from is not None:
+            raise ValueError("branch_from begins with the weights of its commit: remove init_from")
+        if self.max_steps <= self.first_step:
+            raise ValueError(
+                f"max_steps {self.max_steps} ends before the branch begins; use more than its step {self.first_step}"
+            )
+        return self
+
     @field_validator("val_tokens")
     @classmethod
     def _some_tokens(cls, value: int | str) -> int | str:
@@ -249,7 +287,7 @@ class TrainConfig(Section):
 
 
 # Fields that came later. A training that leaves them out keeps the fingerprint that it had before.
-ADDED_FIELDS = ("stop_at",)
+ADDED_FIELDS = ("stop_at", "init_from", "branch_from")
 
 
 def identity_of(train: TrainConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from trainer.config import (
 )
 from trainer.data import PendingNumbers, TokenData
 from trainer.engine import Batches, Engine, device_name, make_engine
-from trainer.errors import Diverged, Interrupted
+from trainer.errors import Diverged, Interrupted, UserError
 from trainer.evaluate import validation_loss
 from trainer.evaluation import Evaluation
 from trainer.events import EventLog, RolledBack, Skipped, Slow, Started
@@ -36,6 +36,7 @@ from trainer.optim import learning_rate_at
 from trainer.parallel import Agreement, World
 from trainer.process import StopSignal, failpoint, log_line
 from trainer.shards import sequences_of
+from trainer.weights import Origin, open_weights
 
 
 def train(
@@ -49,8 +50,11 @@ def train(
     stop: StopSignal,
     log: EventLog,
     evaluation: Evaluation | None = None,
+    origin: Callable[[World], Origin] | None = None,
 ) -> tuple[Engine, TrainState]:
     """Train until `max_steps`, a target of `stop_at` or a stop. Returns the engine with the weights, and the state.
+
+    `origin` is asked where to begin once there is no commit, on every rank at the same time; None: from the seed.
 
     Diverged if the run diverges and no rollback helps. Its earlier commits stay, and each of them is sound: a state is
     committed once a forward pass over its weights has given a finite loss, of the next step, a validation or a probe.
@@ -64,8 +68,7 @@ def train(
         engine = make_engine(model_config, config, runtime, world)
         state = resume(engine, checkpointer, log)
         if state is None:
-            engine.initialize(config.seed)
-            state = TrainState()
+            state = begin(engine, model_config, config, checkpointer, world, log, origin)
         fit = choose_micro_batch(engine, model_config, config, runtime, state, world)
         state.micro_batch_size = fit.micro_batch_size
         state.world_size, state.devices = world.world_size, devices_of(world)
@@ -343,6 +346,38 @@ def memory_settings(engine: Engine, runtime: RuntimeConfig) -> str:
         f"{name} {getattr(runtime, name)}" for name in ("recompute", "data_parallel", "reduce_dtype", "deterministic")
     )
     return f"{engine.why}; {engine.precision}; {options}"
+
+
+def begin(
+    engine: Engine,
+    model: ModelConfig,
+    config: TrainConfig,
+    checkpointer: Checkpointer,
+    world: World,
+    log: EventLog,
+    origin: Callable[[World], Origin] | None,
+) -> TrainState:
+    """The first state of a run, whose weights and moments are in the engine afterwards.
+
+    UserError if the origin is damaged, or of another model.
+    """
+    if origin is None:
+        engine.initialize(config.seed)
+        return TrainState()
+    log.clock.enter("download")
+    found, pieces, state = origin(world), engine.pieces(), TrainState()
+    if found.commit is None:
+        assert found.path
+        open_weights(found.path, found.where).fill(pieces, model)
+    else:
+        wanted = {name: piece for name, piece in pieces.items() if found.whole or name.startswith("model.")}
+        loaded, damage = checkpointer.load(found.commit, wanted)
+        if loaded is None:
+            raise UserError(f"{found.where}: the commit is damaged: {damage}; name another one")
+        if found.whole:
+            state = loaded.on_another_text() if found.other_text else loaded
+    engine.restore(state)
+    return state
 
 
 def resume(

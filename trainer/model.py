@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import ModelConfig
+from trainer.weights import TRANSPOSED
 
 HEAD_ROWS = 2048  # tokens whose logits are held at once without gradients: 1 GiB with copies in float32
-
-# The released GPT-2 has Conv1D layers: their weights are the transpose of those of nn.Linear.
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 class Linear(nn.Linear):

@@ -19,6 +19,7 @@ from trainer.process import StopSignal
 from trainer.shard_maps import Fetch
 from trainer.shards import Shard
 from trainer.store import Store
+from trainer.weights import Origin
 
 EVENTS_FILE = "events.jsonl"
 WEIGHTS_FILE = "model.safetensors"
@@ -49,6 +50,7 @@ class RankJob:
     between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES  # expected, in seconds
     watch: Callable[[Event], None] | None = None  # gets every event of rank 0
     evaluation: Callable[[World], Evaluation | None] = lambda world: None  # while it trains; called after `begin`
+    origin: Callable[[World], Origin] | None = None  # of a run that does not begin with weights drawn from its seed
     kept: Store | None = None  # on this node's disk, for the last state if `store` takes no checkpoint
 
 
@@ -88,7 +90,9 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     )
     evaluation = job.evaluation(world)
     engine, state = train(
-        job.model, job.train, job.runtime, train_data, val_data, checkpointer, world, stop, log, evaluation
+        *(job.model, job.train, job.runtime, train_data, val_data, checkpointer, world, stop, log),
+        evaluation,
+        job.origin,
     )
     done = state.is_complete(job.train, evaluation.every if evaluation else None)
     path = None

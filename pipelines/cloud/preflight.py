@@ -23,6 +23,7 @@ from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe, TokensConfig
 from pipelines.text.library import STDLIB
 from pipelines.text.sources import documents
+from pipelines.weights import local_sources
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
 
@@ -47,6 +48,7 @@ def preflight(
     yield skypilot_installed()
     yield from unfit_gpus(job, recipe)
     yield from texts_reachable(recipe, stages, remote)
+    yield from weights_reachable(recipe, stages, remote)
     yield credentials(store, clouds, secrets)
     if isinstance(store, LocalStore) and remote:
         yield broken("store", f"{store.uri} is a folder of this machine", "--store s3://BUCKET/PREFIX")
@@ -105,6 +107,18 @@ def texts_reachable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iter
             yield broken(what, f"{source} is on this machine", remedy)
         else:
             yield Finding(what, source, "note", "the nodes need it at this same path")
+
+
+def weights_reachable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iterator[Finding]:
+    """Whether the nodes can read weights at a path. The plan of the run has found those of the Hub and of runs."""
+    for stage, field, path in local_sources(recipe):
+        if stage not in stages:
+            continue
+        if remote:
+            remedy = "name run:NAME of this store, or ORG/NAME@COMMIT of the Hub"
+            yield broken(f"weights for {stage}", f"{field}: {path} is on this machine", remedy)
+        else:
+            yield Finding(f"weights for {stage}", f"{path}", "note", "the nodes need them at this same path")
 
 
 def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:

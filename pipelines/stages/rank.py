@@ -18,10 +18,14 @@ from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
 from pipelines.stages.measures import evaluation_in_training
 from pipelines.tracking.ledger import latest_number
+from pipelines.tracking.origins import find_other
+from pipelines.weights import bring
+from trainer.config import RUN_COMMIT
 from trainer.errors import EXIT_DONE, EXIT_FAILED, StaleAttempt
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import Store
+from trainer.weights import Origin
 
 if TYPE_CHECKING:
     from trainer.parallel import World
@@ -70,6 +74,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         between_failures=spec.between_failures,
         evaluation=partial(evaluation_in_training, recipe, cache),
         kept=kept_store(cache.parent, store),
+        origin=partial(origin_of, spec, store, cache) if begins_elsewhere(recipe) else None,
     )
     try:
         run_rank(job, stop)
@@ -77,6 +82,26 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         print(error, file=sys.stderr)
         return EXIT_FAILED  # the pipeline's process detects by itself that the attempt is stale
     return EXIT_DONE
+
+
+def begins_elsewhere(recipe: Recipe) -> bool:
+    return bool(recipe.train.init_from or recipe.train.branch_from)
+
+
+def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Origin:
+    """Where the run begins. The first rank of each node brings weights from elsewhere; the others wait for it."""
+    train = spec.recipe.train
+    field, source = ("branch_from", train.branch_from) if train.branch_from else ("init_from", train.init_from)
+    assert source
+    where = f"train.{field}: {source.partition('@sha256:')[0]}"
+    if RUN_COMMIT.fullmatch(source):
+        other = find_other(store, source, f"train.{field}")
+        new_text = other.run.record.prefixes["tokenize"] != spec.tokens
+        return Origin(where, commit=other.folder, whole=field == "branch_from", other_text=new_text)
+    path = bring(source, store, cache, f"train.{field}") if world.local_rank == 0 else None
+    paths = world.gather((world.local_rank, path))
+    before = [path for local_rank, path in paths[: world.rank + 1] if local_rank == 0]
+    return Origin(where, path=before[-1])  # torchrun numbers the ranks node by node
 
 
 def bring_kernels(store: Store, cache: Path, recipe: Recipe, world: "World", clock: PhaseClock) -> None:

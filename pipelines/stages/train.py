@@ -7,7 +7,7 @@
 import json
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
@@ -23,7 +23,9 @@ from pipelines.tracking.ledger import (
     process_started,
     seconds_between_failures,
 )
+from pipelines.tracking.origins import FIELDS, beginning_of
 from pipelines.tracking.records import ProcessId
+from pipelines.weights import content_identity
 from trainer.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, check_shares, identity_of
 
@@ -31,12 +33,14 @@ WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
-    """The identity of the trained weights: tokens, model and training."""
+    """The identity of the trained weights: tokens, model, training, and the content that it begins with."""
+    train = identity_of(recipe.train)
+    begun = {field: content_identity(source) for field in FIELDS if (source := train.pop(field, None))}
     identity = {
         "stage": "train",
         "tokens": plans["tokenize"].fingerprint,
         "model": recipe.model.model_dump(),
-        "train": identity_of(recipe.train),
+        "train": train | begun,
     }
     if recipe.train.stop_at and recipe.train.stop_at.hellaswag is not None:  # then the evaluation decides the end
         evaluate = recipe.evaluate
@@ -137,4 +141,8 @@ def store_result(work: Work, state: TrainState) -> Built:
         facts |= state.scores
     if target := state.passed(work.recipe.train):
         facts["stopped_by"] = target
+    if began := beginning_of(work.store, work.attempt.latest.run, work.recipe):
+        facts["began"] = asdict(began)
+    if state.text_from:
+        facts["text_from"] = state.text_from
     return Built([work.upload(work.folder / WEIGHTS_FILE), work.upload(metrics)], facts)

@@ -44,6 +44,17 @@ def test_text_on_this_machine_must_be_tokenized_here(tmp_path: Path) -> None:
     assert found.state == "broken" and "skytrain run RECIPE --stage tokenize" in found.remedy
 
 
+def test_weights_at_a_path_of_this_machine_are_refused_for_rented_machines(tmp_path: Path) -> None:
+    weights = f"train.init_from={tmp_path}/model@sha256:{'0' * 64}"
+    found = looked(LocalStore(tmp_path), KEYS, changes=(weights,), infra="aws")["weights for train"]
+    assert found.state == "broken" and "run:NAME" in found.remedy
+    assert (
+        looked(LocalStore(tmp_path), KEYS, changes=(weights,), infra="slurm/here")["weights for train"].state == "note"
+    )
+    of_a_run = "train.init_from=run:other"
+    assert "weights for train" not in looked(LocalStore(tmp_path), KEYS, changes=(of_a_run,), infra="aws")
+
+
 def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
     def found(gpus: str, *changes: str, nodes: int = 1) -> Finding | None:
         where: dict[str, Any] = {"infra": "slurm/here", "gpus": gpus, "nodes": nodes}

@@ -18,7 +18,10 @@ LAYERS = (
     ("pipelines.drill",),
     ("pipelines.cloud",),
     ("pipelines.stages",),
-    ("pipelines.gc", "pipelines.plan", "pipelines.pull", "pipelines.sample", "pipelines.stage"),
+    (
+        *("pipelines.gc", "pipelines.plan", "pipelines.pull", "pipelines.sample", "pipelines.stage"),
+        "pipelines.weights",
+    ),
     ("pipelines.tracking",),
     ("pipelines.nodes",),
     ("pipelines.bench",),

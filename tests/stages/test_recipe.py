@@ -74,6 +74,8 @@ OTHER: dict[str, dict[str, Any]] = {
         "val_every": None,
         "val_tokens": 1_048_576,
         "precision": "fp32",
+        "init_from": f"openai-community/gpt2@{'0' * 40}",
+        "branch_from": f"run:other-12345678@5@sha256:{'0' * 64}",
     },
     "evaluate": {"val_tokens": 1024, "hellaswag": None},
     "export": {"formats": ["hf", "gguf"], "dtype": "float32"},

@@ -32,6 +32,7 @@ from trainer.process import StopSignal
 from trainer.shard_maps import Fetch
 from trainer.shards import local_shards, write_shard
 from trainer.store import LocalStore, Store
+from trainer.weights import Origin
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -126,6 +127,7 @@ class Runner:
     config: TrainerConfig
     attempts: int = 0
     evaluation: Evaluation | None = None
+    origin: Callable[[World], Origin] | None = None
     events: list[Event] = field(default_factory=list)
 
     def attempt(
@@ -159,7 +161,9 @@ class Runner:
         )
         try:
             engine, state = train(
-                c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log, self.evaluation
+                *(c.model, c.train, c.runtime, train_data, val_data, checkpointer, world, stop, log),
+                self.evaluation,
+                self.origin,
             )
             model = GPT(c.model)
             model.load_state_dict(engine.weights())

@@ -1,0 +1,207 @@
+"""Weights from elsewhere, for `train.init_from`: found and checked before a machine is rented, brought to a node once.
+
+A source is a model of the Hugging Face Hub at a commit, a path of this machine, or a run of the same store
+(pipelines/tracking/origins.py). `pinned` gives a recipe in which every source names its content: the commit of a
+repository, or the sha256 of the bytes. So a recipe on record plans the same run on every machine, also once the source
+is gone.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from pipelines.artifacts.manifest import ArtifactPlan, fetch, read_manifest
+from pipelines.recipe import Recipe
+from pipelines.text.columns import reason_of
+from pipelines.text.retry import with_retries
+from pipelines.tracking.origins import RUN, RUN_SOURCE, check_branch, check_model, find_other
+from trainer.commits import committed_folders
+from trainer.config import RUN_COMMIT, ModelConfig
+from trainer.errors import UserError
+from trainer.store import Store, sha256_of
+from trainer.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
+
+HUB_MODEL = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PINNED_PATH = re.compile(r"(?P<path>.+)@sha256:(?P<sha256>[0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A model of the Hugging Face Hub at a commit."""
+
+    name: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class Local:
+    """Weights at a path, with their content if it is known."""
+
+    path: Path
+    sha256: str | None
+
+
+def source_of(text: str, field: str) -> Hub | Local:
+    """The source that a recipe names, if it is no run. UserError for a model of the Hub without a commit."""
+    if pinned := PINNED_PATH.fullmatch(text):
+        return Local(Path(pinned["path"]), pinned["sha256"])
+    model = HUB_MODEL.fullmatch(text)
+    if model and model["revision"] and COMMIT.fullmatch(model["revision"]):
+        return Hub(model["name"], model["revision"])
+    path = Path(text).expanduser()
+    if path.exists() or not model:
+        return Local(path.absolute(), None)
+    moves = f"'{model['revision']}' can move"
+    given = moves if model["revision"] else "no such path, and as a model of the Hub it lacks its commit"
+    raise UserError(
+        f"{field}: {text}: {given}; write {model['name']}@ and the 40 hex digits that "
+        f"`git ls-remote https://huggingface.co/{model['name']} main` prints"
+    )
+
+
+def pinned(recipe: Recipe, store: Store) -> Recipe:
+    """The recipe with the content of every source in its name. Reads local weights.
+
+    UserError for a source that does not exist or does not fit, and for a branch that changes what its state can't bear.
+    """
+    train = recipe.train
+    changes: dict[str, Any] = {}
+    if train.init_from:
+        changes["train"] = train.model_copy(update={"init_from": pinned_source(train.init_from, store, recipe.model)})
+    if train.branch_from:
+        where = f"train.branch_from: {train.branch_from.partition('@sha256:')[0]}"
+        parent = find_other(store, train.branch_from, "train.branch_from")
+        check_branch(parent.run.recipe, recipe, where)
+        changes["train"] = train.model_copy(update={"branch_from": parent.pinned})
+    return recipe.model_copy(update=changes) if changes else recipe
+
+
+def pinned_source(text: str, store: Store, model: ModelConfig, field: str = "train.init_from") -> str:
+    """`train.init_from` with the content in its name, and with the shapes of local weights checked."""
+    if text.startswith(RUN):
+        other = find_other(store, text, field)
+        check_model(other.run.recipe.model, model, f"{field}: {text.partition('@sha256:')[0]}")
+        return other.pinned
+    source = source_of(text, field)
+    if isinstance(source, Hub):
+        return text
+    open_weights(source.path, f"{field}: {source.path}").check(model)
+    return pinned_path(source, field)
+
+
+def pinned_path(source: Local, field: str) -> str:
+    """A path with the sha256 of its weights. UserError if these are others than pinned."""
+    found = content_of(source.path, f"{field}: {source.path}")
+    if source.sha256 not in (None, found):
+        raise UserError(f"{field}: {source.path}: its weights have the sha256 {found}, and {source.sha256} is pinned")
+    return f"{source.path}@sha256:{found}"
+
+
+def content_of(path: Path, where: str) -> str:
+    """The sha256 of a file, or of the weights in a folder; of several files, that of their sha256s."""
+    if not path.exists():
+        raise UserError(f"{where}: no such file or folder; `skytrain run run:NAME` resumes a run that began with it")
+    files = (
+        [path / name for name in weight_files([one.name for one in path.iterdir()], where)] if path.is_dir() else [path]
+    )
+    sums = [sha256_of(file) for file in files]
+    return sums[0] if len(sums) == 1 else sha256("\n".join(sums).encode()).hexdigest()
+
+
+def content_identity(text: str) -> dict[str, Any]:
+    """The content of a pinned source, for a fingerprint."""
+    if RUN_COMMIT.fullmatch(text) or RUN_SOURCE.fullmatch(text) or PINNED_PATH.fullmatch(text):
+        name, _, content = text.partition("@sha256:")
+        if not content:
+            raise UserError(f"{name}: only a plan with a store knows the content of a run")
+        return {"sha256": content}
+    source = source_of(text, "train.init_from")
+    if isinstance(source, Hub):
+        return {"hub": source.name, "revision": source.revision}
+    return {"sha256": content_of(source.path, f"train.init_from: {source.path}")}
+
+
+def check_sources(recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store) -> None:
+    """Ask the Hub whether the weights that are still needed exist and fit; by their headers alone. UserError if not."""
+    init = recipe.train.init_from
+    if init and not init.startswith(RUN) and isinstance(source := source_of(init, "train.init_from"), Hub):
+        prefix = plans["train"].prefix
+        if read_manifest(store, prefix) is None and not committed_folders(store, prefix):
+            hub_weights(source, "train.init_from").check(recipe.model)
+
+
+def local_sources(recipe: Recipe) -> Iterator[tuple[str, str, Path]]:
+    """The stage, the field and the path of weights on this machine."""
+    init = recipe.train.init_from
+    if init and not init.startswith(RUN) and isinstance(source := source_of(init, "train.init_from"), Local):
+        yield "train", "train.init_from", source.path
+
+
+def bring(text: str, store: Store, cache: Path, field: str) -> Path:
+    """The weights of a pinned source as a path of this machine, verified. Not for a commit of a run."""
+    if text.startswith(RUN):
+        other = find_other(store, text, field)
+        assert other.file, text
+        return fetch(store, other.prefix, other.file, cache)
+    source = source_of(text, field)
+    if isinstance(source, Hub):
+        return fetched_from_hub(source, field)
+    pinned_path(source, field)
+    return source.path
+
+
+# --- the Hub
+
+
+def hub_weights(source: Hub, field: str) -> WeightsFile:
+    """The weights of a model of the Hub, by its headers and its config: some KB. UserError if they can't be had."""
+    import huggingface_hub
+
+    where, api = f"{field}: {source.name}@{source.revision[:12]}", huggingface_hub.HfApi()
+    names = asked(where, lambda: api.list_repo_files(source.name, revision=source.revision))
+    tensors: dict[str, Stored] = {}
+    for file in weight_files(names, where):
+        header = asked(
+            where, lambda file=file: api.parse_safetensors_file_metadata(source.name, file, revision=source.revision)
+        )
+        for name, one in header.tensors.items():
+            tensors[name] = Stored(f"{where}/{file}", tuple(one.shape), unread)
+    path = asked(where, lambda: api.hf_hub_download(source.name, CONFIG_FILE, revision=source.revision))
+    return from_hub_layout(where, Path(path).read_text(encoding="utf8"), tensors)
+
+
+def unread() -> Any:
+    raise AssertionError("only the header of these weights is here")
+
+
+def fetched_from_hub(source: Hub, field: str) -> Path:
+    """The folder of a model of the Hub in the cache of its library, each file with the sha256 that the Hub names."""
+    import huggingface_hub
+
+    where, api = f"{field}: {source.name}@{source.revision[:12]}", huggingface_hub.HfApi()
+    names = weight_files(asked(where, lambda: api.list_repo_files(source.name, revision=source.revision)), where)
+    folder = Path()
+    for name in (CONFIG_FILE, *names):
+        path = Path(asked(where, partial(api.hf_hub_download, source.name, name, revision=source.revision)))
+        url = huggingface_hub.hf_hub_url(source.name, name, revision=source.revision)
+        etag = asked(where, partial(api.get_hf_file_metadata, url=url)).etag or ""
+        if re.fullmatch("[0-9a-f]{64}", etag) and sha256_of(path) != etag:  # of large files
+            path.resolve().unlink()
+            raise UserError(f"{where}/{name}: damaged on its way (sha256 differs); run again to fetch it again")
+        folder = path.parent
+    return folder
+
+
+def asked(where: str, request: Any) -> Any:
+    """An answer of the Hub. UserError if it has none."""
+    try:
+        return with_retries(request)
+    except UserError:
+        raise
+    except Exception as error:  # not found, gated, no network
+        raise UserError(f"{where}: cannot be fetched from the Hub ({reason_of(error)})") from error

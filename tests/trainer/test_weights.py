@@ -1,0 +1,224 @@
+"""A run may begin with weights from a file. What can't be its weights is refused before a step, and never unpickled."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trainer_runs
+from safetensors.torch import save_file
+from trainer_runs import ALONE, Runner, configured, weights
+
+from pipelines.formats.hf import hf_config
+from trainer.config import ModelConfig
+from trainer.engine import make_engine
+from trainer.errors import UserError
+from trainer.model import GPT, to_hf
+from trainer.weights import LLMC_LAYERS, Origin, open_weights, shapes_of
+
+_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
+MODEL = configured().model
+
+
+def drawn(config: ModelConfig = MODEL) -> GPT:
+    model = GPT(config)
+    model.initialize(7)
+    return model
+
+
+def hf_folder(folder: Path, model: GPT, prefix: str = "transformer.", **config: Any) -> Path:
+    """The weights as transformers would save them."""
+    folder.mkdir(exist_ok=True)
+    tensors = {prefix + name.removeprefix("transformer."): t for name, t in to_hf(model.state_dict(), MODEL).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(MODEL, "float32", 0) | config))
+    return folder
+
+
+def llmc_file(path: Path, model: GPT, version: int = 3) -> Path:
+    """The weights in the format of llm.c, written from its description."""
+    c, state = MODEL, model.state_dict()
+    numbers = (20240326, version, c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.padded_vocab_size)
+    names = ["wte.weight", "wpe.weight", *(f"h.{i}.{n}" for n in LLMC_LAYERS for i in range(c.n_layer))]
+    with path.open("wb") as file:
+        file.write(np.array([*numbers, *[0] * (256 - len(numbers))], np.int32).tobytes())
+        for name in [*names, "ln_f.weight", "ln_f.bias"]:
+            file.write(
+                state[name].numpy().tobytes()
+                if version == 3
+                else state[name].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+            )
+    return path
+
+
+def loaded(path: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """The weights of an engine that begins with a file."""
+    config = configured(**changes)
+    engine = make_engine(config.model, config.train, config.runtime, ALONE)
+    open_weights(path).fill(engine.pieces(), config.model)
+    return engine.weights()
+
+
+def complaint(path: Path, **changes: Any) -> str:
+    with pytest.raises(UserError) as mistake:
+        loaded(path, **changes)
+    assert "\n" not in str(mistake.value)
+    return str(mistake.value)
+
+
+def test_the_shapes_are_those_of_the_model() -> None:
+    state = GPT(MODEL).state_dict()
+    own = {name: tuple(t.shape) for name, t in state.items()} | {"wte.weight": (MODEL.vocab_size, MODEL.n_embd)}
+    assert shapes_of(MODEL) == own
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_a_hugging_face_folder_gives_the_same_weights_bit_for_bit(tmp_path: Path, prefix: str) -> None:
+    model = drawn()
+    found = loaded(hf_folder(tmp_path / "hf", model, prefix))
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    assert found["wte.weight"].shape[0] == MODEL.padded_vocab_size > MODEL.vocab_size
+
+
+def test_transformers_own_checkpoint_and_shards_give_the_same_weights(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    theirs = GPT2LMHeadModel(GPT2Config(**{k: v for k, v in hf_config(MODEL, "float32", 0).items() if k != "dtype"}))
+    theirs.save_pretrained(tmp_path / "one")
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
+    model, tokens = GPT(MODEL).eval(), torch.arange(30)[None]
+    for name in ("one", "shards"):
+        model.load_state_dict(loaded(tmp_path / name))
+        with torch.no_grad():
+            ours = model(tokens)[..., : MODEL.vocab_size]
+            torch.testing.assert_close(ours, theirs.eval()(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("version", [3, 5])
+def test_a_file_of_llmc_gives_the_same_weights(tmp_path: Path, version: int) -> None:
+    found = loaded(llmc_file(tmp_path / "model.bin", drawn(), version))
+    for name, tensor in drawn().state_dict().items():
+        assert torch.equal(found[name], tensor if version == 3 else tensor.to(torch.bfloat16).float()), name
+
+
+def test_the_file_that_ends_a_run_gives_the_same_weights(tmp_path: Path) -> None:
+    save_file(drawn().state_dict(), tmp_path / "model.safetensors")
+    assert all(torch.equal(t, drawn().state_dict()[n]) for n, t in loaded(tmp_path / "model.safetensors").items())
+
+
+def test_a_run_begins_with_the_weights_and_resumes_without_their_source(
+    runner: Callable[..., Runner], tmp_path: Path
+) -> None:
+    folder = hf_folder(tmp_path / "hf", drawn())
+    asked = []
+
+    def origin(world: Any) -> Origin:
+        asked.append(world)
+        return Origin("train.init_from: hf", path=folder)
+
+    undisturbed = runner("undisturbed", checkpoint_minutes=1e-9)
+    undisturbed.origin = origin
+    expected, _ = undisturbed.attempt()
+    disturbed = runner("disturbed", checkpoint_minutes=1e-9)
+    disturbed.origin = origin
+    disturbed.attempt(stop_after=4)
+    assert len(asked) == 2
+    (folder / "model.safetensors").unlink()
+    model, state = disturbed.attempt()
+    assert len(asked) == 2 and state.step == 12
+    assert weights(model) == weights(expected) and disturbed.rows() == undisturbed.rows()
+    from_seed = runner("from seed")
+    from_seed.attempt()
+    assert from_seed.rows()[0]["val/loss"] != undisturbed.rows()[0]["val/loss"]
+
+
+def test_another_shape_is_refused_with_the_field_and_the_value_that_would_fit(tmp_path: Path) -> None:
+    hf, bin_ = hf_folder(tmp_path / "hf", drawn()), llmc_file(tmp_path / "model.bin", drawn())
+    for path in (hf, bin_):
+        for field, value in (("n_layer", 3), ("n_head", 4), ("n_embd", 64), ("block_size", 16), ("vocab_size", 80)):
+            fits = getattr(MODEL, field)
+            assert complaint(path, **{field: value}) == (
+                f"{path}: its {field} is {fits}, and model.{field} is {value}; --set model.{field}={fits} would fit"
+            )
+    hf_folder(hf, drawn(), n_layer=1)
+    assert complaint(hf, n_layer=1).startswith(f"{hf}: the tensor 'h.1.")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    hf, bin_ = hf_folder(tmp_path / "hf", drawn()), llmc_file(tmp_path / "model.bin", drawn())
+    for path in (hf / "model.safetensors", bin_):
+        whole = path.read_bytes()
+        for size in (len(whole) - 1, len(whole) // 2):
+            path.write_bytes(whole[:size])
+            assert "truncated" in complaint(hf if path.suffix == ".safetensors" else path)
+    (hf / "model.safetensors").write_bytes(b"")
+    assert "no safetensors file" in complaint(hf)
+
+
+def test_a_pickle_is_refused_and_never_loaded(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "it ran",)
+
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    torch.save({"weights": Trap()}, folder / "pytorch_model.bin")
+    torch.save({"weights": Trap()}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "model.pt").write_bytes(b"anything")
+    for path in (folder, folder / "pytorch_model.bin", tmp_path / "old.bin", tmp_path / "model.pt"):
+        assert "a pickle" in complaint(path)
+    hf_folder(folder, drawn())
+    (folder / "model.safetensors").write_bytes((folder / "pytorch_model.bin").read_bytes())
+    assert "a pickle" in complaint(folder)
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_nan_in_the_weights_is_refused_by_name(tmp_path: Path) -> None:
+    model = drawn()
+    dict(model.named_parameters())["h.1.mlp.c_fc.weight"].data[3, 4] = float("nan")
+    for path in (hf_folder(tmp_path / "hf", model), llmc_file(tmp_path / "model.bin", model)):
+        assert "h.1.mlp.c_fc.weight holds NaN or infinity" in complaint(path)
+
+
+def test_a_missing_and_an_extra_tensor_are_refused_by_name(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf", drawn())
+    tensors = to_hf(drawn().state_dict(), MODEL)
+    gone = tensors.pop("transformer.h.0.ln_2.bias")
+    save_file(tensors, folder / "model.safetensors")
+    assert complaint(folder) == f"{folder}: incomplete: it has no tensor h.0.ln_2.bias; take a whole GPT-2"
+    save_file(tensors | {"transformer.h.0.ln_2.bias": gone, "score.weight": gone + 1}, folder / "model.safetensors")
+    assert "'score.weight' is no part of a GPT-2" in complaint(folder)
+    save_file(tensors | {"transformer.h.0.ln_2.bias": gone[:-1].clone()}, folder / "model.safetensors")
+    assert "h.0.ln_2.bias has the shape [31]" in complaint(folder)
+
+
+@pytest.mark.parametrize(
+    ("header", "word"),
+    [
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "another size"),
+        ({"a": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, "I64"),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, "sizes"),
+        ({"a": []}, "damaged"),
+        ([], "damaged"),
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path: Path, header: Any, word: str) -> None:
+    body = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(body)) + body + b"\0" * 8)
+    assert word in complaint(tmp_path / "model.safetensors")
+
+
+def test_a_model_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    others: dict[str, Any] = {"activation_function": "relu", "model_type": "llama", "n_inner": 7, "n_layer": "2"}
+    for field, value in others.items():
+        folder = hf_folder(tmp_path / "hf", drawn(), **{field: value})
+        assert f"{folder}/config.json: {field} is {value!r}" in complaint(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    assert "no configuration of a GPT-2" in complaint(folder)

@@ -1,0 +1,325 @@
+"""Weights from files: a folder in Hugging Face's format, a .bin of llm.c, and the file that ends a run.
+
+A file is opened by its header: names, shapes and sizes are compared with the model before a tensor is read, without
+torch. A rank then fills its pieces tensor by tensor, so a node reads a file once and never holds it whole. Only
+safetensors and llm.c's plain numbers are read; a pickle is refused, because to load one is to run it.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import ModelConfig
+from trainer.errors import UserError, cut, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer.pieces import Piece
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+LARGEST_HEADER = 100 << 20  # bytes: safetensors itself reads no larger one
+FLOATS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
+# The released GPT-2 has Conv1D layers: their weights are the transpose of those of nn.Linear.
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# llm.c: 256 int32, then all layers of a parameter together, in this order (its llmc/train_gpt2.cu).
+LLMC_MAGIC, LLMC_HEADER = 20240326, 1024
+LLMC_DTYPES = {3: "F32", 5: "BF16"}  # by version
+LLMC_LAYERS = (
+    *("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias"),
+    *("ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
+)
+# Fields of Hugging Face's GPT2Config: ours, and its default.
+HF_FIELDS = {
+    "n_layer": ("n_layer", 12),
+    "n_head": ("n_head", 12),
+    "n_embd": ("n_embd", 768),
+    "n_positions": ("block_size", 1024),
+    "vocab_size": ("vocab_size", 50_257),
+}
+# What GPT-2 is, in its config; absent fields have the first value.
+HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "tie_word_embeddings": (True,),
+    "add_cross_attention": (False,),
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run begins, in place of weights drawn from its seed: at weights in a file, or at a commit of another run
+    in its store, of which it takes the weights alone or the whole state."""
+
+    where: str  # for messages
+    path: Path | None = None  # on this node, for `open_weights`
+    commit: str | None = None  # its folder
+    whole: bool = False
+    other_text: bool = False  # of a whole state: the run reads its own text from the start
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file, under the model's name and in its shape."""
+
+    where: str
+    shape: tuple[int, ...]
+    read: Callable[[], "Tensor"]
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The tensors of a file or folder, and the fields of `model` that it was made with, as far as it tells them."""
+
+    where: str
+    fields: Mapping[str, int]
+    tensors: Mapping[str, Stored] = field(repr=False)
+
+    def check(self, model: ModelConfig) -> None:
+        """UserError, with the field and the value that would fit, if the weights are not of this model."""
+        for name, value in (shape_fields(self.tensors) | dict(self.fields)).items():
+            ours = getattr(model, name)
+            if value != ours and not (name == "vocab_size" and name not in self.fields and value >= ours):
+                raise UserError(
+                    f"{self.where}: its {name} is {value}, and model.{name} is {ours}; "
+                    f"--set model.{name}={value} would fit"
+                )
+        expected = shapes_of(model)
+        if missing := sorted(expected.keys() - self.tensors.keys()):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise UserError(f"{self.where}: incomplete: it has no tensor {missing[0]}{more}; take a whole GPT-2")
+        if extra := sorted(self.tensors.keys() - expected.keys()):
+            raise UserError(f"{self.where}: the tensor {shown(cut(extra[0]))} is no part of a GPT-2 of this shape")
+        for name, shape in expected.items():
+            found = self.tensors[name].shape
+            rows = (found[0],) if name == "wte.weight" and found and found[0] >= model.vocab_size else shape[:1]
+            if found != rows + shape[1:]:
+                where = self.tensors[name].where
+                raise UserError(f"{where}: {name} has the shape {list(found)}; this model's is {list(shape)}")
+
+    def fill(self, pieces: "Mapping[str, Piece]", model: ModelConfig) -> None:
+        """Fill the pieces `model.…` of a rank. UserError if a weight is not finite."""
+        import torch.nn.functional as F
+
+        self.check(model)
+        for key, piece in pieces.items():
+            kind, _, name = key.partition(".")
+            if kind != "model":
+                continue
+            whole = self.tensors[name].read()
+            if name == "wte.weight":
+                rows = whole[: model.vocab_size]
+                whole = F.pad(rows, (0, 0, 0, model.padded_vocab_size - model.vocab_size))
+            part = whole.reshape(-1)[piece.start : piece.end].float()
+            if not part.isfinite().all():
+                raise UserError(f"{self.tensors[name].where}: {name} holds NaN or infinity; these weights are ruined")
+            piece.live.copy_(part)
+
+
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each of the model's weights, without the padding rows of the vocabulary."""
+    c = model.n_embd
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (model.vocab_size, c), "wpe.weight": (model.block_size, c)}
+    for i in range(model.n_layer):
+        for name in LLMC_LAYERS:
+            shapes[f"h.{i}.{name}"] = layer_shape(name, c)
+    return shapes | {"ln_f.weight": (c,), "ln_f.bias": (c,)}
+
+
+def layer_shape(name: str, c: int) -> tuple[int, ...]:
+    """The shape of a block's weight at width `c`."""
+    rows = {"attn.c_attn": 3 * c, "mlp.c_fc": 4 * c}.get(name.rpartition(".")[0], c)
+    if name.endswith("bias") or name.startswith("ln_"):
+        return (rows,)
+    return (rows, 4 * c if name.startswith("mlp.c_proj") else c)
+
+
+def shape_fields(tensors: Mapping[str, Stored]) -> dict[str, int]:
+    """The fields of `model` that the shapes of the tensors tell. Files pad the vocabulary, so it may be smaller."""
+    blocks = [int(named[1]) for name in tensors if (named := re.match(r"h\.(\d{1,6})\.", name))]
+    fields = {"n_layer": max(blocks) + 1} if blocks else {}
+    for name, ours in (("wte.weight", "vocab_size"), ("wpe.weight", "block_size")):
+        if name in tensors and len(tensors[name].shape) == 2:
+            fields[ours], fields["n_embd"] = tensors[name].shape
+    return fields
+
+
+def open_weights(path: Path, where: str | None = None) -> WeightsFile:
+    """The weights at a path, by their headers; `where` names them in messages. UserError if they can't be weights."""
+    where = where or str(path)
+    if path.is_dir():
+        return open_folder(path, where)
+    if not path.is_file():
+        raise UserError(f"{where}: no such file or folder; name a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    refuse_pickle(path, where)
+    if path.suffix == ".bin":
+        return open_llmc(path, where)
+    tensors = {name: stored for name, stored in stored_tensors(path, where) if name != "lm_head.weight"}
+    c_attn = next((one.shape for name, one in tensors.items() if name.endswith("h.0.attn.c_attn.weight")), (1, 1))
+    if any(name.startswith("transformer.") for name in tensors) or c_attn[0] < c_attn[-1]:
+        raise UserError(f"{where}: in Hugging Face's layout; name its folder, with {CONFIG_FILE}: {path.parent}")
+    return WeightsFile(where, {}, tensors)
+
+
+def open_folder(path: Path, where: str) -> WeightsFile:
+    """A folder in Hugging Face's format."""
+    files = weight_files([one.name for one in path.iterdir()], where)
+    tensors = dict(pair for name in files for pair in stored_tensors(path / name, f"{where}/{name}"))
+    try:
+        config = (path / CONFIG_FILE).read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: {CONFIG_FILE} cannot be read ({error}); a folder of weights has one") from error
+    return from_hub_layout(where, config, tensors)
+
+
+def weight_files(names: list[str], where: str) -> list[str]:
+    """The files of a folder or repository that hold its weights: one, or several shards. UserError without any."""
+    if WEIGHTS_FILE in names:
+        return [WEIGHTS_FILE]
+    if shards := sorted(name for name in names if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name)):
+        return shards
+    if pickled := sorted(name for name in names if name.endswith((*PICKLES, ".bin"))):
+        raise UserError(
+            f"{where}: its weights are a pickle ({pickled[0]}), which could run any code; a pickle is never loaded: "
+            f"save them as {WEIGHTS_FILE}"
+        )
+    raise UserError(f"{where}: no weights there; it must hold {WEIGHTS_FILE}")
+
+
+def from_hub_layout(where: str, config: str, tensors: Mapping[str, Stored]) -> WeightsFile:
+    """Weights under Hugging Face's names, with the text of their config.json."""
+    try:
+        values = json.loads(config)
+        given = {ours: values.get(theirs, default) for theirs, (ours, default) in HF_FIELDS.items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{where}/{CONFIG_FILE}: no configuration of a GPT-2 ({type(error).__name__})") from error
+    for name, allowed in HF_CONSTANTS.items():
+        if (value := values.get(name, allowed[0])) not in allowed:
+            raise UserError(f"{where}/{CONFIG_FILE}: {name} is {shown(value)}; GPT-2 here has {allowed[0]!r}")
+    if values.get("n_inner") not in (None, 4 * given["n_embd"] if isinstance(given["n_embd"], int) else None):
+        raise UserError(f"{where}/{CONFIG_FILE}: n_inner is {shown(values['n_inner'])}; GPT-2 here has 4 x n_embd")
+    for name, value in given.items():
+        if type(value) is not int:
+            raise UserError(f"{where}/{CONFIG_FILE}: {name} is {shown(value)}, no number")
+    found = {}
+    for theirs, stored in tensors.items():
+        name = theirs.removeprefix("transformer.")
+        if name != "lm_head.weight" and not name.endswith((".attn.bias", ".attn.masked_bias")):  # tied, and the mask
+            found[name] = transposed(stored) if name.endswith(TRANSPOSED) else stored
+    return WeightsFile(where, given, found)
+
+
+def transposed(stored: Stored) -> Stored:
+    return Stored(stored.where, stored.shape[::-1], lambda: stored.read().t())
+
+
+def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, Stored]]:
+    """The tensors of a safetensors file by name. UserError if it is truncated, damaged or a pickle."""
+    refuse_pickle(path, where)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= LARGEST_HEADER:
+            raise UserError(f"{where}: no safetensors file: its header would have {length:,} bytes; fetch it again")
+        header = parse_header(file.read(length), length, where)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != end:
+        how = "truncated" if size < end else "too long"
+        raise UserError(f"{where}: {how}: {size:,} bytes, and its header describes {end:,}; fetch it again")
+    for name, entry in header.items():
+        yield name, Stored(where, tuple(entry["shape"]), lambda name=name: read_tensor(path, name))  # type: ignore[misc]
+
+
+def parse_header(body: bytes, length: int, where: str) -> dict[str, Any]:
+    """The entries of a safetensors header. UserError if it lies about sizes, or holds other numbers than floats."""
+    try:
+        header = json.loads(body)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            shape, (begin, end) = entry["shape"], entry["data_offsets"]
+            if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+                raise ValueError(f"{name} has no sizes")
+            if is_mask(name):
+                continue
+            if entry["dtype"] not in FLOATS:
+                raise UserError(f"{where}: {shown(name)} holds {shown(entry['dtype'])}; weights are F32, BF16 or F16")
+            if end - begin != prod(shape) * FLOATS[entry["dtype"]]:
+                raise ValueError(f"{name} has another size than its shape")
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        how = "truncated" if len(body) < length else "its header is damaged"
+        raise UserError(f"{where}: {how} ({cut(str(error) or repr(error))}); fetch it again") from error
+    return header
+
+
+def is_mask(name: str) -> bool:
+    """Whether a tensor is the mask of attention, which old files hold in other dtypes."""
+    return name.endswith((".attn.bias", ".attn.masked_bias"))
+
+
+def read_tensor(path: Path, name: str) -> "Tensor":
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def refuse_pickle(path: Path, where: str) -> None:
+    """UserError for a file of torch.save, by its name and by its first bytes: it is never loaded."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    # torch.save writes a zip file, and once wrote a bare pickle of protocol 2 or later.
+    if path.suffix in PICKLES or start[:2] == b"PK" or (start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5"):
+        raise UserError(
+            f"{where}: a pickle, which could run any code; a pickle is never loaded: save the weights as safetensors"
+        )
+
+
+def open_llmc(path: Path, where: str) -> WeightsFile:
+    """A .bin of llm.c's GPT-2, version 3 (float32) or 5 (bfloat16)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(LLMC_HEADER)
+    magic, version, *numbers = struct.unpack("<8i", start[:32]) if len(start) == LLMC_HEADER else (0, 0)
+    if magic != LLMC_MAGIC:
+        raise UserError(f"{where}: no checkpoint of llm.c (its first number is {magic}, not {LLMC_MAGIC})")
+    if version not in LLMC_DTYPES:
+        raise UserError(f"{where}: version {version} of llm.c's format; 3 (float32) and 5 (bfloat16) can be read")
+    block_size, vocab_size, layers, heads, c, rows = numbers
+    if min(numbers) < 1 or layers > 10_000 or rows < vocab_size:
+        raise UserError(f"{where}: damaged: its header describes no GPT-2 ({numbers})")
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, c), "wpe.weight": (block_size, c)}
+    for name in LLMC_LAYERS:
+        shapes |= {f"h.{i}.{name}": layer_shape(name, c) for i in range(layers)}
+    shapes |= {"ln_f.weight": (c,), "ln_f.bias": (c,)}
+    width, offset, tensors = FLOATS[LLMC_DTYPES[version]], LLMC_HEADER, {}
+    for name, shape in shapes.items():
+        tensors[name] = Stored(where, shape, lambda at=offset, shape=shape: read_llmc(path, version, at, shape))  # type: ignore[misc]
+        offset += width * prod(shape)
+    if size != offset:
+        how = "truncated" if size < offset else "too long"
+        raise UserError(f"{where}: {how}: {size:,} bytes, and its header describes {offset:,}; fetch it again")
+    fields = {"n_layer": layers, "n_head": heads, "n_embd": c, "block_size": block_size, "vocab_size": vocab_size}
+    return WeightsFile(where, fields, tensors)
+
+
+def read_llmc(path: Path, version: int, offset: int, shape: tuple[int, ...]) -> "Tensor":
+    import numpy as np
+    import torch
+
+    dtype = {"F32": np.float32, "BF16": np.int16}[LLMC_DTYPES[version]]
+    numbers = torch.from_numpy(np.fromfile(path, dtype=dtype, count=prod(shape), offset=offset)).view(shape)
+    return numbers.view(torch.bfloat16) if LLMC_DTYPES[version] == "BF16" else numbers
