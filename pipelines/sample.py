@@ -1,19 +1,25 @@
-"""Generates text with a trained run."""
+"""Text from the weights of a run: final ones, or those of a commit."""
 
+import codecs
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.recipe import Recipe
-from pipelines.text.tokenizer import tokenizer
-from pipelines.tracking.runs import read_run
-from trainer.errors import UserError
-from trainer.store import Store
+from pipelines.text.tokenizer import token_stream, tokenizer
+from pipelines.tracking.runs import Run, read_run
+from trainer.commits import Commit, DamagedCommit, committed_folders, step_of
+from trainer.errors import NotAFile, UserError
+from trainer.store import Store, sha256_of
 
 if TYPE_CHECKING:
     import tiktoken
 
     from trainer.model import GPT
+    from trainer.sample import Decoder, Sampling
 
 
 def continue_text(model: "GPT", encoding: "tiktoken.Encoding", prompt: str, tokens: int, seed: int) -> str:
@@ -21,19 +27,167 @@ def continue_text(model: "GPT", encoding: "tiktoken.Encoding", prompt: str, toke
     from trainer.sample import generate
 
     ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]
-    return prompt + encoding.decode(generate(model, ids, tokens, seed))
+    return prompt + encoding.decode(generate(model, ids, tokens, seed, ids=encoding.n_vocab))
 
 
-def sample_run(store: Store, cache: Path, run: str, prompt: str, tokens: int, seed: int) -> str:
-    """Continue `prompt` with the final weights of a run. UserError if it has none yet."""
-    found = read_run(store, run)
-    prefix = found.record.prefixes.get("train")
+# --- text
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The next part of a text, and why the text ends: `stop` (end of text, or a stop string), or `length`."""
+
+    number: int  # of the text in its batch
+    text: str
+    finish: str | None = None
+    tokens: int = 0  # of the whole text so far
+
+
+class GrowingText:
+    """A text that grows token by token. It holds back incomplete characters, and the beginnings of stop strings."""
+
+    def __init__(self, encoding: "tiktoken.Encoding", stop: Sequence[str] = ()) -> None:
+        self.encoding, self.stop = encoding, [text for text in stop if text]
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.held = ""
+        self.tokens = 0
+        self.finish: str | None = None
+
+    def add(self, token: int) -> bool:
+        """Add a token. Returns whether the text ends here."""
+        if token == self.encoding.eot_token:
+            self.finish = "stop"
+            return True
+        self.tokens += 1
+        self.held += self.decoder.decode(self.encoding.decode_single_token_bytes(token))
+        ends = [at for text in self.stop if (at := self.held.find(text)) >= 0]
+        if ends:
+            self.held, self.finish = self.held[: min(ends)], "stop"
+            self.decoder.reset()
+        return bool(ends)
+
+    def take(self) -> str:
+        """The text that is certain since the last call; after `finish`, all the rest."""
+        if self.finish:
+            self.held += self.decoder.decode(b"", final=True)
+            keep = 0
+        else:
+            sizes = (size for text in self.stop for size in range(1, len(text)) if self.held.endswith(text[:size]))
+            keep = max(sizes, default=0)
+        text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return text
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """The weights of a run, ready to continue text."""
+
+    run: str
+    step: int | None  # of the commit; None for final weights
+    decoder: "Decoder"
+    encoding: "tiktoken.Encoding"
+
+    @property
+    def context(self) -> int:
+        """The tokens that a prompt may have, with the end-of-text token that begins each document."""
+        return self.decoder.config.block_size
+
+    def ids_of(self, prompt: str) -> list[int]:
+        """The ids of a prompt as the start of a document."""
+        (ids,) = token_stream(self.encoding, [prompt], threads=1)
+        return ids.tolist()
+
+    def continue_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        seeds: Sequence[int],
+        sampling: "Sampling",
+        stop: Sequence[str] = (),
+    ) -> Iterator[list[Fragment]]:
+        """Continue prompts as one batch, step by step. Each text ends with exactly one fragment that has `finish`."""
+        from trainer.sample import stream
+
+        texts = [GrowingText(self.encoding, stop) for _ in prompts]
+        growing = set(range(len(prompts)))
+
+        def fragments() -> list[Fragment]:
+            made = [Fragment(n, texts[n].take(), texts[n].finish, texts[n].tokens) for n in sorted(growing)]
+            growing.difference_update(one.number for one in made if one.finish)
+            return [one for one in made if one.text or one.finish]
+
+        for _ in stream(self.decoder, prompts, tokens, seeds, sampling, lambda n, token: texts[n].add(token)):
+            yield fragments()
+        for n in growing:
+            texts[n].finish = "length"
+        yield fragments()
+
+
+# --- weights
+
+
+def load_text_model(
+    store: Store, cache: Path, name: str, at: int | None = None, precision: str | None = None
+) -> TextModel:
+    """The final weights of a run, or the newest commit of a run without any; with `at`, the commit of that step.
+
+    `precision` is one of trainer.sample.PRECISIONS; None: the best one of this machine. UserError without such weights.
+    """
+    from trainer.config import RuntimeConfig
+    from trainer.model import GPT
+    from trainer.parallel import World
+    from trainer.sample import Decoder, best_precision
+
+    run = read_run(store, name)
+    device = World.alone(RuntimeConfig()).device
+    if precision == "int8" and device.type != "cpu":
+        raise UserError(f"--precision int8: for CPUs alone, and this machine has {device.type}; use bf16")
+    encoding = tokenizer(run.recipe.tokens.tokenizer)
+    model = GPT(run.recipe.model)
+    step = read_weights(store, cache, run, model, at)
+    decoder = Decoder(model.to(device), precision or best_precision(device), encoding.n_vocab)
+    return TextModel(run.name, step, decoder, encoding)
+
+
+def read_weights(store: Store, cache: Path, run: Run, model: "GPT", at: int | None) -> int | None:
+    """Fill the model with weights of a run. Returns the step of the commit that they are from; None for final ones."""
+    prefix = run.record.prefixes.get("train")
     manifest = read_manifest(store, prefix) if prefix else None
-    if manifest is None:
-        raise UserError(f"{found.name}: the run has no trained weights yet; `skytrain run` finishes it")
-    recipe = found.recipe
-    path = fetch(store, manifest.prefix, manifest.file("model.safetensors"), cache)
-    return continue_text(load_weights(recipe, path), tokenizer(recipe.tokens.tokenizer), prompt, tokens, seed)
+    if manifest and at in (None, run.recipe.train.max_steps):
+        from safetensors.torch import load_file
+
+        model.load_state_dict(load_file(fetch(store, manifest.prefix, manifest.file("model.safetensors"), cache)))
+        return None
+    folders = committed_folders(store, prefix) if prefix else []
+    if not folders:
+        raise UserError(f"{run.name}: the run has no trained weights yet, and no commit; `skytrain run` trains it")
+    steps = sorted({step_of(folder) for folder in folders})
+    step = steps[-1] if at is None else at
+    if step not in steps:
+        raise UserError(f"--at {at}: {run.name} has no such commit; it has {', '.join(map(str, steps))}")
+    load_commit(store, next(folder for folder in folders if step_of(folder) == step), cache, model)
+    return step
+
+
+def load_commit(store: Store, folder: str, cache: Path, model: "GPT") -> None:
+    """Fill the model with the weights of a commit. UserError if it is damaged, or was removed meanwhile."""
+    from trainer.pieces import DamagedPieces, Piece, load_pieces
+
+    pieces = {f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as local:
+        try:
+            files = []
+            for receipt in Commit.decode(store.get(f"{folder}/COMMIT.json") or b"", folder).files:
+                files.append(Path(local) / receipt.name)
+                store.download(f"{folder}/{receipt.name}", files[-1])
+                if files[-1].stat().st_size != receipt.size or sha256_of(files[-1]) != receipt.sha256:
+                    raise DamagedPieces(f"{receipt.name} does not have the size and sha256 in COMMIT.json")
+            load_pieces(pieces, files)
+        except FileNotFoundError as error:
+            raise UserError(f"{store.uri}/{folder}: removed meanwhile; run the same command again") from error
+        except (DamagedCommit, DamagedPieces, NotAFile) as error:
+            raise UserError(f"{store.uri}/{folder}: damaged: {error}; choose another commit with --at") from error
 
 
 def load_weights(recipe: Recipe, path: Path) -> "GPT":

@@ -5,14 +5,14 @@ before them. The rows of a batch have different lengths. Each row writes its key
 position after them, so it overwrites the padding behind a short prompt before it would see it.
 
 A step reads every weight once, and on a CPU little else takes time: the bytes of the weights decide the speed. The
-products can be in three formats. float32 is the reference. bf16 rounds weights and inputs of the products, as
-training on a GPU does; norms, residual stream and logits stay in float32. int8 stores the weights of the products as
+products have three precisions. fp32 is the reference. bf16 rounds weights and inputs of the products, as training on a
+GPU does; norms, residual stream and logits stay in float32. int8 stores the weights of the products as
 whole numbers up to 127 with a scale for each row, and multiplies in bf16 (CPU only).
 
 A text that outgrows block_size slides: the model forgets all but the last half of its context, and reads that again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.model import GPT, Block
 
-FORMATS = ("float32", "bf16", "int8")
+PRECISIONS = ("fp32", "bf16", "int8")
 TOP_K = 50
 FEW_ROWS = 4  # of an input; with more, int8 weights are converted to bf16, which then costs less
 
@@ -38,29 +38,29 @@ class Sampling:
     top_p: float = 1.0
 
 
-def best_format(device: torch.device) -> str:
-    """bf16 where the device multiplies it, else float32."""
+def best_precision(device: torch.device) -> str:
+    """bf16 where the device multiplies it, else fp32."""
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
 class Product:
-    """x W^T + b in one of FORMATS, for weights (out, in)."""
+    """x W^T + b in one of the PRECISIONS, for weights (out, in)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, form: str) -> None:
-        self.dtype = torch.float32 if form == "float32" else torch.bfloat16
+    def __init__(self, weight: Tensor, bias: Tensor | None, precision: str) -> None:
+        self.dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         self.bias = None if bias is None else bias.detach().to(self.dtype)
         self.scale: Tensor | None = None
         weight = weight.detach()
-        if form == "int8":
+        if precision == "int8":
             self.scale = (weight.abs().amax(1).clamp(min=1e-12) / 127).to(self.dtype)
             self.weight = (weight / self.scale[:, None]).round().clamp(-127, 127).to(torch.int8)
         else:
             self.weight = weight.to(self.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out), in the format of the product."""
+        """(..., in) -> (..., out), in the product's precision; int8 gives bf16."""
         shape, x = (*x.shape[:-1], -1), x.to(self.dtype).reshape(-1, x.size(-1))
         if self.scale is not None:
             if len(x) > FEW_ROWS:
@@ -78,9 +78,9 @@ class Product:
 class DecoderBlock:
     """A block of the model with room for the keys and values of a batch, (rows, heads, positions, width)."""
 
-    def __init__(self, block: Block, form: str) -> None:
+    def __init__(self, block: Block, precision: str) -> None:
         def product(layer: nn.Linear) -> Product:
-            return Product(layer.weight, layer.bias, form)
+            return Product(layer.weight, layer.bias, precision)
 
         self.ln_1, self.ln_2 = norm_of(block.ln_1), norm_of(block.ln_2)
         self.c_attn, self.attn_proj = product(block.attn.c_attn), product(block.attn.c_proj)
@@ -116,15 +116,18 @@ def norm_of(layer: nn.LayerNorm) -> tuple[tuple[int, ...], Tensor, Tensor, float
 
 
 class Decoder:
-    """The cached forward pass of a model, for one batch at a time. In float32 it shares the model's weights."""
+    """The cached forward pass of a model, for one batch at a time. In fp32 it shares the model's weights.
 
-    def __init__(self, model: GPT, form: str = "float32") -> None:
-        assert form in FORMATS, form
-        self.config, self.form, self.device = model.config, form, model.wte.weight.device
+    With `ids`, only the first ids of the vocabulary have logits: a tokenizer may have fewer ids than the model.
+    """
+
+    def __init__(self, model: GPT, precision: str = "fp32", ids: int | None = None) -> None:
+        assert precision in PRECISIONS, precision
+        self.config, self.precision, self.device = model.config, precision, model.wte.weight.device
         self.wte, self.wpe = model.wte.weight.detach(), model.wpe.weight.detach()
-        self.blocks = [DecoderBlock(cast(Block, block), form) for block in model.h]
+        self.blocks = [DecoderBlock(cast(Block, block), precision) for block in model.h]
         self.ln_f = norm_of(model.ln_f)
-        self.head = Product(self.wte[: self.config.vocab_size], None, form)
+        self.head = Product(self.wte[: ids or self.config.vocab_size], None, precision)
         self.lengths = torch.zeros(0, dtype=torch.long)  # positions that each row has filled
 
     @torch.inference_mode()
@@ -176,13 +179,13 @@ def stream(
     tokens: int,
     seeds: Sequence[int],
     sampling: Sampling,
-    end: int | None = None,
+    ends: Callable[[int, int], bool] = lambda number, token: False,
 ) -> Iterator[list[tuple[int, int]]]:
     """The tokens that continue prompts (none empty or longer than block_size), step by step: pairs of a prompt's
     number and its next token.
 
-    A prompt ends after `tokens` tokens, or with the token `end`, which is not given. Each prompt has its own random
-    numbers, so its text depends on its own seed and not on the batch, as far as rounding allows.
+    A prompt ends after `tokens` tokens, or with a token for which `ends` is true, which is not given. Each prompt has
+    its own random numbers, so its text depends on its own seed and not on the batch, as far as rounding allows.
     UserError if the weights give no finite logits.
     """
     half = max(1, decoder.config.block_size // 2)
@@ -192,7 +195,7 @@ def stream(
     logits = decoder.begin(contexts, tokens)
     for left in range(tokens - 1, -1, -1):
         drawn = [draw(row, sampling, generators[n]) for n, row in zip(rows, logits.cpu(), strict=True)]
-        going = [i for i, token in enumerate(drawn) if token != end]
+        going = [i for i, token in enumerate(drawn) if not ends(rows[i], token)]
         yield [(rows[i], drawn[i]) for i in going]
         if not left or not going:
             return
@@ -243,10 +246,11 @@ def generate(
     seed: int = 0,
     temperature: float = 1.0,
     top_k: int | None = TOP_K,
+    ids: int | None = None,
 ) -> list[int]:
     """`tokens` token ids that continue `prompt` (not empty), in the model's own precision. Of a longer prompt the
-    model sees the last block_size tokens."""
+    model sees the last block_size tokens. With `ids`, only the first ids of the vocabulary are drawn."""
     assert prompt, "a prompt has at least one token, such as end-of-text"
     sampling = Sampling(temperature, top_k)
     context = list(prompt)[-model.config.block_size :]
-    return [token for step in stream(Decoder(model), [context], tokens, [seed], sampling) for _, token in step]
+    return [token for step in stream(Decoder(model, ids=ids), [context], tokens, [seed], sampling) for _, token in step]

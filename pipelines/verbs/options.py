@@ -4,10 +4,13 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from pipelines.sample import TextModel
 
 WHOLE = 1_000  # characters of a verb's description in --help
 
@@ -61,6 +64,18 @@ Experiment = Annotated[
 Tags = Annotated[
     list[str] | None,
     typer.Option("--tag", metavar="NAME=VALUE", help="A tag of one's own in MLflow; can be repeated [SKYTRAIN_TAGS]"),
+]
+Step = Annotated[
+    int | None,
+    typer.Option("--at", metavar="STEP", min=0, help="The weights of the commit at this step.", show_default=False),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fp32|bf16|int8",
+        help="Precision of the matrix products; int8 is the fastest on a CPU [bf16 where the machine has it]",
+        show_default=False,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
@@ -131,6 +146,22 @@ def set_tracking_options(experiment: str | None, tags: list[str] | None) -> None
     both = own_tags() | parse_tags(tags or [], "--tag ")
     if both:
         os.environ["SKYTRAIN_TAGS"] = ",".join(f"{name}={value}" for name, value in both.items())
+
+
+def open_text_model(uri: str, cache: Path, run: str, at: int | None, precision: str | None) -> "TextModel":
+    """The model of a run, for verbs that generate text; a line on stderr names the commit of an unfinished run.
+    UserError without weights."""
+    from pipelines.artifacts.store import open_store
+    from pipelines.sample import load_text_model
+    from pipelines.show.console import say
+    from trainer.sample import PRECISIONS
+
+    if precision:
+        one_of(precision, PRECISIONS, "--precision")
+    model = load_text_model(open_store(uri), cache, run, at, precision)
+    if model.step is not None and at is None:
+        say(f"{model.run}: not finished; these are the weights of step {model.step}", on_stderr=True)
+    return model
 
 
 def one_of(value: str, known: tuple[str, ...], option: str) -> None:

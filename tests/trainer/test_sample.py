@@ -10,7 +10,7 @@ import trainer_runs
 from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.model import GPT
-from trainer.sample import FORMATS, Decoder, Product, Sampling, draw, generate, nucleus, stream
+from trainer.sample import PRECISIONS, Decoder, Product, Sampling, draw, generate, nucleus, stream
 
 _one_thread = trainer_runs._one_thread
 
@@ -66,26 +66,29 @@ def test_cached_logits_equal_those_of_the_whole_forward_pass_at_every_length(mod
 
 def test_a_padded_vocabulary_has_no_logits_of_its_padding(model: GPT) -> None:
     assert Decoder(model).begin([[1]]).shape == (1, SMALL.vocab_size)
+    assert Decoder(model, ids=90).begin([[1], [2]]).shape == (2, 90)
 
 
-@pytest.mark.parametrize(("form", "error"), [("bf16", 0.03), ("int8", 0.05)])
-def test_the_narrow_formats_differ_from_float32_by_their_rounding_only(model: GPT, form: str, error: float) -> None:
-    decoder, rows = Decoder(model, form), [PROMPTS[1], PROMPTS[2]]
+@pytest.mark.parametrize(("precision", "error"), [("bf16", 0.03), ("int8", 0.05)])
+def test_the_narrow_formats_differ_from_float32_by_their_rounding_only(
+    model: GPT, precision: str, error: float
+) -> None:
+    decoder, rows = Decoder(model, precision), [PROMPTS[1], PROMPTS[2]]
     logits = decoder.begin(rows, 4)
     narrow = torch.cat([logits, decoder.step([20, 21])])
     exact = uncached(model, [*rows, [*rows[0], 20], [*rows[1], 21]])
     assert 1e-4 < float((narrow - exact).std() / exact.std()) < error
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("rows", [1, 2, 40])
-def test_a_product_of_any_number_of_rows_is_a_linear_layer(form: str, rows: int) -> None:
+def test_a_product_of_any_number_of_rows_is_a_linear_layer(precision: str, rows: int) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((48, 64), (48,), (rows, 1, 64)))
     for b in (bias, None):
-        y = Product(weight, b, form)(x)
-        assert y.shape == (rows, 1, 48) and y.dtype == (torch.float32 if form == "float32" else torch.bfloat16)
-        bound = {"float32": 1e-5, "bf16": 0.2, "int8": 0.4}[form]
+        y = Product(weight, b, precision)(x)
+        assert y.shape == (rows, 1, 48) and y.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
+        bound = {"fp32": 1e-5, "bf16": 0.2, "int8": 0.4}[precision]
         assert float((y.float() - F.linear(x, weight, b)).abs().max()) < bound
 
 
@@ -106,7 +109,7 @@ def test_a_row_that_ends_leaves_the_others_as_they_are(model: GPT) -> None:
     decoder, seeds = Decoder(model), [1, 2, 3, 4, 5]
     whole = texts(decoder, PROMPTS, 30, seeds, Sampling())
     end = whole[1][4]
-    ended = texts(decoder, PROMPTS, 30, seeds, Sampling(), end)
+    ended = texts(decoder, PROMPTS, 30, seeds, Sampling(), lambda _, token: token == end)
     assert ended == [text[: text.index(end)] if end in text else text for text in whole]
     assert len(ended[1]) <= 4 and max(map(len, ended)) == 30
 

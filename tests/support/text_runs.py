@@ -1,0 +1,63 @@
+"""A run whose weights generate text: in a store, without training."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from pipelines.artifacts.manifest import Manifest, key_of, upload
+from pipelines.recipe import Recipe, load_recipe
+from pipelines.stage import plans_of, run_name
+from pipelines.tracking.runs import record
+from trainer.checkpoint import Checkpointer
+from trainer.commits import TrainState
+from trainer.events import EventLog
+from trainer.metrics import PhaseClock
+from trainer.model import GPT
+from trainer.parallel import World
+from trainer.pieces import Piece
+from trainer.store import Store
+
+ALONE = World(0, 0, 1, torch.device("cpu"))
+CONTEXT = 64
+RECIPE = load_recipe(
+    "smoke",
+    [
+        *("name=speaker", "tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}", "tokens.tokenizer=bytes"),
+        *("model.n_layer=2", "model.n_head=2", "model.n_embd=32", f"model.block_size={CONTEXT}"),
+        *("model.vocab_size=300", f"train.batch_tokens={CONTEXT}", "train.max_steps=20", "train.warmup_steps=1"),
+    ],
+)
+PLANS = plans_of(RECIPE)
+RUN = run_name(PLANS)
+TRAIN = PLANS["train"].prefix
+
+
+def speaking_model(seed: int = 0, recipe: Recipe = RECIPE) -> GPT:
+    """A model with large random weights, so that its texts differ from prompt to prompt."""
+    model = GPT(recipe.model)
+    model.initialize(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def finish(store: Store, folder: Path, model: GPT) -> None:
+    """Store final weights."""
+    record(store, RUN, RECIPE, PLANS, "export")
+    save_file(model.state_dict(), folder / "model.safetensors")
+    file, plan = upload(store, TRAIN, 1, folder / "model.safetensors"), PLANS["train"]
+    about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
+    store.create(key_of(TRAIN), Manifest(*about, {}, (file,), {}, {}, RUN, 1, 1.0).to_json())
+
+
+def commit(store: Store, folder: Path, model: GPT, step: int) -> None:
+    """Store a commit of the training."""
+    record(store, RUN, RECIPE, PLANS, "export")
+    pieces = {f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}
+    with Checkpointer(store, TRAIN, ALONE, folder / "work", attempt=1, keep_last=9) as checkpointer:
+        log = EventLog(None, PhaseClock())
+        checkpointer.save(TrainState(step=step), pieces, log)
+        checkpointer.finish(log)

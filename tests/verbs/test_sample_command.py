@@ -1,0 +1,175 @@
+"""`skytrain sample`: the text of a run's weights, whole or token by token."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import text_runs
+import torch
+import trainer_runs
+from text_runs import CONTEXT, RUN, TRAIN
+from typer.testing import CliRunner
+
+from pipelines import cli
+from pipelines.sample import Fragment, GrowingText, load_text_model
+from pipelines.text.tokenizer import tokenizer
+from trainer.commits import committed_folders
+from trainer.errors import UserError
+from trainer.sample import Sampling
+from trainer.store import LocalStore
+
+_one_thread = trainer_runs._one_thread
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def sample(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command on a finished run, in this process."""
+    text_runs.finish(store, tmp_path, text_runs.speaking_model())
+    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path / "home"))
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(cli.app, ["sample", RUN, "--store", store.uri, "--precision", "fp32", *words])
+        if done.exception and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    return run
+
+
+# --- the command
+
+
+def test_many_prompts_have_the_texts_that_each_has_alone(sample: Command, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("import\n\nThe history of a thing")
+    words = ["--tokens", "90", "--temperature", "0.8", "--top-p", "0.95", "--seed", "5"]
+    found = json.loads(
+        sample("--prompt", "def ", "--prompts", str(tmp_path / "prompts.txt"), "--number", "2", *words, "--json")
+    )
+    assert [(one["prompt"], one["seed"]) for one in found] == [
+        (prompt, seed) for prompt in ("def ", "import", "The history of a thing") for seed in (5, 6)
+    ]
+    assert {one["finish"] for one in found} <= {"stop", "length"} and len({one["text"] for one in found}) == 6
+    for one in found:
+        (alone,) = json.loads(sample("--prompt", one["prompt"], *words, "--seed", str(one["seed"]), "--json"))
+        assert alone == one
+
+
+def test_a_streamed_text_is_the_whole_text(sample: Command) -> None:
+    words = ["--prompt", "def ", "--tokens", "30", "--number", "2"]
+    assert sample(*words, "--stream") == sample(*words, "--no-stream") == sample(*words)
+    assert sample(*words).startswith("--- 1 of 2, seed 0\ndef ")
+    (one,) = json.loads(sample("--tokens", "20", "--json"))
+    assert one["prompt"] == "" and one["tokens"] <= 20
+
+
+def test_a_prompt_must_fit_into_the_context(sample: Command) -> None:
+    sample("--prompt", "x" * (CONTEXT - 1), "--tokens", "2")
+    with pytest.raises(UserError, match=r"--prompt: 64 tokens, and speaker-\w+ takes 63 .* shorten 'xxx"):
+        sample("--prompt", "short", "--prompt", "x" * CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [(None, "no text file"), (b"\xff\xfe", "no text file"), (b"\n\n", "holds no line"), (b"x" * 2_000_000, "larger")],
+)
+def test_a_file_without_prompts_is_named(sample: Command, tmp_path: Path, body: bytes | None, reason: str) -> None:
+    if body is not None:
+        (tmp_path / "p.txt").write_bytes(body)
+    with pytest.raises(UserError, match=f"--prompts .*p.txt: .*{reason}") as error:
+        sample("--prompts", str(tmp_path / "p.txt"))
+    assert "\n" not in str(error.value)
+
+
+# --- the weights
+
+
+def test_an_unfinished_run_speaks_with_its_newest_commit_or_the_one_of_a_step(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    for step in (5, 10):
+        text_runs.commit(store, tmp_path, text_runs.speaking_model(step), step)
+
+    def head(at: int | None) -> tuple[int | None, torch.Tensor]:
+        model = load_text_model(store, tmp_path / "cache", RUN, at, "fp32")
+        return model.step, model.decoder.wte
+
+    for asked, step in ((None, 10), (5, 5), (10, 10)):
+        found, weights = head(asked)
+        assert found == step and torch.equal(weights, text_runs.speaking_model(step).wte.weight)
+    with pytest.raises(UserError, match=f"--at 7: {RUN} has no such commit; it has 5, 10"):
+        head(7)
+    text_runs.finish(store, tmp_path, text_runs.speaking_model())
+    for final in (None, 20):
+        assert head(final)[0] is None
+    assert head(5)[0] == 5
+    assert not any((tmp_path / "cache").iterdir())  # a commit leaves no copy
+
+
+def test_a_run_without_weights_and_a_damaged_commit_are_named(store: LocalStore, tmp_path: Path) -> None:
+    text_runs.record(store, RUN, text_runs.RECIPE, text_runs.PLANS, "export")
+    with pytest.raises(UserError, match="no trained weights yet, and no commit"):
+        load_text_model(store, tmp_path / "cache", RUN)
+    text_runs.commit(store, tmp_path, text_runs.speaking_model(), 5)
+    (folder,) = committed_folders(store, TRAIN)
+    path = store.path_of(f"{folder}/rank-00000-of-00001.safetensors")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match="damaged: .* does not have the size and sha256"):
+        load_text_model(store, tmp_path / "cache", RUN)
+    path.unlink()
+    with pytest.raises(UserError, match="removed meanwhile"):
+        load_text_model(store, tmp_path / "cache", RUN)
+
+
+# --- the text
+
+
+def test_text_that_arrives_token_by_token_has_no_broken_characters() -> None:
+    encoding = tokenizer("bytes")
+    for text in ("aé漢🙂z", "🙂"):
+        growing, parts = GrowingText(encoding), []
+        for token in encoding.encode_ordinary(text):
+            assert not growing.add(token)
+            parts.append(growing.take())
+        assert [part for part in parts if part] == list(text)
+    growing.add(0xF0)  # the first byte of a character that never comes
+    assert growing.take() == ""
+    growing.finish = "length"
+    assert growing.take() == "\ufffd"
+
+
+def test_a_stop_string_ends_a_text_before_it_and_is_never_shown() -> None:
+    encoding = tokenizer("bytes")
+    growing, parts = GrowingText(encoding, ["", "END", "\n\n"]), []
+    for token in encoding.encode_ordinary("an EN E ENDless"):
+        ended = growing.add(token)
+        parts.append(growing.take())
+        if ended:
+            break
+    assert "".join(parts) == "an EN E " and growing.finish == "stop"
+    assert all("E" not in part or len(part) > 1 for part in parts)  # held back until it can't be a stop
+    growing = GrowingText(encoding)
+    assert growing.add(encoding.eot_token) and growing.take() == "" and growing.tokens == 0
+
+
+def test_each_text_of_a_batch_ends_with_one_fragment_that_says_why(store: LocalStore, tmp_path: Path) -> None:
+    text_runs.finish(store, tmp_path, text_runs.speaking_model())
+    model = load_text_model(store, tmp_path / "cache", RUN, precision="fp32")
+    assert model.decoder.head.weight.size(0) == 257  # the tokenizer's ids; the model has 300
+    ids = [model.ids_of(text) for text in ("a", "b c d", "")]
+    whole: list[list[Fragment]] = [[], [], []]
+    for step in model.continue_all(ids, 40, [1, 2, 3], Sampling()):
+        for one in step:
+            whole[one.number].append(one)
+    for fragments in whole:
+        assert [bool(one.finish) for one in fragments] == [False] * (len(fragments) - 1) + [True]
+    stop = "".join(one.text for one in whole[1])[3:5]
+    ended = ["", "", ""]
+    for step in model.continue_all(ids, 40, [1, 2, 3], Sampling(), [stop]):
+        for one in step:
+            ended[one.number] += one.text
+    assert ended == ["".join(one.text for one in fragments).partition(stop)[0] for fragments in whole]
