@@ -17,6 +17,7 @@ from trainer.store import Store, sha256_of
 
 if TYPE_CHECKING:
     import tiktoken
+    import torch
 
     from trainer.model import GPT
     from trainer.sample import Decoder, Sampling
@@ -190,8 +191,8 @@ def load_commit(store: Store, folder: str, cache: Path, model: "GPT") -> None:
             raise UserError(f"{store.uri}/{folder}: damaged: {error}; choose another commit with --at") from error
 
 
-def load_weights(recipe: Recipe, path: Path) -> "GPT":
-    """The model with a run's weights in float32, on the best device of this machine."""
+def load_weights(recipe: Recipe, path: Path, device: "torch.device | None" = None) -> "GPT":
+    """The model with a run's weights in float32, on a device, or on the best one of this machine."""
     from safetensors.torch import load_file
 
     from trainer.model import GPT
@@ -199,4 +200,4 @@ def load_weights(recipe: Recipe, path: Path) -> "GPT":
 
     model = GPT(recipe.model)
     model.load_state_dict(load_file(path))
-    return model.to(World.alone(recipe.runtime).device)
+    return model.to(device or World.alone(recipe.runtime).device)

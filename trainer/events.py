@@ -109,7 +109,28 @@ class Sampled:
     texts: list[str]
 
 
-Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | RolledBack | Sampled
+@dataclass(frozen=True)
+class Progressed:
+    """A measurement has done a part of its work."""
+
+    what: str
+    done: int
+    whole: int
+
+
+Event = (
+    Row
+    | PhaseChanged
+    | Started
+    | Damaged
+    | Checkpointed
+    | CheckpointFailed
+    | Skipped
+    | Slow
+    | RolledBack
+    | Sampled
+    | Progressed
+)
 
 KINDS: dict[str, type[Event]] = {
     "row": Row,
@@ -122,6 +143,7 @@ KINDS: dict[str, type[Event]] = {
     "slow": Slow,
     "rollback": RolledBack,
     "sampled": Sampled,
+    "progress": Progressed,
 }
 KIND_OF = {event: kind for kind, event in KINDS.items()}
 

@@ -40,6 +40,7 @@ class RankSpec:
     prefix: str  # of the training run in the store
     attempt: int
     between_failures: float  # expected, in seconds
+    weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"recipe": self.recipe.model_dump()}

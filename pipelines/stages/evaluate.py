@@ -1,20 +1,33 @@
 """evaluate: validation loss on the held-out shards, and HellaSwag, as report.json.
 
-Both are computed in the precision of the training, which the report names: bf16 on a GPU that has it.
+Both are computed in the precision of the training, which the report names: bf16 on a GPU that has it. All processes of
+this node share the work: one process is the pipeline's own, several are ranks that torchrun starts, as in train.
 """
 
 import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
+from pipelines.nodes.address import NodeAddress, processes_on_this_node
+from pipelines.nodes.ranks import RankSpec, start_torchrun, wait_for_orphans
 from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
+from pipelines.screen import Screen
 from pipelines.stage import Built, Work
-from pipelines.stages.measures import encoder, hellaswag_facts, hellaswag_identity, hellaswag_items
+from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
+from pipelines.stages.measures import encoder, fetch_inputs, hellaswag_facts, hellaswag_identity, hellaswag_items
 from pipelines.text.tokenizer import tokenizer
-from trainer.config import TrainConfig
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
+from trainer.events import PhaseChanged, Progressed, Row
+from trainer.metrics import PhaseClock
 from trainer.process import failpoint
+from trainer.store import Store
 
 if TYPE_CHECKING:
     import tiktoken
@@ -26,6 +39,7 @@ if TYPE_CHECKING:
 
 SAMPLE_TOKENS = 200
 VAL_BATCH = 8  # sequences
+EVENTS_FILE, FACTS_FILE = "events.jsonl", "facts.json"  # that rank 0 writes
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
@@ -40,37 +54,147 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 
 def build(work: Work) -> Built:
-    """Evaluate the final weights, and generate a sample. UserError if HellaSwag cannot be loaded."""
-
-    import torch
-
-    from trainer.evaluate import validation_loss
-    from trainer.parallel import World, autocast_on
-
-    recipe = work.recipe
-    world = World.alone(recipe.runtime)
-    precision = evaluation_precision(world.device, recipe.train)
-    torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it, for products in fp32
-    encoding = tokenizer(recipe.tokens.tokenizer)
+    """Evaluate the final weights on all GPUs of this node, and generate a sample. UserError if an input of the
+    evaluation cannot be had."""
+    recipe, cache = work.recipe, work.home / "cache"
     work.clock.enter("download")
-    model = load_weights(recipe, work.fetch("train", "model.safetensors"))
-    val = validation_data(work)
-    work.clock.enter("evaluate")
-    with autocast_on(world.device, precision):
-        loss = validation_loss(model.loss, val, recipe.evaluate.val_tokens, VAL_BATCH, world, on_batch=work.check)
-    facts: dict[str, Any] = {"val/loss": loss}
-    work.report(metrics=facts)
-    facts["precision"] = precision
-    failpoint("evaluate")
-    work.check()
-    if recipe.evaluate.hellaswag:
-        with autocast_on(world.device, precision):
-            facts |= measured_hellaswag(work, recipe.evaluate.hellaswag, model, encoding, world)
-    work.check()
-    facts["sample"] = continue_text(model, encoding, prompt="", tokens=SAMPLE_TOKENS, seed=recipe.train.seed)
+    fetch_inputs(recipe, cache)
+    weights = work.fetch("train", "model.safetensors")
+    processes = processes_on_this_node(recipe.runtime)
+    measured = measured_here(work, weights) if processes == 1 else measured_on_ranks(work, weights, processes)
     path = work.folder / "report.json"
-    path.write_text(json.dumps({"run": work.attempt.latest.run, **facts}, indent=1))
-    return Built([work.upload(path)], facts)
+    path.write_text(json.dumps({"run": work.attempt.latest.run, **measured}, indent=1))
+    return Built([work.upload(path)], measured)
+
+
+def measured_here(work: Work, weights: Path) -> dict[str, Any]:
+    """The facts, measured by this process."""
+    from trainer.parallel import World
+
+    val = validation_data(work.recipe, work.inputs["tokenize"], work.store, work.home / "cache")
+    with Bars(work.screen) as bars:
+        measurement = Measurement(
+            work.recipe, weights, val, work.home / "cache", work.clock, work.check, work.report, bars.update
+        )
+        return measurement.facts(World.alone(work.recipe.runtime))
+
+
+def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, Any]:
+    """The facts, measured by ranks on this node; the workers of other nodes left after training. Raises the error that
+    ended the ranks early."""
+    spec = RankSpec(
+        started=time.time(),
+        reached=work.inputs["train"].facts["steps"],
+        recipe=work.recipe,
+        store=work.store.uri,
+        tokens=work.inputs["tokenize"].prefix,
+        prefix=work.plan.prefix,
+        attempt=work.attempt.number,
+        between_failures=PRIOR_SECONDS_BETWEEN_FAILURES,
+        weights=str(weights),
+    )
+    work.clock.enter("ranks")
+    torchrun = start_torchrun(spec, work.folder, work.home, processes, work.stop.grace_seconds, NodeAddress(), port=0)
+    stopping = False
+    with held(work, torchrun), Bars(work.screen) as bars:
+        for event in follow_events(work.folder / EVENTS_FILE, torchrun):
+            match event:
+                case PhaseChanged(phases, phase):
+                    work.rank_phases = phases, phase
+                case Progressed(what, done, whole):
+                    bars.update(what, done, whole)
+                case Row():
+                    work.report(event.metrics)
+            stopping = stopping or pass_on_stop(work, torchrun)
+        exit_code = torchrun.wait()
+        if exit_code < 0:
+            wait_for_orphans(work.folder, work.stop.grace_seconds)
+    raise_error_of_ranks(work, exit_code, None, None)
+    facts = work.folder / FACTS_FILE
+    if not facts.exists():
+        raise work.stop.interruption()
+    work.clock.enter("evaluate")
+    measured: dict[str, Any] = json.loads(facts.read_text())
+    return measured
+
+
+class Bars:
+    """A bar on the screen for each measurement, one after the other."""
+
+    def __init__(self, screen: Screen) -> None:
+        self.screen, self.what = screen, ""
+        self.stack = ExitStack()
+
+    def __enter__(self) -> "Bars":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def update(self, what: str, done: int, whole: int) -> None:
+        if what != self.what:
+            self.stack.close()
+            self.what, self.bar = what, self.stack.enter_context(self.screen.bar(what, whole))
+        self.bar.update(done, f"{done:,} of {whole:,}")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The work of one rank. `check` is called before each batch, equally often on every rank; it may raise to end the
+    measurement. `report` gets metrics as they are known, `progress` a name, the work done and the whole."""
+
+    recipe: Recipe
+    weights: Path
+    val: "TokenData"
+    cache: Path
+    clock: PhaseClock
+    check: Callable[[], None]
+    report: Callable[[Mapping[str, float]], None]
+    progress: Callable[[str, int, int], None]
+
+    def facts(self, world: "World") -> dict[str, Any]:
+        """The measures of the weights, and on rank 0 a sample of text. A collective call."""
+
+        import torch
+
+        from trainer.evaluate import validation_loss
+        from trainer.parallel import autocast_on
+
+        recipe = self.recipe
+        precision = evaluation_precision(world.device, recipe.train)
+        torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it, for products in fp32
+        encoding = tokenizer(recipe.tokens.tokenizer)
+        model = load_weights(recipe, self.weights, world.device)
+        self.clock.enter("evaluate")
+        with autocast_on(world.device, precision):
+            loss = validation_loss(
+                model.loss, self.val, recipe.evaluate.val_tokens, VAL_BATCH, world, on_batch=self.check
+            )
+        facts: dict[str, Any] = {"val/loss": loss}
+        self.report(facts)
+        facts["precision"] = precision
+        failpoint("evaluate")
+        self.check()
+        if recipe.evaluate.hellaswag:
+            with autocast_on(world.device, precision):
+                facts |= self.hellaswag(recipe.evaluate.hellaswag, model, encoding, world)
+        self.check()
+        if world.rank == 0:
+            facts["sample"] = continue_text(model, encoding, prompt="", tokens=SAMPLE_TOKENS, seed=recipe.train.seed)
+        return facts
+
+    def hellaswag(self, source: str, model: "GPT", encoding: "tiktoken.Encoding", world: "World") -> dict[str, float]:
+        """The HellaSwag scores as facts of the artifact."""
+
+        from trainer.hellaswag import hellaswag
+
+        items = hellaswag_items(source, self.cache)
+
+        def progress(done: int) -> None:
+            self.progress("hellaswag", done, len(items))
+
+        score = hellaswag(model, items, encoder(encoding), world, before_batch=self.check, progress=progress)
+        return hellaswag_facts(score) | {"hellaswag_items": score.items}
 
 
 def evaluation_precision(device: "torch.device", train: TrainConfig) -> str:
@@ -80,28 +204,10 @@ def evaluation_precision(device: "torch.device", train: TrainConfig) -> str:
     return "bf16" if train.precision.startswith("fp8") else precision_on(device, train)
 
 
-def validation_data(work: Work) -> "TokenData":
+def validation_data(recipe: Recipe, tokens: Manifest, store: Store, home_cache: Path) -> "TokenData":
     """The held-out shards, fetched on demand."""
 
     from trainer.data import TokenData
 
-    tokens, recipe = work.inputs["tokenize"], work.recipe
-    cache, model = ShardCache(work.store, tokens, work.home / "cache", recipe.runtime.data_cache_gb), recipe.model
+    cache, model = ShardCache(store, tokens, home_cache, recipe.runtime.data_cache_gb), recipe.model
     return TokenData(shards_in(tokens, "val"), cache.fetch, model.block_size, recipe.train.seed, model.vocab_size)
-
-
-def measured_hellaswag(
-    work: Work, source: str, model: "GPT", encoding: "tiktoken.Encoding", world: "World"
-) -> dict[str, float]:
-    """The HellaSwag scores as facts of the artifact."""
-
-    from trainer.hellaswag import hellaswag
-
-    items = hellaswag_items(source, work.home / "cache")
-    with work.screen.bar("hellaswag", len(items)) as bar:
-
-        def progress(done: int) -> None:
-            bar.update(done, f"{done:,} items")
-
-        score = hellaswag(model, items, encoder(encoding), world, before_batch=work.check, progress=progress)
-    return hellaswag_facts(score) | {"hellaswag_items": score.items}

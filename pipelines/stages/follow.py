@@ -8,14 +8,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipelines.nodes.head import Head
 from pipelines.nodes.ranks import LOG_FILE, result_of_ranks, wait_for_orphans, wait_or_kill
 from pipelines.nodes.results import KILLED, RERAISED, STUCK
 from pipelines.screen import Bar
 from pipelines.stage import Work
 from pipelines.tracking.deaths import after_death
+from pipelines.tracking.ledger import process_started
+from pipelines.tracking.records import ProcessId
 from trainer.commits import segments
 from trainer.config import seconds_from_environment
 from trainer.errors import FULL, Interrupted, UserError
@@ -54,8 +59,34 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> int | None:
         exit_code = torchrun.wait()
         if exit_code < 0:
             wait_for_orphans(work.folder, work.stop.grace_seconds)
-    raise_error_of_ranks(work, exit_code, follower.step)
+    raise_error_of_ranks(work, exit_code, follower.step, work.head)
     return follower.step
+
+
+@contextmanager
+def held(work: Work, torchrun: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Record that the attempt lives as long as its ranks hold the GPUs, even if this process dies. Ends the ranks
+    after an error of this process."""
+    own = work.attempt.latest.process
+    child = ProcessId(own.machine, torchrun.pid, process_started(torchrun.pid))
+    work.attempt.update(process=replace(own, children=(child,)))
+    work.attempt.report_soon()
+    try:
+        yield
+    except BaseException:
+        torchrun.terminate()
+        torchrun.wait()
+        raise
+
+
+def pass_on_stop(work: Work, torchrun: subprocess.Popen[bytes]) -> bool:
+    """Let the ranks leave once this process is to stop. Whether it is."""
+    if not (work.stop.asked or work.attempt.lost):
+        return False
+    torchrun.send_signal(signal.SIGTERM)
+    if work.stop.reason:
+        work.report(notice=work.stop.reason)  # now: this machine may be gone soon
+    return True
 
 
 class Follower:
@@ -91,13 +122,7 @@ class Follower:
 
     def pass_on_stop(self) -> None:
         """Let the ranks finish their step, commit and leave, once this process is to stop."""
-        work = self.work
-        if self.stop_sent or not (work.stop.asked or work.attempt.lost):
-            return
-        self.torchrun.send_signal(signal.SIGTERM)
-        if work.stop.reason:
-            work.report(notice=work.stop.reason)  # now: this machine may be gone soon
-        self.stop_sent = True
+        self.stop_sent = self.stop_sent or pass_on_stop(self.work, self.torchrun)
 
     def _checkpoint_failed(self, reason: str) -> None:
         """Ask the run to stop once the store has taken no checkpoint for too long: nobody could resume from the work
@@ -145,10 +170,10 @@ def follow_events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[Even
                 yield None
 
 
-def raise_error_of_ranks(work: Work, exit_code: int, step: int | None) -> None:
-    """Raise the error that ended the ranks early, on any node; nothing if they completed or committed and left.
+def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Head | None) -> None:
+    """Raise the error that ended the ranks early; nothing if they completed, or left after a request.
 
-    `step` is their last one.
+    `step` is their last one. `head`: of several nodes with ranks.
     """
     if exit_code and not work.stop.asked:
         time.sleep(SIGNALS_SECONDS)
@@ -156,14 +181,14 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None) -> None:
     if exit_code and shutil.disk_usage(work.folder).free < FULL_BYTES:  # the ranks cannot leave their errors there
         raise UserError(f"{work.folder}: {FULL}")
     results = [result_of_ranks(0, work.folder, exit_code)]
-    if work.head and exit_code:
-        results += work.head.wait_for_results()
+    if head and exit_code:
+        results += head.wait_for_results()
     for kind in RERAISED:
         for result in (result for result in results if result.kind == kind):
             raise result.error
     if not exit_code:
         return
-    if work.head and (lost := work.head.lost_nodes()) and work.stop.ending is Interrupted:
+    if head and (lost := head.lost_nodes()) and work.stop.ending is Interrupted:
         raise Interrupted(f"node {lost[0]} is gone")
     if work.stop.asked:
         raise work.stop.interruption()
@@ -174,7 +199,9 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None) -> None:
         work.report(killed=cause)
         raise after_death(work.store, work.plan.prefix, work.attempt.number, cause)
     messages = "\n".join(result.message for result in results if result.kind)
-    raise RuntimeError(f"the training processes failed; their output is in {work.folder / LOG_FILE}:\n{messages}")
+    raise RuntimeError(
+        f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"
+    )
 
 
 def track_committed(work: Work, before_request: Callable[[], None] = lambda: None) -> dict[str, int]:

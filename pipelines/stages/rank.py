@@ -1,10 +1,12 @@
-"""A rank of the stage train: `torchrun … -m pipelines.stages.rank FOLDER CACHE`.
+"""A rank of the stage train or evaluate: `torchrun … -m pipelines.stages.rank FOLDER CACHE`.
 
 FOLDER is the attempt's folder on this node, with the ranks' spec; rank 0 leaves its events and the final weights
 there. CACHE holds verified copies of files of the store, for all processes of this node.
 """
 
+import json
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +18,15 @@ from pipelines.artifacts.store import open_store
 from pipelines.nodes.kept import kept_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
+from pipelines.stages.evaluate import EVENTS_FILE, FACTS_FILE, Measurement, validation_data
 from pipelines.stages.measures import evaluation_in_training
 from pipelines.tracking.ledger import latest_number
 from pipelines.tracking.origins import find_other
 from pipelines.weights import bring
 from trainer.config import RUN_COMMIT
-from trainer.errors import EXIT_DONE, EXIT_FAILED, StaleAttempt
+from trainer.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
+from trainer.events import EventLog, Progressed
+from trainer.health import Watchdog
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import Store
@@ -32,11 +37,12 @@ if TYPE_CHECKING:
 
 
 def main(folder: Path, cache: Path) -> int:
-    """Train as one rank. Leaves an error in the attempt's folder, because torchrun does not pass it on."""
+    """Train or evaluate as one rank. Leaves an error in the attempt's folder, because torchrun does not pass it on."""
     die_with_parent()
     stop = StopSignal()
     try:
-        return train_rank(RankSpec.read(folder), folder, cache, stop)
+        spec = RankSpec.read(folder)
+        return (evaluate_rank if spec.weights else train_rank)(spec, folder, cache, stop)
     except Exception as error:
         leave_error_message(error, folder)
         raise
@@ -102,6 +108,45 @@ def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Orig
     paths = world.gather((world.local_rank, path))
     before = [path for local_rank, path in paths[: world.rank + 1] if local_rank == 0]
     return Origin(where, path=before[-1])  # torchrun numbers the ranks node by node
+
+
+def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> int:
+    """Measure the trained weights as one rank; rank 0 leaves its events and the facts in the folder. Returns the exit
+    code of this process."""
+
+    from trainer.parallel import World
+
+    assert spec.weights
+    world = World.start(spec.recipe.runtime)
+    store, clock = open_store(spec.store), PhaseClock(started=spec.started)
+    tokens = read_manifest(store, spec.tokens)
+    assert tokens is not None, spec.tokens
+    log = EventLog(folder / EVENTS_FILE if world.rank == 0 else None, clock)
+    with Watchdog(spec.recipe.runtime, clock, world.rank) as watchdog:
+
+        def check() -> None:
+            watchdog.progress()
+            if world.sum(stop.asked)[0]:
+                raise Interrupted
+
+        val = validation_data(spec.recipe, tokens, store, cache)
+        measurement = Measurement(
+            spec.recipe,
+            Path(spec.weights),
+            val,
+            cache,
+            clock,
+            check,
+            report=lambda metrics: log.row(spec.reached, **metrics),
+            progress=lambda what, done, whole: log.write(Progressed(what, done, whole)),
+        )
+        with suppress(Interrupted):
+            facts = measurement.facts(world)
+            if world.rank == 0:
+                (folder / FACTS_FILE).write_text(json.dumps(facts))
+            world.gather(None)  # rank 0 is the last to finish
+    world.close()
+    return EXIT_DONE
 
 
 def bring_kernels(store: Store, cache: Path, recipe: Recipe, world: "World", clock: PhaseClock) -> None:

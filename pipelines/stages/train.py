@@ -7,7 +7,7 @@
 import json
 import subprocess
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
@@ -15,16 +15,14 @@ from pipelines.nodes.kept import commit_kept_state
 from pipelines.nodes.ranks import RankSpec, start_torchrun
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
-from pipelines.stages.follow import follow
+from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
 from pipelines.tracking.ledger import (
     attempts,
     prior_seconds_between_failures,
-    process_started,
     seconds_between_failures,
 )
 from pipelines.tracking.origins import FIELDS, beginning_of
-from pipelines.tracking.records import ProcessId
 from pipelines.weights import content_identity
 from trainer.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, check_shares, identity_of
@@ -71,17 +69,8 @@ def build(work: Work) -> Built:
     commit_kept_state(work.home, work.store, work.plan.prefix, work.head, check, work.screen.note)
     work.clock.enter("ranks")
     torchrun = start_ranks(work, processes)
-    # The attempt lives as long as its ranks hold the GPUs, even if this process dies.
-    own = work.attempt.latest.process
-    child = ProcessId(own.machine, torchrun.pid, process_started(torchrun.pid))
-    work.attempt.update(process=replace(own, children=(child,)))
-    work.attempt.report_soon()
-    try:
+    with held(work, torchrun):
         follow(work, torchrun)
-    except BaseException:
-        torchrun.terminate()
-        torchrun.wait()
-        raise
     work.clock.enter("upload")
     state = committed_state(work.store, work.plan.prefix)
     complete = state is not None and state.is_complete(recipe.train, recipe.evaluate.every)

@@ -1,6 +1,7 @@
 """Evaluation while a run trains, through whole runs: its rows, its texts, and a target that ends the run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,24 @@ def evaluating(**train: Any) -> dict[str, Any]:
     return TINY | {"train": TINY["train"] | train, "evaluate": evaluate}
 
 
-@pytest.fixture
-def items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "items.jsonl"
+def write_items(path: Path) -> None:
     path.write_text("".join(json.dumps(item) + "\n" for item in ITEMS), encoding="utf8")
-    return path
+
+
+@pytest.fixture
+def items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_items(tmp_path / "items.jsonl")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A run whose first evaluation passes its target."""
+    project = Project(tmp_path_factory.mktemp("during") / FOLDER_NAME, evaluating(stop_at={"hellaswag": 0.01}))
+    write_items(project.folder / "items.jsonl")
+    made = project.result()
+    assert made["state"] == "done" and not any(artifact["skipped"] for artifact in made["artifacts"].values())
+    return project
 
 
 def planned(folder: Path, values: dict[str, Any]) -> dict[str, str]:
@@ -41,11 +54,8 @@ def planned(folder: Path, values: dict[str, Any]) -> dict[str, str]:
     return {stage: plan.fingerprint for stage, plan in plans_of(Recipe.model_validate(values)).items()}
 
 
-def test_a_target_that_an_evaluation_passes_ends_the_run_as_an_artifact(tmp_path: Path, items: Path) -> None:
-    project = Project(tmp_path / FOLDER_NAME, evaluating(stop_at={"hellaswag": 0.01}))
-    (project.folder / "items.jsonl").write_bytes(items.read_bytes())
-    made = project.result()
-    assert made["state"] == "done" and not any(artifact["skipped"] for artifact in made["artifacts"].values())
+def test_a_target_that_an_evaluation_passes_ends_the_run_as_an_artifact(finished: Project) -> None:
+    project = finished
     facts = project.artifact("train").facts
     assert (facts["steps"], facts["tokens"], facts["stopped_by"]) == (15, 15 * 1024, "hellaswag")
     (run,) = read_runs(project.store)
@@ -60,7 +70,33 @@ def test_a_target_that_an_evaluation_passes_ends_the_run_as_an_artifact(tmp_path
     assert (status["state"], status["step"], status["max_steps"], status["to_come"]) == ("done", 15, 15, None)
 
 
-def test_only_a_target_makes_the_evaluation_part_of_the_training(tmp_path: Path, items: Path) -> None:
+def test_two_ranks_evaluate_to_the_same_facts_as_one(finished: Project, tmp_path: Path) -> None:
+    project = finished.copy(tmp_path / FOLDER_NAME)
+    alone = project.artifact("evaluate")
+    shutil.rmtree(project.store.root / alone.prefix)
+    result = project.result("--set", "runtime.processes=2")
+    assert [a["skipped"] for a in result["artifacts"].values()] == [True, True, False, True]
+    together = project.artifact("evaluate")
+    assert together.facts == alone.facts | {"val/loss": pytest.approx(alone.facts["val/loss"], rel=1e-6)}
+    (evaluated,) = [beat for beat in project.heartbeats() if beat["stage"] == "evaluate"]
+    assert evaluated["phases"]["evaluate"] > 0 and evaluated["progress"]["val/loss"] == together.facts["val/loss"]
+
+
+@pytest.mark.slow
+def test_ranks_that_evaluate_leave_when_the_command_is_asked_to_stop(finished: Project, tmp_path: Path) -> None:
+    project = finished.copy(tmp_path / FOLDER_NAME)
+    shutil.rmtree(project.store.root / project.artifact("evaluate").prefix)
+    with project.started("run", "tiny.yaml", "--set", "runtime.processes=2") as process:
+        project.wait_until(lambda: list(project.home.glob("work/**/spec.json")), process)
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert not project.artifacts("evaluate") and not project.alive()
+    assert project.result()["state"] == "done"
+
+
+@pytest.mark.usefixtures("items")
+def test_only_a_target_makes_the_evaluation_part_of_the_training(tmp_path: Path) -> None:
     plain = planned(tmp_path, TINY)
     assert planned(tmp_path, evaluating())["train"] == plain["train"]
     aimed = planned(tmp_path, evaluating(stop_at={"hellaswag": 0.3}))
