@@ -21,7 +21,7 @@ from trainer.strict_yaml import MOST_CHARACTERS, NotPlain, load_yaml
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
 HF: Literal["hf"] = "hf"  # the format of every export; the others are made beside it
-OTHER_FORMATS = ("gguf",)
+OTHER_FORMATS = ("gguf", "llmc", "nanogpt", "onnx")
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
@@ -133,10 +133,10 @@ class EvaluateConfig(Section):
 class ExportConfig(Section):
     """The formats of the export."""
 
-    formats: list[Literal["hf", "gguf"]] = Field(
+    formats: list[Literal["hf", "gguf", "onnx", "llmc", "nanogpt"]] = Field(
         default=[HF],
         description="hf, the checkpoint for transformers and vLLM, is always made; beside it gguf for llama.cpp "
-        "(in f16 and q8_0)",
+        "(f16 and q8_0), onnx (float32), llmc (llm.c's checkpoints), nanogpt (its ckpt.pt)",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="Number format of hf's weights"

@@ -5,6 +5,7 @@ The files of Hugging Face lie at the top of the artifact, those of another forma
 """
 
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,7 +17,10 @@ from pipelines.stage import Built, Work
 from pipelines.stages.model_card import CARD, model_card
 from pipelines.text.tokenizer import tokenizer
 from pipelines.tracking.runs import find_run
+from trainer.errors import UserError
 from trainer.process import failpoint
+
+NEEDS = {"gguf": ("gguf",), "onnx": ("onnx", "onnxscript")}  # packages of the extra `formats`
 
 
 class Format(Protocol):
@@ -42,6 +46,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 def build(work: Work) -> Built:
     """Write the formats one by one. RuntimeError if the weights of one, read back, differ from the trained ones."""
     recipe = work.recipe
+    check_packages(recipe.export.other_formats)
     work.clock.enter("export")
     weights = Weights(
         work.fetch("train", "model.safetensors"),
@@ -60,8 +65,7 @@ def build(work: Work) -> Built:
     for name in recipe.export.other_formats:
         made, folder = cast(Format, importlib.import_module(f"pipelines.formats.{name}")), work.folder / name
         folder.mkdir()
-        for path in (written := made.write(weights, folder)):
-            assert path.parent == folder
+        written = made.write(weights, folder)
         made.verify(weights, folder)
         files += [work.upload(path, f"{name}/{path.name}") for path in written]
     facts = {
@@ -70,3 +74,14 @@ def build(work: Work) -> Built:
         "formats": [HF, *recipe.export.other_formats],
     }
     return Built(files, facts)
+
+
+def check_packages(formats: list[str]) -> None:
+    """UserError if a package that a format needs is not installed."""
+    for name in formats:
+        for package in NEEDS.get(name, ()):
+            if not importlib.util.find_spec(package):
+                raise UserError(
+                    f"export.formats: {name} needs the package {package}; `pip install {package}`, then run the same "
+                    "command again: it only exports"
+                )

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiktoken
 import torch
 from safetensors.torch import load_file, save_file
 from stage_work import tiny_work
+from torch import nn
 
-from pipelines.formats import gguf, hf
+from pipelines.formats import gguf, hf, llmc, nanogpt, onnx
 from pipelines.formats.weights import Weights
 from pipelines.stage import Built, Work
 from pipelines.stages import export
@@ -166,6 +168,171 @@ def test_a_gguf_has_an_id_for_every_row_of_the_embedding(
     assert max(first, key=first.__getitem__) == wanted
 
 
+# --- onnx
+
+
+def test_onnxruntime_gives_the_same_logits_for_every_length_and_the_same_text(
+    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    encoding = small_encoding()
+    model, weights = trained(encoding)
+    folder = tmp_path / "onnx"
+    folder.mkdir()
+    (path,) = onnx.write(weights, folder)
+    onnx.verify(weights, folder)
+    session = onnxruntime.InferenceSession(str(path))
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(session.run(["logits"], {"input_ids": tokens.numpy()})[0])
+
+    for batch, length in ((1, 1), (1, 5), (2, 17), (3, 96)):
+        tokens = torch.randint(269, (batch, length), generator=torch.Generator().manual_seed(length))
+        with torch.no_grad():
+            torch.testing.assert_close(logits(tokens), model(tokens)[..., :269], rtol=0, atol=1e-4)
+    ids = encoding.encode_ordinary(TEXT)
+    said = list(ids)
+    for _ in range(12):
+        said.append(int(logits(torch.tensor([said]))[0, -1].argmax()))
+    assert said[len(ids) :] == greedy(model, ids, 12)
+    change_a_weight(path)
+    with pytest.raises(RuntimeError, match="model.onnx, read back, differs from the trained weights: "):
+        onnx.verify(weights, folder)
+
+
+def change_a_weight(path: Path) -> None:
+    """Flip a bit in the middle of a file, where all formats have weights."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# --- llm.c
+
+
+def read_llmc(path: Path) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """A checkpoint of llm.c, read as its build_from_checkpoint does: the header, and the tensors by its own names."""
+    content = path.read_bytes()
+    magic, version, context, vocab, layers, heads, width, padded = np.frombuffer(content, "<i4", 8).tolist()
+    assert magic == 20240326
+    sizes = {
+        "wte": (padded, width), "wpe": (context, width), "ln1w": (layers, width), "ln1b": (layers, width),
+        "qkvw": (layers, 3 * width, width), "qkvb": (layers, 3 * width), "attprojw": (layers, width, width),
+        "attprojb": (layers, width), "ln2w": (layers, width), "ln2b": (layers, width),
+        "fcw": (layers, 4 * width, width), "fcb": (layers, 4 * width), "fcprojw": (layers, width, 4 * width),
+        "fcprojb": (layers, width), "lnfw": (width,), "lnfb": (width,),
+    }  # fmt: skip
+    dtype = {3: torch.float32, 5: torch.bfloat16}[version]
+    tensors, offset = {}, 1024
+    for name, shape in sizes.items():
+        end = offset + int(np.prod(shape)) * dtype.itemsize
+        tensors[name] = torch.frombuffer(bytearray(content[offset:end]), dtype=dtype).view(shape)
+        offset = end
+    assert offset == len(content)
+    return [version, context, vocab, layers, heads, width, padded], tensors
+
+
+LLMC = {
+    "ln1": "ln_1", "qkv": "attn.c_attn", "attproj": "attn.c_proj", "ln2": "ln_2", "fc": "mlp.c_fc",
+    "fcproj": "mlp.c_proj",
+}  # fmt: skip
+
+
+def test_a_reader_of_llmc_finds_the_weights_and_the_tokens(
+    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path
+) -> None:
+    encoding = small_encoding()
+    model, weights = trained(encoding)
+    llmc.write(weights, tmp_path)
+    llmc.verify(weights, tmp_path)
+    state = model.state_dict()
+    for name, version, dtype in (("model.bin", 5, torch.bfloat16), ("model_fp32.bin", 3, torch.float32)):
+        header, found = read_llmc(tmp_path / name)
+        assert header == [version, 96, 269, 2, 4, 64, 384]
+        assert torch.equal(found["wte"], state["wte.weight"].to(dtype)) and not found["wte"][269:].any()
+        assert torch.equal(found["wpe"], state["wpe.weight"].to(dtype))
+        for theirs, ours in LLMC.items():
+            for part in ("weight", "bias"):
+                stacked = torch.stack([state[f"h.{block}.{ours}.{part}"] for block in range(2)])
+                assert torch.equal(found[f"{theirs}{part[0]}"], stacked.to(dtype)), (theirs, part)
+        assert torch.equal(found["lnfw"], state["ln_f.weight"].to(dtype))
+
+    content = (tmp_path / "tokenizer.bin").read_bytes()
+    assert np.frombuffer(content, "<i4", 4).tolist() == [20240328, 2, 269, 268]
+    tokens, at = [], 1024
+    while at < len(content):
+        tokens.append(content[at + 1 : at + 1 + content[at]])
+        at += 1 + content[at]
+    assert tokens == [encoding.decode_bytes([i]) for i in range(269)]
+
+
+# --- nanoGPT
+
+
+class NanoBlock(nn.Module):
+    """A block of nanoGPT's model, from the names and shapes of its state dict."""
+
+    attn: Any
+    mlp: Any
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn, self.mlp = nn.Module(), nn.Module()
+        self.attn.c_attn, self.attn.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp.c_fc, self.mlp.c_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.attn.c_attn(self.ln_1(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(torch.ones(x.size(1), x.size(1)).triu(1) > 0, -torch.inf)
+        x = x + self.attn.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x + self.mlp.c_proj(nn.functional.gelu(self.mlp.c_fc(self.ln_2(x)), approximate="tanh"))
+
+
+class NanoGPT(nn.Module):
+    transformer: Any
+    lm_head: Any
+
+    def __init__(
+        self, n_layer: int, n_head: int, n_embd: int, block_size: int, bias: bool, vocab_size: int, dropout: float
+    ) -> None:
+        super().__init__()
+        assert bias and not dropout
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(vocab_size, n_embd),
+                "wpe": nn.Embedding(block_size, n_embd),
+                "h": nn.ModuleList(NanoBlock(n_embd, n_head) for _ in range(n_layer)),
+                "ln_f": nn.LayerNorm(n_embd),
+            }
+        )
+        self.lm_head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.transformer["wte"](tokens) + self.transformer["wpe"](torch.arange(tokens.size(1)))
+        for block in self.transformer["h"]:
+            x = block(x)
+        return self.lm_head(self.transformer["ln_f"](x))
+
+
+@torch.no_grad()
+def test_a_model_of_nanogpts_names_loads_the_checkpoint_and_gives_the_same_logits(
+    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path
+) -> None:
+    model, weights = trained(small_encoding())
+    (path,) = nanogpt.write(weights, tmp_path)
+    nanogpt.verify(weights, tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    theirs = NanoGPT(**checkpoint["model_args"]).eval()
+    theirs.load_state_dict(checkpoint["model"])
+    tokens = torch.randint(269, (2, 40), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(theirs(tokens), model(tokens)[..., :269], rtol=0, atol=1e-4)
+    assert path.stat().st_size < 1.1 * weights.path.stat().st_size  # the tied head is stored once
+
+
 # --- every format
 
 
@@ -181,7 +348,7 @@ class Bfloat16:
         hf.verify(weights, folder, "bfloat16")
 
 
-FORMATS: dict[str, Any] = {"hf": Bfloat16, "gguf": gguf}
+FORMATS: dict[str, Any] = {"hf": Bfloat16, "gguf": gguf, "llmc": llmc, "nanogpt": nanogpt}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -189,13 +356,13 @@ def test_an_export_with_one_changed_weight_is_not_committed(
     trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path, name: str
 ) -> None:
     _, weights = trained(small_encoding())
-    paths = FORMATS[name].write(weights, tmp_path)
-    FORMATS[name].verify(weights, tmp_path)
-    content = bytearray(paths[0].read_bytes())
-    content[-1] ^= 1
-    paths[0].write_bytes(content)
+    folder = tmp_path / name
+    folder.mkdir()
+    paths = FORMATS[name].write(weights, folder)
+    FORMATS[name].verify(weights, folder)
+    change_a_weight(paths[0])
     with pytest.raises(RuntimeError, match=f"{paths[0].name}, read back, differs from the trained weights: "):
-        FORMATS[name].verify(weights, tmp_path)
+        FORMATS[name].verify(weights, folder)
 
 
 def test_each_format_has_a_folder_in_the_artifact(tmp_path: Path) -> None:
@@ -206,6 +373,17 @@ def test_each_format_has_a_folder_in_the_artifact(tmp_path: Path) -> None:
     assert names[0] == "model.safetensors" and "README.md" in names
     assert names[-2:] == ["gguf/smoke-f16.gguf", "gguf/smoke-q8_0.gguf"]
     assert built.facts["formats"] == ["hf", "gguf"]
+
+
+def test_a_format_without_its_package_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tiny_work(tmp_path, "export")
+    work.recipe = work.recipe.model_copy(update={"export": work.recipe.export.model_copy(update={"formats": ["gguf"]})})
+    monkeypatch.setitem(export.NEEDS, "gguf", ("no_such_package",))
+    with pytest.raises(UserError, match=r"export.formats: gguf needs the package no_such_package; `pip install"):
+        export.build(work)
+    assert not list(work.folder.iterdir())
 
 
 # --- the model card

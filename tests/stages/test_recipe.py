@@ -224,7 +224,8 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
         ("export.dtype=int8", "my.yaml: export.dtype: input should be 'float32', 'bfloat16' or 'float16' (got 'int8')"),
         (
             "export.formats=[hf, ggfu]",
-            "my.yaml: export.formats: input should be 'hf' or 'gguf' (got 'ggfu'); did you mean 'gguf'?",
+            "my.yaml: export.formats: input should be 'hf', 'gguf', 'onnx', 'llmc' or 'nanogpt' (got 'ggfu'); did you"
+            " mean 'gguf'?",
         ),
         # Impossible together
         (
