@@ -20,6 +20,7 @@ from pathlib import Path
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest, scratch
 from pipelines.artifacts.shard_cache import COMPLETE, SHARDS, is_leased, remove_unleased
 from pipelines.tracking.ledger import (
+    GC,
     HEARTBEAT_SECONDS,
     Attempt,
     Meter,
@@ -39,7 +40,6 @@ from trainer.store import PARTIAL, Entry, LocalStore, Store
 # A writer changes its file all the time: a file without changes for so long is left from a kill.
 PARTIAL_SECONDS = 3600.0
 SHA256 = re.compile(r"[0-9a-f]{64}")
-GC = "gc"  # in place of the run, in the attempts of gc: no run pays for them
 RECORDS = re.compile(r".*/(?:COMMIT\.json|(?:parts|shards)/[^/]+\.json)")  # each names files
 
 

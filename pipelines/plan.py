@@ -9,7 +9,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, fi
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
 from pipelines.text.sources import estimated_tokens
-from pipelines.tracking.ledger import attempts
+from pipelines.tracking.ledger import GC, attempts
 from pipelines.tracking.records import without_none
 from trainer.config import val_share, val_tokens, validations
 from trainer.store import Store
@@ -103,7 +103,7 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
 def text_plan(recipe: Recipe, made: Manifest | None) -> TextPlan | None:
     """The size of both splits: as tokenize has counted them, or an estimate. None if neither is possible."""
     if made:
-        tokens, held_out = made.facts["tokens"], made.facts["val_tokens"]
+        tokens, held_out = made.fact("tokens"), made.fact("val_tokens")
     elif estimate := estimated_tokens(recipe.tokens):
         tokens, held_out = estimate, min(recipe.tokens.held_out(estimate), estimate)
     else:
@@ -117,7 +117,7 @@ def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:
     """The state of one artifact in the store, and the reason if it does not exist."""
     if find(store, plan) is not None:
         return StagePlan(plan.prefix, plan.fingerprint, exists=True)
-    if started := attempts(store, plan.prefix):
+    if started := [beat for beat in attempts(store, plan.prefix) if beat.run != GC]:
         last = started[-1]
         counts = {"step": last.progress.step, "tokens": last.progress.tokens}
         where = "".join(f", {name} {count:,}" for name, count in counts.items() if count is not None)

@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
@@ -33,6 +33,7 @@ from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, exp
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import LocalStore
+from trainer.stored import decoded, typed
 from trainer.strict_yaml import load_yaml
 
 if TYPE_CHECKING:
@@ -173,12 +174,13 @@ def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str,
     key = f"{PREFIX}/config.json"
     if store.create(key, body) or store.get(key) == body:
         return
-    existing = json.loads(store.get(key) or b"{}")
+    where = f"{out}/{key}"
+    existing = typed(dict[str, dict[str, Any]], decoded(store.get(key) or b"{}", where), where)
     changed = [
         f"{section}.{field}"
         for section, values in sections.items()
-        for field in values.keys() | existing[section].keys()
-        if values.get(field) != existing[section].get(field)
+        for field in values.keys() | existing.get(section, {}).keys()
+        if values.get(field) != existing.get(section, {}).get(field)
     ]
     raise UserError(f"{out}: holds a run with another {', '.join(sorted(changed))}; use another --out, or remove it")
 

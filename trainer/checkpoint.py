@@ -58,6 +58,7 @@ from trainer.pieces import (
 )
 from trainer.process import Background, failpoint, log_line
 from trainer.store import Store, sha256_of
+from trainer.stored import decoded, typed
 
 # After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
 # files of all ranks are about equally large, but their nodes may be unequally fast: the time grows with the file.
@@ -288,12 +289,13 @@ class Checkpointer:
         receipts: list[FileReceipt] = []
         while len(receipts) < self.world.world_size:
             rank = len(receipts)
-            body = self.store.get(f"{folder}/receipt-{rank:05d}.json")
+            key = f"{folder}/receipt-{rank:05d}.json"
+            body = self.store.get(key)
             if body:
-                receipt = json.loads(body)
-                if "fault" in receipt:
+                receipt = decoded(body, key)
+                if isinstance(receipt, dict) and "fault" in receipt:
                     raise OSError(f"rank {rank}: {receipt['fault']}")
-                receipts.append(FileReceipt(**receipt))
+                receipts.append(typed(FileReceipt, receipt, key))
             elif time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} sent no receipt within {limit_seconds:.0f} s")
             else:

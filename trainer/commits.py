@@ -8,17 +8,17 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from hashlib import sha256
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import Field
 
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
-from trainer.errors import NotAFile, UserError
+from trainer.errors import NotAFile
 from trainer.health import Health, data_step, is_rollback_point
 from trainer.metrics import merge_rows
 from trainer.store import Entry, Store
+from trainer.stored import Count, DamagedRecord, Key, Sha256, Size, Stored, UnixSeconds, decoded, typed
 
 # Of what the store holds of a run: names that do not match are not ours.
 CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"
@@ -28,10 +28,8 @@ SEGMENT_NAME = r"step-\d{8,12}-a\d{4,9}\.jsonl"
 
 
 @dataclass
-class TrainState:
+class TrainState(Stored):
     """The progress of a run. Together with weights and moments it is all that resuming needs."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: int = 0  # updates done, including skipped ones
     tokens_seen: int = 0
@@ -112,20 +110,12 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class FileReceipt:
-    """A file of a checkpoint, as a rank uploaded it. ValueError for any other name, size or sha256."""
+class FileReceipt(Stored):
+    """A file of a checkpoint, as a rank uploaded it."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    name: str
-    size: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(FILE_NAME, self.name):  # it becomes a path of this machine
-            raise ValueError(f"{self.name[:80]!r} is no name of a checkpoint's file")
-        if self.size < 0 or not re.fullmatch("[0-9a-f]{64}", self.sha256):
-            raise ValueError(f"{self.name}: no size and sha256 of a file")
+    name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
+    size: Size
+    sha256: Sha256
 
 
 class DamagedCommit(ValueError):
@@ -133,17 +123,16 @@ class DamagedCommit(ValueError):
 
 
 @dataclass(frozen=True)
-class Commit:
+class Commit(Stored):
     """COMMIT.json: the state of a checkpoint, and the files that it consists of."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    step: int
-    attempt: int
-    world_size: int
-    time: float  # unix seconds
+    step: Count
+    attempt: Count
+    world_size: Count
+    time: UnixSeconds
     state: TrainState
-    metrics: str  # key of the segment with its rows, relative to the run; a later commit may have extended it
+    # Key of the segment with its rows, relative to the run; a later commit may have extended it.
+    metrics: Key | Literal[""]
     files: tuple[FileReceipt, ...]
 
     def encode(self) -> bytes:
@@ -153,30 +142,19 @@ class Commit:
 
     @classmethod
     def decode(cls, body: bytes, folder: str) -> "Commit":
-        """The commit that `encode` wrote into `folder`. DamagedCommit if the body is damaged or lies; UserError if a
-        newer version wrote it."""
+        """The commit that `encode` wrote into `folder`. DamagedCommit if the body is damaged or lies; NewerRecord if
+        a newer version wrote it."""
+        where = f"{folder}/COMMIT.json"
         try:
-            values = json.loads(body)
-            if values.pop("sha256") != _digest(values):
-                raise ValueError("the sha256 does not match the other fields")
-            commit = _reader().validate_json(json.dumps(values), strict=True)
-        except ValidationError as error:
-            problems = [(".".join(map(str, e["loc"])), e["type"], e["msg"]) for e in error.errors()]
-            if unknown := [field for field, kind, _ in problems if kind == "unexpected_keyword_argument"]:
-                raise UserError(
-                    f"{folder}: written by a newer version (unknown field {unknown[0]}): upgrade skytrain"
-                ) from error
-            raise DamagedCommit(f"{problems[0][0]}: {problems[0][2]}") from error
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedCommit(str(error) or repr(error)) from error
+            values = decoded(body, where)
+            if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
+                raise DamagedCommit("the sha256 does not match the other fields")
+            commit = typed(cls, values, where)
+        except DamagedRecord as error:
+            raise DamagedCommit(error.reason) from error
         if (commit.step, commit.state.step, commit.attempt) != (step_of(folder), step_of(folder), attempt_of(folder)):
             raise DamagedCommit("it is that of another folder")
         return commit
-
-
-@lru_cache
-def _reader() -> TypeAdapter[Commit]:
-    return TypeAdapter(Commit)
 
 
 def _digest(values: dict[str, Any]) -> str:
@@ -299,9 +277,10 @@ def _rows(source: str, body: bytes) -> Iterator[dict[str, Any]]:
     """The rows of a segment, without damaged ones. Those cause a warning only: no weight depends on a row."""
     for number, line in enumerate(body.splitlines(), 1):
         try:
-            row = json.loads(line)
-            row["step"] + 0  # a number
-        except (ValueError, TypeError, KeyError, RecursionError):
+            row = decoded(line, source)
+            if type(row["step"]) is not int or not all(type(value) in (int, float) for value in row.values()):
+                raise ValueError("a row has numbers alone")
+        except (ValueError, TypeError, KeyError, AttributeError):
             logging.getLogger(__name__).warning("%s: line %d is DAMAGED; the series lacks its step", source, number)
         else:
             yield row

@@ -4,8 +4,7 @@ Any other exception is a fault of ours: it keeps its traceback, and the exit cod
 """
 
 import errno
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 EXIT_DONE = 0
 EXIT_FAILED = 1  # a fault of ours, or a run that diverged or died again and again
@@ -95,16 +94,6 @@ def ending_of(error: BaseException) -> Ending | None:
 def is_full(error: OSError) -> bool:
     """Whether a disk or a quota is used up. Trying again later would not help."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def refuse_newer(what: str, values: dict[str, Any], kind: type, version: int) -> None:
-    """UserError if a newer skytrain wrote a record: its format is not `version`, or it has a field that the dataclass
-    `kind` lacks."""
-    if (written := values.get("format", version)) != version:
-        raise UserError(f"{what} of format {shown(written)}; this version reads format {version}: upgrade skytrain")
-    known = {"format", *(field.name for field in fields(kind))}
-    if unknown := sorted(values.keys() - known):
-        raise UserError(f"{what} with the field {shown(unknown[0])}, which a newer skytrain wrote: upgrade skytrain")
 
 
 def shown(value: object) -> str:

@@ -24,12 +24,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
-from pydantic import ConfigDict
-
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import EXIT_INTERRUPTED
 from trainer.metrics import PhaseClock
 from trainer.process import Background
+from trainer.stored import Stored
 
 OUTLIER_WINDOW = 128  # values that a z-score compares with, as in llm.c; with fewer values nothing is an outlier
 # A limit of 0.5 nats on a mean of 32 is an area of 16 nat-steps: 4 steps at +4, or 32 at +0.5. The noise of a batch
@@ -49,10 +48,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Health:
+class Health(Stored):
     """The recent numbers that a run judges the next ones by. Every commit holds them."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     losses: tuple[float, ...] = ()  # the last LEVEL + RECENT finite ones
     grad_norms: tuple[float, ...] = ()  # the last OUTLIER_WINDOW finite ones

@@ -194,6 +194,8 @@ class LocalStore:
 
     def clock(self) -> float:
         try:
+            if not self.root.is_dir():  # nothing to compare with, and a look at the clock makes no folder
+                return time.time()
             with _partial_beside(self.root / "clock") as file:
                 return os.fstat(file.fileno()).st_mtime  # a file server has a clock of its own
         except (OSError, UserError):  # read-only

@@ -21,14 +21,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.commits import named
 from trainer.process import log_line
 from trainer.store import Store
+from trainer.stored import Stored, record_in
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +41,20 @@ if TYPE_CHECKING:
 CACHE_VARIABLE = "TRITON_CACHE_DIR"  # Triton's own environment variable
 MAX_BYTES = 64 << 20  # of an unpacked pack, and of all packs of a key; usual packs have some MB
 MAX_PACKS = 16  # of a key: each is a request to the store before the first step
-FILE_IN_PACK = re.compile(r"[A-Za-z0-9_=-]{1,128}/[A-Za-z0-9_.=-]{1,200}\.(json|cubin)")
+PACK_NAME = r"[0-9a-f]{64}\.tar"
+FILE_NAME = r"[A-Za-z0-9_=-][A-Za-z0-9_.=-]{0,199}"  # of a file in an entry: no path, and no hidden file
+FILE_IN_PACK = re.compile(rf"[A-Za-z0-9_=-]{{1,128}}/{FILE_NAME}\.(json|cubin)")
 GROUP_PREFIX = "__grp__"  # of the file that lists the files of one kernel; Triton writes it last
 POLL_SECONDS = 0.5
 SAVE_SECONDS = 30.0  # between two saves of new kernels: a spot node may vanish at any time
 STEPPING_PHASES = ("train", "redone")  # phases after the first step
+
+
+@dataclass(frozen=True)
+class Group(Stored):
+    """Triton's list of the files of one kernel."""
+
+    child_paths: dict[str, str]  # the path of each file on the machine that compiled it, by the file's name
 
 
 class KernelCache:
@@ -87,9 +99,11 @@ class KernelCache:
         """
         new = 0
         with failures_logged("fetching compiled kernels"):
-            for entry in self.store.entries(self.prefix):
-                body = self.store.get(entry.key) or b""
+            for entry in named(self.store, self.prefix, PACK_NAME):
                 try:
+                    if entry.size > 2 * MAX_BYTES:  # before it is read into memory; a tar adds 1 KiB a file at most
+                        raise ValueError(f"it has {entry.size:,} bytes")
+                    body = self.store.get(entry.key) or b""
                     if entry.key != self.prefix + f"{sha256(body).hexdigest()}.tar":
                         raise ValueError("its sha256 is not its name")
                     new += unpack(body, self.folder)
@@ -199,18 +213,20 @@ def checked(body: bytes) -> Iterator[tuple[str, bytes]]:
         with tarfile.open(fileobj=io.BytesIO(body), mode="r:") as tar:
             for entry in tar:
                 total += entry.size
-                if not entry.isreg() or not FILE_IN_PACK.fullmatch(entry.name):
+                if entry.type != tarfile.REGTYPE or entry.size < 0 or not FILE_IN_PACK.fullmatch(entry.name):
                     raise ValueError(f"a pack of kernels holds {entry.name!r}, which is no kernel file")
                 if total > MAX_BYTES:
                     raise ValueError(f"a pack of kernels holds more than {MAX_BYTES:,} bytes")
                 content = tar.extractfile(entry)
                 assert content is not None
                 yield entry.name, content.read()
-    except tarfile.TarError as error:
+    except (tarfile.TarError, RecursionError, OverflowError) as error:
         raise ValueError(f"a pack of kernels is no tar: {error}") from error
 
 
 def relocated(group: bytes, folder: Path) -> bytes:
-    """The list of a kernel's files, for another folder: Triton writes absolute paths."""
-    names = json.loads(group)["child_paths"]
-    return json.dumps({"child_paths": {name: str(folder / Path(name).name) for name in names}}).encode()
+    """The list of a kernel's files, for another folder: Triton writes absolute paths. ValueError for a damaged list."""
+    names = record_in(Group, group, "the list of a kernel's files").child_paths
+    if wrong := [name for name in names if not re.fullmatch(FILE_NAME, name)]:
+        raise ValueError(f"the list of a kernel's files names {wrong[0]!r}")
+    return json.dumps({"child_paths": {name: str(folder / name) for name in names}}).encode()

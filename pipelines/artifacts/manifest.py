@@ -9,19 +9,18 @@ the bytes, and no others.
 import fcntl
 import json
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
-from trainer.errors import StoreUnavailable, UserError, refuse_newer
-from trainer.store import LocalStore, Store, checked_key, sha256_of
+from trainer.errors import StoreUnavailable, UserError
+from trainer.store import LocalStore, Store, sha256_of
+from trainer.stored import Count, DamagedRecord, Key, Number, Sha256, Size, Stored, UnixSeconds, record_in, typed
 
 FORMAT = 1
 FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export"}
-MAX_BYTES = 5 << 40  # of a file: the most that an object in S3 holds
 SHORT = 8  # hex digits of a fingerprint in names; the manifest holds all 64
 
 
@@ -30,26 +29,14 @@ class DamagedArtifact(UserError):
 
 
 @dataclass(frozen=True)
-class File:
-    """A file of an artifact: its name for users, its key below the artifact, its size in bytes and its sha256."""
+class File(Stored):
+    """A file of an artifact: its name for users, its key below the artifact, its size in bytes and its sha256.
+    Readers join the name and the key to paths."""
 
-    name: str
-    key: str
-    size: int
-    sha256: str
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """A file as a record of the store names it; readers may join its parts to paths. ValueError, TypeError or
-        AttributeError for a name or a key that is no plain relative path, or for another damage."""
-        file = cls(**values)
-        checked_key(file.name)
-        checked_key(file.key)
-        if not (isinstance(file.size, int) and 0 <= file.size <= MAX_BYTES):
-            raise ValueError(f"no size of a file: {file.size!r}")
-        if not re.fullmatch("[0-9a-f]{64}", file.sha256):
-            raise ValueError(f"no sha256: {file.sha256!r}")
-        return file
+    name: Key
+    key: Key
+    size: Size
+    sha256: Sha256
 
 
 @dataclass(frozen=True)
@@ -74,7 +61,7 @@ class ArtifactPlan:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Stored):
     """A finished artifact."""
 
     stage: str
@@ -86,8 +73,8 @@ class Manifest:
     provenance: dict[str, Any]
     facts: dict[str, Any]
     run: str  # the run and the attempt that made it
-    attempt: int
-    created: float  # unix seconds
+    attempt: Count
+    created: UnixSeconds
     format: int = FORMAT
 
     @property
@@ -102,15 +89,42 @@ class Manifest:
             f"{key_of(self.prefix)}: damaged: it names no {name}; remove it to build the artifact again"
         )
 
+    def fact(self, name: str) -> Any:
+        """A fact that every artifact of the stage has."""
+        if name in self.facts:
+            return self.facts[name]
+        raise DamagedArtifact(
+            f"{key_of(self.prefix)}: damaged: its facts lack {name}; remove it to build the artifact again"
+        )
+
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
 
     @classmethod
-    def from_json(cls, body: bytes) -> Self:
-        """ValueError, TypeError, KeyError or AttributeError for a damaged manifest; UserError for a newer format."""
-        values = json.loads(body)
-        refuse_newer("a manifest", values, cls, FORMAT)
-        return cls(**values | {"files": tuple(File.from_json(file) for file in values["files"])})
+    def from_json(cls, body: bytes, where: str = "a manifest") -> Self:
+        """DamagedRecord, or NewerRecord."""
+        return record_in(cls, body, where, FORMAT)
+
+
+@dataclass(frozen=True)
+class TokensFacts(Stored):
+    """Of the facts of tokens, those that other stages and reports compute with."""
+
+    tokens: Count = 0
+    train_tokens: Count = 0
+    val_tokens: Count = 0
+    shards: dict[Key, Count] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainFacts(Stored):
+    """Of the facts of a training, those that other stages and reports compute with."""
+
+    steps: Count = 0
+    rollbacks: tuple[tuple[Count, Count], ...] = ()
+
+
+FACTS: dict[str, type[Any]] = {"tokenize": TokensFacts, "train": TrainFacts}
 
 
 def prefix_of(stage: str, label: str, fingerprint: str) -> str:
@@ -136,19 +150,23 @@ def read_manifest(store: Store, prefix: str) -> Manifest | None:
     if body is None:
         return None
     try:
-        manifest = Manifest.from_json(body)
-        matches = fingerprint_of(manifest.identity) == manifest.fingerprint and manifest.prefix == prefix
-    except UserError as error:
-        raise UserError(f"{store.uri}/{key}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedArtifact(
-            f"{store.uri}/{key}: damaged ({error!r}); remove it to build the artifact again"
-        ) from error
-    if not matches:
+        manifest = Manifest.from_json(body, f"{store.uri}/{key}")
+        check_facts(manifest, f"{store.uri}/{key}: facts")
+    except DamagedRecord as error:
+        raise DamagedArtifact(f"{error}; remove it to build the artifact again") from error
+    known_stage = manifest.stage in FOLDERS
+    if not (known_stage and fingerprint_of(manifest.identity) == manifest.fingerprint and manifest.prefix == prefix):
         raise DamagedArtifact(
             f"{store.uri}/{key}: its identity and its fingerprint do not match; remove it to build the artifact again"
         )
     return manifest
+
+
+def check_facts(manifest: Manifest, where: str) -> None:
+    """DamagedRecord unless the facts have the types that readers compute with. A name with a slash is a metric."""
+    if kind := FACTS.get(manifest.stage):
+        typed(kind, {name: manifest.facts[name] for name in kind.__dataclass_fields__ if name in manifest.facts}, where)
+    typed(dict[str, Number | None], {name: fact for name, fact in manifest.facts.items() if "/" in name}, where)
 
 
 def find(store: Store, plan: ArtifactPlan) -> Manifest | None:

@@ -42,7 +42,7 @@ def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
                 f"{key_of(tokens.prefix)}: damaged: {name} has {count!r} tokens in its facts and "
                 f"{sizes.get(name, 'no')} bytes in its files; remove it to build the artifact again"
             )
-    return [Shard(name, count) for name, count in tokens.facts["shards"].items() if name.startswith(split)]
+    return [Shard(name, count) for name, count in tokens.fact("shards").items() if name.startswith(split)]
 
 
 @dataclass(frozen=True)

@@ -10,31 +10,31 @@ import getpass
 import json
 import platform
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 from pipelines.cloud.skypilot import TaskStatus, managed_tasks, server_name
 from pipelines.tracking.ledger import process_started, this_process
-from pipelines.tracking.records import FORMAT, ProcessId
+from pipelines.tracking.records import ProcessId
 from pipelines.tracking.runs import find_run
 from trainer.errors import UserError
 from trainer.store import Entry, Store
+from trainer.stored import Count, DamagedRecord, Key, Stored, UnixSeconds, record_in
 
 OVER_FOR_GOOD = ("stopped", "failed")  # states of an attempt after which SkyPilot restarts no task
 
 
 @dataclass(frozen=True)
-class LaunchClaim:
+class LaunchClaim(Stored):
     """The right to run a job for a run, taken by one launch."""
 
-    run: str
-    number: int
+    run: Key
+    number: Count
     by: str  # user@host
     server: str  # the API server that has the job
-    time: float  # unix seconds
+    time: UnixSeconds
     process: ProcessId = ProcessId()  # that submits the job
-    jobs: list[int] = field(default_factory=list)  # SkyPilot's ids of managed jobs; none until the submission
+    jobs: list[Count] = field(default_factory=list)  # SkyPilot's ids of managed jobs; none until the submission
 
     @property
     def key(self) -> str:
@@ -44,13 +44,9 @@ class LaunchClaim:
         return json.dumps(asdict(self) | {"process": self.process.to_json()}, indent=1).encode()
 
     @classmethod
-    def from_json(cls, body: bytes) -> Self:
-        """ValueError, TypeError or KeyError for a damaged claim, UserError for one of a newer format."""
-        values: Mapping[str, Any] = json.loads(body)
-        if (written := values.get("format", FORMAT)) != FORMAT:
-            raise UserError(f"a claim of format {written}; this version reads format {FORMAT}: upgrade skytrain")
-        rest = {name: value for name, value in values.items() if name not in ("format", "process")}
-        return cls(process=ProcessId.from_json(values["process"]), **rest)
+    def from_json(cls, body: bytes, where: str = "a claim") -> Self:
+        """DamagedRecord, or NewerRecord."""
+        return record_in(cls, body, where)
 
 
 def claim_launch(store: Store, run: str) -> LaunchClaim:
@@ -117,14 +113,16 @@ def ended_for_good(store: Store, run: str, since: float) -> bool:
 
 
 def read_claim(store: Store, entry: Entry) -> LaunchClaim | None:
-    """None if it was removed meanwhile. UserError for a damaged one."""
-    body = store.get(entry.key)
+    """None if it was removed meanwhile. UserError for a damaged one, or one of a newer skytrain."""
+    body, where = store.get(entry.key), f"{store.uri}/{entry.key}"
+    remedy = f"remove it once no job of {run_of(entry)} runs"
     try:
-        return None if body is None else LaunchClaim.from_json(body)
-    except UserError as error:
-        raise UserError(f"{store.uri}/{entry.key}: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{store.uri}/{entry.key}: damaged; remove it once no job of {run_of(entry)} runs") from error
+        claim = None if body is None else LaunchClaim.from_json(body, where)
+    except DamagedRecord as error:
+        raise DamagedRecord(where, error.reason, remedy) from error
+    if claim and claim.key != entry.key:
+        raise DamagedRecord(where, f"it is number {claim.number} of {claim.run}", remedy)
+    return claim
 
 
 def newest_entry(store: Store, run: str) -> Entry | None:

@@ -28,7 +28,7 @@ from pipelines.tracking.clusters import Interval, clusters_key, record_intervals
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
-from pipelines.tracking.runs import Run, RunRecord, read_runs
+from pipelines.tracking.runs import Run, RunRecord, usable_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
 from trainer.config import TrainConfig, steps_to_come
 from trainer.errors import UserError
@@ -331,8 +331,10 @@ class Orphan:
 class RunsOfStores:
     """The runs of several stores, each read once, also of stores that can't be read."""
 
-    def __init__(self, own: str) -> None:
+    def __init__(self, own: str, note: Callable[[str], None] = lambda message: None) -> None:
         self.own = own  # the URI of the user's store
+        self._note = note  # gets a message for each run that cannot be read
+        self.unreadable: dict[str, str] = {}  # by name, the message of each such run
         self._read: dict[str, dict[str, Run] | str] = {}
         self.of(own)
 
@@ -340,13 +342,16 @@ class RunsOfStores:
         """The runs of a store by name, or why it can't be read."""
         if uri not in self._read:
             try:
-                found = {run.name: run for run in read_runs(open_store(uri))}
-                for run in found.values():
-                    _ = run.attempts  # which reads them now: a store may fail at any request
-                self._read[uri] = found
+                # Their attempts are read now: a store may fail at any request.
+                found = usable_runs(open_store(uri), [], lambda run: run.attempts, self._skip)
+                self._read[uri] = {run.name: run for run in found}
             except (UserError, OSError) as error:
                 self._read[uri] = str(error)
         return self._read[uri]
+
+    def _skip(self, message: str) -> None:
+        self.unreadable[message.partition(": ")[0]] = message
+        self._note(message)
 
     @property
     def known(self) -> dict[str, Run]:
@@ -376,6 +381,7 @@ def find_orphans(runs: RunsOfStores, now: float) -> Iterator[Orphan]:
             remedy = f"skytrain down {task.run} (or sky jobs cancel {task.job})"
             yield Orphan(f"job {task.job} ({task.run}, {task.stage})", why, remedy)
     labels = {run_label(name): run for name, run in runs.known.items()}
+    unreadable = {run_label(name): message for name, message in runs.unreadable.items()}
     running = [beat for run in runs.known.values() if (beat := running_attempt(run))]
     busy = {beat.machine.cluster for beat in running}.union(*(task.clusters for task in tasks if not task.over))
     for cluster in found:
@@ -388,6 +394,8 @@ def find_orphans(runs: RunsOfStores, now: float) -> Iterator[Orphan]:
             continue
         run = labels.get(cluster.run or "")
         unused = f"no job of SkyPilot and no run in {runs.own} uses it"
+        if message := unreadable.get(cluster.run or ""):
+            unused = f"nothing shows whether its run works ({message})"
         if why := idle_reason(run, cluster.intervals[-1][0], now) if run else unused:
             yield Orphan(f"cluster {cluster.name}", why, f"sky down {cluster.name}")
 
@@ -399,6 +407,8 @@ def why_idle(task: TaskStatus, runs: RunsOfStores, since: float, now: float) -> 
         if isinstance(found, str):
             return f"nothing shows whether its run works, because its store can't be read ({found})"
         run = found.get(task.run)
+        if run is None and task.run in runs.unreadable:
+            return f"nothing shows whether its run works ({runs.unreadable[task.run]})"
         if run is None:
             return f"its run is not in its store {task.store}"
     return idle_reason(run, since, now) if run else None
@@ -408,6 +418,8 @@ def idle_reason(run: Run, since: float, now: float) -> str | None:
     """Why a machine is idle that the run got at `since` (unix seconds); None if it may be busy."""
     if running_attempt(run):
         return None
+    if run.unreadable_attempts:
+        return f"nothing shows whether its run works ({run.unreadable_attempts[0]})"
     try:
         if run.state == "done":
             return "the run is done"

@@ -1,50 +1,51 @@
 """The request of a launch, and the record of it in the store (`launches/<run>.json`)."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from trainer.store import Store
+from trainer.stored import Count, DamagedRecord, Key, Stored, UnixSeconds, decoded, typed
 
+REMEDY = "remove it, and launch the run with its options again"
 WORK_TREE = "none"  # as an image: no container; SkyPilot syncs the work tree
 
 
 @dataclass(frozen=True)
-class LaunchRequest:
+class LaunchRequest(Stored):
     """The options of a launch. With the store they are enough to launch the run again."""
 
-    run: str
+    run: Key
     store: str
     until: str = "export"
     infra: str | None = None  # "slurm/local", "aws/us-east-1", "aws,gcp"; None: as in the stages' files
     spot: bool | None = None  # None: as in the stages' files
-    nodes: int = 1  # of the stage train
+    nodes: Count = 1  # of the stage train
     gpus: str | None = None  # "A100:8" instead of the files' GPUs
     image: str = WORK_TREE  # REGISTRY/NAME@sha256:…, or WORK_TREE
     budget: float | None = None  # dollars of the whole run
-    deadline: float | None = None  # unix seconds
+    deadline: UnixSeconds | None = None
     variables: dict[str, str] = field(default_factory=dict)  # none of them secret
 
 
 @dataclass(frozen=True)
-class EarlierLaunch:
+class EarlierLaunch(Stored):
     """A launch of the same run before the last one."""
 
-    time: float  # unix seconds
+    time: UnixSeconds
     stages: list[str]
-    jobs: list[int]
+    jobs: list[Count]
 
 
 @dataclass(frozen=True)
-class LaunchRecord:
+class LaunchRecord(Stored):
     """The last launch of a run."""
 
     request: LaunchRequest
     stages: list[str]  # that were missing, and submitted
-    jobs: list[int]  # SkyPilot's ids of managed jobs
+    jobs: list[Count]  # SkyPilot's ids of managed jobs
     secrets: list[str]  # their names
-    time: float  # unix seconds
+    time: UnixSeconds
     earlier: list[EarlierLaunch]
 
     def to_json(self) -> bytes:
@@ -52,17 +53,21 @@ class LaunchRecord:
         return json.dumps({"wish": values.pop("request"), **values}, indent=1).encode()
 
     @classmethod
-    def from_json(cls, body: bytes) -> Self:
-        values: Mapping[str, Any] = json.loads(body)
-        rest = {name: value for name, value in values.items() if name not in ("wish", "earlier")}
-        earlier = [EarlierLaunch(**launch) for launch in values["earlier"]]
-        return cls(request=LaunchRequest(**values["wish"]), earlier=earlier, **rest)
+    def from_json(cls, body: bytes, where: str = "a launch") -> Self:
+        """DamagedRecord, or NewerRecord."""
+        values = decoded(body, where)
+        if isinstance(values, dict) and "wish" in values:
+            values = {("request" if name == "wish" else name): value for name, value in values.items()}
+        return typed(cls, values, where)
 
 
 def last_launch(store: Store, run: str) -> LaunchRecord | None:
     """None if the run was never launched."""
-    body = store.get(key_of(run))
-    return LaunchRecord.from_json(body) if body is not None else None
+    body, where = store.get(key_of(run)), f"{store.uri}/{key_of(run)}"
+    launched = LaunchRecord.from_json(body, where) if body is not None else None
+    if launched and (launched.request.run, launched.request.store) != (run, store.uri):
+        raise DamagedRecord(where, f"it launches {launched.request.run} in {launched.request.store}", REMEDY)
+    return launched
 
 
 def write_launch(store: Store, launched: LaunchRecord) -> None:

@@ -69,8 +69,8 @@ def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
     if train:
         facts += [
             ("tokens", f"{summary.tokens:,} in {summary.steps:,} steps"),
-            ("speed", f"{train.facts['perf/tokens_per_second']:,.0f} tokens/s (median step)"),
-            ("train loss", f"{train.facts['train/loss']:.4f}"),
+            ("speed", f"{train.fact('perf/tokens_per_second'):,.0f} tokens/s (median step)"),
+            ("train loss", f"{train.fact('train/loss'):.4f}"),
         ]
     if summary.val_loss is not None:
         facts.append(("val loss", f"{summary.val_loss:.4f}"))

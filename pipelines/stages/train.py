@@ -55,7 +55,7 @@ def build(work: Work) -> Built:
     world_size = work.head.wait_for_workers(processes) if work.head else processes
     check_shares(recipe.model, recipe.train, world_size)  # UserError now, not in the ranks
     tokens = work.inputs["tokenize"]
-    if warning := recipe.repeated_text(tokens.facts["train_tokens"]):
+    if warning := recipe.repeated_text(tokens.fact("train_tokens")):
         work.screen.warn(warning)
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
     if recipe.evaluate.every:

@@ -10,6 +10,7 @@ Of N nodes, node r makes parts r, r + N, r + 2N, …: the bytes are the same for
 
 import json
 import os
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -25,35 +26,34 @@ from pipelines.text.tokenizer import token_stream, tokenizer
 from pipelines.text.unchanged import UnchangedText
 from trainer.process import failpoint
 from trainer.store import Store
+from trainer.stored import Count, DamagedRecord, Stored, decoded, typed
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 @dataclass(frozen=True)
-class ShardReceipt:
+class ShardReceipt(Stored):
     """A finished shard, and the position in the part's stream behind it."""
 
     file: File
-    tokens: int
-    document: int  # the next token is number `offset` of this document
-    offset: int
+    tokens: Count
+    document: Count  # the next token is number `offset` of this document
+    offset: Count
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """ValueError, TypeError, KeyError or AttributeError for a damaged receipt."""
+    def from_json(cls, values: Any, where: str = "a receipt") -> Self:
+        """DamagedRecord, or NewerRecord."""
         from trainer.shards import shard_bytes
 
-        receipt = cls(**values | {"file": File.from_json(values["file"])})
-        if any(type(n) is not int or n < 0 for n in (receipt.tokens, receipt.document, receipt.offset)):
-            raise ValueError(f"no counts: {receipt.tokens!r}, {receipt.document!r}, {receipt.offset!r}")
+        receipt = typed(cls, values, where)
         if receipt.file.size != shard_bytes(receipt.tokens):
-            raise ValueError(f"{receipt.tokens} tokens in {receipt.file.size} bytes")
-        if receipt.attempt < 1:  # ValueError, too, for a key outside the folder of an attempt
-            raise ValueError(f"no attempt: {receipt.file.key!r}")
+            raise DamagedRecord(where, f"{receipt.tokens} tokens in {receipt.file.size} bytes")
+        if not re.fullmatch(r"a\d{4,9}/.*", receipt.file.key):
+            raise DamagedRecord(where, f"{receipt.file.key!r} is in no folder of an attempt")
         return receipt
 
     @property
@@ -237,10 +237,11 @@ def _receipts_in(store: Store, key: str, note: Callable[[str], None] = lambda li
     if body is None:
         return None
     try:
-        content = json.loads(body)
-        return [ShardReceipt.from_json(one) for one in (content if isinstance(content, list) else [content])]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        note(f"  {store.uri}/{key}: damaged ({type(error).__name__}); its shards are made again")
+        content = decoded(body, f"{store.uri}/{key}")
+        receipts = content if isinstance(content, list) else [content]
+        return [ShardReceipt.from_json(one, f"{store.uri}/{key}") for one in receipts]
+    except DamagedRecord as error:
+        note(f"  {error}; its shards are made again")
         store.delete(key)
         return None
 

@@ -31,11 +31,11 @@ def audit(run: Run) -> Audit:
     tokens, train = made.get("tokenize"), made.get("train")
     if tokens is None:
         raise UserError(f"{run.name}: the store has no tokens of this run, so there is nothing to compare with")
-    shards = [Shard(name, n) for name, n in tokens.facts["shards"].items() if name.startswith("train")]
+    shards = [Shard(name, n) for name, n in tokens.fact("shards").items() if name.startswith("train")]
     order = Order(shards, recipe.model.block_size, recipe.train.seed)
     state = committed_state(run.store, run.record.prefixes["train"]) if train is None else None
-    rollbacks = train.facts["rollbacks"] if train else state.rollbacks if state else ()
-    end = train.facts["steps"] if train else state.step if state else 0  # later steps are not committed
+    rollbacks = train.fact("rollbacks") if train else state.rollbacks if state else ()
+    end = train.fact("steps") if train else state.step if state else 0  # later steps are not committed
     digests = {row["step"]: row["data/digest"] for row in run.series if "data/digest" in row and row["step"] <= end}
     read = {step: sequences_of(data_step(step - 1, rollbacks), recipe.model, recipe.train, 0, 1) for step in digests}
     wrong = [step for step, digest in digests.items() if digest != sequence_digest(order, read[step])]

@@ -2,34 +2,30 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from pipelines.tracking.account import Account, AttemptAccount, Cost, total_cost, usd_per_billion
 from trainer.store import Store
+from trainer.stored import Count, Stored, UnixSeconds, record_in
 
 OUTSIDE = "outside"  # a phase of the bill, of no attempt
 
 
 @dataclass(frozen=True)
-class Interval:
+class Interval(Stored):
     """A time in which a cluster was up according to SkyPilot. Unix seconds by its API server's clock."""
 
     cluster: str
-    nodes: int
-    started: float
-    ended: float | None  # None: it was up, or SkyPilot has no end of it
-    seen: float | None = None  # when SkyPilot last had the cluster on record as up; None: not when it was asked
+    nodes: Count
+    started: UnixSeconds
+    ended: UnixSeconds | None  # None: it was up, or SkyPilot has no end of it
+    seen: UnixSeconds | None = None  # when SkyPilot last had the cluster on record as up; None: not when it was asked
     price_per_hour: float | None = None  # dollars of one node, by SkyPilot's catalog
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """TypeError for a field that this version does not know."""
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,9 @@ class Difference:
 
 
 def read_intervals(store: Store, run: str) -> list[Interval]:
-    """The intervals that were last recorded; none for a run that was never launched."""
-    body = store.get(clusters_key(run))
-    return [Interval.from_json(one) for one in json.loads(body)] if body else []
+    """The intervals that were last recorded; none for a run that was never launched. DamagedRecord, NewerRecord."""
+    body, where = store.get(clusters_key(run)), f"{store.uri}/{clusters_key(run)}"
+    return record_in(list[Interval], body, where) if body is not None else []
 
 
 def record_intervals(store: Store, run: str, intervals: Iterable[Interval]) -> None:

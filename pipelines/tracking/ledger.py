@@ -23,9 +23,11 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
 from trainer.process import Background, log_death_of_thread
 from trainer.store import Entry, Store
+from trainer.stored import DamagedRecord
 
 log = logging.getLogger(__name__)
 ATTEMPT_KEY = re.compile(r".*/attempts/([0-9]{4,9})/(?:claim|heartbeat)\.json")
+GC = "gc"  # in place of the run, in the attempts of `skytrain gc`: no run pays for them
 HEARTBEAT_SECONDS = 5.0
 # Three heartbeats and a slow upload: after a longer silence, an attempt counts as dead and is replaced.
 SILENT_SECONDS = 20.0
@@ -270,11 +272,22 @@ def close_dead_attempt(store: Store, prefix: str, beat: Heartbeat, state: str, c
 
 
 def attempts(store: Store, prefix: str) -> list[Heartbeat]:
-    """All attempts of an artifact as they last reported, in order."""
+    """All attempts of an artifact as they last reported, in order. DamagedRecord, or NewerRecord."""
     # claim.json sorts before heartbeat.json, and is not read if there is a heartbeat
     newest = {number: entry.key for number, entry in attempt_entries(store, prefix)}
-    bodies = (store.get(newest[number]) for number in sorted(newest))
-    return [Heartbeat.from_json(body) for body in bodies if body is not None]
+    bodies = ((number, store.get(newest[number])) for number in sorted(newest))
+    return [heartbeat_in(body, n, f"{store.uri}/{newest[n]}") for n, body in bodies if body is not None]
+
+
+def heartbeat_in(body: bytes, number: int, where: str) -> Heartbeat:
+    """The claim or the heartbeat of attempt `number`, which is stored at `where`. DamagedRecord, or NewerRecord."""
+    try:
+        beat = Heartbeat.from_json(body, where)
+        if beat.attempt != number:
+            raise DamagedRecord(where, f"it is that of attempt {beat.attempt}")
+    except DamagedRecord as error:
+        raise DamagedRecord(where, error.reason, "remove it") from error
+    return beat
 
 
 def latest_number(store: Store, prefix: str) -> int:

@@ -1,21 +1,19 @@
 """The records of an attempt: its machine, its price, its progress, and the heartbeat that carries them.
 
-Each record has one writer (`to_json`) and one reader (`from_json`). A record without the field `format` has format 1.
-The JSON leaves out unknown fields.
+Each record has one writer (`to_json`) and one reader (`from_json`). The JSON leaves out fields that are None.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
-from trainer.errors import refuse_newer
-
-FORMAT = 1
+from trainer.stored import Count, Number, Stored, UnixSeconds, decoded, typed
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Stored):
     """A machine. Unknown fields are None; an own machine has no others."""
 
     cloud: str | None = None  # SkyPilot's name of it; None: an own machine
@@ -30,19 +28,13 @@ class Machine:
     def to_json(self) -> dict[str, Any]:
         return without_none(asdict(self))
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Fields that this version does not know are left out."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
-
     def updated(self, **changes: Any) -> Self:
         """This machine with the changes that are not None."""
         return replace(self, **without_none(changes))
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(Stored):
     """How far an attempt is. `metrics` holds the last value of each metric that a stage logged ("train/loss", …)."""
 
     step: int | None = None  # updates done
@@ -67,19 +59,21 @@ class Progress:
     notice: str | None = None  # why the attempt was asked to stop
     killed: str | None = None  # the cause, if a signal ended a process of the attempt
     watch_failed: str | None = None  # the error of a watch: a bug
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Number] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object: a metric's name has a slash, no field's name has one."""
+        """One flat object: a metric's name has a slash, no field's name has one. A metric that is no number is left
+        out."""
         values = without_none(asdict(self))
-        return values | values.pop("metrics")
+        return values | {name: value for name, value in values.pop("metrics").items() if math.isfinite(value)}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Fields that this version does not know are left out."""
-        known = {f.name for f in fields(cls)} - {"metrics"}
-        plain = {name: value for name, value in values.items() if name in known}
-        return cls(**plain, metrics={name: value for name, value in values.items() if "/" in name})
+    @staticmethod
+    def fields_of(values: Any) -> Any:
+        """The fields in what `to_json` made."""
+        if not isinstance(values, dict):
+            return values
+        plain = {name: value for name, value in values.items() if "/" not in name}
+        return plain | {"metrics": {name: value for name, value in values.items() if "/" in name}}
 
     def updated(self, metrics: Mapping[str, float] | None = None, **changes: Any) -> Self:
         """This progress with the changes; metrics are merged."""
@@ -87,7 +81,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class ProcessId:
+class ProcessId(Stored):
     """The identity of a process: machine (host, boot, container), pid and start time.
 
     An attempt lives while its process or one of its `children` (on the same machine) lives.
@@ -109,11 +103,9 @@ class ProcessId:
         children = [{"pid": child.pid, "started": child.started} for child in self.children]
         return values | ({"children": children} if children else {})
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        machine = values.get("machine", "")
-        children = (cls(machine, child["pid"], child["started"]) for child in values.get("children", ()))
-        return cls(machine, values.get("pid"), values.get("started"), tuple(children))
+    def on_one_machine(self) -> Self:
+        """This process with its machine as that of its children, which `to_json` leaves out."""
+        return replace(self, children=tuple(replace(child, machine=self.machine) for child in self.children))
 
 
 @dataclass(frozen=True)
@@ -128,21 +120,21 @@ class Billing:
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(Stored):
     """The last report of an attempt. Times in unix seconds by its own clock, phases in seconds."""
 
     run: str
     stage: str
-    attempt: int
+    attempt: Count
     state: str  # running, done, interrupted, stopped, failed, stale
-    started: float  # the start of its bill
-    time: float
+    started: UnixSeconds  # the start of its bill
+    time: UnixSeconds
     price_per_hour: float | None  # dollars, of one node; None: unknown
     process: ProcessId = ProcessId()
     phases: dict[str, float] = field(default_factory=dict)
     progress: Progress = Progress()
     price_source: str = "own machine"
-    nodes: int = 1
+    nodes: Count = 1
     machine: Machine = Machine()
 
     @property
@@ -165,17 +157,13 @@ class Heartbeat:
         return json.dumps(values | nested, indent=1).encode()
 
     @classmethod
-    def from_json(cls, body: bytes) -> Self:
-        """ValueError, TypeError or KeyError for a damaged record, UserError for one of a newer format."""
-        values = json.loads(body)
-        refuse_newer("a heartbeat", values, cls, FORMAT)
-        values.pop("format", None)
-        typed = {
-            "process": ProcessId.from_json(values.get("process", {})),
-            "progress": Progress.from_json(values.get("progress", {})),
-            "machine": Machine.from_json(values.get("machine", {})),
-        }
-        return cls(**values | typed)
+    def from_json(cls, body: bytes, where: str = "a heartbeat") -> Self:
+        """DamagedRecord, or NewerRecord."""
+        values = decoded(body, where)
+        if isinstance(values, dict) and "progress" in values:
+            values["progress"] = Progress.fields_of(values["progress"])
+        beat = typed(cls, values, where)
+        return replace(beat, process=beat.process.on_one_machine())
 
 
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ manifests hold everything else.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -13,37 +14,34 @@ from typing import Any, Self
 
 from pydantic import ValidationError
 
-from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, Manifest, read_manifest
+from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, StoredHeartbeat, account
-from pipelines.tracking.clusters import clusters_key, read_intervals, with_cluster_hours
-from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, is_alive, is_dead, process_exists
-from pipelines.tracking.records import FORMAT, Heartbeat
+from pipelines.tracking.clusters import read_intervals, with_cluster_hours
+from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
+from pipelines.tracking.records import Heartbeat
 from trainer.commits import series
 from trainer.config import explain, tokens_before
-from trainer.errors import UserError, cut, refuse_newer
+from trainer.errors import UserError, shown
 from trainer.store import Store
+from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, record_in
 
 # What reading raises for records that are damaged or of another version. UserError is a ValueError; a store that does
 # not answer raises none of these.
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
-class DamagedRecord(UserError):
-    """The record of a run is unreadable."""
-
-
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Stored):
     """A run as it was last started: its recipe, and the artifacts of its stages."""
 
-    run: str
+    run: Key
     recipe: dict[str, Any]
     until: str  # the last stage that any start asked for
-    prefixes: dict[str, str]  # by stage, up to `until`
-    updated: float  # unix seconds
+    prefixes: dict[str, Key]  # by stage, up to `until`
+    updated: UnixSeconds
     # Artifacts before the evaluation or export changed: the run still pays for them.
-    earlier: dict[str, list[str]] = field(default_factory=dict)
+    earlier: dict[str, list[Key]] = field(default_factory=dict)
 
     def all_prefixes(self, stage: str) -> list[str]:
         """Every artifact of a stage that the run ever worked on, the present one last."""
@@ -53,14 +51,16 @@ class RunRecord:
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
-    def from_json(cls, body: bytes) -> Self:
-        """ValueError, TypeError or AttributeError for a damaged record, UserError for one of a newer skytrain."""
-        values = json.loads(body)
-        refuse_newer("a run's record", values, cls, FORMAT)
-        values.pop("format", None)
-        found = cls(**values)
-        if not all(isinstance(part, dict) for part in (found.recipe, found.prefixes, found.earlier)):
-            raise TypeError("recipe, prefixes and earlier are no objects")
+    def from_json(cls, body: bytes, where: str = "a run's record") -> Self:
+        """DamagedRecord, or NewerRecord."""
+        found = record_in(cls, body, where)
+        stages = found.prefixes.keys() | found.earlier.keys() | {found.until}
+        if unknown := sorted(stages - FOLDERS.keys()):
+            raise NewerRecord(f"{where}: written by a newer skytrain (stage {shown(unknown[0])}); upgrade skytrain")
+        for stage in FOLDERS:
+            for prefix in [*found.earlier.get(stage, ()), *filter(None, [found.prefixes.get(stage)])]:
+                if not re.fullmatch(f"{FOLDERS[stage]}/[^/]+", prefix):
+                    raise DamagedRecord(where, f"{shown(prefix)} is no artifact of {stage}")
         return found
 
 
@@ -146,6 +146,11 @@ class Run:
         """The last heartbeat of every attempt, on the present artifacts and on earlier ones."""
         return self._heartbeats[0]
 
+    @property
+    def unreadable_attempts(self) -> list[str]:
+        """A message for every attempt whose heartbeat is damaged, or of a newer skytrain."""
+        return self._heartbeats[1]
+
     @cached_property
     def attempts(self) -> dict[str, list[Heartbeat]]:
         """The last heartbeats by stage, in order of attempts, on the present artifacts."""
@@ -160,10 +165,10 @@ class Run:
         heartbeats, damage = self._heartbeats
         try:
             intervals = read_intervals(self.store, self.name)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (DamagedRecord, NewerRecord) as error:
             intervals = []
-            where = f"{self.store.uri}/{clusters_key(self.name)}"
-            damage = [*damage, f"{where}: damaged ({error!r}); `skytrain status` renews it"]
+            renews = "; `skytrain status` renews it" if isinstance(error, DamagedRecord) else ""
+            damage = [*damage, f"{error}{renews}"]
         return with_cluster_hours(account(self.name, heartbeats, self.tokens_before, damage), intervals)
 
     @cached_property
@@ -204,7 +209,7 @@ class Run:
         train, evaluated = self.manifests.get("train"), self.manifests.get("evaluate")
         facts = {**metrics, **(train.facts if train else {}), **(evaluated.facts if evaluated else {})}
         worked = [attempt for attempt in self.account.attempts if not attempt.waited]
-        steps = train.facts["steps"] if train else step
+        steps = train.fact("steps") if train else step
         total = self.account.total
         return Summary(
             run=self.name,
@@ -237,13 +242,13 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
         if number in found:
             continue  # a launch that waits for spot has hundreds, and every get takes its time
         try:
-            beat = Heartbeat.from_json(store.get(entry.key) or b"")
+            beat = heartbeat_in(store.get(entry.key) or b"", number, f"{store.uri}/{entry.key}")
             alive = is_alive(beat)
             if alive is None and is_dead(store, beat, entry.modified):
                 alive = False
             found[number] = StoredHeartbeat(prefix, beat, entry.modified, alive)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            damage.append(f"{store.uri}/{entry.key}: damaged ({error!r}); the bill may miss this attempt")
+        except (DamagedRecord, NewerRecord) as error:
+            damage.append(f"{error}; the bill may miss this attempt")
     return [found[number] for number in sorted(found) if found[number].beat.run == run], damage
 
 
@@ -283,15 +288,14 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
 
 def read_record(store: Store, run: str) -> RunRecord | None:
     """The record of the run with this full name; None if the store has none."""
-    body = store.get(key_of(run))
+    body, where = store.get(key_of(run)), f"{store.uri}/{key_of(run)}"
     try:
-        return RunRecord.from_json(body) if body else None
-    except UserError as error:
-        raise UserError(f"{store.uri}/{key_of(run)}: {error}") from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedRecord(
-            f"{store.uri}/{key_of(run)}: damaged ({cut(repr(error))}); run its recipe to write it again"
-        ) from error
+        found = RunRecord.from_json(body, where) if body is not None else None
+        if found and found.run != run:
+            raise DamagedRecord(where, f"it is that of {shown(found.run)}")
+    except DamagedRecord as error:
+        raise DamagedRecord(where, error.reason, "run its recipe to write it again") from error
+    return found
 
 
 def key_of(run: str) -> str:
@@ -328,7 +332,7 @@ def usable_runs(
                 found.append(run)
         except UNREADABLE as error:
             where = f"{store.uri}/{key_of(name)}"
-            reason = f"{where}: damaged, or written by a newer skytrain ({error!r:.200}): upgrade skytrain"
+            reason = f"{where}: damaged, or written by a newer skytrain ({error!r:.200}); upgrade skytrain"
             message = str(error) if isinstance(error, UserError) else reason
             if named:
                 raise UserError(message) from error

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from pipelines.tracking.records import FORMAT, Heartbeat
-from trainer.errors import UserError
+from pipelines.tracking.records import Heartbeat
 from trainer.store import Store
+from trainer.stored import DamagedRecord, NewerRecord, Stored, UnixSeconds, record_in
 
 
 @dataclass(frozen=True)
-class StopRequest:
-    """Time (unix seconds), author and reason of a request to stop."""
+class StopRequest(Stored):
+    """Time, author and reason of a request to stop."""
 
-    time: float
+    time: UnixSeconds
     by: str
     reason: str
 
@@ -32,18 +32,15 @@ class StopRequest:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, body: bytes) -> Self:
-        """ValueError or TypeError for a damaged request, UserError for one of a newer format."""
-        values = json.loads(body)
-        if (written := values.pop("format", FORMAT)) != FORMAT:
-            raise UserError(f"a stop request of format {written}; this version reads format {FORMAT}: upgrade skytrain")
-        return cls(**values)
+    def from_json(cls, body: bytes, where: str = "a stop request") -> Self:
+        """DamagedRecord, or NewerRecord."""
+        return record_in(cls, body, where)
 
 
 def read_stop_request(store: Store, run: str) -> StopRequest | None:
-    """The request to stop a run; None if there is none. UserError for one of a newer format."""
+    """The request to stop a run; None if there is none. DamagedRecord, or NewerRecord."""
     body = store.get(key_of(run))
-    return StopRequest.from_json(body) if body else None
+    return StopRequest.from_json(body, f"{store.uri}/{key_of(run)}") if body is not None else None
 
 
 def request_stop(store: Store, run: str, reason: str) -> StopRequest:
@@ -54,10 +51,13 @@ def request_stop(store: Store, run: str, reason: str) -> StopRequest:
 
 
 def watch_stop_request(store: Store, run: str) -> Callable[[Heartbeat], str | None]:
-    """A watch for every heartbeat: it returns a reason to stop once there is a request."""
+    """A watch for every heartbeat: it returns a reason to stop once there is a request, readable or not."""
 
     def reason_to_stop(_beat: Heartbeat) -> str | None:
-        request = read_stop_request(store, run)
+        try:
+            request = read_stop_request(store, run)
+        except (DamagedRecord, NewerRecord) as error:
+            return str(error)
         return str(request) if request else None
 
     return reason_to_stop

@@ -17,7 +17,7 @@ def orphans(store: StoreUri = None, as_json: Json = False) -> None:
     from pipelines.show.findings import print_note_on_stderr
     from pipelines.show.status import print_orphans
 
-    runs = RunsOfStores(store_uri(store))
+    runs = RunsOfStores(store_uri(store), print_note_on_stderr)
     if runs.failure:
         print_note_on_stderr(f"the store can't be read, so SkyPilot's record alone decides: {runs.failure}")
     reach_api_server(print_note_on_stderr)

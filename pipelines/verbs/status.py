@@ -21,10 +21,10 @@ def status(
     from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
     from pipelines.show.status import print_jobs, print_status
-    from pipelines.tracking.runs import read_runs
+    from pipelines.tracking.runs import usable_runs
 
     began, opened = time.monotonic(), open_store(store_uri(store))
-    found = read_runs(opened, runs or [])
+    found = usable_runs(opened, runs or [], lambda run: control.status_of(run, None, time.time()), print_note_on_stderr)
     tasks: list[TaskStatus] = []
     failure, late = None, False
     if not launched_runs(opened).isdisjoint(run.name for run in found):

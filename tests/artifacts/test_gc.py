@@ -26,7 +26,8 @@ from run_records import (
 from pipelines import gc
 from pipelines.artifacts.manifest import ArtifactPlan, File, scratch
 from pipelines.gc import Leftover, collect, leftovers, remove
-from pipelines.tracking.ledger import Attempt, attempts, is_alive, this_process
+from pipelines.plan import stage_plan
+from pipelines.tracking.ledger import GC, Attempt, attempts, is_alive, this_process
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.verbs.gc import gc as verb_gc
 from trainer.errors import StaleAttempt
@@ -341,6 +342,28 @@ def test_gc_of_everything_passes_over_records_of_a_newer_skytrain_and_names_them
         going = {one.key for one in leftovers(store, tmp_path, 0.0, notes.append)}
         assert going == {key for record, files in named.items() for key in (record, *files) if key.startswith(TRAIN)}
         assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}") and reason in notes[0]
+
+
+def test_a_plan_after_gc_does_not_call_the_work_of_gc_an_attempt(store: LocalStore, tmp_path: Path) -> None:
+    abandoned(store)
+    assert "attempt 1 is" in (stage_plan(store, PLANS["train"]).why or "")
+    assert list(collect(store, tmp_path, 0.0))
+    assert attempts(store, TRAIN)[-1].run == GC
+    assert "attempt 1 is" in (stage_plan(store, PLANS["train"]).why or "")
+    other = ArtifactPlan("train", "other", {})
+    put(store, f"{other.prefix}/a0001/model.safetensors", 9.0)
+    assert list(collect(store, tmp_path, 0.0))
+    assert [beat.run for beat in attempts(store, other.prefix)] == [GC]
+    assert stage_plan(store, other).why is None
+
+
+def test_a_dry_run_makes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ({"dry_run": True}, {}):
+        verb_gc(store=f"file://{tmp_path / 'never'}", older_than_days=0.0, **options)
+    assert capsys.readouterr().out.startswith("0 objects, 0 bytes would be removed in ")
+    assert not (tmp_path / "never").exists()
+    assert abs(LocalStore(tmp_path / "never").clock() - time.time()) < 60
+    assert not (tmp_path / "never").exists()
 
 
 def test_an_empty_store_has_no_leftovers(store: LocalStore, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -229,6 +230,9 @@ def tar_of(**changes: object) -> bytes:
         {"name": f"{HASH}/launcher.so"},
         {"name": f"{HASH}/kernels.py"},
         {"name": f"{HASH}/k.cubin\n"},
+        {"name": f"{HASH}/..cubin"},
+        {"name": f"{HASH}/.hidden.json"},
+        {"type": tarfile.CONTTYPE},
         {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
         {"type": tarfile.LNKTYPE, "linkname": f"{HASH}/fine.json"},
         {"type": tarfile.CHRTYPE},
@@ -255,3 +259,66 @@ def test_a_pack_has_a_limit_both_ways(tmp_path: Path) -> None:
         unpack(entry.tobuf(), tmp_path / "other")
     with pytest.raises(ValueError, match="is no tar"):
         unpack(b"no tar" * 200, tmp_path / "other")
+
+
+def header(kind: bytes, size: int) -> bytes:
+    """The header of a tar's entry that lies about its size."""
+    entry = tarfile.TarInfo(f"{HASH}/k.cubin")
+    entry.type = kind
+    block = bytearray(entry.tobuf(format=tarfile.GNU_FORMAT))
+    encode: Any = tarfile.itn  # type: ignore[attr-defined]
+    block[124:136] = encode(size, 12, tarfile.GNU_FORMAT)
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block[:512])
+    return bytes(block)
+
+
+def test_a_pack_that_lies_about_sizes_ends_as_damaged(tmp_path: Path) -> None:
+    for kind in (b"0", b"x", b"g", b"L", b"K", b"S"):
+        for size in (-(1 << 62), -1024, -512, -1, 1 << 62):
+            with pytest.raises(ValueError, match="a pack of kernels"):
+                unpack(header(kind, size) + b"\0" * 2048, tmp_path / "bad")
+    with pytest.raises(ValueError, match="a pack of kernels"):
+        unpack(header(b"x", 0) * 3000, tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"[" * 100_000,
+        b'{"child_paths": ["k.cubin"]}',
+        b'{"child_paths": {"../../k.cubin": "/x"}}',
+        b'{"child_paths": {"..": "/x"}}',
+        b'{"child_paths": {"/etc/passwd": "/x"}}',
+        b'{"child_paths": {"k.cubin": 7}}',
+    ],
+)
+def test_a_list_of_kernels_that_names_other_files_is_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], group: bytes
+) -> None:
+    entry = tmp_path / "hostile" / HASH
+    entry.mkdir(parents=True)
+    (entry / "k.cubin").write_bytes(b"gpu")
+    (entry / "__grp__k.json").write_bytes(group)
+    store, body = LocalStore(tmp_path / "store"), pack(tmp_path / "hostile", [HASH])
+    store.put(f"cache/triton/{KEY}/{sha256(body).hexdigest()}.tar", body)
+    store.put(f"cache/triton/{KEY}/notes.txt", b"mine")
+    kernels = KernelCache(store, tmp_path / "here", KEY)
+    assert kernels.fetch() == 0
+    assert not (tmp_path / "here").exists()
+    assert [one.key for one in store.entries(kernels.prefix)] == [f"{kernels.prefix}notes.txt"]
+    assert "is damaged and removed" in capsys.readouterr().out
+
+
+def test_a_pack_larger_than_any_of_ours_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path / "store")
+    path = store.path_of(f"cache/triton/{KEY}/{'0' * 64}.tar")
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(3 * MAX_BYTES)
+    monkeypatch.setattr(store, "get", lambda key: pytest.fail("it was read"))
+    assert KernelCache(store, tmp_path / "here", KEY).fetch() == 0 and not path.exists()

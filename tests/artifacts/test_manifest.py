@@ -165,7 +165,9 @@ def test_a_manifest_of_a_newer_skytrain_is_no_damaged_one(tmp_path: Path) -> Non
     for newer in ({"surprise": 1}, {"format": 2}):
         values = json.loads(manifest_of(PLAN).to_json()) | newer
         store.put(f"{PLAN.prefix}/MANIFEST.json", json.dumps(values).encode())
-        with pytest.raises(UserError, match=f"{PLAN.prefix}/MANIFEST.json: a manifest .*: upgrade skytrain") as refused:
+        with pytest.raises(
+            UserError, match=f"{PLAN.prefix}/MANIFEST.json: written by a newer skytrain .*; upgrade skytrain"
+        ) as refused:
             find(store, PLAN)
         assert not isinstance(refused.value, DamagedArtifact)
 
@@ -238,7 +240,7 @@ def test_a_manifest_whose_files_lead_elsewhere_is_refused_and_nothing_is_fetched
 def test_a_manifest_that_is_nested_without_end_is_refused(tmp_path: Path, body: bytes) -> None:
     store = LocalStore(tmp_path / "store")
     store.put(f"{PLAN.prefix}/MANIFEST.json", body)
-    with pytest.raises(DamagedArtifact, match="RecursionError"):
+    with pytest.raises(DamagedArtifact, match="recursion depth"):
         read_manifest(store, PLAN.prefix)
 
 

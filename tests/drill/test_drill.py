@@ -258,7 +258,7 @@ def attempt_changed(number: int, **changes: Any) -> Outcome:
     [
         (attempt_changed(0, time=107.5), COMMAND_RUNS),  # beyond its death
         (DISTURBED, (replace(COMMAND_RUNS[0], ended=130), COMMAND_RUNS[1])),  # 25 s before its death
-        (attempt_changed(1, process=ProcessId.from_json({"pid": 9})), COMMAND_RUNS),  # by a foreign process
+        (attempt_changed(1, process=ProcessId(pid=9)), COMMAND_RUNS),  # by a foreign process
         (attempt_changed(1, started=107.5), COMMAND_RUNS),  # before its process began
     ],
 )

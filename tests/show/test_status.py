@@ -1,13 +1,19 @@
 """The state of runs reads as a person speaks."""
 
+import json
 import math
 
 import pytest
+from run_records import RUN, done_run
 
 from pipelines.show.console import typeable
 from pipelines.show.status import print_stopped, several, to_go
 from pipelines.tracking.forecast import Forecast, Range
 from pipelines.tracking.records import Heartbeat, Progress
+from pipelines.tracking.runs import read_run
+from pipelines.verbs.status import status
+from trainer.errors import UserError
+from trainer.store import LocalStore
 
 HOUR = Range(1.0, 1.0, 1.0)
 
@@ -63,3 +69,35 @@ def test_a_stopped_run_says_whether_resume_has_to_wait(capsys: pytest.CaptureFix
     ]
     begin = "r-1: train: attempt 3 is stopped at step 17; "
     assert capsys.readouterr().out.splitlines() == [typeable(begin + line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "runs/other-12345678.json",
+        "control/other-12345678/stop.json",
+        "clusters/other-12345678.json",
+        "train/other-12345678/MANIFEST.json",
+    ],
+)
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b'{"format": 2}', b'{"mood": "good"}'])
+def test_status_of_all_runs_leaves_an_unreadable_one_out_loudly_and_shows_the_others(
+    store: LocalStore, capsys: pytest.CaptureFixture[str], key: str, body: bytes
+) -> None:
+    done_run(store)
+    values = json.loads(store.get(f"runs/{RUN}.json") or b"")
+    other = values | {"run": "other-12345678", "prefixes": {"train": "train/other-12345678"}}
+    store.put("runs/other-12345678.json", json.dumps(other).encode())
+    store.put(key, body)
+    status(None, store=store.uri, as_json=True)
+    out, err = capsys.readouterr()
+    shown = [one["run"] for one in json.loads(out)]
+    if key.startswith("clusters/"):  # the bill lacks its hours, and says so
+        assert shown == [RUN, "other-12345678"] or shown == ["other-12345678", RUN]
+        assert f"{store.uri}/{key}" in read_run(store, "other").summary.faults[0]
+    elif key.startswith("train/") and b"format" not in body and b"mood" not in body:
+        assert {one["run"]: one["state"] for one in json.loads(out)}["other-12345678"] == "damaged"
+    else:
+        assert shown == [RUN] and err.startswith("other-12345678: left out: ") and f"{store.uri}/{key}" in err
+        with pytest.raises(UserError, match=key):
+            status(["other"], store=store.uri)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from mlflow_runs import RUN, Seen, losses, remove_tracking_settings, ship, sqlite_uri, written
 from servers import free_ports
 
+from pipelines.tracking.mlflow import journal
+from pipelines.tracking.mlflow.journal import sessions_in_journal
 from pipelines.tracking.mlflow.shipper import rebuild
 from trainer.errors import UserError
 from trainer.store import LocalStore
@@ -68,3 +71,26 @@ def test_a_line_that_a_crash_truncated_loses_only_itself(tmp_path: Path) -> None
     again.metrics("train", 1, 1.8e9, {"train/loss": 5.5})
     ship(tmp_path)
     assert Seen(sqlite_uri(tmp_path)).points(f"{RUN}/train", "train/loss") == losses(2)
+
+
+def test_a_damaged_piece_of_a_journal_costs_its_own_lines_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    tracker = written(tmp_path)
+    tracker.keep_journal(store)
+    (sound,) = sessions_in_journal(store, RUN)
+    name = f"tracking/{RUN}/{'0' * 12}/{{:012d}}-{{:012d}}.jsonl.gz"
+    monkeypatch.setattr(journal, "MOST_PIECE_BYTES", 1 << 20)
+    newer = b'{"kind": "close", "time": 1.5, "mood": "good"}'
+    orphan = b'{"kind": "close", "time": 1.5}'
+    outside = b'{"kind": "text_file", "time": 1.5, "stage": null, "name": "../../.bashrc", "text": "x"}'
+    lines = [b"[" * 100_000, newer, orphan, outside, b'{"kind": "close", "time": 1e999}', b"9" * 6000]
+    hostile = [b"no gzip", gzip.compress(b"x")[:-9], gzip.compress(b"\n" * (2 << 20)), gzip.compress(b"\n".join(lines))]
+    for number, body in enumerate(hostile):
+        store.put(name.format(number, number + 1), body)
+    store.put(f"tracking/{RUN}/notes.txt", b"mine")
+    assert sessions_in_journal(store, RUN) == [sound]
+    assert caplog.text.count("its lines are left out") == 3
+    assert "left out 6 lines that are damaged or of a newer skytrain" in caplog.text
+    assert "ignored" in caplog.text and "notes.txt" in caplog.text

@@ -1,20 +1,28 @@
 """The records of runs in the store, as literal JSON: a record that is read and written again has the same bytes."""
 
 import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
 
+from pipelines.artifacts.kernel_cache import Group
 from pipelines.artifacts.manifest import Manifest
+from pipelines.cloud.claims import LaunchClaim
 from pipelines.cloud.request import LaunchRecord
 from pipelines.text.parts import ShardReceipt
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.clusters import Interval
 from pipelines.tracking.mlflow.journal import Metrics, Sample, record_from_json
-from pipelines.tracking.records import Heartbeat, Machine, Progress
+from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import RunRecord
 from pipelines.tracking.stop_request import StopRequest
+from trainer.commits import FileReceipt
 from trainer.errors import UserError
+from trainer.stored import DamagedRecord, NewerRecord, decoded, record_in
 
 CLAIM: dict[str, Any] = {
     "run": "smoke-53b25487",
@@ -83,6 +91,22 @@ MANIFEST = {
     "run": "smoke-53b25487",
     "stage": "train",
 }
+STOP = {"time": 1.5, "by": "me@laptop", "reason": "enough"}
+LAUNCH_CLAIM = {
+    "run": "a-1",
+    "number": 1,
+    "by": "me@laptop",
+    "server": "http://localhost",
+    "time": 1.5,
+    "process": CLAIM["process"],
+    "jobs": [7],
+}
+INTERVAL = {"cluster": "smoke-1", "nodes": 2, "started": 1.5, "ended": None, "seen": 2.5, "price_per_hour": None}
+SHARD = {"file": FILE, "tokens": 2_000_000, "document": 233, "offset": 28063}
+CHECKPOINT_FILE = {"name": "rank-00000-of-00001.safetensors", "size": 9, "sha256": "ab" * 32}
+# Objects whose names are free: settings of a recipe, names of machines' phases, names of a user's variables.
+OPEN = {"recipe", "identity", "facts", "provenance", "inputs"}
+OPEN |= {"prefixes", "earlier", "phases", "variables", "child_paths"}
 REQUEST = {
     "run": "a-1",
     "store": "s3://bucket/prefix",
@@ -124,14 +148,15 @@ def test_a_record_of_the_store_is_written_as_it_was_read(kind: Any, values: dict
 
 
 def test_small_records_of_the_store_are_written_as_they_were_read() -> None:
-    stop = b'{"time": 1.5, "by": "me@laptop", "reason": "enough"}'
+    stop = json.dumps(STOP).encode()
     assert StopRequest.from_json(stop).to_json() == stop
-    receipt = {"file": FILE, "tokens": 2_000_000, "document": 233, "offset": 28063}
-    assert json.dumps(ShardReceipt.from_json(receipt).to_json()) == json.dumps(receipt)
-    interval = {"cluster": "smoke-1", "nodes": 2, "started": 1.5, "ended": None, "seen": 2.5, "price_per_hour": None}
-    assert json.dumps(Interval.from_json(interval).to_json()) == json.dumps(interval)
+    assert json.dumps(ShardReceipt.from_json(SHARD).to_json()) == json.dumps(SHARD)
+    interval = INTERVAL
+    (read,) = record_in(list[Interval], json.dumps([interval]).encode(), "")
+    assert json.dumps(read.to_json()) == json.dumps(interval)
     old = {"cluster": "smoke-1", "nodes": 2, "started": 1.5, "ended": None}
-    assert Interval.from_json(old).to_json() == interval | {"seen": None}
+    (read,) = record_in(list[Interval], json.dumps([old]).encode(), "")
+    assert read.to_json() == interval | {"seen": None}
 
 
 def test_a_record_of_a_newer_format_is_refused() -> None:
@@ -171,8 +196,124 @@ def test_a_report_shows_a_machine_as_its_heartbeat_has_it() -> None:
         assert attempt["machine"] == values["machine"]
 
 
-def test_fields_that_a_newer_version_adds_to_machine_and_progress_are_left_out() -> None:
-    assert Machine.from_json({"cloud": "aws", "rack": 7}) == Machine(cloud="aws")
-    assert Progress.from_json({"step": 3, "mood": "fine", "val/loss": 2.0}) == Progress(
-        step=3, metrics={"val/loss": 2.0}
-    )
+# Each record of the store by name: its reader, and a sound record.
+RECORDS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
+    "heartbeat": (Heartbeat.from_json, HEARTBEAT),
+    "run": (RunRecord.from_json, RUN | {"earlier": {"train": ["train/a-0"]}}),
+    "manifest": (Manifest.from_json, MANIFEST),
+    "launch": (LaunchRecord.from_json, LAUNCH),
+    "stop request": (StopRequest.from_json, STOP),
+    "launch claim": (LaunchClaim.from_json, LAUNCH_CLAIM),
+    "clusters": (lambda body: record_in(list[Interval], b"[" + body + b"]", "clusters"), INTERVAL),
+    "receipt of a shard": (lambda body: ShardReceipt.from_json(decoded(body, "shard")), SHARD),
+    "receipt of a checkpoint": (lambda body: record_in(FileReceipt, body, "receipt"), CHECKPOINT_FILE),
+    "list of kernels": (lambda body: record_in(Group, body, "group"), {"child_paths": {"a.cubin": "/x/a.cubin"}}),
+}
+
+
+def places(values: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every object and value in a record."""
+    if before:
+        yield before
+    inside = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for name, value in inside:
+        yield from places(value, (*before, name))
+
+
+def with_value(values: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a record with another value at a path."""
+    copied = json.loads(json.dumps(values))
+    inside = copied
+    for name in place[:-1]:
+        inside = inside[name]
+    inside[place[-1]] = value
+    return copied
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_field_or_format_of_a_newer_skytrain_anywhere_in_a_record_asks_for_an_upgrade(name: str) -> None:
+    read, values = RECORDS[name]
+    assert read(json.dumps(values).encode())
+    for newer in ({"format": 2}, {"mood": "good"}):
+        with pytest.raises(NewerRecord, match="written by a newer skytrain .*; upgrade skytrain"):
+            read(json.dumps(values | newer).encode())
+    for place in places(values):
+        inside = reduce(lambda one, part: one[part], place, values)
+        if isinstance(inside, dict) and place[-1] not in OPEN:
+            with pytest.raises(NewerRecord, match="unknown field .*mood"):
+                read(json.dumps(with_value(values, place, inside | {"mood": "good"})).encode())
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_value_of_another_type_anywhere_in_a_record_is_damage_and_never_a_fault(name: str) -> None:
+    read, values = RECORDS[name]
+    whole = json.dumps(values).encode()
+    hostile = [b"", b"3", b"\xff\xfe", b"null", whole[:-2], b"[" * 100_000, b'{"a":' * 100_000]
+    deep: Any = 1
+    for _ in range(60):
+        deep = [deep]
+    others: list[Any] = [int("9" * 400), 1e999, deep, "../../x", True, [[]], {"a": {}}, -1, "\ud800"]
+    for place in places(values):
+        for value in others:
+            hostile.append(json.dumps(with_value(values, place, value)).encode())
+    hostile.append(whole.replace(b": 1", b": " + b"9" * 6000, 1))
+    refused = 0
+    for body in hostile:
+        try:
+            read(body)
+        except (DamagedRecord, NewerRecord) as error:
+            refused += 1
+            assert len(str(error)) < 600 and "\n" not in str(error)
+    assert refused > 0.5 * len(hostile)  # free texts may hold anything
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x",
+        "a/../../x",
+        "/etc/passwd",
+        "a//b",
+        "a/./b",
+        "a\0b",
+        "a\nb",
+        "",
+        ".",
+        "x" * 300,
+        "a/" * 600 + "a",
+        "\ud800",
+    ],
+)
+def test_no_name_of_a_record_leads_outside_its_folder(name: str) -> None:
+    for record, place in (
+        ("manifest", ("files", 0, "name")),
+        ("manifest", ("files", 0, "key")),
+        ("receipt of a shard", ("file", "key")),
+        ("receipt of a checkpoint", ("name",)),
+        ("run", ("prefixes", "train")),
+        ("run", ("earlier", "train", 0)),
+        ("run", ("run",)),
+        ("launch", ("wish", "run")),
+        ("launch claim", ("run",)),
+    ):
+        read, values = RECORDS[record]
+        with pytest.raises(DamagedRecord):
+            read(json.dumps(with_value(values, place, name)).encode())
+    for kind in ({"kind": "table", "columns": {}}, {"kind": "text_file", "text": ""}):
+        assert record_from_json(json.dumps({"time": 1.5, "stage": None, "name": "a/b.txt"} | kind).encode())
+        assert record_from_json(json.dumps({"time": 1.5, "stage": None, "name": name} | kind).encode()) is None
+
+
+def test_sizes_and_sums_of_files_are_bounded() -> None:
+    for size in (-1, 1 << 60, 1.5, "1", True):
+        with pytest.raises(DamagedRecord):
+            Manifest.from_json(json.dumps(with_value(MANIFEST, ("files", 0, "size"), size)).encode())
+    for digest in ("AB" * 32, "ab" * 31, "../" + "ab" * 31, "ab" * 32 + "\n"):
+        with pytest.raises(DamagedRecord):
+            Manifest.from_json(json.dumps(with_value(MANIFEST, ("files", 0, "sha256"), digest)).encode())
+
+
+def test_a_metric_that_is_no_number_leaves_the_heartbeat_readable() -> None:
+    beat = Heartbeat.from_json(json.dumps(HEARTBEAT).encode())
+    odd = replace(beat, progress=beat.progress.updated({"train/loss": math.nan, "val/loss": 2.0}))
+    assert Heartbeat.from_json(odd.to_json()).progress.metrics == {"data/digest": 36744963169, "val/loss": 2.0}

@@ -78,7 +78,9 @@ def test_a_commit_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
     commit["state"]["momentum"] = 1
     store = LocalStore(tmp_path)
     store.put(f"{FOLDER}/COMMIT.json", sealed(commit))
-    with pytest.raises(UserError, match=f"{FOLDER}: written by a newer version .*momentum.*: upgrade skytrain"):
+    with pytest.raises(
+        UserError, match=f"{FOLDER}/COMMIT.json: written by a newer skytrain .*momentum.*; upgrade skytrain"
+    ):
         committed_state(store, "run")
 
 

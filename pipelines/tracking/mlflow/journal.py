@@ -6,24 +6,32 @@ repeats records and loses none. Each tracking URI has its own position: a new se
 
 import gzip
 import hashlib
+import io
 import json
+import logging
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainer.commits import named
 from trainer.store import Store
+from trainer.stored import Count, DamagedRecord, Key, NewerRecord, Number, Stored, UnixSeconds, decoded, typed
 
+log = logging.getLogger(__name__)
+PIECE_NAME = r"[0-9a-f]{12}/\d{12,18}-\d{12,18}\.jsonl\.gz"
+MOST_PIECE_BYTES = 1 << 30  # unpacked; an hour of training writes some 10 MB
 RECORDS_AT_ONCE = 5_000  # read into memory together: ~200 bytes each, so 1 MB
 
 
 @dataclass(frozen=True)
-class Record:
-    """A line of the log. `time`: unix seconds."""
+class Record(Stored):
+    """A line of the log."""
 
     kind: ClassVar[str]
-    time: float
+    time: UnixSeconds
 
     def to_json(self) -> bytes:
         return json.dumps({"kind": self.kind} | vars(self)).encode()
@@ -74,8 +82,8 @@ class Sample(StageRecord):
     """Metrics of the machine. A reader gets them as Metrics."""
 
     kind = "metrics"
-    step: int
-    values: dict[str, float]
+    step: Count
+    values: dict[str, Number]  # NaN and infinity, too: MLflow takes them
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class Table(StageRecord):
     """A table, as an artifact of an MLflow run."""
 
     kind = "table"
-    name: str
+    name: Key
     columns: Mapping[str, list[Any]]
 
 
@@ -117,7 +125,7 @@ class TextFile(StageRecord):
     """A text file, as an artifact of an MLflow run."""
 
     kind = "text_file"
-    name: str
+    name: Key
     text: str
 
 
@@ -129,12 +137,12 @@ KINDS: dict[str, type[Record]] = {
 def record_from_json(line: bytes) -> Record | None:
     """The record of a line; None for an empty line, or one that a crash or a full disk cut in two.
 
-    A damaged line is no error: tracking must not fail a run.
+    A damaged line is no error, nor is one of a newer skytrain: tracking must not fail a run.
     """
     try:
-        values = json.loads(line)
-        return KINDS[values.pop("kind")](**values)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        values = decoded(line, "a record", finite=False)
+        return typed(KINDS[values.pop("kind")], values, "a record")
+    except (DamagedRecord, NewerRecord, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -210,13 +218,30 @@ def keep_journal(store: Store, run: str, log: Path) -> None:
 
 
 def sessions_in_journal(store: Store, run: str) -> list[list[bytes]]:
-    """The lines of a run's logs on all machines, one list a session, oldest first."""
+    """The lines of a run's logs on all machines, one list a session, oldest first. Damage costs a warning."""
     sessions: list[tuple[float, list[bytes]]] = []
-    for entry in store.entries(f"tracking/{run}/"):  # the pieces of one log follow each other
-        for line in gzip.decompress(store.get(entry.key) or b"").splitlines(keepends=True):
+    for entry in named(store, f"tracking/{run}/", PIECE_NAME):  # the pieces of one log follow each other
+        where, lost = f"{store.uri}/{entry.key}", 0
+        for line in unpacked(store.get(entry.key) or b"", where):
             record = record_from_json(line)
             if isinstance(record, Session):
                 sessions.append((record.time, []))
-            if record:
+            if record and sessions:
                 sessions[-1][1].append(line)
+            lost += bool(line.strip()) and not (record and sessions)
+        if lost:
+            log.warning("%s: left out %d lines that are damaged or of a newer skytrain", where, lost)
     return [lines for _, lines in sorted(sessions, key=lambda session: session[0])]
+
+
+def unpacked(piece: bytes, where: str) -> list[bytes]:
+    """The lines of a piece of a journal; none, and a warning, if it is damaged or too large."""
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(piece)) as lines:
+            body = lines.read(MOST_PIECE_BYTES + 1)
+        if len(body) > MOST_PIECE_BYTES:
+            raise ValueError(f"more than {MOST_PIECE_BYTES:,} bytes")
+        return body.splitlines(keepends=True)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        log.warning("%s: damaged (%s); its lines are left out", where, error)
+        return []

@@ -41,7 +41,7 @@ def parent_results(run: Run) -> Iterator[tuple[int, float, dict[str, float]]]:
             if evaluated:  # whose validation is the larger one
                 values.pop("val/loss", None)
         if values:
-            yield train.facts["steps"], manifest.created, values
+            yield train.fact("steps"), manifest.created, values
 
 
 def parent_tags(run: Run) -> dict[str, str]:

@@ -1,0 +1,128 @@
+"""The reader of every record that comes from the store. Whoever can write to the store may have written the record.
+
+A record is JSON of a dataclass that derives from `Stored`. The reader bounds its size, its nesting and its numbers,
+takes each field in its own type only, and refuses unknown fields: a newer skytrain wrote those. A name that becomes a
+path has the type `Key`. So code behind the reader handles sound values alone.
+"""
+
+import json
+import math
+from functools import lru_cache
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from trainer.errors import UserError, cut, shown
+from trainer.store import checked_key
+
+FORMAT = 1  # of a record without the field `format`
+MOST_BYTES = 64 << 20  # of a record; the largest, the manifest of a text with 100,000 shards, has 25 MB
+DEEPEST = 32  # lists and objects in each other; a recipe in a manifest has six
+MOST_FILE_BYTES = 5 << 40  # the most that an object in S3 holds
+FIRST_SECOND, LAST_SECOND = -62_135_596_800.0, 253_402_300_799.0  # of the years 1 to 9999, which can be shown
+MOST_COUNT = 1 << 53  # integers that a float holds exactly
+MOST_CHARACTERS, MOST_CHARACTERS_OF_A_PART = 1024, 255  # of a name: what S3 and file systems take
+
+T = TypeVar("T")
+
+
+class DamagedRecord(UserError):
+    """A record that no version of ours wrote. `where`: its place, which a name of the store begins."""
+
+    def __init__(self, where: str, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{where}: damaged ({cut(reason)})" + (f"; {remedy}" if remedy else ""))
+        self.reason = cut(reason)
+
+
+class NewerRecord(UserError):
+    """A record of a newer skytrain."""
+
+
+class Stored:
+    """Base of the dataclasses of records: they take no unknown field, and no value of another type."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+
+def checked_name(name: str) -> str:
+    """A plain relative path that every store and file system can hold; ValueError for any other name."""
+    if len(name) > MOST_CHARACTERS or any(len(part.encode()) > MOST_CHARACTERS_OF_A_PART for part in name.split("/")):
+        raise ValueError(f"not a name: {shown(name)} is too long")
+    return checked_key(name)
+
+
+Key = Annotated[str, AfterValidator(checked_name)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Size = Annotated[int, Field(ge=0, le=MOST_FILE_BYTES)]  # bytes of a file
+Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+UnixSeconds = Annotated[float, Field(ge=FIRST_SECOND, le=LAST_SECOND)]
+Number = int | float
+
+
+def record_in(kind: type[T], body: bytes, where: str, version: int = FORMAT) -> T:
+    """The record in an object of the store. DamagedRecord or NewerRecord with the object's name, `where`."""
+    return typed(kind, decoded(body, where), where, version)
+
+
+def decoded(body: bytes, where: str, finite: bool = True) -> Any:
+    """The JSON of a record, bounded. DamagedRecord for anything else; with `finite` also for NaN and infinity."""
+    try:
+        if len(body) > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES:,} bytes")
+        value = json.loads(body)
+        _refuse_extremes(value, finite)
+    except (ValueError, RecursionError) as error:
+        raise DamagedRecord(where, str(error)) from error
+    return value
+
+
+def typed(kind: type[T], values: Any, where: str, version: int = FORMAT) -> T:
+    """Decoded JSON as a dataclass, or a list of them. DamagedRecord or NewerRecord."""
+    if isinstance(values, dict) and "format" in values:
+        written = values["format"]
+        if type(written) is int and written > version:
+            raise NewerRecord(
+                f"{where}: written by a newer skytrain (format {written}, this one reads {version}); upgrade skytrain"
+            )
+        if type(written) is not int or written != version:
+            raise DamagedRecord(where, f"format {shown(written)}")
+        if "format" not in getattr(kind, "__dataclass_fields__", {}):
+            values = {name: value for name, value in values.items() if name != "format"}
+    try:
+        return _adapter(cast(Any, kind)).validate_json(json.dumps(values))
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+        places = [(".".join(map(str, problem["loc"])), problem) for problem in problems]
+        for place, problem in places:
+            if problem["type"] == "unexpected_keyword_argument":
+                raise NewerRecord(
+                    f"{where}: written by a newer skytrain (unknown field {shown(place)}); upgrade skytrain"
+                ) from error
+        place, problem = places[0]
+        raise DamagedRecord(where, f"{place}: {problem['msg']}" if place else problem["msg"]) from error
+
+
+@lru_cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _refuse_extremes(value: Any, finite: bool) -> None:
+    """ValueError for more than DEEPEST levels, for integers beyond 64 bits, and for floats that are no numbers."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inside: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inside += one.values()
+            elif isinstance(one, list):
+                inside += one
+            elif isinstance(one, float):
+                if finite and not math.isfinite(one):
+                    raise ValueError(f"{one} is no number")
+            elif isinstance(one, int) and one.bit_length() > 63:
+                raise ValueError("an integer has more than 64 bits")
+        if not inside:
+            return
+        level = inside
+    raise ValueError(f"more than {DEEPEST} levels of values in values")
