@@ -40,7 +40,7 @@ from pipelines.tracking.mlflow.parent import parent_files, parent_params, parent
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.records import Billing, Heartbeat
-from pipelines.tracking.runs import Run, read_records, read_run, record
+from pipelines.tracking.runs import Run, RunRecord, read_records, read_run, record
 from pipelines.weights import check_sources, pinned
 from trainer.config import tokens_before
 from trainer.errors import Interrupted, StaleAttempt, Stopped, UserError
@@ -178,6 +178,11 @@ def missing(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> list
     return [stage for stage in STAGES[: STAGES.index(until) + 1] if not find(store, plans[stage])]
 
 
+def all_made(store: Store, plans: Mapping[str, ArtifactPlan], until: str) -> bool:
+    """Whether the artifacts of all stages up to `until` exist. The first missing one is the last request."""
+    return all(find(store, plans[stage]) for stage in STAGES[: STAGES.index(until) + 1])
+
+
 def run_name(plans: dict[str, ArtifactPlan]) -> str:
     """A run has the name of its recipe and the fingerprint of its training: the same on every machine."""
     return plans["train"].name
@@ -203,6 +208,7 @@ class Pipeline:
     began: float | None = None  # unix seconds, the start of the process, which the first attempt bills
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
+    _recorded: RunRecord | None = None
     _earlier: list[StoredHeartbeat] = field(default_factory=list)  # of this run, when the current attempt began
     _costs_tracked: float = 0.0  # unix seconds of the heartbeat with the last tracked costs
 
@@ -212,9 +218,9 @@ class Pipeline:
 
     def execute(self, until: str) -> None:
         """Make the missing artifacts up to the stage `until`, and account for them."""
-        record(self.store, self.run, self.recipe, self.plans, until)
+        self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         pin_commits(self.store, self.run, self.recipe)
-        if not missing(self.store, self.plans, until) and not self.tracker.unshipped():
+        if all_made(self.store, self.plans, until) and not self.tracker.unshipped():
             return self._make_all(until)  # nothing to do, and nothing to track
         self.tracker.start()
         self.tracker.stage_started(None, parent_params(self.recipe), {"skytrain.store": self.store.uri} | code_tags())
@@ -260,7 +266,7 @@ class Pipeline:
 
     def snapshot(self) -> Run:
         """The run as the store has it now."""
-        return read_run(self.store, self.run)
+        return read_run(self.store, self.run) if self._recorded is None else Run(self.store, self._recorded)
 
     def _make_all(self, last: str) -> None:
         for stage in STAGES[: STAGES.index(last) + 1]:
@@ -284,7 +290,7 @@ class Pipeline:
             began = time.monotonic()
             rival = self._wait_for_rival(plan)
             waited = time.monotonic() - began
-            if manifest := self._existing(stage):
+            if rival and (manifest := self._existing(stage)):
                 return manifest
             number = rival.attempt + 1 if rival else 1
             self._earlier = self.snapshot().heartbeats

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
-from pipelines.cloud.plan import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.cloud.prices import prices_from_environment
-from pipelines.cloud.throughput import speed_on
+from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import LONGEST_POLL_SECONDS, AttemptAccount
 from pipelines.tracking.forecast import TRAINING_PHASES, training_seconds
@@ -215,6 +214,8 @@ def poll_for_spot(work: "Work") -> NoReturn:
 
 def rules_for(work: "Work", attempts: list[AttemptAccount]) -> tuple[DeadlineRules, float]:
     """The rules, and the seconds of training that are left. UserError if these can't be known."""
+    from pipelines.cloud.throughput import speed_on  # reads the measured figures
+
     recipe, train, nodes = work.recipe, work.recipe.train, work.attempt.latest.nodes
     rows = [row for row in prices_from_environment() if row.accelerators]
     gpus = [row.accelerators for row in rows if row.accelerators]

@@ -18,6 +18,7 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.cloud.catalog import CLOUDS, Offer, account_errors, offers
 from pipelines.cloud.preflight import text_is_only_here
+from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.cloud.throughput import (
     SECONDS_PER_LAYER,
     MeasuredRun,
@@ -49,8 +50,6 @@ TRAIN_NODES = ("H100:8", "H200:8", "A100-80GB:8")  # the default of --gpus
 SMALL_NODES = {"tokenize": ("cpus:16,memory:32",), "evaluate": ("L4:1", "A10:1"), "export": ("cpus:4,memory:16",)}
 ON_DEMAND_ONLY = ("export",)
 
-WAIT_SECONDS = 180.0  # until there is a node, first and after a preemption; on a local Slurm 25 to 40 s were measured
-START_SECONDS = 120.0  # billed: boot, image, interpreter
 FIRST_STEP_SECONDS = 34.1  # measured, 124M compiled on an H200 with empty caches; the fused engine has none to fill
 STALL_BYTES_PER_SECOND = 18.69e9 / 0.05  # measured: how long a save delays the steps; docs/measurements.md
 LEAST_STALL_SECONDS = 0.1  # the least delay that the trainer assumes for a save
@@ -65,7 +64,6 @@ ASSUMED = (
     f"text and weights are transferred at {BYTES_PER_SECOND / 1e6:.0f} MB/s",
     "evaluation has the MFU of eager training",
 )
-INSTALL_SECONDS = 180.0  # billed, without an image: 4 GB of packages from PyPI, unpacked
 ASSUMED_INSTALL = f"{INSTALL_SECONDS / 60:.0f} min more on each node, which installs the packages (no image)"
 ASSUMED_BETWEEN_NODES = "nodes scale as well as the GPUs of one node over NVLink; over TCP they are slower"
 

@@ -169,12 +169,12 @@ def gpus_here() -> str | None:
 
     A GPU that the plan does not know keeps its own name ("GeForce RTX 4090:1").
     """
-    from pipelines.cloud.throughput import gpu_named  # reads the measured figures
-
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return None
+    from pipelines.cloud.throughput import gpu_named  # reads the measured figures
+
     names = [name for name in listed if name.strip()]
     return f"{gpu_named(names[0])}:{len(names)}" if names else None

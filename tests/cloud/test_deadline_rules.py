@@ -21,7 +21,7 @@ from pipelines.cloud.deadline import (
     poll_seconds,
     seconds_per_token,
 )
-from pipelines.cloud.plan import INSTALL_SECONDS
+from pipelines.cloud.start_up import INSTALL_SECONDS
 from pipelines.recipe import load_recipe
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.records import Billing, Heartbeat, Machine, Progress
