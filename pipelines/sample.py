@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.recipe import Recipe
-from pipelines.text.tokenizer import token_stream, tokenizer
+from pipelines.text.encode import encode
+from pipelines.text.tokenizer import tokenizer
 from pipelines.tracking.runs import Run, read_run
 from trainer.commits import Commit, DamagedCommit, committed_folders, step_of
 from trainer.errors import NotAFile, UserError
@@ -95,8 +96,7 @@ class TextModel:
 
     def ids_of(self, prompt: str) -> list[int]:
         """The ids of a prompt as the start of a document."""
-        (ids,) = token_stream(self.encoding, [prompt], threads=1)
-        return ids.tolist()
+        return [self.encoding.eot_token, *encode(self.encoding, prompt).tolist()]
 
     def continue_all(
         self,

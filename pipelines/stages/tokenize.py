@@ -4,6 +4,7 @@ The head makes its parts here in `build`; each worker makes its own in pipelines
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,7 @@ def build(work: Work) -> Built:
     )
     check_split(work.recipe, shards)
     work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, config.source)
-    return Built([shard.file for shard in shards], facts_of(shards, documents_of(parts)))
+    return Built([shard.file for shard in shards], facts_of(shards, documents_of(parts)) | encoders_of(parts))
 
 
 def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
@@ -184,6 +185,11 @@ def check(work: Work) -> None:
 def documents_of(parts: list[list[ShardReceipt]]) -> int:
     """The number of documents of the whole text."""
     return sum(part[-1].document for part in parts if part)
+
+
+def encoders_of(parts: list[list[ShardReceipt]]) -> dict[str, Any]:
+    """The libraries that encoded the text, each with its number of shards as they were read."""
+    return {"encoders": Counter(receipt.encoder or "unknown" for part in parts for receipt in part)}
 
 
 def facts_of(shards: list[SplitShard], documents: int) -> dict[str, Any]:

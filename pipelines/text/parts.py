@@ -11,7 +11,8 @@ Of N nodes, node r makes parts r, r + N, r + 2N, …: the bytes are the same for
 import json
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
 from pipelines.recipe import TokensConfig
-from pipelines.text.columns import utf8_bytes
+from pipelines.text.encode import EncodersDiffer, encoder_name, token_stream
 from pipelines.text.retry import with_retries
 from pipelines.text.sources import Source, open_source
-from pipelines.text.tokenizer import token_stream, tokenizer
+from pipelines.text.tokenizer import tokenizer
 from pipelines.text.unchanged import UnchangedText
 from trainer.process import failpoint
 from trainer.store import Store
@@ -40,6 +41,7 @@ class ShardReceipt(Stored):
     tokens: Count
     document: Count  # the next token is number `offset` of this document
     offset: Count
+    encoder: str | None = None  # the library that made it; None in the receipts of older versions
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,6 +56,8 @@ class ShardReceipt(Stored):
             raise DamagedRecord(where, f"{receipt.tokens} tokens in {receipt.file.size} bytes")
         if not re.fullmatch(r"a\d{4,9}/.*", receipt.file.key):
             raise DamagedRecord(where, f"{receipt.file.key!r} is in no folder of an attempt")
+        if receipt.encoder is not None and not re.fullmatch(r"[a-z]+ [\w.+-]{1,40}", receipt.encoder):
+            raise DamagedRecord(where, "no name and version of a library")
         return receipt
 
     @property
@@ -68,11 +72,7 @@ class Reading:
 
     bytes: int = 0
     tokens: int = 0
-
-    def counted(self, texts: Iterable[str]) -> Iterator[str]:
-        for text in texts:
-            self.bytes += utf8_bytes(text)
-            yield text
+    reference: bool = False  # the fast encoder has erred: tiktoken encodes the rest
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
         text = text or text_of(job)
         for shard in missing_shards(job, text.source, part, part_receipts):
             text.check()
-            part_receipts.append(save_shard(job, part, len(part_receipts), *shard))
+            part_receipts.append(save_shard(job, part, len(part_receipts), shard))
             failpoint("tokenize")
             new += part_receipts[-1].tokens
             yield PartsProgress(before + new, new)
@@ -135,54 +135,67 @@ def text_of(job: PartsJob) -> UnchangedText:
     return UnchangedText(source, t.source, job.plan.identity["text"])
 
 
-def missing_shards(
-    job: PartsJob, source: Source, part: int, receipts: list[ShardReceipt]
-) -> Iterator[tuple["np.ndarray", int, int]]:
-    """The missing shards of a part: tokens, and the document and offset behind them."""
+@dataclass(frozen=True)
+class NewShard:
+    """The tokens of a shard, the place behind them, and the library that encoded them."""
+
+    tokens: "np.ndarray"
+    document: int
+    offset: int
+    encoder: str
+
+
+def missing_shards(job: PartsJob, source: Source, part: int, receipts: list[ShardReceipt]) -> Iterator[NewShard]:
+    """The missing shards of a part. `receipts` has to grow by each of them before the next one is asked for."""
+    try:
+        yield from encoded_shards(job, source, part, receipts)
+    except EncodersDiffer as error:
+        job.note(f"  {error}; tiktoken encodes the rest of this node's text, from the last stored shard on")
+        job.reading.reference = True
+        yield from encoded_shards(job, source, part, receipts)
+
+
+def encoded_shards(job: PartsJob, source: Source, part: int, receipts: list[ShardReceipt]) -> Iterator[NewShard]:
+    """The shards of a part behind the last receipt. EncodersDiffer if the fast encoder errs."""
     import numpy as np
 
-    t = job.config
+    t, encoding, reference = job.config, tokenizer(job.config.tokenizer), job.reading.reference
+    encoder = encoder_name(encoding, reference)
     document, offset = (receipts[-1].document, receipts[-1].offset) if receipts else (0, 0)
     limit = t.tokens_of_part(part)
-    tokens_left = None if limit is None else limit - sum(receipt.tokens for receipt in receipts)
+    tokens_left = sys.maxsize if limit is None else limit - sum(receipt.tokens for receipt in receipts)
     buffer, filled = np.empty(t.shard_tokens, np.uint16), 0
     texts = with_retries(lambda: source.documents(document, part, t.parts))
-    with (
-        closing(texts),
-        closing(
-            token_stream(tokenizer(t.tokenizer), job.reading.counted(texts), threads=os.cpu_count() or 1)
-        ) as stream,
-    ):
-        for tokens in stream:
-            job.reading.tokens += len(tokens)
+    with closing(texts), closing(token_stream(encoding, texts, os.cpu_count() or 1, reference)) as stream:
+        for batch in stream:
+            job.reading.tokens += len(batch.tokens)
+            job.reading.bytes += batch.text_bytes
             job.check()
-            while offset < len(tokens) and tokens_left != 0:
-                take = min(
-                    len(tokens) - offset,
-                    t.shard_tokens - filled,
-                    t.shard_tokens if tokens_left is None else tokens_left,
-                )
-                buffer[filled : filled + take] = tokens[offset : offset + take]
-                filled, offset = filled + take, offset + take
-                tokens_left = None if tokens_left is None else tokens_left - take
+            first, at = document, offset  # the stream began with the document in which the last shard ended
+            while at < len(batch.tokens) and tokens_left:
+                take = min(len(batch.tokens) - at, t.shard_tokens - filled, tokens_left)
+                buffer[filled : filled + take] = batch.tokens[at : at + take]
+                filled, at, tokens_left = filled + take, at + take, tokens_left - take
                 if filled == t.shard_tokens:
-                    yield buffer, document, offset
+                    behind, offset = batch.place(at)
+                    yield NewShard(buffer, first + behind, offset, encoder)
                     filled = 0
-            if tokens_left == 0:
+            behind, offset = batch.place(at)
+            document = first + behind
+            if not tokens_left:
                 break
-            document, offset = document + 1, 0
     if filled:
-        yield buffer[:filled], document, offset
+        yield NewShard(buffer[:filled], document, offset, encoder)
 
 
-def save_shard(job: PartsJob, part: int, index: int, tokens: "np.ndarray", document: int, offset: int) -> ShardReceipt:
+def save_shard(job: PartsJob, part: int, index: int, shard: NewShard) -> ShardReceipt:
     """Write a shard to the store, then its receipt."""
 
     from trainer.shards import write_shard
 
     path = job.folder / shard_name(part, index, job.config)
-    write_shard(path, tokens)
-    receipt = ShardReceipt(job.upload(path), len(tokens), document, offset)
+    write_shard(path, shard.tokens)
+    receipt = ShardReceipt(job.upload(path), len(shard.tokens), shard.document, shard.offset, shard.encoder)
     path.unlink()
     body = json.dumps(receipt.to_json()).encode()
     if not job.store.create(receipt_key(job, part, index), body):

@@ -1,4 +1,4 @@
-"""Text to token ids, and the tokenizer as the files that `transformers` reads.
+"""The tokenizers, and each as the files that `transformers` reads.
 
 Both tokenizers are `tiktoken.Encoding`s. The files follow from the ranks of an encoding alone: tiktoken knows the rank
 of every token and merges the pair of lowest rank first; GPT-2's own files list the pairs. A token of rank r is the
@@ -7,12 +7,7 @@ OpenAI's merges, line for line.
 """
 
 import functools
-import itertools
 import json
-import re
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +15,11 @@ from pipelines.recipe import vocab_size_of
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
-    import numpy as np
     import tiktoken
-
-    Tokens = np.ndarray[tuple[int], np.dtype[np.uint16]]
 
 Ranks = dict[bytes, int]
 
 END_OF_TEXT = "<|endoftext|>"
-BATCH_CHARACTERS = 1 << 18  # ~60k tokens, 12 ms of work: a hundred times the cost of passing it to a thread
-BATCH_TEXTS = 4_000  # the limit for tiny texts
 
 
 @functools.cache
@@ -56,83 +46,6 @@ def tokenizer(name: str) -> "tiktoken.Encoding":
             f"tokens.tokenizer: the vocabulary of '{name}' could not be loaded ({error!r}); "
             "allow the download once, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has cached it"
         ) from error
-
-
-def token_stream(encoding: "tiktoken.Encoding", texts: Iterable[str], threads: int) -> "Generator[Tokens, None, None]":
-    """Tokens of every text, in order: one uint16 array each, <|endoftext|> first.
-
-    A literal "<|endoftext|>" inside a text is ordinary text. Lone surrogates become U+FFFD. tiktoken releases the
-    GIL, so threads are enough. At most 2 x threads batches are pending; a batch ends with the document that fills it
-    to 256k characters. Closing the stream ends its threads.
-    """
-    assert encoding.n_vocab <= 1 << 16, f"{encoding.n_vocab} ids do not fit into uint16"
-    pending: deque[Future[list[Tokens]]] = deque()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-    try:
-        for batch in _batches(texts):
-            pending.append(pool.submit(_encode_batch, encoding, batch))
-            if len(pending) >= 2 * threads:
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_TEXTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encode_batch(encoding: "tiktoken.Encoding", texts: list[str]) -> "list[Tokens]":
-    import numpy as np
-
-    rows = []
-    for text in texts:
-        ids = _encode(encoding, text)
-        row = np.empty(len(ids) + 1, np.uint16)
-        row[0], row[1:] = encoding.eot_token, ids
-        rows.append(row)
-    return rows
-
-
-def _encode(encoding: "tiktoken.Encoding", text: str) -> "np.ndarray[Any, np.dtype[np.uint32]]":
-    """The ids of `encode_ordinary` as an array: 40 bytes a token less than a list of ints."""
-    import numpy as np
-
-    try:
-        return encoding.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:  # lone surrogates; a pair of them is one character
-        return _encode(encoding, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-    except ValueError:
-        # About 1M spaces before a word exhaust the regex's stack.
-        parts = split_at_long_spaces(text, longest=100_000)
-        if len(parts) == 1:
-            raise
-        return np.concatenate([_encode(encoding, part) for part in parts])
-
-
-# White_Space of Unicode, which is \s in tiktoken's regex. Python's own \s has four characters more.
-_SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
-
-
-def split_at_long_spaces(text: str, longest: int) -> list[str]:
-    """Cut a text inside runs of more than `longest` spaces. The parts have the same tokens as the whole.
-
-    GPT-2's pattern takes a run except its last character as one piece (`\\s+(?!\\S)`); the last character belongs to
-    the next word. So a cut before that last character changes nothing.
-    """
-    ends = [run.end() for run in _SPACES.finditer(text) if run.end() - run.start() > longest]
-    cuts = [0, *(end - 1 for end in ends if end < len(text)), len(text)]
-    return [text[start:end] for start, end in itertools.pairwise(cuts)]
 
 
 @dataclass(frozen=True)

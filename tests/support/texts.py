@@ -1,4 +1,4 @@
-"""A text of four files in three parts, and the work of nodes that tokenize it."""
+"""Odd texts; and a text of four files in three parts, with the work of nodes that tokenize it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +9,21 @@ from pipelines.recipe import TokensConfig
 from pipelines.text.parts import PartsJob
 from pipelines.text.sources import source_identity
 from trainer.store import LocalStore
+
+ODD_TEXTS = [
+    "",
+    " ",
+    "\n\n  x",
+    "x \n\t y  ",
+    "I'm you'LL 're  ' s don't",
+    "\u3000\u3000x",
+    "e\u0301 é 👩‍👩‍👧 \ufeffz ﷽",
+    "a\x1cb \x1d\x85 c\xa0 d",
+    "\0\0 \x7f",
+    " " * 700 + "x" * 700 + "\n" * 700,
+    "tabs\t\tand 1234567 ½ Ⅷ ٣",
+    "日本語のテキスト 한국어 ไทย हिन्दी",
+]
 
 
 class FourFiles:
@@ -23,9 +38,17 @@ class FourFiles:
         text = source_identity(self.config.source, None, None, "text")
         self.plan = ArtifactPlan("tokenize", "files", {"stage": "tokenize", "text": text})
 
-    def job(self, parts: range, store: Path, attempt: int = 1, check: Callable[[], None] = lambda: None) -> PartsJob:
+    def job(
+        self,
+        parts: range,
+        store: Path,
+        attempt: int = 1,
+        check: Callable[[], None] = lambda: None,
+        config: TokensConfig | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> PartsJob:
         """Some parts, made by a node with its own folder and a store."""
         opened, folder = LocalStore(store), store.with_name(f"{store.name} scratch {attempt} {parts.start}")
         folder.mkdir()
         put = partial(upload, opened, self.plan.prefix, attempt)
-        return PartsJob(self.config, self.plan, opened, parts, folder, put, check, lambda text: None)
+        return PartsJob(config or self.config, self.plan, opened, parts, folder, put, check, note)

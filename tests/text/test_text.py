@@ -3,7 +3,6 @@
 import functools
 import gzip
 import http.server
-import itertools
 import json
 import os
 import subprocess
@@ -14,14 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from servers import free_ports
+from texts import ODD_TEXTS
 
 from pipelines.recipe import vocab_size_of
 from pipelines.text import retry
@@ -31,28 +28,12 @@ from pipelines.text.sources import documents, source_identity, source_label
 from pipelines.text.tokenizer import (
     byte_symbols,
     merges_of,
-    split_at_long_spaces,
-    token_stream,
     tokenizer,
     tokenizer_files,
 )
 from trainer.errors import UserError
 
 COMMIT = "0123456789" * 4
-
-ODD_TEXTS = [
-    "",
-    " ",
-    "\n\n  x",
-    "x \n\t y  ",
-    "I'm you'LL 're  ' s don't",
-    "\u3000\u3000x",
-    "e\u0301 é 👩‍👩‍👧 \ufeffz ﷽",
-    "a\x1cb \x1d\x85 c\xa0 d",
-    "\0\0 \x7f",
-    " " * 700 + "x" * 700 + "\n" * 700,
-    "tabs\t\tand 1234567 ½ Ⅷ ٣",
-]
 
 
 @pytest.fixture
@@ -120,64 +101,6 @@ def test_the_error_for_an_unavailable_vocabulary_names_the_cache_folder(monkeypa
     monkeypatch.setattr(tiktoken, "get_encoding", refuse)
     with pytest.raises(UserError, match=r"no route to host.*TIKTOKEN_CACHE_DIR"):
         tokenizer.__wrapped__("gpt2")
-
-
-# Token streams
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_stream_is_end_of_text_and_encode_ordinary_of_every_document_in_order(
-    gpt2: tiktoken.Encoding, shared_data: Path, threads: int
-) -> None:
-    texts = read(shared_data / "corpus" / "000_00000.parquet")[:150] + ODD_TEXTS
-    arrays = list(token_stream(gpt2, iter(texts), threads))
-    assert all(array.dtype == np.uint16 for array in arrays)
-    assert [array.tolist() for array in arrays] == [[50_256, *gpt2.encode_ordinary(text)] for text in texts]
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_a_literal_end_of_text_in_a_document_stays_text(name: str, request: pytest.FixtureRequest) -> None:
-    request.getfixturevalue("shared_data")
-    encoding = tokenizer(name)
-    literal = "one<|endoftext|>two <|endoftext|>"
-    (array,) = token_stream(encoding, [literal], 1)
-    assert array.tolist().count(encoding.eot_token) == 1
-    assert encoding.decode(array[1:].tolist()) == literal
-
-
-def test_lone_surrogates_become_the_replacement_character_and_pairs_become_one() -> None:
-    encoding = tokenizer("bytes")
-    (array,) = token_stream(encoding, ["a\ud800b\ud83d\ude00"], 1)
-    assert encoding.decode(array[1:].tolist()) == "a\ufffdb😀"
-
-
-def test_a_million_spaces_before_a_word_do_not_exhaust_the_regex(gpt2: tiktoken.Encoding) -> None:
-    spaces = " " * 1_200_000
-    (array,) = token_stream(gpt2, [f"see {spaces}word\n{spaces}"], 1)
-    assert gpt2.decode(array[1:].tolist()) == f"see {spaces}word\n{spaces}"
-
-
-def test_cutting_long_spaces_changes_no_token(gpt2: tiktoken.Encoding) -> None:
-    @settings(max_examples=300, deadline=None)
-    @given(st.text(alphabet=" \n\t\r\u3000\x1c\x85ab1'.s", max_size=40))
-    def check(document: str) -> None:
-        parts = split_at_long_spaces(document, longest=2)
-        assert "".join(parts) == document
-        apart = [token for part in parts for token in gpt2.encode_ordinary(part)]
-        assert apart == gpt2.encode_ordinary(document)
-
-    check()
-    assert split_at_long_spaces("a    b", longest=2) == ["a   ", " b"]
-
-
-def test_a_stream_reads_only_a_few_batches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.text.tokenizer.BATCH_CHARACTERS", 100)
-    taken = itertools.count()
-    texts = ("x" * 50 for _ in taken)  # endless
-    stream = token_stream(tokenizer("bytes"), texts, threads=2)
-    assert [len(next(stream)) for _ in range(10)] == [51] * 10
-    stream.close()
-    assert next(taken) <= 10 + 2 * (2 * 2)
 
 
 # Sources

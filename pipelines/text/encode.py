@@ -1,0 +1,231 @@
+"""Texts to token ids: by gigatoken where it gives tiktoken's ids, else by tiktoken.
+
+gigatoken (https://github.com/marcelroed/gigatoken) encodes GPT-2's BPE some 25 times as fast as tiktoken, which is the
+reference. Both were compared over all code points: their ids differ only around the characters that Unicode 17 added,
+which gigatoken knows and tiktoken does not, so texts with these go to tiktoken. And while a text is read, samples of it
+are encoded by both: after the first difference everything goes to tiktoken.
+"""
+
+import base64
+import functools
+import importlib.util
+import itertools
+import re
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import tiktoken
+
+    Ids = np.ndarray[tuple[int], np.dtype[np.uint32]]
+
+BATCH_CHARACTERS = 1 << 20  # 250k tokens; 3 ms of work for gigatoken, 80 ms for tiktoken
+BATCH_TEXTS = 4_000  # the limit for tiny texts
+SAMPLED_BATCHES = 8  # one of so many has a text that both encode: some 2% of the time for texts of 4,000 characters
+SAMPLED_CHARACTERS = 4_096  # the longest text that is a sample
+# gigatoken keeps every word that it has met. New words are what takes time, so time bounds its memory: random words
+# added 90 MB a second, the words of a Wikipedia less than 10.
+CACHE_SECONDS = 8.0
+
+# The UTF-8 of all code points around which the two differ, and of some near them. tests/text/test_encode.py compares
+# all code points. The first bytes alone are searched for ten times as fast, and most texts have none of them.
+DIFFERENT = re.compile(
+    rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xea\x9f[\x8e-\xb1]|\xf0[\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3]"
+)
+FIRST_BYTES = (b"\xe0", b"\xea", b"\xf0")
+
+
+class EncodersDiffer(Exception):
+    """gigatoken gave other ids than tiktoken: what it gave since the last finished shard is not to be used."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The tokens of some consecutive documents, each of which begins with <|endoftext|>."""
+
+    tokens: "np.ndarray[Any, np.dtype[np.uint16]]"  # (n,)
+    starts: "np.ndarray[Any, np.dtype[np.int64]]"  # (documents,): where each begins
+    text_bytes: int  # of UTF-8
+
+    def place(self, at: int) -> tuple[int, int]:
+        """The document of token `at`, counted from the batch's first, and the token's number in it."""
+        if at == len(self.tokens):
+            return len(self.starts), 0
+        document = int(self.starts.searchsorted(at, side="right")) - 1
+        return document, at - int(self.starts[document])
+
+
+def encoder_name(encoding: "tiktoken.Encoding", reference: bool = False) -> str:
+    """The library and version that encodes; with `reference`, tiktoken's."""
+    library = "tiktoken" if reference or not has_fast_encoder(encoding) else "gigatoken"
+    return f"{library} {version(library)}"
+
+
+def has_fast_encoder(encoding: "tiktoken.Encoding") -> bool:
+    """Whether gigatoken knows the tokenizer, and is installed."""
+    return encoding.name == "gpt2" and importlib.util.find_spec("gigatoken") is not None
+
+
+def token_stream(
+    encoding: "tiktoken.Encoding", texts: Iterable[str], threads: int, reference: bool = False
+) -> Generator[TokenBatch, None, None]:
+    """The tokens of all texts, in order; with `reference`, by tiktoken alone. EncodersDiffer if gigatoken errs.
+
+    A literal "<|endoftext|>" inside a text is ordinary text. Lone surrogates become U+FFFD. Both libraries release the
+    GIL, so threads are enough. At most 2 x threads batches are pending; a batch ends with the document that fills it
+    to a million characters. Closing the stream ends its threads.
+    """
+    assert encoding.n_vocab <= 1 << 16, f"{encoding.n_vocab} ids do not fit into uint16"
+    fast = None if reference or not has_fast_encoder(encoding) else FastEncoder(encoding)
+    pending: deque[Future[TokenBatch]] = deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+    try:
+        for number, batch in enumerate(_batches(texts)):
+            pending.append(pool.submit(_encode_batch, encoding, fast, batch, sampled=number % SAMPLED_BATCHES == 0))
+            if len(pending) >= 2 * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_TEXTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode_batch(
+    encoding: "tiktoken.Encoding", fast: "FastEncoder | None", texts: list[str], sampled: bool
+) -> TokenBatch:
+    import numpy as np
+
+    contents = [utf8(text) for text in texts]
+    if fast is None:
+        rows = [encode(encoding, text) for text in texts]
+        ids, lengths = np.concatenate(rows), np.array([len(row) for row in rows])
+    else:
+        ids, lengths = fast.encode(texts, contents, sampled)
+    ends = np.cumsum(lengths)
+    tokens = np.insert(ids.astype(np.uint16), ends - lengths, encoding.eot_token)
+    return TokenBatch(tokens, ends - lengths + np.arange(len(texts)), sum(map(len, contents)))
+
+
+class FastEncoder:
+    """gigatoken with the ranks of a tiktoken encoding; it knows no special tokens. Every thread has an encoder."""
+
+    def __init__(self, encoding: "tiktoken.Encoding") -> None:
+        self.encoding = encoding
+        self._of_thread = threading.local()
+
+    def encode(self, texts: Sequence[str], contents: Sequence[bytes], sampled: bool) -> "tuple[Ids, np.ndarray]":
+        """The ids of all texts, given with their UTF-8, one after the other, and their number for each text.
+
+        EncodersDiffer if a sample of the texts has other ids than by tiktoken.
+        """
+        import numpy as np
+
+        started = time.thread_time()
+        encoded = self._encoder().encode_batch(list(contents), parallel=False)
+        self._of_thread.seconds += time.thread_time() - started
+        ids, ends = np.asarray(encoded.layout.content.data), np.asarray(encoded.layout.offsets.data)
+        rows = {n: encode(self.encoding, texts[n]) for n, content in enumerate(contents) if may_differ(content)}
+        if sampled:
+            sample = next((n for n, text in enumerate(texts) if 0 < len(text) <= SAMPLED_CHARACTERS), None)
+            if sample is not None and sample not in rows:
+                self._compare(texts[sample], ids[ends[sample] : ends[sample + 1]])
+        lengths = np.diff(ends)
+        if not rows:
+            return ids, lengths
+        all_rows = [rows[n] if n in rows else ids[ends[n] : ends[n + 1]] for n in range(len(texts))]
+        return np.concatenate(all_rows), np.array([len(row) for row in all_rows])
+
+    def _compare(self, text: str, ids: "Ids") -> None:
+        import numpy as np
+
+        if not np.array_equal(ids, encode(self.encoding, text)):
+            raise EncodersDiffer(f"{encoder_name(self.encoding)} gave other ids than tiktoken")
+
+    def _encoder(self) -> Any:
+        """This thread's encoder; a new one with an empty cache where it has become large."""
+        of_thread = self._of_thread
+        if not hasattr(of_thread, "encoder") or of_thread.seconds > CACHE_SECONDS:
+            from gigatoken.gigatoken_rs import BPETokenizer
+
+            of_thread.encoder = None  # its memory first
+            with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+                Path(file.name).write_bytes(_rank_file(self.encoding))
+                of_thread.encoder, of_thread.seconds = BPETokenizer.from_tiktoken(file.name, "gpt2", None), 0.0
+        return of_thread.encoder
+
+
+@functools.lru_cache(maxsize=1)
+def _rank_file(encoding: "tiktoken.Encoding") -> bytes:
+    """The ranks in tiktoken's file format: a line for each token, in base64, with its rank."""
+    tokens = (encoding.decode_single_token_bytes(rank) for rank in range(encoding.eot_token))
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+
+
+def may_differ(content: bytes) -> bool:
+    """Whether the two libraries may give a text, here in UTF-8, other ids."""
+    return any(first in content for first in FIRST_BYTES) and DIFFERENT.search(content) is not None
+
+
+def utf8(text: str) -> bytes:
+    """UTF-8 with U+FFFD for each lone surrogate; a pair of surrogates is one character."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return _without_surrogates(text).encode()
+
+
+def _without_surrogates(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def encode(encoding: "tiktoken.Encoding", text: str) -> "Ids":
+    """The ids of tiktoken's `encode_ordinary` as an array: 40 bytes a token less than a list of ints."""
+    import numpy as np
+
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:
+        return encode(encoding, _without_surrogates(text))
+    except ValueError:
+        # About 1M spaces before a word exhaust the regex's stack.
+        parts = split_at_long_spaces(text, longest=100_000)
+        if len(parts) == 1:
+            raise
+        return np.concatenate([encode(encoding, part) for part in parts])
+
+
+# White_Space of Unicode, which is \s in tiktoken's regex. Python's own \s has four characters more.
+_SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
+
+
+def split_at_long_spaces(text: str, longest: int) -> list[str]:
+    """Cut a text inside runs of more than `longest` spaces. The parts have the same tokens as the whole.
+
+    GPT-2's pattern takes a run except its last character as one piece (`\\s+(?!\\S)`); the last character belongs to
+    the next word. So a cut before that last character changes nothing.
+    """
+    ends = [run.end() for run in _SPACES.finditer(text) if run.end() - run.start() > longest]
+    cuts = [0, *(end - 1 for end in ends if end < len(text)), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(cuts)]
