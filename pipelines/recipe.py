@@ -122,11 +122,16 @@ class EvaluateConfig(Section):
         default=None,
         description="hf://datasets/Rowan/hellaswag, with @COMMIT if wanted, or a jsonl file; null: skip it",
     )
+    core: str | None = Field(
+        default=None,
+        description="CORE, DCLM's 22 tasks: the folder of a bundle (core.yaml, eval_meta_data.csv, eval_data/), or "
+        "hf://datasets/ORG/NAME@COMMIT; null: skip it",
+    )
     every: int | None = Field(
         default=None,
         ge=1,
-        description="Also evaluate while training: HellaSwag and a few samples of text every so many steps, and after "
-        "the last one; null: only the trained model [optimizer steps]",
+        description="Also evaluate while training: HellaSwag, CORE and a few samples of text every so many steps, and "
+        "after the last one; null: only the trained model [optimizer steps]",
     )
 
 
@@ -177,16 +182,21 @@ class Recipe(Section):
 
     def _target_is_measured(self) -> None:
         evaluate, stop_at = self.evaluate, self.train.stop_at
-        if stop_at is None or stop_at.hellaswag is None:
+        if stop_at is None:
             return
-        if evaluate.hellaswag is None:
+        if stop_at.hellaswag is not None and evaluate.hellaswag is None:
             raise ValueError(
                 "train.stop_at.hellaswag needs HellaSwag, and evaluate.hellaswag is null; "
                 "set it to hf://datasets/Rowan/hellaswag or a jsonl file"
             )
-        if evaluate.every is None:
+        if stop_at.core is not None and evaluate.core is None:
             raise ValueError(
-                "train.stop_at.hellaswag needs an evaluation while training, and evaluate.every is null; "
+                "train.stop_at.core needs CORE, and evaluate.core is null; set it to the folder of a bundle"
+            )
+        scored = [name for name in ("hellaswag", "core") if getattr(stop_at, name) is not None]
+        if scored and evaluate.every is None:
+            raise ValueError(
+                f"train.stop_at.{scored[0]} needs an evaluation while training, and evaluate.every is null; "
                 f"set it to {self.train.val_every or 250}"
             )
 

@@ -127,6 +127,13 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
+    def losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy in nats of each token (B, T), without gradients, in as little memory as `loss`."""
+        chunks = zip(*(part.flatten(0, 1).split(HEAD_ROWS) for part in (self.hidden(tokens), targets)), strict=True)
+        parts = [F.cross_entropy(self.head(x).float(), y, reduction="none") for x, y in chunks]
+        return torch.cat(parts).view(targets.shape)
+
+    @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy in nats of (B, T) tokens, without gradients. It never holds more than the logits of
         HEAD_ROWS tokens: those of 64 x 1024 would take 30 GiB with their copies in float32."""

@@ -21,6 +21,8 @@ from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe, TokensConfig
+from pipelines.text.core_bundle import verify_items
+from pipelines.text.hub import HUB
 from pipelines.text.library import STDLIB
 from pipelines.text.sources import documents
 from pipelines.weights import local_sources
@@ -49,6 +51,8 @@ def preflight(
     yield from unfit_gpus(job, recipe)
     yield from texts_reachable(recipe, stages, remote)
     yield from weights_reachable(recipe, stages, remote)
+    if recipe.evaluate.core:
+        yield core_bundle(recipe.evaluate.core, remote)
     yield credentials(store, clouds, secrets)
     if isinstance(store, LocalStore) and remote:
         yield broken("store", f"{store.uri} is a folder of this machine", "--store s3://BUCKET/PREFIX")
@@ -119,6 +123,20 @@ def weights_reachable(recipe: Recipe, stages: Iterable[str], remote: bool) -> It
             yield broken(f"weights for {stage}", f"{field}: {path} is on this machine", remedy)
         else:
             yield Finding(f"weights for {stage}", f"{path}", "note", "the nodes need them at this same path")
+
+
+def core_bundle(source: str, remote: bool) -> Finding:
+    """Whether every item of CORE can be read here, and whether the nodes can have the bundle too."""
+    try:
+        found = f"22 tasks with {verify_items(source):,} items"
+    except UserError as error:
+        return broken("CORE", str(error), "correct evaluate.core, or set it to null")
+    if source.startswith(HUB):
+        return Finding("CORE", found)
+    if remote or not os.path.isabs(source):
+        remedy = f"upload the folder as a dataset and name {HUB}ORG/NAME@COMMIT, or set evaluate.core to null"
+        return broken("CORE", f"{source} is on this machine", remedy)
+    return Finding("CORE", found, "note", "the nodes need the folder at this same path")
 
 
 def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:

@@ -73,9 +73,12 @@ def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
             ("train loss", f"{train.fact('train/loss'):.4f}"),
         ]
     if summary.val_loss is not None:
-        facts.append(("val loss", f"{summary.val_loss:.4f}"))
+        bits = "" if summary.bits_per_byte is None else f" ({summary.bits_per_byte:.4f} bits per byte)"
+        facts.append(("val loss", f"{summary.val_loss:.4f}{bits}"))
     if summary.hellaswag_acc_norm is not None:
         facts.append(("HellaSwag", f"{summary.hellaswag_acc_norm:.4f} (completion style, acc_norm)"))
+    if summary.core is not None:
+        facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
     order = {phase: i for i, phase in enumerate(PHASES_FIRST)}
     phases = sorted(summary.phases.items(), key=lambda item: order.get(item[0], len(order)))
     facts += [

@@ -37,6 +37,7 @@ METRICS = (
     "train/loss",
     "val/loss",
     "eval/hellaswag_acc_norm",
+    "eval/core",
     "perf/tokens_per_second",
     "perf/mfu",
     "train/lr",
@@ -46,7 +47,8 @@ SMOOTHED = ("train/loss", "perf/tokens_per_second", "perf/mfu", "train/grad_norm
 
 # Sizes of GPT-2 (n_layer, n_head, n_embd) and published results. Source: llm.c, dev/vislog.ipynb: losses of OpenAI's
 # GPT-2 weights on its FineWeb validation shard, their HellaSwag (completion style, acc_norm), and HellaSwag of GPT-3
-# from its paper (Brown et al. 2020, Small to XL; the models nearest to these sizes).
+# from its paper (Brown et al. 2020, Small to XL; the models nearest to these sizes). CORE of OpenAI's weights:
+# nanochat, dev/estimate_gpt3_core.ipynb.
 SHAPES = {"124M": (12, 12, 768), "350M": (24, 16, 1024), "774M": (36, 20, 1280), "1558M": (48, 25, 1600)}
 REFERENCES = {  # metric -> name, size, value
     "val/loss": [
@@ -64,6 +66,12 @@ REFERENCES = {  # metric -> name, size, value
         ("GPT-3 350M", "350M", 0.436),
         ("GPT-3 760M", "774M", 0.510),
         ("GPT-3 1.3B", "1558M", 0.547),
+    ],
+    "eval/core": [
+        ("GPT-2 124M", "124M", 0.1139),
+        ("GPT-2 350M", "350M", 0.1849),
+        ("GPT-2 774M", "774M", 0.2146),
+        ("GPT-2 1558M", "1558M", 0.2565),
     ],
 }
 
@@ -157,7 +165,9 @@ def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         "train_loss": summary.train_loss,
         "val_loss": summary.val_loss,
         "final": {metric: evaluated.facts.get(metric) if evaluated else None for metric in REFERENCES},
+        "bits_per_byte": summary.bits_per_byte,
         "hellaswag": summary.hellaswag_acc_norm,
+        "core": summary.core,
         "tokens_per_second": median(speeds) if speeds else None,
         "mfu": median(shares) if shares else None,
         "starts": summary.attempts,
@@ -166,7 +176,7 @@ def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         "attempts": [attempt_data(number, one, account) for number, one in merge_waits(account.attempts)],
         "series": series_data(rows, account),
         "lineage": lineage(record, recipe, made, account),
-        "targets": targets(recipe, size, summary.steps, summary.val_loss, summary.hellaswag_acc_norm),
+        "targets": targets(recipe, size, summary.steps, summary.val_loss, summary.hellaswag_acc_norm, summary.core),
         "receipt": receipt(recipe, made, account, run.attempts.get("train", [])),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
         "sample": evaluated.facts.get("sample") if evaluated else None,
@@ -338,7 +348,9 @@ def contents(manifest: Manifest) -> list[str]:
         "steps": "{:,} steps",
         "parameters": "{:,} parameters",
         "val/loss": "val loss {:.4f}",
+        "val/bits_per_byte": "{:.4f} bits per byte",
         "eval/hellaswag_acc_norm": "HellaSwag {:.4f}",
+        "eval/core": "CORE {:.4f}",
     }
     if manifest.stage == "train":
         del texts["parameters"]
@@ -346,7 +358,12 @@ def contents(manifest: Manifest) -> list[str]:
 
 
 def targets(
-    recipe: Recipe, size: str | None, steps: int, val_loss: float | None, hellaswag: float | None
+    recipe: Recipe,
+    size: str | None,
+    steps: int,
+    val_loss: float | None,
+    hellaswag: float | None,
+    core: float | None = None,
 ) -> list[dict[str, Any]]:
     """The run's targets and results: its steps, and the results of OpenAI's weights of the same size."""
     max_steps = recipe.train.max_steps
@@ -357,11 +374,14 @@ def targets(
         gpt2 = {
             metric: {s: value for name, s, value in known if "GPT-2" in name} for metric, known in REFERENCES.items()
         }
-        loss, score = gpt2["val/loss"][size], gpt2["eval/hellaswag_acc_norm"][size]
+        loss = gpt2["val/loss"][size]
         met = None if val_loss is None else val_loss <= loss
         rows.append({"what": f"val loss at most GPT-2 {size}'s", "target": loss, "got": val_loss, "met": met})
-        met = None if hellaswag is None else hellaswag >= score
-        rows.append({"what": f"HellaSwag at least GPT-2 {size}'s", "target": score, "got": hellaswag, "met": met})
+        for name, metric, got in (("HellaSwag", "eval/hellaswag_acc_norm", hellaswag), ("CORE", "eval/core", core)):
+            score = gpt2[metric][size]
+            if got is not None or recipe.evaluate.core or name == "HellaSwag":
+                met = None if got is None else got >= score
+                rows.append({"what": f"{name} at least GPT-2 {size}'s", "target": score, "got": got, "met": met})
     return rows
 
 

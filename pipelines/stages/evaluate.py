@@ -1,6 +1,6 @@
-"""evaluate: validation loss on the held-out shards, and HellaSwag, as report.json.
+"""evaluate: validation loss on the held-out shards, HellaSwag and CORE, as report.json.
 
-Both are computed in the precision of the training, which the report names: bf16 on a GPU that has it. All processes of
+All are computed in the precision of the training, which the report names: bf16 on a GPU that has it. All processes of
 this node share the work: one process is the pipeline's own, several are ranks that torchrun starts, as in train.
 """
 
@@ -21,8 +21,16 @@ from pipelines.sample import continue_text, load_weights
 from pipelines.screen import Screen
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
-from pipelines.stages.measures import encoder, fetch_inputs, hellaswag_facts, hellaswag_identity, hellaswag_items
-from pipelines.text.tokenizer import tokenizer
+from pipelines.stages.measures import (
+    core_facts,
+    encoder,
+    fetch_inputs,
+    hellaswag_facts,
+    hellaswag_identity,
+    hellaswag_items,
+)
+from pipelines.text.core_bundle import core_identity, core_tasks
+from pipelines.text.tokenizer import token_bytes, tokenizer
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.events import PhaseChanged, Progressed, Row
 from trainer.metrics import PhaseClock
@@ -43,13 +51,15 @@ EVENTS_FILE, FACTS_FILE = "events.jsonl", "facts.json"  # that rank 0 writes
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
-    """The identity of the evaluation. UserError if the HellaSwag file does not exist."""
+    """The identity of the evaluation. UserError if a benchmark is not on this machine and cannot be had."""
     identity = {
         "stage": "evaluate",
         "train": plans["train"].fingerprint,
         "val_tokens": recipe.evaluate.val_tokens,
         "hellaswag": hellaswag_identity(recipe.evaluate.hellaswag),
     }
+    if recipe.evaluate.core:  # an evaluation without it keeps the fingerprint of before there was CORE
+        identity["core"] = core_identity(recipe.evaluate.core)
     return ArtifactPlan("evaluate", recipe.name, identity)
 
 
@@ -157,7 +167,7 @@ class Measurement:
 
         import torch
 
-        from trainer.evaluate import validation_loss
+        from trainer.evaluate import validation
         from trainer.parallel import autocast_on
 
         recipe = self.recipe
@@ -167,10 +177,11 @@ class Measurement:
         model = load_weights(recipe, self.weights, world.device)
         self.clock.enter("evaluate")
         with autocast_on(world.device, precision):
-            loss = validation_loss(
-                model.loss, self.val, recipe.evaluate.val_tokens, VAL_BATCH, world, on_batch=self.check
+            sizes = torch.tensor(token_bytes(encoding))
+            loss, bits = validation(
+                model.losses, self.val, recipe.evaluate.val_tokens, VAL_BATCH, world, sizes, on_batch=self.check
             )
-        facts: dict[str, Any] = {"val/loss": loss}
+        facts: dict[str, Any] = {"val/loss": loss, "val/bits_per_byte": bits}
         self.report(facts)
         facts["precision"] = precision
         failpoint("evaluate")
@@ -178,6 +189,10 @@ class Measurement:
         if recipe.evaluate.hellaswag:
             with autocast_on(world.device, precision):
                 facts |= self.hellaswag(recipe.evaluate.hellaswag, model, encoding, world)
+        self.check()
+        if recipe.evaluate.core:
+            with autocast_on(world.device, precision):
+                facts |= self.core(recipe.evaluate.core, model, encoding, world)
         self.check()
         if world.rank == 0:
             facts["sample"] = continue_text(model, encoding, prompt="", tokens=SAMPLE_TOKENS, seed=recipe.train.seed)
@@ -195,6 +210,21 @@ class Measurement:
 
         score = hellaswag(model, items, encoder(encoding), world, before_batch=self.check, progress=progress)
         return hellaswag_facts(score) | {"hellaswag_items": score.items}
+
+    def core(
+        self, source: str, model: "GPT", encoding: "tiktoken.Encoding", world: "World"
+    ) -> dict[str, float | dict[str, float]]:
+        """CORE as facts of the artifact: the centred accuracies by task, their mean, and the accuracies themselves."""
+
+        from trainer.core import core
+
+        tasks = core_tasks(source)
+
+        def progress(task: str, done: int) -> None:
+            self.progress("CORE", done, len(tasks))
+
+        score = core(model, tasks, encoder(encoding), encoding.eot_token, world, None, self.check, progress)
+        return core_facts(score) | {"core_accuracy": dict(score.accuracy)}
 
 
 def evaluation_precision(device: "torch.device", train: TrainConfig) -> str:

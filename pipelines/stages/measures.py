@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.recipe import Recipe
+from pipelines.text.core_bundle import core_tasks, verify_items
 from pipelines.text.hub import HUB
 from pipelines.text.retry import with_retries
 from pipelines.text.tokenizer import tokenizer
@@ -21,6 +22,7 @@ from trainer.store import sha256_of
 if TYPE_CHECKING:
     import tiktoken
 
+    from trainer.core import CoreScore
     from trainer.evaluation import Evaluation
     from trainer.hellaswag import Encode, HellaSwagItem, HellaSwagScore
     from trainer.parallel import World
@@ -40,6 +42,8 @@ def fetch_inputs(recipe: Recipe, cache: Path) -> None:
     """Bring the inputs of the recipe's measures to this machine, and check them. UserError if that fails."""
     if recipe.evaluate.hellaswag:
         hellaswag_items(recipe.evaluate.hellaswag, cache)
+    if recipe.evaluate.core:
+        verify_items(recipe.evaluate.core)
 
 
 def hellaswag_items(source: str, cache: Path) -> "list[HellaSwagItem]":
@@ -77,13 +81,8 @@ def hub_rows(source: str) -> Iterator[dict[str, Any]]:
 
 
 def encoder(encoding: "tiktoken.Encoding") -> "Encode":
-    """Texts to token ids, on all cores. Equal texts are encoded once: a run evaluates often."""
-
-    @functools.lru_cache(maxsize=2)
-    def encoded(texts: tuple[str, ...]) -> list[list[int]]:
-        return encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
-
-    return lambda texts: encoded(tuple(texts))
+    """Texts to token ids, on all cores."""
+    return functools.partial(encoding.encode_ordinary_batch, num_threads=os.cpu_count() or 1)
 
 
 def hellaswag_facts(score: "HellaSwagScore") -> dict[str, float]:
@@ -91,8 +90,14 @@ def hellaswag_facts(score: "HellaSwagScore") -> dict[str, float]:
     return {"eval/hellaswag_acc_norm": score.acc_norm, "eval/hellaswag_acc": score.acc}
 
 
+def core_facts(score: "CoreScore") -> dict[str, float]:
+    """CORE, and the centred accuracy of each of its tasks, by metric."""
+    return {"eval/core": score.core} | {f"core/{task}": value for task, value in score.centred.items()}
+
+
 def evaluation_in_training(recipe: Recipe, cache: Path, world: "World") -> "Evaluation | None":
     """The evaluation of a run while it trains, on this rank; None if the recipe has none. A collective call."""
+    from trainer.core import core
     from trainer.evaluation import Evaluation, Sampling
     from trainer.hellaswag import hellaswag
 
@@ -110,5 +115,12 @@ def evaluation_in_training(recipe: Recipe, cache: Path, world: "World") -> "Eval
             return hellaswag_facts(hellaswag(model, items, encode, world, before_batch=check))
 
         measures.append(measure)
+    if source := recipe.evaluate.core:
+        tasks = core_tasks(source)
+
+        def measure_core(model: "Scored", world: "World", check: Callable[[], None]) -> dict[str, float]:
+            return core_facts(core(model, tasks, encode, encoding.eot_token, world, before_batch=check))
+
+        measures.append(measure_core)
     sampling = Sampling(encoding.eot_token, encoding.decode, recipe.train.seed)
     return Evaluation(recipe.evaluate.every, tuple(measures), sampling)

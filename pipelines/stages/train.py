@@ -17,6 +17,7 @@ from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
+from pipelines.text.core_bundle import core_identity
 from pipelines.tracking.ledger import (
     attempts,
     prior_seconds_between_failures,
@@ -40,9 +41,14 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
         "model": recipe.model.model_dump(),
         "train": train | begun,
     }
-    if recipe.train.stop_at and recipe.train.stop_at.hellaswag is not None:  # then the evaluation decides the end
-        evaluate = recipe.evaluate
-        identity["evaluate"] = {"every": evaluate.every, "hellaswag": hellaswag_identity(evaluate.hellaswag)}
+    evaluate, stop_at = recipe.evaluate, recipe.train.stop_at
+    decisive = {}  # the benchmarks whose scores decide the end
+    if stop_at and stop_at.hellaswag is not None:
+        decisive["hellaswag"] = hellaswag_identity(evaluate.hellaswag)
+    if stop_at and stop_at.core is not None:
+        decisive["core"] = core_identity(evaluate.core)
+    if decisive:
+        identity["evaluate"] = {"every": evaluate.every, **decisive}
     return ArtifactPlan("train", recipe.name, identity)
 
 

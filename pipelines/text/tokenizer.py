@@ -48,6 +48,12 @@ def tokenizer(name: str) -> "tiktoken.Encoding":
         ) from error
 
 
+def token_bytes(encoding: "tiktoken.Encoding") -> list[int]:
+    """The number of bytes of text of each token id; 0 for <|endoftext|>."""
+    ids = range(encoding.n_vocab)
+    return [0 if i == encoding.eot_token else len(encoding.decode_single_token_bytes(i)) for i in ids]
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer in the notation of GPT-2's own files, in which every byte is a visible character."""

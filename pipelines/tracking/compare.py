@@ -13,7 +13,8 @@ STEPS_TOGETHER = 20  # the training loss at a point is their mean: the loss of o
 FRESH = 0.9  # of a level: an older val loss does not describe it
 
 RESULTS = (
-    *("state", "attempts", "steps", "tokens", "train_loss", "val_loss", "hellaswag_acc_norm"),
+    *("state", "attempts", "steps", "tokens", "train_loss", "val_loss", "bits_per_byte"),
+    *("hellaswag_acc_norm", "core"),
     *("billed_hours", "usd", "unpriced_hours", "goodput", "usd_per_billion_tokens"),
 )
 

@@ -76,7 +76,9 @@ class Summary:
     tokens: int
     train_loss: float | None
     val_loss: float | None
+    bits_per_byte: float | None
     hellaswag_acc_norm: float | None
+    core: float | None
     billed_hours: float
     usd: float  # of the hours of known price
     unpriced_hours: float
@@ -219,7 +221,9 @@ class Run:
             tokens=self.tokens_before(steps),
             train_loss=facts.get("train/loss"),
             val_loss=facts.get("val/loss"),
+            bits_per_byte=facts.get("val/bits_per_byte"),
             hellaswag_acc_norm=facts.get("eval/hellaswag_acc_norm"),
+            core=facts.get("eval/core"),
             billed_hours=total.hours,
             usd=total.usd,
             unpriced_hours=total.unpriced_hours,

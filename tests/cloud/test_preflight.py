@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from cloud_support import KEYS
+from core_bundle import make_bundle
 
 from pipelines.artifacts.store import S3Store
 from pipelines.cloud.checks import Finding
@@ -53,6 +54,20 @@ def test_weights_at_a_path_of_this_machine_are_refused_for_rented_machines(tmp_p
     )
     of_a_run = "train.init_from=run:other"
     assert "weights for train" not in looked(LocalStore(tmp_path), KEYS, changes=(of_a_run,), infra="aws")
+
+
+def test_a_core_bundle_is_verified_before_a_machine_is_rented(tmp_path: Path) -> None:
+    def found(infra: str) -> Finding | None:
+        return looked(LocalStore(tmp_path), KEYS, changes=(f"evaluate.core={bundle}",), infra=infra).get("CORE")
+
+    bundle = make_bundle(tmp_path / "bundle")
+    here, elsewhere = found("slurm/here"), found("aws")
+    assert here and here.state == "note" and "22 tasks with 110 items" in here.seen
+    assert elsewhere and elsewhere.state == "broken" and "is on this machine" in elsewhere.seen
+    (bundle / "eval_data" / "all" / "squad.jsonl").write_text("{}\n" * 5)
+    damaged = found("slurm/here")
+    assert damaged and damaged.state == "broken" and "squad.jsonl: line 1: is not an item of kind" in damaged.seen
+    assert "CORE" not in looked(LocalStore(tmp_path), KEYS, infra="aws")
 
 
 def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:

@@ -202,6 +202,10 @@ def test_targets_are_met_missed_or_not_yet_measured() -> None:
     verdicts = [row["met"] for row in targets(recipe, "124M", recipe.train.max_steps, 3.5, 0.30)]
     assert verdicts == [True, False, True]
     assert [row["met"] for row in targets(recipe, "124M", 5, None, None)] == [None, None, None]
+    measured = load_recipe("gpt2-124m", ["evaluate.core=bundle"])
+    assert [row["met"] for row in targets(measured, "124M", 5, None, None)] == [None] * 4
+    assert [row["met"] for row in targets(measured, "124M", 5, None, None, 0.12)][3] is True
+    assert [row["met"] for row in targets(recipe, "350M", 5, None, None, 0.12)][3] is False
     assert len(targets(load_recipe("smoke"), None, 600, 1.0, None)) == 1  # OpenAI has no weights of that size
 
 
@@ -212,6 +216,7 @@ def test_every_size_of_gpt2_is_that_of_a_shipped_recipe_and_has_its_references(s
     assert {metric: sum(s == size for _, s, _ in known) for metric, known in REFERENCES.items()} == {
         "val/loss": 1,
         "eval/hellaswag_acc_norm": 2,
+        "eval/core": 1,
     }
 
 

@@ -16,14 +16,14 @@ from trainer.model import GPT
 def test_an_evaluation_stops_between_two_batches(work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch) -> None:
     mine, done = work("evaluate"), []
 
-    def validation_loss(*arguments: Any, on_batch: Callable[[], None]) -> float:
+    def validation(*arguments: Any, on_batch: Callable[[], None]) -> tuple[float, float]:
         for batch in range(10):
             on_batch()
             done.append(batch)
             mine.stop.asked = batch == 3
-        return 1.0
+        return 1.0, 1.0
 
-    monkeypatch.setattr("trainer.evaluate.validation_loss", validation_loss)
+    monkeypatch.setattr("trainer.evaluate.validation", validation)
     with pytest.raises(Interrupted):
         evaluate.build(mine)
     assert done == [0, 1, 2, 3]
@@ -38,9 +38,11 @@ def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
     mine.recipe = mine.recipe.model_copy(update={"train": train})
     logits: list[torch.dtype] = []
 
-    def validation_loss(loss_of: Callable[..., torch.Tensor], *arguments: Any, on_batch: Callable[[], None]) -> float:
+    def validation(
+        losses_of: Callable[..., torch.Tensor], *arguments: Any, on_batch: Callable[[], None]
+    ) -> tuple[float, float]:
         tokens = torch.zeros(1, 8, dtype=torch.int64)
-        return float(loss_of(tokens, tokens))
+        return float(losses_of(tokens, tokens).mean()), 1.0
 
     head = GPT.head
 
@@ -49,7 +51,7 @@ def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
         return head(model, x)
 
     monkeypatch.setattr(GPT, "head", noted)
-    monkeypatch.setattr("trainer.evaluate.validation_loss", validation_loss)
+    monkeypatch.setattr("trainer.evaluate.validation", validation)
     monkeypatch.setattr(evaluate, "continue_text", lambda *arguments, **options: "")
     built = evaluate.build(mine)
     assert logits == [torch.bfloat16 if computed == "bf16" else torch.float32]
@@ -66,7 +68,7 @@ def test_a_stop_takes_effect_before_the_next_long_operation(
     def stop_here(name: str) -> None:
         mine.stop.asked = True
 
-    monkeypatch.setattr("trainer.evaluate.validation_loss", lambda *arguments, on_batch: 1.0)
+    monkeypatch.setattr("trainer.evaluate.validation", lambda *arguments, on_batch: (1.0, 1.0))
     monkeypatch.setattr(module, "failpoint", stop_here)
     for name in ("pipelines.stages.evaluate.continue_text", "pipelines.formats.hf.verify"):
         monkeypatch.setattr(name, lambda *arguments, **options: begun.append(1))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from core_bundle import make_bundle
 from pipeline_runs import (
     FOLDER_NAME,
     PRICE,
@@ -31,6 +32,7 @@ from pipelines.artifacts.store import S3Store
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.runs import read_runs
+from trainer.core import TASKS
 
 
 @pytest.fixture
@@ -291,7 +293,7 @@ REAL: dict[str, Any] = {
     "tokens": {"tokenizer": "gpt2", "shard_tokens": 50_000, "max_tokens": 300_000},
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "vocab_size": 50_257},
     "train": {"batch_tokens": 256, "max_steps": 20, "learning_rate": 3.0e-3, "val_every": 10, "val_tokens": 1024},
-    "evaluate": {"val_tokens": 2048, "hellaswag": "hellaswag.jsonl"},
+    "evaluate": {"val_tokens": 2048, "hellaswag": "hellaswag.jsonl", "core": "bundle"},
     "export": {"dtype": "float32"},
     "runtime": {"micro_batch_size": 4, "processes": 1, "checkpoint_minutes": 0.02, "device": "cpu"},
 }
@@ -304,6 +306,7 @@ def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_r
     project = Project(tmp_path / FOLDER_NAME, recipe)
     items = (shared_data / "hellaswag_val.jsonl").read_text().splitlines()[:60]
     (project.folder / "hellaswag.jsonl").write_text("\n".join(items) + "\n")
+    make_bundle(project.folder / "bundle")
     on_disk = project.result()
     project.environment["SKYTRAIN_HOME"] = str(project.folder / "another home")  # shares no cache with the first
     on_s3 = project.result("--store", s3_store.uri)
@@ -320,6 +323,9 @@ def test_real_text_gives_the_same_artifacts_on_disk_and_on_s3_and_transformers_r
         assert local and remote and sums(local) == sums(remote), stage
     facts = project.artifact("evaluate").facts
     assert facts["hellaswag_items"] == 60 and 0 < facts["eval/hellaswag_acc_norm"] < 1
+    centred = [facts[f"core/{task}"] for task in TASKS]
+    assert facts["eval/core"] == pytest.approx(sum(centred) / 22) and len(facts["core_accuracy"]) == 22
+    assert 1 < facts["val/bits_per_byte"] < 10
     assert project.artifact("tokenize").facts["tokens"] == 300_000
     again = project.result("--store", s3_store.uri)
     assert all(artifact["skipped"] for artifact in again["artifacts"].values())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from core_bundle import make_bundle
 
 from pipelines.plan import shipped_estimates
 from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig, load_recipe, shipped
@@ -73,6 +74,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "seed": 1,
         "val_every": None,
         "val_tokens": 1_048_576,
+        "stop_at": {"val_loss": 3.0},
         "precision": "fp32",
         "init_from": f"openai-community/gpt2@{'0' * 40}",
         "branch_from": f"run:other-12345678@5@sha256:{'0' * 64}",
@@ -103,6 +105,8 @@ DOWNSTREAM = {
     "export": {"export"},
     "runtime": set(),
 }
+# Other tests change these: `core` needs a bundle, and `every` alone decides no byte of an artifact.
+ELSEWHERE = {"evaluate": {"core", "every"}}
 FIELDS = [(section, field) for section, fields in OTHER.items() for field in fields]
 
 
@@ -415,7 +419,9 @@ def test_the_table_of_changes_covers_every_field() -> None:
         "export": ExportConfig,
         "runtime": RuntimeConfig,
     }
-    assert {s: set(OTHER[s]) for s in sections} == {s: set(c.model_fields) for s, c in sections.items()}
+    assert {s: set(OTHER[s]) | ELSEWHERE.get(s, set()) for s in sections} == {
+        s: set(c.model_fields) for s, c in sections.items()
+    }
     assert set(Recipe.model_fields) == {"name", *sections}
 
 
@@ -483,6 +489,34 @@ def test_the_content_of_text_counts_and_its_path_does_not(tmp_path: Path) -> Non
     first = tokens_of(tmp_path / "a" / "one.txt")
     assert tokens_of(tmp_path / "b" / "other name.txt") == first
     assert tokens_of(tmp_path / "b" / "third.txt") != first
+
+
+def test_the_content_of_a_core_bundle_counts_and_its_path_does_not(tmp_path: Path) -> None:
+    def made(folder: Path | None) -> dict[str, str]:
+        return fingerprints(load_recipe("gpt2-124m", [f"evaluate.core={folder}"] if folder else []))
+
+    without, first, same = made(None), make_bundle(tmp_path / "a"), make_bundle(tmp_path / "b")
+    other = make_bundle(tmp_path / "c", seed=1)
+    assert made(first) == made(same)
+    assert len({prints["evaluate"] for prints in (without, made(first), made(other))}) == 3
+    for stage in ("tokenize", "train", "export"):
+        assert made(first)[stage] == without[stage]
+    (first / "eval_data" / "all" / "copa.jsonl").unlink()
+    with pytest.raises(UserError, match="the items of 1 of CORE's 22 tasks are missing: copa"):
+        made(first)
+    with pytest.raises(UserError, match=r"^evaluate\.core: .*/gone: no such folder; use the folder of a CORE bundle"):
+        made(tmp_path / "gone")
+
+
+def test_a_core_that_ends_the_training_counts_for_its_fingerprint(tmp_path: Path) -> None:
+    def trained(seed: int, target: float) -> str:
+        folder = make_bundle(tmp_path / f"{seed} {target}", seed=seed)
+        changes = [f"evaluate.core={folder}", "evaluate.every=250", f"train.stop_at={{core: {target}}}"]
+        return fingerprints(load_recipe("gpt2-124m", changes))["train"]
+
+    assert len({trained(0, 0.1), trained(1, 0.1), trained(0, 0.2)}) == 3
+    with pytest.raises(UserError, match=r"train\.stop_at\.core needs CORE, and evaluate\.core is null"):
+        load_recipe("gpt2-124m", ["evaluate.every=250", "train.stop_at={core: 0.1}"])
 
 
 def test_the_content_of_a_hellaswag_file_counts_and_its_path_does_not(tmp_path: Path) -> None:

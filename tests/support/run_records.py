@@ -40,7 +40,13 @@ GONE = replace(this_process(), started="1")  # this machine, a process that is n
 FACTS: dict[str, dict[str, Any]] = {
     "tokenize": {"tokens": 8_000_000, "train_tokens": 6_000_000, "val_tokens": 2_000_000, "shards": {}},
     "train": {"steps": 200, "train/loss": 2.4, "val/loss": 2.5, "perf/tokens_per_second": 4321.0},
-    "evaluate": {"val/loss": 2.45678, "eval/hellaswag_acc_norm": 0.2945, "sample": "def [bold]f(x):\n\x1b[2J"},
+    "evaluate": {
+        "val/loss": 2.45678,
+        "val/bits_per_byte": 1.02348,
+        "eval/hellaswag_acc_norm": 0.2945,
+        "eval/core": 0.11394,
+        "sample": "def [bold]f(x):\n\x1b[2J",
+    },
     "export": {"parameters": 7},
 }
 

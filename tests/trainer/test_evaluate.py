@@ -11,7 +11,7 @@ from tiny_models import model_of
 
 from trainer.config import ModelConfig
 from trainer.data import TokenData
-from trainer.evaluate import validation_loss
+from trainer.evaluate import validation, validation_loss
 from trainer.model import GPT
 from trainer.parallel import World
 from trainer.sample import generate
@@ -49,6 +49,26 @@ def naive_loss(model: GPT, tokens: list[np.ndarray], windows: int) -> float:
 
 def read_all(data: TokenData, folder: Path) -> list[np.ndarray]:
     return [np.frombuffer((folder / s.name).read_bytes()[1024:], dtype="<u2") for s in data.shards]
+
+
+def test_bits_per_byte_are_the_mean_over_bytes_of_text_without_special_tokens(tmp_path: Path) -> None:
+    data, model = val_data(tmp_path, [100, 0, 16, 150]), model_of(SMALL)
+    sizes = torch.arange(SMALL.vocab_size) % 5
+    bits, count = 0.0, 0
+    for shard in read_all(data, tmp_path):
+        for start in range(0, len(shard) - SMALL.block_size, SMALL.block_size):
+            window = torch.from_numpy(shard[start : start + SMALL.block_size + 1].astype(np.int64))
+            with torch.no_grad():
+                log_p = model(window[None, :-1])[0].double().log_softmax(-1)
+            for t, target in enumerate(window[1:].tolist()):
+                if size := int(sizes[target]):
+                    bits -= log_p[t, target].item() / np.log(2)
+                    count += size
+    for batch_size in (1, 4, 64):
+        loss, bits_per_byte = validation(model.losses, data, 10**9, batch_size, ALONE, sizes)
+        assert bits_per_byte == pytest.approx(bits / count, rel=1e-6)
+        assert loss == pytest.approx(validation_loss(model.loss, data, 10**9, batch_size, ALONE), rel=1e-6)
+    assert validation(model.losses, data, 10**9, 4, ALONE, 0 * sizes)[1] == np.inf
 
 
 @pytest.mark.parametrize(("max_tokens", "windows"), [(10**9, 15), (16 * 7, 7), (16 * 7 + 15, 7), (1, 1)])

@@ -13,7 +13,7 @@ const STATES = {
 const stateOf = (a) => (a.waited ? "waiting" : a.state);
 const PHASES = {  // in this order: color and meaning
   train: ["train", "steps that count"],
-  evaluate: ["evaluate", "val loss and HellaSwag"],
+  evaluate: ["evaluate", "val loss, HellaSwag and CORE"],
   tokenize: ["evaluate", "text to tokens"],
   export: ["evaluate", "write the Hugging Face checkpoint"],
   checkpoint: ["save", "training waits for a checkpoint"],

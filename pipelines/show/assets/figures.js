@@ -157,6 +157,7 @@ const LINES = {
   "train/loss": { text: score },
   "val/loss": { text: score, rings: true },
   "eval/hellaswag_acc_norm": { text: score, rings: true, floor: 0.25 },  // the result of guessing
+  "eval/core": { text: score, rings: true, floor: 0 },
   "perf/tokens_per_second": { text: full, fromZero: true, end: short },
   "perf/mfu": { text: percent, fromZero: true, tick: (y) => percent(y).replace(".0%", "%") },
   "train/lr": { text: (y) => y.toExponential(2), fromZero: true, whole: true, tick: (y) => y && y.toExponential(0) },

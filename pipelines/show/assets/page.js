@@ -42,8 +42,12 @@ function tiles(run) {
   const price = has(rate) ? `${dollars(rate)} per billion tokens` : "";
   const waits = run.attempts.some((a) => a.waited) ? ", without waits for spot" : "";
   const tiles = [
-    ["val loss", score(run.val_loss), has(run.train_loss) ? `train ${score(run.train_loss)}` : ""],
+    ["val loss", score(run.val_loss), [
+      has(run.bits_per_byte) && `${score(run.bits_per_byte)} bits per byte`,
+      has(run.train_loss) && `train ${score(run.train_loss)}`,
+    ].filter(Boolean).join(", ")],
     has(run.hellaswag) && ["HellaSwag", score(run.hellaswag), "acc_norm"],
+    has(run.core) && ["CORE", score(run.core), "22 tasks, centred"],
     ["tokens", short(run.tokens), plural(run.steps, "step")],
     has(run.tokens_per_second) &&
       ["tokens/s", short(run.tokens_per_second), has(run.mfu) ? `MFU ${percent(run.mfu)}` : "median of steps"],
@@ -170,6 +174,12 @@ function training() {
     unnamedOf(drawn),
     caveats(),
   ];
+  const core = (drawn) => [
+    "CORE: the mean centred accuracy of DCLM's 22 tasks; guessing gets 0. Rings: during training; diamond: the final evaluation.",
+    usesReferences() && " Dotted: GPT-2 as measured by nanochat.",
+    unnamedOf(drawn),
+    caveats(),
+  ];
   const small = [
     ["perf/tokens_per_second", "Throughput, tokens per second", "Tokens per second of each step, over all GPUs."],
     ["perf/mfu", "Model FLOPs utilization", `${page.mfu}.`],
@@ -182,6 +192,7 @@ function training() {
       lineFigure({ metrics: ["train/loss", "val/loss"], tall: true, title: "Loss, nats per token", caption: loss }),
     any("eval/hellaswag_acc_norm") &&
       lineFigure({ metrics: ["eval/hellaswag_acc_norm"], title: "HellaSwag accuracy", caption: hellaswag }),
+    any("eval/core") && lineFigure({ metrics: ["eval/core"], title: "CORE", caption: core }),
     el("div", { class: "several" },
       small.map(([metric, title, text]) => lineFigure({ metrics: [metric], title, caption: () => [text] }))),
   ];

@@ -9,7 +9,10 @@ from pipelines.recipe import Recipe
 from pipelines.tracking.records import Progress
 from pipelines.tracking.runs import Run
 
-RESULTS = ("train/loss", "val/loss", "eval/hellaswag_acc_norm", "perf/tokens_per_second")
+RESULTS = (
+    *("train/loss", "val/loss", "val/bits_per_byte", "eval/hellaswag_acc_norm", "eval/core"),
+    "perf/tokens_per_second",
+)
 
 
 def parent_params(recipe: Recipe) -> dict[str, Any]:

@@ -1,0 +1,36 @@
+"""The measures of an evaluation while a run trains."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from core_bundle import make_bundle
+from tiny_models import model_of
+
+from pipelines.recipe import load_recipe
+from pipelines.stages.measures import evaluation_in_training
+from pipelines.text.tokenizer import token_bytes, tokenizer
+from trainer.core import TASKS
+from trainer.parallel import World
+
+ALONE = World(0, 0, 1, torch.device("cpu"))
+
+
+def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path) -> None:
+    changes = [f"evaluate.core={make_bundle(tmp_path / 'bundle')}", "evaluate.every=10", "tokens.tokenizer=bytes"]
+    recipe = load_recipe("smoke", changes)
+    evaluation = evaluation_in_training(recipe, tmp_path / "cache", ALONE)
+    assert evaluation
+    model = model_of(recipe.model.model_copy(update={"n_layer": 1, "vocab_size": 257}))
+    checks: list[int] = []
+    scores = evaluation.scores(model, ALONE, lambda: checks.append(1))
+    assert set(scores) == {"eval/core", *(f"core/{task}" for task in TASKS)} and len(checks) >= 22
+    assert scores["eval/core"] == pytest.approx(sum(scores[f"core/{task}"] for task in TASKS) / 22)
+
+
+def test_tokens_have_the_bytes_of_their_text_and_end_of_text_has_none(shared_data: Path) -> None:
+    for name in ("bytes", "gpt2"):
+        encoding = tokenizer(name)
+        sizes, text = token_bytes(encoding), "don't Größe 東京 \n\n 12"
+        assert sum(sizes[i] for i in encoding.encode_ordinary(text)) == len(text.encode())
+        assert sizes[encoding.eot_token] == 0 and len(sizes) == encoding.n_vocab and sizes.count(0) == 1
