@@ -34,6 +34,7 @@ from pipelines.verbs.report import report
 from pipelines.verbs.resume import resume
 from pipelines.verbs.run import run
 from pipelines.verbs.sample import sample
+from pipelines.verbs.shards import shards_app
 from pipelines.verbs.status import status
 from pipelines.verbs.stop import stop
 from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
@@ -43,9 +44,8 @@ GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --hel
     "Run": (run, plan, recipes),
     "Look": (report, status, logs, sample, pull),
     "Cloud": (launch, resume, stop, down, orphans, image_app),
-    "Tools": (doctor, bench, drill, gc),
+    "Tools": (doctor, bench, shards_app, drill, gc),
 }
-IMAGE = "image"
 
 
 class Verb(TyperCommand):
@@ -73,7 +73,7 @@ class Verbs(WholeHelp):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for group, verbs in GROUPS.items():
             with formatter.section(group):
-                names = (IMAGE if isinstance(verb, typer.Typer) else verb.__name__ for verb in verbs)
+                names = (str(verb.info.name) if isinstance(verb, typer.Typer) else verb.__name__ for verb in verbs)
                 self.list_verbs(ctx, formatter, names)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ app = typer.Typer(
 for verbs in GROUPS.values():
     for verb in verbs:
         if isinstance(verb, typer.Typer):
-            app.add_typer(verb, name=IMAGE)
+            app.add_typer(verb)
         else:
             app.command(cls=Verb)(verb)
 

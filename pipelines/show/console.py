@@ -32,7 +32,7 @@ CARD_COLUMNS = 100  # the width of text that has a choice
 COMMANDS = {
     "skytrain": (
         *("run", "plan", "recipes", "report", "status", "logs", "sample", "pull", "launch", "resume", "stop", "down"),
-        *("orphans", "image", "doctor", "bench", "drill", "gc", "--help"),
+        *("orphans", "image", "doctor", "bench", "shards", "drill", "gc", "--help"),
     ),
     "sky": ("api", "check", "down", "jobs", "logs", "queue", "show-gpus", "status", "stop"),
     "mlflow": ("ui",),

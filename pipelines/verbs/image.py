@@ -8,7 +8,9 @@ import typer
 from pipelines.verbs.options import WholeHelp, home, one_of
 from trainer.errors import UserError
 
-image_app = typer.Typer(cls=WholeHelp, help="The container image: build, push, check.", no_args_is_help=True)
+image_app = typer.Typer(
+    name="image", cls=WholeHelp, help="The container image: build, push, check.", no_args_is_help=True
+)
 
 Target = Annotated[str, typer.Option("--target", help="runtime (GPUs), cpu, or skypilot.")]
 BuildFile = Annotated[

@@ -1,0 +1,106 @@
+"""Promises of `skytrain shards`: what shards hold, and every way in which they cannot be trained on."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+from pipelines.text.tokenizer import tokenizer
+from pipelines.verbs.shards import inspect, verify
+from trainer.errors import UserError
+from trainer.shards import write_shard
+from trainer.store import sha256_of
+
+TEXTS = ["one", "a second document", "one", "x" * 30, "the last one goes on"]
+
+
+def write(path: Path, ids: list[int]) -> Path:
+    write_shard(path, np.array(ids, dtype=np.uint16))
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Five documents in two shards; the last one lies in both."""
+    encoding = tokenizer("bytes")
+    ids = [i for text in TEXTS for i in (encoding.eot_token, *encoding.encode_ordinary(text))]
+    write(tmp_path / "train_000000.bin", ids[:-8])
+    write(tmp_path / "train_000001.bin", ids[-8:])
+    return tmp_path
+
+
+def test_inspect_counts_tokens_documents_duplicates_and_lengths(
+    shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect([shards], "bytes", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    first, second = found["shards"]
+    assert (found["documents"], found["duplicates"]) == (5, 1)
+    assert found["tokens"] == sum(map(len, TEXTS)) + len(TEXTS) == first["tokens"] + second["tokens"]
+    assert first["begins_with"].startswith("one") and not first["begins_inside"]
+    assert second["begins_inside"] and second["documents"] == 0
+    assert found["lengths"] == {"0 to 15": 3, "16 to 63": 2} | {k: 0 for k in list(found["lengths"])[2:]}
+    assert found["longest"] == 31
+    inspect([shards], "bytes")
+    shown = capsys.readouterr().out
+    assert "5 documents, 1 of them again (20.00%)" in shown and "train_000001.bin" in shown
+
+
+def test_sound_shards_are_verified_with_and_without_a_manifest(
+    shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = shards / "train_000000.bin"
+    verify([first], "bytes")
+    (shards / "MANIFEST.json").write_text(json.dumps({"files": [{"name": first.name, "sha256": sha256_of(first)}]}))
+    verify([first], "bytes")
+    assert capsys.readouterr().out == "sound: 1 shard(s)\n" * 2
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("truncated", "its header requires"),
+        ("no shard", "not a token shard"),
+        ("id", "2 ids outside the 257 of the tokenizer, the first 300 at token 1"),
+        ("no document", "no document begins here: no token 256"),
+        ("sha256", "its sha256 is not that of MANIFEST.json"),
+        ("unknown", "MANIFEST.json does not name it"),
+    ],
+)
+def test_a_wrong_shard_is_named_with_its_fault_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, message: str
+) -> None:
+    path = write(tmp_path / "train_000000.bin", [256, 65, 66])
+    manifest = {"name": path.name, "sha256": "0" * 64}
+    match fault:
+        case "truncated":
+            path.write_bytes(path.read_bytes()[:-1])
+        case "no shard":
+            path.write_bytes(b"text")
+        case "id":
+            write(path, [256, 300, 65, 301])
+        case "no document":
+            write(path, [65, 66])
+        case "sha256":
+            (tmp_path / "MANIFEST.json").write_text(json.dumps({"files": [manifest]}))
+        case "unknown":
+            (tmp_path / "MANIFEST.json").write_text(json.dumps({"files": []}))
+    with pytest.raises(typer.Exit) as ended:
+        verify([path], "bytes")
+    shown = capsys.readouterr().out
+    assert ended.value.exit_code == 1
+    assert message in " ".join(shown.split()) and path.name in "".join(shown.split())
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_path_without_shards_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="name a shard, or a folder with shards"):
+        verify([tmp_path / name], "bytes")
+
+
+def test_a_manifest_that_cannot_be_read_is_refused(shards: Path) -> None:
+    (shards / "MANIFEST.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="MANIFEST.json: not a manifest"):
+        verify([shards], "bytes")
