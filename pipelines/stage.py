@@ -385,18 +385,35 @@ class Pipeline:
             failpoint(f"manifest-{stage}")
             attempt.check()
             manifest = commit(self.store, self._manifest(plan, attempt, built))
-        except BaseException as error:
+        except BaseException as raised:
+            error = self._counted(attempt, raised)
             interrupted = isinstance(error, Interrupted | StaleAttempt | KeyboardInterrupt)
             if not isinstance(error, StaleAttempt):
                 attempt.update(state=state_after(error))
             if interrupted and self.stop.reason:
                 attempt.report(notice=self.stop.reason)
             self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         attempt.update(state="done")
         # With the scratch of earlier attempts on this machine. A folder that stays must not fail a finished stage.
         shutil.rmtree(work.folder.parent, ignore_errors=True)
         return manifest
+
+    def _counted(self, attempt: Attempt, error: BaseException) -> BaseException:
+        """The exception that ends an attempt. The death of a worker's command, which only interrupts the head, counts
+        among the deaths of the run; the shell of SkyPilot's task reports it."""
+        if type(error) is not Interrupted or not self.head or not self.billing.machine.cluster:
+            return error
+        cause = self.head.death_of_command()
+        if cause is None:
+            return error
+        attempt.report(killed=cause)
+        try:
+            return after_death(self.store, attempt.prefix, attempt.number, cause)
+        except (OSError, UserError):  # the store does not answer: uncounted
+            return error
 
     def _manifest(self, plan: ArtifactPlan, attempt: Attempt, built: Built) -> Manifest:
         return Manifest(

@@ -30,6 +30,7 @@ class NodeConnection:
 
     def __init__(self, socket: Socket, received: Callable[[Message], None]) -> None:
         self.gone = threading.Event()
+        self.broken = False  # the other end has closed it, or is no node; else it was silent
         self._socket, self._received = socket, received
         self._sending = threading.Lock()
         self._thread = threading.Thread(target=self._receive, daemon=True, name="connection")
@@ -59,7 +60,7 @@ class NodeConnection:
                     last_sent = time.monotonic()
                     self.send(KeepAlive())
         except CONNECTION_ERRORS:
-            pass  # `gone` reports it
+            self.broken = True
         finally:
             self.gone.set()
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Listener
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, free_port
 from pipelines.nodes.connection import CONNECTION_ERRORS, SILENT_SECONDS, NodeConnection, Socket, listen, receive
 from pipelines.nodes.messages import (
+    CommandDied,
     End,
     Hello,
     MakeParts,
@@ -32,6 +33,7 @@ from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError
 from trainer.process import Background, StopSignal
 
 LEAVE_SECONDS = 10.0  # for the workers to receive the end
+DEATH_SECONDS = 15.0  # for the shell of a worker to report the death of its command: a start of Python, and the store
 EXIT_SECONDS = 5.0  # for their processes to end
 
 
@@ -51,6 +53,7 @@ class Head:
         self._round = 0
         self._results: dict[int, NodeResult] = {}  # of this round, by node
         self._progress: dict[int, PartsProgress] = {}  # of this round, by node
+        self._deaths: dict[int, str] = {}  # of commands: the cause, by node
         self._trained = False
         self._listener: Listener | None = None
 
@@ -122,6 +125,16 @@ class Head:
         """The nodes that were connected and are gone."""
         return sorted(node for node, connection in list(self.connections.items()) if connection.gone.is_set())
 
+    def death_of_command(self) -> str | None:
+        """The cause, if a signal has ended the command of a worker that is gone. Waits for the report of its shell; a
+        machine that was lost is silent, and reports nothing."""
+        deadline = time.monotonic() + DEATH_SECONDS
+        while not self._deaths and time.monotonic() < deadline:
+            if not any(self.connections[node].broken for node in self.lost_nodes()):
+                break
+            time.sleep(0.05)
+        return next(iter(self._deaths.values()), None)
+
     def has_failed(self) -> bool:
         """Whether the ranks of another node cannot continue."""
         return bool(self.lost_nodes()) or any(result.kind for result in self._results.values())
@@ -165,6 +178,9 @@ class Head:
             hello = receive(socket, SILENT_SECONDS)
         except CONNECTION_ERRORS:
             hello = None
+        if isinstance(hello, CommandDied) and hello.run == self._run:
+            self._deaths[hello.node] = hello.cause
+            NodeConnection(socket, lambda message: None).send(End(EXIT_DONE, "counted"))
         if not isinstance(hello, Hello):
             return socket.close()
         node = hello.node

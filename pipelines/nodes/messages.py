@@ -1,7 +1,8 @@
 """The messages between the head and the workers, one JSON object each.
 
 A worker sends Hello first, then PartsProgress, WorkDone and StopNotice. The head sends MakeParts, StoreKept,
-StartRanks, Trained and End. Both send KeepAlive.
+StartRanks, Trained and End. Both send KeepAlive. The shell of a worker whose command a signal has ended sends
+CommandDied.
 """
 
 import json
@@ -25,6 +26,15 @@ class Hello:
     node: int
     run: str
     processes: int
+
+
+@dataclass(frozen=True)
+class CommandDied:
+    """A signal ended the command of a worker."""
+
+    node: int
+    run: str
+    cause: str
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,19 @@ class End:
     reason: str
 
 
-Message = KeepAlive | Hello | PartsProgress | WorkDone | StopNotice | MakeParts | StoreKept | StartRanks | Trained | End
+Message = (
+    KeepAlive
+    | Hello
+    | CommandDied
+    | PartsProgress
+    | WorkDone
+    | StopNotice
+    | MakeParts
+    | StoreKept
+    | StartRanks
+    | Trained
+    | End
+)
 
 
 def message_to_json(message: Message) -> bytes:
@@ -91,6 +113,8 @@ def message_to_json(message: Message) -> bytes:
             values: dict[str, object] = {"beat": True}
         case Hello():
             values = asdict(message)
+        case CommandDied(node, run, cause):
+            values = {"died": node, "run": run, "cause": cause}
         case PartsProgress(stored, new):
             values = {"there": stored, "new": new}
         case WorkDone(round_, result):
@@ -117,6 +141,8 @@ def message_from_json(body: bytes) -> Message:
             return KeepAlive()
         case {"node": int(node), "run": str(run), "processes": int(processes)}:
             return Hello(node, run, processes)
+        case {"died": int(node), "run": str(run), "cause": str(cause)}:
+            return CommandDied(node, run, cause)
         case {"there": int(stored), "new": int(new)}:
             return PartsProgress(stored, new)
         case {"ended": int(round_), "node": int(node), "kind": str() | None as kind, "words": str(message)}:

@@ -5,16 +5,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Client
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch, upload
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
-from pipelines.nodes.connection import NodeConnection, connect_to_head
+from pipelines.nodes.connection import CONNECTION_ERRORS, SILENT_SECONDS, NodeConnection, connect_to_head, receive
 from pipelines.nodes.kept import forget_kept, kept_store, store_held_files
 from pipelines.nodes.messages import (
+    CommandDied,
     End,
     Hello,
     MakeParts,
@@ -24,6 +27,7 @@ from pipelines.nodes.messages import (
     StoreKept,
     Trained,
     WorkDone,
+    message_to_json,
 )
 from pipelines.nodes.ranks import kill_ranks, result_of_ranks, start_torchrun, wait_for_orphans
 from pipelines.nodes.results import NodeResult, kind_and_message
@@ -96,6 +100,16 @@ def run_worker(
     if not all_made():
         raise Interrupted(reason)
     return 0
+
+
+def report_death(address: NodeAddress, run: str, cause: str) -> bool:
+    """Tell the head, which is about to leave, that a signal ended this node's command. Whether the head counts it."""
+    with suppress(*CONNECTION_ERRORS):
+        socket = Client((address.head, address.port))
+        with closing(socket):
+            socket.send_bytes(message_to_json(CommandDied(address.rank, run, cause)))
+            return receive(socket, SILENT_SECONDS) is not None
+    return False
 
 
 @dataclass

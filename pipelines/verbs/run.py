@@ -31,11 +31,14 @@ from trainer.errors import EXIT_FAILED, Interrupted, Stopped, StoreUnavailable, 
 if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
     from pipelines.cloud.budget import Budget
+    from pipelines.nodes.address import NodeAddress
     from pipelines.recipe import Recipe
     from pipelines.screen import Screen
     from pipelines.stage import Pipeline
     from trainer.process import StopSignal
     from trainer.store import Store
+
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # to stop; a death by one is no crash
 
 
 def run(
@@ -87,6 +90,8 @@ def run(
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
     loaded, plans = load(recipe, set_ or [], opened, unless_stopped and exited is None)
     if exited:
+        if node.rank and head_counts_death(exited - 128, node, run_name(plans)):
+            sys.exit(0)  # the head's exit code counts
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     writable_home()
     if not unless_stopped:  # a managed job: its user has seen the plan
@@ -158,6 +163,15 @@ def refuse_a_long_run(
         )
 
 
+def head_counts_death(number: int, node: "NodeAddress", run: str) -> bool:
+    """Whether the head, which detects that this worker is gone, counts the death of its command by this signal."""
+    from pipelines.nodes.torchrun import signal_name
+    from pipelines.nodes.worker import report_death
+
+    cause = f"the command of node {node.rank} was killed by {signal_name(number)}"
+    return number not in REQUESTS and report_death(node, run, cause)
+
+
 def after_signal(
     number: int,
     store: "Store",
@@ -175,7 +189,7 @@ def after_signal(
     from pipelines.tracking.stop_request import read_stop_request
 
     cause = f"the run's command was killed by {signal_name(number)}"
-    if this_node().rank or number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    if this_node().rank or number in REQUESTS:
         return Interrupted(cause)  # the head detects that this node is gone; the others ask for a stop
     ending = record_death(store, plans, until, billing_here(price_per_hour), cause)
     let_workers_exit_first(this_node())

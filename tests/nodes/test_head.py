@@ -17,6 +17,7 @@ from pipelines.nodes.connection import connect_to_head
 from pipelines.nodes.head import Head
 from pipelines.nodes.messages import End, MakeParts, Message, StartRanks, StopNotice, Trained, WorkDone
 from pipelines.nodes.results import NodeResult, kind_and_message
+from pipelines.nodes.worker import report_death
 from pipelines.text.parts import PartsProgress
 from trainer.errors import Interrupted, UserError
 from trainer.process import StopSignal
@@ -150,3 +151,24 @@ def test_nobody_waits_forever(
     with pytest.raises(UserError, match=r"node 1 of 3 did not connect within 0 s; .*let them reach"):
         head.wait_for_workers(1)
     assert connect_to_head(NodeAddress(1, 2, LOOPBACK, free_ports(1)[0]), stop) is None
+
+
+def test_the_death_of_a_workers_command_reaches_the_head_that_still_waits_for_its_cause(
+    head: Head, address: NodeAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "DEATH_SECONDS", 0.2)
+    one, two = call(head, 1), call(head, 2)
+    head.wait_for_workers(4)
+    assert head.death_of_command() is None  # nobody is gone
+    one.close()
+    wait_for(head.lost_nodes)
+    assert head.death_of_command() is None  # its shell reports nothing
+    shell = NodeAddress(1, 3, address.head, address.port)
+    assert not report_death(shell, "another-run", "killed by SIGKILL")
+    assert report_death(shell, "tiny-0123", "killed by SIGKILL")
+    assert head.death_of_command() == "killed by SIGKILL"
+    two.close()
+
+
+def test_a_death_that_no_head_hears_of_is_not_counted(address: NodeAddress) -> None:
+    assert not report_death(address, "tiny-0123", "killed by SIGKILL")

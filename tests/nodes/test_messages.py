@@ -7,6 +7,7 @@ import pytest
 from node_ends import spec
 
 from pipelines.nodes.messages import (
+    CommandDied,
     End,
     Hello,
     KeepAlive,
@@ -30,6 +31,7 @@ from trainer.commits import FileReceipt
     [
         (KeepAlive(), {"beat": True}),
         (Hello(1, "tiny-0123", 4), {"node": 1, "run": "tiny-0123", "processes": 4}),
+        (CommandDied(1, "tiny-0123", "killed"), {"died": 1, "run": "tiny-0123", "cause": "killed"}),
         (PartsProgress(500, 100), {"there": 500, "new": 100}),
         (WorkDone(2, NodeResult(1)), {"ended": 2, "node": 1, "kind": None, "words": ""}),
         (WorkDone(2, NodeResult(1, "mistake", "no")), {"ended": 2, "node": 1, "kind": "mistake", "words": "no"}),

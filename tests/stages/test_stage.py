@@ -19,6 +19,7 @@ import pytest
 
 from pipelines import stage
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, Manifest, commit, find, read_manifest
+from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import STAGES, Built, Pipeline, Work, provenance
@@ -27,7 +28,7 @@ from pipelines.tracking.ledger import attempts, claim, seconds_between_failures,
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.tracking.runs import Summary
-from trainer.errors import Interrupted, Stopped, StoreUnavailable, UserError
+from trainer.errors import Died, Interrupted, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal
 from trainer.store import LocalStore, Store
 
@@ -591,3 +592,30 @@ def test_provenance_has_the_code_and_the_versions(monkeypatch: pytest.MonkeyPatc
 
 def test_every_stage_has_a_folder_of_its_own() -> None:
     assert tuple(FOLDERS) == STAGES and len(set(FOLDERS.values())) == len(STAGES)
+
+
+def test_a_run_whose_workers_command_dies_again_and_again_without_a_commit_ends(
+    stages: StandIns, store: LocalStore, tmp_path: Path
+) -> None:
+    class HeadOfTheDead(Head):
+        def __init__(self) -> None:
+            pass
+
+        def death_of_command(self) -> str | None:
+            return "the command of node 1 was killed by SIGKILL"
+
+    stages.builds["tokenize"] = raising(Interrupted("node 1 is gone"))
+
+    def attempt_at(billing: Billing) -> BaseException:
+        made = pipeline(store, tmp_path)
+        made.head, made.billing = HeadOfTheDead(), billing
+        with pytest.raises((Interrupted, Died)) as ended:
+            made.execute("tokenize")
+        return ended.value
+
+    own, rented = Billing(1.0), Billing(1.0, machine=Machine(cluster="train-1"))
+    assert [str(attempt_at(own)) for _ in range(2)] == ["node 1 is gone"] * 2  # no shell of ours reports there
+    endings = [attempt_at(rented) for _ in range(4)]
+    assert [type(one) for one in endings] == [Interrupted] * 3 + [Died]
+    assert {str(one).partition(";")[0] for one in endings} == {"the command of node 1 was killed by SIGKILL"}
+    assert states(store) == ["interrupted"] * 5 + ["failed"]
