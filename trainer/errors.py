@@ -14,6 +14,8 @@ EXIT_STOPPED = 76  # nothing restarts the run automatically
 
 SHOWN_CHARACTERS = 200  # of a user's value in a message
 FULL = "no space left on the disk; free some space, or choose another folder"
+# Errors of a path that the user named, or of a folder that belongs to somebody else.
+UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
 
 
 class UserError(ValueError):
@@ -88,6 +90,9 @@ def ending_of(error: BaseException) -> Ending | None:
             return Ending(EXIT_INTERRUPTED, f"interrupted{reason}: run the same command to resume")
         case OSError() if is_full(error):
             return Ending(EXIT_MISTAKE, f"error: {error.filename or 'disk'}: {FULL}")
+        case OSError() if error.errno in UNUSABLE and error.filename:
+            path = cut(str(error.filename))
+            return Ending(EXIT_MISTAKE, f"error: {path}: {error.strerror}; correct its permissions, or name another")
     return None
 
 

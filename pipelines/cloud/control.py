@@ -407,10 +407,10 @@ def why_idle(task: TaskStatus, runs: RunsOfStores, since: float, now: float) -> 
         if isinstance(found, str):
             return f"nothing shows whether its run works, because its store can't be read ({found})"
         run = found.get(task.run)
-        if run is None and task.run in runs.unreadable:
-            return f"nothing shows whether its run works ({runs.unreadable[task.run]})"
-        if run is None:
+        if run is None and task.run not in runs.unreadable:
             return f"its run is not in its store {task.store}"
+    if run is None and task.run in runs.unreadable:
+        return f"nothing shows whether its run works ({runs.unreadable[task.run]})"
     return idle_reason(run, since, now) if run else None
 
 

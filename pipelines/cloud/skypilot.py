@@ -3,6 +3,7 @@
 Importing SkyPilot takes about 4 s, so every function imports it itself.
 """
 
+import io
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -263,11 +264,11 @@ def cancel_jobs(ids: Iterable[int]) -> None:
     sdk.get(jobs.cancel(job_ids=list(ids)))
 
 
-def tail_logs(job: int, follow: bool) -> int:
-    """Print a job's log. Returns the exit code of SkyPilot's client."""
+def tail_logs(job: int, follow: bool, output: io.TextIOBase) -> int:
+    """Write a job's log to `output`, line by line. Returns the exit code of SkyPilot's client."""
     from sky import jobs
 
-    return int(jobs.tail_logs(job_id=job, follow=follow) or 0)
+    return int(jobs.tail_logs(job_id=job, follow=follow, output_stream=output) or 0)
 
 
 # Clusters

@@ -5,6 +5,7 @@ a store that others can write to. Its commands get the path that this shell need
 and a user whose PATH has no skytrain reads `.venv/bin/skytrain status RUN`.
 """
 
+import io
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 LINE_SECONDS = 10.0  # between two lines of the same bar in a log
+COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,40}m)")
 CARD_COLUMNS = 100  # the width of text that has a choice
 
 # The commands that messages name: programs of this Python environment, with the first words that make them a command.
@@ -231,6 +233,20 @@ def number(value: Any) -> str:
 def cell(text: str) -> str:
     """Text from the store in a table: on one line, and without markup."""
     return escape(printable(text).replace("\n", "·"))
+
+
+class JobLog(io.TextIOBase):
+    """Standard output for the log of a job. Of all control sequences only colours pass (SGR), and the carriage return
+    of progress bars."""
+
+    def write(self, text: str) -> int:
+        parts = COLOUR.split(text)  # every second one is a colour
+        clean = (part if at % 2 else "\r".join(map(printable, part.split("\r"))) for at, part in enumerate(parts))
+        sys.stdout.write("".join(clean) + "\x1b[0m" * (len(parts) > 1 and text.endswith("\n")))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
 
 
 def printable(text: str) -> str:

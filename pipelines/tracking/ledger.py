@@ -60,13 +60,15 @@ class Meter:
         """The end of the last bill, and the phase that began then. UserError for a damaged file."""
         if self.path is None or not self.path.exists():
             return None
+        if self.path.is_dir():
+            raise UserError(f"SKYTRAIN_METER: {self.path}: is a folder; name a file")
         try:
             fields = self.path.read_text().split()
             since = float(fields[0])
             if not 0.0 <= since < math.inf:  # nor NaN, with which every sum of the bill would be NaN
                 raise ValueError(fields[0])
             return since, fields[1] if len(fields) > 1 else "provision"
-        except (ValueError, IndexError, IsADirectoryError) as error:
+        except (ValueError, IndexError) as error:
             raise UserError(f"SKYTRAIN_METER: {self.path}: holds no unix seconds; remove it") from error
 
     def forward(self, time: float, phase: str) -> None:

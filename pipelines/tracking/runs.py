@@ -278,9 +278,10 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
     earlier: dict[str, list[str]] = {}
     try:
         before = read_record(store, run)
-    except DamagedRecord:
-        before = None  # this start writes it again, as the message advises
+    except DamagedRecord:  # this start writes it again, as the message advises
+        before = found_again(store, run, recipe, plans)
     if before:
+        earlier = dict(before.earlier)
         for stage, now in prefixes.items():
             known = before.all_prefixes(stage) if stage in before.prefixes else []
             earlier[stage] = [prefix for prefix in known if prefix != now]
@@ -288,6 +289,23 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
     made = RunRecord(run, recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier)
     store.put(key_of(run), made.to_json())
     return made
+
+
+def found_again(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan]) -> RunRecord | None:
+    """What a damaged record held, as far as attempts in the store show it; None if they show nothing."""
+    prefixes: dict[str, str] = {}
+    earlier: dict[str, list[str]] = {}
+    for stage, plan in plans.items():
+        keys = (entry.key.split("/") for entry in store.entries(f"{FOLDERS[stage]}/{plan.label}-"))
+        known = {"/".join(parts[:2]) for parts in keys if len(parts) > 2}
+        beats = [beat for prefix in known for beat in read_heartbeats(store, run, prefix)[0]]
+        worked = list(dict.fromkeys(one.prefix for one in sorted(beats, key=lambda one: one.stored or 0.0)))
+        if worked:
+            prefixes[stage] = plan.prefix if plan.prefix in worked else worked[-1]
+            earlier[stage] = [prefix for prefix in worked if prefix != prefixes[stage]]
+    if not prefixes:
+        return None
+    return RunRecord(run, recipe.model_dump(), list(prefixes)[-1], prefixes, 0.0, earlier)
 
 
 def read_record(store: Store, run: str) -> RunRecord | None:

@@ -17,6 +17,7 @@ def logs(
     """Print the log of a launched run's job."""
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.skypilot import reach_api_server, tail_logs
+    from pipelines.show.console import JobLog
     from pipelines.show.findings import print_note_on_stderr
     from trainer.errors import UserError
 
@@ -25,4 +26,4 @@ def logs(
     if not (launched and launched.jobs):
         raise UserError(f"logs: {record.run} was not launched; its ranks' log is SKYTRAIN_HOME/work/**/train.log")
     reach_api_server(print_note_on_stderr)
-    sys.exit(tail_logs(launched.jobs[-1], follow))
+    sys.exit(tail_logs(launched.jobs[-1], follow, JobLog()))

@@ -275,6 +275,22 @@ def test_a_store_that_fails_half_way_leaves_no_orphan_out(store: LocalStore, mon
     assert found == {f"job 8 ({RUN}, train)": doubt, "cluster left": doubt}
 
 
+@pytest.mark.parametrize("kind", ["runs/{run}.json", "{train}/attempts/0001/heartbeat.json"])
+def test_orphans_call_no_machine_of_an_unreadable_run_unused(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    made = recorded(store)
+    key = kind.format(run=RUN, train=made.prefixes["train"])
+    store.put(key, b'{"format": 2}')
+    job = job_record(8, RUN, "RUNNING", time.time() - 7200, "train-8")
+    with_skypilot(monkeypatch, [job], [Cluster("left", RUN, 1, [(time.time() - 7200, None)])])
+    monkeypatch.setattr(control, "open_store", lambda uri: store)
+    found = {one.what: one.why for one in orphans_of(store, time.time())}
+    assert set(found) == {f"job 8 ({RUN}, train)", "cluster left"}
+    for why in found.values():
+        assert why.startswith("nothing shows whether its run works (") and f"{key}: written by a newer skytrain" in why
+
+
 def test_a_run_is_taken_down_by_skypilots_own_record_and_never_below_its_controller(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Values in the terminal: durations, text without control characters, and commands that this shell can run."""
 
 import contextlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,19 @@ from run_records import attempted, done_run
 from typer.main import get_command
 
 from pipelines import cli
+from pipelines.cloud.skypilot import tail_logs
 from pipelines.show.bill import print_bill
-from pipelines.show.console import COMMANDS, TerminalScreen, console, duration, printable, program, say, typeable
+from pipelines.show.console import (
+    COMMANDS,
+    JobLog,
+    TerminalScreen,
+    console,
+    duration,
+    printable,
+    program,
+    say,
+    typeable,
+)
 from pipelines.show.runs import print_runs, print_series
 from pipelines.tracking.records import Machine, Progress
 from pipelines.tracking.runs import Run
@@ -130,3 +142,31 @@ def test_messages_name_commands_with_the_path_that_this_shell_needs(
     assert program("sky") == "./sky"
     monkeypatch.setenv("SKYPILOT_NODE_IPS", "10.0.0.1")  # the log of a rented node is read elsewhere
     assert typeable(message) == message
+
+
+def test_of_a_jobs_log_only_colours_and_progress_bars_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    log = JobLog()
+    hostile = "\x1b]0;title\x07 \x1b[2J \x1b[1;1H \x1b]52;c;cm0=\x1b\\ \x9b2J \x1bc \x08\x08"
+    hostile += " \x1b[?1049h \u202egnp.exe \x1b[6n"
+    print(hostile, file=log, end="")
+    print("\x1b[31mred\x1b[0m \t 50%\r100%\n", file=log, end="")
+    print("\x1b[38;5;200mpink\n", file=log, end="")
+    print("half \x1b", file=log, end="")
+    print("[2J whole \x1b[" + "1;" * 99 + "m\n", file=log, end="", flush=True)
+    out = capsys.readouterr().out
+    assert "\x1b[31mred\x1b[0m \t 50%\r100%\n" in out and "\x1b[38;5;200mpink\n\x1b[0m" in out
+    rest = re.sub(r"\x1b\[[0-9;]+m", "", out)
+    assert all(c.isprintable() or c in "\n\t\r" for c in rest)
+    assert "title" in rest and "·[2J" in rest  # what was there stays visible
+
+
+def test_the_logs_of_a_job_pass_the_filter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from sky import jobs
+
+    def print_log(job_id: int, follow: bool, output_stream: Any) -> int:
+        print("\x1b]0;mine\x07step 1 of 2\n", flush=True, end="", file=output_stream)
+        return 100
+
+    monkeypatch.setattr(jobs, "tail_logs", print_log)
+    assert tail_logs(7, True, JobLog()) == 100
+    assert capsys.readouterr().out == "·]0;mine·step 1 of 2\n"

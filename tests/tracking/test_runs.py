@@ -197,6 +197,27 @@ def test_running_its_recipe_mends_a_damaged_record_as_its_message_says(store: Lo
     assert replace(read_run(store, RUN).record, updated=made.updated) == made
 
 
+def test_a_mended_record_has_the_artifacts_that_the_run_worked_on_before(store: LocalStore) -> None:
+    older = PLANS | {s: replace(PLANS[s], identity={"older": s}) for s in ("evaluate", "export")}
+    record(store, RUN, RECIPE, older, "export")
+    made = record(store, RUN, RECIPE, PLANS, "export")
+    for plans in (older, PLANS):
+        for stage, plan in plans.items():
+            put_heartbeat(store, plan.prefix, Heartbeat(RUN, stage, 1, "done", 0.0, 60.0, 1.0))
+    of_another = replace(PLANS["export"], identity={"another": "run"}).prefix
+    put_heartbeat(store, of_another, Heartbeat("another-run", "export", 1, "done", 0.0, 60.0, 1.0))
+    for until in ("export", "train"):
+        store.put(f"runs/{RUN}.json", b"{")
+        assert replace(record(store, RUN, RECIPE, PLANS, until), updated=made.updated) == made
+
+
+def test_a_start_up_to_an_earlier_stage_forgets_no_artifact(store: LocalStore) -> None:
+    record(store, RUN, RECIPE, PLANS | {"export": replace(PLANS["export"], identity={"older": "export"})}, "export")
+    made = record(store, RUN, RECIPE, PLANS, "export")
+    assert len(made.earlier["export"]) == 1
+    assert record(store, RUN, RECIPE, PLANS, "train").earlier == made.earlier
+
+
 def test_records_with_a_field_of_a_newer_skytrain_say_so_and_are_not_called_damaged(store: LocalStore) -> None:
     done_run(store)
     for key in (f"runs/{RUN}.json", f"{TRAIN}/MANIFEST.json", f"{TRAIN}/attempts/0001/heartbeat.json"):

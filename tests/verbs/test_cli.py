@@ -18,6 +18,7 @@ from servers import S3Account
 from typer.main import get_command
 
 from pipelines import cli
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest
 from trainer.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -113,6 +114,93 @@ def test_a_home_or_meter_of_the_wrong_kind_is_named_in_one_line(folder: Path) ->
         done = skytrain(folder, "run", "tiny.yaml", "--store", "store", **{name: value})
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert done.stderr.startswith(f"error: {name}: ") and len(done.stderr) < 300
+
+
+WITHOUT_ROOT = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # root reads and writes what it may not
+
+
+@pytest.fixture(scope="session")
+def as_a_user() -> list[str]:
+    """The beginning of a command in which the modes of files count."""
+    if os.geteuid() != 0:
+        return []
+    if subprocess.run([*WITHOUT_ROOT, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("root, and no setpriv that gives its rights up")
+    return WITHOUT_ROOT
+
+
+def test_hostile_input_ends_with_2_and_one_line(folder: Path, as_a_user: list[str]) -> None:
+    def variant(name: str, old: str, new: str) -> str:
+        (folder / name).write_text(TINY.replace(old, new))
+        return name
+
+    (folder / "deep.jsonl").write_text('{"text": ' + "[" * 200_000 + "]" * 200_000 + "}\n")
+    (folder / "large.jsonl").write_text('{"text": "a", "n": ' + "9" * 6000 + "}\n")
+    (folder / "text").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / "text" / name).write_text("hello")
+    (folder / "text" / "b.txt").chmod(0)
+    (folder / "no.yaml").touch(0)
+    full = folder / "store" / "tokens" / "x-12345678" / "a0001"
+    full.mkdir(parents=True)
+    (full / "train_000000.bin").touch()
+    for each in (full, *full.parents[:3]):
+        each.chmod(0o555)
+    (folder / "locked").mkdir(0o500)
+    long = "a" * 300
+    commands = [
+        ["plan", variant("d400.yaml", "max_steps: 2", "max_steps: " + "9" * 400)],
+        ["plan", variant("d6000.yaml", "max_steps: 2", "max_steps: " + "9" * 6000)],
+        ["plan", "tiny.yaml", "--set", "train.max_steps=" + "9" * 6000],
+        ["plan", variant("deep.yaml", "name: tiny", "name: tiny\nx: " + "[" * 3000 + "]" * 3000)],
+        ["plan", variant("deepj.yaml", "python-stdlib", "deep.jsonl")],
+        ["plan", variant("largej.yaml", "python-stdlib", "large.jsonl")],
+        ["plan", "no.yaml"],
+        ["plan", variant("unreadable.yaml", "python-stdlib", "'text/*.txt'")],
+        ["plan", "tiny.yaml", "--store", "~nosuch/x"],
+        ["plan", "tiny.yaml", "--store", long],
+        ["plan", long],
+        ["plan", f"run:{long}"],
+        ["plan", "tiny.yaml", "--set", f"tokens.source={long}.txt"],
+        ["run", "tiny.yaml", "--budget", "9" * 400],
+        ["run", "tiny.yaml", "--store", "locked/store"],
+        ["report", "--store", "store", long],
+        ["gc", "--store", "store", "--older-than-days", "0"],
+    ]
+    done = subprocess.run(
+        [*as_a_user, sys.executable, "-c", SEVERAL, json.dumps(commands)],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    *lines, codes = done.stderr.splitlines()
+    assert codes == f"exit codes {[2] * len(commands)}", done.stderr
+    for command, line in zip(commands, lines, strict=True):
+        assert line.startswith("error: ") and len(line) < 1000, command
+
+
+@pytest.mark.parametrize("kind", ["home", "gc"])
+def test_a_folder_that_may_not_be_written_is_named_in_one_line(folder: Path, as_a_user: list[str], kind: str) -> None:
+    """`gc` of a finished artifact removes a file at once; another one it claims first."""
+    key = "tokens/x-12345678"
+    shut = folder / "locked" if kind == "home" else folder / "store" / key / "a0001"
+    shut.mkdir(parents=True)
+    if kind == "gc":
+        plan = ArtifactPlan("tokenize", "x", {})
+        manifest = Manifest("tokenize", "x", plan.fingerprint, {}, {}, (), {}, {}, "r", 1, 1.0)
+        (folder / "store" / "tokens" / "x-12345678").rename(folder / "store" / plan.prefix)
+        shut = folder / "store" / plan.prefix / "a0001"
+        (shut / "train_000000.bin").touch()
+        (shut.parent / "MANIFEST.json").write_bytes(manifest.to_json())
+    shut.chmod(0o500)
+    arguments = ["run", "tiny.yaml"] if kind == "home" else ["gc", "--store", "store"]
+    env = environment(folder, **({"SKYTRAIN_HOME": str(shut / "x")} if kind == "home" else {}))
+    done = subprocess.run(
+        [*as_a_user, *SKYTRAIN, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(shut) in done.stderr
 
 
 @pytest.mark.parametrize(
