@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pipelines.show.console import columns, console, duration, money
 from pipelines.tracking.account import Account, Cost
-from pipelines.tracking.runs import Summary
+from pipelines.tracking.runs import Passed, Summary
 
 if TYPE_CHECKING:
     from pipelines.stage import Pipeline
@@ -31,7 +31,7 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
     out.print("─" * width)
     out.print(table_of_stages(pipeline, run.account))
     out.print("─" * width)
-    for name, value in card_facts(pipeline, run.summary):
+    for name, value in card_facts(pipeline, run.summary, run.passed):
         lines = textwrap.wrap(value, width - LABEL, break_long_words=False, break_on_hyphens=False)
         for label, line in zip_longest([name], lines, fillvalue=""):
             out.print(f"[bold]{label:{LABEL}}[/]{escape(line)}")
@@ -41,6 +41,17 @@ def print_card(pipeline: "Pipeline", next_commands: Iterable[str]) -> None:
     out.print("[bold]Next[/]")
     for command in next_commands:
         out.print(f"  {escape(command)}")
+
+
+TARGET_NAMES = {"hellaswag": "HellaSwag", "core": "CORE", "val_loss": "val loss"}
+
+
+def passed_text(passed: Passed) -> str:
+    """ "HellaSwag 0.2955 after 9,961,472 tokens (step 19), 3 h 10 min, $12.30"; dollars only of a known price."""
+    cost = passed.cost
+    usd = "" if not cost.usd else f", ${money(cost.usd, cost.unpriced_hours)}"
+    name = f"{TARGET_NAMES[passed.name]} {passed.target:g}"
+    return f"{name} after {passed.tokens:,} tokens (step {passed.step:,}), {duration(3600 * cost.hours)}{usd}"
 
 
 def text_of_sample(facts: Mapping[str, Any]) -> str:
@@ -62,7 +73,7 @@ def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:
     return table
 
 
-def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
+def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = None) -> list[tuple[str, str]]:
     """Labels and values of the card below the table of stages."""
     facts = [("store", pipeline.store.uri)]
     train = pipeline.made.get("train")
@@ -79,6 +90,8 @@ def card_facts(pipeline: "Pipeline", summary: Summary) -> list[tuple[str, str]]:
         facts.append(("HellaSwag", f"{summary.hellaswag_acc_norm:.4f} (completion style, acc_norm)"))
     if summary.core is not None:
         facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
+    if passed:
+        facts.append(("passed", passed_text(passed)))
     order = {phase: i for i, phase in enumerate(PHASES_FIRST)}
     phases = sorted(summary.phases.items(), key=lambda item: order.get(item[0], len(order)))
     facts += [

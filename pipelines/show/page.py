@@ -21,6 +21,7 @@ import yaml
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
+from pipelines.show.card import TARGET_NAMES
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, market_of, merge_waits
@@ -32,6 +33,7 @@ from trainer.metrics import MFU_FORMULA
 from trainer.store import Store
 
 SCRIPTS = ("elements.js", "figures.js", "bill.js", "page.js")  # in this order
+MOST_SAMPLES = 12  # of the evaluations while a run trains, the latest ones
 POINTS = 2000  # most points of a curve: more than the columns of a screen, and 50 KB
 METRICS = (
     "train/loss",
@@ -176,10 +178,11 @@ def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         "attempts": [attempt_data(number, one, account) for number, one in merge_waits(account.attempts)],
         "series": series_data(rows, account),
         "lineage": lineage(record, recipe, made, account),
-        "targets": targets(recipe, size, summary.steps, summary.val_loss, summary.hellaswag_acc_norm, summary.core),
+        "targets": [*stop_targets(run), *targets_of(run, size)],
         "receipt": receipt(recipe, made, account, run.attempts.get("train", [])),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
         "sample": evaluated.facts.get("sample") if evaluated else None,
+        "samples": [(row["step"], row["samples"]) for row in rows if "samples" in row][-MOST_SAMPLES:],
     }
 
 
@@ -382,6 +385,26 @@ def targets(
             if got is not None or recipe.evaluate.core or name == "HellaSwag":
                 met = None if got is None else got >= score
                 rows.append({"what": f"{name} at least GPT-2 {size}'s", "target": score, "got": got, "met": met})
+    return rows
+
+
+def targets_of(run: Run, size: str | None) -> list[dict[str, Any]]:
+    """The targets of `targets`; a training that a target has ended has no number of steps to reach."""
+    summary = run.summary
+    scores = summary.val_loss, summary.hellaswag_acc_norm, summary.core
+    rows = targets(run.recipe, size, summary.steps, *scores)
+    return [row for row in rows if not (run.passed and row["what"] == "steps")]
+
+
+def stop_targets(run: Run) -> list[dict[str, Any]]:
+    """The targets of train.stop_at, and the value that passed one of them."""
+    stop_at, passed = run.recipe.train.stop_at, run.passed
+    rows = []
+    for name, target in stop_at.targets.items() if stop_at else ():
+        bound = "at most" if name == "val_loss" else "at least"
+        got = passed.value if passed and passed.name == name else None
+        what = f"{TARGET_NAMES[name]} {bound} {target:g}, which ends the training"
+        rows.append({"what": what, "target": target, "got": got, "met": True if got is not None else None})
     return rows
 
 

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import Account, StoredHeartbeat, account
+from pipelines.tracking.account import Account, Cost, StoredHeartbeat, account, cost_until
 from pipelines.tracking.clusters import read_intervals, with_cluster_hours
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.records import Heartbeat
 from trainer.commits import series
-from trainer.config import explain, tokens_before
+from trainer.config import TARGETS, explain, tokens_before
 from trainer.errors import UserError, shown
 from trainer.store import Store
 from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, record_in
@@ -87,6 +87,18 @@ class Summary:
     usd_per_billion_tokens: float | None
     updated: float
     faults: list[str]  # unreadable objects
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The first measurement of a run that passed a target of train.stop_at."""
+
+    name: str  # of the target, as in TARGETS
+    target: float
+    value: float
+    step: int
+    tokens: int
+    cost: Cost  # of all stages and attempts until then
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,17 @@ class Run:
         """Tokens of all updates before a step."""
         train = self.recipe.train
         return lambda step: tokens_before(step, train)
+
+    @cached_property
+    def passed(self) -> Passed | None:
+        """When the run passed a target; None if it has none, or not yet."""
+        stop_at = self.recipe.train.stop_at
+        for row in self.series if stop_at else ():
+            assert stop_at
+            if row["step"] and (name := stop_at.passed_by(row)):
+                step, until = row["step"], cost_until(self.account, row["time"])
+                return Passed(name, stop_at.targets[name], row[TARGETS[name]], step, self.tokens_before(step), until)
+        return None
 
     @property
     def last_step(self) -> int:

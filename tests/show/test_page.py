@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
@@ -27,12 +28,24 @@ from pipelines.artifacts.manifest import File, Manifest, key_of
 from pipelines.recipe import load_recipe
 from pipelines.show import live
 from pipelines.show.bill import print_bill
+from pipelines.show.card import passed_text
 from pipelines.show.live import LiveData, LiveServer
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.show.page import REFERENCES, SHAPES, bind, overlay_data, render, run_data, smoothed, targets, thin
+from pipelines.show.page import (
+    REFERENCES,
+    SHAPES,
+    bind,
+    overlay_data,
+    page_data,
+    render,
+    run_data,
+    smoothed,
+    targets,
+    thin,
+)
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.records import Heartbeat, ProcessId, Progress
-from pipelines.tracking.runs import Run, RunRecord, read_runs, record
+from pipelines.tracking.runs import Passed, Run, RunRecord, read_runs, record
 from pipelines.verbs.report import report
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
@@ -54,9 +67,16 @@ def attempted(store: Store, prefix: str, stage: str, number: int, start: float, 
     store.put(f"{prefix}/attempts/{number:04d}/heartbeat.json", beat.to_json())
 
 
-def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool = True, **prices: Any) -> RunRecord:
+def run_in(
+    store: Store,
+    name: str = "quick",
+    steps: int = 400,
+    finished: bool = True,
+    changes: Sequence[str] = (),
+    **prices: Any,
+) -> RunRecord:
     """A run that was killed at step 250, after a commit at step 200, and resumed an hour later."""
-    recipe = load_recipe("smoke", [f"name={name}", *CHANGES])
+    recipe = load_recipe("smoke", [f"name={name}", *CHANGES, *changes])
     plans = plans_of(recipe)
     run, train = run_name(plans), plans["train"].prefix
     for attempt, first, last, start in ((1, 1, 200, NOON), (2, 201, steps, NOON + 3850)):
@@ -69,6 +89,8 @@ def run_in(store: Store, name: str = "quick", steps: int = 400, finished: bool =
                 "train/grad_norm": 1.0,
                 "perf/tokens_per_second": 2048.0,
                 **({"val/loss": 5 * math.exp(-step / 100) + 2.1} if step % 50 == 0 else {}),
+                **({"eval/hellaswag_acc_norm": 0.25 + step / 10_000} if step % 100 == 0 else {}),
+                **({"samples": [f"{HOSTILE} after {step} steps"]} if step % 100 == 0 else {}),
             }
             for step in range(first, last + 1)
         ]
@@ -181,6 +203,23 @@ def test_a_point_lies_at_the_hours_and_dollars_that_were_billed_when_it_was_logg
     # The second attempt did the final step 250; the first one, with its lost work, is on the bill before it.
     # The hour between them is on no bill.
     assert bill[250] == pytest.approx(((250 + 60) / 3600, 3.1), abs=1e-5)
+
+
+def test_a_passed_target_is_told_with_its_tokens_hours_and_dollars(store: LocalStore) -> None:
+    aimed = run_in(store, "aimed", changes=["train.stop_at={val_loss: 3.0}"], price_per_hour=36.0)
+    run = Run(store, aimed)
+    assert run.passed == Passed("val_loss", 3.0, pytest.approx(2.7767, abs=1e-4), 200, 200 * 2048, ANY)
+    assert passed_text(run.passed) == "val loss 3 after 409,600 tokens (step 200), 3 min 30 s, $2.10"
+    first = page_data([run])["runs"][0]["targets"][0]
+    assert (first["what"], first["met"]) == ("val loss at most 3, which ends the training", True)
+    never = Run(store, run_in(store, "never", changes=["train.stop_at={val_loss: 1.0}"]))
+    assert never.passed is None and page_data([never])["runs"][0]["targets"][0]["met"] is None
+
+
+def test_scores_and_samples_of_a_training_are_on_its_page(store: LocalStore) -> None:
+    (data,) = page_data([Run(store, run_in(store))])["runs"]
+    assert data["series"]["eval/hellaswag_acc_norm"]["line"]["step"] == [100, 200, 300, 400]
+    assert [step for step, _ in data["samples"]] == [100, 200, 300, 400]
 
 
 def test_a_run_without_a_known_price_has_hours_and_no_dollars(store: LocalStore) -> None:

@@ -228,6 +228,7 @@ function build() {
   const title = single ? runs[0].name : counted();
   const each = (draw, among = runs) => among.map((run) => [!alone && el("h3", {}, run.name), draw(run)]);
   const worked = runs.filter((run) => run.attempts.length), sampled = runs.filter((run) => run.sample);
+  const learning = runs.filter((run) => run.samples.length);
   document.title = `${title} – skytrain report`;
   redraws.length = figures = clips = 0;
   const main = document.getElementById("page");
@@ -245,6 +246,12 @@ function build() {
     sampled.length > 0 && [
       el("h2", {}, "Sample"), soft("Text of the final weights without a prompt."),
       each((run) => el("pre", {}, run.sample), sampled),
+    ],
+    learning.length > 0 && [
+      el("h2", {}, "Samples while training"), soft("Texts without a prompt, always with the same seeds."),
+      each((run) => run.samples.map(([step, texts], i) => el("details", { open: i === run.samples.length - 1 },
+        el("summary", {}, `After step ${full(step)}, ${short(tokensBefore(run, step))} tokens`),
+        texts.map((text) => el("pre", {}, text)))), learning),
     ],
     el("h2", {}, "Lineage"),
     soft("The inputs of each artifact. A fingerprint is the sha256 of everything that determines an artifact's bytes."), each(lineage),
