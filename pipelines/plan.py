@@ -64,6 +64,9 @@ class RunPlan:
     validations: int = 0  # of the stage train
     val_tokens: int = 0  # of each, at most the held-out text
     val_share: float = 0.0  # of the time of the training
+    evaluations: int = 0  # while it trains
+    evaluation_tokens: int = 0  # of each, an estimate
+    evaluation_share: float = 0.0  # of the time of the training
 
     def to_json(self) -> dict[str, Any]:
         stages = {name: stage.to_json() for name, stage in self.stages.items()}
@@ -85,6 +88,7 @@ class Estimate:
 def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | None = None) -> RunPlan:
     """The plan of `run`: for each stage its artifact, and the reason if the store does not have it."""
     known = dict(plans or plans_of(recipe))
+    evaluations = recipe.evaluations(recipe.train.max_steps)
     return RunPlan(
         run=run_name(known),
         store=store.uri,
@@ -97,6 +101,9 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         validations=validations(recipe.train),
         val_tokens=val_tokens(recipe.model, recipe.train),
         val_share=val_share(recipe.model, recipe.train),
+        evaluations=evaluations,
+        evaluation_tokens=recipe.benchmark_tokens if evaluations else 0,
+        evaluation_share=evaluations * recipe.benchmark_tokens / 3 / recipe.train_tokens,  # a forward pass
     )
 
 

@@ -25,6 +25,7 @@ OTHER_FORMATS = ("gguf", "llmc", "nanogpt", "onnx")
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
+HELLASWAG_TOKENS = 10_042 * 400  # of all items: an item is four endings of about 100 tokens
 
 
 class TokensConfig(Section):
@@ -245,6 +246,15 @@ class Recipe(Section):
             f"split has {train_tokens:,}; after {GOOD_EPOCHS} times a model begins to memorize: use more text or a "
             f"train.max_steps of about {max(1, int(self.train.max_steps * GOOD_EPOCHS / epochs)):,}"
         )
+
+    @property
+    def benchmark_tokens(self) -> int:
+        """Tokens of the benchmarks of one evaluation, an estimate."""
+        return HELLASWAG_TOKENS if self.evaluate.hellaswag else 0
+
+    def evaluations(self, steps: int) -> int:
+        """The number of evaluations while the last `steps` steps train: one at the end."""
+        return -(-steps // self.evaluate.every) if self.evaluate.every else 0
 
     @property
     def train_tokens(self) -> int:

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.plan import (
-    HELLASWAG_ITEMS,
-    HELLASWAG_TOKENS,
     Workload,
     tokenize_seconds,
     tokens_of,
@@ -127,7 +125,7 @@ def speed_on_cpu(model: ModelConfig, nodes: int = 1) -> Throughput:
 
 def evaluated_tokens(recipe: Recipe) -> int:
     """The tokens that the stage evaluate reads."""
-    return recipe.evaluate.val_tokens + (HELLASWAG_ITEMS * HELLASWAG_TOKENS if recipe.evaluate.hellaswag else 0)
+    return recipe.evaluate.val_tokens + recipe.benchmark_tokens
 
 
 def disk_bytes(recipe: Recipe, stages: list[str], local: bool) -> float:

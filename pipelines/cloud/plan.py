@@ -20,7 +20,6 @@ from pipelines.cloud.catalog import CLOUDS, Offer, account_errors, offers
 from pipelines.cloud.preflight import text_is_only_here
 from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.cloud.throughput import (
-    SECONDS_PER_LAYER,
     MeasuredRun,
     Throughput,
     available_gib,
@@ -56,7 +55,6 @@ LEAST_STALL_SECONDS = 0.1  # the least delay that the trainer assumes for a save
 TOKENS_PER_CORE_SECOND = 4.8e6  # tiktoken on English text: 4.8 to 5.5 M
 BYTES_PER_TOKEN = 4.3  # of English text
 BYTES_PER_SECOND = 100e6  # between the Hub or a bucket and a node
-HELLASWAG_ITEMS, HELLASWAG_TOKENS = 10_042, 400  # an item is four endings of about 100 tokens
 ASSUMED = (
     f"a spot node lasts {PRIOR_SECONDS_BETWEEN_FAILURES / 3600:g} h (2.1 in the traces of NSDI'24: AWS V100, 2022-23), "
     f"one on demand {STEADY_SECONDS_BETWEEN_FAILURES / 86_400:g} days",
@@ -457,23 +455,22 @@ def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
 
 
 def training_tokens(work: Workload) -> float:
-    """The tokens that are left to train on, and a third of those to validate on, the share of the forward pass."""
+    """The tokens that are left to train on, and a third of those to measure on, the share of the forward pass."""
     train, steps = work.recipe.train, work.steps_left
     tokens = float(work.recipe.train_tokens - tokens_before(train.max_steps - steps, train))
-    return tokens + ((steps // train.val_every) * val_tokens(work.recipe.model, train) / 3 if train.val_every else 0.0)
+    measured = work.recipe.evaluations(steps) * work.recipe.benchmark_tokens
+    if train.val_every:
+        measured += (steps // train.val_every) * val_tokens(work.recipe.model, train)
+    return tokens + measured / 3
 
 
 def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
-    """Val loss and HellaSwag on one GPU; a CPU counts as 1 TFLOP/s."""
-    kind = f"{(offer.accelerators or '').partition(':')[0]}:1"
+    """Val loss and benchmarks on all GPUs of a node; a CPU counts as 1 TFLOP/s."""
+    kind, gpus = f"{(offer.accelerators or '').partition(':')[0]}:1", gpu_count(offer.accelerators or ":1")
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
-    flops = (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager, "auto", kind)
+    flops = gpus * (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager, "auto", kind)
     forward = recipe.model.flops_per_token / 3
-    seconds = recipe.evaluate.val_tokens * forward / flops
-    if recipe.evaluate.hellaswag:
-        item_seconds = max(HELLASWAG_TOKENS * forward / flops, recipe.model.n_layer * SECONDS_PER_LAYER / 3)
-        seconds += HELLASWAG_ITEMS * item_seconds
-    return seconds / 3600
+    return (recipe.evaluate.val_tokens + recipe.benchmark_tokens) * forward / flops / 3600
 
 
 # --- choosing

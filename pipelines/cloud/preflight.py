@@ -21,6 +21,7 @@ from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe, TokensConfig
+from pipelines.stages.measures import read_source
 from pipelines.text.core_bundle import verify_items
 from pipelines.text.hub import HUB
 from pipelines.text.library import STDLIB
@@ -50,6 +51,8 @@ def preflight(
     yield skypilot_installed()
     yield from unfit_gpus(job, recipe)
     yield from texts_reachable(recipe, stages, remote)
+    if recipe.evaluate.hellaswag and recipe.evaluate.every:
+        yield hellaswag_readable(recipe.evaluate.hellaswag)
     yield from weights_reachable(recipe, stages, remote)
     if recipe.evaluate.core:
         yield core_bundle(recipe.evaluate.core, remote)
@@ -137,6 +140,14 @@ def core_bundle(source: str, remote: bool) -> Finding:
         remedy = f"upload the folder as a dataset and name {HUB}ORG/NAME@COMMIT, or set evaluate.core to null"
         return broken("CORE", f"{source} is on this machine", remedy)
     return Finding("CORE", found, "note", "the nodes need the folder at this same path")
+
+
+def hellaswag_readable(source: str) -> Finding:
+    """Whether the items that a run needs before its first step can be had, and are HellaSwag's."""
+    try:
+        return Finding("HellaSwag", f"{read_source(source):,} items of {source} were read")
+    except UserError as error:
+        return broken("HellaSwag", str(error), "correct evaluate.hellaswag, or set evaluate.every to null")
 
 
 def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:

@@ -65,6 +65,14 @@ def hellaswag_items(source: str, cache: Path) -> "list[HellaSwagItem]":
     return items
 
 
+def read_source(source: str) -> int:
+    """The number of items of a source, which are read here and now. UserError if that fails."""
+    from trainer.hellaswag import read_hellaswag, read_hellaswag_file
+
+    rows = read_hellaswag(hub_rows(source), source) if source.startswith(HUB) else read_hellaswag_file(Path(source))
+    return len(rows)
+
+
 def hub_rows(source: str) -> Iterator[dict[str, Any]]:
     """The rows of the validation split on the Hub. UserError if it cannot be loaded."""
 

@@ -45,6 +45,16 @@ def test_text_on_this_machine_must_be_tokenized_here(tmp_path: Path) -> None:
     assert found.state == "broken" and "skytrain run RECIPE --stage tokenize" in found.remedy
 
 
+def test_hellaswag_items_that_no_run_could_score_are_found_before_a_machine_is_rented(tmp_path: Path) -> None:
+    items = tmp_path / "items.jsonl"
+    changes = (f"evaluate.hellaswag={items}", "evaluate.every=100")
+    items.write_text('{"ctx": "a store", "endings": ["keeps", "loses"], "label": 2}\n')
+    found = looked(LocalStore(tmp_path), KEYS, changes=changes, infra="slurm/here")["HellaSwag"]
+    assert found.state == "broken" and "item 1: label 2 is not the index of one of the 2 endings" in found.seen
+    items.write_text('{"ctx": "a store", "endings": ["keeps", "loses"], "label": 1}\n')
+    assert "HellaSwag" not in looked(LocalStore(tmp_path), KEYS, changes=changes, infra="slurm/here")
+
+
 def test_weights_at_a_path_of_this_machine_are_refused_for_rented_machines(tmp_path: Path) -> None:
     weights = f"train.init_from={tmp_path}/model@sha256:{'0' * 64}"
     found = looked(LocalStore(tmp_path), KEYS, changes=(weights,), infra="aws")["weights for train"]

@@ -84,6 +84,15 @@ def test_a_plan_shows_tokens_epochs_and_the_share_of_validation(
     assert counted.warning is None
 
 
+def test_a_plan_counts_the_evaluations_while_training(store: LocalStore, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluating = ["evaluate.hellaswag=hf://datasets/Rowan/hellaswag", "evaluate.every=250", "train.max_steps=600"]
+    plan = plan_of(load_recipe("smoke", evaluating), store)
+    assert (plan.evaluations, plan.evaluation_tokens) == (3, 4_016_800)
+    assert plan.evaluation_share == pytest.approx(3 * 4_016_800 / 3 / plan.tokens)
+    print_plan(plan)
+    assert "3 evaluations while training, of about 4,016,800 tokens: about" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_plan_shows_the_share_of_validation_in_the_time(
     store: LocalStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
