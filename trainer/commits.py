@@ -278,8 +278,12 @@ def _rows(source: str, body: bytes) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(body.splitlines(), 1):
         try:
             row = decoded(line, source)
-            if type(row["step"]) is not int or not all(type(value) in (int, float) for value in row.values()):
-                raise ValueError("a row has numbers alone")
+            numbers = {name: value for name, value in row.items() if name != "samples"}
+            if type(row["step"]) is not int or not all(type(value) in (int, float) for value in numbers.values()):
+                raise ValueError("a row has numbers, and texts in `samples`")
+            texts = row.get("samples", [])
+            if type(texts) is not list or not all(type(text) is str for text in texts):
+                raise ValueError("`samples` are no texts")
         except (ValueError, TypeError, KeyError, AttributeError):
             logging.getLogger(__name__).warning("%s: line %d is DAMAGED; the series lacks its step", source, number)
         else:

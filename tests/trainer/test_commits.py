@@ -147,7 +147,17 @@ def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "damaged", [b"[" * 100_000, b'{"step": "2"}', b'{"step": 2, "a": 2\xff}', b"\0\0\0", b"2", b'{"stfp": 2}', b"[1"]
+    "damaged",
+    [
+        b"[" * 100_000,
+        b'{"step": "2"}',
+        b'{"step": 2, "a": 2\xff}',
+        b"\0\0\0",
+        b"2",
+        b'{"stfp": 2}',
+        b"[1",
+        b'{"step": 2, "samples": [1]}',
+    ],
 )
 def test_a_damaged_row_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes
