@@ -189,7 +189,7 @@ def documents_of(parts: list[list[ShardReceipt]]) -> int:
 
 def encoders_of(parts: list[list[ShardReceipt]]) -> dict[str, Any]:
     """The libraries that encoded the text, each with its number of shards as they were read."""
-    return {"encoders": Counter(receipt.encoder or "unknown" for part in parts for receipt in part)}
+    return {"encoders": dict(Counter(receipt.encoder or "unknown" for part in parts for receipt in part))}
 
 
 def facts_of(shards: list[SplitShard], documents: int) -> dict[str, Any]:
