@@ -22,7 +22,7 @@ from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, batch_stages
 from trainer.errors import UserError
 from trainer.fused import gemm
-from trainer.model import GPT
+from trainer.model import GPT, Branches
 from trainer.optim import AdamW
 from trainer.parallel import FlatGradients, World, autocast_on, precision_on
 from trainer.pieces import Piece, training_tensors
@@ -44,6 +44,7 @@ class Engine(Protocol):
     why: str  # name of the engine, its device, and the reason for the choice
     precision: str
     config: ModelConfig
+    branching: bool  # `hidden` takes branches
     guarded: bool  # `update` itself leaves out an update whose numbers are not finite
 
     def initialize(self, seed: int) -> None:
@@ -70,7 +71,7 @@ class Engine(Protocol):
         makes the logits in chunks."""
         ...
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
         """The last layer's output after ln_f, without gradients: (B, T) token ids -> (B, T, n_embd)."""
         ...
 
@@ -109,7 +110,7 @@ class Engine(Protocol):
 class PlainEngine:
     """The module of `trainer/model.py` with autocast, torch's fused AdamW and one all-reduce, compiled or not."""
 
-    guarded = False
+    guarded, branching = False, True
 
     def __init__(
         self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, compiled: bool, why: str
@@ -169,10 +170,10 @@ class PlainEngine:
             return self.model.loss(tokens, targets)
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
         self.model.eval()
         with autocast_on(self.world.device, self.precision):
-            return self.model.hidden(tokens)
+            return self.model.hidden(tokens, branches)
 
     @torch.no_grad()
     def head(self, x: Tensor) -> Tensor:
@@ -211,6 +212,7 @@ class FusedEngine:
     """The step of `trainer/fused/step.py` over the flat buffers of `trainer/fused/flat.py`."""
 
     guarded, overflow_allowed = True, False
+    branching = False  # its attention kernels are causal
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
         from trainer.fused.flat import FlatState
@@ -255,7 +257,8 @@ class FusedEngine:
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.step.loss(tokens, targets)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
+        assert branches is None
         return self.step.hidden(tokens)
 
     def head(self, x: Tensor) -> Tensor:

@@ -25,6 +25,32 @@ from trainer.weights import TRANSPOSED
 HEAD_ROWS = 2048  # tokens whose logits are held at once without gradients: 1 GiB with copies in float32
 
 
+class Branches:
+    """Rows of several sequences that share their beginning: the beginning once, then the rest of each, one after the
+    other. A rest sees the beginning and itself, so all get the numbers that they get alone.
+
+    `positions` and `branch` are (B, T): the position of each token in its own sequence, and 0 in a beginning, 1, 2, …
+    in the rests, -1 in padding. The first `causal` tokens of every row belong to beginnings: they need no mask.
+    """
+
+    def __init__(self, positions: Tensor, branch: Tensor, causal: int) -> None:
+        self.positions, self.causal = positions, causal
+        T = branch.size(1)
+        order = torch.arange(T, device=branch.device)
+        rest = branch[:, causal:, None]
+        own = (branch[:, None] == 0) | (branch[:, None] == rest)
+        self.mask = (own & (order <= order[causal:, None]))[:, None]  # (B, 1, T - causal, T)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of (B, H, T, D) queries, keys and values."""
+        n = self.causal
+        rest = F.scaled_dot_product_attention(q[:, :, n:], k, v, attn_mask=self.mask)
+        if not n:
+            return rest
+        first = F.scaled_dot_product_attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], is_causal=True)
+        return torch.cat((first, rest), 2)
+
+
 class Linear(nn.Linear):
     """nn.Linear without initial weights: GPT.initialize or a checkpoint fills them."""
 
@@ -48,10 +74,10 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, branches: Branches | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = branches.attention(q, k, v) if branches else F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -77,8 +103,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, branches: Branches | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), branches)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -87,6 +113,8 @@ class GPT(nn.Module):
 
     Its matrices are not initialized before `initialize` or `load_state_dict`.
     """
+
+    branching = True  # `hidden` takes branches
 
     def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
         super().__init__()
@@ -101,14 +129,16 @@ class GPT(nn.Module):
         """Draw all weights from `seed`: the same ones on every device and at every world size."""
         draw({name: p.data for name, p in self.named_parameters()}, self.config, seed)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """The last layer's output after ln_f: (B, T) token ids -> (B, T, n_embd)."""
+    def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
+        """The last layer's output after ln_f: (B, T) token ids -> (B, T, n_embd). With `branches` a row is several
+        sequences that share their beginning."""
         T = tokens.size(1)
-        if self.config.block_size < T:
+        if self.config.block_size < T and not branches:
             raise ValueError(f"{T} tokens do not fit into block_size {self.config.block_size}")
-        x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))
+        x = self.wte(tokens) + self.wpe(branches.positions if branches else torch.arange(T, device=tokens.device))
         for block in self.h:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
+            again = self.recompute and self.training
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x, branches)
         return self.ln_f(x)
 
     def head(self, x: Tensor) -> Tensor:

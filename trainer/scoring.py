@@ -1,9 +1,10 @@
 """Scores of token sequences: the summed loss of a part of each, and whether the model's first choice is every token.
 
-HellaSwag (trainer/hellaswag.py) and CORE (trainer/core.py) are rows of tokens with a part that counts. Rows of similar
-length form a batch, and each batch is padded to one of a few shapes, so that libraries which prepare a plan for every
-shape prepare few. Only the hidden states before counted tokens go through the head, which for short rows is the most
-expensive layer. The ranks divide the rows.
+HellaSwag (trainer/hellaswag.py) and CORE (trainer/core.py) are rows of tokens with a part that counts. Neighbouring
+rows with the same beginning, such as the choices of a question, are one strip: the beginning is computed once. Strips
+of similar length form a batch, and each batch is padded to one of a few shapes, so that libraries which prepare a plan
+for every shape prepare few. Only the hidden states before counted tokens go through the head, which for short rows is
+the most expensive layer. The ranks divide the strips.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,21 +18,24 @@ from torch import Tensor
 
 from trainer.config import ModelConfig
 from trainer.data import PendingNumbers
-from trainer.model import HEAD_ROWS
+from trainer.model import HEAD_ROWS, Branches
 from trainer.parallel import World
 
 TOKENS_AT_ONCE = {"cuda": 65_536}  # a GPU is busy with them for 30 ms (124M) to 0.5 s (1558M)
 TOKENS_AT_ONCE_CPU = 4_096
 WIDTH_STEP = 32  # widths of batches are its multiples
 HEAD_STEP = 128  # the numbers of positions that go through the head at once are its multiples
+SHARED_LEAST = 16  # tokens: a shorter common beginning does not pay for the mask
+LONGEST_STRIP = 2  # block sizes
 
 
 class Scored(Protocol):
     """A model to score with: `GPT`, or an engine, which computes with its weights in place."""
 
     config: ModelConfig
+    branching: bool  # `hidden` takes branches
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
         """The last layer's output after ln_f: (B, T) token ids -> (B, T, n_embd)."""
         ...
 
@@ -83,11 +87,13 @@ def score_rows(
     """
     if tokens_at_once is None:
         tokens_at_once = TOKENS_AT_ONCE.get(world.device.type, TOKENS_AT_ONCE_CPU)
-    longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
-    shares = [
-        _batches(rows, longest_first[rank :: world.world_size], tokens_at_once, model.config.block_size)
-        for rank in range(world.world_size)
-    ]
+    block_size = model.config.block_size
+    for i, row in enumerate(rows):
+        assert 1 <= row.start < row.stop <= len(row.tokens), f"row {i} counts the tokens {row.start} to {row.stop}"
+        assert len(row.tokens) <= block_size + 1, f"row {i} has {len(row.tokens)} tokens"
+    strips = _strips(rows, LONGEST_STRIP * block_size if model.branching else 0)
+    strips.sort(key=lambda strip: (len(strip.rows) > 1, -strip.shared, -strip.length))
+    shares = [_batches(strips[rank :: world.world_size], tokens_at_once) for rank in range(world.world_size)]
     mine = shares[world.rank]
     found: list[tuple[int, float, bool]] = []
     waiting: tuple[Batch, PendingNumbers] | None = None
@@ -108,51 +114,116 @@ def score_rows(
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Indices of rows, and the shape (height, width) to which they are padded."""
+class Strip:
+    """Neighbouring rows, the number of tokens with which all begin, and the length of that beginning with the rest of
+    each row behind it. A row's last token is only a target, and in no length."""
 
     rows: list[int]
+    shared: int
+    length: int
+
+
+def _strips(rows: Sequence[Row], longest: int) -> list[Strip]:
+    """All rows in strips of up to `longest` tokens; 0: each row alone."""
+    strips: list[Strip] = []
+    for i, row in enumerate(rows):
+        inputs = len(row.tokens) - 1
+        if strips and longest:
+            last = strips[-1]
+            shared = _common(rows[last.rows[0]].tokens[: last.shared], row.tokens[:inputs])
+            # Besides the new row's rest, all rests but one grow by what the beginning loses.
+            rest = inputs - shared + (len(last.rows) - 1) * (last.shared - shared)
+            if shared >= SHARED_LEAST and rest < inputs and last.length + rest <= longest:
+                strips[-1] = Strip([*last.rows, i], shared, last.length + rest)
+                continue
+        strips.append(Strip([i], inputs, inputs))
+    return strips
+
+
+def _common(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
+    """The number of tokens with which both begin."""
+    n = min(len(a), len(b))
+    if not n or a[0] != b[0]:
+        return 0
+    same = np.asarray(a[:n]) == np.asarray(b[:n])
+    return n if same.all() else int(same.argmin())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Strips of one row or of several, and the shape (height, width) to which they are padded."""
+
+    strips: list[Strip]
     height: int
     width: int
 
+    @property
+    def rows(self) -> list[int]:
+        return [i for strip in self.strips for i in strip.rows]
 
-def _batches(rows: Sequence[Row], longest_first: list[int], tokens_at_once: int, block_size: int) -> list[Batch]:
-    """Batches of rows of similar length. A width has one height, except that of the last batch."""
-    batches, begin = [], 0
-    while begin < len(longest_first):
-        inputs = len(rows[longest_first[begin]].tokens) - 1
-        assert inputs <= block_size, f"{inputs} tokens do not fit into block_size {block_size}"
-        width = min(block_size, WIDTH_STEP * -(-inputs // WIDTH_STEP))
-        height = max(1, tokens_at_once // width)
-        part = longest_first[begin : begin + height]
+    @property
+    def branching(self) -> bool:
+        return len(self.strips[0].rows) > 1
+
+
+def _batches(strips: list[Strip], tokens_at_once: int) -> list[Batch]:
+    """Batches of strips with beginnings of similar length. A width has one height, except that of a last batch."""
+    batches: list[Batch] = []
+    begin = 0
+    while begin < len(strips):
+        part: list[Strip] = []
+        several, width, height = len(strips[begin].rows) > 1, 0, 1
+        for strip in strips[begin:]:
+            wider = max(width, WIDTH_STEP * -(-strip.length // WIDTH_STEP))
+            room = max(1, tokens_at_once // wider)
+            if (len(strip.rows) > 1) != several or len(part) >= room:
+                break
+            part.append(strip)
+            width, height = wider, room
         batches.append(Batch(part, min(height, 1 << (len(part) - 1).bit_length()), width))
-        begin += height
+        begin += len(part)
     return batches
 
 
 def _losses(model: Scored, rows: Sequence[Row], batch: Batch, device: torch.device) -> Tensor:
     """(2, n): the loss of every counted token of a batch, row by row, and whether it has the largest logit."""
+    width = batch.width if batch.branching else min(batch.width, model.config.block_size)
     # Padding is on the right, where a causal model does not see it.
-    padded = np.zeros((batch.height, batch.width + 1), dtype=np.int64)
-    counted = []
-    for r, i in enumerate(batch.rows):
-        row = rows[i]
-        assert 1 <= row.start < row.stop <= len(row.tokens), f"row {i} counts the tokens {row.start} to {row.stop}"
-        padded[r, : len(row.tokens)] = row.tokens
-        counted.append(r * batch.width + np.arange(row.start - 1, row.stop - 1))
-    at = np.concatenate(counted)
-    targets = padded[:, 1:].reshape(-1)[at]
-    steps = -len(at) % HEAD_STEP  # the last position once more
-    numbers = np.concatenate((padded[:, :-1].reshape(-1), np.pad(at, (0, steps), "edge"), np.pad(targets, (0, steps))))
-    sizes = (batch.height * batch.width, len(at) + steps, len(at) + steps)
-    tokens, positions, wanted = _to_device(numbers, device).split(sizes)
-    x = model.hidden(tokens.view(batch.height, batch.width)).flatten(0, 1)[positions]
-    parts = []
-    for some, ids in zip(x.split(HEAD_ROWS), wanted.split(HEAD_ROWS), strict=True):
+    tokens, positions = np.zeros((2, batch.height, width), dtype=np.int64)
+    branch = np.full((batch.height, width), -1, dtype=np.int64)
+    at, targets = [], []
+    for r, strip in enumerate(batch.strips):
+        end = strip.shared
+        tokens[r, :end] = rows[strip.rows[0]].tokens[:end]
+        positions[r, :end] = np.arange(end)
+        branch[r, :end] = 0
+        for number, i in enumerate(strip.rows, 1):
+            row = rows[i]
+            begin, end = end, end + len(row.tokens) - 1 - strip.shared
+            tokens[r, begin:end] = row.tokens[strip.shared : -1]
+            positions[r, begin:end] = np.arange(strip.shared, len(row.tokens) - 1)
+            branch[r, begin:end] = number
+            before = np.arange(row.start - 1, row.stop - 1)  # the tokens in front of those that count
+            at.append(r * width + np.where(before < strip.shared, before, before + begin - strip.shared))
+            targets.append(np.asarray(row.tokens[row.start : row.stop]))
+    counted, wanted = np.concatenate(at), np.concatenate(targets)
+    fill = (0, -len(counted) % HEAD_STEP)  # with the last one
+    parts = [tokens.ravel(), np.pad(counted, fill, "edge"), np.pad(wanted, fill, "edge")]
+    if batch.branching:
+        parts += [positions.ravel(), branch.ravel()]
+    ids, chosen, labels, *more = _to_device(np.concatenate(parts), device).split([len(part) for part in parts])
+    branches = None
+    if more:
+        causal = min(strip.shared for strip in batch.strips) // WIDTH_STEP * WIDTH_STEP
+        places, numbers = (part.view(batch.height, width) for part in more)
+        branches = Branches(places, numbers, causal)
+    x = model.hidden(ids.view(batch.height, width), branches).flatten(0, 1)[chosen]
+    results = []
+    for some, answers in zip(x.split(HEAD_ROWS), labels.split(HEAD_ROWS), strict=True):
         logits = model.head(some).float()
-        losses = F.cross_entropy(logits, ids, reduction="none")
-        parts.append(torch.stack((losses, (logits.argmax(-1) == ids).float())))
-    return torch.cat(parts, 1)[:, : len(at)]
+        losses = F.cross_entropy(logits, answers, reduction="none")
+        results.append(torch.stack((losses, (logits.argmax(-1) == answers).float())))
+    return torch.cat(results, 1)[:, : len(counted)]
 
 
 def _to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
@@ -165,7 +236,7 @@ def _read(rows: Sequence[Row], batch: tuple[Batch, PendingNumbers] | None) -> li
     """Index, loss and greediness of each row of a batch."""
     if batch is None:
         return []
-    losses, first = np.array(batch[1].values(), dtype=np.float64)
-    begins = np.cumsum([0, *(rows[i].stop - rows[i].start for i in batch[0].rows)])[:-1]
+    indices, (losses, first) = batch[0].rows, np.array(batch[1].values(), dtype=np.float64)
+    begins = np.cumsum([0, *(rows[i].stop - rows[i].start for i in indices)])[:-1]
     sums, all_first = np.add.reduceat(losses, begins), np.minimum.reduceat(first, begins)
-    return list(zip(batch[0].rows, sums.tolist(), (all_first > 0).tolist(), strict=True))
+    return list(zip(indices, sums.tolist(), (all_first > 0).tolist(), strict=True))

@@ -16,7 +16,7 @@ from trainer.engine import make_engine
 from trainer.errors import Interrupted
 from trainer.model import GPT
 from trainer.parallel import World
-from trainer.scoring import Row, RowScore, score_rows
+from trainer.scoring import Row, RowScore, _strips, score_rows
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=97)
@@ -71,10 +71,41 @@ def test_scores_equal_those_of_one_row_at_a_time_in_the_order_of_the_rows(tokens
     agrees(score_rows(model, rows, ALONE, tokens_at_once), expected)
 
 
+def questions(count: int, seed: int = 1) -> list[Row]:
+    """Rows of questions with 1 to 5 choices, of which some are a beginning of another."""
+    chance, rows = random.Random(seed), []
+    for _ in range(count):
+        context = [chance.randrange(97) for _ in range(chance.randint(1, 50))]
+        for _ in range(chance.randint(1, 5)):
+            tokens = (context + [chance.randrange(97) for _ in range(chance.randint(1, 12))])[-65:]
+            rows.append(Row(tokens, max(1, chance.randint(len(context) - 5, len(tokens) - 1))))
+        rows.append(Row(rows[-1].tokens[: rows[-1].start + 1], rows[-1].start))
+    return rows
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 500, None])
+def test_rows_that_share_their_beginning_have_the_scores_that_they_have_alone(tokens_at_once: int | None) -> None:
+    model, rows = model_of(CONFIG), questions(30)
+    rows += [likely(model, row) for row in rows[:30]]
+    expected = naive(model, rows)
+    agrees(score_rows(model, rows, ALONE, tokens_at_once), expected)
+
+
+def test_a_beginning_that_rows_share_is_computed_once() -> None:
+    context = list(range(40))
+    rows = [Row(context + [60 + choice] * length, 40) for choice, length in enumerate((3, 9, 5, 1))]
+    (strip,) = _strips(rows, 128)
+    assert (strip.rows, strip.shared, strip.length) == ([0, 1, 2, 3], 40, 40 + 2 + 8 + 4)
+    assert [strip.length for strip in _strips(rows, 0)] == [42, 48, 44, 40]  # for an engine without branches
+    assert [strip.rows for strip in _strips(rows, 50)] == [[0, 1], [2, 3]]
+    others = [Row([5, *row.tokens], 41) for row in rows[:1]]
+    assert [strip.rows for strip in _strips([*rows[:2], *others, *rows[2:]], 128)] == [[0, 1], [2], [3, 4]]
+
+
 def test_batches_have_few_shapes() -> None:
     model, shapes = model_of(CONFIG), []
     hidden = model.hidden
-    model.hidden = lambda tokens: shapes.append(tuple(tokens.shape)) or hidden(tokens)  # type: ignore[method-assign,func-returns-value]
+    model.hidden = lambda tokens, branches=None: shapes.append(tuple(tokens.shape)) or hidden(tokens, branches)  # type: ignore[method-assign,func-returns-value]
     score_rows(model, some_rows(300), ALONE, tokens_at_once=320)
     assert len(shapes) > 30 and len(set(shapes)) <= 3  # widths 64 and 32, and a last batch
     assert all(height * width <= 320 for height, width in shapes)
