@@ -28,11 +28,20 @@ from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from pipelines.artifacts.outage import LOGGER, Outage
+from pipelines.artifacts.s3_answers import (
+    brief,
+    code_of,
+    explained,
+    is_outdated,
+    is_refusal,
+    is_transient,
+    sound,
+    status_of,
+)
 from trainer.config import seconds_from_environment
-from trainer.errors import StoreUnavailable, UserError, cut
+from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, replacing
 
 log = logging.getLogger(LOGGER)
@@ -44,49 +53,6 @@ PART_BYTES = 16 << 20
 MAX_PARTS = 10_000
 # One S3 connection gives ~100 MB/s, so four fill a 3 Gbit/s link; uploading holds 4 x 16 MiB in memory.
 PARTS_AT_ONCE = 4
-
-# Transient server errors, besides every 5xx but 501: load, a conflicting write in progress
-# (create's 409), and bodies that were damaged or cut in transfer.
-TRANSIENT_CODES = {
-    "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
-    "RequestTimeout", "RequestTimeoutException", "ConditionalRequestConflict", "OperationAborted",
-    "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
-}  # fmt: skip
-TRANSIENT_STATUS = {408, 409, 429}
-
-# The remedies of permanent errors.
-REMEDIES = {
-    "NoSuchBucket": "there is no such bucket; create it, or correct the store's URI",
-    "InvalidBucketName": "that is no valid bucket name; correct the store's URI",
-    "AccessDenied": "the credentials may not do that; they need s3:GetObject, PutObject, DeleteObject and "
-    "AbortMultipartUpload on the objects and s3:ListBucket on the bucket",
-    "InvalidAccessKeyId": "the server does not know the access key; set AWS_ACCESS_KEY_ID or AWS_PROFILE to "
-    "a key of this server, or AWS_ENDPOINT_URL to the key's server",
-    "SignatureDoesNotMatch": "the secret key does not belong to the access key; correct "
-    "AWS_SECRET_ACCESS_KEY or the profile",
-    "ExpiredToken": "the credentials have expired; log in again",
-    "ExpiredTokenException": "the credentials have expired; log in again",
-    "InvalidToken": "the session token is not valid; correct AWS_SESSION_TOKEN or log in again",
-    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
-    "PermanentRedirect": "the bucket is in another region; set AWS_REGION to it",
-    "AuthorizationHeaderMalformed": "the bucket is in another region; set AWS_REGION to it",
-    "IllegalLocationConstraintException": "the bucket is in another region; set AWS_REGION to it",
-    "NotImplemented": "this server lacks an operation that commits need; use one with If-None-Match: *",
-    "QuotaExceeded": "the quota of the bucket or its owner is used up",
-}  # fmt: skip
-# The source may have newer credentials than this process: a renewed session in ~/.aws, a rotated key.
-OUTDATED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidAccessKeyId"}
-# An answer without a body (HEAD) has no error code, only a status.
-CODE_OF_STATUS = {
-    "301": "PermanentRedirect",
-    "403": "AccessDenied",
-    "412": "PreconditionFailed",
-    "501": "NotImplemented",
-}
-
-
-class OddAnswer(Exception):
-    """A successful answer that lacks what every S3 server sends: something else has answered."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +88,7 @@ class S3Store:
                 self._put_object(key, body, IfNoneMatch="*")
                 return True
             except self._client.exceptions.ClientError as error:
-                if _code(error) != "PreconditionFailed":
+                if code_of(error) != "PreconditionFailed":
                     raise
             # The server may have stored the body that it refuses now: an earlier attempt whose answer was lost, or
             # this one, delivered twice. Then we have created the object.
@@ -141,7 +107,7 @@ class S3Store:
             try:
                 return self._get_object(key, Range=f"bytes=0-{size - 1}")
             except self._client.exceptions.ClientError as error:
-                if _code(error) == "InvalidRange":  # no first byte: the object is empty
+                if code_of(error) == "InvalidRange":  # no first byte: the object is empty
                     return b""
                 raise
 
@@ -172,7 +138,7 @@ class S3Store:
 
             def fetch(start: int) -> None:
                 def attempt(_: int) -> None:
-                    answer = _sound(self._client.get_object(**where, Range=_range(start), IfMatch=etag), "ETag")
+                    answer = sound(self._client.get_object(**where, Range=_range(start), IfMatch=etag), "ETag")
                     _copy_range(answer, file, start)
 
                 self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
@@ -189,7 +155,7 @@ class S3Store:
         while True:
             page = self._until_answered(
                 f"list {self.uri}/{prefix}",
-                lambda _: _sound(self._client.list_objects_v2(**request), "IsTruncated"),  # else: an empty listing
+                lambda _: sound(self._client.list_objects_v2(**request), "IsTruncated"),  # else: an empty listing
             )
             found += [
                 S3Object(item["Key"][len(self.prefix) :], item["Size"], item["ETag"], item["LastModified"].timestamp())
@@ -208,9 +174,9 @@ class S3Store:
         def attempt(_: int) -> bytes:
             try:
                 answer = self._client.get_object(**where, Range=_range(start, size), IfMatch=found.etag)
-                return _sound(answer, "ETag")["Body"].read()
+                return sound(answer, "ETag")["Body"].read()
             except self._client.exceptions.ClientError as error:
-                if _code(error) in ("PreconditionFailed", "NoSuchKey"):
+                if code_of(error) in ("PreconditionFailed", "NoSuchKey"):
                     raise UserError(f"{self._uri_of(found.key)}: changed while it was read; run again") from None
                 raise
 
@@ -235,25 +201,25 @@ class S3Store:
     def _put_object(self, key: str, body: bytes, **conditions: str) -> None:
         # The server compares the MD5 before it stores: a damaged body never becomes an object.
         where = {"Bucket": self.bucket, "Key": self._full(key)}
-        _sound(self._client.put_object(**where, Body=body, ContentMD5=_md5(body), **conditions), "ETag")
+        sound(self._client.put_object(**where, Body=body, ContentMD5=_md5(body), **conditions), "ETag")
 
     def _get_object(self, key: str, **options: str) -> bytes | None:
         try:
             answer = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **options)
-            return _sound(answer, "ETag")["Body"].read()
+            return sound(answer, "ETag")["Body"].read()
         except self._client.exceptions.ClientError as error:
-            if _code(error) == "NoSuchKey":
+            if code_of(error) == "NoSuchKey":
                 return None
             raise
 
     def _first_range(self, where: dict[str, str], file: Any, key: str) -> tuple[int, str]:
         """Fetch the start of the object; returns its whole size and the ETag that later ranges must match."""
         try:
-            answer = _sound(self._client.get_object(**where, Range=_range(0)), "ETag")
+            answer = sound(self._client.get_object(**where, Range=_range(0)), "ETag")
         except self._client.exceptions.ClientError as error:
-            if _code(error) == "NoSuchKey":
+            if code_of(error) == "NoSuchKey":
                 raise FileNotFoundError(2, "no such object", self._uri_of(key)) from None
-            if _code(error) == "InvalidRange":  # no first byte: the object is empty
+            if code_of(error) == "InvalidRange":  # no first byte: the object is empty
                 return 0, ""
             raise
         _copy_range(answer, file, 0)
@@ -273,7 +239,7 @@ class S3Store:
         what = f"put {self._uri_of(key)}"
         begun = self._until_answered(
             what,
-            lambda _: _sound(self._client.create_multipart_upload(**where, Metadata={"upload": token}), "UploadId"),
+            lambda _: sound(self._client.create_multipart_upload(**where, Metadata={"upload": token}), "UploadId"),
         )
         upload = where | {"UploadId": begun["UploadId"]}
         part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
@@ -283,15 +249,15 @@ class S3Store:
             # No MD5, which would be half of the work: the signature covers the body's sha256, and the server checks it.
             request = upload | {"PartNumber": number, "Body": body}
             sent = self._until_answered(
-                f"{what} part {number}", lambda _: _sound(self._client.upload_part(**request), "ETag")
+                f"{what} part {number}", lambda _: sound(self._client.upload_part(**request), "ETag")
             )
             return {"PartNumber": number, "ETag": sent["ETag"]}
 
         def complete(_: int) -> None:
             try:
-                _sound(self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}), "ETag")
+                sound(self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}), "ETag")
             except self._client.exceptions.ClientError as error:
-                ours = _code(error) == "NoSuchUpload" and self._upload_of(where) == token
+                ours = code_of(error) == "NoSuchUpload" and self._upload_of(where) == token
                 if not ours:
                     raise
 
@@ -311,7 +277,7 @@ class S3Store:
         try:
             return self._client.head_object(**where)["Metadata"].get("upload")
         except self._client.exceptions.ClientError as error:
-            if _status(error) == 404:
+            if status_of(error) == 404:
                 return None
             raise
 
@@ -320,7 +286,7 @@ class S3Store:
         try:
             return request(number)
         except Exception as error:
-            if not _outdated(error):
+            if not is_outdated(error):
                 raise
         self._client = self._new_client()
         return request(number)
@@ -336,9 +302,9 @@ class S3Store:
             nonlocal outage
             assert state.outcome is not None
             error = state.outcome.exception()
-            outage = Outage(what, _brief(error), began, self._time_limit_s)
+            outage = Outage(what, brief(error), began, self._time_limit_s)
             log.warning("%s", outage.text(time.monotonic()), extra={"outage": outage})
-            if error and _is_refusal(error):
+            if error and is_refusal(error):
                 with suppress(UserError):
                     self._client = self._new_client()  # with the credentials of now
 
@@ -350,11 +316,11 @@ class S3Store:
 
         kind = what.partition(" ")[0].replace("create", "put")
 
-        def is_transient(error: BaseException) -> bool:
-            return _is_transient(error) or (kind in self._accepted and _is_refusal(error))
+        def may_pass(error: BaseException) -> bool:
+            return is_transient(error) or (kind in self._accepted and is_refusal(error))
 
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(is_transient),
+            retry=tenacity.retry_if_exception(may_pass),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
             stop=tenacity.stop_before_delay(self._time_limit_s),
             before_sleep=log_retry,
@@ -371,10 +337,10 @@ class S3Store:
         except (UserError, FileNotFoundError):
             raise
         except Exception as error:
-            if is_transient(error) and not _is_transient(error):
-                explained = _explained(error, what, self._client.meta.endpoint_url, self._time_limit_s)
-                raise StoreUnavailable(f"{explained}; refused for {self._time_limit_s:g} s") from error
-            raise _explained(error, what, self._client.meta.endpoint_url, self._time_limit_s) from error
+            told = explained(error, what, self._client.meta.endpoint_url, self._time_limit_s)
+            if may_pass(error) and not is_transient(error):
+                raise StoreUnavailable(f"{told}; refused for {self._time_limit_s:g} s") from error
+            raise told from error
         finally:
             log_end(answered)
         raise AssertionError("tenacity always returns or raises")
@@ -433,124 +399,6 @@ def _client_from_environment(uri: str, time_limit_s: float) -> Any:
         return boto3.session.Session().client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
         raise UserError(f"{uri}: {error}; correct the AWS_* environment or ~/.aws/config") from error
-
-
-def _is_transient(error: BaseException) -> bool:
-    from botocore import exceptions
-    from botocore.parsers import ResponseParserError
-
-    if isinstance(error, exceptions.ClientError):
-        status, code = _status(error), _code(error)
-        odd = not code or code.isdigit()  # the body is not the XML of an error
-        return odd or code in TRANSIENT_CODES or status in TRANSIENT_STATUS or (status >= 500 and status != 501)
-    if isinstance(error, exceptions.SSLError):
-        return "CERTIFICATE_VERIFY_FAILED" not in str(error)
-    connection_errors = (
-        exceptions.ConnectionError,  # refused, no such host (yet)
-        exceptions.HTTPClientError,  # reset, timed out, closed half-way
-        exceptions.IncompleteReadError,
-        OddAnswer,
-        ResponseParserError,
-        exceptions.CredentialRetrievalError,  # a short failure of the instance's metadata service
-        exceptions.MetadataRetrievalError,
-    )
-    return isinstance(error, connection_errors)
-
-
-def _outdated(error: BaseException) -> bool:
-    """Whether a request failed because of expired credentials."""
-    from botocore.exceptions import ClientError
-
-    if isinstance(error, ClientError):
-        return _code(error) in OUTDATED_CODES
-    # botocore has no exception type for a source of expired credentials.
-    return isinstance(error, RuntimeError) and "credentials are still expired" in str(error)
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether the server, or the source of our credentials, refuses a request that may be accepted later."""
-    from botocore import exceptions
-
-    if isinstance(error, exceptions.ClientError):
-        return _status(error) in (401, 403) or _code(error) in REMEDIES
-    return _outdated(error) or isinstance(error, _credential_errors())
-
-
-def _credential_errors() -> tuple[type[Exception], ...]:
-    """The errors of botocore without usable credentials."""
-    from botocore import exceptions
-
-    return (
-        exceptions.NoCredentialsError,
-        exceptions.PartialCredentialsError,
-        exceptions.ProfileNotFound,
-        exceptions.TokenRetrievalError,
-        exceptions.UnauthorizedSSOTokenError,
-        exceptions.SSOError,
-    )
-
-
-def _explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -> Exception:
-    """The error for the caller: StoreUnavailable, UserError, or `error` itself if it is a bug."""
-    from botocore import exceptions
-
-    where = f"{what} at {_without_secrets(endpoint)}"
-    if _is_transient(error):
-        return StoreUnavailable(f"{where}: no success within {time_limit_s:g} s; last: {_brief(error)}")
-    if isinstance(error, exceptions.ClientError):
-        code = _code(error)
-        if code in REMEDIES:
-            return UserError(f"{where}: {REMEDIES[code]} ({code})")
-        if code == "PreconditionFailed":
-            return StoreUnavailable(f"{where}: another process replaced the object while it was read")
-        if code == "NoSuchUpload":
-            return StoreUnavailable(f"{where}: the server dropped the unfinished upload")
-        said = cut(" ".join(str(error.response.get("Error", {}).get("Message", "")).split()))
-        return UserError(f"{where}: the server refused it: {said or 'no reason given'} ({_brief(error)})")
-    if _outdated(error):
-        return UserError(f"{where}: {REMEDIES['ExpiredToken']}")
-    if isinstance(error, _credential_errors()):
-        return UserError(
-            f"{where}: no usable credentials ({type(error).__name__}); set AWS_ACCESS_KEY_ID and "
-            f"AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws"
-        )
-    if isinstance(error, exceptions.SSLError):
-        return UserError(f"{where}: its certificate is not trusted; set AWS_CA_BUNDLE to its authority")
-    if isinstance(error, exceptions.ParamValidationError):
-        return UserError(f"{where}: {' '.join(str(error).split())}")
-    return error
-
-
-def _sound(answer: dict[str, Any], field: str) -> dict[str, Any]:
-    """`answer` itself if it has the field that every S3 server sends; OddAnswer otherwise."""
-    if field not in answer:
-        raise OddAnswer(f"no {field} in the answer")
-    return answer
-
-
-def _code(error: Any) -> str:
-    """The code of an error: a word; digits or nothing if the server sent no such body."""
-    code = str(error.response.get("Error", {}).get("Code", ""))
-    return CODE_OF_STATUS.get(code, code)
-
-
-def _status(error: Any) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def _brief(error: BaseException | None) -> str:
-    """A short name of an error. Not botocore's message: it repeats URLs, and one line is enough."""
-    from botocore.exceptions import ClientError
-
-    if isinstance(error, ClientError):
-        return f"{_code(error)} (HTTP {_status(error)})"
-    return re.sub(r"(Error|Exception)$", "", type(error).__name__)
-
-
-def _without_secrets(endpoint: str) -> str:
-    """The endpoint without a user and password."""
-    parts = urlsplit(endpoint)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 def _md5(body: bytes) -> str:

@@ -1,0 +1,172 @@
+"""What an answer of an S3 server means: transient, refused, or a mistake with its remedy.
+
+A refusal (wrong or expired credentials, no rights, no such bucket) is no transient error; the store decides when it
+takes it for one.
+"""
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainer.errors import StoreUnavailable, UserError, cut
+
+# Transient server errors, besides every 5xx but 501: load, a conflicting write in progress
+# (create's 409), and bodies that were damaged or cut in transfer.
+TRANSIENT_CODES = {
+    "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
+    "RequestTimeout", "RequestTimeoutException", "ConditionalRequestConflict", "OperationAborted",
+    "BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
+}  # fmt: skip
+TRANSIENT_STATUS = {408, 409, 429}
+
+# The remedies of permanent errors.
+REMEDIES = {
+    "NoSuchBucket": "there is no such bucket; create it, or correct the store's URI",
+    "InvalidBucketName": "that is no valid bucket name; correct the store's URI",
+    "AccessDenied": "the credentials may not do that; they need s3:GetObject, PutObject, DeleteObject and "
+    "AbortMultipartUpload on the objects and s3:ListBucket on the bucket",
+    "InvalidAccessKeyId": "the server does not know the access key; set AWS_ACCESS_KEY_ID or AWS_PROFILE to "
+    "a key of this server, or AWS_ENDPOINT_URL to the key's server",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key; correct "
+    "AWS_SECRET_ACCESS_KEY or the profile",
+    "ExpiredToken": "the credentials have expired; log in again",
+    "ExpiredTokenException": "the credentials have expired; log in again",
+    "InvalidToken": "the session token is not valid; correct AWS_SESSION_TOKEN or log in again",
+    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
+    "PermanentRedirect": "the bucket is in another region; set AWS_REGION to it",
+    "AuthorizationHeaderMalformed": "the bucket is in another region; set AWS_REGION to it",
+    "IllegalLocationConstraintException": "the bucket is in another region; set AWS_REGION to it",
+    "NotImplemented": "this server lacks an operation that commits need; use one with If-None-Match: *",
+    "QuotaExceeded": "the quota of the bucket or its owner is used up",
+}  # fmt: skip
+# The source may have newer credentials than this process: a renewed session in ~/.aws, a rotated key.
+OUTDATED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidAccessKeyId"}
+# An answer without a body (HEAD) has no error code, only a status.
+CODE_OF_STATUS = {
+    "301": "PermanentRedirect",
+    "403": "AccessDenied",
+    "412": "PreconditionFailed",
+    "501": "NotImplemented",
+}
+
+
+class OddAnswer(Exception):
+    """A successful answer that lacks what every S3 server sends: something else has answered."""
+
+
+def is_transient(error: BaseException) -> bool:
+    from botocore import exceptions
+    from botocore.parsers import ResponseParserError
+
+    if isinstance(error, exceptions.ClientError):
+        status, code = status_of(error), code_of(error)
+        odd = not code or code.isdigit()  # the body is not the XML of an error
+        return odd or code in TRANSIENT_CODES or status in TRANSIENT_STATUS or (status >= 500 and status != 501)
+    if isinstance(error, exceptions.SSLError):
+        return "CERTIFICATE_VERIFY_FAILED" not in str(error)
+    connection_errors = (
+        exceptions.ConnectionError,  # refused, no such host (yet)
+        exceptions.HTTPClientError,  # reset, timed out, closed half-way
+        exceptions.IncompleteReadError,
+        OddAnswer,
+        ResponseParserError,
+        exceptions.CredentialRetrievalError,  # a short failure of the instance's metadata service
+        exceptions.MetadataRetrievalError,
+    )
+    return isinstance(error, connection_errors)
+
+
+def is_outdated(error: BaseException) -> bool:
+    """Whether a request failed because of expired credentials."""
+    from botocore.exceptions import ClientError
+
+    if isinstance(error, ClientError):
+        return code_of(error) in OUTDATED_CODES
+    # botocore has no exception type for a source of expired credentials.
+    return isinstance(error, RuntimeError) and "credentials are still expired" in str(error)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the server, or the source of our credentials, refuses a request that may be accepted later."""
+    from botocore import exceptions
+
+    if isinstance(error, exceptions.ClientError):
+        return status_of(error) in (401, 403) or code_of(error) in REMEDIES
+    return is_outdated(error) or isinstance(error, _credential_errors())
+
+
+def _credential_errors() -> tuple[type[Exception], ...]:
+    """The errors of botocore without usable credentials."""
+    from botocore import exceptions
+
+    return (
+        exceptions.NoCredentialsError,
+        exceptions.PartialCredentialsError,
+        exceptions.ProfileNotFound,
+        exceptions.TokenRetrievalError,
+        exceptions.UnauthorizedSSOTokenError,
+        exceptions.SSOError,
+    )
+
+
+def explained(error: Exception, what: str, endpoint: str, time_limit_s: float) -> Exception:
+    """The error for the caller: StoreUnavailable, UserError, or `error` itself if it is a bug."""
+    from botocore import exceptions
+
+    where = f"{what} at {_without_secrets(endpoint)}"
+    if is_transient(error):
+        return StoreUnavailable(f"{where}: no success within {time_limit_s:g} s; last: {brief(error)}")
+    if isinstance(error, exceptions.ClientError):
+        code = code_of(error)
+        if code in REMEDIES:
+            return UserError(f"{where}: {REMEDIES[code]} ({code})")
+        if code == "PreconditionFailed":
+            return StoreUnavailable(f"{where}: another process replaced the object while it was read")
+        if code == "NoSuchUpload":
+            return StoreUnavailable(f"{where}: the server dropped the unfinished upload")
+        said = cut(" ".join(str(error.response.get("Error", {}).get("Message", "")).split()))
+        return UserError(f"{where}: the server refused it: {said or 'no reason given'} ({brief(error)})")
+    if is_outdated(error):
+        return UserError(f"{where}: {REMEDIES['ExpiredToken']}")
+    if isinstance(error, _credential_errors()):
+        return UserError(
+            f"{where}: no usable credentials ({type(error).__name__}); set AWS_ACCESS_KEY_ID and "
+            f"AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws"
+        )
+    if isinstance(error, exceptions.SSLError):
+        return UserError(f"{where}: its certificate is not trusted; set AWS_CA_BUNDLE to its authority")
+    if isinstance(error, exceptions.ParamValidationError):
+        return UserError(f"{where}: {' '.join(str(error).split())}")
+    return error
+
+
+def sound(answer: dict[str, Any], field: str) -> dict[str, Any]:
+    """`answer` itself if it has the field that every S3 server sends; OddAnswer otherwise."""
+    if field not in answer:
+        raise OddAnswer(f"no {field} in the answer")
+    return answer
+
+
+def code_of(error: Any) -> str:
+    """The code of an error: a word; digits or nothing if the server sent no such body."""
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    return CODE_OF_STATUS.get(code, code)
+
+
+def status_of(error: Any) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def brief(error: BaseException | None) -> str:
+    """A short name of an error. Not botocore's message: it repeats URLs, and one line is enough."""
+    from botocore.exceptions import ClientError
+
+    if isinstance(error, ClientError):
+        return f"{code_of(error)} (HTTP {status_of(error)})"
+    return re.sub(r"(Error|Exception)$", "", type(error).__name__)
+
+
+def _without_secrets(endpoint: str) -> str:
+    """The endpoint without a user and password."""
+    parts = urlsplit(endpoint)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
