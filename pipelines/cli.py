@@ -34,6 +34,7 @@ from pipelines.verbs.report import report
 from pipelines.verbs.resume import resume
 from pipelines.verbs.run import run
 from pipelines.verbs.sample import sample
+from pipelines.verbs.serve import serve
 from pipelines.verbs.shards import shards_app
 from pipelines.verbs.status import status
 from pipelines.verbs.stop import stop
@@ -42,7 +43,7 @@ from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
 PROGRAM = "skytrain"
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
     "Run": (run, plan, recipes),
-    "Look": (report, status, logs, sample, pull),
+    "Look": (report, status, logs, sample, serve, pull),
     "Cloud": (launch, resume, stop, down, orphans, image_app),
     "Tools": (doctor, bench, shards_app, drill, gc),
 }

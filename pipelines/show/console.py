@@ -33,8 +33,9 @@ CARD_COLUMNS = 100  # the width of text that has a choice
 # The commands that messages name: programs of this Python environment, with the first words that make them a command.
 COMMANDS = {
     "skytrain": (
-        *("run", "plan", "recipes", "report", "status", "logs", "sample", "pull", "launch", "resume", "stop", "down"),
-        *("orphans", "image", "doctor", "bench", "shards", "drill", "gc", "--help"),
+        *("run", "plan", "recipes", "report", "status", "logs", "sample", "serve", "pull"),
+        *("launch", "resume", "stop", "down", "orphans", "image", "doctor", "bench", "shards", "drill"),
+        *("gc", "--help"),
     ),
     "sky": ("api", "check", "down", "jobs", "logs", "queue", "show-gpus", "status", "stop"),
     "mlflow": ("ui",),

@@ -18,6 +18,7 @@ LAYERS = (
     ("pipelines.drill",),
     ("pipelines.cloud",),
     ("pipelines.stages",),
+    ("pipelines.serve",),
     (
         *("pipelines.gc", "pipelines.plan", "pipelines.pull", "pipelines.sample", "pipelines.stage"),
         "pipelines.weights",

@@ -1,0 +1,75 @@
+"""`skytrain serve`: a completions endpoint for a look at a run, on this machine."""
+
+import socket
+from typing import Annotated
+
+import typer
+
+from pipelines.verbs.options import Precision, RunName, Step, StoreUri, home, open_text_model, store_uri
+from trainer.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+GRACE_SECONDS = 3  # for answers that are being written at Ctrl-C
+CONNECTIONS = 64
+
+
+def serve(
+    run: RunName,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Another address; there is no account, so all who reach it can ask.")
+    ] = LOOPBACK,
+    at: Step = None,
+    precision: Precision = None,
+    store: StoreUri = None,
+) -> None:
+    """Answer OpenAI's completions with a run's weights, on this machine, with a page to type into.
+
+    For real load, sky/serve.yaml serves the export with vLLM.
+    """
+    import uvicorn
+
+    from pipelines.serve.app import make_app
+    from pipelines.show.console import say
+
+    listening = listen(host, port)
+    with listening:
+        model = open_text_model(store_uri(store), home() / "cache", run, at, precision)
+        bound = listening.getsockname()[1]
+        local = host in (LOOPBACK, "localhost", "::1")
+        if not local:
+            say(
+                f"warning: --host {host}: all who reach this address can use the model; it asks no one for an account",
+                True,
+            )
+        shown = f"[{host}]" if ":" in host else host
+        say(f"http://{shown}:{bound}/  ({model.run}, {model.decoder.precision}; Ctrl-C ends it)")
+        say(f"OpenAI's clients: base_url http://{shown}:{bound}/v1, any api_key, model {model.run}")
+        hosts = {f"{name}:{bound}" for name in (LOOPBACK, "localhost", "[::1]")} if local else None
+        config = uvicorn.Config(
+            make_app(model, hosts),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=CONNECTIONS,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            lifespan="on",
+        )
+        try:
+            uvicorn.Server(config).run(sockets=[listening])
+        except KeyboardInterrupt:
+            say("")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at an address. UserError if it is taken, or none of this machine."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        option = f"--port {port}" if host == LOOPBACK else f"--host {host} --port {port}"
+        raise UserError(f"{option}: {error.strerror}; choose another one, or --port 0 for any free one") from error
+    return listening

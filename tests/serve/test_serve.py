@@ -1,0 +1,412 @@
+"""The completions endpoint: OpenAI's shapes, bounds, one generation at a time, and a page in a real browser."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import text_runs
+import torch
+import uvicorn
+from browser import COMPLAINTS, Browser, open_browser
+
+from pipelines.sample import TextModel
+from pipelines.serve.app import make_app
+from pipelines.serve.requests import MAX_BYTES, MAX_TEXTS, Refused
+from pipelines.serve.turns import Turns
+from pipelines.text.tokenizer import tokenizer
+from pipelines.verbs.serve import listen
+from trainer.config import ModelConfig
+from trainer.errors import UserError
+from trainer.model import GPT
+from trainer.sample import Decoder, Sampling
+from trainer.store import LocalStore
+
+browser = open_browser
+
+CONTEXT = 8192
+MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT, vocab_size=257)
+END = 256
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def endless(model: GPT) -> GPT:
+    """The model, which never ends a document: one coordinate of the hidden state is 1, and only END's row sees it."""
+    with torch.no_grad():
+        model.ln_f.weight[0], model.ln_f.bias[0] = 0.0, 1.0
+        model.wte.weight[:, 0] = 0.0
+        model.wte.weight[END, 0] = -1e4
+    return model
+
+
+class Endpoint:
+    """A server in a thread of this process, on a free port."""
+
+    def __init__(self, turns: Turns) -> None:
+        model = GPT(MODEL)
+        model.load_state_dict(
+            text_runs.speaking_model(0, text_runs.RECIPE.model_copy(update={"model": MODEL})).state_dict()
+        )
+        self.model = TextModel("speaker", None, Decoder(endless(model), "fp32", 257), tokenizer("bytes"))
+        self.socket = listen("127.0.0.1", 0)
+        self.port = self.socket.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        app = make_app(self.model, {self.address}, turns)
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        self.thread = threading.Thread(target=lambda: self.server.run(sockets=[self.socket]))
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(self.address, timeout=60)
+        kind = {"Content-Type": "application/json"} if body is not None else {}
+        raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, raw, kind | {name.replace("_", "-"): v for name, v in headers.items()})
+        return connection.getresponse()
+
+    def ask(self, path: str = "/v1/completions", body: Any = None, **headers: str) -> tuple[int, Any]:
+        answer = self.send("POST" if body is not None else "GET", path, body, **headers)
+        return answer.status, json.loads(answer.read())
+
+    def events(self, body: Any) -> list[Any]:
+        answer = self.send("POST", "/v1/completions", body | {"stream": True})
+        assert (answer.status, answer.headers["Content-Type"]) == (200, "text/event-stream; charset=utf-8")
+        return [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
+
+    def until(self, what: Callable[[Any], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not what(self.ask("/health")[1]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    started = Endpoint(Turns(waiting=1))
+    yield started
+    started.close()
+    torch.set_num_threads(threads)
+
+
+def text_of(endpoint: Endpoint, prompt: str, tokens: int, seed: int, sampling: Sampling, *stop: str) -> str:
+    model = endpoint.model
+    steps = model.continue_all([model.ids_of(prompt)], tokens, [seed], sampling, stop)
+    return "".join(one.text for step in steps for one in step)
+
+
+ALL = Sampling(top_k=None)
+
+
+# --- OpenAI's shapes
+
+
+def test_a_completion_has_the_text_of_its_seed_and_the_usage(endpoint: Endpoint) -> None:
+    asked = {"model": "speaker", "prompt": "def ", "max_tokens": 30, "seed": 4, "temperature": 0.5, "top_p": 0.9}
+    status, answer = endpoint.ask(body=asked)
+    text = text_of(endpoint, "def ", 30, 4, Sampling(0.5, None, 0.9))
+    assert status == 200 and answer.pop("id").startswith("cmpl-") and abs(answer.pop("created") - time.time()) < 60
+    assert answer == {
+        "object": "text_completion",
+        "model": "speaker",
+        "choices": [{"text": text, "index": 0, "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 30, "total_tokens": 34},
+    }
+    assert endpoint.ask(body={"prompt": "def "})[1]["usage"]["completion_tokens"] == 16  # OpenAI's default
+
+
+def test_many_prompts_and_n_give_choices_in_order(endpoint: Endpoint) -> None:
+    answer = endpoint.ask(
+        body={"prompt": ["a", "bc"], "n": 2, "seed": 7, "max_tokens": 9, "user": "ann", "stop": None}
+    )[1]
+    expected = [text_of(endpoint, prompt, 9, 7 + n, ALL) for prompt, n in (("a", 0), ("a", 1), ("bc", 2), ("bc", 3))]
+    assert [choice["text"] for choice in answer["choices"]] != expected  # the seeds begin again with each prompt
+    expected = [text_of(endpoint, prompt, 9, 7 + n, ALL) for prompt, n in (("a", 0), ("a", 1), ("bc", 0), ("bc", 1))]
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(expected))
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 36, "total_tokens": 39}
+
+
+def test_a_stream_says_the_same_text_and_ends_with_done(endpoint: Endpoint) -> None:
+    asked = {"prompt": ["a", "bc"], "max_tokens": 12, "seed": 3, "top_k": 20}
+    *events, done = endpoint.events(asked)
+    assert done == "[DONE]"
+    choices = [choice for event in map(json.loads, events) for choice in event["choices"]]
+    whole = endpoint.ask(body=asked)[1]["choices"]
+    for number in (0, 1):
+        mine = [choice for choice in choices if choice["index"] == number]
+        assert "".join(choice["text"] for choice in mine) == whole[number]["text"]
+        assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
+    *_, last, _ = endpoint.events(asked | {"stream_options": {"include_usage": True}})
+    assert json.loads(last)["choices"] == [] and json.loads(last)["usage"]["completion_tokens"] == 24
+
+
+def test_a_stop_string_ends_a_text_before_it(endpoint: Endpoint) -> None:
+    whole = text_of(endpoint, "a", 40, 1, ALL)
+    stop = whole[10:12]
+    answer = endpoint.ask(body={"prompt": "a", "max_tokens": 40, "seed": 1, "stop": [stop, "never"]})[1]["choices"][0]
+    assert (answer["text"], answer["finish_reason"]) == (whole.partition(stop)[0], "stop")
+
+
+def test_models_and_health_are_told(endpoint: Endpoint) -> None:
+    (model,) = endpoint.ask("/v1/models")[1]["data"]
+    assert (model["id"], model["object"], model["owned_by"]) == ("speaker", "model", "skytrain")
+    assert endpoint.ask("/v1/models/speaker") == (200, model)
+    assert endpoint.ask("/health") == (200, {"status": "ok", "model": "speaker", "busy": False, "waiting": 0})
+
+
+# --- bounds
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "message"),
+    [
+        ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": CONTEXT}, 400, "prompt", f"maximum context length is {CONTEXT} tokens; prompt 0 has 1"),
+        ({"prompt": "x" * CONTEXT}, 400, "prompt", "shorten the prompt"),
+        ({"prompt": [1, 2]}, 400, "prompt", f"a string, or a list of 1 to {MAX_TEXTS} strings"),
+        ({"prompt": []}, 400, "prompt", "a list of 1 to"),
+        ({"prompt": ["a"] * 9, "n": 2}, 400, "n", f"9 prompts x 2 are more than {MAX_TEXTS} texts"),
+        ({"temperature": 2.1}, 400, "temperature", "less than or equal to 2"),
+        ({"temperature": float("nan")}, 400, "temperature", ""),
+        ({"top_p": "0.5"}, 400, "top_p", "valid number"),
+        ({"stop": ["a"] * 5}, 400, "stop", ""),
+        ({"stop": ""}, 400, "stop", ""),
+        ({"seed": -1}, 400, "seed", ""),
+        ({"echo": True}, 400, "echo", "not served here"),
+        ({"logprobs": 5}, 400, "logprobs", "not served here"),
+        ({"best_of": 3}, 400, "best_of", "not served here"),
+        ({"temprature": 1}, 400, "temprature", "unrecognized request argument"),
+        ({"model": "gpt-4"}, 404, "model", "the model 'gpt-4' does not exist; this endpoint serves speaker"),
+        (b"{", 400, None, "no JSON"),
+        (b"[]", 400, None, "no JSON object"),
+        (b"[" * 100_000, 400, None, "no JSON"),
+        (b" " * (MAX_BYTES + 1), 413, None, "at most 1,048,576 bytes"),
+    ],
+)
+def test_what_is_not_served_is_refused_in_openais_shape(
+    endpoint: Endpoint, body: Any, status: int, param: str | None, message: str
+) -> None:
+    found, answer = endpoint.ask(body=body)
+    assert found == status and set(answer) == {"error"}
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"] == param and message in error["message"] and len(error["message"]) < 400
+
+
+def test_clients_that_send_defaults_are_served(endpoint: Endpoint) -> None:
+    defaults = {"echo": False, "best_of": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}
+    assert endpoint.ask(body={"max_tokens": 1, "logprobs": None, "suffix": None, **defaults})[0] == 200
+
+
+def test_a_path_or_method_that_is_not_there_is_an_error_in_openais_shape(endpoint: Endpoint) -> None:
+    assert endpoint.ask("/v1/chat/completions", {"messages": []})[0] == 404
+    assert endpoint.ask("/docs")[0] == endpoint.ask("/openapi.json")[0] == 404  # FastAPI's load foreign scripts
+    status, answer = endpoint.ask("/v1/completions")
+    assert status == 405 and "Method Not Allowed" in answer["error"]["message"]
+
+
+def test_a_foreign_page_gets_nothing(endpoint: Endpoint) -> None:
+    body = {"max_tokens": 1}
+    for headers in (
+        {"Host": f"evil.example:{endpoint.port}"},
+        {"Host": "127.0.0.1"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    ):
+        status, answer = endpoint.ask(body=body, **headers)
+        assert status == 403 and "this server answers" in answer["error"]["message"]
+    assert endpoint.ask(body=body, Origin=f"http://{endpoint.address}")[0] == 200
+    assert endpoint.ask(body=body, Content_Type="text/plain")[0] == 415  # a form or a no-cors fetch sends this
+    answer = endpoint.send("OPTIONS", "/v1/completions", Origin=f"http://{endpoint.address}")
+    assert answer.status == 405 and not [name for name in answer.headers if name.startswith("access-control")]
+    assert answer.headers["x-frame-options"] == "DENY"
+
+
+# --- one at a time
+
+
+def started_stream(endpoint: Endpoint) -> http.client.HTTPResponse:
+    """A stream that would take minutes."""
+    return endpoint.send("POST", "/v1/completions", {"max_tokens": 8000, "n": 4, "stream": True})
+
+
+def test_a_request_waits_for_the_one_before_and_a_full_line_is_refused(endpoint: Endpoint) -> None:
+    first = started_stream(endpoint)
+    first.readline()
+    second = started_stream(endpoint)
+    endpoint.until(lambda health: health["busy"] and health["waiting"] == 1)
+    status, answer = endpoint.ask(body={"max_tokens": 1})
+    assert status == 429 and answer["error"]["code"] == "queue_full" and answer["error"]["type"] == "rate_limit_error"
+    second.close()  # gone while it waits
+    endpoint.until(lambda health: health["waiting"] == 0)
+    first.close()
+    assert endpoint.ask(body={"max_tokens": 1})[0] == 200
+
+
+def test_a_client_that_leaves_ends_its_generation(endpoint: Endpoint) -> None:
+    for stream in (True, False):
+        with socket.create_connection(("127.0.0.1", endpoint.port)) as client:
+            body = json.dumps({"max_tokens": 8000, "n": 4, "stream": stream}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {endpoint.address}\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            endpoint.until(lambda health: health["busy"])
+        endpoint.until(lambda health: not health["busy"])
+
+
+def test_turns_have_limits_of_time() -> None:
+    async def forever() -> Any:
+        while True:
+            await asyncio.sleep(0.01)
+            yield
+
+    async def check() -> None:
+        turns = Turns(waiting=2, wait_seconds=0.2, seconds=5.0)
+        async with turns.turn():
+            with pytest.raises(Refused, match=r"no turn within 0.2 s") as late:
+                async with turns.turn():
+                    raise AssertionError
+        assert (late.value.status, turns.waiting, turns.busy) == (503, 0, False)
+        turns = Turns(seconds=0.1)
+        with pytest.raises(Refused, match=r"took more than 0.1 s"):
+            async with turns.turn():
+                async for _ in forever():
+                    pass
+        assert not turns.busy
+
+    asyncio.run(check())
+
+
+def test_a_generation_that_is_given_up_ends_with_its_step() -> None:
+    entered, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def steps() -> Iterator[int]:
+        try:
+            for step in range(100):
+                entered.set()
+                may_end.wait(20)
+                yield step
+        finally:
+            ended.set()
+
+    async def check() -> None:
+        turns = Turns()
+
+        async def generate() -> None:
+            async with turns.turn(), contextlib.aclosing(turns.steps(steps())) as found:  # type: ignore[type-var]
+                async for _ in found:
+                    pass
+
+        task = asyncio.ensure_future(generate())
+        while not entered.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert not turns.busy and not ended.is_set()
+        may_end.set()
+        assert await asyncio.to_thread(ended.wait, 20)
+        turns.close()
+
+    asyncio.run(check())
+
+
+# --- the command
+
+
+def test_ctrl_c_ends_the_server_with_0_even_while_it_answers(store: LocalStore, tmp_path: Path) -> None:
+    text_runs.finish(store, tmp_path, text_runs.speaking_model())
+    command = [sys.executable, "-m", "pipelines.cli", "serve", text_runs.RUN, "--store", store.uri, "--port", "0"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SKYTRAIN_")}
+    environment = kept | {
+        "PYTHONPATH": str(REPOSITORY),
+        "SKYTRAIN_HOME": str(tmp_path / "home"),
+        "OMP_NUM_THREADS": "1",
+    }
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as server:
+        try:
+            assert server.stdout
+            line = server.stdout.readline()
+            found = re.search(rf"http://(127\.0\.0\.1:\d+)/  \({text_runs.RUN}, ", line)
+            assert found, line
+            while True:
+                connection = http.client.HTTPConnection(found[1], timeout=60)
+                with contextlib.suppress(ConnectionRefusedError):  # it is bound, and does not listen yet
+                    connection.request(
+                        "POST", "/v1/completions", b'{"stream": true}', {"Content-Type": "application/json"}
+                    )
+                    break
+                time.sleep(0.05)
+            assert connection.getresponse().readline().startswith(b"data: ")
+            server.send_signal(signal.SIGINT)
+            _, errors = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert (server.returncode, errors) == (0, "")
+
+
+def test_a_taken_port_is_named() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"--port {port}: Address already in use; choose another one"):
+            listen("127.0.0.1", port)
+    with pytest.raises(UserError, match="--host nowhere.invalid --port 80: "):
+        listen("nowhere.invalid", 80)
+
+
+# --- the page
+
+
+def test_the_page_streams_text_as_text_and_stops(endpoint: Endpoint, browser: Browser, tmp_path: Path) -> None:
+    prompt = "<b>def</b> <img src=x onerror=alert(1)>"
+    browser.screen(900)
+    browser.visit(f"http://{endpoint.address}/")
+
+    def until(expression: str) -> None:
+        assert browser.js(
+            f"new Promise((done) => {{ const end = Date.now() + 30000, look = () => ({expression}) ? done(true) : "
+            "Date.now() > end ? done(false) : setTimeout(look, 20); look(); })"
+        ), expression
+
+    until("document.title === 'speaker'")
+    set_values = "for (const [id, value] of Object.entries({})) document.getElementById(id).value = value;"
+    browser.js(set_values.format(json.dumps({"prompt": prompt, "max_tokens": 60, "seed": 4, "top_k": ""})))
+    browser.js("document.getElementById('go').click()")
+    until("document.getElementById('note').textContent.startsWith('60 tokens, ')")
+    shown = browser.js("document.getElementById('answer').textContent")
+    assert shown == prompt + text_of(endpoint, prompt, 60, 4, ALL)
+    assert browser.js("document.querySelectorAll('#answer *').length") == 2
+
+    browser.js(set_values.format(json.dumps({"max_tokens": 8000})))
+    browser.js("document.getElementById('go').click()")
+    until("document.getElementById('text').textContent.length > 20")
+    browser.js("document.getElementById('stop').click()")
+    until("document.getElementById('note').textContent === 'stopped'")
+    endpoint.until(lambda health: not health["busy"])
+    browser.js(set_values.format(json.dumps({"max_tokens": 9000})))
+    browser.js("document.getElementById('go').click()")
+    until("document.getElementById('note').className === 'bad'")
+    assert "maximum context length" in browser.js("document.getElementById('note').textContent")
+    complaints = browser.heard(*COMPLAINTS)
+    assert [entry for entry in complaints if "400" not in json.dumps(entry)] == []  # the refused request, by chromium
