@@ -253,7 +253,7 @@ class Segment:
 
 def cut_segment(store: Store, prefix: str, key: str, last_step: int) -> Segment | None:
     """Remove the rows after `last_step` from a segment. Returns the segment with the rows before, if there are any."""
-    rows = [row for row in _rows(f"{store.uri}/{key}", store.get(key) or b"") if row["step"] <= last_step]
+    rows = [row for row in rows_of(f"{store.uri}/{key}", store.get(key) or b"") if row["step"] <= last_step]
     rest = Segment.of(prefix, last_step, attempt_of(key), rows) if rows else None
     if rest:
         store.put(rest.key, rest.body)
@@ -270,10 +270,10 @@ def segments(store: Store, prefix: str) -> Iterator[list[dict[str, Any]]]:
     """The committed rows as they were logged, one list a segment, oldest attempt first."""
     keys = [entry.key for entry in named(store, f"{prefix}/metrics/", SEGMENT_NAME)]
     for key in sorted(keys, key=lambda k: (k.split("-a")[-1], k)):
-        yield list(_rows(f"{store.uri}/{key}", store.get(key) or b""))
+        yield list(rows_of(f"{store.uri}/{key}", store.get(key) or b""))
 
 
-def _rows(source: str, body: bytes) -> Iterator[dict[str, Any]]:
+def rows_of(source: str, body: bytes) -> Iterator[dict[str, Any]]:
     """The rows of a segment, without damaged ones. Those cause a warning only: no weight depends on a row."""
     for number, line in enumerate(body.splitlines(), 1):
         try:

@@ -60,7 +60,9 @@ def read_hellaswag_file(path: Path) -> list[HellaSwagItem]:
             return read_hellaswag((json.loads(line) for line in file if line.strip()), str(path))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a jsonl file of HellaSwag items") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a jsonl file: {error}") from error
 
 

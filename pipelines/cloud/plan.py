@@ -6,7 +6,6 @@ and on spot the work that preemptions undo. ASSUMED names every number that was 
 ledger keeps the run's actual cost; nothing here enters it.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +37,7 @@ from pipelines.stage import STAGES, plans_of
 from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
-from trainer.commits import checkpoint_seconds, committed_state
+from trainer.commits import checkpoint_seconds, committed_state, rows_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, tokens_before, val_tokens
 from trainer.errors import UserError
 from trainer.store import Store
@@ -326,8 +325,7 @@ def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[Measu
     found = []
     for beat in reversed(attempts(store, prefix)):
         keys = segments.get(beat.attempt, [])[-SEGMENTS:]
-        lines = [line for key in keys for line in (store.get(key) or b"").decode().splitlines()]
-        rows = map(json.loads, lines)
+        rows = [row for key in keys for row in rows_of(f"{store.uri}/{key}", store.get(key) or b"")]
         machine, steps = beat.machine.accelerators, [row[SPEED] for row in rows if SPEED in row][2:]  # two may compile
         if steps:
             n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision, machine or "")

@@ -94,7 +94,7 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
     ended the ranks early."""
     spec = RankSpec(
         started=time.time(),
-        reached=work.inputs["train"].facts["steps"],
+        reached=work.inputs["train"].fact("steps"),
         recipe=work.recipe,
         store=work.store.uri,
         tokens=work.inputs["tokenize"].prefix,

@@ -156,7 +156,10 @@ class Files:
 
     def _share_of_text(self, path: str) -> float:
         """The text's share of the bytes of a local jsonl file, by its first lines: the rest is fields and escapes."""
-        with suppress(OSError, ValueError, AttributeError), open(path, encoding=ENCODING) as file:  # reported when read
+        with (
+            suppress(OSError, ValueError, AttributeError, RecursionError),  # reported when read
+            open(path, encoding=ENCODING) as file,
+        ):
             lines = [line for line in itertools.islice(file, SAMPLED_LINES) if line.strip()]
             texts = [str(json.loads(line).get(self.column) or "") for line in lines]
             return sum(map(utf8_bytes, texts)) / max(1, sum(map(utf8_bytes, lines)))

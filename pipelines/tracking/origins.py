@@ -19,6 +19,7 @@ from trainer.commits import PIN, Commit, DamagedCommit, committed_folders, step_
 from trainer.config import ModelConfig
 from trainer.errors import NotAFile, UserError
 from trainer.store import Store
+from trainer.stored import Stored, typed
 
 RUN = "run:"
 RUN_SOURCE = re.compile(
@@ -144,7 +145,7 @@ def is_trained(store: Store, run: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class Beginning(Stored):
     """Where a run began, for people: in its plan, its report and its manifest."""
 
     source: str  # as the recipe pins it
@@ -160,7 +161,7 @@ class Beginning:
 def beginning_of(store: Store, run: str, recipe: Recipe, facts: dict[str, Any] | None = None) -> Beginning | None:
     """Where a run begins; None for weights drawn from its seed. `facts`: of its training, once that is done."""
     if facts and "began" in facts:
-        return Beginning(**facts["began"])
+        return typed(Beginning, facts["began"], f"{store.uri}: the beginning of {run}")
     branched = recipe.train.branch_from is not None
     source = recipe.train.branch_from or recipe.train.init_from
     if source is None or not source.startswith(RUN):

@@ -211,7 +211,7 @@ class Run:
     def last_step(self) -> int:
         """The last step of the training: max_steps, unless a target has ended it earlier."""
         train = self.manifests.get("train")
-        return train.facts["steps"] if train else self.recipe.train.max_steps
+        return train.fact("steps") if train else self.recipe.train.max_steps
 
     @cached_property
     def state(self) -> str:

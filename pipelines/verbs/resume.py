@@ -17,12 +17,16 @@ def resume(
         float | None,
         typer.Option(min=0.001, metavar="USD", help="Another limit than before, for the whole run."),
     ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option("--secret", metavar="NAME", help="A secret that its launch named; can be repeated."),
+    ] = None,
     yes: Yes = False,
 ) -> None:
     """Launch a run that was stopped, or ended, as it was launched before; it continues from its last commit."""
     from pipelines.cloud.launch import planned_launch
     from pipelines.cloud.request import last_launch
-    from pipelines.cloud.shell import secrets_from_shell
+    from pipelines.cloud.shell import SECRETS, secrets_from_shell
     from pipelines.show.console import say
     from pipelines.stage import planned
     from pipelines.tracking.stop_request import read_stop_request
@@ -33,7 +37,16 @@ def resume(
     if before is None:
         raise UserError(f"resume: {record.run} was never launched; skytrain run run:{record.run} continues it here")
     request = replace(before.request, budget=budget) if budget is not None else before.request
+    # Whoever writes to the store names secrets and an image: others than the usual ones go nowhere without a word here.
+    if unnamed := sorted({*before.secrets} - {*SECRETS, *(secret or [])}):
+        raise UserError(
+            f"resume: the record of its launch in {opened.uri} names the secret {unnamed[0]}; if you named it then, "
+            f"add --secret {unnamed[0]}"
+        )
     secrets = secrets_from_shell(name for name in before.secrets if name != "AWS_SESSION_TOKEN")
+    names = ", ".join(secrets) or "none"
+    settings = ", ".join(f"{name}={value}" for name, value in request.variables.items()) or "none"
+    say(f"from the record of its launch: image {request.image}; variables: {settings}; secrets: {names}")
     loaded, plans = planned(f"run:{record.run}", [], opened)
     stopped = read_stop_request(opened, record.run)
 

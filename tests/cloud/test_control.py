@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -390,6 +391,22 @@ def test_resuming_without_a_secret_that_the_launch_had_is_refused(tmp_path: Path
     write_launch(project.store, LaunchRecord(request, ["train"], [1], ["AWS_SESSION_TOKEN", "HF_TOKEN"], 0.0, []))
     output = project.run("resume", RUN, "--yes", expect=2).stderr
     assert output == "error: --secret HF_TOKEN: not set in this shell; export it first, without writing it to a file\n"
+
+
+def test_the_store_takes_no_other_secret_of_the_shell_and_no_image_without_a_word(tmp_path: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME)
+    recorded(project.store)
+    request = LaunchRequest(RUN, project.store.uri, infra="slurm/here", image="evil/x@sha256:" + "ab" * 32)
+    record = LaunchRecord(replace(request, variables={"A": "1"}), ["train"], [1], ["HOME"], 0.0, [])
+    write_launch(project.store, record)
+    refused = project.run("resume", RUN, "--yes", expect=2)
+    assert refused.stderr.startswith("error: resume: the record of its launch in ") and refused.stdout == ""
+    assert refused.stderr.endswith("names the secret HOME; if you named it then, add --secret HOME\n")
+    agreed = project.run("resume", RUN, "--yes", "--secret", "HOME", expect=2)
+    assert f"image {request.image}; variables: A=1; secrets: HOME" in agreed.stdout
+    for other in (replace(request, run="other-12345678"), replace(request, store="s3://elsewhere/x")):
+        project.store.put(f"launches/{RUN}.json", replace(record, request=other).to_json())
+        assert "damaged (it launches " in project.run("resume", RUN, "--yes", expect=2).stderr
 
 
 def test_a_stopped_run_commits_exits_with_76_and_stays_stopped_until_it_is_resumed(tmp_path: Path) -> None:
