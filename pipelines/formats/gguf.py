@@ -47,14 +47,14 @@ def write_kind(weights: Weights, path: Path, kind: str) -> Path:
     writer = gguf.GGUFWriter(path, "gpt2")
     add_model(writer, weights, kind)
     add_tokenizer(writer, weights)
-    for name, shape in weights.shapes().items():
+    for name, shape in weights.shapes.items():
         stored = type_of(name, shape, kind)
         block, size = gguf.GGML_QUANT_SIZES[stored]
         writer.add_tensor_info(gguf_name(name), shape, np.dtype("float32"), math.prod(shape) // block * size, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name in weights.shapes():
+    for name in weights.shapes:
         writer.write_tensor_data(converted(weights, name, kind))
     writer.close()
     return path
@@ -83,7 +83,7 @@ def converted(weights: Weights, name: str, kind: str) -> "np.ndarray[Any, Any]":
     import gguf
     import torch
 
-    stored = type_of(name, weights.shapes()[name], kind)
+    stored = type_of(name, weights.shapes[name], kind)
     dtype = torch.float16 if stored.name == "F16" else torch.float32
     found: np.ndarray[Any, Any] = gguf.quants.quantize(weights.rounded(name, dtype).numpy(), stored)
     return found
@@ -133,8 +133,8 @@ def verify(weights: Weights, folder: Path) -> None:
     for kind in KINDS:
         path = path_of(weights, folder, kind)
         found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-        require(found.keys() == {gguf_name(name) for name in weights.shapes()}, path, "the names of the tensors")
-        for name, shape in weights.shapes().items():
+        require(found.keys() == {gguf_name(name) for name in weights.shapes}, path, "the names of the tensors")
+        for name, shape in weights.shapes.items():
             tensor = found[gguf_name(name)]
             require(tensor.tensor_type == type_of(name, shape, kind), path, f"{name}: its number format")
             require(tuple(tensor.shape[::-1]) == shape, path, f"{name}: its shape")

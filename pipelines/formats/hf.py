@@ -41,8 +41,8 @@ def write_safetensors(weights: Weights, path: Path, dtype: str) -> None:
 
     from trainer.model import TRANSPOSED
 
-    names = {f"transformer.{name}": name for name in weights.shapes()}
-    shapes, size, offset = weights.shapes(), getattr(torch, dtype).itemsize, 0
+    names = {f"transformer.{name}": name for name in weights.shapes}
+    shapes, size, offset = weights.shapes, getattr(torch, dtype).itemsize, 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for stored in sorted(names):
         shape = shapes[names[stored]]
@@ -78,7 +78,7 @@ def verify(weights: Weights, folder: Path, dtype: str) -> None:
     path = folder / FILE
     with safe_open(path, "pt") as file:
         stored = set(file.keys())
-    require(stored == {f"transformer.{name}" for name in weights.shapes()}, path, "the names of the tensors")
+    require(stored == {f"transformer.{name}" for name in weights.shapes}, path, "the names of the tensors")
     for name, expected in weights.each(getattr(torch, dtype)):
         found = read_tensor(path, f"transformer.{name}")
         require(same(found.t() if name.endswith(TRANSPOSED) else found, expected), path, name)

@@ -50,7 +50,7 @@ def verify(weights: Weights, folder: Path) -> None:
     path = folder / FILE
     found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     state: dict[str, Tensor] = found["model"]
-    names = {f"transformer.{name}" for name in weights.shapes()} | {HEAD}
+    names = {f"transformer.{name}" for name in weights.shapes} | {HEAD}
     require(found["model_args"] == model_args(weights), path, "model_args")
     require(state.keys() == names, path, "the names of the tensors")
     for name, expected in weights.each(torch.float32):

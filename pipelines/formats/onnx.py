@@ -1,6 +1,6 @@
 """ONNX: token ids in, logits out, in float32, for any batch and any sequence up to the context.
 
-The graph has no cache between tokens. torch's exporter holds whole models in memory, as the other formats do not.
+The graph has no cache between tokens.
 """
 
 import logging
@@ -10,35 +10,66 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.formats.weights import Weights, require
+from pipelines.formats.weights import Weights, require, same
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    import onnx
+    import torch
 
 FILE = "model.onnx"
+PREFIX = "gpt."  # of our names in the graph
 LARGEST = 1 << 30  # bytes of weights inside the graph; protobuf ends at 2 GiB, and more go into a file beside it
 
 
 def write(weights: Weights, folder: Path) -> list[Path]:
-    """Write model.onnx, and the weights of a large model as model.onnx.data."""
-    import torch
-    from torch.export import Dim
+    """Write model.onnx, and the weights of a large model as model.onnx.data.
 
-    model = plain_model(weights)
-    tokens = torch.zeros((2, min(3, weights.config.block_size)), dtype=torch.int64)
+    torch exports a model without weights, and takes them from the file of the training as it saves. It does not
+    optimize the graph, which every runtime does as it loads: it would need the weights in memory, and rename them.
+    """
+    import torch
+
+    program = exported(weights)
+    program.apply_weights({PREFIX + name: tensor for name, tensor in weights.each(torch.float32)})
     with without_warnings():
-        program = torch.onnx.export(
-            model,
-            (tokens,),
-            input_names=["input_ids"],
-            output_names=["logits"],
-            dynamic_shapes={"tokens": {0: Dim("batch"), 1: Dim("sequence", max=weights.config.block_size)}},
-            dynamo=True,
-            verbose=False,
-        )
-        assert program is not None
         program.save(folder / FILE, external_data=4 * weights.config.parameters > LARGEST)
     return sorted(folder.iterdir())
+
+
+def exported(weights: Weights) -> "torch.onnx.ONNXProgram":
+    """The graph of the model, whose head leaves out the padding."""
+    import torch
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.export import Dim
+    from torch.nn import functional as F
+
+    from trainer.model import GPT, Embedding
+
+    config = weights.config
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt = GPT(config)
+            self.gpt.wte = Embedding(config.vocab_size, config.n_embd)
+
+        def forward(self, tokens: "torch.Tensor") -> "torch.Tensor":
+            return F.linear(self.gpt.hidden(tokens), self.gpt.wte.weight)
+
+    with without_warnings(), FakeTensorMode():
+        program = torch.onnx.export(
+            Logits().eval(),
+            (torch.zeros((2, min(3, config.block_size)), dtype=torch.int64),),
+            input_names=["input_ids"],
+            output_names=["logits"],
+            dynamic_shapes={"tokens": {0: Dim("batch"), 1: Dim("sequence", max=config.block_size)}},
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+    assert program is not None
+    return program
 
 
 @contextmanager
@@ -54,42 +85,27 @@ def without_warnings() -> Iterator[None]:
         log.setLevel(level)
 
 
-def plain_model(weights: Weights) -> "nn.Module":
-    """The model in float32, whose head leaves out the padding."""
-    import torch
-    from torch import nn
-    from torch.nn import functional as F
-
-    from trainer.model import GPT, Embedding
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gpt = GPT(weights.config).eval()
-            self.gpt.wte = Embedding(weights.config.vocab_size, weights.config.n_embd)
-
-        def forward(self, tokens: "Tensor") -> "Tensor":
-            return F.linear(self.gpt.hidden(tokens), self.gpt.wte.weight)
-
-    with torch.device("meta"):
-        model = Logits().eval()
-    state = {f"gpt.{name}": tensor for name, tensor in weights.each(torch.float32)}
-    model.load_state_dict(state, assign=True)
-    return model
-
-
 def verify(weights: Weights, folder: Path) -> None:
-    """RuntimeError unless the file, read back, has the bits of every trained tensor. The exporter transposes matrices,
-    stores equal tensors once and renames both, so names are not compared."""
+    """RuntimeError unless the file, read back, has every trained weight."""
     import onnx
     import torch
 
     path = folder / FILE
-    model = onnx.load(path)
-    onnx.checker.check_model(path)
-    stored = {onnx.numpy_helper.to_array(tensor).tobytes() for tensor in model.graph.initializer}
-    for name, tensor in weights.each(torch.float32):
-        found = any(
-            one.contiguous().numpy().tobytes() in stored for one in (tensor, tensor.mT if tensor.dim() == 2 else tensor)
-        )
-        require(found, path, name)
+    onnx.checker.check_model(path)  # on disk: with its weights, a large model is more than protobuf can hold
+    stored = {tensor.name: tensor for tensor in onnx.load(path, load_external_data=False).graph.initializer}
+    for name, expected in weights.each(torch.float32):
+        require(PREFIX + name in stored, path, f"{name} is missing")
+        require(same(read(stored[PREFIX + name], folder), expected), path, name)
+
+
+def read(tensor: "onnx.TensorProto", folder: Path) -> "torch.Tensor":
+    """A float32 tensor of the graph, or of the file beside it."""
+    import numpy as np
+    import onnx
+    import torch
+
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    if not place:
+        return torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
+    found = np.fromfile(folder / place["location"], "<f4", int(place["length"]) // 4, offset=int(place["offset"]))
+    return torch.from_numpy(found).view(*tensor.dims)

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ class Weights:
     name: str  # of the run
     check: Callable[[], None] = lambda: None
 
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor by name, in the order of the model."""
         import torch
@@ -57,7 +59,7 @@ class Weights:
 
     def each(self, dtype: "torch.dtype") -> "Iterator[tuple[str, Tensor]]":
         """All tensors in `dtype`, in the order of the model."""
-        return ((name, self.rounded(name, dtype)) for name in self.shapes())
+        return ((name, self.rounded(name, dtype)) for name in self.shapes)
 
 
 def read_tensor(path: Path, name: str) -> "Tensor":
