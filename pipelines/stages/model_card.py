@@ -24,7 +24,8 @@ LICENSES = {
     f"{HUB}HuggingFaceFW/fineweb-edu": "ODC-By 1.0",
 }
 SCORES = {
-    "val/loss": "validation loss (nats per token)",
+    "val/loss": "validation loss, nats per token",
+    "val/bits_per_byte": "validation loss, bits per byte",
     "eval/hellaswag_acc_norm": "HellaSwag, completion style, normalized accuracy",
     "eval/hellaswag_acc": "HellaSwag, completion style, accuracy",
     "eval/core": "CORE (DCLM), centred accuracy",
@@ -59,8 +60,8 @@ def metadata(recipe: Recipe, made: Mapping[str, Manifest]) -> dict[str, Any]:
     results = [
         {
             "task": {"type": "text-generation"},
-            "dataset": {"type": "hellaswag" if "hellaswag" in name else "validation", "name": SCORES.get(name, name)},
-            "metrics": [{"type": name.partition("/")[2], "value": value, "name": SCORES.get(name, name)}],
+            "dataset": {"type": data_of(name), "name": data_of(name)},
+            "metrics": [{"type": name.partition("/")[2], "value": value, "name": name_of(name)}],
         }
         for name, value in scores(made)
     ]
@@ -111,14 +112,30 @@ def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[s
     return rows
 
 
+def train_from(recipe: Recipe) -> str | None:
+    """The weights that the training began with; None: random ones."""
+    return recipe.train.init_from or recipe.train.branch_from
+
+
 def scores(made: Mapping[str, Manifest]) -> Iterable[tuple[str, float]]:
     """The measures of evaluate by name."""
     facts = made["evaluate"].facts if "evaluate" in made else {}
     return [(name, value) for name, value in facts.items() if "/" in name and isinstance(value, int | float)]
 
 
+def name_of(score: str) -> str:
+    """A measure in words; the tasks of CORE are `core/TASK`."""
+    task = score.removeprefix("core/")
+    return SCORES.get(score, score if task == score else f"CORE task {task}, centred accuracy")
+
+
+def data_of(score: str) -> str:
+    """The data of a measure."""
+    return next((data for data in ("hellaswag", "core") if data in score), "the held-out text")
+
+
 def evaluation(made: Mapping[str, Manifest]) -> str:
-    found = [(SCORES.get(name, name), f"{value:.4f}") for name, value in scores(made)]
+    found = [(name_of(name), f"{value:.4f}") for name, value in scores(made)]
     return table(found) if found else "The run was not evaluated when this export was made."
 
 
