@@ -2,9 +2,10 @@
 
 The ledger (`attempts/`) stays: it is the cost of a run. So do the series (`metrics/`).
 
-Removal is fenced as writing is. In an unfinished artifact gc first takes the next attempt number: an older attempt that
-was frozen meanwhile is then stale and commits nothing, and a new one waits until gc is done. In every artifact the
-records go first, the files last: no record ever names a file that gc has removed.
+Removal is fenced as writing is. In an unfinished artifact gc first takes the next attempt number, and only then looks:
+an older attempt that was frozen meanwhile either shows its commit, or announces its manifest, or is stale and commits
+nothing. A new attempt waits until gc is done. In every artifact the records go first, the files last: no record ever
+names a file that gc has removed.
 """
 
 import math
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest, scratch
@@ -27,6 +29,7 @@ from pipelines.tracking.ledger import (
     attempt_entries,
     attempts,
     claim_key,
+    is_alive,
     is_dead,
     this_process,
 )
@@ -60,6 +63,7 @@ class Leftovers:
     found: list[Leftover]
     prefix: str = ""  # of an unfinished artifact, with the attempt to take before the removal
     attempt: int = 0
+    look_again: "Callable[[int], Leftovers] | None" = None  # as the owner of that attempt
 
 
 def leftovers(
@@ -95,10 +99,15 @@ def _remove_fenced(store: Store, one: Leftovers, on_damage: Callable[[str], None
         return on_damage(f"{store.uri}/{one.prefix}: another process has begun to work on it")
     with Attempt(store, one.prefix, beat, meter=Meter(None)) as attempt:
         try:
-            if read_manifest(store, one.prefix):
+            assert one.look_again
+            try:
+                again = one.look_again(one.attempt)
+            except UNREADABLE as error:
+                return on_damage(_named(f"{store.uri}/{one.prefix}", error))
+            if not again.attempt:  # it is finished meanwhile
                 return
             checked = -math.inf
-            for leftover in one.found:
+            for leftover in again.found:
                 if time.monotonic() - checked > HEARTBEAT_SECONDS:  # so also after this process was frozen
                     attempt.check()
                     checked = time.monotonic()
@@ -123,17 +132,22 @@ def _leftovers(
     heartbeat, damaged or of a newer format, stays as it is; `on_damage` gets the error.
     """
     kept_every = _kept_every(store, on_damage)
-    for prefix in artifacts(store):
-        try:
-            of_artifact = _of_artifact(store, prefix, older_than_days)
-        except UNREADABLE as error:
-            on_damage(_named(f"{store.uri}/{prefix}", error))
-            continue
+
+    def look(prefix: str, own: int | None = None) -> Leftovers:
+        of_artifact = _of_artifact(store, prefix, older_than_days, own)
         kept = _kept_for_good(store, prefix, kept_every(prefix)) if of_artifact.found else ()
         kept += _begun_with(store, of_artifact.found, on_damage)
         found = _records_first(one for one in of_artifact.found if not one.key.startswith(kept))
-        if found:
-            yield replace(of_artifact, found=found)
+        return replace(of_artifact, found=found, look_again=partial(look, prefix))
+
+    for prefix in artifacts(store):
+        try:
+            of_artifact = look(prefix)
+        except UNREADABLE as error:
+            on_damage(_named(f"{store.uri}/{prefix}", error))
+            continue
+        if of_artifact.found:
+            yield of_artifact
     folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
     for folder in folders:
         yield Leftovers(list(_half_written(folder)))
@@ -164,10 +178,12 @@ def _named(where: str, error: Exception) -> str:
     return str(error) if where in str(error) else f"{where}: unreadable ({type(error).__name__}: {error})"
 
 
-def _of_artifact(store: Store, prefix: str, older_than_days: float) -> Leftovers:
+def _of_artifact(store: Store, prefix: str, older_than_days: float, own: int | None) -> Leftovers:
+    """The leftovers of an artifact, as the owner of its attempt `own`; None: of no attempt."""
     # In this order: of an attempt that commits meanwhile, either its heartbeat is alive or its manifest exists.
-    everything = store.entries(f"{prefix}/")
-    beats = attempts(store, prefix)
+    fence = f"{prefix}/attempts/{own or 0:04d}/"
+    everything = [entry for entry in store.entries(f"{prefix}/") if not entry.key.startswith(fence)]
+    beats = [beat for beat in attempts(store, prefix) if beat.attempt != own]
     manifest = read_manifest(store, prefix)
     entries = [e for e in everything if not e.key.startswith(f"{prefix}/attempts/")]
     if manifest:
@@ -175,14 +191,15 @@ def _of_artifact(store: Store, prefix: str, older_than_days: float) -> Leftovers
     if beats and not is_dead(store, beats[-1], max((e.modified for e in everything), default=0.0)):
         return Leftovers([])
     attempt = beats[-1].attempt + 1 if beats else 1
-    own = tuple(f"{prefix}/attempts/{beat.attempt:04d}/" for beat in beats if beat.run == GC)
-    worked = max((e.modified for e in everything if not e.key.startswith(own)), default=0.0)
+    of_gc = tuple(f"{prefix}/attempts/{beat.attempt:04d}/" for beat in beats if beat.run == GC)
+    worked = max((e.modified for e in everything if not e.key.startswith(of_gc)), default=0.0)
     age_days = (store.clock() - worked) / 86_400
-    if age_days >= older_than_days:
+    finishing = any(beat.progress.finishing and is_alive(beat) is not False for beat in beats)
+    if age_days >= older_than_days and not finishing:
         why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
         found = [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
-        return Leftovers(found, prefix, attempt)
-    return Leftovers(list(_uncommitted(entries)), prefix, attempt)
+        return Leftovers(found, prefix, own or attempt)
+    return Leftovers(list(_uncommitted(entries)), prefix, own or attempt)
 
 
 def _kept_every(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], set[int]]:

@@ -383,7 +383,7 @@ class Pipeline:
         try:
             built = stage_named(stage).build(work)
             failpoint(f"manifest-{stage}")
-            attempt.check()
+            attempt.begin_to_finish()
             manifest = commit(self.store, self._manifest(plan, attempt, built))
         except BaseException as raised:
             error = self._counted(attempt, raised)

@@ -311,6 +311,10 @@ class Checkpointer:
         segment = Segment.of(self.prefix, step, self.attempt, save.rows, extended.body if extended else b"")
         if not self._create_commit(save, files, segment):
             raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} runs twice: step {step} is already committed")
+        # Frozen before the commit, it may have been superseded meanwhile, and the files removed.
+        if self.superseded():
+            self.store.delete(f"{save.folder}/COMMIT.json")
+            self._check_current(step)
         self._segment, save.files = segment, tuple(files)
         failpoint("committed")
         with suppress(Exception):  # the next commit, or gc, deletes the rest
@@ -349,7 +353,9 @@ class Checkpointer:
         # Damaged checkpoints go first: they would count among the newest, and displace the sound ones.
         while self._damaged:
             delete_checkpoint(self.store, self._damaged.pop())
-        committed, pinned = committed_folders(self.store, self.prefix), pinned_folders(self.store, self.prefix)
+        # The commit of `state` is sound. One of a later step is of a superseded attempt, and displaces nothing.
+        committed = [f for f in committed_folders(self.store, self.prefix) if step_of(f) <= state.step]
+        pinned = pinned_folders(self.store, self.prefix)
         for folder in self._not_newer(
             deletable_checkpoints(committed, self.keep_last, state.health.calm_step, self.keep_every)
         ):

@@ -159,6 +159,13 @@ class Attempt:
         """Let the thread send the next heartbeat now."""
         self._soon.set()
 
+    def begin_to_finish(self) -> None:
+        """Announce that the manifest comes next: before a gc that takes a later attempt removes files, it sees this.
+        StaleAttempt if a later attempt has been claimed already."""
+        self.report(finishing=True)
+        self._report()
+        self.check()
+
     def superseded(self) -> bool:
         """Whether a later attempt has been claimed."""
         return latest_number(self.store, self.prefix) > self.number

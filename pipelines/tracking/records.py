@@ -55,6 +55,7 @@ class Progress(Stored):
     precision: str | None = None
     tokens: int | None = None  # tokenize: in the store
     tokens_per_second: float | None = None  # tokenize
+    finishing: bool | None = None  # about to create the manifest: gc leaves the files of the artifact alone
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
     killed: str | None = None  # the cause, if a signal ended a process of the attempt
