@@ -45,7 +45,8 @@ class Turns:
         self.check()
         self.waiting += 1
         try:
-            await asyncio.wait_for(self._turn.acquire(), self.wait_seconds)
+            async with asyncio.timeout(self.wait_seconds):
+                await self._turn.acquire()
         except TimeoutError as error:
             message = f"no turn within {self.wait_seconds:g} s, because other requests take long; try again later"
             raise Refused(503, message, code="queue_timeout") from error

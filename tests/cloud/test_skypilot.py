@@ -121,7 +121,10 @@ def capped(usd: float) -> str:
     return (SKY / "train.yaml").read_text().replace("max_hourly_cost: 60", f"max_hourly_cost: {usd}")
 
 
+SERVED = {"SKYTRAIN_RUN": "tiny-12345678", "SKYTRAIN_STORE": "s3://bucket/prefix"}
 QUESTIONS = {
+    "serve": question((SKY / "serve.yaml").read_text(), SERVED, secrets=KEYS | {"VLLM_API_KEY": "a key"}),
+    "serve without a key": question((SKY / "serve.yaml").read_text(), SERVED),
     **{stage: question((SKY / f"{stage}.yaml").read_text()) for stage in STAGES},
     "no store": question((SKY / "train.yaml").read_text(), {"SKYTRAIN_RECIPE": "smoke"}),
     "no keys": question((SKY / "train.yaml").read_text(), secrets={}),
@@ -214,6 +217,15 @@ def test_every_file_is_a_task_that_recovers_from_75_and_leaves_no_machine(answer
     assert task["down"] is True
     assert task["labels"] == {"project": "skytrain"}
     assert list(task["image"].values()) == ["docker:ghcr.io/your-name/skytrain:skypilot"]
+
+
+def test_the_file_for_vllm_is_a_service_on_one_small_gpu_that_asks_for_a_key(answers: dict[str, Any]) -> None:
+    task = only_task(answers["serve"])
+    assert (task["name"], task["nodes"], task["cloud"]) == ("serve", 1, "lambda")  # the cheapest
+    assert task["secrets"] == ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY"]
+    read = json.loads(task["yaml"])
+    assert read["service"]["readiness_probe"]["path"] == "/health" and read["service"]["replicas"] == 1
+    assert "VLLM_API_KEY" in answers["serve without a key"]["error"]
 
 
 def test_a_launch_of_all_stages_is_one_job_a_chain_of_four_tasks(answers: dict[str, Any]) -> None:
