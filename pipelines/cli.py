@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from pipelines.show.outage import show_outages
 from pipelines.verbs.bench import bench
+from pipelines.verbs.branch import branch
 from pipelines.verbs.doctor import doctor
 from pipelines.verbs.down import down
 from pipelines.verbs.drill import drill
@@ -42,7 +43,7 @@ from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
 
 PROGRAM = "skytrain"
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
-    "Run": (run, plan, recipes),
+    "Run": (run, branch, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
     "Cloud": (launch, resume, stop, down, orphans, image_app),
     "Tools": (doctor, bench, shards_app, drill, gc),

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
+from pipelines.artifacts.manifest import ArtifactPlan, Beginning, Manifest, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
 from pipelines.text.sources import estimated_tokens
 from pipelines.tracking.ledger import GC, attempts
+from pipelines.tracking.origins import beginning_of
 from pipelines.tracking.records import without_none
 from trainer.config import val_share, val_tokens, validations
 from trainer.store import Store
@@ -67,10 +68,12 @@ class RunPlan:
     evaluations: int = 0  # while it trains
     evaluation_tokens: int = 0  # of each, an estimate
     evaluation_share: float = 0.0  # of the time of the training
+    began: Beginning | None = None  # None: with weights drawn from its seed
 
     def to_json(self) -> dict[str, Any]:
         stages = {name: stage.to_json() for name, stage in self.stages.items()}
-        return vars(self) | {"stages": stages, "text": self.text and asdict(self.text)}
+        began = self.began and asdict(self.began)
+        return vars(self) | {"stages": stages, "text": self.text and asdict(self.text), "began": began}
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         run=run_name(known),
         store=store.uri,
         parameters=recipe.model.parameters,
-        steps=recipe.train.max_steps,
+        steps=recipe.train.max_steps - recipe.train.first_step,
         tokens=recipe.train_tokens,
         flops=recipe.train_flops,
         stages={stage: stage_plan(store, plan) for stage, plan in known.items()},
@@ -104,6 +107,7 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         evaluations=evaluations,
         evaluation_tokens=recipe.benchmark_tokens if evaluations else 0,
         evaluation_share=evaluations * recipe.benchmark_tokens / 3 / recipe.train_tokens,  # a forward pass
+        began=beginning_of(store, recipe),
     )
 
 

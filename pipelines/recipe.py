@@ -258,7 +258,8 @@ class Recipe(Section):
 
     @property
     def train_tokens(self) -> int:
-        return tokens_before(self.train.max_steps, self.train)
+        """The tokens that the run reads; a branch reads those after its first step."""
+        return tokens_before(self.train.max_steps, self.train) - tokens_before(self.train.first_step, self.train)
 
     @property
     def train_flops(self) -> float:
@@ -302,14 +303,19 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: a recipe has sections (name, tokens, model, train, …); none found")
+    return changed_recipe(values, changes, name_or_path)
+
+
+def changed_recipe(values: dict[str, Any], changes: Iterable[str], where: str) -> Recipe:
+    """The recipe with these values, after `section.field=value` changes, which change `values` too."""
     for change in changes:
         _apply(values, change)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise explain(error, Recipe, name_or_path) from error
+        raise explain(error, Recipe, where) from error
     except UserError as error:
-        raise UserError(f"{name_or_path}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
 
 
 def _apply(values: dict[str, Any], change: str) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -42,7 +43,7 @@ from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, RunRecord, read_records, read_run, record
 from pipelines.weights import check_sources, pinned
-from trainer.config import tokens_before
+from trainer.config import tokens_of_steps
 from trainer.errors import Interrupted, StaleAttempt, Stopped, UserError
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal, failpoint
@@ -253,7 +254,7 @@ class Pipeline:
             self.tracker.text_file(None, name, text)
 
     def _account(self, heartbeats: Iterable[StoredHeartbeat]) -> Account:
-        return account(self.run, heartbeats, lambda step: tokens_before(step, self.recipe.train))
+        return account(self.run, heartbeats, partial(tokens_of_steps, self.recipe.train))
 
     def _track_costs(self, stage: str | None, heartbeats: list[StoredHeartbeat], now: float) -> None:
         """Track the costs of a stage (None: of all) up to `now`, at the highest step that any attempt reached.

@@ -415,6 +415,11 @@ def tokens_before(step: int, train: TrainConfig) -> int:
     return before + (step - first) * batch
 
 
+def tokens_of_steps(train: TrainConfig, steps: int) -> int:
+    """Tokens of a run's first `steps` updates. A branch pays for none before its first step."""
+    return tokens_before(train.first_step + steps, train) - tokens_before(train.first_step, train)
+
+
 def validations(train: TrainConfig) -> int:
     """The number of validations of a whole run: at the start, every `val_every` steps and at the end."""
     if train.val_every is None:

@@ -118,7 +118,7 @@ def silence(run: Run, newest: StoredHeartbeat) -> float | None:
 
 def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | None:
     """The forecast of the rest of the training at `now` (unix seconds); None if nothing is left or known."""
-    steps, prefix = run.summary.steps, run.record.prefixes.get("train")
+    steps, prefix = max(run.summary.steps, train.first_step), run.record.prefixes.get("train")
     if steps >= run.last_step or prefix is None:
         return None
     attempts = [attempt for attempt in run.account.attempts if attempt.prefix == prefix]

@@ -220,7 +220,7 @@ def rules_for(work: "Work", attempts: list[AttemptAccount]) -> tuple[DeadlineRul
     rows = [row for row in prices_from_environment() if row.accelerators]
     gpus = [row.accelerators for row in rows if row.accelerators]
     state, whole = committed_state(work.store, work.plan.prefix), tokens_before(train.max_steps, train)
-    done = state.step if state else 0
+    done = state.step if state else train.first_step
     to_come = 0 if state and state.has_ended(train) else whole - tokens_before(done, train)
     if measured := seconds_per_token(train, gpus, nodes, attempts):
         work_left = to_come * measured

@@ -305,12 +305,12 @@ def cheapest_offers(found: Iterable[Offer]) -> list[Offer]:
 def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], installs: bool = False) -> Workload:
     """The work that is left of a run, by the artifacts and commits in the store."""
     stages = frozenset(stage for stage, plan in plans.items() if find(store, plan) is None)
-    steps_left = recipe.train.max_steps
+    steps_left = recipe.train.max_steps - recipe.train.first_step
     prefix = plans["train"].prefix
     if "train" in stages and attempts(store, prefix):
         state = committed_state(store, prefix)
         if state:
-            steps_left = 0 if state.has_ended(recipe.train) else steps_left - state.step
+            steps_left = 0 if state.has_ended(recipe.train) else recipe.train.max_steps - state.step
     own = measurements_of_run(recipe, store, prefix)
     on_gpus, on_cpu = [known for known in own if known.gpu], [known for known in own if not known.gpu]
     return Workload(recipe, stages, steps_left, on_gpus, on_cpu, installs)
@@ -455,7 +455,7 @@ def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
 def training_tokens(work: Workload) -> float:
     """The tokens that are left to train on, and a third of those to measure on, the share of the forward pass."""
     train, steps = work.recipe.train, work.steps_left
-    tokens = float(work.recipe.train_tokens - tokens_before(train.max_steps - steps, train))
+    tokens = float(tokens_before(train.max_steps, train) - tokens_before(train.max_steps - steps, train))
     measured = work.recipe.evaluations(steps) * work.recipe.benchmark_tokens
     if train.val_every:
         measured += (steps // train.val_every) * val_tokens(work.recipe.model, train)

@@ -10,8 +10,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.show.beginning import beginning_text
 from pipelines.show.console import columns, console, duration, money
 from pipelines.tracking.account import Account, Cost
+from pipelines.tracking.origins import beginning_of
 from pipelines.tracking.runs import Passed, Summary
 
 if TYPE_CHECKING:
@@ -77,6 +79,8 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
     """Labels and values of the card below the table of stages."""
     facts = [("store", pipeline.store.uri)]
     train = pipeline.made.get("train")
+    if began := beginning_of(pipeline.store, pipeline.recipe, train.facts if train else None):
+        facts.append(("beginning", beginning_text(began)))
     if train:
         facts += [
             ("tokens", f"{summary.tokens:,} in {summary.steps:,} steps"),

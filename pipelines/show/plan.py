@@ -6,6 +6,7 @@ from rich.markup import escape
 
 from pipelines.cloud.here import RunHere
 from pipelines.plan import RunPlan
+from pipelines.show.beginning import beginning_text
 from pipelines.show.console import columns, console, wrapped
 
 
@@ -15,6 +16,8 @@ def print_plan(plan: RunPlan) -> None:
     out.print(
         wrapped(f"{plan.parameters:,} parameters, {plan.steps:,} steps, {plan.tokens:,} tokens, {plan.flops:.2e} FLOPs")
     )
+    if plan.began:
+        out.print(wrapped(beginning_text(plan.began)))
     if text := plan.text:
         size = f"text of {'about ' if text.estimated else ''}{text.tokens:,} tokens"
         train = f"{text.train_tokens:,} for training ({text.epochs:,.2f} epochs)"

@@ -136,7 +136,7 @@ def store_result(work: Work, state: TrainState) -> Built:
         facts |= state.scores
     if target := state.passed(work.recipe.train):
         facts["stopped_by"] = target
-    if began := beginning_of(work.store, work.attempt.latest.run, work.recipe):
+    if began := beginning_of(work.store, work.recipe):
         facts["began"] = asdict(began)
     if state.text_from:
         facts["text_from"] = state.text_from

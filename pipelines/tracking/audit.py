@@ -35,9 +35,11 @@ def audit(run: Run) -> Audit:
     order = Order(shards, recipe.model.block_size, recipe.train.seed)
     state = committed_state(run.store, run.record.prefixes["train"]) if train is None else None
     rollbacks = train.fact("rollbacks") if train else state.rollbacks if state else ()
+    text_from = train.facts.get("text_from", 0) if train else state.text_from if state else 0
     end = train.fact("steps") if train else state.step if state else 0  # later steps are not committed
     digests = {row["step"]: row["data/digest"] for row in run.series if "data/digest" in row and row["step"] <= end}
-    read = {step: sequences_of(data_step(step - 1, rollbacks), recipe.model, recipe.train, 0, 1) for step in digests}
+    positions = {step: data_step(step - 1, rollbacks) - text_from for step in digests}
+    read = {step: sequences_of(at, recipe.model, recipe.train, 0, 1) for step, at in positions.items()}
     wrong = [step for step, digest in digests.items() if digest != sequence_digest(order, read[step])]
-    missing = sorted(set(range(1, end + 1)) - set(digests))
+    missing = sorted(set(range(recipe.train.first_step + 1, end + 1)) - set(digests))
     return Audit(run.name, len(digests), sum(map(len, read.values())), tuple(wrong), tuple(missing))

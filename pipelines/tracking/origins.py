@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from pipelines.artifacts.manifest import File, differences, read_manifest
+from pipelines.artifacts.manifest import Beginning, File, differences, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Cost, cost_until
 from pipelines.tracking.runs import Run, find_run, full_name, read_record
@@ -19,7 +19,7 @@ from trainer.commits import PIN, Commit, DamagedCommit, committed_folders, step_
 from trainer.config import ModelConfig
 from trainer.errors import NotAFile, UserError
 from trainer.store import Store
-from trainer.stored import Stored, typed
+from trainer.stored import typed
 
 RUN = "run:"
 RUN_SOURCE = re.compile(
@@ -144,24 +144,10 @@ def is_trained(store: Store, run: str) -> bool:
 # --- lineage
 
 
-@dataclass(frozen=True)
-class Beginning(Stored):
-    """Where a run began, for people: in its plan, its report and its manifest."""
-
-    source: str  # as the recipe pins it
-    branched: bool  # with the whole state
-    run: str | None = None  # of the source
-    fingerprint: str | None = None  # of its training
-    step: int | None = None  # None: its final weights
-    usd: float = 0.0  # the other run's bill up to that step, which is not part of this run's
-    unpriced_hours: float = 0.0
-    changes: dict[str, list[Any]] | None = None  # of a branch: field -> its value there and here
-
-
-def beginning_of(store: Store, run: str, recipe: Recipe, facts: dict[str, Any] | None = None) -> Beginning | None:
+def beginning_of(store: Store, recipe: Recipe, facts: dict[str, Any] | None = None) -> Beginning | None:
     """Where a run begins; None for weights drawn from its seed. `facts`: of its training, once that is done."""
     if facts and "began" in facts:
-        return typed(Beginning, facts["began"], f"{store.uri}: the beginning of {run}")
+        return typed(Beginning, facts["began"], f"{store.uri}: the beginning of a training")
     branched = recipe.train.branch_from is not None
     source = recipe.train.branch_from or recipe.train.init_from
     if source is None or not source.startswith(RUN):
@@ -185,6 +171,12 @@ def beginning_of(store: Store, run: str, recipe: Recipe, facts: dict[str, Any] |
         cost.unpriced_hours,
         {name: list(pair) for name, pair in changed.items()} if changed is not None else None,
     )
+
+
+def beginning_of_run(run: Run) -> Beginning | None:
+    """Where a run on record began."""
+    train = run.manifests.get("train")
+    return beginning_of(run.store, run.recipe, train.facts if train else None)
 
 
 def identity_of_branch(recipe: Recipe) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -21,7 +21,7 @@ from pipelines.tracking.clusters import read_intervals, with_cluster_hours
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.records import Heartbeat
 from trainer.commits import series
-from trainer.config import TARGETS, explain, tokens_before
+from trainer.config import TARGETS, explain, tokens_before, tokens_of_steps
 from trainer.errors import UserError, shown
 from trainer.store import Store
 from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, record_in
@@ -183,7 +183,8 @@ class Run:
             intervals = []
             renews = "; `skytrain status` renews it" if isinstance(error, DamagedRecord) else ""
             damage = [*damage, f"{error}{renews}"]
-        return with_cluster_hours(account(self.name, heartbeats, self.tokens_before, damage), intervals)
+        tokens = partial(tokens_of_steps, self.recipe.train)
+        return with_cluster_hours(account(self.name, heartbeats, tokens, damage), intervals)
 
     @cached_property
     def series(self) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -88,9 +88,17 @@ def report(
     elif audit_:
         audit_runs(found, as_json)
     elif as_json:
-        print(json.dumps([asdict(run.summary) | {"account": run.account.to_json()} for run in found]))
+        print(json.dumps([as_object(run) for run in found]))
     elif not html:
         show_runs(opened, found, with_bill=bool(runs))
+
+
+def as_object(run: "Run") -> dict[str, Any]:
+    """A run for `--json`: its summary, its account, and where it began."""
+    from pipelines.tracking.origins import beginning_of_run
+
+    began = beginning_of_run(run)
+    return asdict(run.summary) | {"account": run.account.to_json(), "began": began and asdict(began)}
 
 
 def read_summary(run: "Run") -> None:
@@ -134,12 +142,13 @@ def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:
     from pipelines.show.bill import print_bill, sky_differences
     from pipelines.show.console import say
     from pipelines.show.runs import print_runs
+    from pipelines.tracking.origins import beginning_of_run
 
     notes = [line for run in runs for line in sky_differences(store, run.account)]
     print_runs([run.summary for run in runs], store.uri, notes)
     if with_bill and len(runs) == 1:
         say("")
-        print_bill(runs[0].account)
+        print_bill(runs[0].account, beginning_of_run(runs[0]))
 
 
 def audit_runs(runs: "list[Run]", as_json: bool) -> None:

@@ -20,7 +20,14 @@ LAYERS = (
     ("pipelines.stages",),
     ("pipelines.serve",),
     (
-        *("pipelines.gc", "pipelines.plan", "pipelines.pull", "pipelines.sample", "pipelines.stage"),
+        *(
+            "pipelines.branch",
+            "pipelines.gc",
+            "pipelines.plan",
+            "pipelines.pull",
+            "pipelines.sample",
+            "pipelines.stage",
+        ),
         "pipelines.weights",
     ),
     ("pipelines.tracking",),

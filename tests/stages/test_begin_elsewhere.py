@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pipeline_runs import FOLDER_NAME, STEPS, Project
+from pipeline_runs import FOLDER_NAME, PRICE, SERIES, STEPS, Project, sums
 
-from pipelines.tracking.runs import read_run
+from pipelines.artifacts.manifest import Manifest
+from pipelines.branch import branched
+from pipelines.gc import leftovers
+from pipelines.stage import run_name
+from pipelines.tracking.origins import pin_commits
+from pipelines.tracking.runs import Run, read_run, read_runs, record
+from trainer.commits import committed_folders, step_of
+from trainer.errors import UserError
 
 SHORT = ["--set", "train.max_steps=4", "--set", "train.warmup_steps=1", "--set", "name=tuned"]
 
@@ -61,6 +68,7 @@ def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_sta
     assert finished.attempts() == before
 
 
+@pytest.mark.slow
 def test_nan_in_the_weights_ends_the_run_with_exit_code_2_and_no_commit(finished: Project) -> None:
     import torch
     from safetensors.torch import load_file, save_file
@@ -75,3 +83,75 @@ def test_nan_in_the_weights_ends_the_run_with_exit_code_2_and_no_commit(finished
     assert "h.1.mlp.c_fc.weight holds NaN or infinity; these weights are ruined" in done.stderr
     assert not finished.found("train/tuned-*/checkpoints/*/COMMIT.json")
     assert yaml.safe_load((finished.folder / "tiny.yaml").read_text())["name"] == "tiny"
+
+
+@pytest.mark.slow
+def test_a_branch_goes_on_as_its_parent_did_and_tells_what_that_had_cost(finished: Project) -> None:
+    (parent,) = read_runs(finished.store)
+    step = last_commit_before_the_end(parent)
+    recipe, plans = branched(finished.store, parent.name, step, [])
+    (finished.folder / "texts").rename(finished.folder / "gone")  # an unchanged text need not be here
+    plan = finished.run("branch", parent.name, "--at", str(step), "--dry-run")
+    assert yaml.safe_load(plan.stdout)["train"]["branch_from"].startswith(f"run:{parent.name}@{step}@sha256:")
+    assert f"branched from {parent.name} at step {step}, which had cost" in " ".join(plan.stderr.split())
+    assert not finished.found("train/*/checkpoints/*/branch-*")
+
+    # From its start until it has trained, gc leaves the commit alone.
+    def removable() -> bool:
+        return any(f"/step-{step:08d}-" in one.key for one in leftovers(finished.store, finished.home, 0))
+
+    assert removable()
+    name = run_name(plans)
+    record(finished.store, name, recipe, plans, "train")
+    pin_commits(finished.store, name, recipe)
+    assert not removable()
+    finished.run("branch", parent.name, "--at", str(step), "--stage", "train", "--price-per-hour", str(PRICE))
+    assert removable()
+
+    branch = read_run(finished.store, name)
+    expected = [{key: row[key] for key in SERIES} for row in parent.series if row["step"] > step]
+    assert [{key: row[key] for key in SERIES} for row in branch.series if "train/loss" in row] == expected
+    made = branch.manifests["train"]
+    assert made and sums(made)["model.safetensors"] == sums(finished_train(parent))["model.safetensors"]
+    began = made.facts["began"]
+    assert (began["run"], began["step"], began["changes"]) == (parent.name, step, {})
+    assert 0 < began["usd"] < parent.account.total.usd
+    assert began["fingerprint"].startswith(parent.record.prefixes["train"][-8:])
+    assert {one.prefix for one in branch.account.attempts} == {made.prefix}  # its own time alone
+    assert branch.account.tokens == (STEPS - step) * 1024
+    (audited,) = json.loads(finished.run("report", name, "--audit", "--json").stdout)
+    assert (audited["steps"], audited["wrong_steps"], audited["missing_steps"]) == (STEPS - step, [], [])
+    report = " ".join(finished.run("report", name).stdout.split())
+    assert f"branched from {parent.name} at step {step}, which had cost {began['usd']:.2f} dollars" in report
+
+
+def last_commit_before_the_end(run: Run) -> int:
+    steps = map(step_of, committed_folders(run.store, run.record.prefixes["train"]))
+    return max(step for step in steps if step < STEPS)
+
+
+def finished_train(run: Run) -> Manifest:
+    made = run.manifests["train"]
+    assert made
+    return made
+
+
+def test_a_change_that_the_state_cannot_bear_is_refused_with_the_reason(finished: Project) -> None:
+    (parent,) = read_runs(finished.store)
+    step = last_commit_before_the_end(parent)
+    cases = {
+        "model.n_layer=3": "its n_layer is 2, and model.n_layer is 3",
+        "train.batch_tokens=2048": "train.batch_tokens 2048 is 1024 there: the state counts its text in batches",
+        "train.beta1=0.8": "train.beta1 0.8 is 0.9 there: the moments of the optimizer were made with it",
+        "train.seed=1": "the state is a position in the order that the seed gives",
+        f"train.max_steps={step}": f"max_steps {step} ends before the branch begins",
+    }
+    for change, words in cases.items():
+        with pytest.raises(UserError) as mistake:
+            branched(finished.store, parent.name, step, [change])
+        assert words in str(mistake.value) and "\n" not in str(mistake.value)
+    with pytest.raises(UserError, match=f"step 7 is no commit of {parent.name}; its commits are at"):
+        branched(finished.store, parent.name, 7, [])
+    recipe, _ = branched(finished.store, parent.name, step, ["train.schedule=linear", "train.max_steps=80"], "decay")
+    assert (recipe.name, recipe.train.max_steps, recipe.train.first_step) == ("decay", 80, step)
+    assert recipe.train_tokens == (80 - step) * 1024

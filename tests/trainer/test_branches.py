@@ -1,0 +1,84 @@
+"""A run that begins with a commit of another run, with its whole state or with its weights alone."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trainer_runs
+from trainer_runs import EVERY_STEP, Runner, weights
+
+from trainer.commits import PIN, committed_folders, step_of
+from trainer.errors import UserError
+from trainer.weights import Origin
+
+_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
+
+
+@pytest.fixture
+def parent(runner: Callable[..., Runner]) -> Runner:
+    """A run with a commit after every step."""
+    made = runner("parent", checkpoint_minutes=EVERY_STEP, keep_last=20)
+    made.attempt()
+    return made
+
+
+def branch_of(parent: Runner, runner: Callable[..., Runner], step: int, name: str = "branch", **how: Any) -> Runner:
+    """A run that begins at a commit of the parent. One store of the tests holds one run, so the commit is copied."""
+    made = runner(name)
+    (folder,) = (f for f in committed_folders(parent.store, "run") if step_of(f) == step)
+    copied = folder.replace("run/", "parent/")
+    shutil.copytree(parent.store.path_of(folder), made.store.path_of(copied))
+    made.origin = lambda world: Origin("train.branch_from: run:parent", commit=copied, **how)
+    return made
+
+
+def test_an_unchanged_branch_has_the_losses_and_weights_of_its_parent_bit_for_bit(
+    parent: Runner, runner: Callable[..., Runner]
+) -> None:
+    undisturbed, _ = runner("undisturbed").attempt()
+    for step in (4, 5):  # a step with a validation, too
+        branch = branch_of(parent, runner, step, name=f"branch-{step}", whole=True)
+        branch.attempt(stop_after=3)
+        model, state = branch.attempt()  # resumed: from its own commit
+        assert branch.rows() == [row for row in parent.rows() if row["step"] > step]
+        assert weights(model) == weights(undisturbed) and state.step == 12
+
+
+def test_a_branch_with_another_text_reads_it_from_the_start(parent: Runner, runner: Callable[..., Runner]) -> None:
+    branch = branch_of(parent, runner, 6, whole=True, other_text=True)
+    branch.attempt(stop_after=2)
+    _, state = branch.attempt()
+    digests = {row["step"]: row["data/digest"] for row in branch.rows() if "data/digest" in row}
+    first = {row["step"]: row["data/digest"] for row in parent.rows() if "data/digest" in row}
+    assert digests == {step: first[step - 6] for step in range(7, 13)}
+    assert (state.step, state.text_from, state.data_step) == (12, 6, 6)
+    assert [row["train/lr"] for row in branch.rows() if "train/lr" in row] == [
+        row["train/lr"] for row in parent.rows() if row["step"] > 6
+    ]
+
+
+def test_the_weights_of_a_commit_begin_a_run_with_a_new_optimizer(
+    parent: Runner, runner: Callable[..., Runner]
+) -> None:
+    tuned = branch_of(parent, runner, 5)
+    _, state = tuned.attempt()
+    (validated,) = (row["val/loss"] for row in parent.rows() if row["step"] == 5)
+    assert tuned.rows()[0] == {"step": 0, "val/loss": validated}
+    assert tuned.rows()[1]["train/lr"] == parent.rows()[1]["train/lr"] and state.optimizer_steps == 12
+
+
+def test_a_damaged_commit_is_no_beginning(parent: Runner, runner: Callable[..., Runner]) -> None:
+    branch = branch_of(parent, runner, 5, whole=True)
+    trainer_runs.flip_a_byte(next(branch.store.path_of("parent/checkpoints").iterdir()))
+    with pytest.raises(UserError, match=r"^train.branch_from: run:parent: the commit is damaged: rank-00000"):
+        branch.attempt()
+
+
+def test_a_run_that_goes_on_keeps_the_commit_that_a_branch_begins_with(runner: Callable[..., Runner]) -> None:
+    made = runner("parent", checkpoint_minutes=EVERY_STEP, keep_last=1)
+    made.attempt(stop_after=4)
+    (step,) = made.commits()
+    made.store.put(f"{committed_folders(made.store, 'run')[0]}/{PIN}other", b"{}")
+    made.attempt()
+    assert made.commits() == [12, step]
