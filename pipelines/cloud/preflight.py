@@ -21,6 +21,7 @@ from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe, TokensConfig
+from pipelines.stages.export import NEEDS
 from pipelines.stages.measures import read_source
 from pipelines.text.core_bundle import verify_items
 from pipelines.text.hub import HUB
@@ -63,6 +64,8 @@ def preflight(
         yield store_commits(store)
     yield from endpoints(request, remote)
     yield image(request, secrets)
+    if "export" in stages and request.image != WORK_TREE:
+        yield from formats_in_image(recipe)
     if uri := request.variables.get("MLFLOW_TRACKING_URI"):
         yield mlflow_answers(uri, request.variables | dict(secrets))
     else:
@@ -234,6 +237,18 @@ def quota_of(cloud: str, gpus: str, spot: bool, nodes: int) -> str:
         kind = f"NVIDIA {gpu.replace('-', ' ')} GPUs"
         return f"'{'Preemptible ' if spot else ''}{kind}' and 'GPUs (all regions)' ({nodes * count})"
     return f"{nodes} x {gpus}"
+
+
+def formats_in_image(recipe: Recipe) -> Iterator[Finding]:
+    """The formats of the export whose packages the image lacks."""
+    if lacking := [name for name in recipe.export.other_formats if name in NEEDS]:
+        named = ",".join(name for name in recipe.export.other_formats if name not in NEEDS)
+        yield broken(
+            "export",
+            f"the image has no packages for {' and '.join(lacking)}",
+            f"launch with --set 'export.formats=[{named}]', then make the others here: skytrain run RECIPE --store …; "
+            "or launch with --image none",
+        )
 
 
 def image(request: LaunchRequest, secrets: Mapping[str, str]) -> Finding:

@@ -312,4 +312,6 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
     if export and isinstance(pipeline.store, LocalStore):
         folder = pipeline.store.path_of(f"{export.prefix}/{export.files[0].key}").parent
         commands.append(f"transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    elif export:
+        commands.append(f"{skytrain} pull {pipeline.run} {shlex.quote(pipeline.recipe.name)}{option}")
     return commands

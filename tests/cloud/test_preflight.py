@@ -10,7 +10,7 @@ from core_bundle import make_bundle
 
 from pipelines.artifacts.store import S3Store
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.preflight import credentials, preflight, quotas, skypilot_installed
+from pipelines.cloud.preflight import credentials, formats_in_image, preflight, quotas, skypilot_installed
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
@@ -78,6 +78,14 @@ def test_a_core_bundle_is_verified_before_a_machine_is_rented(tmp_path: Path) ->
     damaged = found("slurm/here")
     assert damaged and damaged.state == "broken" and "squad.jsonl: line 1: is not an item of kind" in damaged.seen
     assert "CORE" not in looked(LocalStore(tmp_path), KEYS, infra="aws")
+
+
+def test_a_format_that_the_image_cannot_make_is_refused_before_a_machine_is_rented() -> None:
+    recipe = load_recipe("smoke", ["export.formats=[gguf, onnx, llmc]"])
+    (found,) = formats_in_image(recipe)
+    assert found.state == "broken" and found.seen == "the image has no packages for gguf and onnx"
+    assert "export.formats=[llmc]" in found.remedy
+    assert not list(formats_in_image(load_recipe("smoke", ["export.formats=[llmc, nanogpt]"])))
 
 
 def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
