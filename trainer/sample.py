@@ -234,7 +234,8 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 def nucleus(shares: Tensor, top_p: float) -> Tensor:
     """The shares of the likeliest tokens that hold `top_p` together, 0 for the others (Holtzman et al. 2020)."""
     # Those below this bound hold less than 1 - top_p together, so none of them is wanted.
-    candidates = shares[shares >= (1 - top_p) / len(shares)].sort(descending=True).values
+    bound = min((1 - top_p) / len(shares), float(shares.max()))
+    candidates = shares[shares >= bound].sort(descending=True).values
     count = int(torch.searchsorted(candidates.cumsum(0), top_p)) + 1
     return shares.where(shares >= candidates[min(count, len(candidates)) - 1], 0.0)
 
