@@ -208,7 +208,8 @@ class Measurement:
         def progress(done: int) -> None:
             self.progress("hellaswag", done, len(items))
 
-        score = hellaswag(model, items, encoder(encoding), world, before_batch=self.check, progress=progress)
+        encode = encoder(encoding, world, self.check)
+        score = hellaswag(model, items, encode, world, before_batch=self.check, progress=progress)
         return hellaswag_facts(score) | {"hellaswag_items": score.items}
 
     def core(
@@ -223,7 +224,8 @@ class Measurement:
         def progress(task: str, done: int) -> None:
             self.progress("CORE", done, len(tasks))
 
-        score = core(model, tasks, encoder(encoding), encoding.eot_token, world, None, self.check, progress)
+        encode = encoder(encoding, world, self.check)
+        score = core(model, tasks, encode, encoding.eot_token, world, None, self.check, progress)
         return core_facts(score) | {"core_accuracy": dict(score.accuracy)}
 
 

@@ -3,7 +3,6 @@
 Inputs come to this machine once, before ranks start; each rank reads them from its disk.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -88,9 +87,33 @@ def hub_rows(source: str) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def encoder(encoding: "tiktoken.Encoding") -> "Encode":
-    """Texts to token ids, on all cores."""
-    return functools.partial(encoding.encode_ordinary_batch, num_threads=os.cpu_count() or 1)
+CHECKED_CHARACTERS = 500_000  # a core encodes them in about 0.2 s
+
+
+def encoder(encoding: "tiktoken.Encoding", world: "World", check: Callable[[], None]) -> "Encode":
+    """Texts to token ids, on this rank's share of the cores.
+
+    `check` is called after every CHECKED_CHARACTERS, over all calls: equally often on all ranks, which encode the same
+    texts. So a stop does not wait for the texts of a whole benchmark.
+    """
+    threads = max(1, (os.cpu_count() or 1) // world.world_size)
+    unchecked = 0
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        nonlocal unchecked
+        encoded: list[list[int]] = []
+        begin = 0
+        for end, text in enumerate(texts, 1):
+            unchecked += len(text)
+            if unchecked >= CHECKED_CHARACTERS or end == len(texts):
+                encoded += encoding.encode_ordinary_batch(texts[begin:end], num_threads=threads)
+                begin = end
+            if unchecked >= CHECKED_CHARACTERS:
+                unchecked = 0
+                check()
+        return encoded
+
+    return encode
 
 
 def hellaswag_facts(score: "HellaSwagScore") -> dict[str, float]:
@@ -115,18 +138,19 @@ def evaluation_in_training(recipe: Recipe, cache: Path, world: "World") -> "Eval
         fetch_inputs(recipe, cache)
     world.gather(None)
     encoding = tokenizer(recipe.tokens.tokenizer)
-    encode, measures = encoder(encoding), []
+    measures = []
     if source := recipe.evaluate.hellaswag:
         items = hellaswag_items(source, cache)
 
         def measure(model: "Scored", world: "World", check: Callable[[], None]) -> dict[str, float]:
-            return hellaswag_facts(hellaswag(model, items, encode, world, before_batch=check))
+            return hellaswag_facts(hellaswag(model, items, encoder(encoding, world, check), world, before_batch=check))
 
         measures.append(measure)
     if source := recipe.evaluate.core:
         tasks = core_tasks(source)
 
         def measure_core(model: "Scored", world: "World", check: Callable[[], None]) -> dict[str, float]:
+            encode = encoder(encoding, world, check)
             return core_facts(core(model, tasks, encode, encoding.eot_token, world, before_batch=check))
 
         measures.append(measure_core)

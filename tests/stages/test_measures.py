@@ -8,9 +8,10 @@ from core_bundle import make_bundle
 from tiny_models import model_of
 
 from pipelines.recipe import load_recipe
-from pipelines.stages.measures import evaluation_in_training
+from pipelines.stages.measures import CHECKED_CHARACTERS, encoder, evaluation_in_training
 from pipelines.text.tokenizer import token_bytes, tokenizer
 from trainer.core import TASKS
+from trainer.errors import Interrupted
 from trainer.parallel import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -26,6 +27,21 @@ def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path) -
     scores = evaluation.scores(model, ALONE, lambda: checks.append(1))
     assert set(scores) == {"eval/core", *(f"core/{task}" for task in TASKS)} and len(checks) >= 22
     assert scores["eval/core"] == pytest.approx(sum(scores[f"core/{task}"] for task in TASKS) / 22)
+
+
+def test_a_stop_is_heard_while_a_benchmark_is_encoded() -> None:
+    encoding, texts = tokenizer("bytes"), [f"text {i} " * 2000 for i in range(200)]  # 3.6 million characters
+    checks: list[int] = []
+    encode = encoder(encoding, ALONE, lambda: checks.append(1))
+    assert encode(texts) == encoding.encode_ordinary_batch(texts)
+    assert len(checks) == sum(map(len, texts)) // CHECKED_CHARACTERS
+    assert encode(["a"]) == [[97]] and encode([]) == []
+
+    def leave() -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        encoder(encoding, ALONE, leave)(texts)
 
 
 def test_tokens_have_the_bytes_of_their_text_and_end_of_text_has_none(shared_data: Path) -> None:
