@@ -24,10 +24,12 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import yaml
@@ -46,9 +48,11 @@ TASKS = (
 )
 TASKS_FILE, BASELINES_FILE, DATA_FOLDER = "core.yaml", "eval_meta_data.csv", "eval_data"
 SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234
+PART = 2000  # items whose rows are made at once
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 KINDS: tuple[Kind, ...] = ("multiple_choice", "schema", "language_modeling")
+T = TypeVar("T")
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
@@ -109,12 +113,14 @@ def core(
 ) -> CoreScore:
     """The score over all items of all tasks. `progress` gets the name of a task and the number of tasks before it; for
     the other arguments see `score_rows`. A collective call."""
-    accuracy = {}
-    for number, task in enumerate(tasks):
-        progress(task.name, number)
-        rights = answers(model, task, read_items(task), encode, end_of_text, world, tokens_at_once, before_batch)
-        accuracy[task.name] = sum(rights) / len(rights)
-    return CoreScore.of(tasks, accuracy)
+    rights: dict[str, list[bool]] = {}
+    with closing(_ahead(_parts(tasks, encode, end_of_text, model.config.block_size))) as parts:
+        for task, items, groups in parts:
+            if task.name not in rights:
+                progress(task.name, len(rights))
+            more = _answers(model, task, items, groups, world, tokens_at_once, before_batch)
+            rights[task.name] = rights.get(task.name, []) + more
+    return CoreScore.of(tasks, {name: sum(each) / len(each) for name, each in rights.items()})
 
 
 def answers(
@@ -129,12 +135,48 @@ def answers(
 ) -> list[bool]:
     """Whether the model's answer is right, item by item, in the order of `items`. A collective call."""
     groups = [item_rows(task.kind, p, model.config.block_size) for p in prompts(task, items, encode, end_of_text)]
+    return _answers(model, task, items, groups, world, tokens_at_once, before_batch)
+
+
+def _answers(
+    model: Scored,
+    task: Task,
+    items: Sequence[Item],
+    groups: Sequence[list[Row | None]],
+    world: World,
+    tokens_at_once: int | None,
+    before_batch: Callable[[], None],
+) -> list[bool]:
     rows = [row for group in groups for row in group if row]
     scores = iter(score_rows(model, rows, world, tokens_at_once, before_batch))
     return [
         _is_right(task.kind, item, [next(scores) if row else None for row in group])
         for item, group in zip(items, groups, strict=True)
     ]
+
+
+def _parts(
+    tasks: Sequence[Task], encode: Encode, end_of_text: int, block_size: int
+) -> Iterator[tuple[Task, list[Item], list[list[Row | None]]]]:
+    """The items of all tasks with their rows, PART at a time: they take the host about a second."""
+    for task in tasks:
+        items = read_items(task)
+        rows = (item_rows(task.kind, tokens, block_size) for tokens in prompts(task, items, encode, end_of_text))
+        for begin in range(0, len(items), PART):
+            part = items[begin : begin + PART]
+            yield task, part, list(itertools.islice(rows, len(part)))
+
+
+def _ahead(values: Iterator[T]) -> Generator[T, None, None]:
+    """The same values; a thread makes the next one meanwhile."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="core")
+    try:
+        value = pool.submit(next, values, None)
+        while (ready := value.result()) is not None:
+            value = pool.submit(next, values, None)
+            yield ready
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _is_right(kind: Kind, item: Item, scores: list[RowScore | None]) -> bool:
@@ -148,12 +190,14 @@ def _is_right(kind: Kind, item: Item, scores: list[RowScore | None]) -> bool:
 
 def prompts(task: Task, items: Sequence[Item], encode: Encode, end_of_text: int) -> Iterator[list[Tokens]]:
     """The prompts of every item as tokens. Language modelling has two: without its continuation and with it."""
-    own = [_own_prompts(task, item) for item in items]
     examples = [] if not task.examples else [item.prompts(task.delimiter)[item.right] + "\n\n" for item in items]
-    own_tokens = iter(_arrays(encode([text for texts in own for text in texts])))
     example_tokens = _encode_before_text(encode, examples)
     bos = np.array([end_of_text], dtype=np.int32)
-    for i, texts in enumerate(own):
+    for i in range(len(items)):
+        if i % PART == 0:
+            own = [_own_prompts(task, one) for one in items[i : i + PART]]
+            own_tokens = iter(_arrays(encode([text for texts in own for text in texts])))
+        texts = own[i % PART]
         shots = few_shot(i, len(items), task.examples)
         parts = [next(own_tokens) for _ in texts]
         if all(_begins_in_text(text) for text in (*(examples[j] for j in shots[1:]), *texts)):

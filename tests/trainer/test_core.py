@@ -25,7 +25,7 @@ from trainer.core import (
     read_bundle,
     read_items,
 )
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.model import GPT
 from trainer.parallel import World
 
@@ -100,7 +100,7 @@ def lean_towards(model: GPT, *tokens: int) -> GPT:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_every_task_agrees_item_by_item_with_a_plain_loop_over_transformers(
-    tokenizer: str, tmp_path: Path, request: pytest.FixtureRequest
+    tokenizer: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode: Encode = request.getfixturevalue("gpt2_tokens") if tokenizer == "gpt2" else as_bytes
     size, block = (50_257, 48) if tokenizer == "gpt2" else (257, 128)
@@ -118,8 +118,22 @@ def test_every_task_agrees_item_by_item_with_a_plain_loop_over_transformers(
         longest = max(longest, *(len(ids) for group in prompts(task, items, encode, size - 1) for ids in group))
     assert longest > block  # some were truncated
     assert all(kinds == {True, False} for kinds in seen.values())
+    monkeypatch.setattr("trainer.core.PART", 2)
     score = core(model, tasks, encode, size - 1, ALONE)
     assert score.accuracy == pytest.approx({name: sum(rights) / 5 for name, rights in expected.items()})
+
+
+def test_a_stop_ends_core_between_two_batches(tmp_path: Path) -> None:
+    model, left = model_of(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=64, vocab_size=257)), [30]
+
+    def before_batch() -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        core(model, read_bundle(make_bundle(tmp_path / "bundle")), as_bytes, 256, ALONE, 64, before_batch)
+    assert left == [0]
 
 
 def test_prompts_of_pieces_are_the_tokens_of_whole_texts(tmp_path: Path, gpt2_tokens: Encode) -> None:
