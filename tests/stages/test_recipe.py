@@ -336,6 +336,13 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, lin
     assert complaint(path).startswith(f"{path}: {line}")
 
 
+@pytest.mark.parametrize("name", ["../x", "a/b", "/etc/x", ".x", "a\nb", "~x", "a b", "\x1b[2J", "x" * 64, ""])
+def test_a_recipes_name_leads_to_no_folder(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(write_recipe(tmp_path).read_text()) | {"name": name}))
+    assert complaint(path).startswith(f"{path}: name: string should ")
+
+
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 10}]\n" for a, b in itertools.pairwise("abcdefghij"))
 
 
