@@ -134,6 +134,12 @@ class EvaluateConfig(Section):
         description="Also evaluate while training: HellaSwag, CORE and a few samples of text every so many steps, and "
         "after the last one; null: only the trained model [optimizer steps]",
     )
+    baselines: list[str] = Field(
+        default=[],
+        max_length=10,
+        description="Other GPT-2s to measure with the same code, after the trained model: ORG/NAME@COMMIT of the "
+        "Hugging Face Hub, or a folder in its format",
+    )
 
 
 class ExportConfig(Section):

@@ -1,4 +1,5 @@
-"""Weights from elsewhere, for `train.init_from`: found and checked before a machine is rented, brought to a node once.
+"""Weights from elsewhere, for `train.init_from` and `evaluate.baselines`: found and checked before a machine is rented,
+brought to a node once.
 
 A source is a model of the Hugging Face Hub at a commit, a path of this machine, or a run of the same store
 (pipelines/tracking/origins.py). `pinned` gives a recipe in which every source names its content: the commit of a
@@ -14,13 +15,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipelines.artifacts.manifest import ArtifactPlan, fetch, read_manifest
-from pipelines.recipe import Recipe
+from pipelines.recipe import Recipe, vocab_size_of
 from pipelines.text.columns import reason_of
 from pipelines.text.retry import with_retries
 from pipelines.tracking.origins import RUN, RUN_SOURCE, check_branch, check_model, find_other
 from trainer.commits import committed_folders
-from trainer.config import RUN_COMMIT, ModelConfig
+from trainer.config import RUN_COMMIT, ModelConfig, explain
 from trainer.errors import UserError
 from trainer.store import Store, sha256_of
 from trainer.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
@@ -78,7 +81,46 @@ def pinned(recipe: Recipe, store: Store) -> Recipe:
         parent = find_other(store, train.branch_from, "train.branch_from")
         check_branch(parent.run.recipe, recipe, where)
         changes["train"] = train.model_copy(update={"branch_from": parent.pinned})
+    if recipe.evaluate.baselines:
+        found = [pinned_baseline(source, recipe) for source in recipe.evaluate.baselines]
+        changes["evaluate"] = recipe.evaluate.model_copy(update={"baselines": found})
     return recipe.model_copy(update=changes) if changes else recipe
+
+
+def pinned_baseline(text: str, recipe: Recipe) -> str:
+    """An entry of `evaluate.baselines` with the content in its name. UserError for a path without fitting weights."""
+    if text.startswith(RUN):
+        raise UserError(f"evaluate.baselines: {text}: a run has its own report; use ORG/NAME@COMMIT, or a folder")
+    source = source_of(text, "evaluate.baselines")
+    if isinstance(source, Hub):
+        return text
+    check_baseline(open_weights(source.path, f"evaluate.baselines: {source.path}"), recipe)
+    return pinned_path(source, "evaluate.baselines")
+
+
+def check_baseline(weights: WeightsFile, recipe: Recipe) -> ModelConfig:
+    """The model of a baseline. UserError if it can't read the text of the recipe."""
+    model = model_of(weights)
+    least = {"vocab_size": vocab_size_of(recipe.tokens.tokenizer), "block_size": recipe.model.block_size}
+    for name, value in least.items():
+        if getattr(model, name) < value:
+            raise UserError(f"{weights.where}: its {name} is {getattr(model, name)}; the text needs {value} or more")
+    return model
+
+
+def model_of(weights: WeightsFile) -> ModelConfig:
+    """The model that weights were made with. UserError if they do not tell it, or are incomplete."""
+    try:
+        model = ModelConfig.model_validate(dict(weights.fields))
+    except ValidationError as error:
+        raise explain(error, ModelConfig, weights.where) from error
+    weights.check(model)
+    return model
+
+
+def name_of(text: str) -> str:
+    """A short name of a pinned source, for reports."""
+    return text.partition("@")[0]
 
 
 def pinned_source(text: str, store: Store, model: ModelConfig, field: str = "train.init_from") -> str:
@@ -133,6 +175,10 @@ def check_sources(recipe: Recipe, plans: dict[str, ArtifactPlan], store: Store) 
         prefix = plans["train"].prefix
         if read_manifest(store, prefix) is None and not committed_folders(store, prefix):
             hub_weights(source, "train.init_from").check(recipe.model)
+    if recipe.evaluate.baselines and read_manifest(store, plans["evaluate"].prefix) is None:
+        for text in recipe.evaluate.baselines:
+            if isinstance(source := source_of(text, "evaluate.baselines"), Hub):
+                check_baseline(hub_weights(source, "evaluate.baselines"), recipe)
 
 
 def local_sources(recipe: Recipe) -> Iterator[tuple[str, str, Path]]:
@@ -140,6 +186,9 @@ def local_sources(recipe: Recipe) -> Iterator[tuple[str, str, Path]]:
     init = recipe.train.init_from
     if init and not init.startswith(RUN) and isinstance(source := source_of(init, "train.init_from"), Local):
         yield "train", "train.init_from", source.path
+    for text in recipe.evaluate.baselines:
+        if isinstance(source := source_of(text, "evaluate.baselines"), Local):
+            yield "evaluate", "evaluate.baselines", source.path
 
 
 def bring(text: str, store: Store, cache: Path, field: str) -> Path:
@@ -153,6 +202,17 @@ def bring(text: str, store: Store, cache: Path, field: str) -> Path:
         return fetched_from_hub(source, field)
     pinned_path(source, field)
     return source.path
+
+
+def brought(text: str, field: str) -> Path:
+    """The path to which `bring` brought a model of the Hub or a path."""
+    import huggingface_hub
+
+    source = source_of(text, field)
+    if isinstance(source, Local):
+        return source.path
+    config = huggingface_hub.hf_hub_download(source.name, CONFIG_FILE, revision=source.revision, local_files_only=True)
+    return Path(config).parent
 
 
 # --- the Hub

@@ -140,7 +140,14 @@ class TrainFacts(Stored):
     began: Beginning | None = None
 
 
-FACTS: dict[str, type[Any]] = {"tokenize": TokensFacts, "train": TrainFacts}
+@dataclass(frozen=True)
+class EvaluateFacts(Stored):
+    """Of the facts of an evaluation, those that reports compute with."""
+
+    baselines: dict[str, dict[str, Number | dict[str, Number]]] = field(default_factory=dict)  # by name and metric
+
+
+FACTS: dict[str, type[Any]] = {"tokenize": TokensFacts, "train": TrainFacts, "evaluate": EvaluateFacts}
 
 
 def prefix_of(stage: str, label: str, fingerprint: str) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipelines.stage import Pipeline
 
 LABEL = 12  # columns of a fact's label
+BASELINE = {"val/loss": "val loss", "eval/hellaswag_acc_norm": "HellaSwag", "eval/core": "CORE"}  # by metric
 PHASES_FIRST = (
     *("provision", "setup", "download", "tokenize", "compile", "train", "redone", "evaluate", "export"),
     *("checkpoint", "upload", "idle", "lost"),
@@ -94,6 +95,10 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
         facts.append(("HellaSwag", f"{summary.hellaswag_acc_norm:.4f} (completion style, acc_norm)"))
     if summary.core is not None:
         facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
+    evaluated = pipeline.made.get("evaluate")
+    for name, measured in (evaluated.facts.get("baselines", {}) if evaluated else {}).items():
+        scores = [f"{title} {measured[metric]:.4f}" for metric, title in BASELINE.items() if metric in measured]
+        facts.append(("baseline", f"{name}: {', '.join(scores)}"))
     if passed:
         facts.append(("passed", passed_text(passed)))
     order = {phase: i for i, phase in enumerate(PHASES_FIRST)}

@@ -31,6 +31,7 @@ from pipelines.stages.measures import (
 )
 from pipelines.text.core_bundle import core_identity, core_tasks
 from pipelines.text.tokenizer import token_bytes, tokenizer
+from pipelines.weights import bring, brought, check_baseline, content_identity, name_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.events import PhaseChanged, Progressed, Row
 from trainer.metrics import PhaseClock
@@ -60,6 +61,8 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     }
     if recipe.evaluate.core:  # an evaluation without it keeps the fingerprint of before there was CORE
         identity["core"] = core_identity(recipe.evaluate.core)
+    if recipe.evaluate.baselines:
+        identity["baselines"] = [content_identity(source) for source in recipe.evaluate.baselines]
     return ArtifactPlan("evaluate", recipe.name, identity)
 
 
@@ -69,6 +72,8 @@ def build(work: Work) -> Built:
     recipe, cache = work.recipe, work.home / "cache"
     work.clock.enter("download")
     fetch_inputs(recipe, cache)
+    for source in recipe.evaluate.baselines:
+        bring(source, work.store, cache, "evaluate.baselines")
     weights = work.fetch("train", "model.safetensors")
     processes = processes_on_this_node(recipe.runtime)
     measured = measured_here(work, weights) if processes == 1 else measured_on_ranks(work, weights, processes)
@@ -167,7 +172,6 @@ class Measurement:
 
         import torch
 
-        from trainer.evaluate import validation
         from trainer.parallel import autocast_on
 
         recipe = self.recipe
@@ -177,25 +181,43 @@ class Measurement:
         model = load_weights(recipe, self.weights, world.device)
         self.clock.enter("evaluate")
         with autocast_on(world.device, precision):
-            sizes = torch.tensor(token_bytes(encoding))
-            loss, bits = validation(
-                model.losses, self.val, recipe.evaluate.val_tokens, VAL_BATCH, world, sizes, on_batch=self.check
-            )
-        facts: dict[str, Any] = {"val/loss": loss, "val/bits_per_byte": bits}
+            facts: dict[str, Any] = self.loss(model, encoding, world)
         self.report(facts)
         facts["precision"] = precision
         failpoint("evaluate")
         self.check()
-        if recipe.evaluate.hellaswag:
-            with autocast_on(world.device, precision):
-                facts |= self.hellaswag(recipe.evaluate.hellaswag, model, encoding, world)
-        self.check()
-        if recipe.evaluate.core:
-            with autocast_on(world.device, precision):
-                facts |= self.core(recipe.evaluate.core, model, encoding, world)
+        with autocast_on(world.device, precision):
+            facts |= self.benchmarks(model, encoding, world)
         self.check()
         if world.rank == 0:
             facts["sample"] = continue_text(model, encoding, prompt="", tokens=SAMPLE_TOKENS, seed=recipe.train.seed)
+        del model  # a baseline may be larger
+        with autocast_on(world.device, precision):
+            for source in recipe.evaluate.baselines:
+                baseline = baseline_model(source, recipe, world.device)
+                measured = self.loss(baseline, encoding, world) | self.benchmarks(baseline, encoding, world)
+                facts.setdefault("baselines", {})[name_of(source)] = measured
+        return facts
+
+    def loss(self, model: "GPT", encoding: "tiktoken.Encoding", world: "World") -> dict[str, float]:
+        """The validation loss in nats per token, and in bits per byte."""
+
+        import torch
+
+        from trainer.evaluate import validation
+
+        sizes, most = torch.tensor(token_bytes(encoding)), self.recipe.evaluate.val_tokens
+        loss, bits = validation(model.losses, self.val, most, VAL_BATCH, world, sizes, on_batch=self.check)
+        return {"val/loss": loss, "val/bits_per_byte": bits}
+
+    def benchmarks(self, model: "GPT", encoding: "tiktoken.Encoding", world: "World") -> dict[str, Any]:
+        """HellaSwag and CORE, as far as the recipe has them."""
+        facts: dict[str, Any] = {}
+        if source := self.recipe.evaluate.hellaswag:
+            facts |= self.hellaswag(source, model, encoding, world)
+        self.check()
+        if source := self.recipe.evaluate.core:
+            facts |= self.core(source, model, encoding, world)
         return facts
 
     def hellaswag(self, source: str, model: "GPT", encoding: "tiktoken.Encoding", world: "World") -> dict[str, float]:
@@ -227,6 +249,18 @@ class Measurement:
         encode = encoder(encoding, world, self.check)
         score = core(model, tasks, encode, encoding.eot_token, world, None, self.check, progress)
         return core_facts(score) | {"core_accuracy": dict(score.accuracy)}
+
+
+def baseline_model(source: str, recipe: Recipe, device: "torch.device") -> "GPT":
+    """The model of a baseline in float32, on a device. UserError for weights that are not finite."""
+    from trainer.model import GPT
+    from trainer.pieces import Piece
+    from trainer.weights import open_weights
+
+    weights = open_weights(brought(source, "evaluate.baselines"), f"evaluate.baselines: {name_of(source)}")
+    model = GPT(config := check_baseline(weights, recipe))
+    weights.fill({f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}, config)
+    return model.to(device)
 
 
 def evaluation_precision(device: "torch.device", train: TrainConfig) -> str:
