@@ -21,7 +21,7 @@ import yaml
 
 from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
-from pipelines.show.card import TARGET_NAMES
+from pipelines.show.card import TARGET_NAMES, passed_text
 from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, market_of, merge_waits
@@ -404,6 +404,8 @@ def stop_targets(run: Run) -> list[dict[str, Any]]:
         bound = "at most" if name == "val_loss" else "at least"
         got = passed.value if passed and passed.name == name else None
         what = f"{TARGET_NAMES[name]} {bound} {target:g}, which ends the training"
+        if passed and got is not None:
+            what = f"passed {passed_text(passed)}"
         rows.append({"what": what, "target": target, "got": got, "met": True if got is not None else None})
     return rows
 

@@ -211,7 +211,7 @@ def test_a_passed_target_is_told_with_its_tokens_hours_and_dollars(store: LocalS
     assert run.passed.value == pytest.approx(2.7767, abs=1e-4)
     assert passed_text(run.passed) == "val loss 3 after 409,600 tokens (step 200), 3 min 30 s, $2.10"
     first = page_data([run])["runs"][0]["targets"][0]
-    assert (first["what"], first["met"]) == ("val loss at most 3, which ends the training", True)
+    assert (first["what"], first["met"]) == (f"passed {passed_text(run.passed)}", True)
     never = Run(store, run_in(store, "never", changes=["train.stop_at={val_loss: 1.0}"]))
     assert never.passed is None and page_data([never])["runs"][0]["targets"][0]["met"] is None
 
