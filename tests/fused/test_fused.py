@@ -18,12 +18,13 @@ from trainer_runs import Runner, weights
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, micro_batch_count
 from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine, make_engine
 from trainer.errors import UserError
+from trainer.evaluation import Evaluation, Sampling
 from trainer.events import Slow
 from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
 from trainer.model import GPT
 from trainer.parallel import World
-from trainer.scoring import Row, score_rows
+from trainer.scoring import Row, Scored, score_rows
 from trainer.shards import slices
 
 fused = pytest.importorskip("trainer.fused.step", reason="needs triton")
@@ -189,6 +190,21 @@ def test_an_interrupted_run_resumes_bit_for_bit(runner: Callable[..., Runner]) -
     resumed, state_resumed = run.attempt()
     assert weights(resumed) == weights(model) and run.rows() == whole.rows() and state_resumed == state
     assert whole.rows()[-1]["train/loss"] < whole.rows()[1]["train/loss"]
+
+
+def test_an_evaluation_leaves_the_fused_engine_as_it_is(runner: Callable[..., Runner]) -> None:
+    short: dict[str, Any] = SHORT | {"max_steps": 3, "val_every": None}
+    plain, run = (runner(name, engine="fused", **short) for name in ("plain", "evaluated"))
+    model, _ = plain.attempt()
+    rows = [Row(list(range(1, n)), 1) for n in (4, 20)]
+
+    def measure(engine: Scored, world: World, check: Callable[[], None]) -> dict[str, float]:
+        return {"eval/core": sum(score.loss for score in score_rows(engine, rows, world, before_batch=check))}
+
+    run.evaluation = Evaluation(2, (measure,), Sampling(0, str, seed=1, texts=2, tokens=3))
+    same, state = run.attempt()
+    assert weights(same) == weights(model) and run.rows() == plain.rows()
+    assert state.evaluated_step == 3 and state.scores["eval/core"] > 0
 
 
 def test_the_eager_engine_resumes_from_a_commit_of_the_fused_engine_and_back(runner: Callable[..., Runner]) -> None:

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 import trainer_runs
 from trainer_runs import ALONE, Runner, weights
 
+from trainer.__main__ import run as run_alone
 from trainer.commits import committed_state, series
 from trainer.config import TrainConfig, identity_of
+from trainer.errors import UserError
 from trainer.evaluation import Evaluation, Sampling
 from trainer.events import Row, Sampled
 from trainer.model import GPT
@@ -187,3 +189,9 @@ def test_two_ranks_share_the_texts_and_both_have_all(tmp_path: Path) -> None:
         sampling.texts_of(model, Rank(rank, rank, 2, torch.device("cpu")), check)
     assert checks == [4, 4]  # equally often, so that each may be an exchange between the ranks
     assert [text for _, text in sorted(shares[0] + shares[1])] == alone
+
+
+def test_the_trainer_alone_refuses_targets_that_it_does_not_measure(tmp_path: Path) -> None:
+    config = trainer_runs.configured(stop_at={"hellaswag": 0.3})
+    with pytest.raises(UserError, match=r"train.stop_at: python -m trainer measures the validation loss alone"):
+        run_alone(config, tmp_path, tmp_path)
