@@ -19,12 +19,15 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.errors import UserError
 from trainer.model import GPT, Block
 
 PRECISIONS = ("fp32", "bf16", "int8")
 TOP_K = 50
+# Not cuDNN's: it plans 70 ms for every new length, and each step has one (H100, torch 2.11).
+ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 FEW_ROWS = 4  # of an input; with more, int8 weights are converted to bf16, which then costs less
 
 
@@ -167,8 +170,9 @@ class Decoder:
         self.lengths = self.lengths + counts
         at = at.to(self.device)
         x = F.embedding(tokens.to(self.device), self.wte) + F.embedding(at, self.wpe)
-        for block in self.blocks:
-            x = block(x, at, seen, mask)
+        with sdpa_kernel(list(ATTENTION)):
+            for block in self.blocks:
+                x = block(x, at, seen, mask)
         last = x[torch.arange(rows), counts - 1]
         return self.head(F.layer_norm(last, *self.ln_f)).float()
 
