@@ -1,5 +1,7 @@
 """Promises of the export: what its own runtimes make of each format, and what people read in the card."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.model import GPT
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The cat isn't on the 12 mats,  größer 東京\n\nthe end"
 
 
@@ -380,6 +383,40 @@ def test_each_format_has_a_folder_in_the_artifact(tmp_path: Path) -> None:
     assert names[0] == "model.safetensors" and "README.md" in names
     assert names[-2:] == ["gguf/smoke-f16.gguf", "gguf/smoke-q8_0.gguf"]
     assert built.facts["formats"] == ["hf", "gguf"]
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from pipelines.formats import hf, llmc
+from pipelines.formats.weights import Weights
+from pipelines.text.tokenizer import tokenizer
+from trainer.config import ModelConfig
+from trainer.model import GPT
+import safetensors.torch
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+trained, folder = map(Path, sys.argv[1:])
+config = ModelConfig(n_layer=20, n_head=8, n_embd=512, block_size=32, vocab_size=257)
+before, weights = peak(), Weights(trained, config, tokenizer("bytes"), "tiny")
+hf.write(weights, folder, "bfloat16"), hf.verify(weights, folder, "bfloat16"), llmc.write(weights, folder)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_an_export_holds_a_tensor_and_not_the_model(tmp_path: Path) -> None:
+    config = ModelConfig(n_layer=20, n_head=8, n_embd=512, block_size=32, vocab_size=257)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
+    trained = tmp_path / "trained.safetensors"
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, trained)
+    command = [sys.executable, "-c", MEMORY, str(trained), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert trained.stat().st_size > 250e6
+    assert int(done.stdout) < 100e6
 
 
 def test_a_format_without_its_package_is_refused_before_any_work(
