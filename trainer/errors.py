@@ -27,7 +27,7 @@ class DiskFull(UserError):
 
 
 class NotAFile(UserError):
-    """A FIFO, a socket or a device is in the place of a file of the store."""
+    """A FIFO, a socket, a device or a huge file is in the place of an object of the store."""
 
 
 class Interrupted(Exception):

@@ -23,6 +23,8 @@ from trainer.errors import FULL, DiskFull, NotAFile, StoreUnavailable, UserError
 # An incomplete file has a temporary name with this prefix. `entries` leaves such names out, because a killed process
 # leaves such files. So no key may have the prefix.
 PARTIAL = ".partial-"
+# Bytes of an object that `get` reads as a whole. The largest ones of ours, packs of kernels, have 64 MiB.
+LARGEST = 512 << 20
 # Only these errors say that an object does not exist. After any other one it may exist.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -58,7 +60,8 @@ class Store(Protocol):
         ...
 
     def get(self, key: str) -> bytes | None:
-        """The whole object; None if it does not exist."""
+        """The whole object; None if it does not exist. NotAFile for more than LARGEST bytes, which no object has that
+        is read as a whole."""
         ...
 
     def get_start(self, key: str, size: int) -> bytes | None:
@@ -136,13 +139,18 @@ class LocalStore:
             file.write(body)
 
     def get(self, key: str) -> bytes | None:
-        return self.get_start(key, -1)
+        return self._read(key)
 
     def get_start(self, key: str, size: int) -> bytes | None:
+        return self._read(key, size)
+
+    def _read(self, key: str, size: int | None = None) -> bytes | None:
         path = self.path_of(key)
         with _reading(path):
             try:
                 with open(path, "rb", opener=_open_file) as file:
+                    if size is None:
+                        refuse_huge(str(path), os.fstat(file.fileno()).st_size)
                     return file.read(size)
             except ABSENT:
                 return None
@@ -200,6 +208,12 @@ class LocalStore:
                 return os.fstat(file.fileno()).st_mtime  # a file server has a clock of its own
         except (OSError, UserError):  # read-only
             return time.time()
+
+
+def refuse_huge(where: str, size: int) -> None:
+    """NotAFile for an object that is too large to be read into memory."""
+    if size > LARGEST:
+        raise NotAFile(f"{where}: has {size:,} bytes, and no such object of ours has {LARGEST:,}; remove it")
 
 
 def checked_key(key: str) -> str:

@@ -42,7 +42,7 @@ from pipelines.artifacts.s3_answers import (
 )
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
-from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, replacing
+from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, refuse_huge, replacing
 
 log = logging.getLogger(LOGGER)
 T = TypeVar("T")
@@ -206,6 +206,8 @@ class S3Store:
     def _get_object(self, key: str, **options: str) -> bytes | None:
         try:
             answer = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **options)
+            if not options:
+                refuse_huge(self._uri_of(key), answer.get("ContentLength", 0))
             return sound(answer, "ETag")["Body"].read()
         except self._client.exceptions.ClientError as error:
             if code_of(error) == "NoSuchKey":

@@ -22,7 +22,7 @@ from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat
 from pipelines.tracking.records import Heartbeat
 from trainer.commits import series
 from trainer.config import TARGETS, explain, tokens_before, tokens_of_steps
-from trainer.errors import UserError, shown
+from trainer.errors import NotAFile, UserError, shown
 from trainer.store import Store
 from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, record_in
 
@@ -275,7 +275,7 @@ def read_heartbeats(store: Store, run: str, prefix: str) -> tuple[list[StoredHea
             if alive is None and is_dead(store, beat, entry.modified):
                 alive = False
             found[number] = StoredHeartbeat(prefix, beat, entry.modified, alive)
-        except (DamagedRecord, NewerRecord) as error:
+        except (DamagedRecord, NewerRecord, NotAFile) as error:
             damage.append(f"{error}; the bill may miss this attempt")
     return [found[number] for number in sorted(found) if found[number].beat.run == run], damage
 

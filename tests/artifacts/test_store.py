@@ -24,7 +24,7 @@ from servers import Daemon, Fault, FaultyProxy, S3Account, free_ports
 import trainer.store
 from pipelines.artifacts import store as s3
 from pipelines.artifacts.store import S3Store, open_store
-from trainer.errors import StoreUnavailable, UserError
+from trainer.errors import NotAFile, StoreUnavailable, UserError
 from trainer.store import LocalStore, Store, checked_key
 
 BIG = 40 * 2**20 + 12_345  # three parts, the last one ragged
@@ -189,6 +189,16 @@ class TestEveryStore:
             store.delete(key)
             assert store.entries("") == [], key
             (tmp_path / "out").unlink()
+
+    def test_an_object_too_large_for_memory_is_named_instead_of_read(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(trainer.store, "LARGEST", 8)
+        store.put("a/small", b"12345678")
+        store.put("a/huge", b"123456789")
+        assert (store.get("a/small"), store.get_start("a/huge", 3)) == (b"12345678", b"123")
+        with pytest.raises(NotAFile, match="a/huge: has 9 bytes, and no such object of ours has 8; remove it"):
+            store.get("a/huge")
 
     def test_every_operation_refuses_an_invalid_key(self, store: Store, tmp_path: Path) -> None:
         source = tmp_path / "source"
