@@ -135,6 +135,7 @@ class Counted:
     """A model that counts the tokens and the shapes of its batches, padding included."""
 
     branching = True
+    tokens_at_once: int | None = None
 
     def __init__(self, model: GPT) -> None:
         self.model, self.config = model, model.config

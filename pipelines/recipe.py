@@ -26,6 +26,7 @@ VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
 HELLASWAG_TOKENS = 10_042 * 400  # of all items: an item is four endings of about 100 tokens
+CORE_TOKENS = 120_000_000  # of all prompts; about half where a beginning that prompts share is computed once
 
 
 class TokensConfig(Section):
@@ -256,7 +257,8 @@ class Recipe(Section):
     @property
     def benchmark_tokens(self) -> int:
         """Tokens of the benchmarks of one evaluation, an estimate."""
-        return HELLASWAG_TOKENS if self.evaluate.hellaswag else 0
+        evaluate = self.evaluate
+        return (HELLASWAG_TOKENS if evaluate.hellaswag else 0) + (CORE_TOKENS if evaluate.core else 0)
 
     def evaluations(self, steps: int) -> int:
         """The number of evaluations while the last `steps` steps train: one at the end."""

@@ -45,6 +45,7 @@ class Engine(Protocol):
     precision: str
     config: ModelConfig
     branching: bool  # `hidden` takes branches
+    tokens_at_once: int | None  # for which there is memory beside the training, once that is known
     guarded: bool  # `update` itself leaves out an update whose numbers are not finite
 
     def initialize(self, seed: int) -> None:
@@ -111,6 +112,7 @@ class PlainEngine:
     """The module of `trainer/model.py` with autocast, torch's fused AdamW and one all-reduce, compiled or not."""
 
     guarded, branching = False, True
+    tokens_at_once: int | None = None
 
     def __init__(
         self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, compiled: bool, why: str
@@ -213,6 +215,7 @@ class FusedEngine:
 
     guarded, overflow_allowed = True, False
     branching = False  # its attention kernels are causal
+    tokens_at_once: int | None = None
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
         from trainer.fused.flat import FlatState

@@ -71,6 +71,7 @@ def train(
             state = begin(engine, model_config, config, checkpointer, world, log, origin)
         fit = choose_micro_batch(engine, model_config, config, runtime, state, world)
         state.micro_batch_size = fit.micro_batch_size
+        engine.tokens_at_once = fit.micro_batch_size * model_config.block_size  # for evaluations: these fit
         state.world_size, state.devices = world.world_size, devices_of(world)
         state.memory_settings = memory_settings(engine, runtime)
         checkpointer.prepare(engine.pieces())

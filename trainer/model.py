@@ -115,6 +115,7 @@ class GPT(nn.Module):
     """
 
     branching = True  # `hidden` takes branches
+    tokens_at_once: int | None = None  # as many as the device has memory for
 
     def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
         super().__init__()

@@ -34,6 +34,7 @@ class Scored(Protocol):
 
     config: ModelConfig
     branching: bool  # `hidden` takes branches
+    tokens_at_once: int | None  # an upper limit, if memory is short
 
     def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
         """The last layer's output after ln_f: (B, T) token ids -> (B, T, n_embd)."""
@@ -82,11 +83,12 @@ def score_rows(
 ) -> list[RowScore]:
     """The scores of all rows, in their order, on every rank. A collective call.
 
-    `tokens_at_once` limits a batch; without it, the device decides. `before_batch` is called equally often on every
-    rank, so it may communicate; it may raise to end the measurement. `progress` gets the number of scored rows.
+    `tokens_at_once` limits a batch; without it, the device and the model decide. `before_batch` is called equally often
+    on every rank, so it may communicate; it may raise to end the measurement. `progress` gets the number of rows done.
     """
     if tokens_at_once is None:
         tokens_at_once = TOKENS_AT_ONCE.get(world.device.type, TOKENS_AT_ONCE_CPU)
+        tokens_at_once = min(tokens_at_once, model.tokens_at_once or tokens_at_once)
     block_size = model.config.block_size
     for i, row in enumerate(rows):
         assert 1 <= row.start < row.stop <= len(row.tokens), f"row {i} counts the tokens {row.start} to {row.stop}"

@@ -111,6 +111,17 @@ def test_batches_have_few_shapes() -> None:
     assert all(height * width <= 320 for height, width in shapes)
 
 
+def test_a_model_short_of_memory_limits_the_batches() -> None:
+    model, shapes = model_of(CONFIG), []
+    hidden = model.hidden
+    model.hidden = lambda tokens, branches=None: shapes.append(tokens.numel()) or hidden(tokens, branches)  # type: ignore[method-assign,func-returns-value]
+    score_rows(model, some_rows(50), ALONE)
+    largest, model.tokens_at_once = max(shapes), 128
+    shapes.clear()
+    score_rows(model, some_rows(50), ALONE)
+    assert max(shapes) <= 128 < largest
+
+
 class Ranks:
     """Threads as ranks, which gather by a barrier."""
 
