@@ -25,6 +25,8 @@ from trainer.errors import FULL, DiskFull, NotAFile, StoreUnavailable, UserError
 PARTIAL = ".partial-"
 # Bytes of an object that `get` reads as a whole. The largest ones of ours, packs of kernels, have 64 MiB.
 LARGEST = 512 << 20
+# Errors of a disk or a file server that may pass.
+FAILING = {errno.EIO, errno.ELOOP, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.ENODEV}
 # Only these errors say that an object does not exist. After any other one it may exist.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -116,7 +118,7 @@ class LocalStore:
 
     def create(self, key: str, body: bytes) -> bool:
         path = self.path_of(key)
-        with _partial_beside(path) as file:
+        with unavailable_if_failing(path), _partial_beside(path) as file:
             file.write(body)
             _sync(file)
             # Unlike rename, link never replaces a file, and it is atomic for every reader.
@@ -135,7 +137,8 @@ class LocalStore:
         return True
 
     def put(self, key: str, body: bytes) -> None:
-        with replacing(self.path_of(key)) as file:
+        path = self.path_of(key)
+        with unavailable_if_failing(path), replacing(path) as file:
             file.write(body)
 
     def get(self, key: str) -> bytes | None:
@@ -156,20 +159,27 @@ class LocalStore:
                 return None
 
     def upload(self, path: Path, key: str) -> None:
-        with open(path, "rb") as source, replacing(self.path_of(key)) as target:
+        stored = self.path_of(key)
+        with open(path, "rb") as source, unavailable_if_failing(stored), replacing(stored) as target:
             shutil.copyfileobj(source, target, 1 << 20)
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
-        with replacing(self.path_of(key)) as target:
+        path = self.path_of(key)
+        with unavailable_if_failing(path), replacing(path) as target:
             for part in parts:
                 target.write(part)
 
     def download(self, key: str, path: Path) -> None:
         stored = self.path_of(key)
-        if not stored.is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}")
-        with open(stored, "rb") as source, replacing(Path(path)) as target:
-            shutil.copyfileobj(source, target, 1 << 20)
+        with unavailable_if_failing(stored):
+            try:
+                is_file = stat.S_ISREG(os.stat(stored).st_mode)
+            except ABSENT:
+                is_file = False
+            if not is_file:
+                raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}")
+            with open(stored, "rb") as source, replacing(Path(path)) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
 
     def entries(self, prefix: str) -> list[Entry]:
         # Only the folder of the prefix: a store may hold a thousand runs.
@@ -189,7 +199,7 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         path = self.path_of(key)
-        with suppress(*ABSENT):
+        with unavailable_if_failing(path), suppress(*ABSENT):
             path.unlink()
             # Folders are not objects: deleting the last object removes them, as in a bucket.
             for folder in path.parents:
@@ -265,6 +275,17 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise StoreUnavailable(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def unavailable_if_failing(path: Path) -> Iterator[None]:
+    """StoreUnavailable for an error of the disk or the file server that may pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FAILING:
+            raise
+        raise StoreUnavailable(f"{error.filename or path}: {error.strerror}") from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from trainer.errors import StoreUnavailable, UserError
-from trainer.store import LocalStore, Store, sha256_of
+from trainer.store import ABSENT, LocalStore, Store, sha256_of, unavailable_if_failing
 from trainer.stored import Count, DamagedRecord, Key, Number, Sha256, Size, Stored, UnixSeconds, record_in, typed
 
 FORMAT = 1
@@ -257,12 +257,14 @@ def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
 def verify(store: Store, key: str, file: File, path: Path) -> None:
     """DamagedArtifact if the file at `path` is not the one that the manifest names, stored under `key`."""
     damage = None
-    if not path.exists():
-        damage = "missing"
-    elif path.stat().st_size != file.size:
-        damage = f"{path.stat().st_size} bytes long, but {file.size} bytes in its manifest"
-    elif sha256_of(path) != file.sha256:
-        damage = "different from its manifest (sha256 differs)"
+    with unavailable_if_failing(path):
+        try:
+            if (size := os.stat(path).st_size) != file.size:
+                damage = f"{size} bytes long, but {file.size} bytes in its manifest"
+            elif sha256_of(path) != file.sha256:
+                damage = "different from its manifest (sha256 differs)"
+        except ABSENT:
+            damage = "missing"
     if damage:
         artifact = key.removesuffix(f"/{file.key}")
         raise DamagedArtifact(

@@ -9,6 +9,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +21,14 @@ from pathlib import Path
 
 from pipelines.artifacts.manifest import find
 from pipelines.artifacts.store import open_store
-from pipelines.drill.command import Command, TrainingProgress
+from pipelines.drill.command import COMMAND, Command, TrainingProgress
 from pipelines.drill.faults import (
     AT_THE_START,
     KINDS,
+    ON_S3,
+    OUTAGES,
+    TAKEOVERS,
+    USUAL,
     Fault,
     chosen,
     other_processes,
@@ -30,19 +36,21 @@ from pipelines.drill.faults import (
     schedule,
     unavailable,
 )
-from pipelines.drill.outages import MlflowServer, Proxy, wait_until
+from pipelines.drill.outages import FailingFolder, MlflowServer, OddServer, Proxy, wait_until
 from pipelines.drill.verdict import DrillReport, outcome, points_of, verdicts
 from pipelines.nodes.address import processes_on_this_node
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import STAGES, plans_of, run_name
-from pipelines.tracking.ledger import SILENT_SECONDS, attempts, latest_number
+from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS, attempts, latest_number
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED
-from trainer.store import Store
+from trainer.process import die_with_parent
+from trainer.store import LocalStore, Store
 
 POLL_SECONDS = 0.03
 STOP_SECONDS = 120.0  # limit for a command that was asked to stop; it gives its ranks 30
 TAKEOVER_SECONDS = SILENT_SECONDS + 100
 OUTAGE_SECONDS = (1.0, 6.0)
+SKEW_SECONDS = (-30 * 3600.0, -2 * 3600.0, 3 * 3600.0, 8 * 86_400.0)
 # The environment of a drill's commands: no cloud notices, and no HTTP proxy for this machine's own servers.
 ISOLATED = {"SKYTRAIN_NOTICE": "off", "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
 
@@ -63,6 +71,7 @@ class Drill:
     mlflow: MlflowServer | None = None
     report: Callable[[Fault], None] = lambda fault: None
     machine: int = 1
+    skew: float = 0.0  # seconds that its clock is fast
     command: Command | None = None
     commands: list[Command] = field(default_factory=list)
 
@@ -75,7 +84,7 @@ class Drill:
         arguments = [*self.arguments, "--store", self.store.uri, "--set", f"runtime.processes={self.processes}"]
         environment = self.environment | {"SKYTRAIN_DRILL_MACHINE": f"drill-{self.machine}"}
         home, folder = self.folder / f"home-{self.machine}", self.folder / f"command-{len(self.commands):03d}"
-        self.command = Command(arguments, environment, home, folder)
+        self.command = Command(arguments, environment, home, folder, self.skew)
         self.commands.append(self.command)
         return self.command
 
@@ -140,8 +149,9 @@ class Drill:
                     fault.redone = max(0, (fault.at_step or 0) - progress.resumed_from)
                     if fault.kind == "term" and fault.redone and progress.attempt == fault.attempt + 1:
                         fault.violation = f"{fault.redone} steps were redone after an announced stop"
-                if fault.seconds is None and progress.time > fault.injected_at and (later or not fault.interrupted):
-                    fault.seconds = progress.time - fault.injected_at
+                at = progress.time - (self.command.skew if self.command else 0.0)
+                if fault.seconds is None and at > fault.injected_at and (later or not fault.interrupted):
+                    fault.seconds = at - fault.injected_at
         return progress
 
     def inject(self, fault: Fault, command: Command, following: Sequence[Fault]) -> None:
@@ -149,13 +159,13 @@ class Drill:
         fault.attempt = latest_number(self.store, self.prefix[fault.stage])
         if fault.kind == "corrupt" and not self.commits():
             fault.kind = "kill"  # no commit to damage yet
-        if fault.kind in ("cut", "mlflow"):
+        if fault.kind in OUTAGES:
             self.outage(fault, command, following)
-        elif fault.kind == "rival":
+        elif fault.kind in TAKEOVERS:
             self.rival(fault, command, following)
         else:
             self.end(fault, command)
-        fault.interrupted = fault.kind == "rival" or (self.command is None and not self.finished(fault.stage))
+        fault.interrupted = fault.kind in TAKEOVERS or (self.command is None and not self.finished(fault.stage))
 
     def record_step(self, fault: Fault, command: Command) -> None:
         """Record the step of the injection."""
@@ -164,7 +174,7 @@ class Drill:
             fault.at_step = progress.step
 
     def end(self, fault: Fault, command: Command) -> None:
-        """kill, term, corrupt, world: the command ends, and the next fault starts it again."""
+        """kill, term, corrupt, world, clock: the command ends, and the next fault starts it again."""
         if fault.kind == "term":
             command.process.terminate()
             command.release(fault.failpoint)
@@ -179,6 +189,8 @@ class Drill:
             self.corrupt()
         elif fault.kind == "world":
             self.processes = other_processes(self.processes)
+        elif fault.kind == "clock":
+            self.machine, self.skew = self.machine + 1, self.rng.choice(SKEW_SECONDS)
 
     def corrupt(self) -> None:
         """Flip a bit in the newest commit."""
@@ -189,42 +201,106 @@ class Drill:
         self.store.put(key, bytes(body))
 
     def outage(self, fault: Fault, command: Command, following: Sequence[Fault]) -> None:
-        """cut, mlflow: a server is away for some seconds. The run has to continue by itself."""
+        """cut, mlflow, odd, twice, eio, gc: for some seconds something is wrong. The run has to continue by itself, or,
+        where the folder of its store fails, to end with 75."""
         self.record_step(fault, command)
         seconds = self.rng.uniform(*OUTAGE_SECONDS)
-        stop: Callable[[], None]
-        start: Callable[[], None]
-        if fault.kind == "cut":
-            assert self.proxy
-            stop, start = partial(self.proxy.cut, silent=self.rng.random() < 0.5), self.proxy.restore
-        else:
+        with ExitStack() as stack:
+            stop, start = self.disturbance(fault.kind, stack)
+            self.arm_next(following, command, fresh=False)  # stopping a server takes seconds, and only one thread waits
+            stop()
+            fault.injected_at = time.time()
+            command.release(fault.failpoint)
+            self.arm_next(following, command, fresh=False)  # again: the next fault may have the same failpoint
+            while time.time() < fault.injected_at + seconds:
+                self.observe()
+                time.sleep(POLL_SECONDS)
+            start()
+        if fault.kind == "eio":
+            self.settle(fault, command)
+
+    def disturbance(self, kind: str, stack: ExitStack) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The beginning and the end of an outage."""
+        if kind == "mlflow":
             assert self.mlflow
-            stop, start = self.mlflow.stop, self.mlflow.start
-        self.arm_next(following, command, fresh=False)  # stopping a server takes seconds, and only one thread waits
-        stop()
-        fault.injected_at = time.time()
-        command.release(fault.failpoint)
-        self.arm_next(following, command, fresh=False)  # again: the next fault may have the same failpoint
-        while time.time() < fault.injected_at + seconds:
-            self.observe()
-            time.sleep(POLL_SECONDS)
-        start()
+            return self.mlflow.stop, self.mlflow.start
+        if kind == "gc":
+            return lambda: None, self.gc(stack)
+        if kind == "eio":
+            assert isinstance(self.store, LocalStore)
+            folder = FailingFolder(self.store.root)
+            return folder.fail, folder.mend
+        assert self.proxy
+        if kind == "cut":
+            return partial(self.proxy.cut, silent=self.rng.random() < 0.5), self.proxy.restore
+        odd = stack.enter_context(OddServer(self.proxy.server, kind == "twice", self.rng.randrange(1 << 30)))
+        return partial(self.proxy.through, odd.address), self.proxy.restore
+
+    def gc(self, stack: ExitStack) -> Callable[[], None]:
+        """Start `skytrain gc` of everything, on another machine. Returns a call that waits for its end."""
+        environment = os.environ | self.environment | {"SKYTRAIN_DRILL_MACHINE": "drill-gc"}
+        environment["SKYTRAIN_HOME"] = str(self.folder / "home-gc")
+        arguments = ["gc", "--store", self.store.uri, "--older-than-days", "0"]
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            preexec_fn=die_with_parent,
+        )
+        stack.callback(process.kill)
+
+        def wait() -> None:
+            _, said = process.communicate(timeout=STOP_SECONDS)
+            if process.returncode:
+                raise RuntimeError(f"gc ended with exit code {process.returncode}:\n{said.decode(errors='replace')}")
+
+        return wait
+
+    def settle(self, fault: Fault, command: Command) -> None:
+        """Wait until the command has ended after an outage, or goes on: it has sent heartbeats for a while."""
+        mended = time.time() + command.skew
+
+        def settled() -> bool:
+            if command.process.poll() is not None:
+                return True
+            beats = attempts(self.store, self.prefix[fault.stage])
+            return max((beat.time for beat in beats), default=0.0) > mended + HEARTBEAT_SECONDS
+
+        wait_until(settled, "heartbeats or the end after an outage of the store", STOP_SECONDS)
+        if command.process.poll():
+            if (code := command.wait(STOP_SECONDS)) != EXIT_INTERRUPTED:
+                fault.violation = f"exit code {code} instead of {EXIT_INTERRUPTED}"
+            self.command = None
 
     def rival(self, fault: Fault, first: Command, following: Sequence[Fault]) -> None:
-        """Freeze the run until another machine takes over. The run has to notice that when it wakes."""
+        """Freeze the run until another machine takes over. The run has to notice that when it wakes.
+
+        frozen: it wakes after the other machine has committed, and while gc works.
+        """
         prefix, suffix = self.prefix[fault.stage], f"-a{fault.attempt:04d}/COMMIT.json"
         first.freeze()
         self.record_step(fault, first)
         fault.injected_at = time.time()
-        self.machine += 1
+        self.machine, self.skew = self.machine + 1, 0.0
         second = self.start()
-        self.arm_next(following, second, fresh=True)
+        after_commit = fault.kind == "frozen" and not fault.failpoint.startswith("manifest-")
+        if after_commit:
+            second.arm("committed")
+        else:
+            self.arm_next(following, second, fresh=True)
 
         def taken_over() -> bool:
             self.check_alive(second)
             return latest_number(self.store, prefix) > fault.attempt
 
         wait_until(taken_over, "the takeover by another machine", TAKEOVER_SECONDS)
+        if after_commit:
+            wait_until(lambda: second.waits_at("committed"), "a commit of another machine", STOP_SECONDS)
+            with ExitStack() as stack:
+                self.gc(stack)()
+            self.arm_next(following, second, fresh=False)
         before = {key for key in self.commits() if key.endswith(suffix)}
         first.thaw()
         first.release(fault.failpoint)
@@ -245,6 +321,8 @@ class Drill:
             )
         elif {key for key in self.commits() if key.endswith(suffix)} - before:
             fault.violation = "the first command committed after the takeover"
+        if after_commit and not any(f.failpoint == "committed" for f in following[:1]):
+            second.release("committed")
 
     def finish(self) -> None:
         """Let the run finish. With MLflow, run it once more: that ships the records that MLflow missed."""
@@ -291,7 +369,7 @@ def drill(
     note(f"the same run twice: undisturbed, and with {kills} faults drawn from seed {seed}")
     note(f"in {location}, logs in {folder}")
     for kind in KINDS:
-        if kind in left_out and kinds is None:
+        if kind in left_out and kinds is None and kind in USUAL:
             note(f"without {kind}: {left_out[kind]}")
 
     def report_fault(fault: Fault) -> None:
@@ -328,7 +406,7 @@ def drill(
 
     undisturbed = run("undisturbed", [], ISOLATED | {"SKYTRAIN_TRACKING": "off"})
     with ExitStack() as stack:
-        proxy = None if "cut" in left_out else stack.enter_context(Proxy(s3_endpoint()))
+        proxy = None if left_out.keys() >= set(ON_S3) else stack.enter_context(Proxy(s3_endpoint()))
         server = None if "mlflow" in left_out else stack.enter_context(MlflowServer(folder / "mlflow"))
         environment = ISOLATED | {"SKYTRAIN_TRACKING": "off"}
         if server:
@@ -340,8 +418,13 @@ def drill(
     command_runs = [command.finished_run for command in disturbed.commands if command.finished_run]
     ends = [outcome(each.store, run_name(each.plans)) for each in (undisturbed, disturbed)]
     # No step followed in the same attempt: count until the start of the next attempt.
+    skews = {run.pid: run.skew for run in command_runs}
     for fault in (f for f in faults if f.injected_at and f.seconds is None):
-        later = [b.started for b in ends[1].beats[fault.stage] if b.attempt > fault.attempt]
+        later = [
+            b.started - skews.get(b.process.pid or 0, 0.0)
+            for b in ends[1].beats[fault.stage]
+            if b.attempt > fault.attempt
+        ]
         fault.seconds = max(0.0, later[0] - (fault.injected_at or 0)) if later else None
     judged = verdicts(ends[0], ends[1], faults, command_runs, points)
     report = DrillReport(name, seed, location, faults, judged, left_out, time.monotonic() - began)

@@ -24,7 +24,9 @@ FAILPOINTS = {
     "manifest-export": "export",
 }
 AT_THE_START = ("first-step", "download")  # of an attempt: a run passes them once, before its other steps
-OUTAGES = ("cut", "mlflow")  # the run continues by itself, past the failpoint
+# The run continues by itself, past the failpoint.
+OUTAGES = ("cut", "mlflow", "odd", "twice", "eio", "gc")
+TAKEOVERS = ("rival", "frozen")  # another machine takes over
 LATEST_STEP = 0.8  # of all steps: the steps after it are enough to reach any failpoint
 
 # The kinds, and the stages where each has an effect. An export that was asked to stop may simply finish.
@@ -36,7 +38,15 @@ KINDS = {
     "world": ("train",),
     "cut": STAGES,
     "mlflow": ("train", "evaluate"),
+    "odd": STAGES,
+    "twice": STAGES,
+    "eio": STAGES,
+    "gc": STAGES,
+    "frozen": ("train",),
+    "clock": STAGES,
 }
+USUAL = ("kill", "term", "corrupt", "rival", "world", "cut", "mlflow")  # without --kinds
+ON_S3 = ("cut", "odd", "twice")  # made by a proxy in front of the bucket
 
 
 @dataclass
@@ -101,7 +111,7 @@ def chosen(kinds: Sequence[str] | None, left_out: dict[str, str]) -> list[str]:
             raise UserError(f"--kinds {kind}: unknown kind; choose from {', '.join(KINDS)}")
         if kind in left_out:
             raise UserError(f"--kinds {kind}: not possible here: {left_out[kind]}")
-    return list(kinds or (kind for kind in KINDS if kind not in left_out))
+    return list(kinds or (kind for kind in USUAL if kind not in left_out))
 
 
 def unavailable(store_uri: str, recipe: Recipe, processes: int) -> dict[str, str]:
@@ -110,11 +120,14 @@ def unavailable(store_uri: str, recipe: Recipe, processes: int) -> dict[str, str
 
     from trainer.parallel import device_kind
 
-    reasons = {}
+    reasons: dict[str, str] = {}
     if not store_uri.startswith("s3://"):
-        reasons["cut"] = "the store is not an S3 bucket"
-    elif not s3_endpoint().startswith("http://"):
-        reasons["cut"] = "a drill can cut only the connection to a plain http endpoint (AWS_ENDPOINT_URL)"
+        reasons |= dict.fromkeys(ON_S3, "the store is not an S3 bucket")
+    else:
+        reasons["eio"] = "the store is not a folder"
+        if not s3_endpoint().startswith("http://"):
+            reason = "a drill can disturb only the connection to a plain http endpoint (AWS_ENDPOINT_URL)"
+            reasons |= dict.fromkeys(ON_S3, reason)
     if tracking_is_off():
         reasons["mlflow"] = "tracking is off (SKYTRAIN_TRACKING)"
     try:

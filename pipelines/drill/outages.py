@@ -1,6 +1,11 @@
-"""The outages of a drill: a proxy that cuts the connection to S3, and a real MLflow server that stops and starts."""
+"""The outages of a drill: a proxy that cuts the connection to S3 or changes its answers, a folder that cannot be read,
+and a real MLflow server that stops and starts.
+"""
 
+import http.client
+import http.server
 import os
+import random
 import signal
 import socket
 import struct
@@ -25,13 +30,13 @@ class Proxy:
     """A TCP proxy on loopback in front of an http endpoint; it does not parse the traffic. A context manager.
 
     `cut` starts an outage. With `silent`, the proxy swallows all data, like a firewall that drops packets; otherwise it
-    resets all connections, new ones too. `restore` ends the outage.
+    resets all connections, new ones too. `restore` ends the outage. `through` leads the traffic through another server.
     """
 
     def __init__(self, endpoint: str) -> None:
         parts = urlsplit(endpoint)
         assert parts.scheme == "http" and parts.hostname, endpoint
-        self._upstream = (parts.hostname, parts.port or 80)
+        self.server = self._upstream = (parts.hostname, parts.port or 80)
         self._listener = socket.create_server((LOOPBACK, 0))
         self.endpoint = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
         self._open: set[socket.socket] = set()
@@ -54,7 +59,11 @@ class Proxy:
 
     def restore(self) -> None:
         """Forward new connections. Reset the open ones: a swallowed request would wait a minute for its answer."""
-        self._outage = None
+        self._outage, self._upstream = None, self.server
+        self._reset_all()
+
+    def through(self, server: tuple[str, int]) -> None:
+        self._upstream = server
         self._reset_all()
 
     def _accept(self) -> None:
@@ -103,6 +112,101 @@ def reset(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RD)  # wakes a thread that reads from it
     connection.close()
+
+
+class OddServer:
+    """An HTTP server in front of S3 that changes every third request or its answer, at random. A context manager.
+
+    With `twice`, a PUT reaches S3 twice, and the second answer counts. Otherwise the answer is one that no S3 server
+    gives: an error without its body, a page of a proxy, or only the beginning of an answer.
+    """
+
+    SHARE = 1 / 3
+    ANSWERS = ((404, b""), (409, b""), (400, b""), (200, b"<html>log in</html>"), (503, b"<html>busy</html>"))
+
+    def __init__(self, upstream: tuple[str, int], twice: bool, seed: int) -> None:
+        self.upstream, self.twice, self.rng = upstream, twice, random.Random(seed)
+        handler = type("Handler", (_OddHandler,), {"odd": self})
+        self._server = http.server.ThreadingHTTPServer((LOOPBACK, 0), handler)
+        self._server.daemon_threads = True
+        self.address = (LOOPBACK, self._server.server_port)
+
+    def __enter__(self) -> "OddServer":
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), name="odd", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _OddHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    odd: OddServer
+
+    def _serve(self) -> None:
+        with suppress(OSError, http.client.HTTPException):  # of either side, whose other end then closes
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if self.odd.rng.random() > self.odd.SHARE:
+                return self._answer(*self._asked(body))
+            if self.odd.twice:
+                if self.command == "PUT":
+                    self._asked(body)
+                return self._answer(*self._asked(body))
+            if self.odd.rng.random() < 0.2:
+                self.close_connection = True
+                status, headers, content = self._asked(body)
+                return self._answer(status, headers, content, sent=len(content) // 2)
+            status, page = self.odd.rng.choice(self.odd.ANSWERS)
+            return self._answer(status, [("Content-Type", "text/html")], page)
+        self.close_connection = True
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
+
+    def _asked(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        """The answer of S3. The Host header stays as it is, for the signature."""
+        connection = http.client.HTTPConnection(*self.odd.upstream, timeout=60)
+        try:
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("expect", "connection"):
+                    connection.putheader(name, value)
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, sent: int | None = None) -> None:
+        self.send_response_only(status)
+        length = str(len(body))
+        for name, value in headers:
+            if name.lower() == "content-length":
+                length = value  # of HEAD, whose body is absent
+            elif name.lower() not in ("transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:sent])
+
+    def log_message(self, format: str, *args: object) -> None:
+        """No log."""
+
+
+class FailingFolder:
+    """A folder whose every file and listing is an error. A link that leads to itself stands for a failing disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._aside = folder, folder.with_name(f"{folder.name}-aside")
+
+    def fail(self) -> None:
+        self.folder.rename(self._aside)
+        self.folder.symlink_to(self.folder.name)
+
+    def mend(self) -> None:
+        self.folder.unlink()
+        self._aside.rename(self.folder)
 
 
 class MlflowServer:

@@ -33,6 +33,7 @@ class CommandRun:
     began: float
     ended: float
     killed: bool
+    skew: float = 0.0  # seconds that its wall clock was fast
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def verdicts(
         _artifacts(undisturbed, disturbed, exact),
         _mlflow(disturbed, mlflow, exact),
         _attempts(disturbed, faults),
-        _hours(disturbed, command_runs, outages=any(fault.kind == "cut" for fault in faults)),
+        _hours(disturbed, command_runs, outages=any(fault.kind in ("cut", "odd", "eio") for fault in faults)),
     ]
 
 
@@ -191,11 +192,12 @@ def _hours(disturbed: Outcome, command_runs: Sequence[CommandRun], outages: bool
     if abs(3600 * disturbed.billed_hours - billed) > 1e-3:
         errors.append(f"the report says {3600 * disturbed.billed_hours:.1f} s, its attempts {billed:.1f} s")
     for run in command_runs:
-        of_run = [b for b in beats if b.process.pid == run.pid and run.began <= b.started <= run.ended]
+        began, ended = run.began + run.skew, run.ended + run.skew  # by its own clock
+        of_run = [b for b in beats if b.process.pid == run.pid and began <= b.started <= ended]
         beats = [b for b in beats if b not in of_run]
-        if of_run and max(b.time for b in of_run) > run.ended:
+        if of_run and max(b.time for b in of_run) > ended:
             errors.append(f"process {run.pid}: billed after its end")
-        if of_run and run.killed and (unbilled := run.ended - max(b.time for b in of_run)) > bound:
+        if of_run and run.killed and (unbilled := ended - max(b.time for b in of_run)) > bound:
             errors.append(f"process {run.pid}: {unbilled:.1f} s before its kill are not billed")
     if beats:
         errors.append(f"{len(beats)} attempts belong to no process of the drill")

@@ -16,7 +16,10 @@ def drill(
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal faults.")] = 0,
     kinds: Annotated[
         str | None,
-        typer.Option(metavar="KIND,…", help="kill, term, corrupt, rival, world, cut, mlflow; by default all."),
+        typer.Option(
+            metavar="KIND,…",
+            help="By default kill, term, corrupt, rival, world, cut, mlflow. More: odd, twice, eio, gc, frozen, clock.",
+        ),
     ] = None,
     store: StoreUri = None,
     report: Annotated[

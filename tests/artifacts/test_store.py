@@ -23,7 +23,9 @@ from servers import Daemon, Fault, FaultyProxy, S3Account, free_ports
 
 import trainer.store
 from pipelines.artifacts import store as s3
+from pipelines.artifacts.manifest import File, verify
 from pipelines.artifacts.store import S3Store, open_store
+from pipelines.drill.outages import FailingFolder
 from trainer.errors import NotAFile, StoreUnavailable, UserError
 from trainer.store import LocalStore, Store, checked_key
 
@@ -284,6 +286,28 @@ class TestLocalStore:
             store.entries(prefix)
         monkeypatch.setattr(os, "scandir", fails(errno.ENOENT))  # deleted between two looks
         assert store.entries(prefix) == []
+
+    def test_a_disk_that_fails_is_an_outage_for_every_operation(self, tmp_path: Path) -> None:
+        store, folder = LocalStore(tmp_path / "store"), FailingFolder(tmp_path / "store")
+        store.put("run/a", b"x")
+        folder.fail()
+        (tmp_path / "file").write_bytes(b"x")
+        operations: list[Callable[[], object]] = [
+            lambda: store.get("run/a"),
+            lambda: store.entries("run/"),
+            lambda: store.download("run/a", tmp_path / "b"),
+            lambda: store.create("run/b", b"x"),
+            lambda: store.put("run/a", b"x"),
+            lambda: store.write([memoryview(b"x")], "run/a"),
+            lambda: store.upload(tmp_path / "file", "run/a"),
+            lambda: store.delete("run/a"),
+            lambda: verify(store, "run/a", File("a", "a", 1, "0" * 64), store.path_of("run/a")),
+        ]
+        for operation in operations:
+            with pytest.raises(StoreUnavailable, match=f"{tmp_path}/store/run"):
+                operation()
+        folder.mend()
+        assert store.get("run/a") == b"x"
 
     def test_a_read_that_fails_is_no_missing_object(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = LocalStore(tmp_path)

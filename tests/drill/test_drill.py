@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from pipeline_runs import FOLDER_NAME, TINY, Project
+from servers import S3Account
 from typer.testing import CliRunner
 
 from pipelines.artifacts.store import S3Store
 from pipelines.drill.command import TrainingProgress
-from pipelines.drill.faults import FAILPOINTS, KINDS, Fault, chosen, schedule, unavailable
+from pipelines.drill.faults import FAILPOINTS, KINDS, USUAL, Fault, chosen, schedule, unavailable
 from pipelines.drill.outages import LOOPBACK, Proxy
 from pipelines.drill.verdict import CommandRun, DrillReport, Outcome, Points, Verdict, verdicts
 from pipelines.recipe import Recipe
@@ -145,15 +146,16 @@ def test_kinds_that_are_not_possible_are_left_out_or_rejected(monkeypatch: pytes
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     recipe = Recipe.model_validate(TINY)
-    assert set(unavailable("file://somewhere", recipe, 1)) == {"cut", "mlflow"}
+    assert set(unavailable("file://somewhere", recipe, 1)) == {"cut", "odd", "twice", "mlflow"}
     assert "plain http" in unavailable("s3://bucket", recipe, 1)["cut"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.delenv("SKYTRAIN_TRACKING")
-    assert unavailable("s3://bucket", recipe, 1) == {}
+    assert unavailable("s3://bucket", recipe, 1) == {"eio": "the store is not a folder"}
     odd = recipe.model_copy(update={"train": recipe.train.model_copy(update={"batch_tokens": 32})})
     assert "too few for 2 processes" in unavailable("s3://bucket", odd, 1)["world"]
 
-    assert chosen(None, {"cut": "no S3"}) == [kind for kind in KINDS if kind != "cut"]
+    assert chosen(None, {"cut": "no S3"}) == [kind for kind in USUAL if kind != "cut"]
+    assert set(USUAL) < set(KINDS) and chosen(["clock"], {}) == ["clock"]
     with pytest.raises(UserError, match="--kinds cut: not possible here: no S3"):
         chosen(["kill", "cut"], {"cut": "no S3"})
     with pytest.raises(UserError, match="--kinds hammer: unknown kind; choose from kill, "):
@@ -428,3 +430,24 @@ def test_a_run_on_s3_survives_outages_of_s3_and_mlflow_and_ships_everything_to_m
     assert {"cut", "mlflow", "term"} == {fault["kind"] for fault in report["faults"]}
     assert {verdict["equal"] for verdict in report["verdicts"]} == {True}
     assert s3_store.entries("") == []
+
+
+@pytest.mark.slow
+def test_a_run_on_disk_survives_a_failing_folder_gc_a_thaw_after_a_takeover_and_a_wrong_clock(tmp_path: Path) -> None:
+    kinds = "eio,gc,frozen,clock"
+    report = drilled(Project(tmp_path / FOLDER_NAME), "--kills", "4", "--seed", "3", "--kinds", kinds)
+    assert {fault["kind"] for fault in report["faults"]} == set(kinds.split(","))
+    verdicts = {verdict["what"]: verdict["equal"] for verdict in report["verdicts"]}
+    assert verdicts.pop("MLflow series") is None and set(verdicts.values()) == {True}
+
+
+@pytest.mark.slow
+def test_a_run_on_s3_survives_odd_answers_and_puts_that_are_delivered_twice(
+    moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store], tmp_path: Path
+) -> None:
+    store = fresh_s3_store(moto_server)
+    project = Project(tmp_path / FOLDER_NAME)
+    report = drilled(project, "--kills", "2", "--seed", "5", "--kinds", "odd,twice", "--store", store.uri)
+    assert {fault["kind"] for fault in report["faults"]} == {"odd", "twice"}
+    verdicts = {verdict["what"]: verdict["equal"] for verdict in report["verdicts"]}
+    assert verdicts.pop("MLflow series") is None and set(verdicts.values()) == {True}
