@@ -129,6 +129,12 @@ class EvaluateConfig(Section):
         description="CORE, DCLM's 22 tasks: the folder of a bundle (core.yaml, eval_meta_data.csv, eval_data/), or "
         "hf://datasets/ORG/NAME@COMMIT; null: skip it",
     )
+    lm_eval: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        description="Tasks of EleutherAI's lm-evaluation-harness (lambada_openai, piqa, …) or .yaml files of your own "
+        "tasks, for the trained model; needs the extra `eval`; null: skip it",
+    )
     every: int | None = Field(
         default=None,
         ge=1,

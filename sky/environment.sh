@@ -15,7 +15,7 @@ if [ -z "$venv" ]; then
   if [ ! -e "$venv/made" ]; then
     rm -rf "$venv"
     uv venv --python '>=3.11,<3.13' "$venv"
-    uv pip install --python "$venv/bin/python" --constraint "$tree/constraints.txt" "$tree[formats]"
+    uv pip install --python "$venv/bin/python" --constraint "$tree/constraints.txt" "$tree[formats,eval]"
     touch "$venv/made"
   fi
 fi

@@ -22,6 +22,7 @@ from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import Recipe, TokensConfig
 from pipelines.stages.export import NEEDS
+from pipelines.stages.harness import task_file, verify_tasks
 from pipelines.stages.measures import read_source
 from pipelines.text.core_bundle import verify_items
 from pipelines.text.hub import HUB
@@ -57,6 +58,8 @@ def preflight(
     yield from weights_reachable(recipe, stages, remote)
     if recipe.evaluate.core:
         yield core_bundle(recipe.evaluate.core, remote)
+    if recipe.evaluate.lm_eval:
+        yield harness_tasks(recipe.evaluate.lm_eval, remote, request.image)
     yield credentials(store, clouds, secrets)
     if isinstance(store, LocalStore) and remote:
         yield broken("store", f"{store.uri} is a folder of this machine", "--store s3://BUCKET/PREFIX")
@@ -143,6 +146,22 @@ def core_bundle(source: str, remote: bool) -> Finding:
         remedy = f"upload the folder as a dataset and name {HUB}ORG/NAME@COMMIT, or set evaluate.core to null"
         return broken("CORE", f"{source} is on this machine", remedy)
     return Finding("CORE", found, "note", "the nodes need the folder at this same path")
+
+
+def harness_tasks(tasks: list[str], remote: bool, image: str | None) -> Finding:
+    """Whether lm-eval knows the tasks, and the nodes have it and those tasks that are files."""
+    here = "or evaluate here: skytrain run RECIPE --stage evaluate --store …"
+    if image != WORK_TREE:
+        return broken("lm-eval", "the image does not have it", f"launch with --image none, {here}")
+    try:
+        verify_tasks(tasks)
+    except UserError as error:
+        return broken("lm-eval", str(error), "correct evaluate.lm_eval, or set it to null")
+    if files := [task for task in tasks if task_file(task)]:
+        if remote or not all(map(os.path.isabs, files)):
+            return broken("lm-eval", f"{files[0]} is on this machine", f"name tasks of lm-eval itself, {here}")
+        return Finding("lm-eval", f"{', '.join(tasks)}", "note", "the nodes need the files at these same paths")
+    return Finding("lm-eval", ", ".join(tasks))
 
 
 def hellaswag_readable(source: str) -> Finding:

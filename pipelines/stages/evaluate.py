@@ -21,6 +21,7 @@ from pipelines.sample import continue_text, load_weights
 from pipelines.screen import Screen
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
+from pipelines.stages.harness import harness_facts, harness_identity, verify_tasks
 from pipelines.stages.measures import (
     core_facts,
     encoder,
@@ -63,6 +64,8 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
         identity["core"] = core_identity(recipe.evaluate.core)
     if recipe.evaluate.baselines:
         identity["baselines"] = [content_identity(source) for source in recipe.evaluate.baselines]
+    if recipe.evaluate.lm_eval:
+        identity["lm_eval"] = harness_identity(recipe.evaluate.lm_eval)
     return ArtifactPlan("evaluate", recipe.name, identity)
 
 
@@ -74,9 +77,15 @@ def build(work: Work) -> Built:
     fetch_inputs(recipe, cache)
     for source in recipe.evaluate.baselines:
         bring(source, work.store, cache, "evaluate.baselines")
+    if recipe.evaluate.lm_eval:
+        verify_tasks(recipe.evaluate.lm_eval)
     weights = work.fetch("train", "model.safetensors")
     processes = processes_on_this_node(recipe.runtime)
     measured = measured_here(work, weights) if processes == 1 else measured_on_ranks(work, weights, processes)
+    if recipe.evaluate.lm_eval:
+        scores = harness_facts(work, weights)
+        work.report(metrics={name: value for name, value in scores.items() if isinstance(value, float)})
+        measured |= scores
     path = work.folder / "report.json"
     path.write_text(json.dumps({"run": work.attempt.latest.run, **measured}, indent=1))
     return Built([work.upload(path)], measured)

@@ -124,13 +124,17 @@ def scores(made: Mapping[str, Manifest]) -> Iterable[tuple[str, float]]:
 
 
 def name_of(score: str) -> str:
-    """A measure in words; the tasks of CORE are `core/TASK`."""
+    """A measure in words; the tasks of CORE are `core/TASK`, those of the harness `lm_eval/TASK/METRIC`."""
+    if score.startswith("lm_eval/"):
+        return "lm-evaluation-harness, " + score.removeprefix("lm_eval/").replace("/", ", ")
     task = score.removeprefix("core/")
     return SCORES.get(score, score if task == score else f"CORE task {task}, centred accuracy")
 
 
 def data_of(score: str) -> str:
     """The data of a measure."""
+    if score.startswith("lm_eval/"):
+        return score.split("/")[1]
     return next((data for data in ("hellaswag", "core") if data in score), "the held-out text")
 
 

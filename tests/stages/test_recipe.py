@@ -79,7 +79,12 @@ OTHER: dict[str, dict[str, Any]] = {
         "init_from": f"openai-community/gpt2@{'0' * 40}",
         "branch_from": f"run:other-12345678@5@sha256:{'0' * 64}",
     },
-    "evaluate": {"val_tokens": 1024, "hellaswag": None, "baselines": [f"openai-community/gpt2@{'0' * 40}"]},
+    "evaluate": {
+        "val_tokens": 1024,
+        "hellaswag": None,
+        "lm_eval": ["piqa"],
+        "baselines": [f"openai-community/gpt2@{'0' * 40}"],
+    },
     "export": {"formats": ["hf", "gguf"], "dtype": "float32"},
     "runtime": {
         "micro_batch_size": 1,

@@ -1,0 +1,147 @@
+"""Promises of `evaluate.lm_eval`: lm-eval's own scores of the trained weights, and errors before any work."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.recipe import load_recipe
+from pipelines.stage import Work
+from pipelines.stages import evaluate, harness
+from pipelines.stages.harness import harness_facts, harness_identity, scores_in, verify_tasks
+from pipelines.text.tokenizer import tokenizer
+from trainer.errors import Interrupted, UserError
+from trainer.model import GPT
+
+ITEMS: list[dict[str, Any]] = [  # the model's context is 8 bytes
+    {"question": "one", "choices": [" two", " no", " x"], "answer": 1},
+    {"question": "sky", "choices": [" blue", " is", " a"], "answer": 0},
+    {"question": "a", "choices": ["b", "cdefg", "hij"], "answer": 2},
+    {"question": "1 2", "choices": [" 3", " 444", " x"], "answer": 0},
+]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A multiple-choice task of four items."""
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    path = tmp_path / "four_items.yaml"
+    values = {
+        "task": "four_items",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def own_scores(weights: Path, work: Work) -> tuple[float, float]:
+    """acc and acc_norm as the harness defines them: the choice with the largest log-likelihood, in sum, and by length
+    in characters."""
+    model = GPT(work.recipe.model).eval()
+    model.load_state_dict(load_file(weights))
+    encoding = tokenizer(work.recipe.tokens.tokenizer)
+    right = [0, 0]
+    for item in ITEMS:
+        sums, norms = [], []
+        for choice in item["choices"]:
+            prompt, ending = encoding.encode_ordinary(item["question"]), encoding.encode_ordinary(choice)
+            tokens = torch.tensor([prompt + ending])
+            logits = model(tokens)[0, :, : work.recipe.model.vocab_size].log_softmax(-1)
+            places = range(len(prompt), tokens.shape[1])
+            sums.append(sum(logits[at - 1, tokens[0, at]].item() for at in places))
+            norms.append(sums[-1] / len(choice))
+        for n, values in enumerate((sums, norms)):
+            right[n] += values.index(max(values)) == item["answer"]
+    return right[0] / len(ITEMS), right[1] / len(ITEMS)
+
+
+@pytest.mark.slow
+def test_the_harness_scores_the_trained_weights_as_a_plain_loop_does(
+    work: Callable[[str], Work], task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    mine = work("evaluate")
+    asked = mine.recipe.evaluate.model_copy(update={"lm_eval": [str(task)]})
+    mine.recipe = mine.recipe.model_copy(update={"evaluate": asked})
+    weights = mine.fetch("train", "model.safetensors")
+    facts = harness_facts(mine, weights)
+    acc, acc_norm = own_scores(weights, mine)
+    assert facts["lm_eval/four_items/acc"] == pytest.approx(acc)
+    assert facts["lm_eval/four_items/acc_norm"] == pytest.approx(acc_norm)
+    assert facts["lm_eval_version"]
+
+
+def test_a_stop_ends_the_harness(work: Callable[[str], Work], task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = work("evaluate")
+    asked = mine.recipe.evaluate.model_copy(update={"lm_eval": [str(task)]})
+    mine.recipe = mine.recipe.model_copy(update={"evaluate": asked})
+    weights = mine.fetch("train", "model.safetensors")
+    started = []
+    popen = harness.subprocess.Popen
+
+    def start(*arguments: object, **options: object) -> object:
+        started.append(popen(*arguments, **options))  # type: ignore[call-overload]
+        mine.stop.asked = True
+        return started[0]
+
+    monkeypatch.setattr(harness.subprocess, "Popen", start)
+    with pytest.raises(Interrupted):
+        harness_facts(mine, weights)
+    assert started[0].returncode is not None
+
+
+def test_an_unknown_task_and_a_missing_file_are_refused_before_the_weights_are_fetched(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "UNKNOWN", "import json, sys; print(json.dumps(sys.argv[1:]))")  # knows no task
+    mine = work("evaluate")
+    asked = mine.recipe.evaluate.model_copy(update={"lm_eval": ["hellaswagg"]})
+    mine.recipe = mine.recipe.model_copy(update={"evaluate": asked})
+    monkeypatch.setattr(Work, "fetch", lambda *arguments: pytest.fail("fetches"))
+    with pytest.raises(UserError, match=r"evaluate.lm_eval: lm-eval has no task 'hellaswagg'"):
+        evaluate.build(mine)
+    with pytest.raises(UserError, match=r"evaluate.lm_eval: mine.yaml: no such file"):
+        harness_identity(["piqa", "mine.yaml"])
+
+
+@pytest.mark.slow
+def test_the_tasks_of_the_harness_are_known() -> None:
+    with pytest.raises(UserError, match="has no task 'hellaswagg'"):  # the only unknown one
+        verify_tasks(["hellaswag", "lambada_openai", "piqa", "arc_easy", "hellaswagg"])
+
+
+def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "PACKAGE", "no_such_package")
+    with pytest.raises(UserError, match=r"pip install 'lm-eval\[hf\]'"):
+        verify_tasks(["piqa"])
+
+
+def test_a_recipe_without_the_harness_keeps_its_fingerprint_and_names_of_tasks_are_a_set(task: Path) -> None:
+    plain = load_recipe("smoke")
+    train = ArtifactPlan("train", "smoke", {"stage": "train"})
+    assert "lm_eval" not in evaluate.plan(plain, {"train": train}).identity
+    asked = plain.evaluate.model_copy(update={"lm_eval": ["piqa"]})
+    identity = evaluate.plan(plain.model_copy(update={"evaluate": asked}), {"train": train}).identity
+    assert identity["lm_eval"] == ["piqa"]
+    assert harness_identity(["piqa", "arc_easy", "piqa"]) == ["arc_easy", "piqa"]
+    (named,) = harness_identity([str(task)])
+    assert named.startswith("sha256:")
+
+
+def test_scores_have_the_names_of_task_and_metric_and_no_standard_errors() -> None:
+    results = {"results": {"piqa": {"alias": "piqa", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1}}}
+    assert scores_in(results) == {"lm_eval/piqa/acc": 0.5, "lm_eval/piqa/em@strict": 1.0}
