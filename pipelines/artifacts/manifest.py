@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from trainer.errors import StoreUnavailable, UserError
-from trainer.store import ABSENT, LocalStore, Store, sha256_of, unavailable_if_failing
+from trainer.store import ABSENT, PARTIAL, LocalStore, Store, sha256_of, unavailable_if_failing
 from trainer.stored import Count, DamagedRecord, Key, Number, Sha256, Size, Stored, UnixSeconds, record_in, typed
 
 FORMAT = 1
@@ -238,12 +238,12 @@ def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
         path = store.path_of(key)
         verify(store, key, file, path)
         return path
-    path = cache / file.sha256 / file.name
+    folder = cache / file.sha256  # holds copies and, with a name that no file of a manifest can have, a download
+    path, arriving = folder / file.name, folder / f"{PARTIAL}copy"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / "lock").open("w") as lock:
+    with (cache / f"lock-{file.sha256[0]}").open("w") as lock:  # sixteen, which stay: a few files share each
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            arriving = path.with_suffix(path.suffix + ".arriving")
             try:
                 store.download(key, arriving)
             except FileNotFoundError:

@@ -379,6 +379,11 @@ def test_gc_removes_cached_copies_that_nothing_has_used_for_long(store: LocalSto
     }
     paths |= {name: cache / name for name in (f"{'3' * 64}/model.safetensors", f"{'4' * 64}/model.safetensors")}
     paths["triton/key"] = cache / "triton/key"
+    (used_in_folder := cache / ("5" * 64) / "gguf/model.gguf").parent.mkdir(parents=True)
+    used_in_folder.touch()
+    (cache / ("6" * 64)).mkdir()  # of a download that begins
+    (lock := cache / "lock-0").touch()  # a fetch may hold it
+    os.utime(lock, (then, then))
     for path in paths.values():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"12345")
@@ -398,4 +403,5 @@ def test_gc_removes_cached_copies_that_nothing_has_used_for_long(store: LocalSto
         True,
         True,
     ]
+    assert lock.exists() and used_in_folder.exists() and (cache / ("6" * 64)).exists()
     assert sorted(found(store, tmp_path, 0.0)) == [f"cache/shards/{'2' * 64}.bin"]  # within the hour, even with 0 days

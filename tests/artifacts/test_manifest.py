@@ -334,6 +334,20 @@ def test_a_fetched_file_is_not_fetched_again(remote_store: Store, tmp_path: Path
     assert fetch(remote_store, PLAN.prefix, manifest.files[0], tmp_path / "cache") == path
 
 
+@pytest.mark.parametrize("name", ["lock", "a/lock", "weights.bin.arriving", "copy", "lock-0"])
+def test_a_file_of_any_name_is_fetched_and_verified(remote_store: Store, tmp_path: Path, name: str) -> None:
+    (tmp_path / "weights.bin").write_bytes(BODY)
+    files = [upload(remote_store, PLAN.prefix, 1, tmp_path / "weights.bin", each) for each in ("weights.bin", name)]
+    commit(remote_store, manifest_of(PLAN, tuple(files)))
+    cache = tmp_path / "cache"
+    for file in files:
+        assert fetch(remote_store, PLAN.prefix, file, cache).read_bytes() == BODY
+    rotten = replace(files[1], sha256="0" * 64)
+    for _ in range(2):
+        with pytest.raises(DamagedArtifact, match="sha256 differs"):
+            fetch(remote_store, PLAN.prefix, rotten, cache)
+
+
 def test_two_stores_have_scratch_of_their_own(tmp_path: Path) -> None:
     one, other = (scratch(tmp_path, LocalStore(tmp_path / name), PLAN.prefix) for name in ("a", "b"))
     assert one != other and one == scratch(tmp_path, LocalStore(tmp_path / "a"), PLAN.prefix)
