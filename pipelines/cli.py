@@ -1,17 +1,20 @@
 """`skytrain`: the verbs, and the exit code of each exception.
 
 Exit codes: 0 done; 2 the user's mistake; 75 interrupted, run the same command to resume; 76 stopped, nothing restarts
-the run automatically; 1 a bug, or a run that diverged.
+the run automatically; 141 the reader of the output has closed it (`| head`); 1 a bug, or a run that diverged.
 
 The verbs import heavy modules inside their functions, so that `--help` answers at once.
 """
 
 import math
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Annotated, Any, NoReturn
+from typing import IO, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -42,6 +45,7 @@ from pipelines.verbs.stop import stop
 from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
 
 PROGRAM = "skytrain"
+EXIT_UNREAD = 128 + signal.SIGPIPE  # as the shell reports a program that SIGPIPE ended
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
     "Run": (run, branch, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
@@ -68,9 +72,9 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Verbs(WholeHelp):
-    """Shows the verbs in groups, with whole descriptions. Handles three exceptions before typer does: Ctrl-C has
-    its own exit code, EOFError keeps its traceback like any other bug, and a wrong option takes one line like any
-    other mistake."""
+    """Shows the verbs in groups, with whole descriptions. Handles four exceptions before typer does: Ctrl-C and a
+    closed output have their own exit codes, EOFError keeps its traceback like any other bug, and a wrong option takes
+    one line like any other mistake."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for group, verbs in GROUPS.items():
@@ -79,12 +83,12 @@ class Verbs(WholeHelp):
                 self.list_verbs(ctx, formatter, names)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        with usage_in_a_line(PROGRAM):
+        with quiet_if_unread(), usage_in_a_line(PROGRAM):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with usage_in_a_line(PROGRAM, ctx):
+            with quiet_if_unread(), usage_in_a_line(PROGRAM, ctx):
                 return super().invoke(ctx)
         except KeyboardInterrupt as error:
             ending = ending_of(error)
@@ -92,6 +96,32 @@ class Verbs(WholeHelp):
             exit_with(ending)
         except EOFError as error:
             raise RuntimeError("a file ended too early") from error
+
+
+@contextmanager
+def quiet_if_unread() -> Iterator[None]:
+    """Exit with EXIT_UNREAD, without a word, once nobody reads stdout or stderr any longer."""
+    outputs = [output for output in (sys.stdout, sys.stderr) if output]
+    try:
+        try:
+            yield
+        finally:
+            for output in outputs:
+                output.flush()
+    except BrokenPipeError as error:
+        if not (unread := [output for output in outputs if is_unread(output)]):
+            raise RuntimeError("another pipe than the output was closed") from error
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in unread:
+            os.dup2(nowhere, output.fileno())  # Python flushes them at the end
+        sys.exit(EXIT_UNREAD)
+
+
+def is_unread(output: IO[str]) -> bool:
+    """Whether the reader of a pipe has closed it."""
+    poll = select.poll()
+    poll.register(output, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 @contextmanager

@@ -56,6 +56,9 @@ class CleanConsole(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
+    def on_broken_pipe(self) -> None:
+        raise  # rich would exit with 1: the end of a command is the matter of pipelines/cli.py
+
 
 class Trimmed:
     """A table without the blanks that fill its lines: in a narrow terminal they would wrap into blank lines."""

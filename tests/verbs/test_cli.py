@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pipeline_runs import Project
 from servers import S3Account
@@ -19,6 +20,7 @@ from typer.main import get_command
 
 from pipelines import cli
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest
+from trainer.shards import write_shard
 from trainer.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -405,19 +407,26 @@ def test_neither_a_narrow_terminal_nor_a_pipe_cuts_a_name(folder: Path) -> None:
         assert "gpt2-1558m" in shown and "1,557.6M" in shown and "…" not in shown
 
 
-def test_a_closed_output_pipe_gives_no_traceback(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [["recipes"], ["recipes", "--json"], ["--help"], ["plan", "--help"], ["--version"], ["shards", "inspect", "x.bin"]],
+)
+def test_a_command_whose_output_nobody_reads_ends_quietly_like_other_programs(
+    folder: Path, arguments: list[str]
+) -> None:
+    write_shard(folder / "x.bin", np.arange(300, dtype=np.uint16))
     process = subprocess.Popen(
-        [*SKYTRAIN, "recipes", "--json"],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [*SKYTRAIN, *arguments], cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert process.stdout and process.stderr
+    assert process.stdout
     process.stdout.close()
-    assert b"Traceback" not in process.stderr.read()
-    process.stderr.close()
-    process.wait(timeout=60)
+    assert process.communicate(timeout=60)[1] == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_a_fault_of_ours(folder: Path) -> None:
+    done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, "BrokenPipeError(32, 'Broken pipe')"))
+    assert done.returncode == 1 and "Traceback" in done.stderr and "BrokenPipeError" in done.stderr
 
 
 def test_ctrl_c_before_the_work_has_begun_exits_with_75(folder: Path) -> None:
