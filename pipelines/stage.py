@@ -37,7 +37,7 @@ from pipelines.screen import Screen
 from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, cost_metrics
 from pipelines.tracking.deaths import after_death
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, close_dead_attempt, is_alive
-from pipelines.tracking.mlflow.parent import parent_files, parent_params, parent_results, parent_tags
+from pipelines.tracking.mlflow.parent import finished_model, parent_files, parent_params, parent_results, parent_tags
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.records import Billing, Heartbeat
@@ -221,7 +221,7 @@ class Pipeline:
         """Make the missing artifacts up to the stage `until`, and account for them."""
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         pin_commits(self.store, self.run, self.recipe)
-        if all_made(self.store, self.plans, until) and not self.tracker.unshipped():
+        if all_made(self.store, self.plans, until) and not self.tracker.owes_records():
             return self._make_all(until)  # nothing to do, and nothing to track
         self.tracker.start()
         self.tracker.stage_started(None, parent_params(self.recipe), {"skytrain.store": self.store.uri} | code_tags())
@@ -252,6 +252,8 @@ class Pipeline:
             self.tracker.metrics(None, step, created, values)
         for name, text in parent_files(run, self.report_page).items():
             self.tracker.text_file(None, name, text)
+        if model := finished_model(run):
+            self.tracker.model(model)
 
     def _account(self, heartbeats: Iterable[StoredHeartbeat]) -> Account:
         return account(self.run, heartbeats, partial(tokens_of_steps, self.recipe.train))

@@ -439,12 +439,21 @@ def test_mlflow_has_one_run_with_one_nested_run_per_stage_after_a_kill_and_a_rer
     by_dollars = client.search_runs([whole.info.experiment_id], order_by=["metrics.`cost/usd` DESC"])
     assert by_dollars[0].info.run_id == whole.info.run_id
 
+    export = made["artifacts"]["export"]["uri"]
+    (model,) = client.search_logged_models([whole.info.experiment_id])
+    assert (model.source_run_id, model.tags["skytrain.uri"]) == (whole.info.run_id, export)
+    scores = {metric.key: metric.value for metric in model.metrics}
+    assert scores["val/loss"] == made["val_loss"] and scores["cost/usd"] == whole.data.metrics["cost/usd"]
+
     lost = everything(client, runs)
     fresh = f"sqlite:///{project.folder}/rebuilt.db"
     assert "2 session(s) logged again" in project.run("report", "--rebuild-mlflow", "--to", fresh).stdout
     assert everything(*runs_in_mlflow(fresh, made["run"])) == lost
     project.run("report", "--rebuild-mlflow", "--to", fresh)
     assert everything(*runs_in_mlflow(fresh, made["run"])) == lost, "a second rebuild changes nothing"
+    client, runs = runs_in_mlflow(fresh, made["run"])
+    (version,) = client.search_model_versions(f"name = '{TINY['name']}'")
+    assert (version.source, version.run_id) == (export, runs[made["run"]].info.run_id)
 
 
 def everything(client: Any, runs: dict[str, Any]) -> dict[str, Any]:

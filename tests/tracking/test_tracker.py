@@ -43,6 +43,18 @@ def test_tracking_off_writes_and_starts_nothing(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_killed_command_owes_its_last_records_even_if_all_others_are_shipped(tmp_path: Path) -> None:
+    tracker = written(tmp_path)
+    assert not Tracker(tmp_path / "elsewhere", RUN, default_uri="sqlite:///d").owes_records()
+    tracker.text_file(None, "report.html", 5000 * "x")
+    ship(tmp_path)
+    assert tracker.owes_records()  # it died before the results and the model
+    tracker.flush_seconds = 0
+    tracker.close()
+    ship(tmp_path)
+    assert not tracker.owes_records()
+
+
 def test_tracking_is_on_or_off_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYTRAIN_TRACKING", "maybe")
     with pytest.raises(UserError, match="SKYTRAIN_TRACKING: 'maybe' is neither on nor off"):

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from trainer.commits import named
 from trainer.store import Store
-from trainer.stored import Count, DamagedRecord, Key, NewerRecord, Number, Stored, UnixSeconds, decoded, typed
+from trainer.stored import Count, DamagedRecord, Key, NewerRecord, Number, Sha256, Stored, UnixSeconds, decoded, typed
 
 log = logging.getLogger(__name__)
 PIECE_NAME = r"[0-9a-f]{12}/\d{12,18}-\d{12,18}\.jsonl\.gz"
@@ -129,8 +129,25 @@ class TextFile(StageRecord):
     text: str
 
 
+@dataclass(frozen=True)
+class Model(StageRecord):
+    """The export of a finished run, for MLflow's logged models and its registry. The weights stay in the store."""
+
+    kind = "model"
+    name: str  # in the registry
+    run: str
+    fingerprint: Sha256  # of the export
+    uri: str  # of the export
+    created: UnixSeconds
+    step: Count
+    good: bool  # whether the run has passed a target
+    params: dict[str, str]
+    tags: dict[str, str]
+
+
 KINDS: dict[str, type[Record]] = {
-    one.kind: one for one in (Session, Close, StageStarted, StageEnded, Metrics, DatasetInput, Tags, Table, TextFile)
+    one.kind: one
+    for one in (Session, Close, StageStarted, StageEnded, Metrics, DatasetInput, Tags, Table, TextFile, Model)
 }
 
 
@@ -177,6 +194,14 @@ def append(fd: int, record: Record, torn: bool = False) -> None:
     line = (b"\n" if torn else b"") + record.to_json() + b"\n"
     if os.write(fd, line) < len(line):
         raise OSError("the disk is full")
+
+
+def ends_with_close(log: Path) -> bool:
+    """Whether the last session of a log has ended: a killed process leaves none."""
+    with open(log, "rb") as lines:
+        lines.seek(max(0, os.fstat(lines.fileno()).st_size - 1000))  # the last record has some 50 bytes
+        last = lines.read().rstrip().rpartition(b"\n")[2]
+    return isinstance(record_from_json(last), Close)
 
 
 def position_file(log: Path, uri: str) -> Path:

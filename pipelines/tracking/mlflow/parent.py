@@ -1,11 +1,14 @@
 """The parent run in MLflow: what people compare between runs, and the files that explain one."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
 
 from pipelines.recipe import Recipe
+from pipelines.tracking.mlflow.journal import Model
+from pipelines.tracking.origins import beginning_of_run
 from pipelines.tracking.records import Progress
 from pipelines.tracking.runs import Run
 
@@ -51,6 +54,28 @@ def parent_tags(run: Run) -> dict[str, str]:
     """The hardware that trained last, such as "8 x NVIDIA H100"; a resumed run may have had another before."""
     progress = last_training(run)
     return {"skytrain.hardware": f"{progress.world_size} x {progress.device}"} if progress and progress.device else {}
+
+
+def finished_model(run: Run) -> Model | None:
+    """The export of a run with its origin; None until it is committed."""
+    export, train = run.manifests.get("export"), run.manifests.get("train")
+    if not (export and train):
+        return None
+    tags = {f"skytrain.fingerprint.{stage}": made.fingerprint for stage, made in run.manifests.items() if made}
+    tags |= {"skytrain.store": run.store.uri, "skytrain.attempts": str(run.summary.attempts)}
+    if commit := train.provenance.get("git_commit"):
+        tags["mlflow.source.git.commit"] = str(commit)
+    if began := beginning_of_run(run):
+        origin = {"from": began.source, "run": began.run, "step": began.step, "fingerprint": began.fingerprint}
+        tags |= {f"skytrain.began.{name}": str(value) for name, value in origin.items() if value is not None}
+        tags["skytrain.began.how"] = "branch" if began.branched else "weights"
+    if target := train.facts.get("stopped_by"):
+        tags["skytrain.passed"] = str(target)
+    model = {f"model.{name}": str(value) for name, value in run.recipe.model.model_dump().items()}
+    params = {"parameters": str(run.recipe.model.parameters), "tokens": str(run.summary.tokens)} | model
+    uri = f"{run.store.uri}/{export.prefix}"
+    about = (run.recipe.name, run.name, export.fingerprint, uri, export.created, train.fact("steps"), bool(target))
+    return Model(time.time(), None, *about, params, tags)
 
 
 def last_training(run: Run) -> Progress | None:

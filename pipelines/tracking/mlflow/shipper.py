@@ -27,6 +27,7 @@ from pipelines.tracking.mlflow.journal import (
     DatasetInput,
     LogReader,
     Metrics,
+    Model,
     Record,
     Sample,
     Session,
@@ -43,6 +44,7 @@ from pipelines.tracking.mlflow.journal import (
     sessions_in_journal,
     write_position,
 )
+from pipelines.tracking.mlflow.registry import NO_REGISTRY, register
 from pipelines.tracking.mlflow.secrets import RedactedStream, redacted
 from pipelines.tracking.mlflow.settings import NO_MLFLOW, QUICK_MLFLOW, flush_seconds
 from trainer.errors import UserError
@@ -59,6 +61,7 @@ PARAM_CHARACTERS = 6_000  # MLflow's limit for the value of a param
 DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
 # The page of an experiment shows charts of runs with this tag; without it, the UI asks for the kind, or guesses.
 KIND, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
+REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 SERIES = ("train/", "val/", "perf/")  # of the train stage: one point a step over all attempts
 
 
@@ -146,10 +149,12 @@ class Shipper:
                     _log_table(client, run_id, first)
                 case TextFile():
                     _log_text(client, run_id, first.name, first.text)
+                case Model():
+                    register(client, self._experiment_id, run_id, first)
                 case StageEnded():
                     client.set_terminated(run_id, first.status, end_time=_milliseconds(first.time))
         except MlflowException as error:
-            if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
+            if error.error_code in REFUSALS or isinstance(first, Model) and error.error_code in NO_REGISTRY:
                 raise Refused(error.message) from error
             raise
 
@@ -399,7 +404,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def log(message: str) -> None:
-    print(time.strftime("%Y-%m-%dT%H:%M:%S"), message, flush=True)
+    print(time.strftime("%Y-%m-%dT%H:%M:%S"), redacted(message), flush=True)
 
 
 def _exit_with(parent: int) -> None:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from pipelines.tracking.mlflow.journal import (
     DatasetInput,
     LogReader,
     Metrics,
+    Model,
     Record,
     Session,
     StageEnded,
@@ -36,6 +38,7 @@ from pipelines.tracking.mlflow.journal import (
     Tags,
     TextFile,
     append,
+    ends_with_close,
     keep_journal,
     open_log,
     position_file,
@@ -133,6 +136,10 @@ class Tracker:
         """Keep a text with the stage's MLflow run, as the artifact `name`."""
         self._append(TextFile(time.time(), stage, name, text))
 
+    def model(self, model: Model) -> None:
+        """Keep the export of the run as a logged model, after the metrics that it shares with the run's parent."""
+        self._append(replace(model, tags=model.tags | self.own_tags))
+
     def stage_ended(self, stage: str | None, status: str) -> None:
         """Close the stage's MLflow run; `status` is FINISHED, FAILED or KILLED."""
         assert status in ("FINISHED", "FAILED", "KILLED"), status
@@ -150,9 +157,11 @@ class Tracker:
                         highest[key] = max(record.step, highest.get(key, -1))
         return highest
 
-    def unshipped(self) -> int:
-        """The number of records that an earlier invocation of this run did not ship."""
-        return self._unshipped_up_to(self.log.stat().st_size) if self.log.exists() and not self.off else 0
+    def owes_records(self) -> bool:
+        """Whether an earlier invocation of this run did not ship its records, or died before it wrote the last."""
+        if self.off or not self.log.exists():
+            return False
+        return not ends_with_close(self.log) or self._unshipped_up_to(self.log.stat().st_size) > 0
 
     def keep_journal(self, store: Store) -> None:
         """Copy new records to the store, from where a lost server can be rebuilt; a dead shipper starts again."""
