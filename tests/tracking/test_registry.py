@@ -14,6 +14,7 @@ from mlflow_runs import Seen, free_port, mlflow_server, remove_tracking_settings
 from run_records import RUN, done_run, finished, recorded
 
 from pipelines.tracking.mlflow import registry
+from pipelines.tracking.mlflow import shipper as shipping
 from pipelines.tracking.mlflow.journal import Model, position_file
 from pipelines.tracking.mlflow.parent import finished_model, parent_results
 from pipelines.tracking.mlflow.shipper import rebuild
@@ -152,6 +153,44 @@ def test_a_server_that_forbids_its_registry_keeps_the_logged_model(
     seen = Seen(sqlite_uri(tmp_path))
     assert len(logged_models(seen, model_of(store).fingerprint)) == 1
     assert seen.runs[NAME].info.status == "FINISHED"
+
+
+def test_a_lost_answer_to_any_call_makes_nothing_twice(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setattr(shipping.time, "sleep", lambda _: None)
+    done_run(store)
+    tracker = written(tmp_path)
+    log_model(tracker, store, model_of(store, good=True))
+    lost = []
+
+    def losing(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def once(*given: Any, **named: Any) -> Any:
+            answer = call(*given, **named)
+            if name not in lost:
+                lost.append(name)
+                raise ConnectionError(f"the answer to {name} is lost")
+            return answer
+
+        return once
+
+    calls = ["create_logged_model", "log_outputs", "finalize_logged_model"]
+    calls += ["create_registered_model", "create_model_version", "set_registered_model_alias"]
+    for name in calls:
+        monkeypatch.setattr(MlflowClient, name, losing(name, getattr(MlflowClient, name)))
+    shipper = shipping.Shipper(tracker.log, tracker.uri)
+    monkeypatch.setattr(shipper.closing, "wait", lambda _: True)
+    shipper.ship(until_end=True)
+
+    assert sorted(lost) == sorted(calls)
+    seen = Seen(tracker.uri)
+    (logged,) = logged_models(seen, model_of(store).fingerprint)
+    assert [one.model_id for one in seen.runs[NAME].outputs.model_outputs] == [logged.model_id]
+    assert len({metric.key for metric in logged.metrics}) == len(logged.metrics)
+    (version,) = seen.client.search_model_versions("name = 'smoke'")
+    assert str(seen.client.get_model_version_by_alias("smoke", "latest-good").version) == str(version.version)
 
 
 def blind_at_first(find: Callable[..., Any]) -> Callable[..., Any]:
