@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pipelines.drill.forwarding import ForwardingHandler
 from trainer.process import die_with_parent
 
 LOOPBACK = "127.0.0.1"
@@ -125,8 +126,8 @@ class OddServer:
     ANSWERS = ((404, b""), (409, b""), (400, b""), (200, b"<html>log in</html>"), (503, b"<html>busy</html>"))
 
     def __init__(self, upstream: tuple[str, int], twice: bool, seed: int) -> None:
-        self.upstream, self.twice, self.rng = upstream, twice, random.Random(seed)
-        handler = type("Handler", (_OddHandler,), {"odd": self})
+        self.twice, self.rng = twice, random.Random(seed)
+        handler = type("Handler", (_OddHandler,), {"odd": self, "upstream": upstream})
         self._server = http.server.ThreadingHTTPServer((LOOPBACK, 0), handler)
         self._server.daemon_threads = True
         self.address = (LOOPBACK, self._server.server_port)
@@ -140,58 +141,27 @@ class OddServer:
         self._server.server_close()
 
 
-class _OddHandler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _OddHandler(ForwardingHandler):
     odd: OddServer
 
     def _serve(self) -> None:
         with suppress(OSError, http.client.HTTPException):  # of either side, whose other end then closes
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             if self.odd.rng.random() > self.odd.SHARE:
-                return self._answer(*self._asked(body))
+                return self.answer(*self.asked(body))
             if self.odd.twice:
                 if self.command == "PUT":
-                    self._asked(body)
-                return self._answer(*self._asked(body))
+                    self.asked(body)
+                return self.answer(*self.asked(body))
             if self.odd.rng.random() < 0.2:
                 self.close_connection = True
-                status, headers, content = self._asked(body)
-                return self._answer(status, headers, content, sent=len(content) // 2)
+                status, headers, content = self.asked(body)
+                return self.answer(status, headers, content, sent=len(content) // 2)
             status, page = self.odd.rng.choice(self.odd.ANSWERS)
-            return self._answer(status, [("Content-Type", "text/html")], page)
+            return self.answer(status, [("Content-Type", "text/html")], page)
         self.close_connection = True
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
-
-    def _asked(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        """The answer of S3. The Host header stays as it is, for the signature."""
-        connection = http.client.HTTPConnection(*self.odd.upstream, timeout=60)
-        try:
-            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
-                if name.lower() not in ("expect", "connection"):
-                    connection.putheader(name, value)
-            connection.endheaders(body)
-            answer = connection.getresponse()
-            return answer.status, answer.getheaders(), answer.read()
-        finally:
-            connection.close()
-
-    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, sent: int | None = None) -> None:
-        self.send_response_only(status)
-        length = str(len(body))
-        for name, value in headers:
-            if name.lower() == "content-length":
-                length = value  # of HEAD, whose body is absent
-            elif name.lower() not in ("transfer-encoding", "connection"):
-                self.send_header(name, value)
-        self.send_header("Content-Length", length)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[:sent])
-
-    def log_message(self, format: str, *args: object) -> None:
-        """No log."""
 
 
 class FailingFolder:

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipelines.drill.forwarding import ForwardingHandler
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -385,7 +387,8 @@ class FaultyProxy:
             self._faults += [(method, fault) for fault in faults]
 
     def start(self) -> None:
-        handler = type("Handler", (_ProxyHandler,), {"proxy": self})
+        host, port = self.upstream.removeprefix("http://").split(":")
+        handler = type("Handler", (_ProxyHandler,), {"proxy": self, "upstream": (host, int(port))})
         self._server = http.server.ThreadingHTTPServer((LOOPBACK, 0), handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -411,8 +414,7 @@ class FaultyProxy:
         return None
 
 
-class _ProxyHandler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _ProxyHandler(ForwardingHandler):
     proxy: FaultyProxy
 
     def _serve(self) -> None:
@@ -424,53 +426,25 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if fault is None:
-            self._answer(*self._ask(body))
+            self.answer(*self.asked(body))
             return
         if fault.silence_s:
             self.proxy.stopping.wait(fault.silence_s)
         if fault.status is not None:
             text = f"<Error><Code>{fault.code}</Code><Message>a fault of the test</Message></Error>".encode()
             kind = "application/xml" if fault.body is None else "text/html"
-            self._answer(fault.status, [("Content-Type", kind)], text if fault.body is None else fault.body)
+            self.answer(fault.status, [("Content-Type", kind)], text if fault.body is None else fault.body)
         elif fault.twice:
-            self._ask(body)
-            self._answer(*self._ask(body))
+            self.asked(body)
+            self.answer(*self.asked(body))
         elif fault.damage:
-            self._answer(*self._ask(bytes([body[0] ^ 1]) + body[1:]))
+            self.answer(*self.asked(bytes([body[0] ^ 1]) + body[1:]))
         elif fault.body_bytes is not None:
-            self._answer(*self._ask(body), cut=fault.body_bytes)
+            self.answer(*self.asked(body), sent=fault.body_bytes)
             self.close_connection = True
         else:
             if fault.forward:
-                self._ask(body)
+                self.asked(body)
             self.close_connection = True
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
-
-    def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        connection = http.client.HTTPConnection(self.proxy.upstream.removeprefix("http://"), timeout=60)
-        try:
-            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in self.headers.items():
-                if name.lower() not in ("expect", "connection"):
-                    connection.putheader(name, value)
-            connection.endheaders(body)
-            answer = connection.getresponse()
-            return answer.status, answer.getheaders(), answer.read()
-        finally:
-            connection.close()
-
-    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, cut: int | None = None) -> None:
-        self.send_response_only(status)
-        length = str(len(body))
-        for name, value in headers:
-            if name.lower() == "content-length":
-                length = value  # of HEAD, whose body is absent
-            elif name.lower() not in ("transfer-encoding", "connection"):
-                self.send_header(name, value)
-        self.send_header("Content-Length", length)
-        self.end_headers()
-        self.wfile.write(body[:cut])
-
-    def log_message(self, format: str, *args: object) -> None:
-        """No log: the tests read `requests` instead."""
