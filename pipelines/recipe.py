@@ -266,6 +266,11 @@ class Recipe(Section):
         evaluate = self.evaluate
         return (HELLASWAG_TOKENS if evaluate.hellaswag else 0) + (CORE_TOKENS if evaluate.core else 0)
 
+    @property
+    def evaluated_tokens(self) -> int:
+        """Tokens that the stage evaluate reads, an estimate: a baseline counts as much as the trained model."""
+        return (1 + len(self.evaluate.baselines)) * (self.evaluate.val_tokens + self.benchmark_tokens)
+
     def evaluations(self, steps: int) -> int:
         """The number of evaluations while the last `steps` steps train: one at the end."""
         return -(-steps // self.evaluate.every) if self.evaluate.every else 0

@@ -77,7 +77,7 @@ def run_here(
     seconds = {
         "tokenize": tokenize_seconds(tokens["tokenize"], os.cpu_count() or 1) / min(nodes, recipe.tokens.parts),
         "train": tokens["train"] / speed.tokens_per_second,
-        "evaluate": evaluated_tokens(recipe) / 3 / speed.tokens_per_second,  # the forward pass alone
+        "evaluate": recipe.evaluated_tokens / 3 / speed.tokens_per_second,  # the forward pass alone
         "export": 0.0,
     }
     folder = next(folder for folder in (home, *home.parents) if folder.is_dir())
@@ -121,11 +121,6 @@ def speed_on_cpu(model: ModelConfig, nodes: int = 1) -> Throughput:
     flops = 2 * PRODUCT_SIZE**3 / fastest
     basis = f"{CPU_SHARE:.0%} of a matrix product timed here ({flops / 1e9:,.0f} GFLOP/s)"
     return Throughput(nodes * CPU_SHARE * flops / model.flops_per_token, "estimated", basis)
-
-
-def evaluated_tokens(recipe: Recipe) -> int:
-    """The tokens that the stage evaluate reads."""
-    return recipe.evaluate.val_tokens + recipe.benchmark_tokens
 
 
 def disk_bytes(recipe: Recipe, stages: list[str], local: bool) -> float:

@@ -468,7 +468,7 @@ def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
     flops = gpus * (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager, "auto", kind)
     forward = recipe.model.flops_per_token / 3
-    return (recipe.evaluate.val_tokens + recipe.benchmark_tokens) * forward / flops / 3600
+    return recipe.evaluated_tokens * forward / flops / 3600
 
 
 # --- choosing

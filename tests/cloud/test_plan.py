@@ -25,10 +25,13 @@ from pipelines.cloud.plan import (
     Limits,
     StageEstimate,
     StageWork,
+    Workload,
     choose,
+    evaluate_hours,
     expected_time,
     parse_hours,
     tokens_of,
+    training_tokens,
 )
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
@@ -47,6 +50,20 @@ ROOT = Path(__file__).resolve().parents[2]
 SKY = ROOT / "sky"
 SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
 COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
+
+
+def test_the_plan_counts_every_benchmark_and_every_baseline() -> None:
+    core, often = "evaluate.core=hf://datasets/a/core", "evaluate.every=1000"
+    offer = Offer("aws", "here", None, "p5", False, 60.0, 60.0, "H100:8", 192)
+    plain, scored = SMALL, load_recipe("gpt2-124m", [core])
+    hours = [evaluate_hours(recipe, offer) for recipe in (plain, scored)]
+    assert hours[1] / hours[0] == pytest.approx(1 + 120e6 / (10_485_760 + 4_016_800))
+    compared = load_recipe("gpt2-124m", [core, f"evaluate.baselines=[a/b@{'0' * 40}, c/d@{'1' * 40}]"])
+    assert evaluate_hours(compared, offer) == pytest.approx(3 * hours[1])
+    steps, while_training = SMALL.train.max_steps, load_recipe("gpt2-124m", [core, often])
+    more = [training_tokens(Workload(recipe, frozenset(), steps)) for recipe in (plain, while_training)]
+    assert more[1] - more[0] == pytest.approx(-(-steps // 1000) * (120e6 + 4_016_800) / 3)
+
 
 # --- the closed form
 
