@@ -53,7 +53,7 @@ def preflight(
     yield skypilot_installed()
     yield from unfit_gpus(job, recipe)
     yield from texts_reachable(recipe, stages, remote)
-    if recipe.evaluate.hellaswag and recipe.evaluate.every:
+    if recipe.evaluate.hellaswag and {"train", "evaluate"} & set(stages):
         yield hellaswag_readable(recipe.evaluate.hellaswag)
     yield from weights_reachable(recipe, stages, remote)
     if recipe.evaluate.core:
@@ -165,11 +165,11 @@ def harness_tasks(tasks: list[str], remote: bool, image: str | None) -> Finding:
 
 
 def hellaswag_readable(source: str) -> Finding:
-    """Whether the items that a run needs before its first step can be had, and are HellaSwag's."""
+    """Whether the items can be had, and are HellaSwag's. A run that could not score them would train in vain."""
     try:
         return Finding("HellaSwag", f"{read_source(source):,} items of {source} were read")
     except UserError as error:
-        return broken("HellaSwag", str(error), "correct evaluate.hellaswag, or set evaluate.every to null")
+        return broken("HellaSwag", str(error), "correct evaluate.hellaswag, or set it to null")
 
 
 def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:

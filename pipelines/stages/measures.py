@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.recipe import Recipe
 from pipelines.text.core_bundle import core_tasks, verify_items
 from pipelines.text.hub import HUB
-from pipelines.text.retry import with_retries
+from pipelines.text.retry import LOOK_SECONDS, RETRY_SECONDS, with_retries
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
 from trainer.store import sha256_of
@@ -68,18 +68,23 @@ def read_source(source: str) -> int:
     """The number of items of a source, which are read here and now. UserError if that fails."""
     from trainer.hellaswag import read_hellaswag, read_hellaswag_file
 
-    rows = read_hellaswag(hub_rows(source), source) if source.startswith(HUB) else read_hellaswag_file(Path(source))
-    return len(rows)
+    if not source.startswith(HUB):
+        return len(read_hellaswag_file(Path(source)))
+    import huggingface_hub.utils.logging as hub_log
+
+    hub_log.set_verbosity_error()  # it warns of each repetition
+    return len(read_hellaswag(hub_rows(source, LOOK_SECONDS), source))
 
 
-def hub_rows(source: str) -> Iterator[dict[str, Any]]:
-    """The rows of the validation split on the Hub. UserError if it cannot be loaded."""
-
+def hub_rows(source: str, seconds: float = RETRY_SECONDS) -> Iterator[dict[str, Any]]:
+    """The rows of the validation split on the Hub. UserError if it cannot be loaded within so many seconds."""
     import datasets
 
     name, _, revision = source.removeprefix(HUB).partition("@")
     try:
-        yield from with_retries(lambda: datasets.load_dataset(name, split="validation", revision=revision or None))
+        yield from with_retries(
+            lambda: datasets.load_dataset(name, split="validation", revision=revision or None), seconds
+        )
     except (OSError, ValueError) as error:
         raise UserError(
             f"evaluate.hellaswag: {source}: cannot be loaded ({str(error).splitlines()[0]}); "

@@ -8,22 +8,32 @@ T = TypeVar("T")
 # Errors of `datasets` and its libraries (httpx, aiohttp) without a connection, by name: some may not be installed.
 TRANSIENT_ERRORS = {"ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError"}
 RETRY_SECONDS = 60.0
+LOOK_SECONDS = 5.0  # of a check while somebody waits
+CLOSED = "client has been closed"  # huggingface_hub repeats a request on the connection that it has just closed
 
 
-def with_retries(request: Callable[[], T]) -> T:
-    """The result of a request, retried for RETRY_SECONDS while the server is busy or unreachable.
+def with_retries(request: Callable[[], T], seconds: float = RETRY_SECONDS) -> T:
+    """The result of a request, retried for so many seconds while the server is busy or unreachable.
 
     A server may reject N nodes that start at the same time, and `datasets` retries only after it has opened a file.
     """
     import tenacity
 
+    def send() -> T:
+        try:
+            return request()
+        except RuntimeError as error:
+            if CLOSED not in str(error):
+                raise
+            raise ConnectionError("the server cannot be reached") from error
+
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
         wait=tenacity.wait_random_exponential(multiplier=0.5, max=10),
-        stop=tenacity.stop_before_delay(RETRY_SECONDS),
+        stop=tenacity.stop_before_delay(seconds),
         reraise=True,
     )
-    return attempts(request)
+    return attempts(send)
 
 
 def is_transient(error: BaseException | None) -> bool:

@@ -225,8 +225,9 @@ def test_a_dry_run_shows_prices_without_credentials_where_something_is_wrong_and
     (train,) = (task for task in jobs if task["name"] == "train")
     prices = {row["usd_per_hour"] for row in json.loads(train["envs"]["SKYTRAIN_PRICES"])}
     assert done.returncode == 2 and {20.0, 31.92} <= prices
-    assert "WRONG  credentials" in done.stderr and "WRONG  store" in done.stderr and "all $" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: launch: 2 of the findings above")
+    assert all(f"WRONG  {what}" in done.stderr for what in ("credentials", "store", "HellaSwag"))
+    assert "all $" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: launch: 3 of the findings above")
     assert "price: evaluate on gcp:" in done.stderr
     assert max(map(len, done.stderr.splitlines()[:-1])) <= 80
     assert [one.pid for one in psutil.process_iter() if environment_of(one) == mark] == []

@@ -10,7 +10,14 @@ from core_bundle import make_bundle
 
 from pipelines.artifacts.store import S3Store
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.preflight import credentials, formats_in_image, preflight, quotas, skypilot_installed
+from pipelines.cloud.preflight import (
+    credentials,
+    formats_in_image,
+    hellaswag_readable,
+    preflight,
+    quotas,
+    skypilot_installed,
+)
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
@@ -47,12 +54,22 @@ def test_text_on_this_machine_must_be_tokenized_here(tmp_path: Path) -> None:
 
 def test_hellaswag_items_that_no_run_could_score_are_found_before_a_machine_is_rented(tmp_path: Path) -> None:
     items = tmp_path / "items.jsonl"
-    changes = (f"evaluate.hellaswag={items}", "evaluate.every=100")
+    changes = (f"evaluate.hellaswag={items}", "evaluate.every=null")
     items.write_text('{"ctx": "a store", "endings": ["keeps", "loses"], "label": 2}\n')
     found = looked(LocalStore(tmp_path), KEYS, changes=changes, infra="slurm/here")["HellaSwag"]
     assert found.state == "broken" and "item 1: label 2 is not the index of one of the 2 endings" in found.seen
     items.write_text('{"ctx": "a store", "endings": ["keeps", "loses"], "label": 1}\n')
     assert "HellaSwag" not in looked(LocalStore(tmp_path), KEYS, changes=changes, infra="slurm/here")
+
+
+def test_without_a_network_the_benchmark_is_a_finding_and_not_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: Any, **__: Any) -> None:  # as huggingface_hub 1.x ends without a network
+        raise RuntimeError("Cannot send a request, as the client has been closed.")
+
+    monkeypatch.setattr("datasets.load_dataset", closed)
+    monkeypatch.setattr("pipelines.stages.measures.LOOK_SECONDS", 0.0)
+    found = hellaswag_readable("hf://datasets/Rowan/hellaswag")
+    assert found.state == "broken" and "cannot be loaded (the server cannot be reached)" in found.seen
 
 
 def test_weights_at_a_path_of_this_machine_are_refused_for_rented_machines(tmp_path: Path) -> None:
