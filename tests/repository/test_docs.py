@@ -76,6 +76,12 @@ def test_the_readme_is_one_screen() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_the_readme_gives_the_size_of_the_trainer() -> None:
+    (said,) = re.findall(r"our trainer alone has some ([\d,]+) lines", (ROOT / "README.md").read_text())
+    lines = sum(len(path.read_text().splitlines()) for path in sources("trainer"))
+    assert abs(int(said.replace(",", "")) / lines - 1) < 0.05, f"the trainer has {lines:,} lines"
+
+
 def test_pictures_are_small_and_name_no_web_font() -> None:
     pictures = list((DOCS / "pictures").iterdir())
     assert {path.name for path in pictures} == {"beside_llmc.png", "card.svg", "report.png"}
