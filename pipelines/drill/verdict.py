@@ -58,6 +58,7 @@ class Verdict:
 
 
 OF_ONE_RUN = ("metrics.jsonl", "README.md")  # files with times and dollars
+TICKS_SECONDS = 0.05  # Linux tells the start of a process in hundredths of a second, rounded down
 
 
 def outcome(store: Store, run: str) -> Outcome:
@@ -193,7 +194,7 @@ def _hours(disturbed: Outcome, command_runs: Sequence[CommandRun], outages: bool
         errors.append(f"the report says {3600 * disturbed.billed_hours:.1f} s, its attempts {billed:.1f} s")
     for run in command_runs:
         began, ended = run.began + run.skew, run.ended + run.skew  # by its own clock
-        of_run = [b for b in beats if b.process.pid == run.pid and began <= b.started <= ended]
+        of_run = [b for b in beats if b.process.pid == run.pid and began - TICKS_SECONDS <= b.started <= ended]
         beats = [b for b in beats if b not in of_run]
         if of_run and max(b.time for b in of_run) > ended:
             errors.append(f"process {run.pid}: billed after its end")

@@ -96,6 +96,7 @@ def test_ranks_that_died_of_a_full_disk_need_no_error_message_file(tmp_path: Pat
         screen=TerminalScreen(quiet=True),
         tracker=nothing,
         attempt=nothing,
+        head=None,
         stop=SimpleNamespace(asked=False),
         store=LocalStore(tmp_path / "store"),
         plan=SimpleNamespace(prefix="train/x"),

@@ -18,6 +18,7 @@ import psutil
 import yaml
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest
+from pipelines.drill.verdict import OF_ONE_RUN
 from pipelines.stage import STAGES
 from pipelines.tracking.runs import read_runs
 from trainer.store import LocalStore, Store
@@ -236,7 +237,7 @@ def committed(project: Project, step: int) -> Callable[[], bool]:
 
 def sums(manifest: Manifest) -> dict[str, str]:
     """sha256 by file, without the series: it contains times and speeds, which differ."""
-    return {file.name: file.sha256 for file in manifest.files if file.name != "metrics.jsonl"}
+    return {file.name: file.sha256 for file in manifest.files if file.name not in OF_ONE_RUN}
 
 
 def assert_as_undisturbed(project: Project, finished: Project) -> None:

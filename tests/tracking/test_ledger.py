@@ -493,10 +493,16 @@ def test_the_meter_stands_at_the_end_of_the_bill_in_the_store(
     assert meter.read_text().split() == [str(seen.time), "idle"]
 
 
-@pytest.mark.parametrize("content", ["", "soon", "\n", "nan", "inf train", "-1", None])
-def test_a_meter_without_a_time_is_a_user_error(tmp_path: Path, meter: Path, content: str | None) -> None:
-    meter.mkdir() if content is None else meter.write_text(content)
+@pytest.mark.parametrize("content", ["", "soon", "\n", "nan", "inf train", "-1"])
+def test_a_meter_without_a_time_is_a_user_error(tmp_path: Path, meter: Path, content: str) -> None:
+    meter.write_text(content)
     with pytest.raises(UserError, match="SKYTRAIN_METER: .* holds no unix seconds"):
+        claimed(LocalStore(tmp_path / "store"), 1)
+
+
+def test_a_folder_is_no_meter(tmp_path: Path, meter: Path) -> None:
+    meter.mkdir()
+    with pytest.raises(UserError, match="SKYTRAIN_METER: .*: is a folder; name a file"):
         claimed(LocalStore(tmp_path / "store"), 1)
 
 

@@ -413,7 +413,7 @@ def test_an_interrupted_deletion_leaves_nothing_that_looks_committed(runner: Cal
 
 def test_a_superseded_attempt_commits_nothing_and_deletes_nothing(runner: Callable[..., Runner]) -> None:
     run = runner(checkpoint_minutes=EVERY_STEP)
-    answers = iter([False] * 4 + [True])  # asked before the rows are put, and before the commit
+    answers = iter([False] * 6 + [True])  # asked before the rows are put, and before and after the commit
     with pytest.raises(StaleAttempt, match="attempt 1 of run was superseded: step 3 not committed"):
         run.attempt(superseded=lambda: next(answers))
     assert run.commits() == [2, 1]

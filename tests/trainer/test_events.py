@@ -12,8 +12,10 @@ from trainer.events import (
     Event,
     EventLog,
     PhaseChanged,
+    Progressed,
     RolledBack,
     Row,
+    Sampled,
     Skipped,
     Slow,
     Started,
@@ -53,6 +55,8 @@ LINES: dict[str, Event] = {
     '{"event": "checkpoint_failed", "step": 3, "reason": "b"}': CheckpointFailed(3, "b"),
     '{"event": "skipped", "step": 3, "reason": "b"}': Skipped(3, "b"),
     '{"event": "slow", "step": 3, "reason": "b"}': Slow(3, "b"),
+    '{"event": "sampled", "step": 3, "texts": ["a", "b"]}': Sampled(3, ["a", "b"]),
+    '{"event": "progress", "what": "core", "done": 1, "whole": 2}': Progressed("core", 1, 2),
     '{"event": "rollback", "step": 9, "to": 5, "left_out": 4, "reason": "b"}': RolledBack(9, 5, 4, "b"),
 }
 
