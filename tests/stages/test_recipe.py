@@ -184,7 +184,7 @@ def test_smoke_needs_no_network_and_no_account() -> None:
 
 def test_smoke_validates_for_a_few_percent_of_its_time() -> None:
     recipe = load_recipe("smoke")
-    assert val_share(recipe.model, recipe.train) < 0.03
+    assert val_share(recipe.model, recipe.train) < 0.07
 
 
 def test_the_cost_in_a_recipes_comment_is_the_product_of_its_numbers() -> None:
