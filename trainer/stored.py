@@ -1,4 +1,4 @@
-"""The reader of every record that comes from the store. Whoever can write to the store may have written the record.
+"""The reader of every record that comes from the store. Any writer of the store may have written the record.
 
 A record is JSON of a dataclass that derives from `Stored`. The reader bounds its size, its nesting and its numbers,
 takes each field in its own type only, and refuses unknown fields: a newer skytrain wrote those. A name that becomes a

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SHARDS = "shards"  # the folder below the cache
 COMPLETE, ARRIVING = ".bin", ".arriving"  # a shard; the folder of a download, with the file PART
 PART = "shard"
-REMOVING = "removing"  # whoever removes shards holds the lock of this file
+REMOVING = "removing"  # a process that removes shards holds the lock of this file
 LOCKS = 16  # against two downloads of one shard; a few shards share each
 
 

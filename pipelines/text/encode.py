@@ -32,7 +32,7 @@ BATCH_CHARACTERS = 1 << 20  # 250k tokens; 3 ms of work for gigatoken, 80 ms for
 BATCH_TEXTS = 4_000  # the limit for tiny texts
 SAMPLED_BATCHES = 8  # one of so many has a text that both encode: some 2% of the time for texts of 4,000 characters
 SAMPLED_CHARACTERS = 4_096  # the longest text that is a sample
-# gigatoken keeps every word that it has met. New words are what takes time, so time bounds its memory: random words
+# gigatoken keeps every word that it has met. New words take the time, so time bounds its memory: random words
 # added 90 MB a second, the words of a Wikipedia less than 10.
 CACHE_SECONDS = 8.0
 
@@ -45,7 +45,7 @@ FIRST_BYTES = (b"\xe0", b"\xea", b"\xf0")
 
 
 class EncodersDiffer(Exception):
-    """gigatoken gave other ids than tiktoken: what it gave since the last finished shard is not to be used."""
+    """gigatoken gave other ids than tiktoken: what it gave since the last finished shard must not be used."""
 
 
 @dataclass(frozen=True)

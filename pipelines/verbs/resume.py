@@ -37,7 +37,7 @@ def resume(
     if before is None:
         raise UserError(f"resume: {record.run} was never launched; skytrain run run:{record.run} continues it here")
     request = replace(before.request, budget=budget) if budget is not None else before.request
-    # Whoever writes to the store names secrets and an image: others than the usual ones go nowhere without a word here.
+    # A writer of the store may name secrets and an image: others than the usual ones go nowhere without a word here.
     if unnamed := sorted({*before.secrets} - {*SECRETS, *(secret or [])}):
         raise UserError(
             f"resume: the record of its launch in {opened.uri} names the secret {unnamed[0]}; if you named it then, "

@@ -7,9 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text()
 NAMED = re.compile(r"\[`(test_\w+)`\]\((tests/[\w/]+\.py)\)")
-# Who may attack a run: a heading of SECURITY.md begins with each.
+# The possible attackers of a run: a heading of SECURITY.md begins with each.
 PARTIES = (
-    *("Whoever writes to the bucket", "Whoever reads the bucket", "The server of the bucket", "The MLflow server"),
+    *("A writer of the bucket", "A reader of the bucket", "The server of the bucket", "The MLflow server"),
     *("The author of a recipe", "The author of a text", "Other users of the node", "The cloud account", "The Hub"),
     "A web page in your browser",
 )
