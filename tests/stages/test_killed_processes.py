@@ -32,7 +32,7 @@ def job(project: Project, stage: str, code: str = SHIPPED_CLI) -> Iterator[subpr
     script = yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]
     program = project.folder / ".local" / "bin" / "skytrain"
     program.parent.mkdir(parents=True, exist_ok=True)
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}" "$@"\n')
     program.chmod(0o755)
     environment = {
         "HOME": str(project.folder),
