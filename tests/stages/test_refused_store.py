@@ -8,6 +8,7 @@ from typing import Any
 
 import boto3
 import pytest
+import tenacity
 from pipeline_runs import FOLDER_NAME, Project, sums
 from servers import Radosgw, S3Account
 
@@ -49,9 +50,17 @@ class Renewable:
         return secret
 
     def delete_bucket(self) -> None:
-        while listed := self.client.list_objects_v2(Bucket=self.bucket).get("Contents"):
-            self.client.delete_objects(Bucket=self.bucket, Delete={"Objects": [{"Key": one["Key"]} for one in listed]})
-        self.client.delete_bucket(Bucket=self.bucket)
+        """Delete the bucket. A running command may put an object between the listing and the deletion."""
+        for again in tenacity.Retrying(
+            retry=tenacity.retry_if_exception_message(match=".*BucketNotEmpty"),
+            stop=tenacity.stop_after_attempt(50),
+            reraise=True,
+        ):
+            with again:
+                while listed := self.client.list_objects_v2(Bucket=self.bucket).get("Contents"):
+                    keys = [{"Key": one["Key"]} for one in listed]
+                    self.client.delete_objects(Bucket=self.bucket, Delete={"Objects": keys})
+                self.client.delete_bucket(Bucket=self.bucket)
 
 
 @pytest.fixture
