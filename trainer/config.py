@@ -54,8 +54,9 @@ class ModelConfig(Section):
     vocab_size: int = Field(
         default=50_257,
         ge=2,
-        le=65_536,
-        description="Number of token ids; shards hold uint16. The embedding is padded to a multiple of 128 rows",
+        lt=2**31,
+        description="Number of token ids; shards hold uint16, and uint32 above 65,536 ids. The embedding is padded to "
+        "a multiple of 128 rows",
     )
 
     @model_validator(mode="after")

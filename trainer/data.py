@@ -1,7 +1,7 @@
 """Batches of a run: shards are fetched as the read position gets to them, and a GPU never waits for its tokens.
 
 Threads stack the windows (trainer/shards.py) of the next micro-batches: for 64 x 1025 tokens that takes the host a
-millisecond. A separate stream copies them in the form of the file, 2 bytes a token, and widens them on the device.
+millisecond. A separate stream copies them in the form of the file, 2 or 4 bytes a token, and widens them on the device.
 """
 
 import threading
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from trainer.config import micro_batch_count
-from trainer.errors import UserError
 from trainer.shard_maps import Fetch, ShardMaps
-from trainer.shards import Order, Shard, sequence_digest, slices
+from trainer.shards import Order, Shard, check_ids, sequence_digest, slices
 
 T = TypeVar("T")
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
@@ -25,33 +24,27 @@ PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 class TokenData:
     """The tokens of one split. A shard is fetched when it is read, and the next one is prefetched in the background.
 
-    For `fetch`, see `ShardMaps`.
+    UserError for a shard with an id outside the vocabulary: here, or before its first token is read. For `fetch`, see
+    `ShardMaps`.
     """
 
     def __init__(
-        self, shards: list[Shard], fetch: Fetch, block_size: int, seed: int, vocab_size: int = 1 << 16
+        self, shards: list[Shard], fetch: Fetch, block_size: int, seed: int, vocab_size: int = 1 << 32
     ) -> None:
-        self.shards, self.block_size, self.vocab_size = shards, block_size, vocab_size
+        check_ids(shards, vocab_size)
+        self.shards, self.block_size = shards, block_size
         self.order = Order(shards, block_size, seed)
-        self._maps = ShardMaps(shards, fetch)
+        self._maps = ShardMaps(shards, fetch, vocab_size)
+        self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in shards) else np.uint16
         self._feed: GpuFeed | None = None
 
     def windows(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The tokens of windows, each given as (shard index, window index): uint16 (len(places), block_size + 1).
-
-        UserError if one of them is not in the vocabulary.
-        """
-        rows = np.empty((len(places), self.block_size + 1), np.uint16)
+        """The tokens of windows, each given as (shard index, window index): (len(places), block_size + 1), uint16, or
+        uint32 if a shard has them."""
+        rows = np.empty((len(places), self.block_size + 1), self._dtype)
         for row, (shard, window) in zip(rows, places, strict=True):
             start = window * self.block_size
             row[:] = self._maps.tokens(shard)[start : start + self.block_size + 1]
-        if rows.max(initial=0) >= self.vocab_size:  # 10 us for 64 x 1025 tokens
-            n, column = map(int, np.argwhere(rows >= self.vocab_size)[0])
-            shard, window = places[n]
-            raise UserError(
-                f"{self.shards[shard].name}: token {window * self.block_size + column:,} has the id "
-                f"{rows[n, column]}, but model.vocab_size is {self.vocab_size}; use the vocabulary of the shards"
-            )
         return rows
 
     def micro_batches(
@@ -85,7 +78,7 @@ class TokenData:
         return None
 
     def _windows(self, sequences: range) -> np.ndarray:
-        """uint16 (len(sequences), block_size + 1)."""
+        """The tokens of sequences, as `windows` gives them."""
         return self.windows([self.order[s] for s in sequences])
 
     def digest(self, sequences: range) -> int:
@@ -94,7 +87,7 @@ class TokenData:
 
 
 class GpuFeed:
-    """Copies micro-batches to a GPU on a separate stream. `windows` stacks those of a range, uint16 (B, T + 1)."""
+    """Copies micro-batches to a GPU on a separate stream. `windows` stacks those of a range, (B, T + 1)."""
 
     def __init__(self, windows: Callable[[range], np.ndarray], device: torch.device) -> None:
         self.windows, self.device, self.stream = windows, device, torch.cuda.Stream(device)
@@ -149,13 +142,14 @@ class Prefetcher(Generic[T]):
 
 
 def to_device(windows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """uint16 windows (B, T + 1) -> int64 inputs and targets (B, T) on `device`. The host does not wait for the GPU."""
+    """Unsigned windows (B, T + 1) -> int64 inputs and targets (B, T) on `device`. The host waits for no GPU."""
     if device.type != "cuda":
         tokens = torch.from_numpy(windows.astype(np.int64)).to(device)
         return tokens[:, :-1], tokens[:, 1:]
-    # torch supports few operations on uint16. As int16 the upper half of the ids is negative until the mask.
-    narrow = torch.from_numpy(windows.view(np.int16)).pin_memory().to(device, non_blocking=True)
-    inputs, targets = (part.to(torch.int64).bitwise_and_(0xFFFF) for part in (narrow[:, :-1], narrow[:, 1:]))
+    # torch supports few operations on unsigned types. As int16 the upper half of the ids is negative until the mask.
+    narrow = torch.from_numpy(windows.view(f"i{windows.itemsize}")).pin_memory().to(device, non_blocking=True)
+    mask = (1 << 8 * windows.itemsize) - 1
+    inputs, targets = (part.to(torch.int64).bitwise_and_(mask) for part in (narrow[:, :-1], narrow[:, 1:]))
     return inputs, targets
 
 

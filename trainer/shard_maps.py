@@ -24,12 +24,13 @@ MOST_MAPPED = 8  # the prefetched ones, and those that the three threads of a GP
 class ShardMaps:
     """The mapped shards of a split, by index; at most MOST_MAPPED. Thread-safe.
 
+    A shard whose largest id is not known is searched for ids outside the vocabulary when it is mapped.
     `fetch(name)` returns a local path, or the file itself, open: a shard cache leases it. It blocks until the file is
     complete and verified.
     """
 
-    def __init__(self, shards: list[Shard], fetch: Fetch) -> None:
-        self.shards, self.fetch = shards, fetch
+    def __init__(self, shards: list[Shard], fetch: Fetch, vocab_size: int) -> None:
+        self.shards, self.fetch, self.vocab_size = shards, fetch, vocab_size
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the last used one at the end
         self._changing = threading.Lock()
         self._fetching: dict[int, threading.Lock] = {}
@@ -37,7 +38,7 @@ class ShardMaps:
         self._prefetching: threading.Thread | None = None
 
     def tokens(self, index: int) -> np.ndarray:
-        """The tokens of a shard, uint16; fetched if they are not mapped. The caller must not keep the array."""
+        """The tokens of a shard; fetched if they are not mapped. The caller must not keep the array."""
         if (tokens := self._mapped(index)) is not None:
             return tokens
         try:
@@ -98,4 +99,10 @@ class ShardMaps:
             raise UserError(f"{error.filename}: removed while a run reads it; put it back") from error
         if len(tokens) != shard.tokens:
             raise UserError(f"{shard.name}: {len(tokens)} tokens where {shard.tokens} are expected; run tokenize again")
+        if shard.max_id is None and tokens.max(initial=0) >= self.vocab_size:  # 0.05 s for 100M tokens
+            place = int(np.argmax(tokens >= self.vocab_size))
+            raise UserError(
+                f"{shard.name}: token {place:,} has the id {tokens[place]}, but model.vocab_size is {self.vocab_size}; "
+                "use the vocabulary of the shards"
+            )
         return tokens

@@ -1,9 +1,10 @@
 """Token shards, and the order in which training reads them: a pure function of (seed, epoch, step). No torch in this
 module.
 
-A shard is a file in llm.c's format: a header of 256 int32 (20240520, 1, number of tokens), then uint16 tokens. Every
-document starts with the end-of-text token. A *window* is `block_size + 1` consecutive tokens at stride `block_size`:
-inputs and targets of one sequence.
+A shard is a file in one of llm.c's formats: a header of 256 int32 (20240520, 1, number of tokens), then uint16 tokens;
+for a vocabulary above 65,536 ids (20240801, 7, number of tokens), then uint32 tokens. Every document starts with the
+end-of-text token. A *window* is `block_size + 1` consecutive tokens at stride `block_size`: inputs and targets of one
+sequence.
 
 There is no loader state to save. Sequence number g of a run belongs to epoch g // sequences_per_epoch. An epoch
 permutes the shards, and then the windows inside each shard. So a run reads one shard after the other: it can start with
@@ -18,15 +19,16 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from trainer.config import ModelConfig, TrainConfig, batch_tokens_at, tokens_before
 from trainer.errors import UserError
 
-MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
+HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
+HEADS = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes of a token: magic number and version, as llm.c has them
 
 
 @dataclass(frozen=True)
@@ -35,46 +37,61 @@ class Shard:
 
     name: str
     tokens: int
+    token_bytes: int = 2
+    max_id: int | None = None  # its largest token; None: not known before it is read
 
     def windows(self, block_size: int) -> int:
         return max(0, (self.tokens - 1) // block_size)
 
 
-def shard_bytes(tokens: int) -> int:
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type in which shards hold the ids of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def shard_bytes(tokens: int, token_bytes: int = 2) -> int:
     """The size of the file of a shard."""
-    return HEADER_BYTES + 2 * tokens
+    return HEADER_BYTES + token_bytes * tokens
+
+
+def token_bytes_of(size: int, tokens: int) -> int | None:
+    """The bytes of a token in a file of `size` bytes with so many tokens; None if that is no shard."""
+    return next((width for width in HEADS if shard_bytes(tokens, width) == size), None)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Write uint16 `tokens` (n,) in llm.c's format."""
-    assert tokens.dtype == np.uint16 and tokens.ndim == 1, (tokens.dtype, tokens.shape)
+    """Write uint16 or uint32 `tokens` (n,) in llm.c's format."""
+    assert tokens.dtype in (np.uint16, np.uint32) and tokens.ndim == 1, (tokens.dtype, tokens.shape)
+    width = tokens.dtype.itemsize
     header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
+    header[:3] = *HEADS[width], len(tokens)
     with path.open("wb") as file:
         file.write(header.tobytes())
-        file.write(tokens.astype("<u2", copy=False).tobytes())
+        file.write(tokens.astype(f"<u{width}", copy=False).tobytes())
 
 
 def read_shard(shard: Path | BinaryIO) -> np.ndarray:
-    """The tokens of a shard, uint16 (n,), memory-mapped. UserError if the file is not a shard, or is truncated.
+    """The tokens of a shard, uint16 or uint32 (n,), memory-mapped. UserError if the file is no shard, or is truncated.
 
     An open file is closed, but the map duplicates its descriptor: a lock on it lasts as long as the array.
     """
     with shard.open("rb") if isinstance(shard, Path) else shard as file:
-        _count_tokens(file)
+        _, width = _read_header(file)
         # A plain array: slicing a memmap takes 3 us more, for each of the 512 windows of a step.
-        return np.asarray(np.memmap(file, dtype="<u2", mode="r", offset=HEADER_BYTES))
+        return np.asarray(np.memmap(file, dtype=f"<u{width}", mode="r", offset=HEADER_BYTES))
 
 
-def _count_tokens(file: BinaryIO) -> int:
-    """The number of tokens in a shard's header. UserError if the file is not a shard, or is truncated."""
+def _read_header(file: BinaryIO) -> tuple[int, int]:
+    """The number of tokens of a shard, and the bytes of each. UserError if the file is not a shard, or is truncated."""
     header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), dtype="<i4")
-    if tuple(header[:2]) != (MAGIC, VERSION):
-        raise UserError(f"{file.name}: not a token shard (a shard starts with {MAGIC}, {VERSION}); run tokenize again")
-    expected, size = shard_bytes(int(header[2])), os.fstat(file.fileno()).st_size
+    width = next((width for width, head in HEADS.items() if tuple(header[:2]) == head), None)
+    if width is None:
+        heads = " or ".join(f"{magic}, {version}" for magic, version in HEADS.values())
+        raise UserError(f"{file.name}: not a token shard (a shard starts with {heads}); run tokenize again")
+    expected, size = shard_bytes(int(header[2]), width), os.fstat(file.fileno()).st_size
     if size != expected:
         raise UserError(f"{file.name}: {size} bytes, but its header requires {expected}; run tokenize again")
-    return int(header[2])
+    return int(header[2]), width
 
 
 def local_shards(folder: Path, split: str) -> list[Shard]:
@@ -82,17 +99,27 @@ def local_shards(folder: Path, split: str) -> list[Shard]:
     paths = sorted(folder.glob(f"{split}_*.bin"))
     if not paths:
         raise UserError(f"{folder}: contains no {split}_*.bin shards; give a folder that tokenize wrote")
-    return [Shard(path.name, _tokens_in(path)) for path in paths]
+    return [Shard(path.name, *_header_of(path)) for path in paths]
 
 
-def _tokens_in(path: Path) -> int:
+def _header_of(path: Path) -> tuple[int, int]:
     if not path.is_file():
         raise UserError(f"{path}: not a file; remove it, or give a folder that tokenize wrote")
     try:
         with path.open("rb") as file:
-            return _count_tokens(file)
+            return _read_header(file)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; make it readable") from error
+
+
+def check_ids(shards: Iterable[Shard], vocab_size: int) -> None:
+    """UserError for the first shard whose largest id is known, and outside the vocabulary."""
+    for shard in shards:
+        if shard.max_id is not None and shard.max_id >= vocab_size:
+            raise UserError(
+                f"{shard.name}: its largest id is {shard.max_id}, but model.vocab_size is {vocab_size}; "
+                "use the vocabulary of the shards"
+            )
 
 
 class Order:

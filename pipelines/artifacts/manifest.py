@@ -113,7 +113,8 @@ class TokensFacts(Stored):
     tokens: Count = 0
     train_tokens: Count = 0
     val_tokens: Count = 0
-    shards: dict[Key, Count] = field(default_factory=dict)
+    shards: dict[Key, Count] = field(default_factory=dict)  # tokens by name
+    max_ids: dict[Key, Count] = field(default_factory=dict)  # the largest id by name; older records have none
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,19 @@ LOCKS = 16  # against two downloads of one shard; a few shards share each
 
 def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
     """The shards of a split, in order. DamagedArtifact unless the manifest names the file of each."""
-    from trainer.shards import Shard, shard_bytes
+    from trainer.shards import Shard, token_bytes_of
 
     sizes, counts = {file.name: file.size for file in tokens.files}, tokens.facts.get("shards")
+    max_ids, shards = tokens.facts.get("max_ids", {}), []
     for name, count in counts.items() if isinstance(counts, dict) else [("shards", counts)]:
-        if not isinstance(count, int) or sizes.get(name) != shard_bytes(count):
+        if not isinstance(count, int) or (token_bytes := token_bytes_of(sizes.get(name, 0), count)) is None:
             raise DamagedArtifact(
                 f"{key_of(tokens.prefix)}: damaged: {name} has {count!r} tokens in its facts and "
                 f"{sizes.get(name, 'no')} bytes in its files; remove it to build the artifact again"
             )
-    return [Shard(name, count) for name, count in tokens.fact("shards").items() if name.startswith(split)]
+        if name.startswith(split):
+            shards.append(Shard(name, count, token_bytes, max_ids.get(name)))
+    return shards
 
 
 @dataclass(frozen=True)

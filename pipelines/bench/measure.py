@@ -152,7 +152,7 @@ def training_data(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]
     import numpy as np
 
     from trainer.data import TokenData
-    from trainer.shards import local_shards, write_shard
+    from trainer.shards import local_shards, token_dtype, write_shard
 
     def split_of(folder: Path) -> TokenData:
         return TokenData(local_shards(folder, "train"), folder.joinpath, recipe.model.block_size, recipe.train.seed)
@@ -164,7 +164,7 @@ def training_data(recipe: "Recipe", folder: Path | None) -> "Iterator[TokenData]
         # Zipf's law in Mandelbrot's form: the frequency of the k-th word is proportional to 1 / (k + 2.7).
         up_to = np.cumsum(1 / (np.arange(recipe.model.vocab_size) + 3.7))
         drawn = np.random.RandomState(0).random_sample(ZIPF_TOKENS)
-        ids = np.searchsorted(up_to / up_to[-1], drawn).astype(np.uint16)
+        ids = np.searchsorted(up_to / up_to[-1], drawn).astype(token_dtype(recipe.model.vocab_size))
         write_shard(Path(scratch) / "train_000000.bin", ids)
         yield split_of(Path(scratch))
 

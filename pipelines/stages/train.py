@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict
 
 from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.artifacts.shard_cache import shards_in
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.nodes.kept import commit_kept_state
 from pipelines.nodes.ranks import RankSpec, start_torchrun
@@ -54,6 +55,8 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 def build(work: Work) -> Built:
     """Train to the last step, or to a target of `stop_at`. Raises the error of the ranks that ended them early."""
+    from trainer.shards import check_ids
+
     if work.before_ranks:
         work.before_ranks(work)
     recipe = work.recipe
@@ -61,6 +64,8 @@ def build(work: Work) -> Built:
     world_size = work.head.wait_for_workers(processes) if work.head else processes
     check_shares(recipe.model, recipe.train, world_size)  # UserError now, not in the ranks
     tokens = work.inputs["tokenize"]
+    for split in ("train", "val"):
+        check_ids(shards_in(tokens, split), recipe.model.vocab_size)
     if warning := recipe.repeated_text(tokens.fact("train_tokens")):
         work.screen.warn(warning)
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")

@@ -52,7 +52,7 @@ class EncodersDiffer(Exception):
 class TokenBatch:
     """The tokens of some consecutive documents, each of which begins with <|endoftext|>."""
 
-    tokens: "np.ndarray[Any, np.dtype[np.uint16]]"  # (n,)
+    tokens: "np.ndarray[Any, Any]"  # (n,), uint16; uint32 for a vocabulary above 65,536 ids
     starts: "np.ndarray[Any, np.dtype[np.int64]]"  # (documents,): where each begins
     text_bytes: int  # of UTF-8
 
@@ -84,7 +84,6 @@ def token_stream(
     GIL, so threads are enough. At most 2 x threads batches are pending; a batch ends with the document that fills it
     to a million characters. Closing the stream ends its threads.
     """
-    assert encoding.n_vocab <= 1 << 16, f"{encoding.n_vocab} ids do not fit into uint16"
     fast = None if reference or not has_fast_encoder(encoding) else FastEncoder(encoding)
     pending: deque[Future[TokenBatch]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
@@ -117,6 +116,8 @@ def _encode_batch(
 ) -> TokenBatch:
     import numpy as np
 
+    from trainer.shards import token_dtype
+
     contents = [utf8(text) for text in texts]
     if fast is None:
         rows = [encode(encoding, text) for text in texts]
@@ -124,7 +125,7 @@ def _encode_batch(
     else:
         ids, lengths = fast.encode(texts, contents, sampled)
     ends = np.cumsum(lengths)
-    tokens = np.insert(ids.astype(np.uint16), ends - lengths, encoding.eot_token)
+    tokens = np.insert(ids.astype(token_dtype(encoding.n_vocab)), ends - lengths, encoding.eot_token)
     return TokenBatch(tokens, ends - lengths + np.arange(len(texts)), sum(map(len, contents)))
 
 

@@ -41,6 +41,7 @@ class ShardReceipt(Stored):
     tokens: Count
     document: Count  # the next token is number `offset` of this document
     offset: Count
+    max_id: Count | None = None  # the largest token; None in the receipts of older versions
     encoder: str | None = None  # the library that made it; None in the receipts of older versions
 
     def to_json(self) -> dict[str, Any]:
@@ -49,10 +50,10 @@ class ShardReceipt(Stored):
     @classmethod
     def from_json(cls, values: Any, where: str = "a receipt") -> Self:
         """DamagedRecord, or NewerRecord."""
-        from trainer.shards import shard_bytes
+        from trainer.shards import token_bytes_of
 
         receipt = typed(cls, values, where)
-        if receipt.file.size != shard_bytes(receipt.tokens):
+        if token_bytes_of(receipt.file.size, receipt.tokens) is None:
             raise DamagedRecord(where, f"{receipt.tokens} tokens in {receipt.file.size} bytes")
         if not re.fullmatch(r"a\d{4,9}/.*", receipt.file.key):
             raise DamagedRecord(where, f"{receipt.file.key!r} is in no folder of an attempt")
@@ -159,12 +160,14 @@ def encoded_shards(job: PartsJob, source: Source, part: int, receipts: list[Shar
     """The shards of a part behind the last receipt. EncodersDiffer if the fast encoder errs."""
     import numpy as np
 
+    from trainer.shards import token_dtype
+
     t, encoding, reference = job.config, tokenizer(job.config.tokenizer), job.reading.reference
     encoder = encoder_name(encoding, reference)
     document, offset = (receipts[-1].document, receipts[-1].offset) if receipts else (0, 0)
     limit = t.tokens_of_part(part)
     tokens_left = sys.maxsize if limit is None else limit - sum(receipt.tokens for receipt in receipts)
-    buffer, filled = np.empty(t.shard_tokens, np.uint16), 0
+    buffer, filled = np.empty(t.shard_tokens, token_dtype(encoding.n_vocab)), 0
     texts = with_retries(lambda: source.documents(document, part, t.parts))
     with closing(texts), closing(token_stream(encoding, texts, os.cpu_count() or 1, reference)) as stream:
         for batch in stream:
@@ -195,7 +198,8 @@ def save_shard(job: PartsJob, part: int, index: int, shard: NewShard) -> ShardRe
 
     path = job.folder / shard_name(part, index, job.config)
     write_shard(path, shard.tokens)
-    receipt = ShardReceipt(job.upload(path), len(shard.tokens), shard.document, shard.offset, shard.encoder)
+    max_id = int(shard.tokens.max(initial=0))
+    receipt = ShardReceipt(job.upload(path), len(shard.tokens), shard.document, shard.offset, max_id, shard.encoder)
     path.unlink()
     body = json.dumps(receipt.to_json()).encode()
     if not job.store.create(receipt_key(job, part, index), body):

@@ -20,6 +20,7 @@ class SplitShard:
 
     file: File
     tokens: int
+    max_id: int | None = None  # the largest token; None if nobody has looked
 
 
 def split_text(
@@ -43,9 +44,11 @@ def split_text(
                 shards += cut(receipt, left, name, fetch, save, folder)
             elif index < config.val_undecided_shards:
                 split = "val" if left else "train"
-                shards.append(SplitShard(replace(receipt.file, name=f"{split}_{name}.bin"), receipt.tokens))
+                shards.append(
+                    SplitShard(replace(receipt.file, name=f"{split}_{name}.bin"), receipt.tokens, receipt.max_id)
+                )
             else:
-                shards.append(SplitShard(receipt.file, receipt.tokens))
+                shards.append(SplitShard(receipt.file, receipt.tokens, receipt.max_id))
             left -= min(left, receipt.tokens)
     return shards
 
@@ -67,6 +70,6 @@ def cut(
     for name, piece in pieces.items():
         path = folder / name
         write_shard(path, piece)
-        shards.append(SplitShard(save(path), len(piece)))
+        shards.append(SplitShard(save(path), len(piece), int(piece.max(initial=0))))
         path.unlink()
     return shards

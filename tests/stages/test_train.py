@@ -12,6 +12,7 @@ from pipelines.stage import Work
 from pipelines.stages import train
 from pipelines.tracking.ledger import attempts, process_exists
 from pipelines.tracking.records import Heartbeat
+from trainer.errors import UserError
 
 
 def sleeping(*_: Any) -> subprocess.Popen[bytes]:
@@ -43,3 +44,14 @@ def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
     assert started[0].poll() is not None
     (seen,) = attempts(mine.store, mine.plan.prefix)
     assert process_exists(without_us(seen)) is False
+
+
+def test_an_id_outside_the_vocabulary_ends_a_training_before_its_ranks_start(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = work("train")
+    tokens = mine.inputs["tokenize"]
+    mine.inputs["tokenize"] = replace(tokens, facts=tokens.facts | {"max_ids": {"val_000000.bin": 300}})
+    monkeypatch.setattr(train, "start_torchrun", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(UserError, match=r"^val_000000.bin: its largest id is 300, but model.vocab_size is 257; use"):
+        train.build(mine)

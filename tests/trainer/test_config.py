@@ -125,7 +125,7 @@ def test_infinite_and_nan_numbers_are_refused(section: str, field: str, value: o
     [
         ("model", "n_layer", 0, "greater than or equal to 1"),
         ("model", "block_size", -1, "greater than or equal to 1"),
-        ("model", "vocab_size", 65_537, "less than or equal to 65536"),
+        ("model", "vocab_size", 2**31, "less than 2147483648"),
         ("model", "vocab_size", 1, "greater than or equal to 2"),
         ("train", "max_steps", 0, "greater than or equal to 1"),
         ("train", "batch_tokens", 0, "greater than or equal to 1"),

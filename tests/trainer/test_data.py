@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trainer.config import ModelConfig, TrainConfig, batch_tokens_at, steps_to_come, tokens_before
 from trainer.data import PREFETCHED, Prefetcher, TokenData
 from trainer.errors import UserError
-from trainer.shards import Order, Shard, local_shards, read_shard, sequences_of, write_shard
+from trainer.shards import Order, Shard, local_shards, read_shard, sequences_of, token_dtype, write_shard
 
 MODEL = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=1000)
 CPU = torch.device("cpu")
@@ -54,6 +54,26 @@ def test_a_shard_that_llmc_wrote_is_read(tmp_path: Path) -> None:
     assert tokens.dtype == np.uint16 and tokens.tolist() == [50256, 40000, 1]
 
 
+def test_a_vocabulary_above_65536_ids_has_shards_as_llmc_writes_them_for_llama_3(tmp_path: Path) -> None:
+    ids = np.array([128_000, 7, 65_536, 2**31 - 1, 0], dtype=token_dtype(2**31 - 1))
+    write_shard(tmp_path / "train_000000.bin", ids)
+    body = (tmp_path / "train_000000.bin").read_bytes()
+    assert struct.unpack("<256i", body[:1024]) == (20240801, 7, 5) + (0,) * 253
+    assert struct.unpack("<5I", body[1024:]) == (128_000, 7, 65_536, 2**31 - 1, 0)
+    shards = local_shards(tmp_path, "train")
+    assert shards == [Shard("train_000000.bin", 5, token_bytes=4)]
+    ((tokens, targets),) = TokenData(shards, tmp_path.joinpath, 4, 0).micro_batches(range(1), 1, CPU)
+    assert (tokens.tolist(), targets.tolist()) == ([ids[:-1].tolist()], [ids[1:].tolist()])
+    assert token_dtype(65_536) == np.uint16  # the shards of smaller vocabularies stay as they are
+
+
+def test_shards_of_both_widths_are_read_together(tmp_path: Path) -> None:
+    write_shard(tmp_path / "train_000000.bin", np.full(5, 40_000, np.uint16))
+    write_shard(tmp_path / "train_000001.bin", np.full(5, 100_000, np.uint32))
+    data = TokenData(local_shards(tmp_path, "train"), tmp_path.joinpath, 4, 0)
+    assert data.windows([(0, 0), (1, 0)]).tolist() == [[40_000] * 5, [100_000] * 5]
+
+
 def test_an_empty_shard_is_a_shard(tmp_path: Path) -> None:
     path = tmp_path / "train_000000.bin"
     write_shard(path, np.zeros(0, dtype=np.uint16))
@@ -71,7 +91,8 @@ GOOD = struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + struct.pack("<3H", 1, 
         (b"hello", "not a token shard"),
         (b"PAR1" * 400, "not a token shard"),
         (struct.pack("<256i", 20240520, 2, 3, *[0] * 253) + bytes(12), "not a token shard"),
-        (struct.pack("<256i", 20240801, 7, 3, *[0] * 253) + bytes(12), "not a token shard"),
+        (struct.pack("<256i", 20240801, 1, 3, *[0] * 253) + bytes(12), "not a token shard"),
+        (struct.pack("<256i", 20240801, 7, 3, *[0] * 253) + bytes(6), "1030 bytes, but its header requires 1036"),
         (GOOD[:-1], "1029 bytes, but its header requires 1030"),
         (GOOD[:1024], "1024 bytes, but its header requires 1030"),
         (GOOD[:600], "600 bytes, but its header requires 1030"),
@@ -370,12 +391,15 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) 
     numbered_data(tmp_path, [41, 41], block_size=4)  # ids up to 40, and from 1000 to 1040
     shards = local_shards(tmp_path, "train")
     data = TokenData(shards, tmp_path.joinpath, 4, 0, vocab_size=1023)
-    assert data.windows([(0, 9), (1, 4)]).max() == 1020
+    assert data.windows([(0, 9)]).max() == 40
     with pytest.raises(UserError) as refused:
-        data.windows([(0, 0), (1, 5)])
+        data.windows([(0, 0), (1, 0)])  # before any of the shard's tokens is used
     assert str(refused.value) == (
         "train_000001.bin: token 23 has the id 1023, but model.vocab_size is 1023; use the vocabulary of the shards"
     )
+    known = [Shard("train_000000.bin", 41, max_id=40), Shard("train_000001.bin", 41, max_id=1040)]
+    with pytest.raises(UserError, match="train_000001.bin: its largest id is 1040, but model.vocab_size is 1023"):
+        TokenData(known, tmp_path.joinpath, 4, 0, vocab_size=1023)  # nothing is fetched for that
     everything = TokenData(shards, tmp_path.joinpath, 4, 0, vocab_size=1041)
     assert len(list(everything.micro_batches(range(20), 20, CPU))) == 1
 
