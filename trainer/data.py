@@ -7,6 +7,7 @@ millisecond. A separate stream copies them in the form of the file, 2 or 4 bytes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from trainer.config import micro_batch_count
-from trainer.shard_maps import Fetch, ShardMaps
-from trainer.shards import Order, Shard, check_ids, sequence_digest, slices
+from trainer.packing import packed
+from trainer.shard_maps import MOST_MAPPED, Fetch, ShardMaps
+from trainer.shards import Shard, check_ids, order_of, sequence_digest, slices
 
 T = TypeVar("T")
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
@@ -24,17 +26,27 @@ PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 class TokenData:
     """The tokens of one split. A shard is fetched when it is read, and the next one is prefetched in the background.
 
+    `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards.
     UserError for a shard with an id outside the vocabulary: here, or before its first token is read. For `fetch`, see
     `ShardMaps`.
     """
 
     def __init__(
-        self, shards: list[Shard], fetch: Fetch, block_size: int, seed: int, vocab_size: int = 1 << 32
+        self,
+        shards: list[Shard],
+        fetch: Fetch,
+        block_size: int,
+        seed: int,
+        vocab_size: int = 1 << 32,
+        weights: Sequence[float] = (),
+        eot: int | None = None,
     ) -> None:
         check_ids(shards, vocab_size)
         self.shards, self.block_size = shards, block_size
-        self.order = Order(shards, block_size, seed)
-        self._maps = ShardMaps(shards, fetch, vocab_size)
+        self.order = order_of(shards, block_size, seed, weights)
+        assert eot is not None or all(shard.rows is None for shard in shards), "packed shards need their <|endoftext|>"
+        pack = partial(packed, eot=eot or 0, row_tokens=block_size + 1)
+        self._maps = ShardMaps(shards, fetch, vocab_size, pack, MOST_MAPPED + 2 * len(weights))
         self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in shards) else np.uint16
         self._feed: GpuFeed | None = None
 
@@ -42,9 +54,12 @@ class TokenData:
         """The tokens of windows, each given as (shard index, window index): (len(places), block_size + 1), uint16, or
         uint32 if a shard has them."""
         rows = np.empty((len(places), self.block_size + 1), self._dtype)
-        for row, (shard, window) in zip(rows, places, strict=True):
-            start = window * self.block_size
-            row[:] = self._maps.tokens(shard)[start : start + self.block_size + 1]
+        for row, (index, window) in zip(rows, places, strict=True):
+            shard, start = self._maps.shard(index), window * self.block_size
+            if shard.rows:
+                shard.rows.fill(window, shard.tokens, row)
+            else:
+                row[:] = shard.tokens[start : start + self.block_size + 1]
         return rows
 
     def micro_batches(
@@ -56,7 +71,7 @@ class TokenData:
 
         `upcoming`: the sequences that the next call will probably request. On a GPU the first of them are prefetched.
         """
-        coming = [*self.order.shards_of(upcoming), self.order.next_shard((upcoming or sequences)[-1])]
+        coming = [*self.order.shards_of(upcoming), *self.order.next_shards((upcoming or sequences)[-1])]
         self._maps.keep({*self.order.shards_of(sequences), *coming})
         batches, upcoming_batches = (
             slices(several, micro_batch_count(len(several), micro_batch_size)) for several in (sequences, upcoming)
@@ -72,7 +87,7 @@ class TokenData:
         """Map the shards of `sequences`. The error if one of them cannot be had; None if all can be read."""
         try:
             for shard in self.order.shards_of(sequences):
-                self._maps.tokens(shard)
+                self._maps.shard(shard)
         except Exception as error:
             return error
         return None

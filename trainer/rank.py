@@ -51,6 +51,8 @@ class RankJob:
     watch: Callable[[Event], None] | None = None  # gets every event of rank 0
     evaluation: Callable[[World], Evaluation | None] = lambda world: None  # while it trains; called after `begin`
     origin: Callable[[World], Origin] | None = None  # of a run that does not begin with weights drawn from its seed
+    weights: tuple[float, ...] = ()  # of the sources of a mixture, of which `train_shards` are
+    eot: int | None = None  # begins the documents of packed shards
     kept: Store | None = None  # on this node's disk, for the last state if `store` takes no checkpoint
 
 
@@ -69,10 +71,10 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
 
     Raises the errors of `train`.
     """
-    train_data, val_data = (
-        TokenData(shards, job.fetch, job.model.block_size, job.train.seed, job.model.vocab_size)
-        for shards in (job.train_shards, job.val_shards)
-    )
+    model, seed = job.model, job.train.seed
+    of_both = (job.fetch, model.block_size, seed, model.vocab_size)
+    train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot)
+    val_data = TokenData(job.val_shards, *of_both)
     world = World.start(job.runtime)
     attempt = job.begin(world)
     log = EventLog(job.folder / EVENTS_FILE if world.rank == 0 else None, job.clock, job.reached, job.watch)

@@ -8,12 +8,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from trainer.errors import DiskFull, UserError
+from trainer.packing import Rows
 from trainer.shards import Shard, read_shard
 
 Fetch = Callable[[str], Path | BinaryIO]
@@ -21,26 +23,41 @@ PREFETCHED_SHARDS = 4
 MOST_MAPPED = 8  # the prefetched ones, and those that the three threads of a GPU read (trainer/data.py)
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """The tokens of a shard, and its rows if it is packed."""
+
+    tokens: np.ndarray
+    rows: Rows | None = None
+
+
 class ShardMaps:
-    """The mapped shards of a split, by index; at most MOST_MAPPED. Thread-safe.
+    """The mapped shards of a split, by index; at most `most`. Thread-safe. `pack` makes the rows of a packed shard.
 
     A shard whose largest id is not known is searched for ids outside the vocabulary when it is mapped.
     `fetch(name)` returns a local path, or the file itself, open: a shard cache leases it. It blocks until the file is
     complete and verified.
     """
 
-    def __init__(self, shards: list[Shard], fetch: Fetch, vocab_size: int) -> None:
-        self.shards, self.fetch, self.vocab_size = shards, fetch, vocab_size
-        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()  # the last used one at the end
+    def __init__(
+        self,
+        shards: list[Shard],
+        fetch: Fetch,
+        vocab_size: int,
+        pack: Callable[[np.ndarray], Rows],
+        most: int = MOST_MAPPED,
+    ) -> None:
+        self.shards, self.fetch, self.vocab_size, self.pack, self.most = shards, fetch, vocab_size, pack, most
+        self._maps: OrderedDict[int, Mapped] = OrderedDict()  # the last used one at the end
         self._changing = threading.Lock()
         self._fetching: dict[int, threading.Lock] = {}
         self._tried: set[int] = set()  # prefetched, or failed to be
         self._prefetching: threading.Thread | None = None
 
-    def tokens(self, index: int) -> np.ndarray:
-        """The tokens of a shard; fetched if they are not mapped. The caller must not keep the array."""
-        if (tokens := self._mapped(index)) is not None:
-            return tokens
+    def shard(self, index: int) -> Mapped:
+        """A shard; fetched if it is not mapped. The caller must not keep it."""
+        if (mapped := self._mapped(index)) is not None:
+            return mapped
         try:
             return self._fetched(index)
         except DiskFull:
@@ -56,7 +73,7 @@ class ShardMaps:
 
     def prefetch(self, coming: list[int]) -> None:
         """Map the first shards of `coming` in the background, unless the thread of an earlier call is still busy."""
-        missing = [index for index in coming[:PREFETCHED_SHARDS] if index not in self._tried | self._maps.keys()]
+        missing = [index for index in coming if index not in self._tried | self._maps.keys()][:PREFETCHED_SHARDS]
         if missing and not (self._prefetching and self._prefetching.is_alive()):
             self._tried.update(missing)
             self._prefetching = threading.Thread(target=self._read_ahead, args=(missing,), daemon=True)
@@ -68,31 +85,31 @@ class ShardMaps:
             with suppress(Exception):
                 self._fetched(index)
 
-    def _mapped(self, index: int) -> np.ndarray | None:
+    def _mapped(self, index: int) -> Mapped | None:
         with self._changing:
             if index in self._maps:
                 self._maps.move_to_end(index)
             return self._maps.get(index)
 
-    def _fetched(self, index: int) -> np.ndarray:
-        """The tokens of a shard. Of several threads that need it, one fetches it."""
+    def _fetched(self, index: int) -> Mapped:
+        """A shard. Of several threads that need it, one fetches it."""
         with self._changing:
             fetching = self._fetching.setdefault(index, threading.Lock())
         with fetching:
-            if (tokens := self._mapped(index)) is not None:
-                return tokens
+            if (mapped := self._mapped(index)) is not None:
+                return mapped
             try:
-                tokens = self._read(self.shards[index])
+                mapped = self._read(self.shards[index])
                 with self._changing:
-                    self._maps[index] = tokens
-                    while len(self._maps) > MOST_MAPPED:
+                    self._maps[index] = mapped
+                    while len(self._maps) > self.most:
                         self._maps.popitem(last=False)
-                return tokens
+                return mapped
             finally:
                 with self._changing:
                     self._fetching.pop(index, None)
 
-    def _read(self, shard: Shard) -> np.ndarray:
+    def _read(self, shard: Shard) -> Mapped:
         try:
             tokens = read_shard(self.fetch(shard.name))
         except FileNotFoundError as error:
@@ -105,4 +122,7 @@ class ShardMaps:
                 f"{shard.name}: token {place:,} has the id {tokens[place]}, but model.vocab_size is {self.vocab_size}; "
                 "use the vocabulary of the shards"
             )
-        return tokens
+        rows = None if shard.rows is None else self.pack(tokens)
+        if rows and len(rows) != shard.rows:
+            raise UserError(f"{shard.name}: {len(rows)} rows where {shard.rows} are expected; run tokenize again")
+        return Mapped(tokens, rows)

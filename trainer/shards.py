@@ -6,15 +6,20 @@ for a vocabulary above 65,536 ids (20240801, 7, number of tokens), then uint32 t
 end-of-text token. A *window* is `block_size + 1` consecutive tokens at stride `block_size`: inputs and targets of one
 sequence.
 
+Packed shards (trainer/packing.py) have rows in place of windows, and a mixture draws from several sources by weight.
+
 There is no loader state to save. Sequence number g of a run belongs to epoch g // sequences_per_epoch. An epoch
 permutes the shards, and then the windows inside each shard. So a run reads one shard after the other: it can start with
 its first local shard, and a node needs few shards at a time. An epoch reads every window exactly once. A step reads the
 same sequences at every world size: rank r takes the r-th slice of the step. The slices differ by at most one sequence.
 """
 
+import heapq
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice, takewhile
@@ -26,6 +31,7 @@ import numpy as np
 from trainer.config import ModelConfig, TrainConfig, batch_tokens_at, tokens_before
 from trainer.errors import UserError
 
+PERIOD = 10_000  # sequences after which a mixture repeats the order of its sources, at most
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 HEADS = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes of a token: magic number and version, as llm.c has them
@@ -39,9 +45,11 @@ class Shard:
     tokens: int
     token_bytes: int = 2
     max_id: int | None = None  # its largest token; None: not known before it is read
+    rows: int | None = None  # of a packed shard; None: a stream of windows
+    source: int = 0  # of a mixture
 
     def windows(self, block_size: int) -> int:
-        return max(0, (self.tokens - 1) // block_size)
+        return max(0, (self.tokens - 1) // block_size) if self.rows is None else self.rows
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -148,19 +156,19 @@ class Order:
 
     def shards_of(self, sequences: range) -> list[int]:
         """The shards of consecutive `sequences`, in the order in which they are read."""
-        return [shard for shard, _ in takewhile(lambda visit: visit[1] < sequences.stop, self._visits(sequences.start))]
+        return shards_of(self.visits(sequences.start), sequences)
 
-    def next_shard(self, sequence: int) -> int:
+    def next_shards(self, sequence: int) -> list[int]:
         """The shard that training reads after the shard of `sequence`."""
-        return next(shard for shard, _ in islice(self._visits(sequence), 1, None))
+        return [shard for _, shard in islice(self.visits(sequence), 1, 2)]
 
-    def _visits(self, sequence: int) -> Iterator[tuple[int, int]]:
-        """(shard index, first sequence number) for each shard that is read from `sequence` on, without end."""
+    def visits(self, sequence: int) -> Iterator[tuple[int, int]]:
+        """(first sequence number, shard index) for each shard that is read from `sequence` on, without end."""
         while True:
             epoch, position = divmod(sequence, self.sequences_per_epoch)
             order, ends = self._shard_order(epoch)
             nth = int(np.searchsorted(ends, position, side="right"))
-            yield int(order[nth]), sequence
+            yield sequence, int(order[nth])
             sequence = epoch * self.sequences_per_epoch + int(ends[nth])
 
     def _draw_shard_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,6 +184,78 @@ class Order:
         return np.random.RandomState(np.array(key_parts, dtype=np.uint32)).permutation(n)
 
 
+class Mixture:
+    """The order of several sources: each has an `Order` of its own, and a period of sequences reads from each source
+    the number of its weight, evenly spread. `shards` name their source."""
+
+    def __init__(self, shards: Sequence[Shard], block_size: int, seed: int, weights: Sequence[float]) -> None:
+        self.shares = shares_of(weights)
+        self.period = sum(self.shares)
+        # The j-th of a source's n sequences stands at (j + 1/2) / n of the period.
+        places = np.concatenate([(2 * np.arange(share) + 1) / (2 * share) for share in self.shares])
+        sources = np.repeat(np.arange(len(self.shares)), self.shares)
+        self._pattern = sources[np.argsort(places, kind="stable")]
+        self._before = [np.append(0, np.cumsum(self._pattern == n)) for n in range(len(self.shares))]
+        self._places = [np.flatnonzero(self._pattern == n) for n in range(len(self.shares))]
+        self._shards = [[i for i, one in enumerate(shards) if one.source == n] for n in range(len(self.shares))]
+        self.orders: list[Order] = []
+        for number, mine in enumerate(self._shards):
+            try:
+                self.orders.append(Order([shards[i] for i in mine], block_size, seed))
+            except UserError as error:
+                raise UserError(f"tokens.sources: source {number + 1}: {error}") from error
+
+    def __getitem__(self, sequence: int) -> tuple[int, int]:
+        """(shard index, window index) of sequence number `sequence`, from 0."""
+        source = int(self._pattern[sequence % self.period])
+        shard, window = self.orders[source][self.read_before(sequence, source)]
+        return self._shards[source][shard], window
+
+    def read_before(self, sequence: int, source: int) -> int:
+        """The number of sequences of a source before number `sequence`."""
+        periods, place = divmod(sequence, self.period)
+        return periods * self.shares[source] + int(self._before[source][place])
+
+    def shards_of(self, sequences: range) -> list[int]:
+        """The shards of consecutive `sequences`, in the order in which they are read first."""
+        return shards_of(self.visits(sequences.start), sequences)
+
+    def next_shards(self, sequence: int) -> list[int]:
+        """The shards that training reads next: of each other source the present one, and one more."""
+        return [shard for _, shard in islice(self.visits(sequence), 1, 1 + len(self.shares))]
+
+    def visits(self, sequence: int) -> Iterator[tuple[int, int]]:
+        """As `Order.visits`: the first sequence that is read from each shard."""
+        return heapq.merge(*(self._visits_of(source, sequence) for source in range(len(self.shares))))
+
+    def _visits_of(self, source: int, sequence: int) -> Iterator[tuple[int, int]]:
+        share = self.shares[source]
+        for number, shard in self.orders[source].visits(self.read_before(sequence, source)):
+            periods, nth = divmod(number, share)
+            yield periods * self.period + int(self._places[source][nth]), self._shards[source][shard]
+
+
+def shares_of(weights: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to positive `weights`, as small as possible: exact to a ten-thousandth of the sum."""
+    parts = [Fraction(weight) * PERIOD / sum(map(Fraction, weights)) for weight in weights]
+    shares = [int(part) for part in parts]
+    most_cut = sorted(range(len(parts)), key=lambda n: shares[n] - parts[n])
+    for n in most_cut[: PERIOD - sum(shares)]:
+        shares[n] += 1
+    shares = [max(1, share) for share in shares]
+    return [share // math.gcd(*shares) for share in shares]
+
+
+def shards_of(visits: Iterator[tuple[int, int]], sequences: range) -> list[int]:
+    """The shards of `visits` that are read before the end of `sequences`."""
+    return [shard for _, shard in takewhile(lambda visit: visit[0] < sequences.stop, visits)]
+
+
+def order_of(shards: Sequence[Shard], block_size: int, seed: int, weights: Sequence[float]) -> Order | Mixture:
+    """The order in which a run reads its shards; `weights` of the sources of a mixture, none of a single text."""
+    return Mixture(shards, block_size, seed, weights) if weights else Order(shards, block_size, seed)
+
+
 def sequences_of(step: int, model: ModelConfig, train: TrainConfig, rank: int, world_size: int) -> range:
     """The sequence numbers that `rank` reads in update `step`: its slice of the step's, which is not empty if the step
     has at least `world_size` sequences."""
@@ -189,7 +269,7 @@ def slices(sequences: range, count: int) -> list[range]:
     return [sequences[start:end] for start, end in zip(starts, [*starts[1:], len(sequences)], strict=False)]
 
 
-def sequence_digest(order: Order, sequences: range) -> int:
+def sequence_digest(order: Order | Mixture, sequences: range) -> int:
     """A checksum of the windows of `sequences`. It is a sum, so it does not depend on their division between ranks."""
     return sum(_window_digest(*order[s]) for s in sequences)
 

@@ -357,7 +357,7 @@ def test_the_shard_to_prefetch_is_the_one_that_is_read_next(sizes: list[int], se
     next_epoch = (sequence // order.sequences_per_epoch + 1) * order.sequences_per_epoch
     later = (order[g][0] for g in range(sequence + 1, next_epoch))
     # After the epoch's last shard comes the next epoch's first, which may be the same one.
-    assert order.next_shard(sequence) == next((s for s in later if s != here), order[next_epoch][0])
+    assert order.next_shards(sequence) == [next((s for s in later if s != here), order[next_epoch][0])]
 
 
 def test_a_failed_prefetch_is_silent_and_the_read_reports_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
