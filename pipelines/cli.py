@@ -27,6 +27,7 @@ from pipelines.verbs.down import down
 from pipelines.verbs.drill import drill
 from pipelines.verbs.gc import gc
 from pipelines.verbs.image import image_app
+from pipelines.verbs.init import init
 from pipelines.verbs.launch import launch
 from pipelines.verbs.logs import logs
 from pipelines.verbs.options import WholeHelp, home
@@ -45,17 +46,26 @@ from pipelines.verbs.stop import stop
 from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
 
 PROGRAM = "skytrain"
+PROJECT_FILE = "skytrain.yaml"
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as the shell reports a program that SIGPIPE ended
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
     "Run": (run, branch, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
     "Cloud": (launch, resume, stop, down, orphans, image_app),
-    "Tools": (doctor, bench, shards_app, drill, gc),
+    "Tools": (init, doctor, bench, shards_app, drill, gc),
 }
 
 
 class Verb(TyperCommand):
-    """No option takes `inf` or `nan`, which Python reads as numbers: a limit of `nan` would never be reached."""
+    """Begins with the values of `skytrain.yaml`. No option takes `inf` or `nan`, which Python reads as numbers: a limit
+    of `nan` would never be reached."""
+
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.info_name != init.__name__ and os.path.lexists(PROJECT_FILE):  # init may replace a wrong one
+            from pipelines.project import use_project
+
+            use_project()
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)

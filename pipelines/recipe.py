@@ -312,17 +312,22 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
         near = begun or difflib.get_close_matches(name_or_path, shipped(), 1)
         hint = f"did you mean '{near[0]}'?" if near else f"shipped are {', '.join(shipped())}"
         raise UserError(f"{cut(name_or_path)}: neither a shipped recipe nor a file; {hint}")
+    values = read_yaml(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a recipe has sections (name, tokens, model, train, …); none found")
+    return changed_recipe(values, changes, name_or_path)
+
+
+def read_yaml(path: Path) -> Any:
+    """The plain values in a YAML file. UserError if it cannot be read, or has anything else."""
     try:
         with path.open(encoding="utf8") as file:
-            values = load_yaml(file.read(MOST_CHARACTERS + 1))
+            return load_yaml(file.read(MOST_CHARACTERS + 1))
     except (yaml.YAMLError, ValueError) as error:  # PyYAML passes errors of int() and date() on
         what = "" if isinstance(error, NotPlain) else "not a YAML file: "
         raise UserError(f"{path}: {what}{' '.join(str(error).split())}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: a recipe has sections (name, tokens, model, train, …); none found")
-    return changed_recipe(values, changes, name_or_path)
 
 
 def changed_recipe(values: dict[str, Any], changes: Iterable[str], where: str) -> Recipe:

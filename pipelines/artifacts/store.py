@@ -75,7 +75,7 @@ class S3Store:
         self.prefix = checked_key(prefix) + "/" if prefix else ""
         self.uri = f"s3://{bucket}/{self.prefix}".rstrip("/")
         self._time_limit_s = time_limit_s
-        self._new_client = lambda: client if client is not None else _client_from_environment(self.uri, time_limit_s)
+        self._new_client = lambda: client if client is not None else client_from_environment(self.uri, time_limit_s)
         self._client = self._new_client()
         self._accepted: set[str] = set()  # kinds of requests that the server has accepted from this process
 
@@ -380,7 +380,8 @@ def _local(uri: str, root: Path) -> LocalStore:
     return store
 
 
-def _client_from_environment(uri: str, time_limit_s: float) -> Any:
+def client_from_environment(uri: str, time_limit_s: float) -> Any:
+    """A boto3 client for S3 with one attempt a request. UserError for a wrong environment."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError

@@ -26,7 +26,9 @@ def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator
         yield store_commits(open_store(store_uri))
     except UserError as error:
         yield broken("store", store_uri, str(error))
-    if uri := environment.get("MLFLOW_TRACKING_URI"):
+    if environment.get("SKYTRAIN_TRACKING") == "off":
+        yield Finding("mlflow server", "off")
+    elif uri := environment.get("MLFLOW_TRACKING_URI"):
         yield mlflow_answers(uri, environment)
     else:
         yield Finding(

@@ -33,7 +33,7 @@ CARD_COLUMNS = 100  # the width of text that has a choice
 # The commands that messages name: programs of this Python environment, with the first words that make them a command.
 COMMANDS = {
     "skytrain": (
-        *("run", "plan", "recipes", "report", "status", "logs", "sample", "serve", "pull"),
+        *("init", "run", "plan", "recipes", "report", "status", "logs", "sample", "serve", "pull"),
         *("launch", "resume", "stop", "down", "branch", "orphans", "image", "doctor", "bench", "shards", "drill"),
         *("gc", "--help"),
     ),

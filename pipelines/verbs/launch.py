@@ -92,11 +92,13 @@ def launch(
     from pipelines.cloud.plan import parse_hours
     from pipelines.cloud.request import LaunchRequest
     from pipelines.cloud.shell import secrets_from_shell, variables_from_shell
+    from pipelines.project import project
     from pipelines.show.console import say
     from pipelines.stage import STAGES, planned, run_name
     from trainer.errors import StoreUnavailable
 
     one_of(stage, STAGES, "--stage")
+    ours = project()
     set_tracking_options(experiment, tag)
     opened = open_store(store_uri(store))
     done_by = time.time() + 3600 * parse_hours(deadline) if deadline else None
@@ -107,12 +109,12 @@ def launch(
             run=run_name(plans),
             store=opened.uri,
             until=stage,
-            infra=infra,
+            infra=infra or ours.infra,
             spot=spot,
             nodes=nodes,
             gpus=gpus,
-            image=image or pushed_image(),
-            budget=budget,
+            image=image or ours.image or pushed_image(),
+            budget=ours.budget if budget is None else budget,
             deadline=done_by,
             variables=variables,
         )

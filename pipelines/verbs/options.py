@@ -54,7 +54,9 @@ Changes = Annotated[
 StoreUri = Annotated[
     str | None,
     typer.Option(
-        "--store", metavar="URI", help="file://folder or s3://bucket/prefix [SKYTRAIN_STORE; .skytrain/store]"
+        "--store",
+        metavar="URI",
+        help="file://folder or s3://bucket/prefix [SKYTRAIN_STORE; skytrain.yaml; .skytrain/store]",
     ),
 ]
 Experiment = Annotated[
@@ -127,7 +129,7 @@ def writable_home() -> Path:
 
 
 def store_uri(option: str | None) -> str:
-    """The store: the option, SKYTRAIN_STORE, or a folder in `home`."""
+    """The store: the option, SKYTRAIN_STORE (which a project's skytrain.yaml sets), or a folder in `home`."""
     return option or os.environ.get("SKYTRAIN_STORE") or f"file://{home() / 'store'}"
 
 

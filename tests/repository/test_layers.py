@@ -36,6 +36,7 @@ LAYERS = (
     ("pipelines.formats",),
     ("pipelines.text",),
     ("pipelines.artifacts",),
+    ("pipelines.project",),
     ("pipelines.recipe", "pipelines.screen"),
     ("pipelines",),  # its __init__.py
     ("trainer.__main__",),
