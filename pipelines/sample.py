@@ -14,7 +14,7 @@ from pipelines.text.tokenizer import tokenizer
 from pipelines.tracking.runs import Run, read_run
 from trainer.commits import Commit, DamagedCommit, committed_folders, step_of
 from trainer.errors import NotAFile, UserError
-from trainer.store import Store, sha256_of
+from trainer.store import Store
 
 if TYPE_CHECKING:
     import tiktoken
@@ -172,23 +172,28 @@ def read_weights(store: Store, cache: Path, run: Run, model: "GPT", at: int | No
 
 def load_commit(store: Store, folder: str, cache: Path, model: "GPT") -> None:
     """Fill the model with the weights of a commit. UserError if it is damaged, or was removed meanwhile."""
-    from trainer.pieces import DamagedPieces, Piece, load_pieces
+    import torch
+
+    from trainer.loading import load_files
+    from trainer.parallel import World
+    from trainer.pieces import Piece
 
     pieces = {f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}
+    where, alone = f"{store.uri}/{folder}", World(0, 0, 1, torch.device("cpu"))
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as local:
-        try:
-            files = []
-            for receipt in Commit.decode(store.get(f"{folder}/COMMIT.json") or b"", folder).files:
-                files.append(Path(local) / receipt.name)
-                store.download(f"{folder}/{receipt.name}", files[-1])
-                if files[-1].stat().st_size != receipt.size or sha256_of(files[-1]) != receipt.sha256:
-                    raise DamagedPieces(f"{receipt.name} does not have the size and sha256 in COMMIT.json")
-            load_pieces(pieces, files)
-        except FileNotFoundError as error:
-            raise UserError(f"{store.uri}/{folder}: removed meanwhile; run the same command again") from error
-        except (DamagedCommit, DamagedPieces, NotAFile) as error:
-            raise UserError(f"{store.uri}/{folder}: damaged: {error}; choose another commit with --at") from error
+    try:
+        body = store.get(f"{folder}/COMMIT.json")
+        if body is None:
+            raise UserError(f"{where}: removed meanwhile; run the same command again")
+        files = Commit.decode(body, folder).files
+        with tempfile.TemporaryDirectory(dir=cache) as local:
+            damage: object = load_files(store, folder, files, pieces, alone, Path(local))
+    except (DamagedCommit, NotAFile) as error:
+        damage = error
+    if damage and store.get(f"{folder}/COMMIT.json") is None:
+        raise UserError(f"{where}: removed meanwhile; run the same command again")
+    if damage:
+        raise UserError(f"{where}: damaged: {damage}; choose another commit with --at")
 
 
 def load_weights(recipe: Recipe, path: Path, device: "torch.device | None" = None) -> "GPT":

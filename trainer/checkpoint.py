@@ -1,25 +1,23 @@
 """Checkpoints of a run: saved in the background, committed by one small object, verified when they are loaded.
 
 A checkpoint is a folder `checkpoints/step-<step>-a<attempt>/` with one safetensors file per rank, see
-trainer/pieces.py. Training waits only while `save` copies this rank's pieces to host memory. Then a thread hashes and
-uploads the copy, and puts a receipt (size, sha256) into the folder. Rank 0 waits for all receipts, and for the proof
-that the weights are sound: a forward pass over them gave a finite loss. Then it *creates* COMMIT.json, which lists the
-files: the checkpoint exists. One save runs at a time, so host memory holds one copy. A save that fails leaves no
-commit.
+trainer/pieces.py. Training waits only while `save` copies this rank's pieces to host memory. Then a thread uploads and
+hashes the copy, and puts a receipt (size, sha256, hashes of chunks) into the folder. Rank 0 waits for all receipts, and
+for the proof that the weights are sound: a forward pass over them gave a finite loss. Then it *creates* COMMIT.json,
+which lists the files: the checkpoint exists. One save runs at a time, so host memory holds one copy. A save that fails
+leaves no commit.
 
-Deletion removes COMMIT.json first. Listing the store finds the newest commit. Loading verifies every file; if one is
-damaged, it reports that and uses the checkpoint before.
+Deletion removes COMMIT.json first. Listing the store finds the newest commit. Loading verifies every chunk that a rank
+needs (trainer/loading.py); if one is damaged, it reports that and uses the checkpoint before.
 """
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +42,11 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import NotAFile, StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
 from trainer.health import is_rollback_point
+from trainer.loading import load_files
 from trainer.parallel import World
-from trainer.pieces import (
-    HEADER_BYTES,
-    DamagedPieces,
-    HostCopy,
-    Piece,
-    Ranges,
-    load_pieces,
-    needed_files,
-    ranges_in,
-    ranges_of,
-)
+from trainer.pieces import HostCopy, Piece
 from trainer.process import Background, failpoint, log_line
-from trainer.store import Store, sha256_of
+from trainer.store import Store
 from trainer.stored import decoded, typed
 
 # After this time, counted from the end of rank 0's own upload, a rank without a receipt is dead or lost the store. The
@@ -65,7 +54,6 @@ from trainer.stored import decoded, typed
 RECEIPT_SECONDS = 300.0
 SLOWEST_UPLOAD = 10e6  # bytes per second
 RECEIPT_POLL_SECONDS = 0.2
-PARALLEL_DOWNLOADS = 4  # files that a node downloads and verifies at a time
 
 
 @dataclass
@@ -277,11 +265,8 @@ class Checkpointer:
     def _upload(self, store: Store, folder: str, copy: HostCopy) -> FileReceipt:
         parts = copy.safetensors()
         name = self._file_name()
-        digest = sha256()
-        for part in parts:
-            digest.update(part)
         store.write(parts, f"{folder}/{name}")
-        return FileReceipt(name, sum(len(part) for part in parts), digest.hexdigest())
+        return FileReceipt.of(name, parts)
 
     def _receipts(self, folder: str, limit_seconds: float) -> list[FileReceipt]:
         """Wait for the receipts of all ranks. OSError if a rank failed, TimeoutError if a receipt is late."""
@@ -381,9 +366,8 @@ class Checkpointer:
 
         With `last_step`: from the newest rollback point up to that step.
         """
-        wanted = self._wanted_here(pieces)
         while folders := [f for f in self._committed(last_step) if f not in self._damaged]:
-            state, damage = self.load(folders[0], pieces, wanted)
+            state, damage = self.load(folders[0], pieces)
             if state:
                 return state
             self._damaged.append(folders[0])
@@ -393,19 +377,19 @@ class Checkpointer:
                 log_line(f"DAMAGED checkpoint {self.store.uri}/{folders[0]}: {damage}; {consequence}")
         return None
 
-    def load(
-        self, folder: str, pieces: dict[str, Piece], wanted: list[Ranges] | None = None
-    ) -> tuple[TrainState | None, str]:
+    def load(self, folder: str, pieces: dict[str, Piece]) -> tuple[TrainState | None, str]:
         """Fill `pieces` in place from one commit, of this run or of another. Its state; None and a description if it
-        is damaged. A collective call."""
-        wanted = self._wanted_here(pieces) if wanted is None else wanted
-        damage = self._download(folder, wanted) if self.world.local_rank == 0 else None
-        damages = [d for d in self.world.gather(damage) if d]
-        if damages:
-            return None, damages[0]
-        state, damage = self._load(folder, pieces)
-        damages = [d for d in self.world.gather(damage) if d]
-        return (None, damages[0]) if damages else (state, "")
+        is damaged; then the pieces are zero. A collective call."""
+        body = None
+        if self.world.rank == 0:  # alone, so all ranks load the same: a dying attempt may amend or delete it
+            with suppress(NotAFile):
+                body = self.store.get(f"{folder}/COMMIT.json")
+        try:
+            commit = Commit.decode(self.world.gather(body)[0] or b"", folder)
+        except DamagedCommit as error:
+            return None, f"COMMIT.json is damaged: {error}"
+        damage = load_files(self.store, folder, commit.files, pieces, self.world, self.work / "loading")
+        return (None, damage) if damage else (commit.state, "")
 
     def _committed(self, last_step: int | None) -> list[str]:
         """Folders of the commits, newest first, equal on all ranks: rank 0 lists, because a dying attempt may still
@@ -415,71 +399,6 @@ class Checkpointer:
         if last_step is None:
             return folders
         return [f for f in folders if step_of(f) <= last_step and is_rollback_point(step_of(f))]
-
-    def _wanted_here(self, pieces: dict[str, Piece]) -> list[Ranges]:
-        """The ranges that each rank of this node loads; empty if all ranks are on this node. A collective call."""
-        every = self.world.gather((self.world.local_rank, ranges_of(pieces)))
-        nodes: list[list[Ranges]] = []  # torchrun numbers the ranks node by node
-        for local_rank, ranges in every:
-            if local_rank == 0 or not nodes:
-                nodes.append([])
-            nodes[-1].append(ranges)
-        mine = sum(local_rank == 0 for local_rank, _ in every[: self.world.rank + 1]) - 1
-        return nodes[mine] if len(nodes) > 1 else []
-
-    def _download(self, folder: str, wanted: list[Ranges]) -> str | None:
-        """Download the files of a checkpoint that hold `wanted` (empty: all files) into this node's work folder, and
-        verify them. Returns a description of the damage, or None. Errors of the store and a full disk are raised: they
-        are no damage."""
-        local = self.work / "loading"
-        shutil.rmtree(local, ignore_errors=True)
-        (local / "files").mkdir(parents=True)
-        try:
-            body = self.store.get(f"{folder}/COMMIT.json") or b""
-            commit = Commit.decode(body, folder)
-        except (DamagedCommit, NotAFile) as error:
-            return f"COMMIT.json is damaged: {error}"
-
-        def download(receipt: FileReceipt) -> str | None:
-            path = local / "files" / receipt.name
-            try:
-                self.store.download(f"{folder}/{receipt.name}", path)
-            except (FileNotFoundError, NotAFile) as error:
-                return f"a file is missing: {error}"
-            failpoint("download")
-            if path.stat().st_size != receipt.size or sha256_of(path) != receipt.sha256:
-                return f"{receipt.name} does not have the size and sha256 in COMMIT.json"
-            return None
-
-        def held(receipt: FileReceipt) -> Ranges | None:
-            try:
-                return ranges_in(self.store.get_start(f"{folder}/{receipt.name}", HEADER_BYTES) or b"")
-            except NotAFile:
-                return None
-
-        with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:  # hashing keeps a core busy while another file arrives
-            files = list(commit.files)
-            if wanted:
-                needed = needed_files(wanted, list(pool.map(held, files)))
-                files = [receipt for receipt, need in zip(files, needed, strict=True) if need]
-            damages = [damage for damage in pool.map(download, files) if damage]
-        if damages:
-            return damages[0]
-        (local / "COMMIT.json").write_bytes(body)
-        return None
-
-    def _load(self, folder: str, pieces: dict[str, Piece]) -> tuple[TrainState, str | None]:
-        """Fill the pieces from the downloaded files. The state, and a description of the damage, or None."""
-        local, damage = self.work / "loading", None
-        try:
-            load_pieces(pieces, sorted((local / "files").iterdir()))
-        except DamagedPieces as error:  # with the size and sha256 of COMMIT.json: sealed, but a lie
-            damage = str(error)
-        state = Commit.decode((local / "COMMIT.json").read_bytes(), folder).state
-        self.world.gather(None)  # all ranks have read the files
-        if self.world.local_rank == 0:
-            shutil.rmtree(local)
-        return state, damage
 
     # --- rolling back
 

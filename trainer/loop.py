@@ -66,6 +66,7 @@ def train(
 
     with Watchdog(runtime, log.clock, world.rank) as watchdog, checkpointer:
         engine = make_engine(model_config, config, runtime, world)
+        checkpointer.prepare(engine.pieces())  # while the state is fetched
         state = resume(engine, checkpointer, log)
         if state is None:
             state = begin(engine, model_config, config, checkpointer, world, log, origin)
@@ -74,7 +75,6 @@ def train(
         engine.tokens_at_once = fit.micro_batch_size * model_config.block_size  # for evaluations: these fit
         state.world_size, state.devices = world.world_size, devices_of(world)
         state.memory_settings = memory_settings(engine, runtime)
-        checkpointer.prepare(engine.pieces())
         log_start(engine, model_config, state, fit, world, log)
         save_clock = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None

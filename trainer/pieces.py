@@ -1,18 +1,17 @@
-"""A checkpoint's pieces: which ranges of which tensors a rank stores, their copy in host memory, and reading them back.
+"""A checkpoint's pieces: which ranges of which tensors a rank stores, and their copy in host memory.
 
 A file of a checkpoint is a safetensors file of flattened tensors, or of contiguous pieces of them. A rank stores the
 pieces that only it holds. The ranks divide the pieces that all of them hold. So nothing is gathered and nothing is
 stored twice. The header gives the first element of each piece in the format of torch.distributed.checkpoint, which
 can load such a folder, too. A rank reads only the ranges that it needs, so a run can resume at any world size from
-the checkpoint of any other. A node downloads only the files with such ranges. Nothing is pickled.
+the checkpoint of any other (trainer/loading.py). Nothing is pickled.
 """
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +27,6 @@ SHARDING = "DCP_SHARDING_INFO"
 MAX_GAP = 4096
 # Bytes of one copy of several tensors: torch rounds pinned memory up to a power of two, which wastes much at gigabytes.
 MAX_COPY_BYTES = 1 << 29
-
-# Bytes of a file that surely hold its header, 350,000 for all pieces of 1558M.
-HEADER_BYTES = 1 << 20
-
-Ranges = dict[str, tuple[int, int]]  # by tensor: the first element of the flattened tensor, and the end
 
 
 @dataclass(frozen=True)
@@ -171,96 +165,5 @@ def contiguous_runs(tensors: dict[str, Tensor]) -> list[list[str]]:
     return runs
 
 
-def ranges_of(pieces: Mapping[str, Piece]) -> Ranges:
-    """The ranges that a rank loads."""
-    return {name: (piece.start, piece.end) for name, piece in pieces.items()}
-
-
-def ranges_in(start_of_file: bytes) -> Ranges | None:
-    """The ranges that a file of a checkpoint holds, from its first HEADER_BYTES; None if that is damaged."""
-    try:
-        (size,) = struct.unpack_from("<Q", start_of_file)
-        header = json.loads(start_of_file[8 : 8 + size])
-        starts = {name: s["saved_offsets"][0] for name, s in json.loads(header["__metadata__"][SHARDING]).items()}
-        return {name: (start, start + header[name]["shape"][0]) for name, start in starts.items()}
-    except (struct.error, ValueError, LookupError, TypeError, RecursionError):
-        return None
-
-
-def needed_files(wanted: list[Ranges], files: list[Ranges | None]) -> list[bool]:
-    """Which of a checkpoint's files ranks with these ranges need. All of them if one is unknown, or if together they do
-    not hold each range exactly once."""
-
-    def common(one: Ranges, held: Ranges) -> int:
-        both = ((one[name], held[name]) for name in one.keys() & held.keys())
-        return sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in both)
-
-    known = [held for held in files if held is not None]
-    complete = all(sum(common(one, held) for held in known) == sum(b - a for a, b in one.values()) for one in wanted)
-    if not complete or len(known) < len(files):
-        return [True] * len(files)
-    return [any(common(one, held) for one in wanted) for held in known]
-
-
 class DamagedPieces(ValueError):
     """Files that do not hold the pieces exactly once, or that lie about them."""
-
-
-def load_pieces(pieces: dict[str, Piece], files: Iterable[Path]) -> None:
-    """Fill the pieces from the files that hold them.
-
-    DamagedPieces if the files are damaged, incomplete or of another model; then no piece has changed.
-    """
-    from safetensors import safe_open
-
-    found: dict[str, list[Part]] = {name: [] for name in pieces}
-    for path in files:
-        try:
-            for name, part in parts_in(path, pieces):
-                found[name].append(part)
-        except (OSError, MemoryError, DamagedPieces):
-            raise
-        except Exception as error:  # safetensors and json raise many kinds for a header that lies
-            raise DamagedPieces(f"{path.name}: {error!r}") from error
-    for name, parts in found.items():
-        at = pieces[name].start
-        for part in sorted(parts, key=lambda part: part.first):
-            if part.first != at:
-                break
-            at = part.last
-        if at != pieces[name].end or sum(part.last - part.first for part in parts) != pieces[name].live.numel():
-            raise DamagedPieces(f"{name} is incomplete, or held twice; another model may have made this checkpoint")
-    for path in {part.path for parts in found.values() for part in parts}:
-        with safe_open(path, framework="pt") as file:
-            for name, parts in found.items():
-                for part in (part for part in parts if part.path == path):
-                    stored = file.get_slice(name)[part.first - part.start : part.last - part.start]
-                    pieces[name].live[part.first - pieces[name].start : part.last - pieces[name].start].copy_(stored)
-
-
-@dataclass(frozen=True)
-class Part:
-    """The elements `first` to `last` of a flattened tensor, in a file that holds it from element `start` on."""
-
-    path: Path
-    start: int
-    first: int
-    last: int
-
-
-def parts_in(path: Path, pieces: dict[str, Piece]) -> Iterator[tuple[str, Part]]:
-    """The parts of the pieces that a file holds, by the name of the tensor."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        sharding = json.loads(file.metadata()[SHARDING])
-        for name in sharding.keys() & pieces.keys():
-            piece, stored, (start,) = pieces[name], file.get_slice(name), sharding[name]["saved_offsets"]
-            if tuple(sharding[name]["shape"]) != piece.shape:
-                raise DamagedPieces(f"{path.name}: {name} is {sharding[name]['shape']}; this model's is {piece.shape}")
-            if stored.get_dtype() not in DTYPES.values():
-                raise DamagedPieces(f"{path.name}: {name} holds {stored.get_dtype()}, no weights or moments")
-            (length,) = stored.get_shape()
-            first, last = max(piece.start, start), min(piece.end, start + length)
-            if first < last:
-                yield name, Part(path, start, first, last)

@@ -5,7 +5,9 @@ commit of the project relies on one operation, `create`: if several writers race
 no reader ever sees a half-written object.
 """
 
+import bisect
 import errno
+import itertools
 import os
 import shutil
 import stat
@@ -66,8 +68,9 @@ class Store(Protocol):
         is read as a whole."""
         ...
 
-    def get_start(self, key: str, size: int) -> bytes | None:
-        """The first `size` bytes of the object, or all if it is smaller; None if it does not exist."""
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """Fill `buffer` with the object's bytes from byte `start` on. Returns how many they are: fewer than the buffer
+        holds only at the end of the object. FileNotFoundError if the object does not exist."""
         ...
 
     def upload(self, path: Path, key: str) -> None:
@@ -142,21 +145,26 @@ class LocalStore:
             file.write(body)
 
     def get(self, key: str) -> bytes | None:
-        return self._read(key)
-
-    def get_start(self, key: str, size: int) -> bytes | None:
-        return self._read(key, size)
-
-    def _read(self, key: str, size: int | None = None) -> bytes | None:
         path = self.path_of(key)
         with _reading(path):
             try:
                 with open(path, "rb", opener=_open_file) as file:
-                    if size is None:
-                        refuse_huge(str(path), os.fstat(file.fileno()).st_size)
-                    return file.read(size)
+                    refuse_huge(str(path), os.fstat(file.fileno()).st_size)
+                    return file.read()
             except ABSENT:
                 return None
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        path, done = self.path_of(key), 0
+        with _reading(path):
+            try:
+                with open(path, "rb", buffering=0, opener=_open_file) as file:
+                    while done < len(buffer) and (count := os.preadv(file.fileno(), [buffer[done:]], start + done)):
+                        done += count
+                return done
+            except ABSENT:
+                absent = FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}")
+        raise absent
 
     def upload(self, path: Path, key: str) -> None:
         stored = self.path_of(key)
@@ -218,6 +226,14 @@ class LocalStore:
                 return os.fstat(file.fileno()).st_mtime  # a file server has a clock of its own
         except (OSError, UserError):  # read-only
             return time.time()
+
+
+def slices(parts: Sequence[memoryview], start: int, size: int) -> Iterator[memoryview]:
+    """Views of the bytes `start` to `start + size` of the concatenation of `parts`."""
+    starts = list(itertools.accumulate((len(part) for part in parts), initial=0))
+    first, end = bisect.bisect_right(starts, start) - 1, bisect.bisect_left(starts, start + size)
+    for part, at in zip(parts[first:end], starts[first:end], strict=False):
+        yield part[max(0, start - at) : start + size - at]
 
 
 def refuse_huge(where: str, size: int) -> None:

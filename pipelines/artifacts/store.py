@@ -13,9 +13,7 @@ AWS_PROFILE, ~/.aws, the instance's role.
 """
 
 import base64
-import bisect
 import hashlib
-import itertools
 import logging
 import os
 import re
@@ -42,7 +40,7 @@ from pipelines.artifacts.s3_answers import (
 )
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
-from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, refuse_huge, replacing
+from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, refuse_huge, replacing, slices
 
 log = logging.getLogger(LOGGER)
 T = TypeVar("T")
@@ -102,16 +100,25 @@ class S3Store:
     def get(self, key: str) -> bytes | None:
         return self._until_answered(f"get {self._uri_of(key)}", lambda _: self._get_object(key))
 
-    def get_start(self, key: str, size: int) -> bytes | None:
-        def attempt(_: int) -> bytes | None:
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        def attempt(_: int) -> int:
+            done = 0
             try:
-                return self._get_object(key, Range=f"bytes=0-{size - 1}")
+                where = {"Bucket": self.bucket, "Key": self._full(key)}
+                answer = sound(self._client.get_object(**where, Range=_range(start, len(buffer))), "ETag")
             except self._client.exceptions.ClientError as error:
-                if code_of(error) == "InvalidRange":  # no first byte: the object is empty
-                    return b""
+                if code_of(error) == "NoSuchKey":
+                    raise FileNotFoundError(2, "no such object", self._uri_of(key)) from None
+                if code_of(error) == "InvalidRange":  # the object ends before it
+                    return 0
                 raise
+            for chunk in answer["Body"].iter_chunks(1 << 20):
+                taken = chunk[: len(buffer) - done]  # a server may ignore the range
+                buffer[done : done + len(taken)] = taken
+                done += len(taken)
+            return done
 
-        return self._until_answered(f"get the start of {self._uri_of(key)}", attempt)
+        return self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
 
     def upload(self, path: Path, key: str) -> None:
         def read(start: int, size: int) -> bytes:
@@ -122,14 +129,10 @@ class S3Store:
         self._upload_from(read, os.path.getsize(path), key)
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
-        starts = list(itertools.accumulate((len(part) for part in parts), initial=0))
-
         def read(start: int, size: int) -> bytes:
-            first, end = bisect.bisect_right(starts, start) - 1, bisect.bisect_left(starts, start + size)
-            pieces = zip(parts[first:end], starts[first:end], strict=False)
-            return b"".join(part[max(0, start - at) : start + size - at] for part, at in pieces)
+            return b"".join(slices(parts, start, size))
 
-        self._upload_from(read, starts[-1], key)
+        self._upload_from(read, sum(len(part) for part in parts), key)
 
     def download(self, key: str, path: Path) -> None:
         where = {"Bucket": self.bucket, "Key": self._full(key)}

@@ -12,6 +12,7 @@ from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
 from trainer.commits import FileReceipt
+from trainer.stored import typed
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def message_from_json(body: bytes) -> Message:
         case {"tokenize": int(round_), "attempt": int(attempt)}:
             return MakeParts(round_, attempt)
         case {"keep": int(round_), "folder": str(folder), "files": list(files)}:
-            return StoreKept(round_, folder, tuple(FileReceipt(**file) for file in files))
+            return StoreKept(round_, folder, typed(tuple[FileReceipt, ...], files, "the files to store"))
         case {"train": int(round_), "spec": dict(spec), "port": int(port)}:
             return StartRanks(round_, RankSpec.from_json(spec), port)
         case {"trained": True}:

@@ -25,6 +25,8 @@ from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
 from trainer.commits import FileReceipt
 
+FILE = "rank-00000-of-00001.safetensors"
+
 
 @pytest.mark.parametrize(
     ("message", "wire"),
@@ -38,11 +40,13 @@ from trainer.commits import FileReceipt
         (StopNotice("SIGTERM"), {"stop": "SIGTERM"}),
         (MakeParts(1, 7), {"tokenize": 1, "attempt": 7}),
         (
-            StoreKept(2, "train/a/checkpoints/b", (FileReceipt("rank-00000-of-00001.safetensors", 5, "0" * 64),)),
+            StoreKept(2, "train/a/checkpoints/b", (FileReceipt(FILE, 5, "0" * 64, 4, ("1" * 64, "2" * 64)),)),
             {
                 "keep": 2,
                 "folder": "train/a/checkpoints/b",
-                "files": [{"name": "rank-00000-of-00001.safetensors", "size": 5, "sha256": "0" * 64}],
+                "files": [
+                    {"name": FILE, "size": 5, "sha256": "0" * 64, "chunk_bytes": 4, "chunks": ["1" * 64, "2" * 64]}
+                ],
             },
         ),
         (StartRanks(1, spec(7), 1234), {"train": 1, "spec": spec(7).to_json(), "port": 1234}),

@@ -183,7 +183,7 @@ class Interleavings(RuleBasedStateMachine):
         for manifest in (tokens, train):
             assert world.lost(manifest.prefix) is None
         key = f"{train.prefix}/{train.file('model.safetensors').key}"
-        assert LocalStore.get_start(world.plain, key, -1) == final_weights()
+        assert LocalStore.get(world.plain, key) == final_weights()
 
 
 def explore(recipe: Recipe, examples: int, steps: int = 25, **options: Any) -> None:

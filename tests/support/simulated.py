@@ -195,7 +195,7 @@ class SteppedStore(LocalStore):
             self.world.pause(f"again {what} {key}")
             again = act()
             self.world.changed(thread, what, key, again, before)
-            return again or LocalStore.get_start(self, key, -1) if what == "create" else again
+            return again or LocalStore.get(self, key) if what == "create" else again
         return done
 
     def create(self, key: str, body: bytes) -> bool:
@@ -210,7 +210,7 @@ class SteppedStore(LocalStore):
         self._do("put", key, lambda: LocalStore.put(self, key, body))
 
     def get(self, key: str) -> bytes | None:
-        return self._do("get", key, lambda: LocalStore.get_start(self, key, -1))
+        return self._do("get", key, lambda: LocalStore.get(self, key))
 
     def upload(self, path: Path, key: str) -> None:
         self._do("upload", key, lambda: LocalStore.upload(self, path, key))
@@ -346,7 +346,7 @@ class World:
         allowed = (type(None), StoreUnavailable, Interrupted, StaleAttempt, TimeoutError)
         if not isinstance(process.error, allowed):
             self._break(f"{process.name} ended with {process.error!r}")
-        kept = [key for key in process.late if LocalStore.get_start(self.plain, key, -1)]
+        kept = [key for key in process.late if LocalStore.get(self.plain, key)]
         if kept:
             self._break(f"{process.name} left {kept}, made after a commit of its successor")
 

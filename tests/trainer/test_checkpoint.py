@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from trainer.errors import StaleAttempt, StoreUnavailable, UserError
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
-from trainer.pieces import Piece, needed_files, ranges_in
+from trainer.pieces import Piece
 from trainer.store import LocalStore
 
 CPU = torch.device("cpu")
@@ -77,9 +78,10 @@ class Interfering(LocalStore):
         self._tell("write", key)
         super().write(parts, key)
 
-    def download(self, key: str, path: Path) -> None:
-        self._tell("download", key)
-        super().download(key, path)
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        self._tell("read", key)
+        self.bytes_read = getattr(self, "bytes_read", 0) + len(buffer)
+        return super().read_into(key, start, buffer)
 
 
 # --- ranks
@@ -273,59 +275,111 @@ def test_pieces_of_any_size_load_at_any_number_of_ranks(tmp_path: Path, saved_by
             assert torch.equal(torch.stack([f[name] for f in found]).sum(0), WHOLE[name])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+LONG = {name: torch.arange(8000.0) + i for i, name in enumerate(("model.a", "exp_avg.a"))}
+
+
 def slices_of(rank: Checkpointer, zeros: bool = False) -> dict[str, Piece]:
     """This rank's equal part of two tensors that no other rank holds: as in ZeRO-1, several ranks a node."""
     n, r = rank.world.world_size, rank.world.rank
-    tensors = {name: torch.zeros(60) if zeros else WHOLE[name].view(-1)[:60] for name in ("model.a", "exp_avg.a")}
+    ends = slice(8000 * r // n, 8000 * (r + 1) // n)
     return {
-        name: Piece(tensor[60 * r // n : 60 * (r + 1) // n], 60 * r // n, (60,), replicated=False)
-        for name, tensor in tensors.items()
+        name: Piece((torch.zeros(8000) if zeros else whole.clone())[ends], ends.start, (8000,), replicated=False)
+        for name, whole in LONG.items()
     }
 
 
-@pytest.mark.parametrize(
-    ("local_ranks", "downloaded"),
-    [
-        ([0, 1, 2, 3], [{0, 1, 2, 3}]),  # one node
-        ([0, 1, 0, 1], [{0, 1}, {2, 3}]),
-        ([0, 0, 0, 0], [{0}, {1}, {2}, {3}]),
-        ([0, 0], [{0, 1}, {2, 3}]),
-        ([0, 1, 0], [{0, 1, 2}, {2, 3}]),  # thirds of what was saved in quarters
-        ([0], [{0, 1, 2, 3}]),
-    ],
-)
-def test_a_node_downloads_only_the_files_that_its_ranks_need(
-    tmp_path: Path, local_ranks: list[int], downloaded: list[set[int]]
+def load_on_nodes(tmp_path: Path, local_ranks: list[int], saved: dict[str, Piece] | None = None) -> list[int]:
+    """Load by ranks of these nodes, and compare all that they load. The bytes that each rank fetched."""
+    nodes = [sum(rank == 0 for rank in local_ranks[: i + 1]) - 1 for i in range(len(local_ranks))]
+    ranks = some_ranks([Interfering(tmp_path) for _ in nodes])
+    for rank, local_rank, node in zip(ranks, local_ranks, nodes, strict=True):
+        rank.world = replace(rank.world, local_rank=local_rank)
+        rank.work = tmp_path / f"node-{node}"
+    wanted = [saved or slices_of(rank) for rank in ranks]
+    found = [{n: replace(p, live=torch.zeros_like(p.live)) for n, p in pieces.items()} for pieces in wanted]
+    outcomes = each(ranks, lambda rank: rank.load_latest(found[rank.world.rank], quiet_log()))
+    assert all(isinstance(outcome, TrainState) for outcome in outcomes), outcomes
+    for one, expected in zip(found, wanted, strict=True):
+        assert all(torch.equal(piece.live, expected[name].live) for name, piece in one.items())
+    assert not list(tmp_path.glob("node-*/*"))
+    return [rank.store.bytes_read for rank in ranks]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("local_ranks", [[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 0, 0], [0, 0], [0, 1, 0], [0]])
+def test_a_rank_fetches_only_the_chunks_that_it_needs(
+    tmp_path: Path, local_ranks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trainer.commits.CHUNK_BYTES", 1000)  # the last float of a chunk ends in the next one
+
     def save_slice(rank: Checkpointer) -> None:
         rank.save(TrainState(step=1), slices_of(rank), log := quiet_log(1))
         rank.finish(log)
 
     assert each(some_ranks([LocalStore(tmp_path)] * 4), save_slice) == [None] * 4
-    reads: list[list[str]] = [[] for _ in downloaded]
-    nodes = [sum(rank == 0 for rank in local_ranks[: i + 1]) - 1 for i in range(len(local_ranks))]
-    ranks = some_ranks([Interfering(tmp_path, download=reads[node].append) for node in nodes])
-    for rank, local_rank, node in zip(ranks, local_ranks, nodes, strict=True):
-        rank.world = replace(rank.world, local_rank=local_rank)
-        rank.work = tmp_path / f"node-{node}"
-    found = [slices_of(rank, zeros=True) for rank in ranks]
-    outcomes = each(ranks, lambda rank: rank.load_latest(found[rank.world.rank], quiet_log()))
-    assert all(isinstance(outcome, TrainState) for outcome in outcomes), outcomes
-    assert [{int(key.split("rank-")[1][:5]) for key in keys} for keys in reads] == downloaded
-    for rank, pieces in zip(ranks, found, strict=True):
-        assert all(torch.equal(piece.live, slices_of(rank)[name].live) for name, piece in pieces.items())
+    share = 64_000 / len(local_ranks)
+    headers, cut_chunks = 1000 * 4, 1000 * 2 * 2 * 4  # both ends of both tensors in each file
+    for fetched in load_on_nodes(tmp_path, local_ranks):
+        assert share / 2 < fetched <= share + headers + cut_chunks
 
 
-def test_files_whose_contents_are_unknown_or_incomplete_are_all_downloaded() -> None:
-    wanted = [{"a": (0, 10)}]
-    assert needed_files(wanted, [{"a": (0, 10)}, {"a": (10, 20)}]) == [True, False]
-    assert needed_files(wanted, [{"a": (0, 10)}, None]) == [True, True]  # a header that is damaged, or too long
-    assert needed_files(wanted, [{"a": (0, 9)}, {"b": (0, 10)}]) == [True, True]  # another model, or damaged
-    for damaged in (b"", b"short", b"\xff" * 30, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"):
-        assert ranges_in(damaged) is None
+def test_the_ranks_of_a_node_fetch_what_all_of_them_need_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.commits.CHUNK_BYTES", 1000)
+    store = LocalStore(tmp_path)
+    saved = {name: Piece.whole(whole) for name, whole in LONG.items()}
+    one = checkpointer(store)
+    one.save(TrainState(step=1), saved, log := quiet_log(1))
+    one.finish(log)
+    fetched = load_on_nodes(tmp_path, [0, 1, 2, 0], saved)
+    assert sum(fetched[:3]) <= 64_000 + 3000 and max(fetched[:3]) < 25_000
+    assert fetched[3] >= 64_000  # another node
 
 
+def test_a_damaged_chunk_is_named_and_no_piece_keeps_what_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.commits.CHUNK_BYTES", 1000)
+    store = LocalStore(tmp_path)
+    one = checkpointer(store)
+    one.save(TrainState(step=1), {name: Piece.whole(whole) for name, whole in LONG.items()}, log := quiet_log(1))
+    one.finish(log)
+    (path,) = tmp_path.glob("run/checkpoints/*/*.safetensors")
+    with path.open("r+b") as file:
+        file.seek(33_333)
+        file.write(b"!")
+    found = {name: Piece.whole(torch.ones(8000)) for name in LONG}
+    assert checkpointer(store).load_latest(found, quiet_log()) is None
+    assert "bytes 33,000 to 34,000 do not have the sha256 in COMMIT.json" in capsys.readouterr().out
+    assert not any(piece.live.any() for piece in found.values())
+
+
+def test_a_checkpoint_without_hashes_of_chunks_loads_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    committed(store, 3)
+    (path,) = tmp_path.glob("run/checkpoints/*/COMMIT.json")
+    commit = Commit.decode(path.read_bytes(), str(path.parent))
+    values = json.loads(replace(commit, files=tuple(replace(f, chunks=()) for f in commit.files)).encode())
+    for file in values["files"]:
+        del file["chunks"], file["chunk_bytes"]
+    del values["sha256"]
+    values["sha256"] = sha256(json.dumps(values).encode()).hexdigest()
+    path.write_text(json.dumps(values))
+    assert loaded(checkpointer(store, attempt=2)) == (3, 3.0)
+    damaged = next(path.parent.glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    assert loaded(checkpointer(store, attempt=2)) == (-1, -1)
+
+
+def test_moments_in_another_type_arrive_as_this_engine_holds_them(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    one = checkpointer(store)
+    one.save(TrainState(step=1), {"model.a": Piece.whole(torch.arange(9.0).bfloat16())}, log := quiet_log(1))
+    one.finish(log)
+    found = {"model.a": Piece.whole(torch.zeros(9))}
+    assert checkpointer(store).load_latest(found, quiet_log())
+    assert torch.equal(found["model.a"].live, torch.arange(9.0))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_own_reader_loads_the_checkpoint_of_two_ranks(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp  # a second for every worker of pytest
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -430,7 +484,7 @@ def test_a_checkpoint_deleted_while_it_is_read_gives_way_to_the_one_that_replace
         if "step-00000005" in key:  # the earlier attempt, before it dies, commits once more and deletes
             committed(store, 8, keep_last=1)
 
-    assert loaded(checkpointer(Interfering(tmp_path, download=replace_it), attempt=2)) == (8, 8.0)
+    assert loaded(checkpointer(Interfering(tmp_path, read=replace_it), attempt=2)) == (8, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +503,7 @@ def test_an_error_of_the_store_is_not_treated_as_damage(tmp_path: Path, trouble:
         raise trouble
 
     with pytest.raises(type(trouble)):
-        loaded(checkpointer(Interfering(tmp_path, download=refuse), attempt=2))
+        loaded(checkpointer(Interfering(tmp_path, read=refuse), attempt=2))
     shutil.rmtree(tmp_path / "work-0", ignore_errors=True)
     assert loaded(checkpointer(store, attempt=2)) == (5, 5.0)
 
