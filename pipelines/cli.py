@@ -43,6 +43,7 @@ from pipelines.verbs.serve import serve
 from pipelines.verbs.shards import shards_app
 from pipelines.verbs.status import status
 from pipelines.verbs.stop import stop
+from pipelines.verbs.tokenizer import tokenizer_app
 from trainer.errors import EXIT_MISTAKE, Ending, ending_of, is_full
 
 PROGRAM = "skytrain"
@@ -52,7 +53,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --hel
     "Run": (run, branch, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
     "Cloud": (launch, resume, stop, down, orphans, image_app),
-    "Tools": (init, doctor, bench, shards_app, drill, gc),
+    "Tools": (init, doctor, bench, shards_app, tokenizer_app, drill, gc),
 }
 
 

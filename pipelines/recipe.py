@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain, sequences_per_step, tokens_before
 from trainer.errors import UserError, cut, shown
@@ -27,6 +27,16 @@ VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 GOOD_EPOCHS = 4
 HELLASWAG_TOKENS = 10_042 * 400  # of all items: an item is four endings of about 100 tokens
 CORE_TOKENS = 120_000_000  # of all prompts; about half where a beginning that prompts share is computed once
+
+
+class TokenizerFile(Section):
+    """A tokenizer of one's own."""
+
+    file: str = Field(max_length=1000, description="Path of the file that `skytrain tokenizer train` wrote")
+    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="sha256 of the file, which decides the fingerprint")
+
+    def __str__(self) -> str:
+        return f"own, sha256 {self.sha256[:12]}"
 
 
 class TokensConfig(Section):
@@ -44,8 +54,10 @@ class TokensConfig(Section):
         "for https://; null for local text and s3://, which are identified by their contents",
     )
     text_column: str = Field(default="text", description="Column of parquet, or key of jsonl, that holds the text")
-    tokenizer: Literal["gpt2", "bytes"] = Field(
-        default="gpt2", description="gpt2: tiktoken's BPE, 50,257 ids; bytes: one id a byte, 257 ids"
+    tokenizer: Literal["gpt2", "bytes"] | TokenizerFile = Field(
+        default="gpt2",
+        description="gpt2: tiktoken's BPE, 50,257 ids; bytes: one id a byte, 257 ids; or a file of "
+        "`skytrain tokenizer train`, with its sha256",
     )
     shard_tokens: int = Field(
         default=100_000_000,
@@ -78,6 +90,26 @@ class TokensConfig(Section):
         description="Number of streams that the source's files are dealt out to. Up to this many nodes work at once; "
         "the number decides the bytes, the number of nodes does not",
     )
+
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _name_or_file(cls, value: Any) -> Any:
+        """One error for the member of the union that the user means."""
+        if isinstance(value, dict):
+            try:
+                return TokenizerFile.model_validate(value)
+            except ValidationError as error:
+                raise ValueError("; ".join(str(explain(error, TokenizerFile, "")).splitlines())) from error
+        if not isinstance(value, TokenizerFile) and value not in [*VOCAB_SIZES]:
+            near = difflib.get_close_matches(str(value).lower(), VOCAB_SIZES, 1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ValueError(f"input should be 'gpt2', 'bytes' or {{file: …, sha256: …}} (got {shown(value)}){hint}")
+        return value
+
+    @property
+    def tokenizer_identity(self) -> str | dict[str, str]:
+        """The tokenizer as it decides the bytes: where its file lies does not."""
+        return {"sha256": self.tokenizer.sha256} if isinstance(self.tokenizer, TokenizerFile) else self.tokenizer
 
     @model_validator(mode="after")
     def _one_split(self) -> Self:
@@ -183,16 +215,20 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        needed = vocab_size_of(self.tokens.tokenizer)
+        if isinstance(self.tokens.tokenizer, str):  # the ids of a file are counted where it is read
+            self.check_vocab_size(vocab_size_of(self.tokens.tokenizer))
+        sequences_per_step(self.model, self.train)
+        self._target_is_measured()
+        self._splits_hold_a_sequence()
+        return self
+
+    def check_vocab_size(self, needed: int) -> None:
+        """ValueError unless the model has a row for each of the tokenizer's ids."""
         if self.model.vocab_size < needed:
             raise ValueError(
                 f"model.vocab_size {self.model.vocab_size} is smaller than the {needed} ids of "
                 f"tokens.tokenizer '{self.tokens.tokenizer}'; use {needed}"
             )
-        sequences_per_step(self.model, self.train)
-        self._target_is_measured()
-        self._splits_hold_a_sequence()
-        return self
 
     def _target_is_measured(self) -> None:
         evaluate, stop_at = self.evaluate, self.train.stop_at

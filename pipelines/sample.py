@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.text.encode import encode
-from pipelines.text.tokenizer import tokenizer
+from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.runs import Run, read_run
 from trainer.commits import Commit, DamagedCommit, committed_folders, step_of
 from trainer.errors import NotAFile, UserError
@@ -143,7 +143,7 @@ def load_text_model(
     device = World.alone(RuntimeConfig()).device
     if precision == "int8" and device.type != "cpu":
         raise UserError(f"--precision int8: for CPUs alone, and this machine has {device.type}; use bf16")
-    encoding = tokenizer(run.recipe.tokens.tokenizer)
+    encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
     model = GPT(run.recipe.model)
     step = read_weights(store, cache, run, model, at)
     decoder = Decoder(model.to(device), precision or best_precision(device), encoding.n_vocab)

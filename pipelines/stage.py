@@ -34,6 +34,7 @@ from pipelines.artifacts.manifest import (
 from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.screen import Screen
+from pipelines.text.tokenizer import check_tokenizer, keep_tokenizer
 from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, cost_metrics
 from pipelines.tracking.deaths import after_death
 from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, close_dead_attempt, is_alive
@@ -151,6 +152,7 @@ def planned(recipe: str, changes: Iterable[str], store: Store) -> tuple[Recipe, 
     if not recipe.startswith(RUN):
         loaded = pinned(load_recipe(recipe, changes), store)
         plans = plans_of(loaded)
+        check_tokenizer(loaded, plans["tokenize"], store)
         check_sources(loaded, plans, store)
         return loaded, plans
     if list(changes):
@@ -221,6 +223,7 @@ class Pipeline:
         """Make the missing artifacts up to the stage `until`, and account for them."""
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         pin_commits(self.store, self.run, self.recipe)
+        keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
         if all_made(self.store, self.plans, until) and not self.tracker.owes_records():
             return self._make_all(until)  # nothing to do, and nothing to track
         self.tracker.start()

@@ -101,7 +101,9 @@ def pinned_baseline(text: str, recipe: Recipe) -> str:
 def check_baseline(weights: WeightsFile, recipe: Recipe) -> ModelConfig:
     """The model of a baseline. UserError if it can't read the text of the recipe."""
     model = model_of(weights)
-    least = {"vocab_size": vocab_size_of(recipe.tokens.tokenizer), "block_size": recipe.model.block_size}
+    own = recipe.tokens.tokenizer
+    ids = vocab_size_of(own) if isinstance(own, str) else recipe.model.vocab_size
+    least = {"vocab_size": ids, "block_size": recipe.model.block_size}
     for name, value in least.items():
         if getattr(model, name) < value:
             raise UserError(f"{weights.where}: its {name} is {getattr(model, name)}; the text needs {value} or more")

@@ -31,6 +31,7 @@ from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, managed_
 from pipelines.cloud.throughput import trains_on_a_small_gpu
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, missing
+from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.runs import record
 from pipelines.tracking.stop_request import clear_stop_request
@@ -200,6 +201,7 @@ def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
     claim = claim_launch(store, request.run)
     record(store, request.run, launch.recipe, launch.plans, request.until)
     pin_commits(store, request.run, launch.recipe)
+    keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)
     clear_stop_request(store, request.run)  # otherwise the job would end at once
     before = last_launch(store, request.run)
     earlier = [*before.earlier, EarlierLaunch(before.time, before.stages, before.jobs)] if before else []

@@ -35,7 +35,7 @@ COMMANDS = {
     "skytrain": (
         *("init", "run", "plan", "recipes", "report", "status", "logs", "sample", "serve", "pull"),
         *("launch", "resume", "stop", "down", "branch", "orphans", "image", "doctor", "bench", "shards", "drill"),
-        *("gc", "--help"),
+        *("tokenizer", "gc", "--help"),
     ),
     "sky": ("api", "check", "down", "jobs", "logs", "queue", "show-gpus", "status", "stop"),
     "mlflow": ("ui",),

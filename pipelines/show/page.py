@@ -163,7 +163,7 @@ def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         "tokens": summary.tokens,
         "parameters": recipe.model.parameters,
         "text": text_name(recipe),
-        "tokenizer": recipe.tokens.tokenizer,
+        "tokenizer": str(recipe.tokens.tokenizer),
         "train_loss": summary.train_loss,
         "val_loss": summary.val_loss,
         "final": {metric: evaluated.facts.get(metric) if evaluated else None for metric in REFERENCES},

@@ -31,7 +31,7 @@ from pipelines.stages.measures import (
     hellaswag_items,
 )
 from pipelines.text.core_bundle import core_identity, core_tasks
-from pipelines.text.tokenizer import token_bytes, tokenizer
+from pipelines.text.tokenizer import token_bytes, tokenizer_of
 from pipelines.weights import bring, brought, check_baseline, content_identity, name_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.events import PhaseChanged, Progressed, Row
@@ -96,9 +96,10 @@ def measured_here(work: Work, weights: Path) -> dict[str, Any]:
     from trainer.parallel import World
 
     val = validation_data(work.recipe, work.inputs["tokenize"], work.store, work.home / "cache")
+    encoding = tokenizer_of(work.recipe.tokens, work.store, work.inputs["tokenize"].prefix)
     with Bars(work.screen) as bars:
         measurement = Measurement(
-            work.recipe, weights, val, work.home / "cache", work.clock, work.check, work.report, bars.update
+            work.recipe, encoding, weights, val, work.home / "cache", work.clock, work.check, work.report, bars.update
         )
         return measurement.facts(World.alone(work.recipe.runtime))
 
@@ -168,6 +169,7 @@ class Measurement:
     measurement. `report` gets metrics as they are known, `progress` a name, the work done and the whole."""
 
     recipe: Recipe
+    encoding: "tiktoken.Encoding"
     weights: Path
     val: "TokenData"
     cache: Path
@@ -186,7 +188,7 @@ class Measurement:
         recipe = self.recipe
         precision = evaluation_precision(world.device, recipe.train)
         torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it, for products in fp32
-        encoding = tokenizer(recipe.tokens.tokenizer)
+        encoding = self.encoding
         model = load_weights(recipe, self.weights, world.device)
         self.clock.enter("evaluate")
         with autocast_on(world.device, precision):

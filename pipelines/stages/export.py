@@ -16,7 +16,7 @@ from pipelines.formats.weights import Weights
 from pipelines.recipe import HF, Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.model_card import CARD, model_card
-from pipelines.text.tokenizer import tokenizer
+from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.runs import find_run
 from trainer.errors import UserError
 from trainer.process import failpoint
@@ -52,7 +52,7 @@ def build(work: Work) -> Built:
     weights = Weights(
         work.fetch("train", "model.safetensors"),
         recipe.model,
-        tokenizer(recipe.tokens.tokenizer),
+        tokenizer_of(recipe.tokens, work.store, work.inputs["tokenize"].prefix),
         recipe.name,
         work.check,
     )

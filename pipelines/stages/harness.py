@@ -20,7 +20,7 @@ from typing import Any
 from pipelines.formats import hf
 from pipelines.formats.weights import Weights
 from pipelines.stage import Work
-from pipelines.text.tokenizer import tokenizer
+from pipelines.text.tokenizer import tokenizer_of
 from trainer.errors import UserError, cut
 from trainer.store import sha256_of
 
@@ -73,7 +73,8 @@ def harness_facts(work: Work, path: Path) -> dict[str, Any]:
     recipe, tasks = work.recipe, work.recipe.evaluate.lm_eval or []
     folder = work.folder / "harness"
     (folder / "hf").mkdir(parents=True)
-    weights = Weights(path, recipe.model, tokenizer(recipe.tokens.tokenizer), recipe.name, work.check)
+    encoding = tokenizer_of(recipe.tokens, work.store, work.inputs["tokenize"].prefix)
+    weights = Weights(path, recipe.model, encoding, recipe.name, work.check)
     on_gpu = torch.cuda.is_available() and recipe.runtime.device != "cpu"
     dtype = "bfloat16" if on_gpu else "float32"
     hf.write(weights, folder / "hf", dtype)

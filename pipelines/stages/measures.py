@@ -14,7 +14,6 @@ from pipelines.recipe import Recipe
 from pipelines.text.core_bundle import core_tasks, verify_items
 from pipelines.text.hub import HUB
 from pipelines.text.retry import LOOK_SECONDS, RETRY_SECONDS, with_retries
-from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
 from trainer.store import sha256_of
 
@@ -131,7 +130,9 @@ def core_facts(score: "CoreScore") -> dict[str, float]:
     return {"eval/core": score.core} | {f"core/{task}": value for task, value in score.centred.items()}
 
 
-def evaluation_in_training(recipe: Recipe, cache: Path, world: "World") -> "Evaluation | None":
+def evaluation_in_training(
+    recipe: Recipe, tokenizer: "Callable[[], tiktoken.Encoding]", cache: Path, world: "World"
+) -> "Evaluation | None":
     """The evaluation of a run while it trains, on this rank; None if the recipe has none. A collective call."""
     from trainer.core import core
     from trainer.evaluation import Evaluation, Sampling
@@ -142,7 +143,7 @@ def evaluation_in_training(recipe: Recipe, cache: Path, world: "World") -> "Eval
     if world.local_rank == 0:  # the first of a node that is not the head downloads them
         fetch_inputs(recipe, cache)
     world.gather(None)
-    encoding = tokenizer(recipe.tokens.tokenizer)
+    encoding = tokenizer()
     measures = []
     if source := recipe.evaluate.hellaswag:
         items = hellaswag_items(source, cache)

@@ -20,6 +20,7 @@ from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
 from pipelines.stages.evaluate import EVENTS_FILE, FACTS_FILE, Measurement, validation_data
 from pipelines.stages.measures import evaluation_in_training
+from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
 from pipelines.tracking.origins import find_other
 from pipelines.weights import bring
@@ -78,7 +79,9 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         clock=clock,
         reached=spec.reached,
         between_failures=spec.between_failures,
-        evaluation=partial(evaluation_in_training, recipe, cache),
+        evaluation=partial(
+            evaluation_in_training, recipe, lambda: tokenizer_of(recipe.tokens, store, spec.tokens), cache
+        ),
         kept=kept_store(cache.parent, store),
         origin=partial(origin_of, spec, store, cache) if begins_elsewhere(recipe) else None,
     )
@@ -132,6 +135,7 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -
         val = validation_data(spec.recipe, tokens, store, cache)
         measurement = Measurement(
             spec.recipe,
+            tokenizer_of(spec.recipe.tokens, store, spec.tokens),
             Path(spec.weights),
             val,
             cache,

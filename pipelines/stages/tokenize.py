@@ -28,6 +28,7 @@ from pipelines.text.parts import (
 )
 from pipelines.text.sources import open_source, source_identity, source_label
 from pipelines.text.split import SplitShard, split_text
+from pipelines.text.tokenizer import kept_tokenizer
 from pipelines.tracking.ledger import attempts
 from trainer.errors import Interrupted, UserError
 from trainer.store import Store
@@ -41,7 +42,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     identity = {
         "stage": "tokenize",
         "text": source_identity(t.source, t.subset, t.revision, t.text_column, parts=t.parts),
-        "tokenizer": t.tokenizer,
+        "tokenizer": t.tokenizer_identity,
         "shard_tokens": t.shard_tokens,
         "max_tokens": t.max_tokens,
         **t.split_identity(),
@@ -69,7 +70,8 @@ def build(work: Work) -> Built:
     )
     check_split(work.recipe, shards)
     work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, config.source)
-    return Built([shard.file for shard in shards], facts_of(shards, documents_of(parts)) | encoders_of(parts))
+    files = [shard.file for shard in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
+    return Built(files, facts_of(shards, documents_of(parts)) | encoders_of(parts))
 
 
 def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:

@@ -72,7 +72,7 @@ def encoder_name(encoding: "tiktoken.Encoding", reference: bool = False) -> str:
 
 def has_fast_encoder(encoding: "tiktoken.Encoding") -> bool:
     """Whether gigatoken knows the tokenizer, and is installed."""
-    return encoding.name == "gpt2" and importlib.util.find_spec("gigatoken") is not None
+    return encoding.name != "bytes" and importlib.util.find_spec("gigatoken") is not None
 
 
 def token_stream(

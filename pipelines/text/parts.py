@@ -23,7 +23,7 @@ from pipelines.recipe import TokensConfig
 from pipelines.text.encode import EncodersDiffer, encoder_name, token_stream
 from pipelines.text.retry import with_retries
 from pipelines.text.sources import Source, open_source
-from pipelines.text.tokenizer import tokenizer
+from pipelines.text.tokenizer import tokenizer_of
 from pipelines.text.unchanged import UnchangedText
 from trainer.process import failpoint
 from trainer.store import Store
@@ -162,7 +162,8 @@ def encoded_shards(job: PartsJob, source: Source, part: int, receipts: list[Shar
 
     from trainer.shards import token_dtype
 
-    t, encoding, reference = job.config, tokenizer(job.config.tokenizer), job.reading.reference
+    t, reference = job.config, job.reading.reference
+    encoding = tokenizer_of(t, job.store, job.plan.prefix)
     encoder = encoder_name(encoding, reference)
     document, offset = (receipts[-1].document, receipts[-1].offset) if receipts else (0, 0)
     limit = t.tokens_of_part(part)

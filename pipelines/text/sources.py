@@ -81,7 +81,7 @@ def estimated_tokens(config: TokensConfig) -> int | None:
     text = open_source(config.source, config.subset, config.revision, config.text_column, None)
     if (size := text.text_bytes()) is None:
         return tokens
-    estimate = int(size / BYTES_PER_TOKEN[config.tokenizer])
+    estimate = int(size / BYTES_PER_TOKEN[config.tokenizer if config.tokenizer == "bytes" else "gpt2"])
     return estimate if tokens is None else min(estimate, tokens)
 
 

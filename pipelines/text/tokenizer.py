@@ -1,18 +1,25 @@
 """The tokenizers, and each as the files that `transformers` reads.
 
-Both tokenizers are `tiktoken.Encoding`s. The files follow from the ranks of an encoding alone: tiktoken knows the rank
-of every token and merges the pair of lowest rank first; GPT-2's own files list the pairs. A token of rank r is the
-merge of two tokens of lower rank: encoded with the ranks below r, it leaves these two. Ordered by rank, the pairs are
-OpenAI's merges, line for line.
+Every tokenizer is a `tiktoken.Encoding`. One of a user's own (pipelines/text/bpe.py) is the tokenizer.json below, with
+GPT-2's pattern and a vocabulary in the order of its merges: so tiktoken, gigatoken and transformers give the same ids.
+Its file lies beside the tokens in the store, for every machine that works on the run.
+
+The files of an export follow from the ranks of an encoding alone: tiktoken knows the rank of every token and merges the
+pair of lowest rank first; GPT-2's own files list the pairs. A token of rank r is the merge of two tokens of lower rank:
+encoded with the ranks below r, it leaves these two. Ordered by rank, the pairs are OpenAI's merges, line for line.
 """
 
 import functools
 import json
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.recipe import vocab_size_of
+from pipelines.artifacts.manifest import ArtifactPlan, DamagedArtifact, File
+from pipelines.recipe import VOCAB_SIZES, Recipe, TokenizerFile, TokensConfig, vocab_size_of
 from trainer.errors import UserError
+from trainer.store import Store
 
 if TYPE_CHECKING:
     import tiktoken
@@ -20,6 +27,8 @@ if TYPE_CHECKING:
 Ranks = dict[bytes, int]
 
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"  # of a user's own tokenizer, below the tokens' artifact
+MOST_FILE_BYTES = 64_000_000  # 50,257 ids take 2.4 MB
 
 
 @functools.cache
@@ -46,6 +55,122 @@ def tokenizer(name: str) -> "tiktoken.Encoding":
             f"tokens.tokenizer: the vocabulary of '{name}' could not be loaded ({error!r}); "
             "allow the download once, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has cached it"
         ) from error
+
+
+def tokenizer_of(tokens: TokensConfig, store: Store, prefix: str) -> "tiktoken.Encoding":
+    """The tokenizer of a run whose tokens are the artifact under `prefix`.
+
+    UserError if it cannot be loaded; DamagedArtifact if the file in the store is not the one of the recipe.
+    """
+    if isinstance(tokens.tokenizer, str):
+        return tokenizer(tokens.tokenizer)
+    where = f"{store.uri}/{prefix}/{TOKENIZER_FILE}"
+    body = store.get(f"{prefix}/{TOKENIZER_FILE}")
+    if body is None:
+        raise UserError(f"{where}: missing; `skytrain run` with the file of tokens.tokenizer brings it")
+    if sha256(body).hexdigest() != tokens.tokenizer.sha256:
+        raise DamagedArtifact(f"{where}: damaged (sha256 differs); remove it, and `skytrain run` brings it again")
+    return own_tokenizer(body, where)
+
+
+def named_tokenizer(name: str) -> "tiktoken.Encoding":
+    """The tokenizer of an option: a name, or the path of a file. UserError for anything else."""
+    if name in VOCAB_SIZES or not Path(name).suffix:
+        return tokenizer(name)
+    return own_tokenizer(content_of(Path(name), f"--tokenizer {name}"), f"--tokenizer {name}")
+
+
+def check_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
+    """UserError unless the file of the tokenizer is on this machine or in the store, and the model has its ids."""
+    own = recipe.tokens.tokenizer
+    if isinstance(own, str):
+        return
+    if store.get(f"{plan.prefix}/{TOKENIZER_FILE}") is None:
+        encoding = read_tokenizer(own)
+    else:
+        encoding = tokenizer_of(recipe.tokens, store, plan.prefix)
+    try:
+        recipe.check_vocab_size(encoding.n_vocab)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def keep_tokenizer(recipe: Recipe, plan: ArtifactPlan, store: Store) -> None:
+    """Put the file of the tokenizer below the tokens' artifact: other machines have the store alone."""
+    own, key = recipe.tokens.tokenizer, f"{plan.prefix}/{TOKENIZER_FILE}"
+    if isinstance(own, TokenizerFile) and store.get(key) is None:
+        store.create(key, tokenizer_file_bytes(own))
+
+
+def kept_tokenizer(config: TokensConfig, store: Store, prefix: str) -> list[File]:
+    """The file of the tokenizer as a part of the tokens' artifact; none for a tokenizer with a name."""
+    if isinstance(config.tokenizer, str):
+        return []
+    size = {entry.key: entry.size for entry in store.entries(f"{prefix}/{TOKENIZER_FILE}")}
+    return [File(TOKENIZER_FILE, TOKENIZER_FILE, size.get(f"{prefix}/{TOKENIZER_FILE}", 0), config.tokenizer.sha256)]
+
+
+def read_tokenizer(own: TokenizerFile) -> "tiktoken.Encoding":
+    """The tokenizer of a file on this machine. UserError if it is missing, another one, or no tokenizer."""
+    return own_tokenizer(tokenizer_file_bytes(own), f"tokens.tokenizer: {own.file}")
+
+
+def tokenizer_file_bytes(own: TokenizerFile) -> bytes:
+    """The content of a tokenizer's file. UserError if it is missing, or another one."""
+    where = f"tokens.tokenizer: {own.file}"
+    body = content_of(Path(own.file), where)
+    if (found := sha256(body).hexdigest()) != own.sha256:
+        raise UserError(f"{where}: its sha256 is {found}, and the recipe has {own.sha256}; use the file of the recipe")
+    return body
+
+
+def content_of(path: Path, where: str) -> bytes:
+    """The content of a small file. UserError if it cannot be read."""
+    try:
+        if path.is_file() and path.stat().st_size > MOST_FILE_BYTES:
+            raise UserError(f"{where}: {path.stat().st_size:,} bytes; a tokenizer has at most {MOST_FILE_BYTES:,}")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{where}: cannot be read ({why}); `skytrain tokenizer train` makes such a file") from error
+
+
+@functools.lru_cache(maxsize=2)
+def own_tokenizer(body: bytes, where: str) -> "tiktoken.Encoding":
+    """The tokenizer of a tokenizer.json. UserError unless `tokenizer_files` gives the same content: then, and only
+    then, `transformers` reads the file as tiktoken does."""
+    try:
+        vocab = {str(token): int(i) for token, i in json.loads(body)["model"]["vocab"].items()}
+        bytes_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+        by_id = sorted((i, token) for token, i in vocab.items() if token != END_OF_TEXT)
+        ranks = {bytes(bytes_of[symbol] for symbol in token): i for i, token in by_id}
+        encoding = encoding_of(f"own-{sha256(body).hexdigest()[:12]}", ranks)
+        same = json.loads(body) == json.loads(tokenizer_files(encoding, 0)[TOKENIZER_FILE])
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+        raise UserError(
+            f"{where}: not a tokenizer file ({type(error).__name__}); `skytrain tokenizer train` makes one"
+        ) from error
+    if not same:
+        raise UserError(
+            f"{where}: not a byte-level BPE with GPT-2's pattern and {END_OF_TEXT} as its last id; "
+            "`skytrain tokenizer train` makes one"
+        )
+    return encoding
+
+
+def encoding_of(name: str, ranks: Ranks) -> "tiktoken.Encoding":
+    """A tokenizer with GPT-2's pattern; <|endoftext|> comes after all ranks."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    assert set(ranks.values()) == set(range(len(ranks))), "ids have gaps"
+    return tiktoken.Encoding(
+        name,
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+        explicit_n_vocab=len(ranks) + 1,
+    )
 
 
 def token_bytes(encoding: "tiktoken.Encoding") -> list[int]:

@@ -112,7 +112,7 @@ def check_branch(parent: Recipe, recipe: Recipe, where: str) -> None:
         here, there = getattr(recipe.train, name), getattr(parent.train, name)
         if here != there:
             raise UserError(f"{where}: train.{name} {here} is {there} there: {reason}; keep it, or use train.init_from")
-    if recipe.tokens.tokenizer != parent.tokens.tokenizer:
+    if recipe.tokens.tokenizer_identity != parent.tokens.tokenizer_identity:
         raise UserError(f"{where}: tokens.tokenizer is {parent.tokens.tokenizer} there: the weights know its ids alone")
     if recipe.train.batch_ramp_from and recipe.tokens != parent.tokens:
         raise UserError(f"{where}: another text begins at its start, where the ramp of the batch would begin again")

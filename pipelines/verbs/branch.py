@@ -39,6 +39,7 @@ def branch(
     from pipelines.show.console import say
     from pipelines.show.plan import print_plan
     from pipelines.stage import STAGES, run_name
+    from pipelines.text.tokenizer import keep_tokenizer
     from pipelines.tracking.origins import pin_commits
     from pipelines.tracking.runs import record
     from pipelines.verbs.run import run as run_recipe
@@ -54,4 +55,5 @@ def branch(
     new = run_name(plans)
     record(opened, new, recipe, plans, stage)
     pin_commits(opened, new, recipe)
+    keep_tokenizer(recipe, plans["tokenize"], opened)
     run_recipe(f"run:{new}", stage, opened.uri, None, price_per_hour, budget, yes=yes, as_json=as_json)

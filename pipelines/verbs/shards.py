@@ -13,7 +13,9 @@ shards_app = typer.Typer(
 )
 
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Shards, or folders with shards.")]
-Tokenizer = Annotated[str, typer.Option(help="gpt2 or bytes: whose ids and documents the shards have.")]
+Tokenizer = Annotated[
+    str, typer.Option(help="gpt2, bytes, or the file of your own: whose ids and documents the shards have.")
+]
 
 
 @shards_app.command()
@@ -21,9 +23,9 @@ def inspect(paths: Paths, tokenizer: Tokenizer = "gpt2", as_json: Json = False) 
     """Show what the shards hold: tokens, documents and their lengths, duplicates, a look at the text."""
     from pipelines.show.shards import print_faults, print_shards
     from pipelines.text.inspect import contents_of_all, shard_paths, sums_of
-    from pipelines.text.tokenizer import tokenizer as tokenizer_of
+    from pipelines.text.tokenizer import named_tokenizer
 
-    encoding = tokenizer_of(tokenizer)
+    encoding = named_tokenizer(tokenizer)
     found = list(contents_of_all((shard for path in paths for shard in shard_paths(path)), encoding))
     sums, faults = sums_of(found), [(str(shard.path), fault) for shard in found for fault in shard.faults]
     if as_json:
@@ -52,9 +54,9 @@ def verify(paths: Paths, tokenizer: Tokenizer = "gpt2") -> None:
     from pipelines.show.console import say
     from pipelines.show.shards import print_faults
     from pipelines.text.inspect import contents_of_all, faults_by_manifest, shard_paths
-    from pipelines.text.tokenizer import tokenizer as tokenizer_of
+    from pipelines.text.tokenizer import named_tokenizer
 
-    encoding = tokenizer_of(tokenizer)
+    encoding = named_tokenizer(tokenizer)
     found = [shard for path in paths for shard in shard_paths(path)]
     faults = [(str(one.path), fault) for one in contents_of_all(found, encoding) for fault in one.faults]
     faults += [(str(path), fault) for path, fault in faults_by_manifest(found)]

@@ -229,7 +229,10 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
         ("train.schedule=sine", "my.yaml: train.schedule: input should be 'cosine', 'wsd', 'linear' or 'constant'"),
         ("train=5", "my.yaml: train: input should be a valid dictionary"),
         ("name=Big Run", "my.yaml: name: string should match pattern"),
-        ("tokens.tokenizer=gpt3", "my.yaml: tokens.tokenizer: input should be 'gpt2' or 'bytes' (got 'gpt3')"),
+        (
+            "tokens.tokenizer=gpt3",
+            "my.yaml: tokens.tokenizer: input should be 'gpt2', 'bytes' or {file: …, sha256: …} (got 'gpt3')",
+        ),
         ("export.dtype=int8", "my.yaml: export.dtype: input should be 'float32', 'bfloat16' or 'float16' (got 'int8')"),
         (
             "export.formats=[hf, ggfu]",

@@ -26,7 +26,7 @@ def parent_params(recipe: Recipe) -> dict[str, Any]:
         "parameters": recipe.model.parameters,
         "train_tokens": recipe.train_tokens,
         "tokens.source": recipe.tokens.source,
-        "tokens.tokenizer": recipe.tokens.tokenizer,
+        "tokens.tokenizer": str(recipe.tokens.tokenizer),
     } | {f"{section}.{field}": value for section, values in sections.items() for field, value in values.items()}
 
 

@@ -1,0 +1,73 @@
+"""A byte-level BPE of a user's own, trained by the library `tokenizers`.
+
+Its vocabulary is that of GPT-2 in kind: the 256 bytes, then a token for each merge, then <|endoftext|>; and the words
+that are merged are those of GPT-2's pattern. The same text gives the same file: the sample is the beginning of the text
+in the order of its source, and the library breaks ties by the ids of a pair.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+from pipelines.recipe import TokensConfig
+from pipelines.text.encode import utf8
+from pipelines.text.retry import with_retries
+from pipelines.text.sources import open_source
+from pipelines.text.tokenizer import TOKENIZER_FILE, byte_symbols, encoding_of, tokenizer_files
+from trainer.errors import UserError
+
+DOCUMENT_CHARACTERS = 10_000  # of each document at most: a long one must not outweigh many others
+# Bytes: llm.c's tokenizer has one byte for a length. Longer tokens are runs of spaces or dashes anyway.
+LONGEST_TOKEN = 128
+LEAST_IDS, MOST_IDS = 257, 65_536  # the bytes and <|endoftext|>; the ids of a uint16
+
+
+@dataclass
+class Sample:
+    """The beginning of a text, up to a number of characters, as documents."""
+
+    config: TokensConfig
+    limit: int
+    check: Callable[["Sample"], None] = lambda sample: None  # called after each document; may raise
+    characters: int = 0  # so far
+    documents: int = 0
+
+    def texts(self) -> Iterator[str]:
+        """The sampled documents; of each its first characters."""
+        t = self.config
+        source = open_source(t.source, t.subset, t.revision, t.text_column, None)
+        with closing(with_retries(lambda: source.documents(0))) as documents:
+            for document in documents:
+                text = document[: min(DOCUMENT_CHARACTERS, self.limit - self.characters)]
+                self.characters, self.documents = self.characters + len(text), self.documents + 1
+                self.check(self)
+                yield utf8(text).decode()
+                if self.characters >= self.limit:
+                    return
+
+
+def train_bpe(sample: Sample, vocab_size: int) -> bytes:
+    """The tokenizer.json of a vocabulary of so many ids, <|endoftext|> included.
+
+    UserError for a text that cannot be read, or that has too few different words.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    assert LEAST_IDS <= vocab_size <= MOST_IDS, vocab_size
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=LONGEST_TOKEN,
+        show_progress=False,
+    )
+    trained.train_from_iterator(sample.texts(), trainer)
+    bytes_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+    ranks = {bytes(bytes_of[symbol] for symbol in token): i for token, i in trained.get_vocab().items()}
+    if len(ranks) + 1 < vocab_size:
+        raise UserError(
+            f"--vocab-size {vocab_size}: the {sample.characters:,} characters of the sample give {len(ranks) + 1:,} "
+            "ids; use a longer text, or a smaller vocabulary"
+        )
+    return tokenizer_files(encoding_of("own", ranks), 0)[TOKENIZER_FILE]

@@ -1,0 +1,56 @@
+"""`skytrain tokenizer`: a tokenizer of one's own."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelines.verbs.options import Changes, RecipeName, WholeHelp
+
+tokenizer_app = typer.Typer(
+    name="tokenizer", cls=WholeHelp, help="A tokenizer of your own: train.", no_args_is_help=True
+)
+
+
+@tokenizer_app.callback()
+def options() -> None:
+    """A tokenizer of your own: train."""
+
+
+@tokenizer_app.command()
+def train(
+    recipe: RecipeName,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it.")] = Path("tokenizer.json"),
+    vocab_size: Annotated[
+        int, typer.Option(min=257, max=65_536, metavar="IDS", help="Number of token ids, <|endoftext|> included.")
+    ] = 32_768,
+    characters: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Size of the sample: the beginning of the text, in characters.")
+    ] = 1_000_000_000,
+    set_: Changes = None,
+) -> None:
+    """Train a byte-level BPE on the text of a recipe; the same text gives the same file."""
+    from pipelines.recipe import load_recipe
+    from pipelines.show.console import TerminalScreen, say
+    from pipelines.text.bpe import Sample, train_bpe
+    from trainer.errors import UserError
+    from trainer.process import StopSignal
+    from trainer.store import sha256_of
+
+    config = load_recipe(recipe, set_ or []).tokens
+    if not out.parent.is_dir() or out.is_dir():
+        raise UserError(f"--out {out}: no file in an existing folder; name one")
+    stop = StopSignal()
+    with TerminalScreen().bar("sample", characters) as bar:
+
+        def check(sample: Sample) -> None:
+            stop.check()
+            if sample.documents % 100 == 0:
+                bar.update(sample.characters, f"{sample.documents:,} documents")
+
+        sample = Sample(config, characters, check)
+        content = train_bpe(sample, vocab_size)
+    out.write_bytes(content)
+    say(f"{out}: {vocab_size:,} ids, from {sample.characters:,} characters of {sample.documents:,} documents")
+    say("in the recipe:")
+    say(f"tokens:\n  tokenizer: {{file: {out}, sha256: {sha256_of(out)}}}\nmodel:\n  vocab_size: {vocab_size}")

@@ -1,0 +1,174 @@
+"""Promises of a tokenizer of one's own: the same file every time, the same ids everywhere."""
+
+import json
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from pipeline_runs import REPOSITORY, Project
+from texts import ODD_TEXTS
+
+from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.recipe import Recipe, TokensConfig, load_recipe
+from pipelines.stage import plans_of
+from pipelines.text.bpe import Sample, train_bpe
+from pipelines.text.encode import FastEncoder, utf8
+from pipelines.text.tokenizer import check_tokenizer, keep_tokenizer, own_tokenizer, tokenizer_of
+from trainer.errors import UserError
+from trainer.store import LocalStore
+
+IDS = 700
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for path in sorted(REPOSITORY.glob("pipelines/text/*.py")):
+        (folder / f"{path.stem}.txt").write_text(path.read_text() + "größer 東京 <|endoftext|>\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path) -> bytes:
+    return train_bpe(Sample(TokensConfig(source=f"{text}/*.txt"), 10**6), IDS)
+
+
+@pytest.fixture
+def recipe(trained: bytes, text: Path, tmp_path: Path) -> Recipe:
+    (tmp_path / "own.json").write_bytes(trained)
+    return recipe_with(tmp_path / "own.json", sha256(trained).hexdigest(), text)
+
+
+def recipe_with(file: Path, digest: str, text: Path, vocab_size: int = IDS) -> Recipe:
+    tokenizer = f"tokens.tokenizer={{file: '{file}', sha256: '{digest}'}}"
+    return load_recipe("smoke", [f"tokens.source={text}/*.txt", tokenizer, f"model.vocab_size={vocab_size}"])
+
+
+def test_the_same_text_gives_the_same_tokenizer_in_another_process(trained: bytes, text: Path) -> None:
+    code = f"""
+import sys
+from pipelines.recipe import TokensConfig
+from pipelines.text.bpe import Sample, train_bpe
+sys.stdout.buffer.write(train_bpe(Sample(TokensConfig(source={f"{text}/*.txt"!r}), 10**6), {IDS}))
+"""
+    again = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, check=True)
+    assert again.stdout == trained
+
+
+def test_transformers_tiktoken_and_gigatoken_give_an_own_tokenizer_the_same_ids(
+    trained: bytes, text: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    from pipelines.text.tokenizer import tokenizer_files
+
+    encoding = own_tokenizer(trained, "it")
+    assert encoding.n_vocab == IDS and encoding.eot_token == IDS - 1
+    for name, content in tokenizer_files(encoding, 64).items():
+        (tmp_path / name).write_bytes(content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == theirs.bos_token_id == IDS - 1 and len(theirs) == IDS
+    texts = [*ODD_TEXTS, *(path.read_text().replace("<|endoftext|>", "") for path in sorted(text.glob("*.txt")))]
+    ours = [encoding.encode_ordinary(one) for one in texts]
+    assert theirs(texts)["input_ids"] == ours
+    assert [theirs.decode(ids) for ids in ours] == texts
+    ids, lengths = FastEncoder(encoding).encode(texts, [utf8(one) for one in texts], sampled=True)
+    assert ids.tolist() == [i for row in ours for i in row] and lengths.tolist() == list(map(len, ours))
+
+
+def test_the_sample_is_the_beginning_of_the_text_and_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 50_000)
+    (tmp_path / "b.txt").write_text("b" * 50_000)
+    sample = Sample(TokensConfig(source=f"{tmp_path}/*.txt"), 12_000)
+    assert list(sample.texts()) == ["a" * 10_000, "b" * 2_000]
+    assert (sample.characters, sample.documents) == (12_000, 2)
+    with pytest.raises(UserError, match=r"--vocab-size 900: the 12,000 characters of the sample give 27\d ids"):
+        train_bpe(Sample(sample.config, 12_000), 900)
+
+
+def test_the_sha256_of_the_file_decides_the_fingerprint_and_its_path_does_not(
+    recipe: Recipe, text: Path, tmp_path: Path
+) -> None:
+    own = plans_of(recipe)["tokenize"]
+    moved = recipe_with(tmp_path / "elsewhere.json", recipe.tokens.tokenizer.sha256, text)  # type: ignore[union-attr]
+    assert plans_of(moved)["tokenize"].fingerprint == own.fingerprint
+    assert plans_of(recipe_with(tmp_path / "own.json", "0" * 64, text))["tokenize"].fingerprint != own.fingerprint
+    assert plans_of(load_recipe("smoke"))["tokenize"].identity["tokenizer"] == "bytes"  # as ever
+
+
+def test_the_file_travels_with_the_tokens(recipe: Recipe, tmp_path: Path) -> None:
+    store, plan = LocalStore(tmp_path / "store"), ArtifactPlan("tokenize", "files", {})
+    with pytest.raises(UserError, match=r"tokenizer.json: missing"):
+        tokenizer_of(recipe.tokens, store, plan.prefix)
+    keep_tokenizer(recipe, plan, store)
+    (tmp_path / "own.json").unlink()
+    check_tokenizer(recipe, plan, store)
+    assert tokenizer_of(recipe.tokens, store, plan.prefix).n_vocab == IDS
+    store.put(f"{plan.prefix}/tokenizer.json", b"{}")
+    with pytest.raises(UserError, match=r"damaged \(sha256 differs\)"):
+        tokenizer_of(recipe.tokens, store, plan.prefix)
+
+
+@pytest.mark.parametrize(
+    ("content", "digest", "vocab_size", "message"),
+    [
+        (None, None, IDS, r"own.json: cannot be read \(No such file or directory\)"),
+        (b"same", "0" * 64, IDS, r"its sha256 is .*, and the recipe has 0000"),
+        (b"same", None, IDS - 1, r"model.vocab_size 699 is smaller than the 700 ids of tokens.tokenizer 'own, sha256 "),
+        (b"{", None, IDS, r"own.json: not a tokenizer file \(JSONDecodeError\)"),
+        (
+            b'{"model": {"vocab": {"a": 0}}}',
+            None,
+            IDS,
+            r"own.json: not a byte-level BPE|own.json: not a tokenizer file",
+        ),
+        (b"reordered", None, IDS, r"own.json: not a byte-level BPE with GPT-2's pattern"),
+        (b"\xff\xfe", None, IDS, r"own.json: not a tokenizer file"),
+    ],
+)
+def test_a_wrong_tokenizer_file_is_refused_in_a_line(
+    trained: bytes, text: Path, tmp_path: Path, content: bytes | None, digest: str | None, vocab_size: int, message: str
+) -> None:
+    if content == b"reordered":
+        values = json.loads(trained)
+        values["pre_tokenizer"]["add_prefix_space"] = True
+        content = json.dumps(values).encode()
+    content = trained if content == b"same" else content
+    if content is not None:
+        (tmp_path / "own.json").write_bytes(content)
+    recipe = recipe_with(tmp_path / "own.json", digest or sha256(content or b"").hexdigest(), text, vocab_size)
+    with pytest.raises(UserError, match=message) as error:
+        check_tokenizer(recipe, plans_of(recipe)["tokenize"], LocalStore(tmp_path / "store"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_run_with_its_own_tokenizer_is_exported_with_it(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    project = Project(tmp_path / "project")
+    values = yaml.safe_load((project.folder / "tiny.yaml").read_text())
+    values["train"] |= {"max_steps": 4, "warmup_steps": 1, "val_every": None}
+    values["tokens"] |= {"max_tokens": 20_000, "val_shards": 2}
+    values["evaluate"] |= {"val_tokens": 2048}
+    values["export"] |= {"formats": ["hf", "gguf"]}
+    (project.folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    project.run("tokenizer", "train", "tiny.yaml", "--vocab-size", "280", "--out", "own.json")
+    content = (project.folder / "own.json").read_bytes()
+    values["tokens"]["tokenizer"] = {"file": "own.json", "sha256": sha256(content).hexdigest()}
+    values["model"]["vocab_size"] = 280
+    (project.folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    project.run("run", "tiny.yaml")
+    (project.folder / "own.json").unlink()
+    assert project.path("tokenize", "tokenizer.json").read_bytes() == content
+    facts = project.artifact("evaluate").facts
+    encoding = own_tokenizer(content, "it")
+    assert 0 < facts["val/bits_per_byte"] < facts["val/loss"] / np.log(2)  # its tokens have several bytes
+    theirs = AutoTokenizer.from_pretrained(project.path("export", "tokenizer.json").parent)
+    line = "the store keeps what größer ist"
+    assert theirs(line)["input_ids"] == encoding.encode_ordinary(line)
+    assert project.run("sample", "tiny", "--prompt", "the ", "--tokens", "5").stdout.startswith("the ")
