@@ -24,6 +24,7 @@ from trainer.events import EventLog
 from trainer.health import Health
 from trainer.loop import Verdict, step
 from trainer.metrics import PhaseClock
+from trainer.optim import Rates
 from trainer.parallel import Agreement, World
 from trainer.store import LocalStore
 
@@ -49,7 +50,7 @@ class Training:
             iter([(self.tokens, self.tokens)] * self.count),
             self.count,
             self.count * self.size,
-            LEARNING_RATE,
+            Rates.adamw(LEARNING_RATE),
             self.done,
             judge,
             update_first=self.engine.guarded,

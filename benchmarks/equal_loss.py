@@ -40,6 +40,7 @@ from trainer.config import micro_batch_count, sequences_per_step
 from trainer.data import TokenData, to_device
 from trainer.engine import Engine, make_engine
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, UserError
+from trainer.optim import rates_of
 from trainer.parallel import World
 from trainer.shards import local_shards, sequences_of
 
@@ -111,7 +112,7 @@ def run_steps(
         loss_and_norm = engine.accumulate(batches, count, mean_share / world.world_size, done + step + 1)
         loss, norm = loss_and_norm.tolist()
         loss = world.sum(loss)[0] / world.world_size
-        engine.update(rate, loss_and_norm, done + step + 1)
+        engine.update(rates_of(rate, done + step, train), loss_and_norm, done + step + 1)
         if not (abs(loss) < 100 and abs(norm) < 1e6):
             raise RuntimeError(f"{name}: step {step + 1}: loss {loss}, gradient norm {norm}")
         history.append((loss, norm))

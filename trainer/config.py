@@ -81,6 +81,11 @@ class ModelConfig(Section):
         return self.vocab_size * c + self.block_size * c + self.n_layer * block + 2 * c
 
     @property
+    def matrix_parameters(self) -> int:
+        """Those of the blocks' matrices, which Muon moves."""
+        return 12 * self.n_layer * self.n_embd**2
+
+    @property
     def flops_per_token(self) -> int:
         """FLOPs of forward and backward: 6N + 12·L·C·T, N without position embeddings and with the padded vocabulary,
         whose rows are computed too.
@@ -147,7 +152,57 @@ class TrainConfig(Section):
         default=None, ge=1, description="Length of the ramp, from the start of the run [tokens]"
     )
     max_steps: int = Field(ge=1, description="Length of the training [optimizer steps]")
-    learning_rate: float = Field(gt=0, allow_inf_nan=False, description="Peak learning rate")
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="muon: Muon for the matrices of the blocks, AdamW for embeddings, head and vectors. Muon computes "
+        "in bf16, so precision fp16 is refused",
+    )
+    learning_rate: float = Field(
+        gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW; the schedule holds for all rates alike"
+    )
+    embedding_learning_rate: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="With muon: AdamW's peak for the embeddings, GPT-2's tied one among them; nanochat has 0.3 for "
+        "untied ones; null: learning_rate",
+    )
+    head_learning_rate: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="With muon: AdamW's peak for an untied head; nanochat has 0.008; null: learning_rate",
+    )
+    muon_learning_rate: float = Field(
+        default=0.02, gt=0, allow_inf_nan=False, description="Muon's peak (the value of modded-nanogpt and nanochat)"
+    )
+    muon_momentum: float = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="Muon's momentum (Jordan et al. 2024; torch.optim.Muon); nanochat has 0.97",
+    )
+    muon_momentum_warmup_steps: int = Field(
+        default=300,
+        ge=0,
+        description="Linear warm-up of the momentum from 0.85, as modded-nanogpt; nanochat has 400 [optimizer steps]",
+    )
+    muon_weight_decay: float = Field(
+        default=0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="Muon's cautious weight decay (torch.optim.Muon's value); nanochat has 0.28 x sqrt(batch_tokens / "
+        "2^19) x (tokens of its 12-layer model / tokens of this run)",
+    )
+    muon_weight_decay_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Muon's weight decay over the run; linear and cosine (nanochat) end at 0"
+    )
+    muon_beta2: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="NorMuon's decay of the mean squares of a matrix's rows (Li et al. 2025: 0.95); null: plain Muon",
+    )
     warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up from 0 to the peak [optimizer steps]")
     schedule: Literal["cosine", "wsd", "linear", "constant"] = Field(
         default="cosine", description="Learning rate after the warm-up; wsd: constant, then a linear decay"
@@ -162,7 +217,7 @@ class TrainConfig(Section):
         default=0.2, gt=0, le=1, description="Length of the decay of wsd, at the end [fraction of max_steps]"
     )
     weight_decay: float = Field(
-        default=0.1, ge=0, allow_inf_nan=False, description="AdamW's decay of the two-dimensional tensors"
+        default=0.1, ge=0, allow_inf_nan=False, description="AdamW's decay of its two-dimensional tensors"
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment")
@@ -253,6 +308,17 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _optimizer_fits(self) -> Self:
+        if self.optimizer == "muon":
+            if self.precision == "fp16":
+                raise ValueError("precision fp16 cannot serve optimizer muon, which computes in bf16; use bf16 or fp32")
+            return self
+        for name in MUON_FIELDS:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} belongs to optimizer muon; set train.optimizer to muon, or remove it")
+        return self
+
     @field_validator("val_tokens")
     @classmethod
     def _some_tokens(cls, value: int | str) -> int | str:
@@ -289,11 +355,26 @@ class TrainConfig(Section):
 
 # Fields that came later. A training that leaves them out keeps the fingerprint that it had before.
 ADDED_FIELDS = ("stop_at", "init_from", "branch_from")
+# Fields without a meaning for AdamW alone, whose trainings keep their fingerprints, too.
+MUON_FIELDS = (
+    "embedding_learning_rate",
+    "head_learning_rate",
+    "muon_learning_rate",
+    "muon_momentum",
+    "muon_momentum_warmup_steps",
+    "muon_weight_decay",
+    "muon_weight_decay_schedule",
+    "muon_beta2",
+)
 
 
 def identity_of(train: TrainConfig) -> dict[str, Any]:
-    """The section as it decides the weights: without added fields, and their members, that are not set."""
+    """The section as it decides the weights: without added fields, and their members, that are not set, and without
+    those of an optimizer that does not run."""
     values = train.model_dump()
+    if train.optimizer == "adamw":
+        for name in ("optimizer", *MUON_FIELDS):
+            del values[name]
     for name in ADDED_FIELDS:
         if (value := values.pop(name)) is not None:
             values[name] = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
@@ -447,6 +528,12 @@ def val_tokens(model: ModelConfig, train: TrainConfig) -> int:
 def val_share(model: ModelConfig, train: TrainConfig) -> float:
     """The time of all validations of a run as a share of its training steps'."""
     return validations(train) * val_tokens(model, train) / 3 / tokens_before(train.max_steps, train)
+
+
+def state_bytes(model: ModelConfig, train: TrainConfig) -> int:
+    """The size of weights and optimizer in float32, in memory and in a checkpoint: AdamW has two moments of every
+    parameter, Muon only the momentum of its matrices. (NorMuon's numbers a row are left out: less than 0.1%.)"""
+    return 12 * model.parameters - (4 * model.matrix_parameters if train.optimizer == "muon" else 0)
 
 
 def steps_to_come(done: int, train: TrainConfig) -> float:

@@ -23,7 +23,7 @@ from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, batch_stages
 from trainer.errors import UserError
 from trainer.fused import gemm
 from trainer.model import GPT, Branches
-from trainer.optim import AdamW
+from trainer.optim import Rates, optimizer_for
 from trainer.parallel import FlatGradients, World, autocast_on, precision_on
 from trainer.pieces import Piece, training_tensors
 from trainer.process import failpoint
@@ -63,8 +63,9 @@ class Engine(Protocol):
         """
         ...
 
-    def update(self, learning_rate: float, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
-        """Clip the gradient and apply it as AdamW's update `number` (from 1) if `apply`. Returns whether it did."""
+    def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
+        """Clip the gradient and apply it as the optimizer's update `number` (from 1) if `apply`. Returns whether it
+        did."""
         ...
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -109,7 +110,8 @@ class Engine(Protocol):
 
 
 class PlainEngine:
-    """The module of `trainer/model.py` with autocast, torch's fused AdamW and one all-reduce, compiled or not."""
+    """The module of `trainer/model.py` with autocast, an optimizer of `trainer/optim.py` and one all-reduce; compiled
+    or not."""
 
     guarded, branching = False, True
     tokens_at_once: int | None = None
@@ -128,7 +130,9 @@ class PlainEngine:
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(batch_stages(train)))
             self.forward = torch.compile(self.model, dynamic=False)
-        self.optimizer = AdamW(self.model, train)
+        if train.optimizer == "muon" and self.precision == "fp16":
+            raise UserError(f"train.optimizer: muon computes in bf16, which {device_name(world.device)} does not have")
+        self.optimizer = optimizer_for(self.model, train)
         self.gradients = FlatGradients.of(self.model)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.precision == "fp16")
 
@@ -156,11 +160,11 @@ class PlainEngine:
             total += loss.detach()
         return total
 
-    def update(self, learning_rate: float, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
+    def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
         scale = self.scaler.get_scale()
         if apply:
             self.gradients.clip_(loss_and_norm[1], self.train.grad_clip)
-            self.optimizer.learning_rate = learning_rate
+            self.optimizer.rates = rates
             self.scaler.step(self.optimizer)  # type: ignore[arg-type]
         self.scaler.update()
         return apply and self.scaler.get_scale() >= scale  # fp16 may overflow
@@ -252,9 +256,9 @@ class FusedEngine:
             total += self.step.backward(tokens, targets, 1 / (mean_share * tokens.size(1)), last=i == count - 1)
         return self.state.finish(total)
 
-    def update(self, learning_rate: float, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
+    def update(self, rates: Rates, loss_and_norm: Tensor, number: int, apply: bool = True) -> bool:
         if apply:
-            self.state.update(learning_rate, number, loss_and_norm)
+            self.state.update(rates, number, loss_and_norm)
         return apply
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -327,6 +331,8 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
         return f"it needs a CUDA device, this is {device.type}"
     if torch.version.hip:
         return "its kernels are written for CUDA, this is ROCm"
+    if train.optimizer == "muon":
+        return "it does not have Muon yet"
     if train.precision in ("fp32", "fp16"):
         return f"it computes in bf16, but train.precision is {train.precision}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):

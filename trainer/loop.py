@@ -32,7 +32,7 @@ from trainer.events import EventLog, RolledBack, Skipped, Slow, Started
 from trainer.fit import Fit, fit_micro_batch
 from trainer.health import Health, Watchdog, diagnosis, is_rollback_point
 from trainer.metrics import mfu, peak_flops
-from trainer.optim import learning_rate_at
+from trainer.optim import Rates, rates_at
 from trainer.parallel import Agreement, World
 from trainer.process import StopSignal, failpoint, log_line
 from trainer.shards import sequences_of
@@ -136,7 +136,7 @@ def train(
             due = save_clock.due_at(state.step + 1) or (
                 world.rank == 0 and (save_clock.due_now() or measured_next) and not checkpointer.busy
             )
-            learning_rate = learning_rate_at(state.step, config)
+            rates = rates_at(state.step, config)
             next_ones = upcoming if state.step + 1 < config.max_steps else range(0)
             votes = StepVotes(world, stop, due, data, sequences, next_ones)
             verdict, applied = step(
@@ -144,7 +144,7 @@ def train(
                 watchdog.each(batches),
                 micro_batch_count(len(sequences), fit.micro_batch_size),
                 batch_tokens / model_config.block_size / world.world_size,
-                learning_rate,
+                rates,
                 state.optimizer_steps + 1,
                 votes.judge(state, config, engine),
                 update_first=update_comes_first(engine, config),
@@ -157,7 +157,7 @@ def train(
             watchdog.step_done(seconds)
             tokens_per_second = batch_tokens / seconds
             utilization = mfu(tokens_per_second, model_config, world.world_size, peak) if peak else None
-            log_step(log, engine, state.step, verdict, learning_rate, tokens_per_second, utilization)
+            log_step(log, engine, state.step, verdict, rates.vector, tokens_per_second, utilization)
             evidence = state.health.diverged(config)
             if not state.health.not_finite:
                 checkpointer.prove()  # the loss of this step is that of the weights before it
@@ -216,7 +216,7 @@ def step(
     batches: Batches,
     count: int,
     mean_share: float,
-    learning_rate: float,
+    rates: Rates,
     number: int,
     judge: Callable[[PendingNumbers], Verdict],
     update_first: bool,
@@ -232,11 +232,11 @@ def step(
     before_update()
     numbers = PendingNumbers(loss_and_norm)
     if update_first:
-        engine.update(learning_rate, loss_and_norm, number)
+        engine.update(rates, loss_and_norm, number)
         verdict = judge(numbers)
         return verdict, verdict.anomaly is None
     verdict = judge(numbers)
-    return verdict, engine.update(learning_rate, loss_and_norm, number, apply=verdict.anomaly is None)
+    return verdict, engine.update(rates, loss_and_norm, number, apply=verdict.anomaly is None)
 
 
 def update_comes_first(engine: Engine, config: TrainConfig) -> bool:

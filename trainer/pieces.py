@@ -49,16 +49,13 @@ class Piece:
 
 
 def training_tensors(model: torch.nn.Module, optimizer: AdamW) -> dict[str, Piece]:
-    """Weights and moments under stable names. They share memory with the tensors that training changes."""
-    kinds: dict[str, Mapping[Tensor, Tensor]] = {
-        "model": {p: p for p in model.parameters()},
-        "exp_avg": optimizer.exp_avg,
-        "exp_avg_sq": optimizer.exp_avg_sq,
-    }
+    """Weights and the optimizer's state under stable names. They share memory with the tensors of the training."""
+    kinds: dict[str, Mapping[Tensor, Tensor]] = {"model": {p: p for p in model.parameters()}, **optimizer.state()}
     return {
         f"{kind}.{name}": Piece.whole(tensors[p])
         for kind, tensors in kinds.items()
         for name, p in model.named_parameters()
+        if p in tensors
     }
 
 

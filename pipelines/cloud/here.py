@@ -26,7 +26,7 @@ from pipelines.nodes.address import processes_on_this_node
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.ledger import attempts
-from trainer.config import ModelConfig
+from trainer.config import ModelConfig, state_bytes
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 
@@ -125,7 +125,7 @@ def speed_on_cpu(model: ModelConfig, nodes: int = 1) -> Throughput:
 
 def disk_bytes(recipe: Recipe, stages: list[str], local: bool) -> float:
     """What the stages keep on this disk: shards of 2 bytes a token, of which the cache of a bucket may keep fewer; two
-    checkpoints and one being written, of 12 bytes a parameter; the weights twice."""
+    checkpoints and one being written; the weights twice."""
     shards = 2.0 * tokens_of(recipe) if "tokenize" in stages or not local else 0.0
-    checkpoints = 3 * 12 * recipe.model.parameters if "train" in stages else 0
+    checkpoints = 3 * state_bytes(recipe.model, recipe.train) if "train" in stages else 0
     return shards + checkpoints + 2 * 4 * recipe.model.parameters

@@ -38,7 +38,7 @@ from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
 from trainer.commits import checkpoint_seconds, committed_state, rows_of
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, tokens_before, val_tokens
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, state_bytes, tokens_before, val_tokens
 from trainer.errors import UserError
 from trainer.store import Store
 
@@ -262,7 +262,7 @@ def memory_lines(recipe: Recipe, candidates: Iterable[Candidate]) -> Iterator[st
         size = recipe.runtime.micro_batch_size
         if size == "auto":
             size = fitting_micro_batch(recipe.model, recipe.train, recipe.runtime, gpus, ranks)
-        needed = memory_gib(recipe.model, recipe.runtime, recipe.train.precision, gpus, ranks, size)
+        needed = memory_gib(recipe.model, recipe.train, recipe.runtime, gpus, ranks, size)
         line = f"{gpus.partition(':')[0]} {needed:.0f} of {available:.0f} GiB"
         known.setdefault(f"memory with micro-batches of {size}", []).append(line)
     for what, lines in known.items():
@@ -440,7 +440,7 @@ def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
     recipe = work.recipe
     train, runtime, tokens = recipe.train, recipe.runtime, training_tokens(work)
     gpus = nodes * gpu_count(offer.accelerators or ":1")
-    stall = 12 * recipe.model.parameters / gpus / STALL_BYTES_PER_SECOND  # weights and two moments in float32
+    stall = state_bytes(recipe.model, train) / gpus / STALL_BYTES_PER_SECOND
     if runtime.checkpoint_minutes == "auto":
         between = 3600 * hours_between(offer, nodes)
         segment = checkpoint_seconds(max(LEAST_STALL_SECONDS, stall), between) / 3600

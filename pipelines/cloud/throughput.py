@@ -27,6 +27,7 @@ from trainer.config import (
     check_shares,
     micro_batch_of,
     sequences_per_step,
+    state_bytes,
 )
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
@@ -140,6 +141,9 @@ def check_gpus(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, a
     check_shares(model, train, nodes * ranks)
     if train.precision.startswith("fp8") and gpu_of(accelerators) not in FP8:
         raise UserError(f"no hardware for train.precision {train.precision}; these GPUs have it: {', '.join(FP8)}")
+    if train.optimizer == "muon" and gpu_of(accelerators) in NO_BF16:
+        name = accelerators.partition(":")[0]
+        raise UserError(f"train.optimizer: muon computes in bf16, which {name} does not have; use another GPU")
     if runtime.device != "cpu":
         check_memory(model, train, runtime, accelerators, nodes * ranks)
 
@@ -150,7 +154,7 @@ def check_memory(model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig,
     if available is None:
         return
     size = 1 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
-    needed = memory_gib(model, runtime, train.precision, accelerators, ranks, size)
+    needed = memory_gib(model, train, runtime, accelerators, ranks, size)
     if needed <= available:
         return
     gpu = accelerators.partition(":")[0]
@@ -174,12 +178,12 @@ def available_gib(accelerators: str) -> float | None:
 
 
 def memory_gib(
-    model: ModelConfig, runtime: RuntimeConfig, precision: str, accelerators: str, ranks: int, micro_batch: int
+    model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, ranks: int, micro_batch: int
 ) -> float:
     """The expected peak of one of `ranks` GPUs, with micro-batches of so many sequences."""
-    engine = engine_of(runtime, precision, accelerators)
-    plain = engine.partition(" ")[0]
-    state = (6 + 12 / ranks if plain == "fused" else 16) * model.parameters
+    engine = engine_of(runtime, train.precision, accelerators)
+    plain, sharded = engine.partition(" ")[0], state_bytes(model, train)
+    state = 6 * model.parameters + sharded / ranks if plain == "fused" else 4 * model.parameters + sharded
     layer = (RECOMPUTED_BYTES if runtime.recompute else LAYER_BYTES)[engine] * model.n_layer * model.n_embd
     head = HEAD_BYTES[plain] * model.padded_vocab_size
     return (state + micro_batch * model.block_size * (layer + head)) / 2**30
@@ -191,7 +195,7 @@ def fitting_micro_batch(
     """The largest micro-batch, in sequences, that is expected to fit on such a GPU; 0: not even one."""
     available = available_gib(accelerators)
     assert available is not None
-    none, one = (memory_gib(model, runtime, train.precision, accelerators, ranks, size) for size in (0, 1))
+    none, one = (memory_gib(model, train, runtime, accelerators, ranks, size) for size in (0, 1))
     most = min(MAX_TOKENS // model.block_size, max(0, math.floor((available - none) / (one - none))))
     share = -(-sequences_per_step(model, train) // ranks)
     return micro_batch_of(share, most) if most else 0

@@ -131,8 +131,22 @@ def test_the_expected_memory_is_within_six_percent_of_every_measured_peak(known:
     recipe, size = SMALL if known.size == "124M" else LARGE, measurements().sizes[known.size]
     runtime = RuntimeConfig(engine="auto" if known.engine == "fused" else known.engine, recompute=known.recompute)  # type: ignore[arg-type]
     ranks = int(known.gpus.partition(":")[2])
-    needed = memory_gib(recipe.model, runtime, known.precision, known.gpus, ranks, size.micro_batch_size)
+    train = recipe.train.model_copy(update={"precision": known.precision})
+    needed = memory_gib(recipe.model, train, runtime, known.gpus, ranks, size.micro_batch_size)
     assert needed == pytest.approx(known.memory_gib, rel=0.06)
+
+
+def test_muon_needs_no_memory_for_a_second_moment_of_the_blocks_matrices() -> None:
+    muon = SMALL.train.model_copy(update={"optimizer": "muon"})
+    for ranks in (1, 8):
+        one, other = (memory_gib(SMALL.model, t, SMALL.runtime, "H100:8", ranks, 1) for t in (SMALL.train, muon))
+        assert one - other == pytest.approx(4 * SMALL.model.matrix_parameters / ranks / 2**30)
+
+
+def test_muon_on_gpus_without_bf16_is_refused_before_they_are_rented() -> None:
+    muon = SMALL.train.model_copy(update={"optimizer": "muon"})
+    with pytest.raises(UserError, match="^train.optimizer: muon computes in bf16, which V100 does not have"):
+        check_gpus(SMALL.model, muon, SMALL.runtime, "V100:8", 1)
 
 
 def test_what_does_not_fit_on_a_card_is_refused_with_what_does() -> None:

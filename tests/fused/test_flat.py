@@ -23,7 +23,7 @@ from trainer.events import EventLog
 from trainer.fused.flat import FlatState, Layout
 from trainer.metrics import PhaseClock
 from trainer.model import GPT
-from trainer.optim import AdamW
+from trainer.optim import AdamW, Rates
 from trainer.parallel import World
 from trainer.pieces import contiguous_runs, training_tensors
 from trainer.store import LocalStore
@@ -62,7 +62,7 @@ class Reference:
         for name, p in self.model.named_parameters():
             p.grad = self.mean([each[name] for each in ranks])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), TRAIN.grad_clip or math.inf)
-        self.optimizer.learning_rate = TRAIN.learning_rate / number
+        self.optimizer.rates = Rates.adamw(TRAIN.learning_rate / number)
         self.optimizer.step()
         return float(norm)
 
@@ -110,7 +110,7 @@ def updates_are_adamws(world: World, folder: Path, **options: str) -> None:
         norm = reference.step(number)
         loss_and_norm = backward(state, gradients(number, world.rank), loss=float(world.rank))
         torch.testing.assert_close(loss_and_norm.cpu(), torch.tensor([(world.world_size - 1) / 2, norm]))
-        state.update(TRAIN.learning_rate / number, number, loss_and_norm)
+        state.update(Rates.adamw(TRAIN.learning_rate / number), number, loss_and_norm)
         assert_agrees(state, reference)
     held = sum(tensor.numel() for tensor in (state.master, state.exp_avg, state.exp_avg_sq))
     cut = 1 if options.get("data_parallel") == "all_reduce" else world.world_size
@@ -129,7 +129,7 @@ def one_ranks_nan_changes_nothing(world: World, folder: Path) -> None:
     reference, state = Reference(world.world_size), flat_state(world)
     held = (state.master, state.exp_avg, state.exp_avg_sq)
     reference.step(1)
-    state.update(TRAIN.learning_rate, 1, backward(state, gradients(1, world.rank)))
+    state.update(Rates.adamw(TRAIN.learning_rate), 1, backward(state, gradients(1, world.rank)))
     before = [tensor.clone() for tensor in held]
     last_rank = world.rank == world.world_size - 1
     broken = gradients(2, world.rank)
@@ -139,10 +139,10 @@ def one_ranks_nan_changes_nothing(world: World, folder: Path) -> None:
         backward(state, gradients(2, world.rank), loss=math.inf if last_rank else 0.0),
     ):
         assert not loss_and_norm.isfinite().all()
-        state.update(TRAIN.learning_rate, 2, loss_and_norm)
+        state.update(Rates.adamw(TRAIN.learning_rate), 2, loss_and_norm)
         assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
     reference.step(2)
-    state.update(TRAIN.learning_rate / 2, 2, backward(state, gradients(2, world.rank)))
+    state.update(Rates.adamw(TRAIN.learning_rate / 2), 2, backward(state, gradients(2, world.rank)))
     assert_agrees(state, reference)
 
 
@@ -153,7 +153,7 @@ def checkpointer(world: World, folder: Path) -> Checkpointer:
 def saves_after_two_updates(world: World, folder: Path) -> None:
     state, log = flat_state(world), EventLog(None, PhaseClock())
     for number in (1, 2):
-        state.update(TRAIN.learning_rate / number, number, backward(state, gradients(number, world.rank)))
+        state.update(Rates.adamw(TRAIN.learning_rate / number), number, backward(state, gradients(number, world.rank)))
     saving = checkpointer(world, folder)
     saving.save(TrainState(step=2), state.pieces(), log)
     saving.finish(log)
@@ -173,7 +173,7 @@ def resumes_from_two_ranks(world: World, folder: Path) -> None:
         # For any number of ranks, their mean gradient is that of the two.
         both = zip(gradients(3, 0).items(), gradients(3, 1).values(), strict=True)
         loss_and_norm = backward(state, {name: (a + b) / 2 for (name, a), b in both})
-        state.update(TRAIN.learning_rate / 3, 3, loss_and_norm)
+        state.update(Rates.adamw(TRAIN.learning_rate / 3), 3, loss_and_norm)
         assert_agrees(state, reference)
 
 

@@ -23,6 +23,7 @@ from trainer.events import Slow
 from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
 from trainer.model import GPT
+from trainer.optim import Rates
 from trainer.parallel import World
 from trainer.scoring import Row, Scored, score_rows
 from trainer.shards import slices
@@ -139,7 +140,7 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0) -> lis
     for number in range(1, count + 1):
         tokens = torch.randint(0, 140, (2, 2, 17), generator=noise)
         found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2, 4, number)
-        assert engine.update(1e-2, found, number)
+        assert engine.update(Rates.adamw(1e-2), found, number)
         losses.append(float(found[0]))
     return losses
 
@@ -156,7 +157,7 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     one.state.weights["h.0.ln_1.bias"][0] = torch.nan
     tokens = torch.randint(0, 140, (2, 17))
     found = one.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), 1)
-    one.update(1e-2, found, 1)
+    one.update(Rates.adamw(1e-2), found, 1)
     assert not torch.isfinite(found).all()
     assert all(torch.equal(before[name], w) for name, w in one.weights().items())
 
@@ -237,7 +238,7 @@ def test_the_eager_engine_can_rehearse_in_fp16() -> None:
     tokens = torch.randint(0, 140, (2, 17))
     for number in (0, 0, 1):
         found = engine.accumulate(iter([(tokens[:, :-1], tokens[:, 1:])]), 1, len(tokens), number)
-    assert engine.update(1e-3, found, 1) and found.isfinite().all()
+    assert engine.update(Rates.adamw(1e-3), found, 1) and found.isfinite().all()
 
 
 @pytest.mark.parametrize("way", ["eager", "fused"])

@@ -143,6 +143,7 @@ def test_a_change_that_the_state_cannot_bear_is_refused_with_the_reason(finished
         "model.n_layer=3": "its n_layer is 2, and model.n_layer is 3",
         "train.batch_tokens=2048": "train.batch_tokens 2048 is 1024 there: the state counts its text in batches",
         "train.beta1=0.8": "train.beta1 0.8 is 0.9 there: the moments of the optimizer were made with it",
+        "train.optimizer=muon": "train.optimizer muon is adamw there: the state of another optimizer has other tensors",
         "train.seed=1": "the state is a position in the order that the seed gives",
         f"train.max_steps={step}": f"max_steps {step} ends before the branch begins",
     }

@@ -14,7 +14,7 @@ from core_bundle import make_bundle
 from pipelines.plan import shipped_estimates
 from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of, run_name
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, val_share
+from trainer.config import MUON_FIELDS, ModelConfig, RuntimeConfig, TrainConfig, val_share
 from trainer.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -57,7 +57,16 @@ OTHER: dict[str, dict[str, Any]] = {
         "batch_ramp_from": 32_768,
         "batch_ramp_tokens": 1_000_000_000,
         "max_steps": 1000,
+        "optimizer": "muon",
         "learning_rate": 5e-4,
+        "embedding_learning_rate": 0.3,
+        "head_learning_rate": 0.008,
+        "muon_learning_rate": 0.03,
+        "muon_momentum": 0.97,
+        "muon_momentum_warmup_steps": 400,
+        "muon_weight_decay": 0.28,
+        "muon_weight_decay_schedule": "cosine",
+        "muon_beta2": 0.95,
         "warmup_steps": 10,
         "schedule": "wsd",
         "min_lr_fraction": 0.1,
@@ -443,7 +452,8 @@ def test_the_table_of_changes_covers_every_field() -> None:
 @pytest.mark.parametrize(("section", "field"), FIELDS)
 def test_a_field_changes_the_fingerprints_downstream_and_no_others(section: str, field: str) -> None:
     ramp = ["train.batch_ramp_from=16384", "train.batch_ramp_tokens=1"]  # one is invalid without the other
-    recipe = load_recipe("gpt2-124m", ramp if field.startswith("batch_ramp") else [])
+    muon = ["train.optimizer=muon"]
+    recipe = load_recipe("gpt2-124m", ramp if field.startswith("batch_ramp") else muon if field in MUON_FIELDS else [])
     values = recipe.model_dump()
     assert values[section][field] != OTHER[section][field]
     if (section, field) == ("tokens", "val_tokens"):
@@ -451,6 +461,12 @@ def test_a_field_changes_the_fingerprints_downstream_and_no_others(section: str,
     values[section][field] = OTHER[section][field]
     before, after = fingerprints(recipe), fingerprints(Recipe.model_validate(values))
     assert {stage for stage in STAGES if before[stage] != after[stage]} == DOWNSTREAM[section]
+
+
+def test_the_fields_of_muon_change_no_fingerprint_of_a_recipe_without_it() -> None:
+    train = plans_of(load_recipe("gpt2-124m"))["train"]
+    assert train.fingerprint == "7c762e5f7e980b95b33440de4d0fb26c90d4a8b4790c512dee44a67ba5ec4e24"  # as before Muon
+    assert not {"optimizer", *MUON_FIELDS} & train.identity["train"].keys()
 
 
 def test_the_name_of_a_recipe_is_in_no_fingerprint() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 import trainer.loop
 from trainer.__main__ import main
 from trainer.engine import PlainEngine
+from trainer.optim import Rates
 
 
 def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -52,10 +53,10 @@ def inject(trouble: dict[str, list[int]], patch: Callable[[Any, str, Any], None]
             sleep_once()
         return loss
 
-    def troubled_update(engine: PlainEngine, learning_rate: float, *args: Any, **options: Any) -> bool:
+    def troubled_update(engine: PlainEngine, rates: Rates, *args: Any, **options: Any) -> bool:
         kinds = active_kinds()
-        learning_rate *= 300 if "spike" in kinds else 1
-        return update(engine, 1e30 if "ruin" in kinds else learning_rate, *args, **options)
+        rate = rates.vector * (300 if "spike" in kinds else 1)
+        return update(engine, Rates.adamw(1e30 if "ruin" in kinds else rate), *args, **options)
 
     patch(trainer.loop, "batch_tokens_at", recording_batch_tokens_at)
     patch(PlainEngine, "backward", troubled_backward)

@@ -131,6 +131,8 @@ def test_infinite_and_nan_numbers_are_refused(section: str, field: str, value: o
         ("train", "batch_tokens", 0, "greater than or equal to 1"),
         ("train", "learning_rate", 0, "greater than 0"),
         ("train", "learning_rate", -1e-3, "greater than 0"),
+        ("train", "optimizer", "sgd", "'adamw' or 'muon'"),
+        ("train", "muon_momentum", 1.0, "less than 1"),
         ("train", "warmup_steps", -1, "greater than or equal to 0"),
         ("train", "weight_decay", -0.1, "greater than or equal to 0"),
         ("train", "grad_clip", 0, "greater than 0"),
@@ -193,6 +195,23 @@ def test_width_must_be_divisible_by_heads() -> None:
     message = complaint("model", n_embd=10, n_head=4)
     assert message == "my.yaml: model: n_embd 10 is not divisible by n_head 4; 8 would be"
     assert complaint("model", n_embd=3, n_head=4).endswith("; 4 would be")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("muon_learning_rate", 0.03), ("embedding_learning_rate", 0.3), ("muon_beta2", 0.95)]
+)
+def test_a_field_of_muon_without_muon_is_refused_but_for_its_default(field: str, value: float) -> None:
+    assert complaint("train", **{field: value}) == (
+        f"my.yaml: train: {field} belongs to optimizer muon; set train.optimizer to muon, or remove it"
+    )
+    assert getattr(configured("train", optimizer="muon", **{field: value}).train, field) == value
+    configured("train", muon_learning_rate=0.02, head_learning_rate=None)
+
+
+def test_muon_in_fp16_is_refused() -> None:
+    assert complaint("train", optimizer="muon", precision="fp16") == (
+        "my.yaml: train: precision fp16 cannot serve optimizer muon, which computes in bf16; use bf16 or fp32"
+    )
 
 
 def test_warmup_must_end() -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.model import GPT, draw
+from trainer.optim import Rates
 from trainer.parallel import World
 from trainer.pieces import Piece
 
@@ -185,14 +186,14 @@ class FlatState:
         """The number of ranks that take part in a step's gradients."""
         return 1 if self.rehearsing else self.world.world_size
 
-    def update(self, learning_rate: float, step: int, loss_and_norm: Tensor) -> None:
+    def update(self, rates: Rates, step: int, loss_and_norm: Tensor) -> None:
         """AdamW's update number `step` (from 1), clipped.
 
         loss_and_norm: the result of `finish`. If it is not finite, nothing changes.
         """
         numbers, train = self._numbers, self.train
         # fill_ passes a number as a kernel argument. A copy from the host would have to wait for the device.
-        numbers[0].fill_(learning_rate)
+        numbers[0].fill_(rates.vector)
         numbers[1].fill_(1 / (1 - train.beta1**step))
         numbers[2].fill_(1 / (1 - train.beta2**step))
         if train.grad_clip is None:
