@@ -14,7 +14,6 @@ kernels. It prints the seconds of every round, of the host's part alone, tokens 
 import argparse
 import collections
 import csv
-import functools
 import json
 import os
 import random
@@ -29,12 +28,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipelines.stages.measures import encoder
+from pipelines.text.tokenizer import tokenizer
 from trainer.config import ModelConfig
-from trainer.core import Kind, core, item_rows, prompts, read_bundle, read_items
-from trainer.hellaswag import hellaswag, hellaswag_rows, read_hellaswag_file
+from trainer.core import Kind, _parts, core, read_bundle
+from trainer.hellaswag import Encode, hellaswag, hellaswag_rows, read_hellaswag_file
 from trainer.model import GPT, Branches
 from trainer.parallel import World, autocast_on
-from trainer.scoring import Scored
+from trainer.scoring import LONGEST_STRIP, TOKENS_AT_ONCE, Scored, _batches, _packed, _sorted, _strips
 
 MODELS = {
     "124M": {"n_layer": 12, "n_head": 12, "n_embd": 768},
@@ -177,6 +178,40 @@ def timed(what: str, rounds: int, counted: Counted, device: torch.device, work: 
     )
 
 
+def host_part(bundle: Path, encode: Encode, end_of_text: int, tokens_at_once: int) -> None:
+    """CORE without a device: the time of each task's rows and batches, and the numbers of tokens."""
+    seconds, whole = {"rows": 0.0, "batches": 0.0}, collections.Counter[str]()
+    for task in read_bundle(bundle):
+        tokens = collections.Counter[str]()
+        began = time.process_time()
+        for _, _, groups in _parts([task], encode, end_of_text, 1024):
+            rows = [row for group in groups for row in group if row]
+            made = time.process_time()
+            strips = _sorted(_strips(rows, LONGEST_STRIP * 1024))
+            batches = _batches(strips, tokens_at_once)
+            for batch in batches:
+                _packed(rows, batch, batch.width)
+            seconds["batches"] += time.process_time() - made
+            seconds["rows"] += made - began
+            tokens["alone"] += sum(row.length - 1 for row in rows)
+            tokens["shared"] += sum(strip.length for strip in strips)
+            tokens["padded"] += sum(batch.height * batch.width for batch in batches)
+            began = time.process_time()
+        whole += tokens
+        print(f"  {task.name}: {in_words(tokens)}")
+    print(f"CORE: {in_words(whole)}")
+    print(
+        f"CORE, the host alone: {seconds['rows']:.1f} s of processor time for reading, tokenizing and making rows, "
+        f"{seconds['batches']:.1f} s for batches",
+        flush=True,
+    )
+
+
+def in_words(tokens: collections.Counter[str]) -> str:
+    alone, shared, padded = (f"{tokens[name] / 1e6:.2f}M" for name in ("alone", "shared", "padded"))
+    return f"{alone} tokens if each row is read alone, {shared} with shared beginnings, {padded} with padding"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time HellaSwag and CORE.")
     parser.add_argument("--hellaswag", type=Path, help="jsonl file of HellaSwag's validation split; without: not timed")
@@ -190,12 +225,10 @@ def main() -> None:
     parser.add_argument("--host-only", action="store_true", help="time reading, tokenizing and making rows alone")
     options = parser.parse_args()
 
-    import tiktoken
-
-    encoding = tiktoken.get_encoding("gpt2")
-    encode = functools.partial(encoding.encode_ordinary_batch, num_threads=os.cpu_count() or 1)
+    encoding = tokenizer("gpt2")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     world = World(0, 0, 1, device)
+    encode = encoder(encoding, world)
     config = ModelConfig(**MODELS[options.model], block_size=1024, vocab_size=50_257)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(
@@ -210,15 +243,7 @@ def main() -> None:
             hellaswag_rows(read_hellaswag_file(options.hellaswag)[: options.items], encode, 1024)
             print(f"HellaSwag, the host alone: {time.perf_counter() - started:.2f} s")
         if not options.no_core:
-            started = time.perf_counter()
-            for task in read_bundle(bundle):
-                begun, items, rows, tokens = time.perf_counter(), read_items(task), 0, 0
-                for group in prompts(task, items, encode, encoding.eot_token):
-                    made = [row for row in item_rows(task.kind, group, 1024) if row]
-                    rows, tokens = rows + len(made), tokens + sum(len(row.tokens) for row in made)
-                seconds = time.perf_counter() - begun
-                print(f"  {task.name}: {len(items):,} items, {rows:,} rows, {tokens:,} tokens; host {seconds:.2f} s")
-            print(f"CORE, the host alone: {time.perf_counter() - started:.2f} s", flush=True)
+            host_part(bundle, encode, encoding.eot_token, options.tokens_at_once or TOKENS_AT_ONCE["cuda"])
         if options.host_only:
             return
         model = GPT(config)

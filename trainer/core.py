@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
@@ -48,7 +48,7 @@ TASKS = (
 )
 TASKS_FILE, BASELINES_FILE, DATA_FOLDER = "core.yaml", "eval_meta_data.csv", "eval_data"
 SHUFFLE_SEED, EXAMPLES_SEED = 1337, 1234
-PART = 2000  # items whose rows are made at once
+PART = 5000  # items whose rows are made and scored at once: of more, fewer tokens are padding
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 KINDS: tuple[Kind, ...] = ("multiple_choice", "schema", "language_modeling")
@@ -158,10 +158,10 @@ def _answers(
 def _parts(
     tasks: Sequence[Task], encode: Encode, end_of_text: int, block_size: int
 ) -> Iterator[tuple[Task, list[Item], list[list[Row | None]]]]:
-    """The items of all tasks with their rows, PART at a time: they take the host about a second."""
+    """The items of all tasks with their rows, PART at a time: they take the host about half a second."""
     for task in tasks:
         items = read_items(task)
-        rows = (item_rows(task.kind, tokens, block_size) for tokens in prompts(task, items, encode, end_of_text))
+        rows = (item_rows(task.kind, item, block_size) for item in prompts(task, items, encode, end_of_text))
         for begin in range(0, len(items), PART):
             part = items[begin : begin + PART]
             yield task, part, list(itertools.islice(rows, len(part)))
@@ -188,32 +188,77 @@ def _is_right(kind: Kind, item: Item, scores: list[RowScore | None]) -> bool:
 # --- prompts
 
 
-def prompts(task: Task, items: Sequence[Item], encode: Encode, end_of_text: int) -> Iterator[list[Tokens]]:
-    """The prompts of every item as tokens. Language modelling has two: without its continuation and with it."""
-    examples = [] if not task.examples else [item.prompts(task.delimiter)[item.right] + "\n\n" for item in items]
-    example_tokens = _encode_before_text(encode, examples)
+class Prompts(NamedTuple):
+    """The prompts of an item as tokens: the beginning that all have in common, and the rest of each. Language modelling
+    has two prompts: without its continuation and with it."""
+
+    beginning: Tokens
+    rests: list[Tokens]
+
+
+class _Pieces(NamedTuple):
+    """The prompts of an item as texts, each in pieces that are encoded by themselves, as `Prompts`."""
+
+    beginning: tuple[str, ...]
+    rests: list[tuple[str, ...]]
+
+
+def prompts(task: Task, items: Sequence[Item], encode: Encode, end_of_text: int) -> Iterator[Prompts]:
+    """The prompts of every item. Each piece of text is encoded once, in however many prompts it is."""
+    own = [_own_pieces(task, item) for item in items]
+    shown = [_as_example(task, item, pieces) for item, pieces in zip(items, own, strict=True)] if task.examples else []
+    texts = dict.fromkeys(text for pieces in own for some in (pieces.beginning, *pieces.rests) for text in some)
+    texts |= dict.fromkeys(text for pieces in shown for text in pieces)
+    tokens_of = dict(zip(texts, _arrays(encode(list(texts))), strict=True))
+    # Without the letter behind each: see `_as_example`.
+    examples = [_joined([tokens_of[text] for text in pieces])[:-1] for pieces in shown]
+    in_text = [_begins_in_text(pieces[0]) for pieces in shown]
     bos = np.array([end_of_text], dtype=np.int32)
-    for i in range(len(items)):
-        if i % PART == 0:
-            own = [_own_prompts(task, one) for one in items[i : i + PART]]
-            own_tokens = iter(_arrays(encode([text for texts in own for text in texts])))
-        texts = own[i % PART]
+    for i, (beginning, rests) in enumerate(own):
         shots = few_shot(i, len(items), task.examples)
-        parts = [next(own_tokens) for _ in texts]
-        if all(_begins_in_text(text) for text in (*(examples[j] for j in shots[1:]), *texts)):
-            context = np.concatenate([bos, *(example_tokens[j] for j in shots)])
-            yield [np.concatenate((context, part)) for part in parts]
+        firsts = beginning[:1] or [rest[0] for rest in rests]
+        if all(in_text[j] for j in shots[1:]) and all(map(_begins_in_text, firsts)):
+            context = [bos, *(examples[j] for j in shots), *(tokens_of[text] for text in beginning)]
+            yield Prompts(np.concatenate(context), [_joined([tokens_of[text] for text in rest]) for rest in rests])
         else:
-            before = "".join(examples[j] for j in shots)
-            yield [np.concatenate((bos, part)) for part in _arrays(encode([before + text for text in texts]))]
+            before = "".join("".join(shown[j])[:-1] for j in shots)
+            yield Prompts(bos, _arrays(encode([before + "".join(beginning + rest) for rest in rests])))
 
 
-def _own_prompts(task: Task, item: Item) -> list[str]:
-    texts = item.prompts(task.delimiter)
-    if task.kind != "language_modeling":
-        return texts
-    # Without white space at its end, which would be a token of its own there and part of the next one in the other.
-    return [f"{item.beginnings[0]}{task.delimiter}".strip(), texts[0]]
+def _own_pieces(task: Task, item: Item) -> _Pieces:
+    cut = [_cut(begin + task.delimiter, item.endings) for begin in item.beginnings]
+    if task.kind == "language_modeling":
+        # Without white space at its end, which would be a token of its own there and part of the next one in the other.
+        without = f"{item.beginnings[0]}{task.delimiter}".strip()
+        if cut[0] and cut[0][0] == without:
+            return _Pieces((without,), [(), (cut[0][1][0],)])
+        return _Pieces((), [(without,), (item.prompts(task.delimiter)[0],)])
+    if len(cut) == 1 and cut[0]:
+        return _Pieces((cut[0][0],), [(ending,) for ending in cut[0][1]])
+    if all(cut):
+        return _Pieces((), [(head, ending) for head, endings in filter(None, cut) for ending in endings])
+    return _Pieces((), [(text,) for text in item.prompts(task.delimiter)])
+
+
+def _as_example(task: Task, item: Item, own: _Pieces) -> tuple[str, ...]:
+    """The pieces of an item that is an example, with a letter behind it.
+
+    The tokenizers split a text at the end of white space before they merge, but an empty line at the end of a whole
+    text is one token where in front of a letter it is two. So each example is encoded with a letter after it.
+    """
+    *pieces, last = own.beginning + own.rests[-1 if task.kind == "language_modeling" else item.right]
+    return (*pieces, f"{last}\n\nA")
+
+
+def _cut(before: str, endings: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Text and endings as pieces whose tokens are those of the whole, one after the other.
+
+    Tokenizers never merge over the place in front of a single space that stands between two other characters, because
+    they cut there before they merge. None if the endings do not begin at such a place.
+    """
+    if len(before) < 2 or before[-1] != " " or before[-2].isspace() or any(not e or e[0].isspace() for e in endings):
+        return None
+    return before[:-1], [" " + ending for ending in endings]
 
 
 def few_shot(index: int, items: int, count: int) -> list[int]:
@@ -228,45 +273,49 @@ def _begins_in_text(text: str) -> bool:
     return not text[:1].isspace()
 
 
-def _encode_before_text(encode: Encode, texts: Sequence[str]) -> list[Tokens]:
-    """The tokens of texts that end with an empty line, as they are in front of more text that begins without space.
-
-    The tokenizers split a text at the end of white space before they merge, but an empty line at the end of a whole
-    text is one token where in front of a letter it is two. So each text is encoded with a letter after it.
-    """
-    return [tokens[:-1] for tokens in _arrays(encode([text + "A" for text in texts]))]
+def _arrays(tokens: Sequence[Sequence[int] | np.ndarray]) -> list[Tokens]:
+    return [np.asarray(ids, dtype=np.int32) for ids in tokens]
 
 
-def _arrays(tokens: list[list[int]]) -> list[Tokens]:
-    return [np.array(ids, dtype=np.int32) for ids in tokens]
+def _joined(tokens: Sequence[Tokens]) -> Tokens:
+    if len(tokens) == 1:
+        return tokens[0]
+    return np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
 
 
-def item_rows(kind: Kind, tokens: list[Tokens], block_size: int) -> list[Row | None]:
+def item_rows(kind: Kind, item: Prompts, block_size: int) -> list[Row | None]:
     """A row for every choice, or one for a continuation; None for a choice without a token of its own."""
+    begin, rests = item
+    if kind == "schema":
+        ending = _common([np.concatenate((begin, rest))[::-1] for rest in rests])
+        starts = [len(begin) + len(rest) - ending for rest in rests]
+    else:
+        starts = [len(begin) + _common(rests)] * len(rests)
     if kind == "language_modeling":
-        without, whole = tokens
-        return [_row(whole, min(_common([without, whole]), len(whole) - 1), block_size)]
-    if kind == "multiple_choice":
-        start = _common(tokens)
-        return [_row(ids, start, block_size) for ids in tokens]
-    ending = _common([ids[::-1] for ids in tokens])
-    return [_row(ids, len(ids) - ending, block_size) for ids in tokens]
+        rests, starts = rests[1:], [min(starts[1], len(begin) + len(rests[1]) - 1)]
+    rows: list[Row | None] = []
+    lost, kept = 0, begin  # rows that lose as many tokens share one array
+    for rest, start in zip(rests, starts, strict=True):
+        count = len(begin) + len(rest)
+        if start >= count:
+            rows.append(None)
+            continue
+        if lost != max(0, count - block_size):
+            lost = max(0, count - block_size)
+            kept = begin[lost:]
+        rows.append(Row(rest[max(0, lost - len(begin)) :], max(1, start - lost), None, kept))
+    return rows
 
 
 def _common(tokens: Sequence[Tokens]) -> int:
     """The number of tokens with which all begin."""
     shortest = min(map(len, tokens))
+    if not shortest or any(ids[0] != tokens[0][0] for ids in tokens):
+        return 0
     same = np.ones(shortest, dtype=bool)
     for ids in tokens[1:]:
         same &= ids[:shortest] == tokens[0][:shortest]
     return shortest if same.all() else int(same.argmin())
-
-
-def _row(tokens: Tokens, start: int, block_size: int) -> Row | None:
-    if start >= len(tokens):
-        return None
-    lost = max(0, len(tokens) - block_size)
-    return Row(tokens[lost:], max(1, start - lost))
 
 
 # --- the bundle

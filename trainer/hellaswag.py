@@ -6,7 +6,7 @@ normalizes by bytes and gives other numbers (.3114 for 124M): never mix them.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from trainer.parallel import World
 from trainer.scoring import Row, Scored, score_rows
 
 # Token ids of each text, without special tokens.
-Encode = Callable[[list[str]], list[list[int]]]
+Encode = Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def hellaswag_rows(items: list[HellaSwagItem], encode: Encode, block_size: int) 
     ]
 
 
-def _cut(context: list[int], ending: list[int], block_size: int) -> Row:
+def _cut(context: Sequence[int] | np.ndarray, ending: Sequence[int] | np.ndarray, block_size: int) -> Row:
     """Context and ending as one sequence. A too long context loses its oldest tokens."""
-    tokens = (context + ending)[-(block_size + 1) :]
+    tokens = np.concatenate((context, ending))[-(block_size + 1) :].astype(np.int32)
     return Row(tokens, start=max(1, len(tokens) - len(ending)))

@@ -9,7 +9,7 @@ the most expensive layer. The ranks divide the strips.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,22 +45,40 @@ class Scored(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Row:
+NO_TOKENS = np.zeros(0, dtype=np.int32)
+
+
+class Row(NamedTuple):
     """A sequence of at most block_size + 1 tokens, whose tokens [start:end] count; start is at least 1. Without an
-    `end` all tokens from `start` on count."""
+    `end` all tokens from `start` on count.
+
+    The sequence is `before` and then `tokens`. Neighbouring rows that begin alike may have one array as `before`.
+    """
 
     tokens: Sequence[int] | np.ndarray
     start: int
     end: int | None = None
+    before: np.ndarray = NO_TOKENS
+
+    @property
+    def length(self) -> int:
+        return len(self.before) + len(self.tokens)
 
     @property
     def stop(self) -> int:
-        return len(self.tokens) if self.end is None else self.end
+        return self.length if self.end is None else self.end
+
+    def part(self, begin: int, end: int) -> Sequence[int] | np.ndarray:
+        """The tokens [begin:end] of the sequence."""
+        n = len(self.before)
+        if begin >= n:
+            return self.tokens[begin - n : end - n]
+        if end <= n:
+            return self.before[begin:end]
+        return np.concatenate((self.before[begin:], self.tokens[: end - n]))
 
 
-@dataclass(frozen=True)
-class RowScore:
+class RowScore(NamedTuple):
     """The summed loss in nats of the tokens that count, their number, and whether each has the largest logit."""
 
     loss: float
@@ -91,10 +109,10 @@ def score_rows(
         tokens_at_once = min(tokens_at_once, model.tokens_at_once or tokens_at_once)
     block_size = model.config.block_size
     for i, row in enumerate(rows):
-        assert 1 <= row.start < row.stop <= len(row.tokens), f"row {i} counts the tokens {row.start} to {row.stop}"
-        assert len(row.tokens) <= block_size + 1, f"row {i} has {len(row.tokens)} tokens"
-    strips = _strips(rows, LONGEST_STRIP * block_size if model.branching else 0)
-    strips.sort(key=lambda strip: (len(strip.rows) > 1, -strip.shared, -strip.length))
+        length, stop = row.length, row.stop
+        assert 1 <= row.start < stop <= length, f"row {i} counts the tokens {row.start} to {stop}"
+        assert length <= block_size + 1, f"row {i} has {length} tokens"
+    strips = _sorted(_strips(rows, LONGEST_STRIP * block_size if model.branching else 0))
     shares = [_batches(strips[rank :: world.world_size], tokens_at_once) for rank in range(world.world_size)]
     mine = shares[world.rank]
     found: list[tuple[int, float, bool]] = []
@@ -129,10 +147,10 @@ def _strips(rows: Sequence[Row], longest: int) -> list[Strip]:
     """All rows in strips of up to `longest` tokens; 0: each row alone."""
     strips: list[Strip] = []
     for i, row in enumerate(rows):
-        inputs = len(row.tokens) - 1
+        inputs = row.length - 1
         if strips and longest:
             last = strips[-1]
-            shared = _common(rows[last.rows[0]].tokens[: last.shared], row.tokens[:inputs])
+            shared = _shared(rows[last.rows[0]], row, min(last.shared, inputs))
             # Besides the new row's rest, all rests but one grow by what the beginning loses.
             rest = inputs - shared + (len(last.rows) - 1) * (last.shared - shared)
             if shared >= SHARED_LEAST and rest < inputs and last.length + rest <= longest:
@@ -140,6 +158,17 @@ def _strips(rows: Sequence[Row], longest: int) -> list[Strip]:
                 continue
         strips.append(Strip([i], inputs, inputs))
     return strips
+
+
+def _sorted(strips: list[Strip]) -> list[Strip]:
+    """By width, which decides the padding, then by beginnings: the shortest one of a batch decides the mask's size."""
+    return sorted(strips, key=lambda strip: (len(strip.rows) > 1, strip.length // -WIDTH_STEP, -strip.shared))
+
+
+def _shared(a: Row, b: Row, most: int) -> int:
+    """The number of tokens, at most `most`, with which both rows begin."""
+    known = len(b.before) if a.before is b.before else 0
+    return min(most, known + _common(a.part(known, most), b.part(known, most))) if most > known else most
 
 
 def _common(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
@@ -169,7 +198,7 @@ class Batch:
 
 
 def _batches(strips: list[Strip], tokens_at_once: int) -> list[Batch]:
-    """Batches of strips with beginnings of similar length. A width has one height, except that of a last batch."""
+    """Batches of strips of similar length. A width has one height, except that of a last batch."""
     batches: list[Batch] = []
     begin = 0
     while begin < len(strips):
@@ -190,46 +219,69 @@ def _batches(strips: list[Strip], tokens_at_once: int) -> list[Batch]:
 def _losses(model: Scored, rows: Sequence[Row], batch: Batch, device: torch.device) -> Tensor:
     """(2, n): the loss of every counted token of a batch, row by row, and whether it has the largest logit."""
     width = batch.width if batch.branching else min(batch.width, model.config.block_size)
-    # Padding is on the right, where a causal model does not see it.
-    tokens, positions = np.zeros((2, batch.height, width), dtype=np.int64)
-    branch = np.full((batch.height, width), -1, dtype=np.int64)
-    at, targets = [], []
-    for r, strip in enumerate(batch.strips):
-        end = strip.shared
-        tokens[r, :end] = rows[strip.rows[0]].tokens[:end]
-        positions[r, :end] = np.arange(end)
-        branch[r, :end] = 0
-        for number, i in enumerate(strip.rows, 1):
-            row = rows[i]
-            begin, end = end, end + len(row.tokens) - 1 - strip.shared
-            tokens[r, begin:end] = row.tokens[strip.shared : -1]
-            positions[r, begin:end] = np.arange(strip.shared, len(row.tokens) - 1)
-            branch[r, begin:end] = number
-            before = np.arange(row.start - 1, row.stop - 1)  # the tokens in front of those that count
-            at.append(r * width + np.where(before < strip.shared, before, before + begin - strip.shared))
-            targets.append(np.asarray(row.tokens[row.start : row.stop]))
-    counted, wanted = np.concatenate(at), np.concatenate(targets)
-    fill = (0, -len(counted) % HEAD_STEP)  # with the last one
-    parts = [tokens.ravel(), np.pad(counted, fill, "edge"), np.pad(wanted, fill, "edge")]
-    if batch.branching:
-        parts += [positions.ravel(), branch.ravel()]
-    ids, chosen, labels, *more = _to_device(np.concatenate(parts), device).split([len(part) for part in parts])
+    parts = _packed(rows, batch, width)
+    numbers = _to_device(np.concatenate(parts, dtype=np.int32), device)
+    ids, chosen, labels, *more = numbers.long().split([len(part) for part in parts])
     branches = None
     if more:
         causal = min(strip.shared for strip in batch.strips) // WIDTH_STEP * WIDTH_STEP
-        places, numbers = (part.view(batch.height, width) for part in more)
-        branches = Branches(places, numbers, causal)
+        places, branch = (part.view(batch.height, width) for part in more)
+        branches = Branches(places, branch, causal)
     x = model.hidden(ids.view(batch.height, width), branches).flatten(0, 1)[chosen]
     results = []
     for some, answers in zip(x.split(HEAD_ROWS), labels.split(HEAD_ROWS), strict=True):
         logits = model.head(some).float()
         losses = F.cross_entropy(logits, answers, reduction="none")
         results.append(torch.stack((losses, (logits.argmax(-1) == answers).float())))
-    return torch.cat(results, 1)[:, : len(counted)]
+    return torch.cat(results, 1)[:, : sum(rows[i].stop - rows[i].start for i in batch.rows)]
+
+
+def _packed(rows: Sequence[Row], batch: Batch, width: int) -> list[np.ndarray]:
+    """The numbers of a batch: its tokens (height x width), the places in front of counted tokens, and these tokens;
+    with several rows a strip also the position and the branch of every token, as `Branches` has them.
+
+    Padding of the tokens is on the right, where a causal model does not see it; that of the places is their last one.
+    """
+    # One array operation for all rows of a batch: CORE has 275,000 rows.
+    of = [rows[i] for i in batch.rows]
+    counts = np.array([len(strip.rows) for strip in batch.strips])
+    shared = np.array([strip.shared for strip in batch.strips])
+    lengths, starts, stops = np.array([(row.length - 1, row.start, row.stop) for row in of]).T
+    row_shared = shared.repeat(counts)
+    rest = lengths - row_shared
+    # Where each rest begins: behind its strip's beginning and the rests before it.
+    behind = rest.cumsum() - rest
+    strip_at = np.arange(len(counts)) * width
+    rest_at = behind + (strip_at + shared - behind[counts.cumsum() - counts]).repeat(counts)
+    places = np.concatenate((_ranges(strip_at, shared), _ranges(rest_at, rest)))
+    tokens = np.zeros(batch.height * width, dtype=np.int32)
+    tokens[places] = np.concatenate(
+        [rows[strip.rows[0]].part(0, strip.shared) for strip in batch.strips]
+        + [row.part(n, end) for row, n, end in zip(of, row_shared.tolist(), lengths.tolist(), strict=True) if n < end]
+    )
+    fronts = _ranges(starts - 1, stops - starts)
+    row_of = np.arange(len(of)).repeat(stops - starts)
+    moved = np.where(fronts < row_shared[row_of], strip_at.repeat(counts)[row_of], (rest_at - row_shared)[row_of])
+    fill = (0, -len(fronts) % HEAD_STEP)
+    counted = np.pad(fronts + moved, fill, "edge")
+    wanted = np.pad(np.concatenate([row.part(row.start, row.stop) for row in of]), fill, "edge")
+    if not batch.branching:
+        return [tokens, counted, wanted]
+    positions, branch = np.zeros_like(tokens), np.full_like(tokens, -1)
+    positions[places] = np.concatenate((_ranges(0 * shared, shared), _ranges(row_shared, rest)))
+    number = np.arange(len(of)) - (counts.cumsum() - counts).repeat(counts) + 1
+    branch[places] = np.concatenate((np.zeros(shared.sum(), dtype=np.int32), number.repeat(rest)))
+    return [tokens, counted, wanted, positions, branch]
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """start, start + 1, … for each start, `count` of them."""
+    ends = counts.cumsum()
+    return np.arange(ends[-1] if len(ends) else 0) + (starts - ends + counts).repeat(counts)
 
 
 def _to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """int64 numbers on the device; the host does not wait for a GPU."""
+    """Numbers on the device; the host does not wait for a GPU."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

@@ -257,7 +257,7 @@ class Measurement:
         def progress(task: str, done: int) -> None:
             self.progress("CORE", done, len(tasks))
 
-        encode = encoder(encoding, world, self.check)
+        encode = encoder(encoding, world)  # a thread encodes ahead, so without `check`
         score = core(model, tasks, encode, encoding.eot_token, world, None, self.check, progress)
         return core_facts(score) | {"core_accuracy": dict(score.accuracy)}
 

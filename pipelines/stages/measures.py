@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.recipe import Recipe
 from pipelines.text.core_bundle import core_tasks, verify_items
+from pipelines.text.encode import several_encoder
 from pipelines.text.hub import HUB
 from pipelines.text.retry import LOOK_SECONDS, RETRY_SECONDS, with_retries
 from trainer.errors import UserError
 from trainer.store import sha256_of
 
 if TYPE_CHECKING:
+    import numpy as np
     import tiktoken
 
     from trainer.core import CoreScore
@@ -91,26 +93,28 @@ def hub_rows(source: str, seconds: float = RETRY_SECONDS) -> Iterator[dict[str, 
         ) from error
 
 
-CHECKED_CHARACTERS = 500_000  # a core encodes them in about 0.2 s
+CHECKED_CHARACTERS = 500_000  # tiktoken encodes them in about 0.2 s on a core
 
 
-def encoder(encoding: "tiktoken.Encoding", world: "World", check: Callable[[], None]) -> "Encode":
+def encoder(encoding: "tiktoken.Encoding", world: "World", check: Callable[[], None] = lambda: None) -> "Encode":
     """Texts to token ids, on this rank's share of the cores.
 
     `check` is called after every CHECKED_CHARACTERS, over all calls: equally often on all ranks, which encode the same
-    texts. So a stop does not wait for the texts of a whole benchmark.
+    texts. So a stop does not wait for the texts of a whole benchmark. A `check` that communicates needs calls from one
+    thread alone: beside the communication of another thread, the ranks would mix both up.
     """
     threads = max(1, (os.cpu_count() or 1) // world.world_size)
+    encode_some = several_encoder(encoding, threads)
     unchecked = 0
 
-    def encode(texts: list[str]) -> list[list[int]]:
+    def encode(texts: list[str]) -> "list[np.ndarray]":
         nonlocal unchecked
-        encoded: list[list[int]] = []
+        encoded: list[np.ndarray] = []
         begin = 0
         for end, text in enumerate(texts, 1):
             unchecked += len(text)
             if unchecked >= CHECKED_CHARACTERS or end == len(texts):
-                encoded += encoding.encode_ordinary_batch(texts[begin:end], num_threads=threads)
+                encoded += encode_some(texts[begin:end])
                 begin = end
             if unchecked >= CHECKED_CHARACTERS:
                 unchecked = 0
@@ -156,7 +160,7 @@ def evaluation_in_training(
         tasks = core_tasks(source)
 
         def measure_core(model: "Scored", world: "World", check: Callable[[], None]) -> dict[str, float]:
-            encode = encoder(encoding, world, check)
+            encode = encoder(encoding, world)  # a thread encodes ahead, so without `check`
             return core_facts(core(model, tasks, encode, encoding.eot_token, world, before_batch=check))
 
         measures.append(measure_core)

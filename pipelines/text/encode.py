@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -175,6 +175,28 @@ class FastEncoder:
                 Path(file.name).write_bytes(_rank_file(self.encoding))
                 of_thread.encoder, of_thread.seconds = BPETokenizer.from_tiktoken(file.name, "gpt2", None), 0.0
         return of_thread.encoder
+
+
+def several_encoder(encoding: "tiktoken.Encoding", threads: int) -> "Callable[[Sequence[str]], list[Ids]]":
+    """A function that gives the ids of each of several texts, by the fast encoder as long as it gives tiktoken's."""
+    fast = FastEncoder(encoding) if has_fast_encoder(encoding) else None
+
+    def encode_several(texts: Sequence[str]) -> "list[Ids]":
+        nonlocal fast
+        if fast and texts:
+            try:
+                ids, lengths = fast.encode(texts, [utf8(text) for text in texts], sampled=True)
+            except EncodersDiffer:
+                fast = None
+            else:
+                ends = lengths.cumsum().tolist()
+                return [ids[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        with ThreadPoolExecutor(threads) as pool:
+            parts = [texts[part::threads] for part in range(threads)]
+            found = list(pool.map(lambda part: [encode(encoding, text) for text in part], parts))
+        return [found[n % threads][n // threads] for n in range(len(texts))]
+
+    return encode_several
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,5 +1,6 @@
 """The measures of an evaluation while a run trains."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from trainer.parallel import World
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
-def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path) -> None:
+def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.stages.measures.CHECKED_CHARACTERS", 100)
     changes = [f"evaluate.core={make_bundle(tmp_path / 'bundle')}", "evaluate.every=10", "tokens.tokenizer=bytes"]
     recipe = load_recipe("smoke", changes)
     assert recipe.benchmark_tokens > 20 * load_recipe("gpt2-124m").benchmark_tokens > 0  # so the plan counts it
@@ -25,8 +27,9 @@ def test_an_evaluation_while_training_scores_core_task_by_task(tmp_path: Path) -
     assert evaluation
     model = model_of(recipe.model.model_copy(update={"n_layer": 1, "vocab_size": 257}))
     checks: list[int] = []
-    scores = evaluation.scores(model, ALONE, lambda: checks.append(1))
+    scores = evaluation.scores(model, ALONE, lambda: checks.append(threading.get_ident()))
     assert set(scores) == {"eval/core", *(f"core/{task}" for task in TASKS)} and len(checks) >= 22
+    assert set(checks) == {threading.get_ident()}  # a check communicates: only one thread of a rank may
     assert scores["eval/core"] == pytest.approx(sum(scores[f"core/{task}"] for task in TASKS) / 22)
 
 
@@ -34,9 +37,9 @@ def test_a_stop_is_heard_while_a_benchmark_is_encoded() -> None:
     encoding, texts = tokenizer("bytes"), [f"text {i} " * 2000 for i in range(200)]  # 3.6 million characters
     checks: list[int] = []
     encode = encoder(encoding, ALONE, lambda: checks.append(1))
-    assert encode(texts) == encoding.encode_ordinary_batch(texts)
+    assert [list(ids) for ids in encode(texts)] == encoding.encode_ordinary_batch(texts)
     assert len(checks) == sum(map(len, texts)) // CHECKED_CHARACTERS
-    assert encode(["a"]) == [[97]] and encode([]) == []
+    assert [list(ids) for ids in encode(["a"])] == [[97]] and len(encode([])) == 0
 
     def leave() -> None:
         raise Interrupted

@@ -20,6 +20,7 @@ from pipelines.text.encode import (
     FastEncoder,
     encoder_name,
     may_differ,
+    several_encoder,
     split_at_long_spaces,
     token_stream,
 )
@@ -83,6 +84,23 @@ def test_the_libraries_differ_somewhere_so_the_exception_is_needed(gpt2: tiktoke
     assert may_differ(text.encode())
     assert FastEncoder(gpt2)._encoder().encode(text).tolist() != gpt2.encode_ordinary(text)
     assert rows(gpt2, [text]) == [[50_256, *gpt2.encode_ordinary(text)]]
+
+
+def test_several_texts_have_tiktokens_ids_and_tiktoken_takes_over_after_a_difference(
+    gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["", "a b", "\u088f's", "x\ud800", " \n"]
+    expected = gpt2.encode_ordinary_batch(texts)
+    encode_several = several_encoder(gpt2, threads=2)
+    assert [ids.tolist() for ids in encode_several(texts)] == expected and encode_several([]) == []
+
+    def differ(*_: object) -> None:
+        raise EncodersDiffer
+
+    monkeypatch.setattr(FastEncoder, "_compare", differ)
+    assert [ids.tolist() for ids in encode_several(texts)] == expected
+    monkeypatch.setattr(FastEncoder, "encode", None)  # it is asked no more
+    assert [ids.tolist() for ids in encode_several(texts)] == expected
 
 
 def test_both_libraries_agree_on_random_texts(gpt2: tiktoken.Encoding) -> None:

@@ -17,6 +17,7 @@ from trainer.core import (
     TASKS,
     CoreScore,
     Task,
+    _cut,
     answers,
     bundle_digest,
     core,
@@ -115,7 +116,8 @@ def test_every_task_agrees_item_by_item_with_a_plain_loop_over_transformers(
         expected[task.name] = naive_answers(theirs, task, encode, size - 1)
         assert answers(model, task, items, encode, size - 1, ALONE, 512) == expected[task.name], task.name
         seen[task.kind] |= set(expected[task.name])
-        longest = max(longest, *(len(ids) for group in prompts(task, items, encode, size - 1) for ids in group))
+        made = prompts(task, items, encode, size - 1)
+        longest = max(longest, *(len(begin) + len(rest) for begin, rests in made for rest in rests))
     assert longest > block  # some were truncated
     assert all(kinds == {True, False} for kinds in seen.values())
     monkeypatch.setattr("trainer.core.PART", 2)
@@ -139,13 +141,44 @@ def test_a_stop_ends_core_between_two_batches(tmp_path: Path) -> None:
 def test_prompts_of_pieces_are_the_tokens_of_whole_texts(tmp_path: Path, gpt2_tokens: Encode) -> None:
     for task in read_bundle(make_bundle(tmp_path / "bundle", items=8, examples=5)):
         items = read_items(task)
-        for i, got in enumerate(prompts(task, items, gpt2_tokens, 50_256)):
+        for i, (begin, rests) in enumerate(prompts(task, items, gpt2_tokens, 50_256)):
             shots = [items[j].prompts(task.delimiter)[items[j].right] + "\n\n" for j in few_shot(i, 8, task.examples)]
             texts = items[i].prompts(task.delimiter)
             if task.kind == "language_modeling":
                 texts.insert(0, (items[i].beginnings[0] + task.delimiter).strip())
             whole = gpt2_tokens(["".join(shots) + text for text in texts])
-            assert [ids.tolist() for ids in got] == [[50_256, *ids] for ids in whole]
+            assert [[*begin.tolist(), *rest.tolist()] for rest in rests] == [[50_256, *ids] for ids in whole]
+
+
+def test_a_text_cut_in_front_of_an_ending_has_the_tokens_of_the_whole(gpt2_tokens: Encode) -> None:
+    chance, cuts = random.Random(0), 0
+    for _ in range(3000):
+        before, ending = ("".join(chance.choices("ab1'.s \n\tß東\x1c\u3000", k=chance.randint(0, 8))) for _ in range(2))
+        if cut := _cut(before + " ", [ending]):
+            cuts += 1
+            assert cut[0] + cut[1][0] == f"{before} {ending}"
+            first, second, whole = gpt2_tokens([cut[0], cut[1][0], f"{before} {ending}"])
+            assert [*first, *second] == whole, (before, ending)
+    assert 500 < cuts < 2500
+
+
+def test_each_piece_of_text_is_encoded_once_in_however_many_prompts_it_is(tmp_path: Path) -> None:
+    path, chance, texts = tmp_path / "items.jsonl", random.Random(0), list[str]()
+    queries = ["".join(chance.choices("abc", k=100)) for _ in range(30)]
+    rows = [{"query": query, "choices": list("ABCDEFGHIJK"), "gold": 3} for query in queries]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Task("x", "multiple_choice", 10, "\nAnswer: ", 0.5, path)
+
+    def encode(some: list[str]) -> list[list[int]]:
+        texts.extend(some)
+        return as_bytes(some)
+
+    for begin, rests in prompts(task, read_items(task), encode, 256):
+        assert len(begin) > 1000 and [bytes(rest.tolist()) for rest in rests] == [
+            f" {c}".encode() for c in "ABCDEFGHIJK"
+        ]
+    expected = {f"{query}\nAnswer:" for query in queries} | {f" {c}" for c in "ABCDEFGHIJK"} | {" D\n\nA"}
+    assert len(texts) == len(set(texts)) and set(texts) == expected
 
 
 def test_few_shot_examples_are_those_of_a_sample_over_the_other_items() -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import trainer_runs
@@ -16,7 +17,7 @@ from trainer.engine import make_engine
 from trainer.errors import Interrupted
 from trainer.model import GPT
 from trainer.parallel import World
-from trainer.scoring import Row, RowScore, _strips, score_rows
+from trainer.scoring import Row, RowScore, _batches, _sorted, _strips, score_rows
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=97)
@@ -98,6 +99,10 @@ def test_a_beginning_that_rows_share_is_computed_once() -> None:
     assert (strip.rows, strip.shared, strip.length) == ([0, 1, 2, 3], 40, 40 + 2 + 8 + 4)
     assert [strip.length for strip in _strips(rows, 0)] == [42, 48, 44, 40]  # for an engine without branches
     assert [strip.rows for strip in _strips(rows, 50)] == [[0, 1], [2, 3]]
+    before = np.array(context[:30])  # one array in front of several rows is known to be alike
+    known = [Row(row.tokens[30:], row.start, None, before) for row in rows]
+    assert _strips(known, 128) == [strip]
+    assert [list(row.part(0, row.length)) for row in known] == [row.tokens for row in rows]
     others = [Row([5, *row.tokens], 41) for row in rows[:1]]
     assert [strip.rows for strip in _strips([*rows[:2], *others, *rows[2:]], 128)] == [[0, 1], [2], [3, 4]]
 
@@ -109,6 +114,16 @@ def test_batches_have_few_shapes() -> None:
     score_rows(model, some_rows(300), ALONE, tokens_at_once=320)
     assert len(shapes) > 30 and len(set(shapes)) <= 3  # widths 64 and 32, and a last batch
     assert all(height * width <= 320 for height, width in shapes)
+
+
+def test_few_tokens_of_a_batch_are_padding_where_beginnings_and_rests_differ_in_length() -> None:
+    chance, rows = random.Random(0), []
+    for _ in range(400):
+        context = [chance.randrange(97) for _ in range(chance.randint(17, 40))]
+        rows += [Row(context + [chance.randrange(97)] * chance.randint(1, 24), len(context)) for _ in range(4)]
+    strips = _strips(rows, 128)
+    batches = _batches(_sorted(strips), 1600)
+    assert sum(batch.height * batch.width for batch in batches) < 1.25 * sum(strip.length for strip in strips)
 
 
 def test_a_model_short_of_memory_limits_the_batches() -> None:
