@@ -80,6 +80,8 @@ class Work:
 
     def __post_init__(self) -> None:
         self.attempt.clock = self.phases
+        if self.head:
+            self.attempt.traffic = self.head.traffic
 
     @property
     def folder(self) -> Path:

@@ -85,11 +85,12 @@ class Checkpointer:
         superseded: Callable[[], bool] = lambda: False,
         keep_every: int | None = None,
         between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES,
+        traffic_seconds: float = 0.0,
         kept: Store | None = None,
     ) -> None:
         self.store, self.prefix, self.world, self.attempt = store, prefix, world, attempt
         self.keep_last, self.keep_every, self.superseded = keep_last, keep_every, superseded
-        self.work, self.between_failures = work, between_failures
+        self.work, self.between_failures, self.traffic_seconds = work, between_failures, traffic_seconds
         self.kept = kept  # on this node's disk, for the last state of a run whose store takes no checkpoint
         self._copy: HostCopy | None = None
         self._save: Save | None = None

@@ -318,15 +318,22 @@ UPLOAD_SHARE = 0.25  # of the time, at most: the network also carries gradients,
 
 
 def checkpoint_seconds(
-    save_seconds: float, between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES, upload_seconds: float = 0.0
+    save_seconds: float,
+    between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES,
+    upload_seconds: float = 0.0,
+    traffic_seconds: float = 0.0,
 ) -> float:
     """The interval between checkpoints that loses least: sqrt(2 · seconds of a save · mean seconds between failures).
 
-    `save_seconds` are those that training waits. Source: Young 1974, "A first order approximation to the optimum
-    checkpoint interval". Limited to 30 s … 30 min: below, listing the store costs more than the interval saves; above,
-    the estimate of the failures is too uncertain. At least four times `upload_seconds`, which training does not wait.
+    The seconds of a save are those that training waits, `save_seconds`, and those for which the machines cost as much
+    as its traffic, `traffic_seconds`. Source: Young 1974, "A first order approximation to the optimum checkpoint
+    interval". Limited to 30 s … 30 min, or 2 h where traffic costs: below, listing the store costs more than the
+    interval saves; above, the estimate of the failures is too uncertain. At least four times `upload_seconds`, which
+    training does not wait.
     """
-    return max(upload_seconds / UPLOAD_SHARE, min(1800.0, max(30.0, (2 * save_seconds * between_failures) ** 0.5)))
+    longest = min(7200.0, max(1800.0, (2 * traffic_seconds * between_failures) ** 0.5))
+    best = (2 * (save_seconds + traffic_seconds) * between_failures) ** 0.5
+    return max(upload_seconds / UPLOAD_SHARE, min(longest, max(30.0, best)))
 
 
 def step_of(key: str) -> int:

@@ -415,7 +415,7 @@ class RuntimeConfig(Section):
     checkpoint_minutes: float | Literal["auto"] = Field(
         default="auto",
         description="Interval between checkpoints; auto: from the cost of a save and the run's own failures (Young "
-        "1974), and at least four times the last upload [minutes]",
+        "1974) with the price of its traffic, and at least four times the last upload [minutes]",
     )
     keep_last: int = Field(default=2, ge=1, description="Number of latest checkpoints to keep")
     keep_every_steps: int | None = Field(

@@ -76,7 +76,12 @@ def train(
         state.world_size, state.devices = world.world_size, devices_of(world)
         state.memory_settings = memory_settings(engine, runtime)
         log_start(engine, model_config, state, fit, world, log)
-        save_clock = SaveClock(runtime, checkpointer.between_failures, rollbacks=config.rollback_above_nats is not None)
+        save_clock = SaveClock(
+            runtime,
+            checkpointer.between_failures,
+            rollbacks=config.rollback_above_nats is not None,
+            traffic_seconds=checkpointer.traffic_seconds,
+        )
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
         saved, agreed, evidence = state.measured, Agreement(), None
@@ -477,8 +482,11 @@ class SaveClock:
     """When the next checkpoint is due: every `checkpoint_minutes` or at the interval that loses least, and after the
     steps that must be committed."""
 
-    def __init__(self, runtime: RuntimeConfig, between_failures: float, rollbacks: bool) -> None:
+    def __init__(
+        self, runtime: RuntimeConfig, between_failures: float, rollbacks: bool, traffic_seconds: float = 0.0
+    ) -> None:
         self.minutes, self.between_failures = runtime.checkpoint_minutes, between_failures
+        self.traffic_seconds = traffic_seconds  # for which the machines cost as much as the traffic of a save
         self.keep_every, self.rollbacks = runtime.keep_every_steps, rollbacks
         self.last = time.monotonic()
         self.save_seconds = 1.0  # until the first save is measured
@@ -489,7 +497,9 @@ class SaveClock:
     def interval(self) -> float:
         """Seconds from one save to the next."""
         if self.minutes == "auto":
-            return checkpoint_seconds(self.save_seconds, self.between_failures, self.upload_seconds)
+            return checkpoint_seconds(
+                self.save_seconds, self.between_failures, self.upload_seconds, self.traffic_seconds
+            )
         return 60 * self.minutes
 
     def due_now(self) -> bool:

@@ -48,6 +48,7 @@ class RankJob:
     clock: PhaseClock = field(default_factory=PhaseClock)
     reached: int = 0  # the highest step of any earlier attempt
     between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES  # expected, in seconds
+    traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
     watch: Callable[[Event], None] | None = None  # gets every event of rank 0
     evaluation: Callable[[World], Evaluation | None] = lambda world: None  # while it trains; called after `begin`
     origin: Callable[[World], Origin] | None = None  # of a run that does not begin with weights drawn from its seed
@@ -88,6 +89,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
         superseded=lambda: job.superseded(attempt),
         keep_every=job.runtime.keep_every_steps,
         between_failures=job.between_failures,
+        traffic_seconds=job.traffic_seconds,
         kept=job.kept,
     )
     evaluation = job.evaluation(world)

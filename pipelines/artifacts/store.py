@@ -38,6 +38,7 @@ from pipelines.artifacts.s3_answers import (
     sound,
     status_of,
 )
+from pipelines.artifacts.traffic import count
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, refuse_huge, replacing, slices
@@ -113,6 +114,7 @@ class S3Store:
                     return 0
                 raise
             for chunk in answer["Body"].iter_chunks(1 << 20):
+                count(received=len(chunk))
                 taken = chunk[: len(buffer) - done]  # a server may ignore the range
                 buffer[done : done + len(taken)] = taken
                 done += len(taken)
@@ -177,7 +179,7 @@ class S3Store:
         def attempt(_: int) -> bytes:
             try:
                 answer = self._client.get_object(**where, Range=_range(start, size), IfMatch=found.etag)
-                return sound(answer, "ETag")["Body"].read()
+                return _body(sound(answer, "ETag"))
             except self._client.exceptions.ClientError as error:
                 if code_of(error) in ("PreconditionFailed", "NoSuchKey"):
                     raise UserError(f"{self._uri_of(found.key)}: changed while it was read; run again") from None
@@ -195,6 +197,17 @@ class S3Store:
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         return parsedate_to_datetime(date).timestamp() if date else time.time()
 
+    @property
+    def endpoint(self) -> str:
+        """The URL of the server."""
+        return str(self._client.meta.endpoint_url)
+
+    def region(self) -> str | None:
+        """The region of the bucket; None if the server does not tell it."""
+        what = f"locate {self.uri}"
+        answer = self._until_answered(what, lambda _: self._client.head_bucket(Bucket=self.bucket))
+        return answer.get("BucketRegion")
+
     def _full(self, key: str) -> str:
         return self.prefix + checked_key(key)
 
@@ -204,6 +217,7 @@ class S3Store:
     def _put_object(self, key: str, body: bytes, **conditions: str) -> None:
         # The server compares the MD5 before it stores: a damaged body never becomes an object.
         where = {"Bucket": self.bucket, "Key": self._full(key)}
+        count(sent=len(body))
         sound(self._client.put_object(**where, Body=body, ContentMD5=_md5(body), **conditions), "ETag")
 
     def _get_object(self, key: str, **options: str) -> bytes | None:
@@ -211,7 +225,7 @@ class S3Store:
             answer = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **options)
             if not options:
                 refuse_huge(self._uri_of(key), answer.get("ContentLength", 0))
-            return sound(answer, "ETag")["Body"].read()
+            return _body(sound(answer, "ETag"))
         except self._client.exceptions.ClientError as error:
             if code_of(error) == "NoSuchKey":
                 return None
@@ -253,9 +267,12 @@ class S3Store:
             body = read((number - 1) * part_bytes, part_bytes)
             # No MD5, which would be half of the work: the signature covers the body's sha256, and the server checks it.
             request = upload | {"PartNumber": number, "Body": body}
-            sent = self._until_answered(
-                f"{what} part {number}", lambda _: sound(self._client.upload_part(**request), "ETag")
-            )
+
+            def attempt(_: int) -> dict[str, Any]:
+                count(sent=len(body))
+                return sound(self._client.upload_part(**request), "ETag")
+
+            sent = self._until_answered(f"{what} part {number}", attempt)
             return {"PartNumber": number, "ETag": sent["ETag"]}
 
         def complete(_: int) -> None:
@@ -407,6 +424,13 @@ def client_from_environment(uri: str, time_limit_s: float) -> Any:
         raise UserError(f"{uri}: {error}; correct the AWS_* environment or ~/.aws/config") from error
 
 
+def _body(answer: Any) -> bytes:
+    """The whole body of an answer."""
+    body: bytes = answer["Body"].read()
+    count(received=len(body))
+    return body
+
+
 def _md5(body: bytes) -> str:
     return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
 
@@ -418,6 +442,7 @@ def _range(start: int, size: int = PART_BYTES) -> str:
 def _copy_range(answer: Any, file: Any, start: int) -> None:
     """Write the body of a ranged answer to `file` at `start`. Other threads write other ranges: pwrite."""
     for chunk in answer["Body"].iter_chunks(1 << 20):
+        count(received=len(chunk))
         while chunk:
             written = os.pwrite(file.fileno(), chunk, start)
             chunk, start = chunk[written:], start + written

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 
-from pipelines.tracking.account import AttemptAccount
+from pipelines.tracking.account import AttemptAccount, traffic_of
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Meter
 from pipelines.tracking.records import Billing, Heartbeat, Progress
 from pipelines.tracking.runs import find_run
@@ -79,6 +79,7 @@ class Budget:
         self.price_per_hour, self.rented = billing.price_per_hour, billing.machine.cluster is not None
         self.usd_per_hour = billing.price_per_hour * billing.nodes
         self._before = 0.0  # dollars of all attempts but the running one
+        self._traffic = 0.0  # dollars of traffic of the running one
         self._attempt: tuple[str, int] | None = None
         self._timer: threading.Timer | None = None
 
@@ -100,10 +101,11 @@ class Budget:
         if self._attempt != (beat.stage, beat.attempt):
             self._before = spent_by_others(self.store, self.run, beat, self.price_per_hour)
             self._attempt = (beat.stage, beat.attempt)
+        self._traffic = traffic_of(beat).usd
         return self._message(self.spent(beat.started)) if self._arm(beat.started, beat.progress) <= 0 else None
 
     def spent(self, started: float) -> float:
-        return self._before + self.usd_per_hour * max(0.0, time.time() - started) / 3600
+        return self._before + self._traffic + self.usd_per_hour * max(0.0, time.time() - started) / 3600
 
     def begun(self) -> bool:
         return self.store.get(f"runs/{self.run}.json") is not None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.checks import Finding, clouds_allow
 from pipelines.cloud.claims import claim_launch, name_jobs, refuse_second_launch
+from pipelines.cloud.egress import place_of
 from pipelines.cloud.preflight import preflight, text_is_only_here
 from pipelines.cloud.pricing import Report, with_prices, within_limits
 from pipelines.cloud.request import EarlierLaunch, LaunchRecord, LaunchRequest, last_launch, write_launch
@@ -144,7 +145,7 @@ def checked_job(
         state = NOTHING if launch.unread else store
         job = within_limits(job, request, launch.recipe, launch.plans, state, report)
     with collected(errors):
-        job = with_prices(job, request, report)
+        job = with_prices(job, request, report, None if launch.unread else place_of(store))
     with collected(errors):
         dag = dag_of(job, launch.secrets)
         if ask and not errors:

@@ -15,7 +15,9 @@ from statistics import median
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, find
+from pipelines.artifacts.traffic import GB
 from pipelines.cloud.catalog import CLOUDS, Offer, account_errors, offers
+from pipelines.cloud.egress import Place, TrafficPrice, place_of, traffic_price
 from pipelines.cloud.preflight import text_is_only_here
 from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.cloud.throughput import (
@@ -95,6 +97,7 @@ class StageEstimate:
     usd: float  # of all nodes
     preemptions: float = 0.0
     nodes: int = 1
+    traffic_usd: float = 0.0  # of `usd`: between the machines and the store, as far as its price is known
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ class Workload:
     own: list[MeasuredRun] = field(default_factory=list)  # speeds of this run's attempts on GPUs, the newest first
     own_on_cpu: list[MeasuredRun] = field(default_factory=list)
     installs: bool = False  # a node without an image installs the packages first
+    place: Place | None = None  # of the store
 
 
 def cloud_plan(
@@ -188,7 +192,7 @@ def cloud_plan(
     clouds, single = list(clouds), list(dict.fromkeys(f"{node.partition(':')[0]}:1" for node in train_nodes))
     small_nodes = (node for kinds in SMALL_NODES.values() for node in kinds)
     found, notes = offers_by_node(dict.fromkeys([*train_nodes, *single, *small_nodes]), clouds)
-    for_training = cheapest_offers(offer for node in train_nodes for offer in found[node])
+    for_training = cheapest_offers((offer for node in train_nodes for offer in found[node]), place_of(store))
     if not for_training:
         raise UserError(f"plan --cloud: none of {', '.join(clouds)} offers {', '.join(train_nodes)}")
     by_stage = dict.fromkeys(STAGES, for_training)
@@ -243,13 +247,27 @@ def compare_offers(
     if not candidates:
         raise UserError("; ".join(dict.fromkeys(unfit)))
     plan = choose(sorted(candidates, key=lambda c: (c.usd, c.hours)), limits, [*notes, *dict.fromkeys(unfit)])
+    plan = replace(plan, notes=(*plan.notes, *traffic_notes(work, plan.candidates)))
     guessed = nodes > 1 and any(c.speed.kind != "measured" for c in plan.candidates)
     between = (ASSUMED_BETWEEN_NODES,) if guessed else ()
     return replace(plan, assumed=(*memory_lines(work.recipe, plan.candidates), *assumptions(work), *between))
 
 
+def traffic_notes(work: Workload, candidates: Iterable[Candidate]) -> Iterator[str]:
+    """The clouds from which a training on the wrong side of the bucket pays more than a dollar for its traffic."""
+    dearest: dict[str, Candidate] = {}
+    for one in sorted(candidates, key=lambda c: c.estimates["train"].traffic_usd):
+        dearest[one.offer.cloud] = one
+    for one in dearest.values():
+        usd, where = one.estimates["train"].traffic_usd, Place(one.offer.cloud, one.offer.region)
+        if usd >= 1:
+            per_gb = price_of_traffic(one.offer, work.place).sent
+            yield f"from {where} to the bucket in {work.place}: ${usd:,.2f} of traffic at ${per_gb:g} a GB"
+
+
 def assumptions(work: Workload) -> tuple[str, ...]:
-    return (*ASSUMED, ASSUMED_INSTALL) if work.installs else ASSUMED
+    priced = (f"traffic with the bucket in {work.place}, at the price of the first terabytes of a month",)
+    return (*ASSUMED, *((ASSUMED_INSTALL,) if work.installs else ()), *(priced if work.place else ()))
 
 
 def memory_lines(recipe: Recipe, candidates: Iterable[Candidate]) -> Iterator[str]:
@@ -292,11 +310,12 @@ def offers_by_node(kinds: Iterable[str], clouds: Iterable[str]) -> tuple[dict[st
     return found, [*map(str, errors), *account_errors.values()]
 
 
-def cheapest_offers(found: Iterable[Offer]) -> list[Offer]:
-    """The cheapest offer of each machine in each market."""
-    best: dict[tuple[str, str, bool], Offer] = {}
+def cheapest_offers(found: Iterable[Offer], place: Place | None = None) -> list[Offer]:
+    """The cheapest offer of each machine in each market, and the cheapest one at `place`."""
+    best: dict[tuple[str, str, bool, bool], Offer] = {}
     for offer in found:
-        key = (offer.cloud, offer.instance, offer.spot)
+        near = Place(offer.cloud, offer.region) == place
+        key = (offer.cloud, offer.instance, offer.spot, near)
         if key not in best or offer.usd_per_hour < best[key].usd_per_hour:
             best[key] = offer
     return list(best.values())
@@ -313,7 +332,7 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], insta
             steps_left = 0 if state.has_ended(recipe.train) else recipe.train.max_steps - state.step
     own = measurements_of_run(recipe, store, prefix)
     on_gpus, on_cpu = [known for known in own if known.gpu], [known for known in own if not known.gpu]
-    return Workload(recipe, stages, steps_left, on_gpus, on_cpu, installs)
+    return Workload(recipe, stages, steps_left, on_gpus, on_cpu, installs, place_of(store))
 
 
 def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[MeasuredRun]:
@@ -361,7 +380,7 @@ def estimate_stages(
             offer, nodes = min(found, key=lambda o: o.usd_per_hour), node_counts.get(stage, 1)
             job = stage_work(stage, work, offer, nodes)
             job = replace(job, start=job.start + (INSTALL_SECONDS / 3600 if work.installs else 0.0))
-            estimates[stage] = estimate_stage(job, offer, nodes)
+            estimates[stage] = with_traffic(estimate_stage(job, offer, nodes), stage, work, job)
     return estimates
 
 
@@ -380,6 +399,28 @@ def estimate_stage(work: StageWork, offer: Offer, nodes: int) -> StageEstimate:
     """The expected hours and dollars of a stage's work on `nodes` of an offer."""
     time = expected_time(work, hours_between(offer, nodes))
     return StageEstimate(offer, time.hours, time.billed_hours * nodes * offer.usd_per_hour, time.preemptions, nodes)
+
+
+def with_traffic(estimate: StageEstimate, stage: str, work: Workload, job: StageWork) -> StageEstimate:
+    """The estimate with the dollars of the stage's traffic."""
+    assert estimate.offer
+    price = price_of_traffic(estimate.offer, work.place)
+    parameters, state = work.recipe.model.parameters, state_bytes(work.recipe.model, work.recipe.train)
+    sent, received = 0.0, 4.0 * parameters  # the weights, in float32
+    if stage == "tokenize":
+        sent, received = 2 * tokens_of(work.recipe), 0.0
+    elif stage == "export":
+        sent = 4.0 * parameters
+    elif stage == "train":
+        saves = job.work / job.segment if job.segment else 0.0
+        sent = saves * state + 4 * parameters
+        received = estimate.preemptions * state + 2 * training_tokens(work)  # a token has two bytes
+    usd = (sent * (price.sent or 0.0) + received * (price.received or 0.0)) / GB
+    return replace(estimate, usd=estimate.usd + usd, traffic_usd=usd)
+
+
+def price_of_traffic(offer: Offer, place: Place | None) -> TrafficPrice:
+    return traffic_price(Place(offer.cloud, offer.region), place)
 
 
 def hours_between(offer: Offer, nodes: int) -> float:
@@ -443,7 +484,9 @@ def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
     stall = state_bytes(recipe.model, train) / gpus / STALL_BYTES_PER_SECOND
     if runtime.checkpoint_minutes == "auto":
         between = 3600 * hours_between(offer, nodes)
-        segment = checkpoint_seconds(max(LEAST_STALL_SECONDS, stall), between) / 3600
+        usd = state_bytes(recipe.model, train) / GB * (price_of_traffic(offer, work.place).sent or 0.0)
+        traffic = usd / (nodes * offer.usd_per_hour) * 3600 if offer.usd_per_hour else 0.0
+        segment = checkpoint_seconds(max(LEAST_STALL_SECONDS, stall), between, traffic_seconds=traffic) / 3600
     else:
         segment = runtime.checkpoint_minutes / 60
     hours = tokens / speed_of(work, offer, nodes).tokens_per_second / 3600

@@ -4,7 +4,7 @@
 `billing_here` finds the rows that fit this machine. A price that it can't find is unknown, and never counts as 0.
 
 SKYTRAIN_PRICES: a JSON list of {cloud, region, zone, instance, spot, usd_per_hour, on_demand_usd_per_hour,
-accelerators}. Null or no value in one of the first five fits every machine.
+accelerators, usd_per_gb_sent, usd_per_gb_received}. Null or no value in one of the first five fits every machine.
 """
 
 import json
@@ -21,6 +21,7 @@ from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
 
 IDENTITY = ("cloud", "region", "zone", "instance", "spot")  # the fields of a row that identify a machine
+TRAFFIC = ("usd_per_gb_sent", "usd_per_gb_received")
 METADATA: dict[str, Callable[[Metadata], NoticeSource]] = {"aws": Ec2, "gcp": Gce, "azure": Azure}
 TRIES = 3  # the cost of a whole attempt depends on the answer
 
@@ -37,6 +38,8 @@ class PriceRow:
     spot: bool | None = None
     on_demand_usd_per_hour: float | None = None
     accelerators: str | None = None  # "H100:8"; None: no GPU
+    usd_per_gb_sent: float | None = None  # dollars of traffic to the store; None: unknown
+    usd_per_gb_received: float | None = None
 
     @property
     def gpus(self) -> int:
@@ -44,7 +47,8 @@ class PriceRow:
 
     def to_json(self) -> dict[str, Any]:
         names = (*IDENTITY, "usd_per_hour", "on_demand_usd_per_hour", "accelerators")
-        return {name: getattr(self, name) for name in names}
+        traffic = {name: usd for name in TRAFFIC if (usd := getattr(self, name)) is not None}
+        return {name: getattr(self, name) for name in names} | traffic
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -89,6 +93,7 @@ def billing_here(price_per_hour: float | None) -> Billing:
     machine = replace(machine, accelerators=machine.accelerators or gpus_here())
     machine = machine.updated(**{name: shared.get(name) for name in (*IDENTITY, "accelerators")})
     machine = machine.updated(on_demand_per_hour=shared.get("on_demand_usd_per_hour"))
+    machine = machine.updated(**{name: shared.get(name) for name in TRAFFIC})
     if price_per_hour is not None:
         return Billing(price_per_hour, "--price-per-hour", nodes, machine)
     if "usd_per_hour" in shared:

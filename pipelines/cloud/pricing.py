@@ -2,14 +2,16 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.catalog import Offer, account_errors, offers
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.deadline import least_slack_seconds
+from pipelines.cloud.egress import Place, place_of, traffic_price
 from pipelines.cloud.plan import (
     CloudPlan,
     Limits,
@@ -45,7 +47,10 @@ def within_limits(
     """Report the plan for the machines that have a price list. With a deadline or budget, the job keeps the training
     machines that are expected to meet it; UserError if none is."""
     limits = limits_of(request, store)
-    offered = {task.name: list(dict.fromkeys(o for m in task.rented for o in offers_or_none(m))) for task in job.tasks}
+    place = place_of(store)
+    offered = {
+        task.name: list(dict.fromkeys(o for m in task.rented for o in offers_or_none(m, place))) for task in job.tasks
+    }
     train = job.task("train")
     if limits.hours is not None and train and not offered["train"]:
         infras = ", ".join(dict.fromkeys(machine.infra for machine in train.machines))
@@ -71,12 +76,31 @@ def within_limits(
         report(Finding("plan", str(error), "note", "the job can run; its hours and dollars are unknown"))
         return job
     report(plan)
-    if not str(limits):
-        return job
-    affordable = affordable_machines(train, plan, limits, request)
-    if set(affordable) <= set(train.standbys):
-        raise UserError(f"launch: {plan.notes[-1] if plan.notes else f'no machine is within {limits}'}")
-    return replace(job, tasks=tuple(replace(t, machines=affordable) if t.name == "train" else t for t in job.tasks))
+    machines = train.machines
+    if str(limits):
+        machines = affordable_machines(train, plan, limits, request, place)
+        if set(machines) <= set(train.standbys):
+            raise UserError(f"launch: {plan.notes[-1] if plan.notes else f'no machine is within {limits}'}")
+    train = replace(train, machines=tuple(near_bucket_first(machines, plan, place)))
+    return replace(job, tasks=tuple(train if task.name == "train" else task for task in job.tasks))
+
+
+def near_bucket_first(
+    machines: Iterable[MachineRequest], plan: CloudPlan, place: Place | None
+) -> Iterator[MachineRequest]:
+    """The machines, before each of a whole cloud the same in the bucket's region where the training is expected to
+    cost no more there, traffic included."""
+    for machine in machines:
+        alike = [
+            one
+            for one in plan.candidates
+            if (one.offer.cloud, one.offer.spot, one.offer.accelerators)
+            == (machine.infra, machine.use_spot, machine.accelerators)
+        ]
+        there = [one.usd for one in alike if Place(one.offer.cloud, one.offer.region) == place]
+        if there and min(there) <= min(one.usd for one in alike):
+            yield replace(machine, infra=str(place))
+        yield machine
 
 
 def limits_of(request: LaunchRequest, store: Store) -> Limits:
@@ -93,7 +117,7 @@ def limits_of(request: LaunchRequest, store: Store) -> Limits:
 
 
 def affordable_machines(
-    train: Task, plan: CloudPlan, limits: Limits, request: LaunchRequest
+    train: Task, plan: CloudPlan, limits: Limits, request: LaunchRequest, place: Place | None = None
 ) -> tuple[MachineRequest, ...]:
     """The rented machines of train that are expected to meet the limits, all own machines, and all standbys."""
     # A spot machine may be lost before any part of the job has checked the deadline.
@@ -103,7 +127,7 @@ def affordable_machines(
     no_spot = request.spot is None and slack_hours < least_hours
     met = (c.offer for c in plan.candidates if limits.met_by(c.hours, c.usd))
     good = {offer for offer in met if not (offer.spot and no_spot)}
-    beyond = [machine for machine in train.rented if good.isdisjoint(offers_or_none(machine))]
+    beyond = [machine for machine in train.rented if good.isdisjoint(offers_or_none(machine, place))]
     return tuple(machine for machine in train.machines if machine not in beyond)
 
 
@@ -121,18 +145,20 @@ def usd_spent(store: Store, run: str) -> float:
 # The prices
 
 
-def with_prices(job: ManagedJob, request: LaunchRequest, report: Report) -> ManagedJob:
-    """The job with SKYTRAIN_PRICES, and with its machines in the order in which SkyPilot is to try them.
+def with_prices(job: ManagedJob, request: LaunchRequest, report: Report, place: Place | None = None) -> ManagedJob:
+    """The job with SKYTRAIN_PRICES, with those of traffic to a bucket at `place`, and with its machines in the order in
+    which SkyPilot is to try them.
 
     UserError for a budget if a price is unknown.
     """
     tasks = []
     unpriced: dict[str, list[str]] = {}  # tasks by reason: equal complaints are one
-    for task in (in_trial_order(task, lowest_price) for task in job.tasks):
+    trial_price = partial(price_of_trial, place)
+    for task in (in_trial_order(task, trial_price) for task in job.tasks):
         rows: list[PriceRow] = []
         for machine in task.machines:
             try:
-                rows += price_rows(machine)
+                rows += [with_traffic(row, place) for row in price_rows(machine)]
             except UserError as error:
                 names = unpriced.setdefault(f"on {machine.infra}: {error}", [])
                 names += [task.name] if task.name not in names else []
@@ -145,6 +171,18 @@ def with_prices(job: ManagedJob, request: LaunchRequest, report: Report) -> Mana
     for reason in account_errors.values():
         report(Finding("price", reason, "note"))
     return replace(job, tasks=tuple(tasks))
+
+
+def with_traffic(row: PriceRow, store: Place | None) -> PriceRow:
+    """A row with the price of traffic between its machine and the store."""
+    price = traffic_price(Place(row.cloud, row.region), store)
+    return replace(row, usd_per_gb_sent=price.sent, usd_per_gb_received=price.received)
+
+
+def price_of_trial(place: Place | None, machine: MachineRequest) -> float:
+    """The price that decides when SkyPilot tries a machine. In the bucket's region it is that of its whole cloud, whose
+    other regions come next."""
+    return lowest_price(replace(machine, infra=machine.cloud) if machine.infra == str(place) else machine)
 
 
 def lowest_price(machine: MachineRequest) -> float:
@@ -173,8 +211,9 @@ def offers_for(machine: MachineRequest) -> list[Offer]:
     return fitting
 
 
-def offers_or_none(machine: MachineRequest) -> list[Offer]:
-    """The cheapest offer of each instance type; none where no price is known, which `with_prices` reports."""
+def offers_or_none(machine: MachineRequest, place: Place | None = None) -> list[Offer]:
+    """The cheapest offer of each instance type, and the cheapest one at `place`; none where no price is known, which
+    `with_prices` reports."""
     with suppress(UserError):
-        return cheapest_offers(offers_for(machine))
+        return cheapest_offers(offers_for(machine), place)
     return []

@@ -10,6 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeAlias
 
+from pipelines.artifacts.traffic import traffic_here
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress
 from pipelines.nodes.messages import KeepAlive, Message, message_from_json, message_to_json
 from trainer.errors import UserError
@@ -58,7 +59,7 @@ class NodeConnection:
                     self._received(message)
                 if time.monotonic() - last_sent >= KEEP_ALIVE_SECONDS:
                     last_sent = time.monotonic()
-                    self.send(KeepAlive())
+                    self.send(KeepAlive(traffic_here()))
         except CONNECTION_ERRORS:
             self.broken = True
         finally:

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Listener
 
+from pipelines.artifacts.traffic import Traffic, traffic_here
 from pipelines.nodes.address import JOIN_SECONDS, NodeAddress, free_port
 from pipelines.nodes.connection import CONNECTION_ERRORS, SILENT_SECONDS, NodeConnection, Socket, listen, receive
 from pipelines.nodes.messages import (
     CommandDied,
     End,
     Hello,
+    KeepAlive,
     MakeParts,
     Message,
     StartRanks,
@@ -53,6 +55,7 @@ class Head:
         self._round = 0
         self._results: dict[int, NodeResult] = {}  # of this round, by node
         self._progress: dict[int, PartsProgress] = {}  # of this round, by node
+        self._traffic: dict[int, Traffic] = {}  # so far, by node
         self._deaths: dict[int, str] = {}  # of commands: the cause, by node
         self._trained = False
         self._listener: Listener | None = None
@@ -120,6 +123,10 @@ class Head:
     def parts_progress(self) -> list[PartsProgress]:
         """The last progress that each worker reported for its parts."""
         return list(self._progress.values())
+
+    def traffic(self) -> Traffic:
+        """The bytes that all nodes have exchanged with buckets, as far as they have reported."""
+        return sum(list(self._traffic.values()), traffic_here())
 
     def lost_nodes(self) -> list[int]:
         """The nodes that were connected and are gone."""
@@ -214,6 +221,8 @@ class Head:
                 self._results[node] = result
             case PartsProgress():
                 self._progress[node] = message
+            case KeepAlive(traffic):
+                self._traffic[node] = traffic
 
 
 def let_workers_exit_first(address: NodeAddress) -> None:

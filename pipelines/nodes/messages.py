@@ -8,6 +8,7 @@ CommandDied.
 import json
 from dataclasses import asdict, dataclass
 
+from pipelines.artifacts.traffic import Traffic
 from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
@@ -17,7 +18,9 @@ from trainer.stored import typed
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """The sender is alive."""
+    """The sender is alive, and has exchanged so much with buckets."""
+
+    traffic: Traffic = Traffic()
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ Message = (
 def message_to_json(message: Message) -> bytes:
     """The JSON of a message; `message_from_json` is its reader."""
     match message:
-        case KeepAlive():
-            values: dict[str, object] = {"beat": True}
+        case KeepAlive(traffic):
+            values: dict[str, object] = asdict(traffic)
         case Hello():
             values = asdict(message)
         case CommandDied(node, run, cause):
@@ -138,8 +141,8 @@ def message_to_json(message: Message) -> bytes:
 def message_from_json(body: bytes) -> Message:
     """ValueError or TypeError for anything that `message_to_json` does not write."""
     match json.loads(body):
-        case {"beat": True}:
-            return KeepAlive()
+        case {"sent": int(sent), "received": int(received)}:
+            return KeepAlive(Traffic(sent, received))
         case {"node": int(node), "run": str(run), "processes": int(processes)}:
             return Hello(node, run, processes)
         case {"died": int(node), "run": str(run), "cause": str(cause)}:

@@ -40,6 +40,7 @@ class RankSpec:
     prefix: str  # of the training run in the store
     attempt: int
     between_failures: float  # expected, in seconds
+    traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
 
     def to_json(self) -> dict[str, Any]:

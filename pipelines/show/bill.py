@@ -7,9 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelines.artifacts.manifest import Beginning
+from pipelines.artifacts.traffic import GB
 from pipelines.show.beginning import beginning_text
 from pipelines.show.console import cell, console, duration, money
-from pipelines.tracking.account import Account, AttemptAccount, market_of, merge_waits
+from pipelines.tracking.account import Account, AttemptAccount, TrafficCost, market_of, merge_waits
 from pipelines.tracking.clusters import read_intervals, reconcile
 from trainer.store import Store
 
@@ -38,6 +39,8 @@ def print_bill(account: Account, began: Beginning | None = None) -> None:
         lines.append(f"goodput {account.goodput:.1%}: training, each step counted once, of all billed time{waits}")
     if account.usd_per_billion_tokens:
         lines.append(f"{account.usd_per_billion_tokens:,.2f} dollars per billion tokens")
+    if account.traffic != TrafficCost():
+        lines.append(traffic_text(account.traffic))
     if account.outside.hours:
         outside = money(account.outside.usd, account.outside.unpriced_hours)
         lines.append(
@@ -57,6 +60,15 @@ def print_bill(account: Account, began: Beginning | None = None) -> None:
         )
     for line in lines:
         out.print(line)
+
+
+def traffic_text(traffic: TrafficCost) -> str:
+    """The bytes between the machines and the store, and their price."""
+    text = f"{traffic.usd:,.2f} dollars of traffic" if traffic.unpriced_bytes == 0 else "traffic"
+    text += f": {traffic.sent_bytes / GB:,.2f} GB to the store, {traffic.received_bytes / GB:,.2f} GB from it"
+    if traffic.unpriced_bytes and traffic.usd:
+        return f"{text}; {traffic.usd:,.2f} dollars, without {traffic.unpriced_bytes / GB:,.2f} GB of unknown price"
+    return f"{text}; their price is unknown" if traffic.unpriced_bytes else text
 
 
 def attempt_row(number: str, a: AttemptAccount) -> list[str]:

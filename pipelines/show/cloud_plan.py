@@ -71,9 +71,15 @@ def columns_of(candidates: Iterable[Candidate]) -> list[Column]:
         Column("preempted", [f"{train.preemptions:.1f} x" if offer.spot else "" for _, offer, train in rows], 4, True),
         Column("train h", [f"{train.hours:.2f}" for _, _, train in rows], 2, True),
         Column("train $", [f"{train.usd:,.2f}" for _, _, train in rows], 1, True),
+        *([traffic_column([train for _, _, train in rows])] if any(t.traffic_usd for _, _, t in rows) else []),
         Column("all h", [f"{c.hours:.2f}" for c, _, _ in rows], 0, True),
         Column("all $", [f"{c.usd:,.2f}" for c, _, _ in rows], 0, True),
     ]
+
+
+def traffic_column(estimates: list[StageEstimate]) -> Column:
+    """The part of the dollars of training that traffic with the store takes."""
+    return Column("traffic $", [f"{one.traffic_usd:,.2f}" for one in estimates], 1, True)
 
 
 def table_within(width: int, shown: list[Column], bold: int | None = None) -> Table:

@@ -79,6 +79,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
         clock=clock,
         reached=spec.reached,
         between_failures=spec.between_failures,
+        traffic_seconds=spec.traffic_seconds,
         evaluation=partial(
             evaluation_in_training, recipe, lambda: tokenizer_of(recipe.tokens, store, spec.tokens), cache
         ),

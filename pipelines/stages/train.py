@@ -23,11 +23,12 @@ from pipelines.tracking.ledger import (
     attempts,
     prior_seconds_between_failures,
     seconds_between_failures,
+    traffic_seconds,
 )
 from pipelines.tracking.origins import FIELDS, beginning_of
 from pipelines.weights import content_identity
 from trainer.commits import TrainState, committed_state, series
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, check_shares, identity_of
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, check_shares, identity_of, state_bytes
 
 WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
 
@@ -114,6 +115,7 @@ def rank_spec(work: Work) -> RankSpec:
         prefix=work.plan.prefix,
         attempt=work.attempt.number,
         between_failures=seconds_between_failures((b for b in earlier if not b.progress.waiting), prior),
+        traffic_seconds=traffic_seconds(state_bytes(work.recipe.model, work.recipe.train), own),
     )
 
 

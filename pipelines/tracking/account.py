@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pipelines.artifacts.traffic import GB
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat, Machine
 
 # The phases that an attempt repeats or waits for because its predecessor was interrupted.
 RECOVERY_PHASES = ("provision", "setup", "download", "compile", "idle")
+TRAFFIC = "traffic"  # a phase of the bill, of no time
 WASTED_PHASES = ("redone", "lost")
 # Longest gap between two attempts of one wait for spot. After a longer gap, the launch was down in between.
 LONGEST_POLL_SECONDS = 3600.0
@@ -38,6 +40,16 @@ class Cost:
     hours: float = 0.0  # of all nodes together, of known and unknown price
     usd: float = 0.0  # of the hours of known price
     unpriced_hours: float = 0.0  # the hours of unknown price
+
+
+@dataclass(frozen=True)
+class TrafficCost:
+    """Bytes between the machines and the store, and their cost."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    usd: float = 0.0  # of the bytes of known price
+    unpriced_bytes: int = 0  # the bytes of unknown price
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ class AttemptAccount:
     steps_redone: int  # of these, those that an earlier attempt had done
     notice: str | None  # why it was asked to stop
     waited: bool = False  # for spot, on a standby machine
+    traffic: TrafficCost = TrafficCost()  # its dollars are part of the bill
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class Account:
     deaths: int  # attempts that ended without a last heartbeat
     unseen_seconds: float  # at most so much is missing from the bill: a heartbeat interval for each death
     unseen_usd: float  # the same in dollars, of known prices
+    traffic: TrafficCost = TrafficCost()  # of the total: between the machines and the store
     outside: Cost = Cost()  # of the total: SkyPilot had the machines, and no attempt counted (see clusters.py)
     faults: tuple[str, ...] = ()  # unreadable heartbeats, which the bill does not contain
 
@@ -115,6 +129,7 @@ def account(
         interruptions += _interruption_costs(on_artifact)
         tokens += tokens_before(sum(a.steps_kept for a in on_artifact))
     attempts.sort(key=lambda a: (a.started, a.prefix, a.number))
+    traffic = total_traffic(a.traffic for a in attempts)
     total = total_cost(a.bill for a in attempts)
     trained = [_phase_cost(a, "train").hours for a in attempts]
     without_waits = math.fsum(a.bill.hours for a in attempts if not a.waited)
@@ -126,7 +141,8 @@ def account(
         attempts=tuple(attempts),
         total=total,
         by_stage=_sums((a.stage, a.bill) for a in attempts),
-        by_phase=_sums((phase, _phase_cost(a, phase)) for a in attempts for phase in a.phases),
+        by_phase=_sums((phase, _phase_cost(a, phase)) for a in attempts for phase in a.phases)
+        | ({TRAFFIC: Cost(usd=traffic.usd)} if traffic.usd else {}),
         by_market=_sums((market_of(a.machine), a.bill) for a in attempts),
         tokens=tokens,
         goodput=math.fsum(trained) / without_waits if without_waits else None,
@@ -136,6 +152,7 @@ def account(
         deaths=deaths,
         unseen_seconds=deaths * HEARTBEAT_SECONDS,
         unseen_usd=math.fsum(a.nodes * (a.price_per_hour or 0.0) * HEARTBEAT_SECONDS / 3600 for a in lost),
+        traffic=traffic,
         faults=tuple(faults),
     )
 
@@ -253,6 +270,25 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
     )
 
 
+def total_traffic(several: Iterable[TrafficCost]) -> TrafficCost:
+    """The sum of several."""
+    listed = list(several)
+    return TrafficCost(
+        sum(one.sent_bytes for one in listed),
+        sum(one.received_bytes for one in listed),
+        math.fsum(one.usd for one in listed),
+        sum(one.unpriced_bytes for one in listed),
+    )
+
+
+def traffic_of(beat: Heartbeat) -> TrafficCost:
+    """The bytes of an attempt between its machines and the store, by its last heartbeat."""
+    sent, received = beat.progress.bytes_sent or 0, beat.progress.bytes_received or 0
+    priced = [(sent, beat.machine.usd_per_gb_sent), (received, beat.machine.usd_per_gb_received)]
+    usd = math.fsum(count / GB * price for count, price in priced if price is not None)
+    return TrafficCost(sent, received, usd, sum(count for count, price in priced if price is None))
+
+
 def _sums(named: Iterable[tuple[str, Cost]]) -> dict[str, Cost]:
     groups: dict[str, list[Cost]] = {}
     for name, cost in named:
@@ -262,6 +298,7 @@ def _sums(named: Iterable[tuple[str, Cost]]) -> dict[str, Cost]:
 
 def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redone: int) -> AttemptAccount:
     beat = one.beat
+    traffic = traffic_of(beat)
     died = beat.state == "running" and (superseded or one.alive is False)
     return AttemptAccount(
         stage=beat.stage,
@@ -277,7 +314,7 @@ def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redon
         price_per_hour=beat.price_per_hour,
         price_source=beat.price_source,
         phases=settled_phases(beat),
-        bill=_cost(beat.billed_hours * beat.nodes, beat.price_per_hour),
+        bill=total_cost([_cost(beat.billed_hours * beat.nodes, beat.price_per_hour), Cost(usd=traffic.usd)]),
         resumed_from=beat.progress.resumed_from,
         step=beat.progress.step,
         steps_done=done,
@@ -285,6 +322,7 @@ def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redon
         steps_redone=redone,
         notice=beat.progress.notice,
         waited=bool(beat.progress.waiting),
+        traffic=traffic,
     )
 
 
@@ -309,7 +347,7 @@ def cost_until(account: Account, time: float) -> Cost:
     for a in account.attempts:
         wall = a.ended - a.started
         share = min(1.0, max(0.0, (time - a.started) / wall)) if wall else 0.0
-        parts.append(_cost(share * a.bill.hours, a.price_per_hour))
+        parts.append(Cost(share * a.bill.hours, share * a.bill.usd, share * a.bill.unpriced_hours))
     return total_cost(parts)
 
 

@@ -107,7 +107,8 @@ def difference(cluster: str, intervals: list[Interval], attempts: list[AttemptAc
     hours = [one.nodes * max(0.0, end - one.started) / 3600 for one, end in zip(intervals, ends, strict=True)]
     billed = total_cost(attempt.bill for attempt in attempts)
     if billed.hours:
-        price = None if billed.unpriced_hours else billed.usd / billed.hours
+        traffic = math.fsum(attempt.traffic.usd for attempt in attempts)
+        price = None if billed.unpriced_hours else (billed.usd - traffic) / billed.hours
     else:
         price = intervals[-1].price_per_hour if intervals else None
     return Difference(cluster, math.fsum(hours), billed.hours, price)

@@ -78,13 +78,20 @@ def forecast(attempts: Iterable[AttemptAccount], steps_left: float, now: float) 
     drawn = [simulate(past, steps_left * past.seconds_per_step, draw) for _ in range(DRAWS)]
     calendar, billed, interruptions = (quantiles(values) for values in zip(*drawn, strict=True))
     last = trained[-1]
-    price = None if last.price_per_hour is None else last.nodes * last.price_per_hour
+    price = None if last.price_per_hour is None else last.nodes * last.price_per_hour + traffic_per_hour(trained)
     return Forecast(
         hours=scaled(calendar, 1 / 3600),
         machine_hours=scaled(billed, last.nodes / 3600),
         usd=None if price is None else scaled(billed, price / 3600),
         interruptions=interruptions,
     )
+
+
+def traffic_per_hour(attempts: Iterable[AttemptAccount]) -> float:
+    """Dollars of traffic with the store, an hour of all nodes."""
+    listed = list(attempts)
+    hours = math.fsum(a.ended - a.started for a in listed) / 3600
+    return math.fsum(a.traffic.usd for a in listed) / hours if hours else 0.0
 
 
 def training_seconds(attempt: AttemptAccount) -> float:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipelines.artifacts.traffic import GB, traffic_here
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
@@ -119,6 +120,8 @@ class Attempt:
         self.meter = meter or Meter(None)
         self.before = heartbeat.phases  # of the time before the claim
         self.clock: Callable[[float], dict[str, float]] = lambda now: {}  # seconds by phase since the claim
+        self.traffic = traffic_here  # of all processes of its nodes; the attempt counts what comes after the claim
+        self._traffic_before = traffic_here()
         self.number = heartbeat.attempt
         self.lost = False  # superseded, as far as the heartbeat thread knows
         self._ending, self._soon = threading.Event(), threading.Event()
@@ -208,7 +211,9 @@ class Attempt:
     def _report(self) -> None:
         key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
         with self._reporting:
-            now = time.time()
+            now, traffic = time.time(), self.traffic() - self._traffic_before
+            if traffic.sent or traffic.received:
+                self.report(bytes_sent=traffic.sent, bytes_received=traffic.received)
             self.update(time=now, phases=self.phases(now))
             latest = self.latest
             self.store.put(key, latest.to_json())
@@ -383,6 +388,14 @@ def prior_seconds_between_failures(machine: Machine, nodes: int = 1) -> float:
     """
     steady = not machine.cloud or machine.spot is False
     return (STEADY_SECONDS_BETWEEN_FAILURES if steady else PRIOR_SECONDS_BETWEEN_FAILURES) / nodes
+
+
+def traffic_seconds(size: int, beat: Heartbeat) -> float:
+    """The seconds for which an attempt's machines cost as much as `size` bytes to the store; 0 while a price is
+    unknown."""
+    usd_per_second = (beat.price_per_hour or 0.0) * beat.nodes / 3600
+    usd = size / GB * (beat.machine.usd_per_gb_sent or 0.0)
+    return usd / usd_per_second if usd_per_second else 0.0
 
 
 def seconds_between_failures(heartbeats: Iterable[Heartbeat], prior_seconds: float) -> float:

@@ -24,6 +24,8 @@ class Machine(Stored):
     accelerators: str | None = None  # "H100:8", of one node
     on_demand_per_hour: float | None = None  # dollars of one node, on demand
     cluster: str | None = None  # SkyPilot's name of the cluster
+    usd_per_gb_sent: float | None = None  # dollars of traffic from it to the store; None: unknown
+    usd_per_gb_received: float | None = None  # dollars of traffic from the store to it
 
     def to_json(self) -> dict[str, Any]:
         return without_none(asdict(self))
@@ -56,6 +58,8 @@ class Progress(Stored):
     tokens: int | None = None  # tokenize: in the store
     tokens_per_second: float | None = None  # tokenize
     finishing: bool | None = None  # about to create the manifest: gc leaves the files of the artifact alone
+    bytes_sent: int | None = None  # to the store, by all processes of its nodes
+    bytes_received: int | None = None  # from the store
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
     killed: str | None = None  # the cause, if a signal ended a process of the attempt

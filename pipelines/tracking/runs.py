@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import Account, Cost, StoredHeartbeat, account, cost_until
+from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
 from pipelines.tracking.clusters import read_intervals, with_cluster_hours
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.records import Heartbeat
@@ -251,7 +251,7 @@ class Run:
             billed_hours=total.hours,
             usd=total.usd,
             unpriced_hours=total.unpriced_hours,
-            phases={phase: 3600 * cost.hours for phase, cost in self.account.by_phase.items()},
+            phases={phase: 3600 * cost.hours for phase, cost in self.account.by_phase.items() if phase != TRAFFIC},
             goodput=self.account.goodput,
             usd_per_billion_tokens=self.account.usd_per_billion_tokens,
             updated=self.record.updated,

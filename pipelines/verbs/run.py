@@ -75,6 +75,7 @@ def run(
 ) -> None:
     """Make every artifact of a recipe that is missing; resume after an interruption."""
     from pipelines.artifacts.store import open_store
+    from pipelines.artifacts.traffic import counted_together
     from pipelines.cloud.notice import watching
     from pipelines.nodes.address import this_node
     from pipelines.show.card import print_card
@@ -102,13 +103,13 @@ def run(
         from pipelines.nodes.worker import run_worker
 
         name = run_name(plans)
-        with watching(stop, screen):
+        with counted_together(), watching(stop, screen):
             died = partial(head_recorded_death, opened, plans, stage, stop)
             sys.exit(run_worker(node, name, stage, loaded, plans, opened, home(), stop, screen, is_standby(), died))
     pipeline = pipeline_here(loaded, plans, opened, price_per_hour, screen, stop)
     limit = budget_of(pipeline, budget) if budget else None
     try:
-        with watching(stop, screen), pipeline.head or nullcontext():
+        with counted_together(), watching(stop, screen), pipeline.head or nullcontext():
             if limit and missing(opened, plans, until=stage):
                 limit.begin()
                 pipeline.watches.append(limit.watch)

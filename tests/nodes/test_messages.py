@@ -31,7 +31,7 @@ FILE = "rank-00000-of-00001.safetensors"
 @pytest.mark.parametrize(
     ("message", "wire"),
     [
-        (KeepAlive(), {"beat": True}),
+        (KeepAlive(), {"sent": 0, "received": 0}),
         (Hello(1, "tiny-0123", 4), {"node": 1, "run": "tiny-0123", "processes": 4}),
         (CommandDied(1, "tiny-0123", "killed"), {"died": 1, "run": "tiny-0123", "cause": "killed"}),
         (PartsProgress(500, 100), {"there": 500, "new": 100}),

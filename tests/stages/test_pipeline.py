@@ -246,6 +246,12 @@ def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(
         manifest = read_manifest(store, made["artifacts"][stage]["uri"].removeprefix(f"{store.uri}/"))
         assert manifest and sums(manifest) == sums(finished.artifact(stage)), stage
     assert series_of(store) == finished.series()
+    (run,) = read_runs(store)
+    for attempt in run.account.attempts:
+        manifest = read_manifest(store, attempt.prefix)
+        assert manifest
+        stored = sum(file.size for file in manifest.files)
+        assert stored < attempt.traffic.sent_bytes < 100 * stored + (1 << 20), attempt.stage  # and its commits
     again = project.result("--store", store.uri)
     assert all(artifact["skipped"] for artifact in again["artifacts"].values())
 

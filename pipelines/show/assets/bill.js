@@ -25,6 +25,7 @@ const PHASES = {  // in this order: color and meaning
   idle: ["idle", "billed, without any work"],
   redone: ["redone", "steps repeated after a loss"],
   lost: ["waste", "after the last heartbeat"],
+  traffic: ["save", "bytes between the machines and the store"],
   outside: ["waste", "machines up outside all attempts, by SkyPilot's clock"],
 };
 const phaseColor = (phase) => PHASES[phase]?.[0] ?? "prepare";

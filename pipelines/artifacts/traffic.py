@@ -1,0 +1,99 @@
+"""The bytes that the processes of this machine exchange with buckets: clouds bill them.
+
+Every process counts in a file of its own in one folder, which SKYTRAIN_TRAFFIC names to child processes. The file is
+mapped into memory, so a killed process takes no byte of the bill with it.
+"""
+
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+FOLDER = "SKYTRAIN_TRAFFIC"
+NUMBERS = struct.Struct("<QQ")
+GB = 1 << 30  # as clouds bill it
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of bodies, without headers, with those of repeated requests."""
+
+    sent: int = 0  # to buckets
+    received: int = 0  # from buckets
+
+    def __add__(self, other: Self) -> "Traffic":
+        return Traffic(self.sent + other.sent, self.received + other.received)
+
+    def __sub__(self, other: Self) -> "Traffic":
+        return Traffic(self.sent - other.sent, self.received - other.received)
+
+
+class _Counter:
+    """The bytes of this process; in its file, if there is a folder that takes one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: mmap.mmap | bytearray = bytearray(NUMBERS.size)
+        self._place: tuple[str, int] | None = None  # the folder and the process of `_numbers`
+
+    def add(self, sent: int, received: int) -> None:
+        with self._lock:
+            self._settle()
+            before = Traffic(*NUMBERS.unpack_from(self._numbers))
+            NUMBERS.pack_into(self._numbers, 0, before.sent + sent, before.received + received)
+
+    def read(self) -> Traffic:
+        with self._lock:
+            self._settle()
+            return Traffic(*NUMBERS.unpack_from(self._numbers))
+
+    def _settle(self) -> None:
+        """Count in the file from now on. After a fork the child begins with a file of its own."""
+        place = (os.environ.get(FOLDER, ""), os.getpid())
+        if place == self._place:
+            return
+        self._place, self._numbers = place, bytearray(NUMBERS.size)
+        if place[0]:
+            with suppress(OSError), open(Path(place[0]) / str(place[1]), "x+b", buffering=0) as file:
+                file.write(bytes(NUMBERS.size))  # takes its block of the disk now: a full one would kill a map
+                self._numbers = mmap.mmap(file.fileno(), NUMBERS.size)
+
+
+_counter = _Counter()
+
+
+def count(sent: int = 0, received: int = 0) -> None:
+    """Count bytes of this process."""
+    _counter.add(sent, received)
+
+
+def traffic_here() -> Traffic:
+    """The bytes so far of all processes that count in this one's folder; without a folder, those of this process."""
+    own = _counter.read()
+    try:
+        bodies = [file.read_bytes() for file in Path(os.environ[FOLDER]).iterdir()]
+    except (KeyError, OSError):
+        return own
+    return sum((Traffic(*NUMBERS.unpack(body)) for body in bodies if len(body) == NUMBERS.size), Traffic())
+
+
+@contextmanager
+def counted_together() -> Iterator[None]:
+    """Within it, this process and its children count in one folder."""
+    folder, before = tempfile.mkdtemp(prefix="skytrain-traffic-"), os.environ.get(FOLDER)
+    os.environ[FOLDER] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FOLDER]
+        else:
+            os.environ[FOLDER] = before
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,91 @@
+"""The price of traffic between rented machines and the store.
+
+The cloud that the bytes leave charges for them: a machine's cloud for uploads, the bucket's for downloads. Inside a
+region they are free. The price to the internet is SkyPilot's, of the first terabytes of a month; larger volumes are
+cheaper. A price that is not known is None, and never counts as 0.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from pipelines.artifacts.store import S3Store
+from pipelines.cloud.catalog import silent_sky
+from trainer.errors import StoreUnavailable, UserError
+from trainer.store import Store
+
+# Dollars a GB to another region of the same cloud and continent; other continents cost up to four times as much.
+# Sources, read on 2026-11-23: https://aws.amazon.com/ec2/pricing/on-demand/ (data transfer from US regions),
+# https://cloud.google.com/vpc/network-pricing (inter-region, North America and Europe),
+# https://azure.microsoft.com/pricing/details/bandwidth/ (within a continent).
+BETWEEN_REGIONS = {"aws": 0.02, "gcp": 0.02, "azure": 0.02}
+# Clouds that charge for no traffic. SkyPilot's 0 may also mean that it does not know the price.
+# Sources, read on 2026-11-23: https://developers.cloudflare.com/r2/pricing/, https://lambda.ai/pricing,
+# https://docs.runpod.io/pods/pricing.
+FREE = ("cloudflare", "lambda", "runpod")
+HOSTS = {"amazonaws.com": "aws", "storage.googleapis.com": "gcp", "r2.cloudflarestorage.com": "cloudflare"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a machine or a bucket. None: unknown."""
+
+    cloud: str | None = None
+    region: str | None = None
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, (self.cloud, self.region))) or "an unknown place"
+
+
+@dataclass(frozen=True)
+class TrafficPrice:
+    """Dollars a GB between a machine and the store; None: unknown."""
+
+    sent: float | None
+    received: float | None
+
+
+def place_of(store: Store) -> Place | None:
+    """The place of a bucket, by its endpoint; None for a store that is none. Its region is unknown if the server does
+    not tell it."""
+    if not isinstance(store, S3Store):
+        return None
+    host = urlsplit(store.endpoint).hostname or ""
+    cloud = next((name for suffix, name in HOSTS.items() if host == suffix or host.endswith(f".{suffix}")), None)
+    region = None
+    if cloud not in (None, *FREE):
+        with suppress(UserError, StoreUnavailable):
+            region = store.region()
+    return Place(cloud, region)
+
+
+def traffic_price(machine: Place, store: Place | None) -> TrafficPrice:
+    """The price of bytes from a machine to the bucket at `store`, and back; unknown without a bucket."""
+    if store is None:
+        return TrafficPrice(None, None)
+    return TrafficPrice(usd_per_gb(machine, store), usd_per_gb(store, machine))
+
+
+def usd_per_gb(origin: Place, target: Place) -> float | None:
+    """Dollars a GB that the cloud of `origin` charges for bytes to `target`; None: unknown."""
+    if origin.cloud is None:
+        return None
+    if origin.cloud in FREE:
+        return 0.0
+    if origin.cloud != target.cloud:
+        return usd_to_internet(origin.cloud)
+    if None in (origin.region, target.region):
+        return None
+    return 0.0 if origin.region == target.region else BETWEEN_REGIONS.get(origin.cloud)
+
+
+def usd_to_internet(cloud: str) -> float | None:
+    """Dollars of the 101st GB of a month from `cloud` to the internet; None where SkyPilot knows no price."""
+    try:
+        from sky.utils.registry import CLOUD_REGISTRY
+    except ImportError:
+        return None
+    with silent_sky(), suppress(ValueError):
+        known = CLOUD_REGISTRY.from_str(cloud)
+        return round(float(known.get_egress_cost(101) - known.get_egress_cost(100)), 6) or None
+    return None

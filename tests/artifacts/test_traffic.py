@@ -1,0 +1,61 @@
+"""The bytes that are exchanged with a bucket, counted over processes that die."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from servers import S3Account
+
+from pipelines.artifacts.store import PART_BYTES, S3Store
+from pipelines.artifacts.traffic import FOLDER, Traffic, count, counted_together, traffic_here
+
+KILLED = """
+import os, signal
+from pipelines.artifacts.traffic import count
+count(sent=7); count(sent=5, received=3)
+if not os.fork():
+    count(sent=100)
+    os._exit(0)
+os.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_bytes_of_processes_that_are_killed_stay_in_the_sum() -> None:
+    with counted_together():
+        count(received=1000)
+        died = subprocess.run([sys.executable, "-c", KILLED])
+        assert died.returncode == -signal.SIGKILL
+        assert traffic_here() == Traffic(sent=112, received=1003)
+        folder = Path(os.environ[FOLDER])
+    assert not folder.exists() and FOLDER not in os.environ
+
+
+def test_a_process_without_a_place_for_its_file_counts_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "missing"))
+    before = traffic_here()
+    count(sent=5)
+    assert traffic_here() - before == Traffic(sent=5)
+
+
+def test_every_body_to_and_from_a_bucket_counts_shown_on_motos_imitation(
+    moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store], tmp_path: Path
+) -> None:
+    s3_store, size = fresh_s3_store(moto_server), 2 * PART_BYTES + 5
+    file = tmp_path / "file"
+    file.write_bytes(bytes(size))
+    with counted_together():
+        s3_store.upload(file, "large")
+        s3_store.put("small", b"123")
+        assert traffic_here() == Traffic(sent=size + 3)
+        s3_store.download("large", tmp_path / "copy")
+        assert s3_store.get("small") == b"123" and s3_store.read_into("small", 1, memoryview(bytearray(9))) == 2
+        (found,) = s3_store.objects("large")
+        s3_store.read(found, 10, 20)
+        assert traffic_here() == Traffic(size + 3, size + 3 + 2 + 20)
