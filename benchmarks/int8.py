@@ -25,10 +25,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainer.config import ModelConfig, RuntimeConfig
+from trainer.config import RuntimeConfig
 from trainer.data import TokenData
 from trainer.evaluate import validation_loss
-from trainer.model import GPT, from_hf
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
+from trainer.family import from_hf
 from trainer.parallel import World
 from trainer.shards import local_shards
 
@@ -39,7 +41,7 @@ def load(folder: Path) -> GPT:
     """The exported model in bf16."""
     values = json.loads((folder / "config.json").read_text())
     shape = {name: values[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
-    config = ModelConfig(**shape, block_size=values["n_positions"])
+    config = Gpt2Config(**shape, block_size=values["n_positions"])
     model = GPT(config)
     model.load_state_dict(from_hf(load_file(folder / "model.safetensors"), config))
     return model.to(torch.bfloat16).eval()

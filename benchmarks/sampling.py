@@ -16,11 +16,12 @@ from statistics import median
 
 import torch
 
-from trainer.config import ModelConfig
-from trainer.model import GPT, to_hf
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
+from trainer.family import to_hf
 from trainer.sample import Decoder, Sampling, stream
 
-CONFIG = ModelConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024)
+CONFIG = Gpt2Config(n_layer=12, n_head=12, n_embd=768, block_size=1024)
 PROMPT = [(7919 * i) % CONFIG.vocab_size for i in range(64)]
 UNCACHED_TOKENS = 5  # each costs a pass over the whole context
 BATCH = 8

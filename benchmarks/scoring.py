@@ -30,10 +30,11 @@ from torch import Tensor
 
 from pipelines.stages.measures import encoder
 from pipelines.text.tokenizer import tokenizer
-from trainer.config import ModelConfig
 from trainer.core import Kind, _parts, core, read_bundle
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 from trainer.hellaswag import Encode, hellaswag, hellaswag_rows, read_hellaswag_file
-from trainer.model import GPT, Branches
+from trainer.model import Branches
 from trainer.parallel import World, autocast_on
 from trainer.scoring import LONGEST_STRIP, TOKENS_AT_ONCE, Scored, _batches, _packed, _sorted, _strips
 
@@ -229,7 +230,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     world = World(0, 0, 1, device)
     encode = encoder(encoding, world)
-    config = ModelConfig(**MODELS[options.model], block_size=1024, vocab_size=50_257)
+    config = Gpt2Config.model_validate(MODELS[options.model] | {"block_size": 1024, "vocab_size": 50_257})
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(
         f"{options.model} on {name}, torch {torch.__version__}, weights in {options.weights}, {os.cpu_count()} CPUs",

@@ -15,8 +15,9 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain, sequences_per_step, tokens_before
+from trainer.config import RuntimeConfig, Section, TrainConfig, explain, sequences_per_step, tokens_before
 from trainer.errors import UserError, cut, shown
+from trainer.family import AnyModel
 from trainer.strict_yaml import MOST_CHARACTERS, NotPlain, load_yaml
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
@@ -207,7 +208,7 @@ class Recipe(Section):
         description="Name of the run and of its artifacts: up to 63 of a-z, 0-9, '.', '_' and '-'",
     )
     tokens: TokensConfig
-    model: ModelConfig
+    model: AnyModel
     train: TrainConfig
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
@@ -318,7 +319,7 @@ class Recipe(Section):
 
     @property
     def train_flops(self) -> float:
-        """FLOPs of the whole training: tokens x (6N + 12·L·C·T)."""
+        """FLOPs of the whole training."""
         return float(self.train_tokens * self.model.flops_per_token)
 
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import tiktoken
     import torch
 
-    from trainer.model import GPT
+    from trainer.model import LanguageModel
     from trainer.sample import Decoder, Sampling
 
 
-def continue_text(model: "GPT", encoding: "tiktoken.Encoding", prompt: str, tokens: int, seed: int) -> str:
+def continue_text(model: "LanguageModel", encoding: "tiktoken.Encoding", prompt: str, tokens: int, seed: int) -> str:
     """`prompt` and `tokens` generated tokens after it. The model sees the prompt as the start of a document."""
     from trainer.sample import generate
 
@@ -135,7 +135,7 @@ def load_text_model(
     `precision` is one of trainer.sample.PRECISIONS; None: the best one of this machine. UserError without such weights.
     """
     from trainer.config import RuntimeConfig
-    from trainer.model import GPT
+    from trainer.family import plain_model
     from trainer.parallel import World
     from trainer.sample import Decoder, best_precision
 
@@ -144,13 +144,13 @@ def load_text_model(
     if precision == "int8" and device.type != "cpu":
         raise UserError(f"--precision int8: for CPUs alone, and this machine has {device.type}; use bf16")
     encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
-    model = GPT(run.recipe.model)
+    model = plain_model(run.recipe.model)
     step = read_weights(store, cache, run, model, at)
     decoder = Decoder(model.to(device), precision or best_precision(device), encoding.n_vocab)
     return TextModel(run.name, step, decoder, encoding)
 
 
-def read_weights(store: Store, cache: Path, run: Run, model: "GPT", at: int | None) -> int | None:
+def read_weights(store: Store, cache: Path, run: Run, model: "LanguageModel", at: int | None) -> int | None:
     """Fill the model with weights of a run. Returns the step of the commit that they are from; None for final ones."""
     prefix = run.record.prefixes.get("train")
     manifest = read_manifest(store, prefix) if prefix else None
@@ -170,7 +170,7 @@ def read_weights(store: Store, cache: Path, run: Run, model: "GPT", at: int | No
     return step
 
 
-def load_commit(store: Store, folder: str, cache: Path, model: "GPT") -> None:
+def load_commit(store: Store, folder: str, cache: Path, model: "LanguageModel") -> None:
     """Fill the model with the weights of a commit. UserError if it is damaged, or was removed meanwhile."""
     import torch
 
@@ -196,13 +196,13 @@ def load_commit(store: Store, folder: str, cache: Path, model: "GPT") -> None:
         raise UserError(f"{where}: damaged: {damage}; choose another commit with --at")
 
 
-def load_weights(recipe: Recipe, path: Path, device: "torch.device | None" = None) -> "GPT":
+def load_weights(recipe: Recipe, path: Path, device: "torch.device | None" = None) -> "LanguageModel":
     """The model with a run's weights in float32, on a device, or on the best one of this machine."""
     from safetensors.torch import load_file
 
-    from trainer.model import GPT
+    from trainer.family import plain_model
     from trainer.parallel import World
 
-    model = GPT(recipe.model)
+    model = plain_model(recipe.model)
     model.load_state_dict(load_file(path))
     return model.to(device or World.alone(recipe.runtime).device)

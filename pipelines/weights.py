@@ -25,6 +25,7 @@ from pipelines.tracking.origins import RUN, RUN_SOURCE, check_branch, check_mode
 from trainer.commits import committed_folders
 from trainer.config import RUN_COMMIT, ModelConfig, explain
 from trainer.errors import UserError
+from trainer.family import SECTIONS, family_in
 from trainer.store import Store, sha256_of
 from trainer.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
 
@@ -112,10 +113,11 @@ def check_baseline(weights: WeightsFile, recipe: Recipe) -> ModelConfig:
 
 def model_of(weights: WeightsFile) -> ModelConfig:
     """The model that weights were made with. UserError if they do not tell it, or are incomplete."""
+    section = SECTIONS[family_in(weights.fields)]
     try:
-        model = ModelConfig.model_validate(dict(weights.fields))
+        model = section.model_validate(dict(weights.fields))
     except ValidationError as error:
-        raise explain(error, ModelConfig, weights.where) from error
+        raise explain(error, section, weights.where) from error
     weights.check(model)
     return model
 

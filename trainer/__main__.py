@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from trainer.config import ModelConfig, RuntimeConfig, Section, TrainConfig, explain, identity_of
+from trainer.config import RuntimeConfig, Section, TrainConfig, explain, identity_of, identity_of_model
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
+from trainer.family import AnyModel
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import LocalStore
 from trainer.stored import decoded, typed
@@ -48,7 +49,7 @@ PREFIX = "run"  # of the run in its store
 class TrainerConfig(Section):
     """The three sections that the trainer needs."""
 
-    model: ModelConfig
+    model: AnyModel
     train: TrainConfig
     runtime: RuntimeConfig = RuntimeConfig()
 
@@ -169,7 +170,7 @@ def origin_of(config: TrainerConfig, store: LocalStore) -> "Callable[[World], Or
 
 def claim(store: LocalStore, out: Path, config: TrainerConfig, shards: dict[str, int]) -> None:
     """Record model, training and data of a new run. UserError if the folder holds another run."""
-    sections = {"model": config.model.model_dump(), "train": identity_of(config.train), "data": shards}
+    sections = {"model": identity_of_model(config.model), "train": identity_of(config.train), "data": shards}
     body = json.dumps(sections, indent=1).encode()
     key = f"{PREFIX}/config.json"
     if store.create(key, body) or store.get(key) == body:

@@ -8,10 +8,12 @@ The descriptions of the fields are the source of docs/recipes.md; a unit stands 
 import difflib
 import os
 import re
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal, Self, get_args
+from math import prod
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -42,15 +44,14 @@ class Section(BaseModel):
         return value
 
 
-class ModelConfig(Section):
-    """The shape of a GPT-2. 124M/350M/774M/1558M have n_layer 12/24/36/48."""
+class ModelConfig(Section, ABC):
+    """The architecture and its size. The fields of all families; each adds its own (trainer/families/)."""
 
+    family: str = Field(default="gpt2", description="Architecture")
     n_layer: int = Field(ge=1, description="Number of transformer blocks")
     n_head: int = Field(ge=1, description="Number of attention heads; must divide n_embd")
     n_embd: int = Field(ge=1, description="Width of the residual stream; a multiple of n_head")
-    block_size: int = Field(
-        ge=1, description="Length of a training sequence, T, and of the position embeddings [tokens]"
-    )
+    block_size: int = Field(ge=1, description="Length of a training sequence, T, and of the context [tokens]")
     vocab_size: int = Field(
         default=50_257,
         ge=2,
@@ -58,6 +59,9 @@ class ModelConfig(Section):
         description="Number of token ids; shards hold uint16, and uint32 above 65,536 ids. The embedding is padded to "
         "a multiple of 128 rows",
     )
+
+    fused: ClassVar[bool] = False  # the fused engine has a step for this family
+    vocabulary_rows: ClassVar[tuple[str, ...]] = ("wte.weight",)  # parameters with a row for each token id
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -74,11 +78,24 @@ class ModelConfig(Section):
         return -(-self.vocab_size // 128) * 128
 
     @property
+    def head_size(self) -> int:
+        """The width of a head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def implied(self) -> dict[str, Any]:
+        """The values that fields of null stand for, by field."""
+        return {}
+
+    @property
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter, in the order of the plain module, without the padding of the vocabulary."""
+
+    @property
     def parameters(self) -> int:
-        """All parameters, without the padding of the vocabulary; the head is tied and counted once."""
-        c = self.n_embd
-        block = 12 * c * c + 13 * c  # qkv, projection, two MLP matrices, their biases, two norms
-        return self.vocab_size * c + self.block_size * c + self.n_layer * block + 2 * c
+        """All parameters, without the padding of the vocabulary; a tied head is counted once."""
+        return sum(prod(shape) for shape in self.shapes.values())
 
     @property
     def matrix_parameters(self) -> int:
@@ -87,14 +104,52 @@ class ModelConfig(Section):
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of forward and backward: 6N + 12·L·C·T, N without position embeddings and with the padded vocabulary,
-        whose rows are computed too.
+        """FLOPs of forward and backward: 6N + 12·L·C·T, N without embeddings that only are looked up, and with the
+        padded vocabulary of the head, whose rows are computed too.
 
         Source: PaLM (Chowdhery et al. 2022), appendix B. Attention is counted in full, not by its causal half.
         """
-        padding = (self.padded_vocab_size - self.vocab_size) * self.n_embd
-        n = self.parameters + padding - self.block_size * self.n_embd
+        looked_up = ["wpe.weight", *(["wte.weight"] if "lm_head.weight" in self.shapes else [])]
+        n = sum(prod(shape) for name, shape in self.shapes.items() if name not in looked_up)
+        n += (self.padded_vocab_size - self.vocab_size) * self.n_embd
         return 6 * n + 12 * self.n_layer * self.n_embd * self.block_size
+
+    # --- as Hugging Face's transformers has it
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """The architecture in words, for a model card: 'A … language model with …'."""
+
+    @abstractmethod
+    def hf_config(self) -> dict[str, Any]:
+        """The fields of a config.json that describe this model to transformers."""
+
+    @classmethod
+    @abstractmethod
+    def hf_name(cls, name: str) -> str:
+        """The name of a parameter in a checkpoint of transformers."""
+
+    @classmethod
+    @abstractmethod
+    def own_name(cls, theirs: str, fields: Mapping[str, Any]) -> str | None:
+        """The reverse of `hf_name`, for a model with these fields; None for a tensor that is no parameter."""
+
+    @classmethod
+    def hf_transposed(cls, name: str) -> bool:
+        """Whether a checkpoint of transformers has the transpose of a parameter."""
+        return False
+
+    @classmethod
+    @abstractmethod
+    def fields_of_hf(cls, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The fields of this section that a config.json tells. UserError if it is of another model."""
+
+
+def identity_of_model(model: ModelConfig) -> dict[str, Any]:
+    """The section as it decides the weights. GPT-2 was alone once: it has no `family`."""
+    values = model.model_dump()
+    return values if model.family != "gpt2" else {name: v for name, v in values.items() if name != "family"}
 
 
 # Targets of train.stop_at, and the metric that passes each of them.
@@ -594,16 +649,26 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserE
 
 def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     """The path of the field, and its error."""
-    path = [str(p) for p in error["loc"]]
+    path, sections = _place(model, [str(p) for p in error["loc"]])
+    known = [name for section in sections for name in section.model_fields]
     if error["type"] == "extra_forbidden":
-        known = list(_fields_at(model, path[:-1]))
-        near = difflib.get_close_matches(path[-1], known, 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(known)}"
-        return ".".join(path), f"unknown field; {hint}"
+        families = [name for name, other in _families_at(model, path[:-1]).items() if path[-1] in other.model_fields]
+        if families:
+            other, here = " and ".join(families), sections[0].model_fields["family"].default
+            hint = f"known here: {', '.join(known)}"
+            return ".".join(path), f"a field of family {other}, and model.family is {here}; {hint}"
+        if near := difflib.get_close_matches(path[-1], known, 1):
+            return ".".join(path), f"unknown field; did you mean '{near[0]}'?"
+        return ".".join(path), f"unknown field; known here: {', '.join(known)}"
     if error["type"] == "missing":
         return ".".join(path), "missing; a value is required here"
+    if error["type"] == "union_tag_invalid":
+        families = re.findall("'([^']*)'", error["ctx"]["expected_tags"])
+        near = difflib.get_close_matches(str(error["ctx"]["tag"]).lower(), families, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(families)}"
+        return ".".join([*path, "family"]), f"unknown family {shown(error['ctx']['tag'])}; {hint}"
     # Unions put the name of their member ('int', 'literal[…]') at the end of loc: it does not help a user.
-    if len(path) > 1 and path[-1] not in _fields_at(model, path[:-1]):
+    if len(path) > 1 and path[-1] not in known:
         path = path[:-1]
     message = error["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
@@ -620,15 +685,36 @@ def _near_value(error: ErrorDetails) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def _fields_at(model: type[BaseModel], path: list[str]) -> dict[str, Any]:
-    for name in path:
-        annotation = model.model_fields[name].annotation if name in model.model_fields else None
-        members = [member for member in get_args(annotation) if member is not type(None)]
-        annotation = members[0] if len(members) == 1 else annotation  # of `Section | None`
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return {}
-        model = annotation
-    return dict(model.model_fields)
+def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
+    """The path of a field as the user writes it, and the section that should hold it; none if that is no section.
+    Where a section is one of several families, pydantic puts its family into `loc`."""
+    path: list[str] = []
+    sections: list[type[BaseModel]] = [model]
+    while loc:
+        path.append(loc[0])
+        field = sections[0].model_fields.get(loc[0]) if sections else None
+        inner = _sections(field.annotation) if field else []
+        loc = loc[1:]
+        if len(inner) > 1 and loc:
+            inner = [one for one in inner if one.model_fields["family"].default == loc[0]]
+            loc = loc[1:]
+        if loc:
+            sections = inner
+    return path, sections
+
+
+def _families_at(model: type[BaseModel], path: list[str]) -> dict[str, type[BaseModel]]:
+    """The sections of all families that a field may hold, by family."""
+    found = (
+        _sections(model.model_fields[path[0]].annotation) if len(path) == 1 and path[0] in model.model_fields else []
+    )
+    return {one.model_fields["family"].default: one for one in found} if len(found) > 1 else {}
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold: one, or one a family."""
+    members = [get_args(m)[0] if get_origin(m) is Annotated else m for m in get_args(annotation) or (annotation,)]
+    return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
 
 
 def seconds_from_environment(name: str, default: float) -> float:

@@ -21,8 +21,9 @@ from torch import Tensor
 from trainer.commits import TrainState
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, batch_stages
 from trainer.errors import UserError
+from trainer.family import plain_model
 from trainer.fused import gemm
-from trainer.model import GPT, Branches
+from trainer.model import Branches, LanguageModel
 from trainer.optim import Rates, optimizer_for
 from trainer.parallel import FlatGradients, World, autocast_on, precision_on
 from trainer.pieces import Piece, training_tensors
@@ -49,7 +50,7 @@ class Engine(Protocol):
     guarded: bool  # `update` itself leaves out an update whose numbers are not finite
 
     def initialize(self, seed: int) -> None:
-        """Draw the weights of a new run, see `GPT.initialize`."""
+        """Draw the weights of a new run, see `LanguageModel.initialize`."""
         ...
 
     def accumulate(self, batches: Batches, count: int, mean_share: float, number: int = 0) -> Tensor:
@@ -74,7 +75,7 @@ class Engine(Protocol):
         ...
 
     def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
-        """The last layer's output after ln_f, without gradients: (B, T) token ids -> (B, T, n_embd)."""
+        """The input of the head, without gradients: (B, T) token ids -> (B, T, n_embd)."""
         ...
 
     def head(self, x: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class Engine(Protocol):
 
 
 class PlainEngine:
-    """The module of `trainer/model.py` with autocast, an optimizer of `trainer/optim.py` and one all-reduce; compiled
+    """The plain module of a family with autocast, an optimizer of `trainer/optim.py` and one all-reduce; compiled
     or not."""
 
     guarded, branching = False, True
@@ -123,7 +124,7 @@ class PlainEngine:
         self.precision = precision_on(world.device, train)
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32, if the GPU has it, for products outside autocast
-        self.model = GPT(config, recompute=runtime.recompute).to(world.device)
+        self.model: LanguageModel = plain_model(config, runtime.recompute).to(world.device)
         self.forward: Any = self.model
         if compiled:
             # torch does not compile beyond this limit: it must cover two sizes of micro-batches a batch of the ramp.
@@ -325,6 +326,8 @@ def choose_engine(
 
 def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device) -> str | None:
     """Why the fused engine cannot run here; None if it can."""
+    if not config.fused:
+        return f"it has no step for model.family {config.family}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

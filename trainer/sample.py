@@ -1,6 +1,6 @@
 """Text from a model: batches of prompts, a token a step, with a cache of keys and values.
 
-`Decoder` is the forward pass of trainer/model.py over the new tokens alone; it keeps the keys and values of all tokens
+`Decoder` is the forward pass of the plain module over the new tokens alone; it keeps the keys and values of all tokens
 before them. The rows of a batch have different lengths. Each row writes its keys at its own positions and sees no
 position after them, so it overwrites the padding behind a short prompt before it would see it.
 
@@ -14,7 +14,6 @@ A text that outgrows block_size slides: the model forgets all but the last half 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.errors import UserError
-from trainer.model import GPT, Block
+from trainer.family import plain_model
+from trainer.model import LanguageModel, attention
 
 PRECISIONS = ("fp32", "bf16", "int8")
 TOP_K = 50
@@ -48,10 +48,11 @@ def best_precision(device: torch.device) -> str:
     return "bf16" if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
-class Product:
+class Product(nn.Module):
     """x W^T + b in one of the PRECISIONS, for weights (out, in)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, precision: str) -> None:
+        super().__init__()
         self.dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         self.bias = None if bias is None else bias.detach().to(self.dtype)
         self.scale: Tensor | None = None
@@ -62,7 +63,7 @@ class Product:
         else:
             self.weight = weight.to(self.dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the product's precision; int8 gives bf16."""
         shape, x = (*x.shape[:-1], -1), x.to(self.dtype).reshape(-1, x.size(-1))
         if self.scale is not None:
@@ -78,44 +79,43 @@ class Product:
         return torch.addmv(self.bias, self.weight, x[0]).view(shape)
 
 
-class DecoderBlock:
-    """A block of the model with room for the keys and values of a batch, (rows, heads, positions, width)."""
+class Cache:
+    """The keys and values of all tokens so far of a batch, by layer: the context of the tokens of one step."""
 
-    def __init__(self, block: Block, precision: str) -> None:
-        def product(layer: nn.Linear) -> Product:
-            return Product(layer.weight, layer.bias, precision)
+    def __init__(self, room: int) -> None:
+        self.room = room  # positions
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # of (rows, heads, room, width)
+        self.positions = torch.zeros(0)  # (rows, T), of the tokens of this step
+        self.seen = 0  # one more than the last of them
+        self.mask: Tensor | None = None
 
-        self.ln_1, self.ln_2 = norm_of(block.ln_1), norm_of(block.ln_2)
-        self.c_attn, self.attn_proj = product(block.attn.c_attn), product(block.attn.c_proj)
-        self.c_fc, self.mlp_proj = product(block.mlp.c_fc), product(block.mlp.c_proj)
-        self.n_head = block.attn.n_head
-
-    def begin(self, rows: int, positions: int) -> None:
-        shape = (rows, self.n_head, positions, self.c_attn.weight.size(1) // self.n_head)
-        # Zeros: attention gives the weight 0 to a masked position, and 0 times nan is nan.
-        self.keys, self.values = torch.zeros((2, *shape), dtype=self.c_attn.dtype, device=self.c_attn.weight.device)
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, T = q.size(0), q.size(2)
+        if layer not in self.layers:
+            # Zeros: attention gives the weight 0 to a masked position, and 0 times nan is nan.
+            self.layers[layer] = tuple(t.new_zeros((*t.shape[:2], self.room, t.size(3))) for t in (k, v))  # type: ignore[assignment]
+        keys, values = self.layers[layer]
+        if rows == 1 or T > 1:
+            keys[:, :, self.seen - T : self.seen], values[:, :, self.seen - T : self.seen] = k, v
+        else:
+            row, at = torch.arange(rows, device=q.device), self.positions[:, 0]
+            keys[row, :, at], values[row, :, at] = k[:, :, 0], v[:, :, 0]
+        return attention(q, keys[:, :, : self.seen], values[:, :, : self.seen], self.mask, causal=T > 1)
 
     def keep(self, rows: Tensor) -> None:
-        self.keys, self.values = self.keys[rows], self.values[rows]
-
-    def __call__(self, x: Tensor, at: Tensor, seen: int, mask: Tensor | None) -> Tensor:
-        """x (rows, T, n_embd) at the positions `at` (rows, T), of which the last is `seen` - 1."""
-        rows, T, C = x.shape
-        q, k, v = self.c_attn(F.layer_norm(x, *self.ln_1)).view(rows, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
-        if rows == 1 or T > 1:
-            self.keys[:, :, seen - T : seen], self.values[:, :, seen - T : seen] = k, v
-        else:
-            row = torch.arange(rows, device=x.device)
-            self.keys[row, :, at[:, 0]], self.values[row, :, at[:, 0]] = k[:, :, 0], v[:, :, 0]
-        keys, values = self.keys[:, :, :seen], self.values[:, :, :seen]
-        y = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=T > 1)
-        x = x + self.attn_proj(y.transpose(1, 2).reshape(rows, T, C))
-        return x + self.mlp_proj(F.gelu(self.c_fc(F.layer_norm(x, *self.ln_2)), approximate="tanh"))
+        self.layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.layers.items()}
 
 
-def norm_of(layer: nn.LayerNorm) -> tuple[tuple[int, ...], Tensor, Tensor, float]:
-    """The arguments of F.layer_norm that apply a layer."""
-    return layer.normalized_shape, layer.weight.detach(), layer.bias.detach(), layer.eps
+def for_decoding(model: LanguageModel, precision: str) -> LanguageModel:
+    """The model with its linear layers as products of a precision. It shares all other tensors with `model`."""
+    with torch.device("meta"):
+        copy = plain_model(model.config).eval()
+    copy.load_state_dict(model.state_dict(), assign=True)
+    for module in list(copy.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear) and name != "lm_head":
+                setattr(module, name, Product(layer.weight, layer.bias, precision))
+    return copy
 
 
 class Decoder:
@@ -124,14 +124,13 @@ class Decoder:
     With `ids`, only the first ids of the vocabulary have logits: a tokenizer may have fewer ids than the model.
     """
 
-    def __init__(self, model: GPT, precision: str = "fp32", ids: int | None = None) -> None:
+    def __init__(self, model: LanguageModel, precision: str = "fp32", ids: int | None = None) -> None:
         assert precision in PRECISIONS, precision
         self.config, self.precision, self.device = model.config, precision, model.wte.weight.device
-        self.wte, self.wpe = model.wte.weight.detach(), model.wpe.weight.detach()
-        self.blocks = [DecoderBlock(cast(Block, block), precision) for block in model.h]
-        self.ln_f = norm_of(model.ln_f)
-        self.head = Product(self.wte[: ids or self.config.vocab_size], None, precision)
+        self.model = for_decoding(model, precision)
+        self.head = Product(model.head_weight[: ids or self.config.vocab_size], None, precision)
         self.lengths = torch.zeros(0, dtype=torch.long)  # positions that each row has filled
+        self.cache = Cache(0)
 
     @torch.inference_mode()
     def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> Tensor:
@@ -139,8 +138,7 @@ class Decoder:
         never beyond block_size."""
         assert prompts and all(0 < len(prompt) <= self.config.block_size for prompt in prompts)
         counts = [len(prompt) for prompt in prompts]
-        for block in self.blocks:
-            block.begin(len(prompts), min(self.config.block_size, max(counts) + room))
+        self.cache = Cache(min(self.config.block_size, max(counts) + room))
         self.lengths = torch.zeros(len(prompts), dtype=torch.long)
         padded = torch.zeros((len(prompts), max(counts)), dtype=torch.long)
         for row, prompt in zip(padded, prompts, strict=True):
@@ -157,24 +155,21 @@ class Decoder:
         """Go on with these rows of the batch alone."""
         at = torch.tensor(rows)
         self.lengths = self.lengths[at]
-        for block in self.blocks:
-            block.keep(at.to(self.device))
+        self.cache.keep(at.to(self.device))
 
     def _forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """The logits after the last token of each row, of tokens (rows, T) of which each row has `counts`: either a
         batch that begins, or one token a row."""
         rows, T = tokens.shape
         at = self.lengths[:, None] + torch.arange(T)
-        seen = int(at.max()) + 1
-        mask = (torch.arange(seen) <= at)[:, None, None].to(self.device) if rows > 1 and T == 1 else None
+        self.cache.seen = seen = int(at.max()) + 1
+        single = rows > 1 and T == 1
+        self.cache.mask = (torch.arange(seen) <= at)[:, None, None].to(self.device) if single else None
         self.lengths = self.lengths + counts
-        at = at.to(self.device)
-        x = F.embedding(tokens.to(self.device), self.wte) + F.embedding(at, self.wpe)
+        self.cache.positions = at.to(self.device)
         with sdpa_kernel(list(ATTENTION)):
-            for block in self.blocks:
-                x = block(x, at, seen, mask)
-        last = x[torch.arange(rows), counts - 1]
-        return self.head(F.layer_norm(last, *self.ln_f)).float()
+            x = self.model.hidden(tokens.to(self.device), self.cache)
+        return self.model.logits(self.head(x[torch.arange(rows), counts - 1])).float()
 
 
 def stream(
@@ -245,7 +240,7 @@ def nucleus(shares: Tensor, top_p: float) -> Tensor:
 
 
 def generate(
-    model: GPT,
+    model: LanguageModel,
     prompt: Sequence[int],
     tokens: int,
     seed: int = 0,

@@ -30,14 +30,14 @@ LONGEST_STRIP = 2  # block sizes
 
 
 class Scored(Protocol):
-    """A model to score with: `GPT`, or an engine, which computes with its weights in place."""
+    """A model to score with: a plain module, or an engine, which computes with its weights in place."""
 
     config: ModelConfig
     branching: bool  # `hidden` takes branches
     tokens_at_once: int | None  # an upper limit, if memory is short
 
     def hidden(self, tokens: Tensor, branches: Branches | None = None) -> Tensor:
-        """The last layer's output after ln_f: (B, T) token ids -> (B, T, n_embd)."""
+        """The input of the head: (B, T) token ids -> (B, T, n_embd)."""
         ...
 
     def head(self, x: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
 from trainer.errors import UserError, cut, shown
+from trainer.families.gpt2 import LAYER, layer_shape
+from trainer.family import SECTIONS, family_in, section_of_hf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,33 +29,9 @@ WEIGHTS_FILE = "model.safetensors"
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 LARGEST_HEADER = 100 << 20  # bytes: safetensors itself reads no larger one
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of a number
-# The released GPT-2 has Conv1D layers: their weights are the transpose of those of nn.Linear.
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # llm.c: 256 int32, then all layers of a parameter together, in this order (its llmc/train_gpt2.cu).
 LLMC_MAGIC, LLMC_HEADER = 20240326, 1024
 LLMC_DTYPES = {3: "F32", 5: "BF16"}  # by version
-LLMC_LAYERS = (
-    *("ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias"),
-    *("ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
-)
-# Fields of Hugging Face's GPT2Config: ours, and its default.
-HF_FIELDS = {
-    "n_layer": ("n_layer", 12),
-    "n_head": ("n_head", 12),
-    "n_embd": ("n_embd", 768),
-    "n_positions": ("block_size", 1024),
-    "vocab_size": ("vocab_size", 50_257),
-}
-# What GPT-2 is, in its config; absent fields have the first value.
-HF_CONSTANTS: dict[str, tuple[Any, ...]] = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "tie_word_embeddings": (True,),
-    "add_cross_attention": (False,),
-}
 
 
 @dataclass(frozen=True)
@@ -82,28 +60,29 @@ class WeightsFile:
     """The tensors of a file or folder, and the fields of `model` that it was made with, as far as it tells them."""
 
     where: str
-    fields: Mapping[str, int]
+    fields: Mapping[str, Any]
     tensors: Mapping[str, Stored] = field(repr=False)
 
     def check(self, model: ModelConfig) -> None:
         """UserError, with the field and the value that would fit, if the weights are not of this model."""
-        for name, value in (shape_fields(self.tensors) | dict(self.fields)).items():
-            ours = getattr(model, name)
+        told = shape_fields(self.tensors) | {"family": family_in(self.fields), **self.fields} if self.fields else {}
+        for name, value in sorted((told or shape_fields(self.tensors)).items(), key=lambda pair: pair[0] != "family"):
+            ours = effective(model, name)
             if value != ours and not (name == "vocab_size" and name not in self.fields and value >= ours):
                 raise UserError(
                     f"{self.where}: its {name} is {value}, and model.{name} is {ours}; "
                     f"--set model.{name}={value} would fit"
                 )
-        expected = shapes_of(model)
+        expected, ours = model.shapes, f"model of family {model.family}"
         if missing := sorted(expected.keys() - self.tensors.keys()):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise UserError(f"{self.where}: incomplete: it has no tensor {missing[0]}{more}; take a whole GPT-2")
+            raise UserError(f"{self.where}: incomplete: it has no tensor {missing[0]}{more}; take a whole {ours}")
         if extra := sorted(self.tensors.keys() - expected.keys()):
-            raise UserError(f"{self.where}: the tensor {shown(cut(extra[0]))} is no part of a GPT-2 of this shape")
+            raise UserError(f"{self.where}: the tensor {shown(cut(extra[0]))} is no part of a {ours} of this shape")
         for name, shape in expected.items():
             found = self.tensors[name].shape
-            rows = (found[0],) if name == "wte.weight" and found and found[0] >= model.vocab_size else shape[:1]
-            if found != rows + shape[1:]:
+            padded = name in model.vocabulary_rows and found and found[0] >= model.vocab_size
+            if found != (found[:1] if padded else shape[:1]) + shape[1:]:
                 where = self.tensors[name].where
                 raise UserError(f"{where}: {name} has the shape {list(found)}; this model's is {list(shape)}")
 
@@ -117,7 +96,7 @@ class WeightsFile:
             if kind != "model":
                 continue
             whole = self.tensors[name].read()
-            if name == "wte.weight":
+            if name in model.vocabulary_rows:
                 rows = whole[: model.vocab_size]
                 whole = F.pad(rows, (0, 0, 0, model.padded_vocab_size - model.vocab_size))
             part = whole.reshape(-1)[piece.start : piece.end].float()
@@ -126,22 +105,9 @@ class WeightsFile:
             piece.live.copy_(part)
 
 
-def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each of the model's weights, without the padding rows of the vocabulary."""
-    c = model.n_embd
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (model.vocab_size, c), "wpe.weight": (model.block_size, c)}
-    for i in range(model.n_layer):
-        for name in LLMC_LAYERS:
-            shapes[f"h.{i}.{name}"] = layer_shape(name, c)
-    return shapes | {"ln_f.weight": (c,), "ln_f.bias": (c,)}
-
-
-def layer_shape(name: str, c: int) -> tuple[int, ...]:
-    """The shape of a block's weight at width `c`."""
-    rows = {"attn.c_attn": 3 * c, "mlp.c_fc": 4 * c}.get(name.rpartition(".")[0], c)
-    if name.endswith("bias") or name.startswith("ln_"):
-        return (rows,)
-    return (rows, 4 * c if name.startswith("mlp.c_proj") else c)
+def effective(model: ModelConfig, name: str) -> Any:
+    """The value of a field of `model`; where null stands for a value, that value."""
+    return {**model.model_dump(), **model.implied}.get(name, "no field of its family")
 
 
 def shape_fields(tensors: Mapping[str, Stored]) -> dict[str, int]:
@@ -164,9 +130,9 @@ def open_weights(path: Path, where: str | None = None) -> WeightsFile:
     refuse_pickle(path, where)
     if path.suffix == ".bin":
         return open_llmc(path, where)
-    tensors = {name: stored for name, stored in stored_tensors(path, where) if name != "lm_head.weight"}
+    tensors = dict(stored_tensors(path, where))
     c_attn = next((one.shape for name, one in tensors.items() if name.endswith("h.0.attn.c_attn.weight")), (1, 1))
-    if any(name.startswith("transformer.") for name in tensors) or c_attn[0] < c_attn[-1]:
+    if any(name.startswith(("transformer.", "model.layers.")) for name in tensors) or c_attn[0] < c_attn[-1]:
         raise UserError(f"{where}: in Hugging Face's layout; name its folder, with {CONFIG_FILE}: {path.parent}")
     return WeightsFile(where, {}, tensors)
 
@@ -200,23 +166,16 @@ def from_hub_layout(where: str, config: str, tensors: Mapping[str, Stored]) -> W
     """Weights under Hugging Face's names, with the text of their config.json."""
     try:
         values = json.loads(config)
-        given = {ours: values.get(theirs, default) for theirs, (ours, default) in HF_FIELDS.items()}
+        fields = section_of_hf(values, f"{where}/{CONFIG_FILE}")
+    except UserError:
+        raise
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{where}/{CONFIG_FILE}: no configuration of a GPT-2 ({type(error).__name__})") from error
-    for name, allowed in HF_CONSTANTS.items():
-        if (value := values.get(name, allowed[0])) not in allowed:
-            raise UserError(f"{where}/{CONFIG_FILE}: {name} is {shown(value)}; GPT-2 here has {allowed[0]!r}")
-    if values.get("n_inner") not in (None, 4 * given["n_embd"] if isinstance(given["n_embd"], int) else None):
-        raise UserError(f"{where}/{CONFIG_FILE}: n_inner is {shown(values['n_inner'])}; GPT-2 here has 4 x n_embd")
-    for name, value in given.items():
-        if type(value) is not int:
-            raise UserError(f"{where}/{CONFIG_FILE}: {name} is {shown(value)}, no number")
-    found = {}
+        raise UserError(f"{where}/{CONFIG_FILE}: no configuration of a model ({type(error).__name__})") from error
+    section, found = SECTIONS[family_in(fields)], {}
     for theirs, stored in tensors.items():
-        name = theirs.removeprefix("transformer.")
-        if name != "lm_head.weight" and not name.endswith((".attn.bias", ".attn.masked_bias")):  # tied, and the mask
-            found[name] = transposed(stored) if name.endswith(TRANSPOSED) else stored
-    return WeightsFile(where, given, found)
+        if name := section.own_name(theirs, fields):
+            found[name] = transposed(stored) if section.hf_transposed(name) else stored
+    return WeightsFile(where, fields, found)
 
 
 def transposed(stored: Stored) -> Stored:
@@ -302,7 +261,7 @@ def open_llmc(path: Path, where: str) -> WeightsFile:
     if min(numbers) < 1 or layers > 10_000 or rows < vocab_size:
         raise UserError(f"{where}: damaged: its header describes no GPT-2 ({numbers})")
     shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, c), "wpe.weight": (block_size, c)}
-    for name in LLMC_LAYERS:
+    for name in LAYER:
         shapes |= {f"h.{i}.{name}": layer_shape(name, c) for i in range(layers)}
     shapes |= {"ln_f.weight": (c,), "ln_f.bias": (c,)}
     width, offset, tensors = FLOATS[LLMC_DTYPES[version]], LLMC_HEADER, {}

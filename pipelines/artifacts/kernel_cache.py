@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.commits import named
+from trainer.config import identity_of_model
 from trainer.process import log_line
 from trainer.store import Store
 from trainer.stored import Stored, record_in
@@ -154,7 +155,7 @@ def sources(engine: str, recipe: "Recipe") -> bytes:
     files = ("fused/triton_kernels.py", "fused/kernels.py") if engine == "fused" else ("model.py",)
     code = b"".join((Path(config.__file__).parent / name).read_bytes() for name in files)
     settings = {"engine": engine, "torch": version("torch"), "precision": recipe.train.precision}
-    settings |= recipe.runtime.model_dump(include={"micro_batch_size", "recompute"}) | recipe.model.model_dump()
+    settings |= recipe.runtime.model_dump(include={"micro_batch_size", "recompute"}) | identity_of_model(recipe.model)
     return code + json.dumps(settings, sort_keys=True).encode()
 
 

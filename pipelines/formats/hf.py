@@ -39,14 +39,13 @@ def write_safetensors(weights: Weights, path: Path, dtype: str) -> None:
     """The bytes of safetensors' own `save_file`, written tensor by tensor: it orders tensors of one type by name."""
     import torch
 
-    from trainer.model import TRANSPOSED
-
-    names = {f"transformer.{name}": name for name in weights.shapes}
+    config = weights.config
+    names = {config.hf_name(name): name for name in weights.shapes}
     shapes, size, offset = weights.shapes, getattr(torch, dtype).itemsize, 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for stored in sorted(names):
         shape = shapes[names[stored]]
-        shape = shape[::-1] if names[stored].endswith(TRANSPOSED) else shape
+        shape = shape[::-1] if config.hf_transposed(names[stored]) else shape
         end = offset + torch.Size(shape).numel() * size
         header[stored] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
@@ -59,10 +58,10 @@ def write_safetensors(weights: Weights, path: Path, dtype: str) -> None:
 
 
 def hf_tensor(weights: Weights, name: str, dtype: str) -> "Tensor":
-    """A tensor as Hugging Face's GPT-2 has it."""
+    """A tensor as transformers has it."""
     import torch
 
-    from trainer.model import to_hf
+    from trainer.family import to_hf
 
     (tensor,) = to_hf({name: weights.rounded(name, getattr(torch, dtype))}, weights.config).values()
     return tensor
@@ -73,38 +72,18 @@ def verify(weights: Weights, folder: Path, dtype: str) -> None:
     import torch
     from safetensors import safe_open
 
-    from trainer.model import TRANSPOSED
-
-    path = folder / FILE
+    path, config = folder / FILE, weights.config
     with safe_open(path, "pt") as file:
         stored = set(file.keys())
-    require(stored == {f"transformer.{name}" for name in weights.shapes}, path, "the names of the tensors")
+    require(stored == {config.hf_name(name) for name in weights.shapes}, path, "the names of the tensors")
     for name, expected in weights.each(getattr(torch, dtype)):
-        found = read_tensor(path, f"transformer.{name}")
-        require(same(found.t() if name.endswith(TRANSPOSED) else found, expected), path, name)
+        found = read_tensor(path, config.hf_name(name))
+        require(same(found.t() if config.hf_transposed(name) else found, expected), path, name)
 
 
 def hf_config(config: ModelConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
-    """The fields of transformers' GPT2Config that describe the same model."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "activation_function": "gelu_new",  # the tanh approximation
-        "layer_norm_epsilon": 1e-5,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": dtype,
-    }
+    """The fields of transformers' configuration that describe the same model."""
+    return config.hf_config() | {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "dtype": dtype}
 
 
 def _json(value: dict[str, Any]) -> bytes:

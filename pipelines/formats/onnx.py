@@ -44,7 +44,8 @@ def exported(weights: Weights) -> "torch.onnx.ONNXProgram":
     from torch.export import Dim
     from torch.nn import functional as F
 
-    from trainer.model import GPT, Embedding
+    from trainer.families.gpt2_module import GPT
+    from trainer.model import Embedding
 
     config = weights.config
 

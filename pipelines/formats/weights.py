@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weights:
-    """What every format is made of: the weights in a file with the names of `GPT`, the model and its tokenizer.
+    """What every format is made of: the weights in a file with our names, the model and its tokenizer.
 
     The padding rows of the vocabulary are left out. `check` is called before every tensor; it may raise Interrupted.
     """
@@ -31,22 +30,16 @@ class Weights:
     name: str  # of the run
     check: Callable[[], None] = lambda: None
 
-    @cached_property
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor by name, in the order of the model."""
-        import torch
-
-        from trainer.model import GPT
-
-        with torch.device("meta"):
-            shapes = {name: tuple(tensor.shape) for name, tensor in GPT(self.config).state_dict().items()}
-        return shapes | {"wte.weight": (self.config.vocab_size, self.config.n_embd)}
+        return self.config.shapes
 
     def tensor(self, name: str) -> "Tensor":
         """A tensor in float32."""
         self.check()
         tensor = read_tensor(self.path, name)
-        return (tensor[: self.config.vocab_size] if name == "wte.weight" else tensor).float()
+        return (tensor[: self.config.vocab_size] if name in self.config.vocabulary_rows else tensor).float()
 
     def rounded(self, name: str, dtype: "torch.dtype") -> "Tensor":
         """A tensor in `dtype`. UserError if a weight is too large for it."""

@@ -17,6 +17,8 @@ from pydantic_core import PydanticUndefined
 
 from pipelines.bench.measurements import OURS, Measurements, Speed, measurements
 from pipelines.recipe import Recipe, load_recipe, shipped
+from trainer.config import ModelConfig
+from trainer.family import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("README.md", "docs/recipes.md", "docs/measurements.md")
@@ -45,12 +47,34 @@ def fields() -> Iterator[str]:
     """Every field of a recipe, a table a section."""
     name = Recipe.model_fields["name"]
     yield from table(("field", "type", "unit", "default", "meaning"), iter([row("name", name)]))
+    head = ("field", "type", "unit", "default", "meaning")
     for section, info in Recipe.model_fields.items():
-        model = info.annotation
-        if isinstance(model, type) and issubclass(model, BaseModel):
-            yield from ("", f"### {section}", "", (model.__doc__ or "").split("\n\n")[0].replace("\n", " "), "")
-            rows = (row(f"{section}.{each}", field) for each, field in model.model_fields.items())
-            yield from table(("field", "type", "unit", "default", "meaning"), rows)
+        families = section == "model"
+        model = ModelConfig if families else info.annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            continue
+        yield from ("", f"### {section}", "", (model.__doc__ or "").split("\n\n")[0].replace("\n", " "), "")
+        rows = [row(f"{section}.{name}", field) for name, field in model.model_fields.items()]
+        yield from table(head, iter([*family_row(), *rows[1:], *family_fields()] if families else rows))
+
+
+def family_row() -> Iterator[tuple[str, ...]]:
+    meanings = (f"{name}: {each.model_fields['family'].description}" for name, each in SECTIONS.items())
+    yield "`model.family`", ", ".join(f"`{name}`" for name in SECTIONS), "", "`gpt2`", "; ".join(meanings)
+
+
+def family_fields() -> Iterator[tuple[str, ...]]:
+    """The fields of `model` that only some families have."""
+    having: dict[str, list[str]] = {}
+    for name, section in SECTIONS.items():
+        for field in section.model_fields:
+            if field not in ModelConfig.model_fields:
+                having.setdefault(field, []).append(name)
+    for field in having:
+        each = [row(f"model.{field}", SECTIONS[name].model_fields[field]) for name in having[field]]
+        defaults = dict.fromkeys(one[3] for one in each)
+        default = ", ".join(defaults if len(defaults) == 1 else (one[3] for one in each))
+        yield *each[0][:3], default, f"{', '.join(having[field])}: {each[0][4]}"
 
 
 def row(name: str, field: FieldInfo) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.data import TokenData
-    from trainer.model import GPT
+    from trainer.model import LanguageModel
     from trainer.parallel import World
 
 SAMPLE_TOKENS = 200
@@ -210,7 +210,7 @@ class Measurement:
                 facts.setdefault("baselines", {})[name_of(source)] = measured
         return facts
 
-    def loss(self, model: "GPT", encoding: "tiktoken.Encoding", world: "World") -> dict[str, float]:
+    def loss(self, model: "LanguageModel", encoding: "tiktoken.Encoding", world: "World") -> dict[str, float]:
         """The validation loss in nats per token, and in bits per byte."""
 
         import torch
@@ -221,7 +221,7 @@ class Measurement:
         loss, bits = validation(model.losses, self.val, most, VAL_BATCH, world, sizes, on_batch=self.check)
         return {"val/loss": loss, "val/bits_per_byte": bits}
 
-    def benchmarks(self, model: "GPT", encoding: "tiktoken.Encoding", world: "World") -> dict[str, Any]:
+    def benchmarks(self, model: "LanguageModel", encoding: "tiktoken.Encoding", world: "World") -> dict[str, Any]:
         """HellaSwag and CORE, as far as the recipe has them."""
         facts: dict[str, Any] = {}
         if source := self.recipe.evaluate.hellaswag:
@@ -231,7 +231,9 @@ class Measurement:
             facts |= self.core(source, model, encoding, world)
         return facts
 
-    def hellaswag(self, source: str, model: "GPT", encoding: "tiktoken.Encoding", world: "World") -> dict[str, float]:
+    def hellaswag(
+        self, source: str, model: "LanguageModel", encoding: "tiktoken.Encoding", world: "World"
+    ) -> dict[str, float]:
         """The HellaSwag scores as facts of the artifact."""
 
         from trainer.hellaswag import hellaswag
@@ -246,7 +248,7 @@ class Measurement:
         return hellaswag_facts(score) | {"hellaswag_items": score.items}
 
     def core(
-        self, source: str, model: "GPT", encoding: "tiktoken.Encoding", world: "World"
+        self, source: str, model: "LanguageModel", encoding: "tiktoken.Encoding", world: "World"
     ) -> dict[str, float | dict[str, float]]:
         """CORE as facts of the artifact: the centred accuracies by task, their mean, and the accuracies themselves."""
 
@@ -262,14 +264,14 @@ class Measurement:
         return core_facts(score) | {"core_accuracy": dict(score.accuracy)}
 
 
-def baseline_model(source: str, recipe: Recipe, device: "torch.device") -> "GPT":
+def baseline_model(source: str, recipe: Recipe, device: "torch.device") -> "LanguageModel":
     """The model of a baseline in float32, on a device. UserError for weights that are not finite."""
-    from trainer.model import GPT
+    from trainer.family import plain_model
     from trainer.pieces import Piece
     from trainer.weights import open_weights
 
     weights = open_weights(brought(source, "evaluate.baselines"), f"evaluate.baselines: {name_of(source)}")
-    model = GPT(config := check_baseline(weights, recipe))
+    model = plain_model(config := check_baseline(weights, recipe))
     weights.fill({f"model.{name}": Piece.whole(p) for name, p in model.named_parameters()}, config)
     return model.to(device)
 

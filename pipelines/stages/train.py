@@ -28,7 +28,13 @@ from pipelines.tracking.ledger import (
 from pipelines.tracking.origins import FIELDS, beginning_of
 from pipelines.weights import content_identity
 from trainer.commits import TrainState, committed_state, series
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, check_shares, identity_of, state_bytes
+from trainer.config import (
+    PRIOR_SECONDS_BETWEEN_FAILURES,
+    check_shares,
+    identity_of,
+    identity_of_model,
+    state_bytes,
+)
 
 WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
 
@@ -40,7 +46,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     identity = {
         "stage": "train",
         "tokens": plans["tokenize"].fingerprint,
-        "model": recipe.model.model_dump(),
+        "model": identity_of_model(recipe.model),
         "train": train | begun,
     }
     evaluate, stop_at = recipe.evaluate, recipe.train.stop_at

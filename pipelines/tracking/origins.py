@@ -102,7 +102,7 @@ def steps_text(folders: Iterable[str]) -> str:
 def check_model(theirs: ModelConfig, ours: ModelConfig, where: str) -> None:
     """UserError for weights of another shape."""
     for name, value in theirs.model_dump().items():
-        if value != (here := getattr(ours, name)):
+        if value != (here := getattr(ours, name, None)):
             raise UserError(f"{where}: its {name} is {value}, and model.{name} is {here}; --set model.{name}={value}")
 
 

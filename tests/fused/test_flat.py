@@ -18,18 +18,19 @@ from torch import Tensor
 
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.events import EventLog
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 from trainer.fused.flat import FlatState, Layout
 from trainer.metrics import PhaseClock
-from trainer.model import GPT
 from trainer.optim import AdamW, Rates
 from trainer.parallel import World
 from trainer.pieces import contiguous_runs, training_tensors
 from trainer.store import LocalStore
 
 # A width that leaves gaps between parameters, and a vocabulary with padding.
-MODEL = ModelConfig(n_layer=2, n_head=3, n_embd=24, block_size=16, vocab_size=70)
+MODEL = Gpt2Config(n_layer=2, n_head=3, n_embd=24, block_size=16, vocab_size=70)
 TRAIN = TrainConfig(batch_tokens=64, max_steps=9, learning_rate=0.01, weight_decay=0.3, beta2=0.9)
 STEPS = 3
 

@@ -15,14 +15,15 @@ import trainer_runs
 from torch import Tensor
 from trainer_runs import Runner, weights
 
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, micro_batch_count
+from trainer.config import RuntimeConfig, TrainConfig, micro_batch_count
 from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine, make_engine
 from trainer.errors import UserError
 from trainer.evaluation import Evaluation, Sampling
 from trainer.events import Slow
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
-from trainer.model import GPT
 from trainer.optim import Rates
 from trainer.parallel import World
 from trainer.scoring import Row, Scored, score_rows
@@ -45,9 +46,9 @@ SHAPES = {  # layers, heads, width, tokens, vocabulary, sequences, micro-batches
 }
 
 
-def a_model(layers: int, heads: int, width: int, tokens: int, vocabulary: int) -> tuple[ModelConfig, dict[str, Tensor]]:
+def a_model(layers: int, heads: int, width: int, tokens: int, vocabulary: int) -> tuple[Gpt2Config, dict[str, Tensor]]:
     """A shape, and weights that bf16 represents exactly and that make every gradient large."""
-    config = ModelConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=tokens, vocab_size=vocabulary)
+    config = Gpt2Config(n_layer=layers, n_head=heads, n_embd=width, block_size=tokens, vocab_size=vocabulary)
     weights = {}
     for name, w in GPT(config).state_dict().items():
         norm = w.dim() == 1 and name.endswith("weight")
@@ -285,12 +286,12 @@ def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
 
 
 def test_the_reason_why_it_cannot_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ModelConfig(n_layer=1, n_head=1, n_embd=12, block_size=4)
+    config = Gpt2Config(n_layer=1, n_head=1, n_embd=12, block_size=4)
     with pytest.raises(
         UserError, match="runtime.engine: fused cannot run here: the head size 12 is not a multiple of 8"
     ):
         make_engine(config, TRAIN, RuntimeConfig(engine="fused"), ALONE)
-    wide = ModelConfig(n_layer=1, n_head=65, n_embd=65 * 128, block_size=16)
+    wide = Gpt2Config(n_layer=1, n_head=65, n_embd=65 * 128, block_size=16)
     with pytest.raises(UserError, match="n_embd 8320 is more than 8192, the widest row of its norm"):
         make_engine(wide, TRAIN, RuntimeConfig(engine="fused"), ALONE)
     assert choose_engine(wide, TRAIN, RuntimeConfig(), ALONE.device)[0] == "eager"
@@ -355,7 +356,7 @@ def test_fp8_gradients_point_where_the_exact_ones_do(precision: str) -> None:
     assert engine.extra_metrics() == {}
 
 
-def fp8_engine(config: ModelConfig, weights: dict[str, Tensor], recompute: bool = False, **train: Any) -> FusedEngine:
+def fp8_engine(config: Gpt2Config, weights: dict[str, Tensor], recompute: bool = False, **train: Any) -> FusedEngine:
     runtime = RuntimeConfig(engine="fused", recompute=recompute)
     engine = make_engine(config, TRAIN.model_copy(update={"precision": "fp8"} | train), runtime, ALONE)
     assert isinstance(engine, FusedEngine)

@@ -28,16 +28,16 @@ from pipelines.serve.requests import MAX_BYTES, MAX_TEXTS, Refused
 from pipelines.serve.turns import Turns
 from pipelines.text.tokenizer import tokenizer
 from pipelines.verbs.serve import listen
-from trainer.config import ModelConfig
 from trainer.errors import UserError
-from trainer.model import GPT
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 from trainer.sample import Decoder, Sampling
 from trainer.store import LocalStore
 
 browser = open_browser
 
 CONTEXT = 8192
-MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT, vocab_size=257)
+MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT, vocab_size=257)
 END = 256
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,8 @@ from pipelines.stage import Work
 from pipelines.stages import evaluate, export
 from pipelines.weights import pinned
 from trainer.errors import Interrupted, UserError
-from trainer.model import GPT, to_hf
+from trainer.families.gpt2_module import GPT
+from trainer.family import to_hf
 
 
 def test_an_evaluation_stops_between_two_batches(work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch) -> None:

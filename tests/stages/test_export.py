@@ -20,9 +20,9 @@ from pipelines.stage import Built, Work
 from pipelines.stages import export
 from pipelines.stages.model_card import public
 from pipelines.text.tokenizer import tokenizer
-from trainer.config import ModelConfig
 from trainer.errors import UserError
-from trainer.model import GPT
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The cat isn't on the 12 mats,  größer 東京\n\nthe end"
@@ -42,7 +42,7 @@ def trained(tmp_path: Path) -> Callable[..., tuple[GPT, Weights]]:
 
     def make(encoding: tiktoken.Encoding, **shape: Any) -> tuple[GPT, Weights]:
         sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 96, "vocab_size": encoding.n_vocab} | shape
-        config = ModelConfig(**sizes)
+        config = Gpt2Config(**sizes)
         model = GPT(config).eval()
         model.initialize(1)
         with torch.no_grad():
@@ -391,15 +391,14 @@ from pathlib import Path
 from pipelines.formats import hf, llmc
 from pipelines.formats.weights import Weights
 from pipelines.text.tokenizer import tokenizer
-from trainer.config import ModelConfig
-from trainer.model import GPT
+from trainer.families.gpt2_module import GPT
 import safetensors.torch
 
 def peak():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 trained, folder = map(Path, sys.argv[1:])
-config = ModelConfig(n_layer=20, n_head=8, n_embd=512, block_size=32, vocab_size=257)
+config = Gpt2Config(n_layer=20, n_head=8, n_embd=512, block_size=32, vocab_size=257)
 before, weights = peak(), Weights(trained, config, tokenizer("bytes"), "tiny")
 hf.write(weights, folder, "bfloat16"), hf.verify(weights, folder, "bfloat16"), llmc.write(weights, folder)
 print(peak() - before)
@@ -408,7 +407,7 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_an_export_holds_a_tensor_and_not_the_model(tmp_path: Path) -> None:
-    config = ModelConfig(n_layer=20, n_head=8, n_embd=512, block_size=32, vocab_size=257)
+    config = Gpt2Config(n_layer=20, n_head=8, n_embd=512, block_size=32, vocab_size=257)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
     trained = tmp_path / "trained.safetensors"

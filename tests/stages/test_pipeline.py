@@ -33,6 +33,7 @@ from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, plans_of
 from pipelines.tracking.runs import read_runs
 from trainer.core import TASKS
+from trainer.families.gpt2 import Gpt2Config
 
 
 @pytest.fixture
@@ -355,8 +356,7 @@ def assert_transformers_agrees(exported: Path, weights: Path, recipe: dict[str, 
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trainer.config import ModelConfig
-    from trainer.model import GPT
+    from trainer.families.gpt2_module import GPT
 
     text = "The history of größer things, and 東京."
     tokenizer = AutoTokenizer.from_pretrained(exported)
@@ -364,7 +364,7 @@ def assert_transformers_agrees(exported: Path, weights: Path, recipe: dict[str, 
     assert ids == tiktoken.get_encoding("gpt2").encode_ordinary(text)
     assert tokenizer.decode(ids) == text
     theirs = AutoModelForCausalLM.from_pretrained(exported).eval()
-    config = ModelConfig(**recipe["model"])
+    config = Gpt2Config(**recipe["model"])
     ours = GPT(config).eval()
     ours.load_state_dict(load_file(weights))
     tokens = torch.tensor([ids])

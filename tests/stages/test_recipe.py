@@ -14,8 +14,9 @@ from core_bundle import make_bundle
 from pipelines.plan import shipped_estimates
 from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of, run_name
-from trainer.config import MUON_FIELDS, ModelConfig, RuntimeConfig, TrainConfig, val_share
+from trainer.config import MUON_FIELDS, RuntimeConfig, TrainConfig, val_share
 from trainer.errors import UserError
+from trainer.families.gpt2 import Gpt2Config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -51,7 +52,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "val_shards": 2,
         "parts": 4,
     },
-    "model": {"n_layer": 13, "n_head": 6, "n_embd": 1536, "block_size": 512, "vocab_size": 50_304},
+    "model": {"family": "modern", "n_layer": 13, "n_head": 6, "n_embd": 1536, "block_size": 512, "vocab_size": 50_304},
     "train": {
         "batch_tokens": 262_144,
         "batch_ramp_from": 32_768,
@@ -437,7 +438,7 @@ def test_set_reaches_sections_that_the_file_leaves_out(tmp_path: Path) -> None:
 def test_the_table_of_changes_covers_every_field() -> None:
     sections: dict[str, Any] = {
         "tokens": TokensConfig,
-        "model": ModelConfig,
+        "model": Gpt2Config,
         "train": TrainConfig,
         "evaluate": EvaluateConfig,
         "export": ExportConfig,

@@ -13,7 +13,7 @@ from pipelines.stage import Work
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing
-from trainer.model import GPT
+from trainer.families.gpt2_module import GPT
 from trainer.process import StopSignal
 from trainer.shards import write_shard
 from trainer.store import LocalStore

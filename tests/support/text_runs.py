@@ -12,8 +12,8 @@ from pipelines.tracking.runs import record
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
 from trainer.events import EventLog
+from trainer.families.gpt2_module import GPT
 from trainer.metrics import PhaseClock
-from trainer.model import GPT
 from trainer.parallel import World
 from trainer.pieces import Piece
 from trainer.store import Store

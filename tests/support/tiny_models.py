@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from trainer.config import ModelConfig
-from trainer.model import GPT, to_hf
+from trainer.family import plain_model, to_hf
+from trainer.model import LanguageModel
 
 
-def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> GPT:
+def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> LanguageModel:
     """Initial weights with noise of `spread`, so that no two tokens are about equally likely."""
-    model = GPT(config)
+    model = plain_model(config)
     model.initialize(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -20,7 +21,7 @@ def model_of(config: ModelConfig, seed: int = 0, spread: float = 0.2) -> GPT:
     return model
 
 
-def transformers_copy(model: GPT) -> Any:
+def transformers_copy(model: LanguageModel) -> Any:
     """The same weights in transformers' model."""
     transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
     c = model.config

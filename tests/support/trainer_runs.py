@@ -21,12 +21,15 @@ import yaml
 from trainer.__main__ import TrainerConfig
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState, committed_folders, series, step_of
+from trainer.config import RuntimeConfig, Section, TrainConfig
 from trainer.data import TokenData
 from trainer.evaluation import Evaluation
 from trainer.events import Event, EventLog, read_events
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 from trainer.loop import train
 from trainer.metrics import PhaseClock
-from trainer.model import GPT
+from trainer.model import LanguageModel
 from trainer.parallel import World
 from trainer.process import StopSignal
 from trainer.shard_maps import Fetch
@@ -65,7 +68,8 @@ def configured(**changes: Any) -> TrainerConfig:
     return TrainerConfig.model_validate(sections)
 
 
-FIELDS = {name: f.annotation.model_fields for name, f in TrainerConfig.model_fields.items() if f.annotation}
+SECTIONS: dict[str, type[Section]] = {"model": Gpt2Config, "train": TrainConfig, "runtime": RuntimeConfig}
+FIELDS = {name: section.model_fields for name, section in SECTIONS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +211,7 @@ def flip_a_byte(folder: Path) -> None:
     path.write_bytes(body)
 
 
-def weights(model: GPT) -> str:
+def weights(model: LanguageModel) -> str:
     digest = hashlib.sha256()
     for name, p in sorted(model.state_dict().items()):
         digest.update(name.encode() + p.numpy().tobytes())

@@ -22,6 +22,7 @@ from trainer.config import (
     validations,
 )
 from trainer.errors import UserError
+from trainer.families.gpt2 import Gpt2Config
 
 GOOD: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "vocab_size": 257},
@@ -269,7 +270,7 @@ def test_a_ramp_begins_with_a_sequence_for_every_process() -> None:
 
 
 def test_validations_take_at_most_two_percent_of_the_training() -> None:
-    model = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=1024)
+    model = Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=1024)
 
     def train(**values: Any) -> TrainConfig:
         return TrainConfig.model_validate({"learning_rate": 0.1} | values)

@@ -12,7 +12,6 @@ import trainer_runs
 from core_bundle import make_bundle
 from tiny_models import model_of, transformers_copy
 
-from trainer.config import ModelConfig
 from trainer.core import (
     TASKS,
     CoreScore,
@@ -27,7 +26,9 @@ from trainer.core import (
     read_items,
 )
 from trainer.errors import Interrupted, UserError
-from trainer.model import GPT
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
+from trainer.model import LanguageModel
 from trainer.parallel import World
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -90,9 +91,10 @@ def naive_answers(theirs: Any, task: Task, encode: Encode, end_of_text: int) -> 
     return rights
 
 
-def lean_towards(model: GPT, *tokens: int) -> GPT:
+def lean_towards(model: LanguageModel, *tokens: int) -> LanguageModel:
     """The model with these tokens as its likely choices, so that some continuations are right."""
     with torch.no_grad():
+        assert isinstance(model, GPT)
         model.ln_f.bias[0] = 4.0
         model.wte.weight[:, 0] = 0.0
         model.wte.weight[list(tokens), 0] = 2.0
@@ -105,7 +107,7 @@ def test_every_task_agrees_item_by_item_with_a_plain_loop_over_transformers(
 ) -> None:
     encode: Encode = request.getfixturevalue("gpt2_tokens") if tokenizer == "gpt2" else as_bytes
     size, block = (50_257, 48) if tokenizer == "gpt2" else (257, 128)
-    model = model_of(ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=block, vocab_size=size))
+    model = model_of(Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=block, vocab_size=size))
     lean_towards(model, *(ids[0] for ids in encode(["a", "b", " a", " b", " "])))
     theirs = transformers_copy(model)
     tasks = read_bundle(make_bundle(tmp_path / "bundle", items=5))
@@ -126,7 +128,7 @@ def test_every_task_agrees_item_by_item_with_a_plain_loop_over_transformers(
 
 
 def test_a_stop_ends_core_between_two_batches(tmp_path: Path) -> None:
-    model, left = model_of(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=64, vocab_size=257)), [30]
+    model, left = model_of(Gpt2Config(n_layer=1, n_head=2, n_embd=16, block_size=64, vocab_size=257)), [30]
 
     def before_batch() -> None:
         left[0] -= 1
@@ -200,7 +202,7 @@ def test_a_choice_that_begins_another_is_never_the_answer(tmp_path: Path) -> Non
     rows = [{"query": "q", "choices": ["yes", "yes or no", "never"][:n], "gold": 1} for n in (2, 3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = Task("x", "multiple_choice", 0, " ", 0.5, path)
-    model = model_of(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=257))
+    model = model_of(Gpt2Config(n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_size=257))
     right = answers(model, task, read_items(task), as_bytes, 256, ALONE)
     assert any(right) and len(right) == 2
 

@@ -9,17 +9,17 @@ import torch.nn.functional as F
 import trainer_runs
 from tiny_models import model_of
 
-from trainer.config import ModelConfig
 from trainer.data import TokenData
 from trainer.evaluate import validation, validation_loss
-from trainer.model import GPT
+from trainer.families.gpt2 import Gpt2Config
+from trainer.model import LanguageModel
 from trainer.parallel import World
 from trainer.sample import generate
 from trainer.shards import Shard, write_shard
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)
-SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=97)
+SMALL = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=97)
 
 
 _one_thread = trainer_runs._one_thread
@@ -36,7 +36,7 @@ def val_data(folder: Path, sizes: list[int]) -> TokenData:
     return TokenData(shards, folder.joinpath, SMALL.block_size, seed=0)
 
 
-def naive_loss(model: GPT, tokens: list[np.ndarray], windows: int) -> float:
+def naive_loss(model: LanguageModel, tokens: list[np.ndarray], windows: int) -> float:
     """One window at a time from the raw tokens, log-probabilities added up one by one."""
     losses = []
     for shard in tokens:

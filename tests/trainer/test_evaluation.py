@@ -17,7 +17,7 @@ from trainer.config import TrainConfig, identity_of
 from trainer.errors import UserError
 from trainer.evaluation import Evaluation, Sampling
 from trainer.events import Row, Sampled
-from trainer.model import GPT
+from trainer.families.gpt2_module import GPT
 from trainer.parallel import World
 from trainer.scoring import Scored
 

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.commits import TrainState
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, micro_batch_of
+from trainer.config import RuntimeConfig, TrainConfig, micro_batch_of
 from trainer.engine import make_engine
 from trainer.errors import UserError
+from trainer.families.gpt2 import Gpt2Config
 from trainer.fit import fit_micro_batch, largest_that_fits, peak_bytes
 from trainer.loop import choose_micro_batch, memory_settings
 from trainer.parallel import World
 
 CPU = torch.device("cpu")
-MODEL = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=100)
+MODEL = Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=100)
 
 
 def recorded(law: Callable[[int], float], tried: list[int]) -> Callable[[int], int]:

@@ -10,8 +10,9 @@ import torch
 import trainer_runs
 from tiny_models import model_of, transformers_copy
 
-from trainer.config import ModelConfig
 from trainer.errors import UserError
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 from trainer.hellaswag import (
     Encode,
     HellaSwagItem,
@@ -21,12 +22,12 @@ from trainer.hellaswag import (
     read_hellaswag,
     read_hellaswag_file,
 )
-from trainer.model import GPT
+from trainer.model import LanguageModel
 from trainer.parallel import World
 from trainer.scoring import score_rows
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
-GPT2 = ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=128, vocab_size=50_257)
+GPT2 = Gpt2Config(n_layer=1, n_head=2, n_embd=16, block_size=128, vocab_size=50_257)
 
 _one_thread = trainer_runs._one_thread
 
@@ -48,7 +49,7 @@ def real_items(shared_data: Path) -> list[HellaSwagItem]:
 
 @torch.no_grad()
 def naive_hellaswag(
-    model: GPT, items: list[HellaSwagItem], encode: Callable[[str], list[int]], logits_of: Any = None
+    model: LanguageModel, items: list[HellaSwagItem], encode: Callable[[str], list[int]], logits_of: Any = None
 ) -> tuple[HellaSwagScore, list[list[float]]]:
     """One ending at a time, all logits, probabilities looked up one by one."""
     sums, means = [], []
@@ -109,7 +110,7 @@ def as_bytes(text: str) -> list[int]:
     return list(text.encode())
 
 
-BYTES = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=257)
+BYTES = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=257)
 
 
 def test_the_losses_of_endings_do_not_depend_on_their_neighbours_in_a_batch() -> None:

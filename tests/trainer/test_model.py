@@ -9,16 +9,17 @@ import torch
 import trainer_runs
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.config import ModelConfig
-from trainer.model import GPT, draw, from_hf, to_hf
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
+from trainer.family import from_hf, to_hf
 
-SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, block_size=40, vocab_size=300)
+SMALL = Gpt2Config(n_layer=3, n_head=4, n_embd=48, block_size=40, vocab_size=300)
 
 
 _one_thread = trainer_runs._one_thread
 
 
-def small_model(config: ModelConfig = SMALL, seed: int = 1, recompute: bool = False) -> GPT:
+def small_model(config: Gpt2Config = SMALL, seed: int = 1, recompute: bool = False) -> GPT:
     """Weights larger than at the start of training, so that every part of the model matters."""
     model = GPT(config, recompute=recompute)
     model.initialize(seed)
@@ -34,7 +35,7 @@ def some_tokens(rows: int, length: int, vocab_size: int = SMALL.vocab_size, seed
     return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def hf_model(config: ModelConfig) -> Any:
+def hf_model(config: Gpt2Config) -> Any:
     transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
     torch.manual_seed(3)
     shape = transformers.GPT2Config(
@@ -68,8 +69,8 @@ RELEASED = [
 ]
 
 
-def released(size: Size) -> ModelConfig:
-    return ModelConfig(n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd, block_size=1024)
+def released(size: Size) -> Gpt2Config:
+    return Gpt2Config(n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd, block_size=1024)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_the_head_is_the_token_embedding() -> None:
 
 
 def test_initial_weights_have_gpt2s_spread() -> None:
-    config = ModelConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=1000)
+    config = Gpt2Config(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=1000)
     model = GPT(config)
     model.initialize(0)
     for name, p in model.named_parameters():
@@ -178,7 +179,7 @@ def test_a_parameter_is_drawn_by_seed_and_name_alone() -> None:
         "h.0.ln_2.weight",
     ):  # independent of other parameters and of the thread
         alone = torch.full_like(weights[name], math.nan, requires_grad=False)
-        draw({name: alone}, SMALL, 5)
+        GPT.draw({name: alone}, SMALL, 5)
         assert torch.equal(alone, weights[name])
     matrices = [p.detach().flatten()[:1000] for p in weights.values() if p.dim() == 2]
     alike = torch.corrcoef(torch.stack(matrices)) - torch.eye(len(matrices))
@@ -214,9 +215,9 @@ def test_padding_rows_get_no_probability_and_no_gradient() -> None:
 
 
 def test_a_vocabulary_that_needs_no_padding_gets_none() -> None:
-    assert ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=256).padded_vocab_size == 256
-    assert ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=257).padded_vocab_size == 384
-    assert ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8).padded_vocab_size == 50_304
+    assert Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=256).padded_vocab_size == 256
+    assert Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=257).padded_vocab_size == 384
+    assert Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=8).padded_vocab_size == 50_304
 
 
 def test_no_position_depends_on_a_later_one() -> None:

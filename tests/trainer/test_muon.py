@@ -15,14 +15,15 @@ from trainer_runs import EVERY_STEP, Runner, weights
 
 from trainer import muon
 from trainer.__main__ import claim
-from trainer.config import ModelConfig, TrainConfig, state_bytes
+from trainer.config import TrainConfig, state_bytes
 from trainer.errors import UserError
-from trainer.model import GPT
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 from trainer.optim import Muon, Rates, group_of, optimizer_for, rates_at
 from trainer.store import LocalStore
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
-MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)
+MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)
 MATRICES = {f"h.{i}.{part}.weight" for i in (0, 1) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
 TRAIN: dict[str, Any] = {"batch_tokens": 64, "max_steps": 100, "learning_rate": 0.01, "optimizer": "muon"}
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.config import ModelConfig, TrainConfig
-from trainer.model import GPT
+from trainer.config import TrainConfig
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 from trainer.optim import AdamW, Rates, learning_rate_at
 from trainer.parallel import FlatGradients
 
 CONFIG = TrainConfig(batch_tokens=64, max_steps=100, learning_rate=0.5, warmup_steps=10)
-MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)
+MODEL = Gpt2Config(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=50)
 
 
 def with_(**changes: object) -> TrainConfig:

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import ModelConfig, TrainConfig
+from trainer.config import TrainConfig
 from trainer.data import TokenData
 from trainer.errors import UserError
+from trainer.families.gpt2 import Gpt2Config
 from trainer.packing import BUFFERED, packed
 from trainer.shards import PERIOD, Mixture, Order, Shard, order_of, sequences_of, shares_of, write_shard
 
@@ -90,7 +91,7 @@ def test_training_reads_every_row_once_an_epoch_at_any_number_of_ranks(tmp_path:
     )
     epoch = [row for tokens, _ in data.micro_batches(range(count, 2 * count), 7, CPU) for row in tokens.tolist()]
     assert sorted(epoch) == expected
-    model = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8)
+    model = Gpt2Config(n_layer=1, n_head=1, n_embd=8, block_size=8)
     train = TrainConfig(batch_tokens=8 * 12, max_steps=50, learning_rate=0.1)
 
     def step(number: int, ranks: int) -> list[list[int]]:

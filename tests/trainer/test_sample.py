@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 import trainer_runs
 
-from trainer.config import ModelConfig
 from trainer.errors import UserError
-from trainer.model import GPT
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.gpt2_module import GPT
 from trainer.sample import PRECISIONS, Decoder, Product, Sampling, draw, generate, nucleus, stream
 
 _one_thread = trainer_runs._one_thread
 
-SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=97)
+SMALL = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=97)
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], [9, 8], [11] * 16, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]]
 WAYS = {
     "greedy": Sampling(0.0),

@@ -12,15 +12,16 @@ import torch
 import trainer_runs
 from tiny_models import model_of
 
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import make_engine
 from trainer.errors import Interrupted
-from trainer.model import GPT
+from trainer.families.gpt2 import Gpt2Config
+from trainer.model import LanguageModel
 from trainer.parallel import World
 from trainer.scoring import Row, RowScore, _batches, _sorted, _strips, score_rows
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
-CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=97)
+CONFIG = Gpt2Config(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=97)
 
 _one_thread = trainer_runs._one_thread
 
@@ -37,7 +38,7 @@ def some_rows(count: int, seed: int = 0) -> list[Row]:
 
 
 @torch.no_grad()
-def naive(model: GPT, rows: Sequence[Row]) -> list[RowScore]:
+def naive(model: LanguageModel, rows: Sequence[Row]) -> list[RowScore]:
     """One row at a time, all logits, one token after the other."""
     scores = []
     for row in rows:
@@ -49,7 +50,7 @@ def naive(model: GPT, rows: Sequence[Row]) -> list[RowScore]:
     return scores
 
 
-def likely(model: GPT, row: Row) -> Row:
+def likely(model: LanguageModel, row: Row) -> Row:
     """The row with its second half replaced by the model's own first choices."""
     tokens, half = list(row.tokens), max(1, len(row.tokens) // 2)
     for t in range(half, len(tokens)):
@@ -110,7 +111,7 @@ def test_a_beginning_that_rows_share_is_computed_once() -> None:
 def test_batches_have_few_shapes() -> None:
     model, shapes = model_of(CONFIG), []
     hidden = model.hidden
-    model.hidden = lambda tokens, branches=None: shapes.append(tuple(tokens.shape)) or hidden(tokens, branches)  # type: ignore[method-assign,func-returns-value]
+    model.hidden = lambda tokens, context=None: shapes.append(tuple(tokens.shape)) or hidden(tokens, context)  # type: ignore[method-assign,func-returns-value]
     score_rows(model, some_rows(300), ALONE, tokens_at_once=320)
     assert len(shapes) > 30 and len(set(shapes)) <= 3  # widths 64 and 32, and a last batch
     assert all(height * width <= 320 for height, width in shapes)
@@ -129,7 +130,7 @@ def test_few_tokens_of_a_batch_are_padding_where_beginnings_and_rests_differ_in_
 def test_a_model_short_of_memory_limits_the_batches() -> None:
     model, shapes = model_of(CONFIG), []
     hidden = model.hidden
-    model.hidden = lambda tokens, branches=None: shapes.append(tokens.numel()) or hidden(tokens, branches)  # type: ignore[method-assign,func-returns-value]
+    model.hidden = lambda tokens, context=None: shapes.append(tokens.numel()) or hidden(tokens, context)  # type: ignore[method-assign,func-returns-value]
     score_rows(model, some_rows(50), ALONE)
     largest, model.tokens_at_once = max(shapes), 128
     shapes.clear()

@@ -17,8 +17,10 @@ from pipelines.formats.hf import hf_config
 from trainer.config import ModelConfig
 from trainer.engine import make_engine
 from trainer.errors import UserError
-from trainer.model import GPT, to_hf
-from trainer.weights import LLMC_LAYERS, Origin, open_weights, shapes_of
+from trainer.families.gpt2 import LAYER
+from trainer.families.gpt2_module import GPT
+from trainer.family import to_hf
+from trainer.weights import Origin, open_weights
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 MODEL = configured().model
@@ -43,7 +45,7 @@ def llmc_file(path: Path, model: GPT, version: int = 3) -> Path:
     """The weights in the format of llm.c, written from its description."""
     c, state = MODEL, model.state_dict()
     numbers = (20240326, version, c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, c.padded_vocab_size)
-    names = ["wte.weight", "wpe.weight", *(f"h.{i}.{n}" for n in LLMC_LAYERS for i in range(c.n_layer))]
+    names = ["wte.weight", "wpe.weight", *(f"h.{i}.{n}" for n in LAYER for i in range(c.n_layer))]
     with path.open("wb") as file:
         file.write(np.array([*numbers, *[0] * (256 - len(numbers))], np.int32).tobytes())
         for name in [*names, "ln_f.weight", "ln_f.bias"]:
@@ -73,7 +75,7 @@ def complaint(path: Path, **changes: Any) -> str:
 def test_the_shapes_are_those_of_the_model() -> None:
     state = GPT(MODEL).state_dict()
     own = {name: tuple(t.shape) for name, t in state.items()} | {"wte.weight": (MODEL.vocab_size, MODEL.n_embd)}
-    assert shapes_of(MODEL) == own
+    assert MODEL.shapes == own
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
@@ -192,9 +194,11 @@ def test_a_missing_and_an_extra_tensor_are_refused_by_name(tmp_path: Path) -> No
     tensors = to_hf(drawn().state_dict(), MODEL)
     gone = tensors.pop("transformer.h.0.ln_2.bias")
     save_file(tensors, folder / "model.safetensors")
-    assert complaint(folder) == f"{folder}: incomplete: it has no tensor h.0.ln_2.bias; take a whole GPT-2"
+    assert (
+        complaint(folder) == f"{folder}: incomplete: it has no tensor h.0.ln_2.bias; take a whole model of family gpt2"
+    )
     save_file(tensors | {"transformer.h.0.ln_2.bias": gone, "score.weight": gone + 1}, folder / "model.safetensors")
-    assert "'score.weight' is no part of a GPT-2" in complaint(folder)
+    assert "'score.weight' is no part of a model of family gpt2" in complaint(folder)
     save_file(tensors | {"transformer.h.0.ln_2.bias": gone[:-1].clone()}, folder / "model.safetensors")
     assert "h.0.ln_2.bias has the shape [31]" in complaint(folder)
 
@@ -216,9 +220,9 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, header: Any, word: str) -
 
 
 def test_a_model_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
-    others: dict[str, Any] = {"activation_function": "relu", "model_type": "llama", "n_inner": 7, "n_layer": "2"}
+    others: dict[str, Any] = {"activation_function": "relu", "model_type": "gemma", "n_inner": 7, "n_layer": "2"}
     for field, value in others.items():
         folder = hf_folder(tmp_path / "hf", drawn(), **{field: value})
         assert f"{folder}/config.json: {field} is {value!r}" in complaint(folder)
     (folder / "config.json").write_text("[" * 100_000)
-    assert "no configuration of a GPT-2" in complaint(folder)
+    assert "no configuration of a model" in complaint(folder)

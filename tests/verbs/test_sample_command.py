@@ -95,7 +95,7 @@ def test_an_unfinished_run_speaks_with_its_newest_commit_or_the_one_of_a_step(
 
     def head(at: int | None) -> tuple[int | None, torch.Tensor]:
         model = load_text_model(store, tmp_path / "cache", RUN, at, "fp32")
-        return model.step, model.decoder.wte
+        return model.step, model.decoder.model.wte.weight
 
     for asked, step in ((None, 10), (5, 5), (10, 10)):
         found, weights = head(asked)

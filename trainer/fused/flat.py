@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
-from trainer.model import GPT, draw
+from trainer.families.gpt2_module import GPT
 from trainer.optim import Rates
 from trainer.parallel import World
 from trainer.pieces import Piece
@@ -131,7 +131,7 @@ class FlatState:
     def initialize(self, seed: int) -> None:
         """Set the weights that GPT.initialize draws; each rank draws only those of its shards."""
         weights = {name: torch.empty(self.layout.slots[name].shape) for name in self._pieces(self.master)}
-        draw(weights, self.config, seed)
+        GPT.draw(weights, self.config, seed)
         self.load(weights)
 
     def load(self, state: Mapping[str, Tensor]) -> None:

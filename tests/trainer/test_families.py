@@ -1,0 +1,256 @@
+"""Every family: its plain module against transformers' class, its counts, its scores, its sampling, its bad input."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import trainer_runs
+import yaml
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.__main__ import read_config
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, identity_of_model
+from trainer.engine import choose_engine
+from trainer.errors import UserError
+from trainer.families.gpt2 import Gpt2Config
+from trainer.families.llama import LlamaConfig
+from trainer.families.modern import ModernConfig
+from trainer.family import ANY_MODEL, SECTIONS, from_hf, plain_model, section_of_hf, to_hf
+from trainer.model import LanguageModel
+from trainer.parallel import World
+from trainer.sample import Decoder, generate
+from trainer.scoring import Row, score_rows
+
+_one_thread = trainer_runs._one_thread
+
+SIZES: dict[str, Any] = {"n_layer": 3, "n_head": 6, "n_embd": 36, "block_size": 40, "vocab_size": 300}
+CONFIGS = {
+    "gpt2": Gpt2Config(**SIZES),
+    "llama": LlamaConfig(**SIZES),
+    "llama, grouped, tied": LlamaConfig(**SIZES, n_kv_head=2, tied_head=True, rope_base=500.0),
+    "llama, QK-norm": LlamaConfig(**SIZES, n_kv_head=3, qk_norm=True, n_inner=50),
+    "llama, QK-norm, tied": LlamaConfig(**{**SIZES, "n_embd": 84}, n_kv_head=1, qk_norm=True, tied_head=True),
+    "modern": ModernConfig(**SIZES),
+    "modern, grouped": ModernConfig(**{**SIZES, "n_embd": 84, "vocab_size": 257}, n_kv_head=3, rope_base=777.0),
+}
+ALL = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def made(config: ModelConfig, seed: int = 1, recompute: bool = False) -> LanguageModel:
+    """Weights larger than at the start of training, so that every part of the model matters."""
+    model = plain_model(config, recompute)
+    model.initialize(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+            if name in config.vocabulary_rows:
+                p[config.vocab_size :] = 0.0
+    return model
+
+
+def some_tokens(rows: int, length: int, config: ModelConfig, seed: int = 0) -> Tensor:
+    return torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def theirs_of(config: ModelConfig, state: dict[str, Tensor]) -> Any:
+    """transformers' class with our weights, built from the config.json that we export."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
+    values = config.hf_config()
+    theirs = getattr(transformers, values["architectures"][0])(transformers.AutoConfig.for_model(**values)).eval()
+    lacking = theirs.load_state_dict(to_hf(state, config), strict=False)
+    assert set(lacking.missing_keys) <= {"lm_head.weight"} and not lacking.unexpected_keys
+    theirs.tie_weights()
+    return theirs
+
+
+# --- against transformers
+
+
+@ALL
+@pytest.mark.parametrize(("rows", "length"), [(3, 40), (1, 1), (2, 17)])
+def test_logits_equal_those_of_transformers_class(config: ModelConfig, rows: int, length: int) -> None:
+    ours = made(config).eval()
+    theirs = theirs_of(config, ours.state_dict())
+    tokens = some_tokens(rows, length, config)
+    with torch.no_grad():
+        logits, expected = ours(tokens)[..., : config.vocab_size], theirs(tokens).logits
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@ALL
+def test_the_config_and_weights_of_transformers_give_the_section_and_the_weights_back(config: ModelConfig) -> None:
+    ours = made(config)
+    theirs = theirs_of(config, ours.state_dict())
+    read = ANY_MODEL.validate_python(section_of_hf(theirs.config.to_dict(), "config.json"))
+    assert {**read.model_dump(), **read.implied} == {**config.model_dump(), **config.implied}
+    back = from_hf(theirs.state_dict(), config)
+    assert back.keys() == ours.state_dict().keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+@ALL
+def test_names_of_transformers_lead_back_to_ours(config: ModelConfig) -> None:
+    fields = config.model_dump()
+    assert [config.own_name(config.hf_name(name), fields) for name in config.shapes] == list(config.shapes)
+
+
+# --- counts and initial weights
+
+
+@ALL
+def test_shapes_parameters_and_flops_are_those_of_the_module(config: ModelConfig) -> None:
+    model = made(config)
+    found = {
+        name: (config.vocab_size if name in config.vocabulary_rows else len(p), *p.shape[1:])
+        for name, p in model.named_parameters()
+    }
+    assert list(config.shapes.items()) == list(found.items())
+    assert config.parameters == sum(math.prod(shape) for shape in found.values())
+    tokens = some_tokens(1, config.block_size, config)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    vectors = sum(math.prod(shape) for shape in found.values() if len(shape) == 1)
+    attention = 12 * config.n_layer * config.n_embd * config.block_size  # torch counts none of a CPU's
+    assert counter.get_total_flops() == (config.flops_per_token - 6 * vectors - attention) * config.block_size
+
+
+def test_modern_begins_as_nanochat_does() -> None:
+    config = ModernConfig(n_layer=2, n_head=2, n_embd=64, block_size=16, vocab_size=1000)
+    model = plain_model(config)
+    model.initialize(5)
+    state, c = model.state_dict(), config.n_embd
+    for name in ("attn.o_proj", "mlp.down_proj"):
+        assert not state[f"h.0.{name}.weight"].any()
+    assert state["wte.weight"][:1000].std() == pytest.approx(0.8, rel=0.02)
+    assert state["lm_head.weight"][:1000].std() == pytest.approx(0.001, rel=0.02)
+    assert not state["lm_head.weight"][1000:].any()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = state[f"h.1.attn.{name}.weight"]
+        assert weight.abs().max() <= math.sqrt(3 / c) and weight.std() == pytest.approx(1 / math.sqrt(c), rel=0.05)
+    assert state["h.1.mlp.up_proj.weight"].std() == pytest.approx(0.4 / math.sqrt(c), rel=0.05)
+    again = plain_model(config)
+    again.initialize(5)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+
+
+def test_modern_caps_its_logits() -> None:
+    model = made(CONFIGS["modern"])
+    assert model.logits(torch.tensor([-1e4, 0.0, 1e4])).tolist() == [-15.0, 0.0, 15.0]
+
+
+# --- with the rest of the trainer
+
+
+@ALL
+def test_recomputed_activations_give_the_same_gradients(config: ModelConfig) -> None:
+    tokens = some_tokens(2, 21, config)
+    gradients = []
+    for recompute in (False, True):
+        model = made(config, recompute=recompute)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@ALL
+def test_the_cached_decoder_gives_the_logits_of_the_module(config: ModelConfig) -> None:
+    model = made(config).eval()
+    tokens = some_tokens(3, 30, config)
+    decoder, lengths = Decoder(model), [30, 7, 19]
+    rows = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+    logits = decoder.begin(rows, room=4)
+    for step in range(4):
+        with torch.no_grad():
+            for row, got in zip(rows, logits, strict=True):
+                expected = model(torch.tensor([row]))[0, -1, : config.vocab_size]
+                torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+        for row in rows:
+            row.append(7 * step + len(row))
+        logits = decoder.step([row[-1] for row in rows])
+
+
+@ALL
+def test_transformers_says_the_same_greedy_text(config: ModelConfig) -> None:
+    model = made(config).eval()
+    prompt = some_tokens(1, 5, config)
+    found = generate(model, prompt[0].tolist(), 30, temperature=0.0)
+    theirs = theirs_of(config, model.state_dict())
+    said = theirs.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert found == said[0, 5:].tolist()
+
+
+@ALL
+def test_choices_that_share_their_beginning_score_as_they_do_alone(config: ModelConfig) -> None:
+    model, world = made(config).eval(), World.alone(RuntimeConfig(device="cpu"))
+    start = some_tokens(1, 20, config)[0].tolist()
+    rows = [Row(start + some_tokens(1, n, config, n)[0].tolist(), 20) for n in (3, 9, 5)]
+    together, alone = score_rows(model, rows, world), [score_rows(model, [row], world)[0] for row in rows]
+    for one, other in zip(together, alone, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5) and one.greedy == other.greedy
+
+
+def test_only_gpt2_has_a_fused_step_and_others_say_so() -> None:
+    train = TrainConfig(batch_tokens=40, max_steps=1, learning_rate=1e-3)
+    for section in SECTIONS.values():
+        engine, why = choose_engine(section(**SIZES), train, RuntimeConfig(), torch.device("cpu"))
+        assert engine == "eager", why
+    runtime = RuntimeConfig(engine="fused")
+    with pytest.raises(UserError, match="it has no step for model.family modern; use 'auto'"):
+        choose_engine(CONFIGS["modern"], train, runtime, torch.device("cpu"))
+
+
+def test_gpt2s_fingerprint_has_no_family_and_the_others_have_it() -> None:
+    assert identity_of_model(CONFIGS["gpt2"]) == SIZES
+    assert identity_of_model(CONFIGS["modern"])["family"] == "modern"
+
+
+# --- bad input
+
+
+@dataclass(frozen=True)
+class Mistake:
+    model: dict[str, Any]
+    message: str
+
+
+MISTAKES = [
+    Mistake({"family": "lama"}, "model.family: unknown family 'lama'; did you mean 'llama'?"),
+    Mistake({"family": 3}, "model.family: unknown family '3'; there are gpt2, llama, modern"),
+    Mistake({"n_kv_head": 2}, "model.n_kv_head: a field of family llama and modern, and model.family is gpt2; "),
+    Mistake(
+        {"family": "modern", "qk_norm": True}, "model.qk_norm: a field of family llama, and model.family is modern"
+    ),
+    Mistake({"family": "llama", "n_kv_heads": 2}, "model.n_kv_heads: unknown field; did you mean 'n_kv_head'?"),
+    Mistake({"family": "llama", "n_kv_head": 4}, "model: n_kv_head 4 does not divide n_head 6; 3 would"),
+    Mistake({"family": "llama", "n_kv_head": 12}, "model: n_kv_head 12 does not divide n_head 6; 6 would"),
+    Mistake(
+        {"family": "modern", "n_head": 12}, "model: n_head 12 gives heads of the odd width 3, and rotary positions"
+    ),
+    Mistake({"family": "modern", "n_head": 5}, "model: n_embd 36 is not divisible by n_head 5; 35 would be"),
+    Mistake({"family": "llama", "rope_base": "x"}, "model.rope_base: input should be a valid number (got 'x')"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: str(m.model))
+def test_a_wrong_field_of_a_family_is_one_line_that_names_it(mistake: Mistake, tmp_path: Any) -> None:
+    path = tmp_path / "recipe.yaml"
+    train = {"batch_tokens": 80, "max_steps": 1, "learning_rate": 1e-3}
+    path.write_text(yaml.safe_dump({"model": SIZES | mistake.model, "train": train}))
+    with pytest.raises(UserError) as error:
+        read_config(path)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{path}: {mistake.message}")
+
+
+def test_a_config_of_another_architecture_is_refused() -> None:
+    with pytest.raises(UserError, match="model_type is 'gemma'; these can be read: gpt2, llama, qwen3, nanochat"):
+        section_of_hf({"model_type": "gemma"}, "config.json")
+    llama3 = CONFIGS["llama"].hf_config() | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}
+    with pytest.raises(UserError, match="family llama here has rope_type 'default'"):
+        section_of_hf(llama3, "config.json")

@@ -1,0 +1,92 @@
+"""The family `modern` in plain PyTorch, after nanochat: RMSNorm without weights (also after the embedding), rotary
+positions, normed queries and keys (Dehghani et al. 2023), ReLU² (So et al. 2021), no biases, soft-capped logits.
+
+At the start every block adds nothing: projections into the residual stream are 0. Other weights are those of nanochat:
+embedding normal 0.8, head normal 0.001, queries, keys and values uniform up to sqrt(3/C), which has the deviation
+1/sqrt(C), and the MLP's first matrix 0.4 of that.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.config import ModelConfig
+from trainer.families.modern import EPSILON, SOFTCAP, ModernConfig
+from trainer.families.rotary import RotaryAttention, rms_norm, waves
+from trainer.model import Context, Embedding, LanguageModel, Linear
+
+
+class Attention(RotaryAttention):
+    """Attention that norms the queries and keys of each head."""
+
+    def placed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        # The other sense of rotation, as nanochat and transformers' NanoChat turn.
+        q, k = super().placed(q, k, cos, -sin)
+        return rms_norm(q, EPSILON), rms_norm(k, EPSILON)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a squared ReLU, (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModernConfig) -> None:
+        super().__init__()
+        self.up_proj = Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.down_proj = Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)).square())
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModernConfig, layer: int) -> None:
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context | None = None) -> Tensor:
+        x = x + self.attn(rms_norm(x, EPSILON), cos, sin, context)
+        return x + self.mlp(rms_norm(x, EPSILON))
+
+
+class Modern(LanguageModel):
+    """nanochat's transformer."""
+
+    config: ModernConfig
+
+    def __init__(self, config: ModernConfig, recompute: bool = False) -> None:
+        super().__init__(config, recompute)
+        self.wte = Embedding(config.padded_vocab_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
+
+    def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
+        """The last layer's output after its norm."""
+        cos, sin = waves(self.positions(tokens, context), self.config.head_size, self.config.rope_base)
+        x = rms_norm(self.wte(tokens), EPSILON)
+        for block in self.h:
+            x = self.through(block, x, cos, sin, context)
+        return rms_norm(x, EPSILON)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.lm_head.weight
+
+    def logits(self, products: Tensor) -> Tensor:
+        return SOFTCAP * torch.tanh(products.float() / SOFTCAP)
+
+    @staticmethod
+    def initial(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
+        bound = math.sqrt(3 / config.n_embd)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            p.zero_()
+        elif name == "wte.weight":
+            p.copy_(torch.empty(p.shape).normal_(0.0, 0.8, generator=generator))
+        elif name == "lm_head.weight":
+            p.copy_(torch.empty(p.shape).normal_(0.0, 0.001, generator=generator))
+        else:
+            bound *= 0.4 if name.endswith("up_proj.weight") else 1.0
+            p.copy_(torch.empty(p.shape).uniform_(-bound, bound, generator=generator))
