@@ -100,7 +100,7 @@ class ModelConfig(Section, ABC):
     @property
     def matrix_parameters(self) -> int:
         """Those of the blocks' matrices, which Muon moves."""
-        return 12 * self.n_layer * self.n_embd**2
+        return sum(prod(shape) for name, shape in self.shapes.items() if name.startswith("h.") and len(shape) == 2)
 
     @property
     def flops_per_token(self) -> int:
