@@ -14,7 +14,7 @@ from pipelines.recipe import Recipe
 from pipelines.text.core_bundle import core_tasks, verify_items
 from pipelines.text.encode import several_encoder
 from pipelines.text.hub import HUB
-from pipelines.text.retry import LOOK_SECONDS, RETRY_SECONDS, with_retries
+from pipelines.text.retry import LOOK_SECONDS, with_retries
 from trainer.errors import UserError
 from trainer.store import sha256_of
 
@@ -77,7 +77,7 @@ def read_source(source: str) -> int:
     return len(read_hellaswag(hub_rows(source, LOOK_SECONDS), source))
 
 
-def hub_rows(source: str, seconds: float = RETRY_SECONDS) -> Iterator[dict[str, Any]]:
+def hub_rows(source: str, seconds: float | None = None) -> Iterator[dict[str, Any]]:
     """The rows of the validation split on the Hub. UserError if it cannot be loaded within so many seconds."""
     import datasets
 

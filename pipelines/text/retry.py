@@ -8,12 +8,13 @@ T = TypeVar("T")
 # Errors of `datasets` and its libraries (httpx, aiohttp) without a connection, by name: some may not be installed.
 TRANSIENT_ERRORS = {"ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError"}
 RETRY_SECONDS = 60.0
+OFFLINE = "OfflineModeIsEnabled"  # a ConnectionError of huggingface_hub, by the wish of its user
 LOOK_SECONDS = 5.0  # of a check while somebody waits
 CLOSED = "client has been closed"  # huggingface_hub repeats a request on the connection that it has just closed
 
 
-def with_retries(request: Callable[[], T], seconds: float = RETRY_SECONDS) -> T:
-    """The result of a request, retried for so many seconds while the server is busy or unreachable.
+def with_retries(request: Callable[[], T], seconds: float | None = None) -> T:
+    """The result of a request, retried for `seconds` (RETRY_SECONDS) while the server is busy or unreachable.
 
     A server may reject N nodes that start at the same time, and `datasets` retries only after it has opened a file.
     """
@@ -30,7 +31,7 @@ def with_retries(request: Callable[[], T], seconds: float = RETRY_SECONDS) -> T:
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
         wait=tenacity.wait_random_exponential(multiplier=0.5, max=10),
-        stop=tenacity.stop_before_delay(seconds),
+        stop=tenacity.stop_before_delay(RETRY_SECONDS if seconds is None else seconds),
         reraise=True,
     )
     return attempts(send)
@@ -38,7 +39,7 @@ def with_retries(request: Callable[[], T], seconds: float = RETRY_SECONDS) -> T:
 
 def is_transient(error: BaseException | None) -> bool:
     """Whether a retry may succeed: the error, or its cause, is a missing connection or a busy server."""
-    if error is None:
+    if error is None or type(error).__name__ == OFFLINE:
         return False
     status = getattr(getattr(error, "response", error), "status_code", getattr(error, "status", None))
     return (

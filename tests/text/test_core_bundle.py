@@ -19,7 +19,6 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("huggingface_hub", reason="needs huggingface_hub (pip)")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("pipelines.text.retry.RETRY_SECONDS", 0.1)
     return tmp_path / "cache"
 
 
