@@ -245,7 +245,9 @@ def _begun_with(store: Store, found: list[Leftover], on_damage: Callable[[str], 
 
 
 def _unnamed(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:
-    needed = {f"{manifest.prefix}/{file.key}" for file in manifest.files} | {f"{manifest.prefix}/MANIFEST.json"}
+    needed = {f"{manifest.prefix}/{file.key}" for file in manifest.files if file.at is None} | {
+        f"{manifest.prefix}/MANIFEST.json"
+    }
     for entry in entries:
         if entry.key not in needed and not entry.key.startswith(f"{manifest.prefix}/metrics/"):
             yield Leftover(entry.key, entry.size, "not in the manifest of its finished artifact")

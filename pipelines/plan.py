@@ -8,6 +8,7 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, Beginning, Manifest, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
+from pipelines.text.adopted import tokens_by_split
 from pipelines.text.sources import estimated_tokens
 from pipelines.tracking.ledger import GC, attempts
 from pipelines.tracking.origins import beginning_of
@@ -48,6 +49,7 @@ class TextPlan:
     epochs: float
     estimated: bool  # from the size of the text, before tokenize has counted
     warning: str | None  # training repeats the text too often
+    cropped: float | None = None  # share of the training split that packing leaves out; None: a stream, or not known
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,18 @@ def text_plan(recipe: Recipe, made: Manifest | None) -> TextPlan | None:
     """The size of both splits: as tokenize has counted them, or an estimate. None if neither is possible."""
     if made:
         tokens, held_out = made.fact("tokens"), made.fact("val_tokens")
+    elif recipe.tokens.adopts:
+        counts = tokens_by_split(recipe.tokens)
+        tokens, held_out = sum(counts.values()), counts["val"]
     elif estimate := estimated_tokens(recipe.tokens):
         tokens, held_out = estimate, min(recipe.tokens.held_out(estimate), estimate)
     else:
         return None
     left = tokens - held_out
-    epochs = recipe.train_tokens / max(1, left)
-    return TextPlan(tokens, left, held_out, epochs, made is None, recipe.repeated_text(left))
+    readable = recipe.readable_tokens(left, made.facts.get("rows") if made else None)
+    epochs = recipe.train_tokens / max(1, readable)
+    cropped = made.facts["cropped_tokens"] / max(1, left) if made and "cropped_tokens" in made.facts else None
+    return TextPlan(tokens, left, held_out, epochs, made is None, recipe.repeated_text(readable), cropped)
 
 
 def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:

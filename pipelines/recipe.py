@@ -7,7 +7,7 @@ descriptions of the fields are the source of docs/recipes.md; a unit stands in b
 import difflib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -21,6 +21,7 @@ from trainer.family import AnyModel
 from trainer.strict_yaml import MOST_CHARACTERS, NotPlain, load_yaml
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
+LLMC = "llmc://"  # before the place of shards that exist
 HF: Literal["hf"] = "hf"  # the format of every export; the others are made beside it
 OTHER_FORMATS = ("gguf", "llmc", "nanogpt", "onnx")
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
@@ -46,7 +47,8 @@ class TokensConfig(Section):
     source: str = Field(
         max_length=1000,
         description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or URL (s3://, https://) of .parquet, "
-        ".jsonl or .txt files",
+        ".jsonl or .txt files; llmc://FOLDER or llmc://s3://BUCKET/PREFIX adopts shards of skytrain, llm.c or nanoGPT "
+        "where they lie, with their own split",
     )
     subset: str | None = Field(default=None, description="Configuration of a Hugging Face data set; null: its default")
     revision: str | None = Field(
@@ -59,6 +61,12 @@ class TokensConfig(Section):
         default="gpt2",
         description="gpt2: tiktoken's BPE, 50,257 ids; bytes: one id a byte, 257 ids; or a file of "
         "`skytrain tokenizer train`, with its sha256",
+    )
+    packing: Literal["stream", "documents"] = Field(
+        default="stream",
+        description="Sequences of the training split. stream: every window of the text; documents: each sequence "
+        "begins with a document, and the ends of documents that do not fit are cropped (best fit, as nanochat). The "
+        "fingerprint of the tokens then contains model.block_size",
     )
     shard_tokens: int = Field(
         default=100_000_000,
@@ -134,6 +142,11 @@ class TokensConfig(Section):
             return self.val_tokens
         limit = (self.val_shards or 1) * self.shard_tokens
         return limit if self.val_whole_shards else min(limit, int(tokens * (self.val_fraction or VAL_FRACTION)))
+
+    @property
+    def adopts(self) -> bool:
+        """Whether the source is shards that exist."""
+        return self.source.startswith(LLMC)
 
     def split_identity(self) -> dict[str, Any]:
         """The fields that decide the split, for the fingerprint. Whole shards came first: they are alone."""
@@ -223,6 +236,16 @@ class Recipe(Section):
         self._splits_hold_a_sequence()
         return self
 
+    @property
+    def row_tokens(self) -> int | None:
+        """The tokens of a packed row; None for a stream."""
+        return self.model.block_size + 1 if self.tokens.packing == "documents" else None
+
+    @property
+    def packing_identity(self) -> dict[str, Any]:
+        """The fields that decide the rows, for the fingerprint of the tokens; none for a stream."""
+        return {"packing": self.tokens.packing, "row_tokens": self.row_tokens} if self.row_tokens else {}
+
     def check_vocab_size(self, needed: int) -> None:
         """ValueError unless the model has a row for each of the tokenizer's ids."""
         if self.model.vocab_size < needed:
@@ -253,6 +276,8 @@ class Recipe(Section):
 
     def _splits_hold_a_sequence(self) -> None:
         tokens, block_size = self.tokens, self.model.block_size
+        if tokens.adopts:  # with their own split
+            return
         if tokens.shard_tokens <= block_size:
             raise ValueError(
                 f"tokens.shard_tokens {tokens.shard_tokens} holds no sequence of model.block_size "
@@ -285,6 +310,10 @@ class Recipe(Section):
                 f"{tokens.val_whole_shards} shard(s) of {tokens.shard_tokens} tokens are held out; use more tokens"
                 f"{', fewer parts' if divided else ''} or a smaller shard_tokens, or val_fraction instead of val_shards"
             )
+
+    def readable_tokens(self, train_tokens: int, rows: Mapping[str, int] | None) -> int:
+        """The tokens that an epoch trains on, of a training split of so many: with packing, those of its rows."""
+        return train_tokens if rows is None else sum(rows.values()) * self.model.block_size
 
     def repeated_text(self, train_tokens: int) -> str | None:
         """A warning if training goes over a training split of so many tokens more than four times."""

@@ -111,7 +111,7 @@ class ShardMaps:
 
     def _read(self, shard: Shard) -> Mapped:
         try:
-            tokens = read_shard(self.fetch(shard.name))
+            tokens = read_shard(self.fetch(shard.name), shard.header)
         except FileNotFoundError as error:
             raise UserError(f"{error.filename}: removed while a run reads it; put it back") from error
         if len(tokens) != shard.tokens:

@@ -17,6 +17,7 @@ same sequences at every world size: rank r takes the r-th slice of the step. The
 import heapq
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -47,6 +48,7 @@ class Shard:
     max_id: int | None = None  # its largest token; None: not known before it is read
     rows: int | None = None  # of a packed shard; None: a stream of windows
     source: int = 0  # of a mixture
+    header: bool = True  # False: nanoGPT's, uint16 tokens alone
 
     def windows(self, block_size: int) -> int:
         return max(0, (self.tokens - 1) // block_size) if self.rows is None else self.rows
@@ -62,9 +64,19 @@ def shard_bytes(tokens: int, token_bytes: int = 2) -> int:
     return HEADER_BYTES + token_bytes * tokens
 
 
-def token_bytes_of(size: int, tokens: int) -> int | None:
-    """The bytes of a token in a file of `size` bytes with so many tokens; None if that is no shard."""
-    return next((width for width in HEADS if shard_bytes(tokens, width) == size), None)
+def form_of(size: int, tokens: int) -> tuple[int, bool] | None:
+    """The bytes of a token, and whether there is a header, in a file of `size` bytes with so many tokens; None if that
+    is no shard."""
+    if size and size == 2 * tokens:
+        return 2, False
+    return next(((width, True) for width in HEADS if shard_bytes(tokens, width) == size), None)
+
+
+def split_of(name: str) -> str | None:
+    """ "train" or "val" by the name of a shard, as tokenize (train_000000.bin), llm.c (fineweb_train_000001.bin) and
+    nanoGPT (train.bin) write it; None for other files."""
+    found = re.fullmatch(r"(?:.*_)?(train|val)(?:_\d+)*\.bin", name)
+    return found[1] if found else None
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -78,12 +90,15 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
         file.write(tokens.astype(f"<u{width}", copy=False).tobytes())
 
 
-def read_shard(shard: Path | BinaryIO) -> np.ndarray:
+def read_shard(shard: Path | BinaryIO, header: bool = True) -> np.ndarray:
     """The tokens of a shard, uint16 or uint32 (n,), memory-mapped. UserError if the file is no shard, or is truncated.
+    Without `header`, it is nanoGPT's.
 
     An open file is closed, but the map duplicates its descriptor: a lock on it lasts as long as the array.
     """
     with shard.open("rb") if isinstance(shard, Path) else shard as file:
+        if not header:
+            return np.asarray(np.memmap(file, dtype="<u2", mode="r"))
         _, width = _read_header(file)
         # A plain array: slicing a memmap takes 3 us more, for each of the 512 windows of a step.
         return np.asarray(np.memmap(file, dtype=f"<u{width}", mode="r", offset=HEADER_BYTES))
@@ -103,21 +118,32 @@ def _read_header(file: BinaryIO) -> tuple[int, int]:
 
 
 def local_shards(folder: Path, split: str) -> list[Shard]:
-    """The shards `<split>_*.bin` of a folder, in order. UserError without any."""
-    paths = sorted(folder.glob(f"{split}_*.bin"))
+    """The shards of a split in a folder, in order: those of tokenize, llm.c or nanoGPT. UserError without any."""
+    paths = sorted(path for path in folder.glob("*.bin") if split_of(path.name) == split)
     if not paths:
-        raise UserError(f"{folder}: contains no {split}_*.bin shards; give a folder that tokenize wrote")
-    return [Shard(path.name, *_header_of(path)) for path in paths]
+        raise UserError(f"{folder}: contains no {split}_*.bin shards; give a folder of tokenize, llm.c or nanoGPT")
+    return [shard_at(path) for path in paths]
 
 
-def _header_of(path: Path) -> tuple[int, int]:
+def shard_at(path: Path) -> Shard:
+    """The shard in a file, by its size and header. UserError if there is none."""
     if not path.is_file():
         raise UserError(f"{path}: not a file; remove it, or give a folder that tokenize wrote")
     try:
         with path.open("rb") as file:
-            return _read_header(file)
+            start, size = file.read(8), os.fstat(file.fileno()).st_size
+            if is_nanogpt(path.name, start, size):
+                return Shard(path.name, size // 2, header=False)
+            file.seek(0)
+            return Shard(path.name, *_read_header(file))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; make it readable") from error
+
+
+def is_nanogpt(name: str, start: bytes, size: int) -> bool:
+    """Whether a file is a shard of nanoGPT: by its name, and by a begin that is no header of llm.c."""
+    heads = [np.array(head, "<i4").tobytes() for head in HEADS.values()]
+    return name in ("train.bin", "val.bin") and size > 0 and size % 2 == 0 and start not in heads
 
 
 def check_ids(shards: Iterable[Shard], vocab_size: int) -> None:

@@ -11,10 +11,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
+from pipelines.artifacts.store import open_store
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import ABSENT, PARTIAL, LocalStore, Store, sha256_of, unavailable_if_failing
 from trainer.stored import Count, DamagedRecord, Key, Number, Sha256, Size, Stored, UnixSeconds, record_in, typed
@@ -31,12 +33,19 @@ class DamagedArtifact(UserError):
 @dataclass(frozen=True)
 class File(Stored):
     """A file of an artifact: its name for users, its key below the artifact, its size in bytes and its sha256.
-    Readers join the name and the key to paths."""
+    Readers join the name and the key to paths.
+
+    `at` is the URI of another store: the file was there before, its key is that of this store, and it is not ours to
+    remove."""
 
     name: Key
     key: Key
     size: Size
     sha256: Sha256
+    at: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,8 @@ class Manifest(Stored):
         )
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+        values = asdict(self) | {"files": [file.to_json() for file in self.files]}
+        return json.dumps(values, indent=1, sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, body: bytes, where: str = "a manifest") -> Self:
@@ -115,6 +125,9 @@ class TokensFacts(Stored):
     val_tokens: Count = 0
     shards: dict[Key, Count] = field(default_factory=dict)  # tokens by name
     max_ids: dict[Key, Count] = field(default_factory=dict)  # the largest id by name; older records have none
+    rows: dict[Key, Count] = field(default_factory=dict)  # of packed shards, by name
+    eot: Count | None = None  # begins their documents
+    cropped_tokens: Count = 0  # of the training split, in no row
 
 
 @dataclass(frozen=True)
@@ -206,7 +219,8 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     StoreUnavailable if the store lost a file of it meanwhile: the next attempt makes that again.
     """
     stored = {entry.key: entry.size for entry in store.entries(f"{manifest.prefix}/")}
-    lost = [key for file in manifest.files if stored.get(key := f"{manifest.prefix}/{file.key}") != file.size]
+    own = [file for file in manifest.files if file.at is None]
+    lost = [key for file in own if stored.get(key := f"{manifest.prefix}/{file.key}") != file.size]
     if not lost and store.create(key_of(manifest.prefix), manifest.to_json()):
         return manifest
     winner = read_manifest(store, manifest.prefix)
@@ -229,12 +243,22 @@ def scratch(home: Path, store: Store, prefix: str) -> Path:
     return home / "work" / sha256(store.uri.encode()).hexdigest()[:SHORT] / prefix
 
 
+def place_of(store: Store, prefix: str, file: File) -> tuple[Store, str]:
+    """The store that holds a file of the artifact `prefix` of `store`, and its key there."""
+    return (store, f"{prefix}/{file.key}") if file.at is None else (_other_store(file.at), file.key)
+
+
+@lru_cache(maxsize=16)
+def _other_store(uri: str) -> Store:
+    return open_store(uri)
+
+
 def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
     """A local, verified copy of an artifact's file; in a local store the file itself.
 
     Several processes may fetch the same file: one downloads it, the others wait.
     """
-    key = f"{prefix}/{file.key}"
+    store, key = place_of(store, prefix, file)
     if isinstance(store, LocalStore):
         path = store.path_of(key)
         verify(store, key, file, path)
@@ -266,6 +290,10 @@ def verify(store: Store, key: str, file: File, path: Path) -> None:
                 damage = "different from its manifest (sha256 differs)"
         except ABSENT:
             damage = "missing"
+    if damage and file.at is not None:
+        raise DamagedArtifact(
+            f"{store.uri}/{key}: changed after it was adopted: it is {damage}; run again to adopt it anew"
+        )
     if damage:
         artifact = key.removesuffix(f"/{file.key}")
         raise DamagedArtifact(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
-from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest, fetch, key_of, verify
+from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest, fetch, key_of, place_of, verify
 from trainer.errors import DiskFull
 from trainer.store import LocalStore, Store
 
@@ -33,18 +33,19 @@ LOCKS = 16  # against two downloads of one shard; a few shards share each
 
 def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
     """The shards of a split, in order. DamagedArtifact unless the manifest names the file of each."""
-    from trainer.shards import Shard, token_bytes_of
+    from trainer.shards import Shard, form_of
 
     sizes, counts = {file.name: file.size for file in tokens.files}, tokens.facts.get("shards")
-    max_ids, shards = tokens.facts.get("max_ids", {}), []
+    max_ids, rows, shards = tokens.facts.get("max_ids", {}), tokens.facts.get("rows", {}), []
     for name, count in counts.items() if isinstance(counts, dict) else [("shards", counts)]:
-        if not isinstance(count, int) or (token_bytes := token_bytes_of(sizes.get(name, 0), count)) is None:
+        if not isinstance(count, int) or (form := form_of(sizes.get(name, 0), count)) is None:
             raise DamagedArtifact(
                 f"{key_of(tokens.prefix)}: damaged: {name} has {count!r} tokens in its facts and "
                 f"{sizes.get(name, 'no')} bytes in its files; remove it to build the artifact again"
             )
         if name.startswith(split):
-            shards.append(Shard(name, count, token_bytes, max_ids.get(name)))
+            token_bytes, header = form
+            shards.append(Shard(name, count, token_bytes, max_ids.get(name), rows.get(name), header=header))
     return shards
 
 
@@ -73,7 +74,8 @@ class ShardCache:
         DiskFull if there is no room although every shard without a lease is removed.
         """
         file = self._files.get(name) or self.manifest.file(name)
-        if isinstance(self.store, LocalStore):
+        store, key = place_of(self.store, self.manifest.prefix, file)
+        if isinstance(store, LocalStore):
             if name not in self._in_place:
                 self._in_place[name] = fetch(self.store, self.manifest.prefix, file, self.cache)
             return self._in_place[name]
@@ -83,24 +85,24 @@ class ShardCache:
                 leased = _leased(path)
             if leased and os.fstat(leased.fileno()).st_size == file.size:
                 return leased
-            return self._download(file, path)
+            return self._download(file, path, store, key)
 
-    def _download(self, file: File, path: Path) -> BinaryIO:
+    def _download(self, file: File, path: Path, store: Store, key: str) -> BinaryIO:
         arriving = path.with_suffix(ARRIVING)
         shutil.rmtree(arriving, ignore_errors=True)  # of a killed process: we hold the lock
-        key, part = f"{self.manifest.prefix}/{file.key}", arriving / PART
+        part = arriving / PART
         try:
             self._make_room(file, part)
             while True:
                 try:
-                    self.store.download(key, part)
+                    store.download(key, part)
                     break
                 except FileNotFoundError:
                     part.unlink()
                     break
                 except DiskFull:  # somebody else uses the space that was free
                     self._make_room(file, part, full=True)
-            verify(self.store, key, file, part)
+            verify(store, key, file, part)
             leased = _leased(part)
             assert leased
             part.rename(path)

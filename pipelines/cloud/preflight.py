@@ -24,6 +24,7 @@ from pipelines.recipe import Recipe, TokensConfig
 from pipelines.stages.export import NEEDS
 from pipelines.stages.harness import task_file, verify_tasks
 from pipelines.stages.measures import read_source
+from pipelines.text.adopted import is_remote, shards_found
 from pipelines.text.core_bundle import verify_items
 from pipelines.text.hub import HUB
 from pipelines.text.library import STDLIB
@@ -112,8 +113,8 @@ def texts_reachable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iter
         if (stage == "tokenize" and stage not in stages) or source is None or source.startswith("hf://"):
             continue
         what = f"text for {stage}"
-        if "://" in source:
-            yield first_document(what, recipe.tokens)
+        if is_remote(source):
+            yield shards_there(what, recipe.tokens) if recipe.tokens.adopts else first_document(what, recipe.tokens)
             continue
         if remote or not os.path.isabs(source):
             remedy = f"run that stage here, and launch the rest: skytrain run RECIPE --stage {stage} --store …"
@@ -175,9 +176,17 @@ def hellaswag_readable(source: str) -> Finding:
 def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:
     """Whether a job on these clouds can't read the text to tokenize. Each version of Python has another library."""
     source = recipe.tokens.source
-    if "://" in source:
+    if is_remote(source):
         return False
     return source == STDLIB or not os.path.isabs(source) or any(cloud not in CLUSTERS for cloud in clouds)
+
+
+def shards_there(what: str, text: TokensConfig) -> Finding:
+    """Whether shards in S3 can be listed, with the credentials that the nodes get."""
+    try:
+        return Finding(what, f"{len(shards_found(text)):,} shards in {text.source}")
+    except (UserError, StoreUnavailable) as error:
+        return broken(what, str(error), "correct tokens.source, or the AWS_* variables")
 
 
 def first_document(what: str, text: TokensConfig) -> Finding:

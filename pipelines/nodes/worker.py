@@ -194,6 +194,7 @@ class Worker:
                 partial(upload, self.store, plan.prefix, request.attempt),
                 check,
                 self.screen.note,
+                row_tokens=self.recipe.row_tokens,
             )
 
         return Parts(self.address.rank, request.round, job, self.connection)

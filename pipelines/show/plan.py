@@ -23,6 +23,8 @@ def print_plan(plan: RunPlan) -> None:
         train = f"{text.train_tokens:,} for training ({text.epochs:,.2f} epochs)"
         val = f"{text.val_tokens:,} for validation ({text.val_tokens / text.tokens:.1%})"
         out.print(wrapped(f"{size}: {train}, {val}"))
+        if text.cropped is not None:
+            out.print(wrapped(f"rows begin with a document: {text.cropped:.1%} of the training split is cropped"))
         if text.warning:
             out.print(f"[yellow]![/] {wrapped(text.warning)}")
     if plan.validations:

@@ -6,7 +6,9 @@ The head makes its parts here in `build`; each worker makes its own in pipelines
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, fetch
@@ -15,6 +17,7 @@ from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, TokensConfig
 from pipelines.screen import Bar
 from pipelines.stage import Built, Work
+from pipelines.text.adopted import adopted_shards, identity_of_shards, label_of, shards_found
 from pipelines.text.parts import (
     PartsJob,
     PartsProgress,
@@ -25,10 +28,11 @@ from pipelines.text.parts import (
     make_parts,
     part_prefix,
     parts_of_node,
+    rows_in,
 )
 from pipelines.text.sources import open_source, source_identity, source_label
 from pipelines.text.split import SplitShard, split_text
-from pipelines.text.tokenizer import kept_tokenizer
+from pipelines.text.tokenizer import kept_tokenizer, tokenizer_of
 from pipelines.tracking.ledger import attempts
 from trainer.errors import Interrupted, UserError
 from trainer.store import Store
@@ -39,6 +43,10 @@ POLL_SECONDS = 0.2  # between two checks of the workers' progress
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     """The identity of the tokens. UserError for a text that cannot be read or is not pinned."""
     t = recipe.tokens
+    identity: dict[str, Any]
+    if t.adopts:
+        identity = {"stage": "tokenize", "text": identity_of_shards(t), "tokenizer": t.tokenizer_identity}
+        return ArtifactPlan("tokenize", label_of(t), identity | recipe.packing_identity)
     identity = {
         "stage": "tokenize",
         "text": source_identity(t.source, t.subset, t.revision, t.text_column, parts=t.parts),
@@ -46,6 +54,7 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
         "shard_tokens": t.shard_tokens,
         "max_tokens": t.max_tokens,
         **t.split_identity(),
+        **recipe.packing_identity,
     }
     if t.parts > 1:  # a text in one part keeps the fingerprint that it had before parts existed
         identity["parts"] = t.parts
@@ -55,6 +64,8 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 def build(work: Work) -> Built:
     """Make the shards on all nodes. UserError for a text that is too small; Interrupted if a node is gone."""
     config = work.recipe.tokens
+    if config.adopts:
+        return adopt(work)
     forget_removed_artifact(work.store, work.plan)
     # One part is the head's task alone: it does not wait for the workers.
     head = work.head if config.parts > 1 else None
@@ -65,13 +76,48 @@ def build(work: Work) -> Built:
     make_all_parts(work, head)
     parts = [part for n in range(config.parts) if (part := finished_part(work.store, work.plan, n)) is not None]
     assert len(parts) == config.parts, f"{work.plan.prefix}/parts/ has {len(parts)} lists of {config.parts}"
+    eot = tokenizer_of(config, work.store, work.plan.prefix).eot_token
     shards = split_text(
-        parts, config, lambda file: fetch(work.store, work.plan.prefix, file, work.folder), work.upload, work.folder
+        parts,
+        config,
+        lambda file: fetch(work.store, work.plan.prefix, file, work.folder),
+        work.upload,
+        work.folder,
+        partial(rows_in, eot, work.recipe.row_tokens),
     )
     check_split(work.recipe, shards)
     work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, config.source)
     files = [shard.file for shard in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
-    return Built(files, facts_of(shards, documents_of(parts)) | encoders_of(parts))
+    facts = facts_of(shards, documents_of(parts)) | packing_facts(shards, eot, work.recipe.row_tokens)
+    return Built(files, facts | encoders_of(parts))
+
+
+def adopt(work: Work) -> Built:
+    """Read shards that exist once, and name them in place. UserError for shards that cannot be trained on."""
+    recipe, config = work.recipe, work.recipe.tokens
+    work.clock.enter("tokenize")
+    if identity_of_shards(config) != work.plan.identity["text"]:
+        raise UserError(f"tokens.source: '{config.source}' changed after its artifact was planned; run again")
+    encoding = tokenizer_of(config, work.store, work.plan.prefix)
+    shards: list[SplitShard] = []
+    documents = done = 0
+    with work.screen.bar("adopt", sum(one.size for one in shards_found(config))) as bar:
+        vocabulary = (encoding.n_vocab, encoding.eot_token, recipe.row_tokens)
+        with closing(adopted_shards(config, *vocabulary, work.store, work.folder, work.upload)) as adopted:
+            for one in adopted:
+                work.check()
+                shards.append(one.shard)
+                documents, done = documents + one.documents, done + one.shard.file.size
+                bar.update(done, f"{short_number(done)} bytes")
+    for split in ("train", "val"):
+        if not any(one.tokens > recipe.model.block_size for one in shards if one.file.name.startswith(split)):
+            raise UserError(
+                f"tokens.source: '{config.source}' has no {split} shard with a sequence of {recipe.model.block_size} "
+                "+ 1 tokens; use larger shards or a smaller model.block_size"
+            )
+    work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, config.source)
+    files = [one.file for one in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
+    return Built(files, facts_of(shards, documents) | packing_facts(shards, encoding.eot_token, recipe.row_tokens))
 
 
 def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
@@ -105,6 +151,7 @@ def make_all_parts(work: Work, head: Head | None) -> None:
             look,
             work.screen.note,
             shown.reading,
+            work.recipe.row_tokens,
         )
 
         def report(own: PartsProgress) -> None:
@@ -205,6 +252,24 @@ def facts_of(shards: list[SplitShard], documents: int) -> dict[str, Any]:
         "shards": tokens,
         "max_ids": {shard.file.name: shard.max_id for shard in shards if shard.max_id is not None},
     }
+
+
+def packing_facts(shards: list[SplitShard], eot: int, row_tokens: int | None) -> dict[str, Any]:
+    """The rows of each training shard, and the tokens of that split that are in no row; nothing for a stream.
+
+    UserError if no shard fills a row.
+    """
+    if row_tokens is None:
+        return {}
+    train = [shard for shard in shards if shard.file.name.startswith("train")]
+    rows = {shard.file.name: shard.rows or 0 for shard in train}
+    if not sum(rows.values()):
+        raise UserError(
+            f"tokens.packing: no training shard fills a row of {row_tokens} tokens with documents; use packing: "
+            "stream, more text or a smaller model.block_size"
+        )
+    cropped = sum(shard.tokens for shard in train) - row_tokens * sum(rows.values())
+    return {"rows": rows, "eot": eot, "cropped_tokens": cropped}
 
 
 def check_split(recipe: Recipe, shards: list[SplitShard]) -> None:

@@ -73,7 +73,7 @@ def build(work: Work) -> Built:
     tokens = work.inputs["tokenize"]
     for split in ("train", "val"):
         check_ids(shards_in(tokens, split), recipe.model.vocab_size)
-    if warning := recipe.repeated_text(tokens.fact("train_tokens")):
+    if warning := recipe.repeated_text(recipe.readable_tokens(tokens.fact("train_tokens"), tokens.facts.get("rows"))):
         work.screen.warn(warning)
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
     if recipe.evaluate.every:

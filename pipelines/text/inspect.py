@@ -56,9 +56,10 @@ def contents_of(path: Path, encoding: "tiktoken.Encoding") -> ShardContents:
     """
     import numpy as np
 
-    from trainer.shards import read_shard
+    from trainer.shards import read_shard, shard_at
 
-    tokens = read_shard(path)
+    shard = shard_at(path)
+    tokens = read_shard(path, shard.header)
     starts = np.flatnonzero(tokens == encoding.eot_token)
     ends = np.append(starts[1:], len(tokens))
     largest = int(tokens.max(initial=0))

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -42,18 +42,19 @@ class ShardReceipt(Stored):
     document: Count  # the next token is number `offset` of this document
     offset: Count
     max_id: Count | None = None  # the largest token; None in the receipts of older versions
+    rows: Count | None = None  # that the shard fills, if it is packed
     encoder: str | None = None  # the library that made it; None in the receipts of older versions
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return vars(self) | {"file": self.file.to_json()}
 
     @classmethod
     def from_json(cls, values: Any, where: str = "a receipt") -> Self:
         """DamagedRecord, or NewerRecord."""
-        from trainer.shards import token_bytes_of
+        from trainer.shards import form_of
 
         receipt = typed(cls, values, where)
-        if token_bytes_of(receipt.file.size, receipt.tokens) is None:
+        if form_of(receipt.file.size, receipt.tokens) is None:
             raise DamagedRecord(where, f"{receipt.tokens} tokens in {receipt.file.size} bytes")
         if not re.fullmatch(r"a\d{4,9}/.*", receipt.file.key):
             raise DamagedRecord(where, f"{receipt.file.key!r} is in no folder of an attempt")
@@ -89,6 +90,7 @@ class PartsJob:
     check: Callable[[], None]  # raises an exception to end the work
     note: Callable[[str], None]
     reading: Reading = field(default_factory=Reading)
+    row_tokens: int | None = None  # of packed rows, which are counted
 
 
 @dataclass(frozen=True)
@@ -199,13 +201,23 @@ def save_shard(job: PartsJob, part: int, index: int, shard: NewShard) -> ShardRe
 
     path = job.folder / shard_name(part, index, job.config)
     write_shard(path, shard.tokens)
-    max_id = int(shard.tokens.max(initial=0))
-    receipt = ShardReceipt(job.upload(path), len(shard.tokens), shard.document, shard.offset, max_id, shard.encoder)
+    max_id, eot = int(shard.tokens.max(initial=0)), tokenizer_of(job.config, job.store, job.plan.prefix).eot_token
+    rows = rows_in(eot, job.row_tokens, shard.tokens)
+    receipt = ShardReceipt(
+        job.upload(path), len(shard.tokens), shard.document, shard.offset, max_id, rows, shard.encoder
+    )
     path.unlink()
     body = json.dumps(receipt.to_json()).encode()
     if not job.store.create(receipt_key(job, part, index), body):
         job.check()  # another attempt made the same shard first; a newer attempt ends this one
     return receipt
+
+
+def rows_in(eot: int, row_tokens: int | None, tokens: "np.ndarray") -> int | None:
+    """The number of rows that a shard fills with documents; None without packing."""
+    from trainer.packing import packed
+
+    return None if row_tokens is None else len(packed(tokens, eot, row_tokens))
 
 
 def read_receipts(job: PartsJob, part: int) -> list[ShardReceipt]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from pipelines.recipe import TokensConfig
+from pipelines.recipe import LLMC, TokensConfig
 from pipelines.text.columns import Texts
 from pipelines.text.files import Files, check_parts, common_kind
 from pipelines.text.hub import HUB, HubDataset, pinned_commit
@@ -151,7 +151,10 @@ def local_files(source: str, column: str, base: Path) -> Files:
     """The local files of a path or pattern, sorted by name. UserError if none matches."""
     path = os.path.join(base.absolute(), os.path.expanduser(source))
     if os.path.isdir(path):
-        raise UserError(f"tokens.source: '{source}' is a folder; name its files: '{source}/*.parquet'")
+        raise UserError(
+            f"tokens.source: '{source}' is a folder; name its files: '{source}/*.parquet'"
+            f", or {LLMC}{source} for token shards"
+        )
     paths = tuple(local_paths(source, base))
     if not paths:
         near = difflib.get_close_matches(source, [STDLIB], n=1)

@@ -8,10 +8,14 @@ the boundary lies: the split depends on the recipe and the text, not on nodes or
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import File
 from pipelines.recipe import TokensConfig
 from pipelines.text.parts import ShardReceipt, part_prefix
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class SplitShard:
     file: File
     tokens: int
     max_id: int | None = None  # the largest token; None if nobody has looked
+    rows: int | None = None  # that it fills, if it is packed
 
 
 def split_text(
@@ -29,8 +34,10 @@ def split_text(
     fetch: Callable[[File], Path],
     save: Callable[[Path], File],
     folder: Path,
+    rows_of: "Callable[[np.ndarray], int | None]" = lambda tokens: None,
 ) -> list[SplitShard]:
-    """The shards of both splits. `fetch` gives a local copy of a shard, `save` stores one, `folder` is scratch.
+    """The shards of both splits. `fetch` gives a local copy of a shard, `save` stores one, `folder` is scratch,
+    `rows_of` counts the rows of a packed shard.
 
     The shard in which the boundary lies becomes two; the others are only named.
     """
@@ -41,14 +48,16 @@ def split_text(
         for index, receipt in enumerate(part):
             name = f"{part_prefix(number, config)}{index:06d}"
             if 0 < left < receipt.tokens:
-                shards += cut(receipt, left, name, fetch, save, folder)
+                shards += cut(receipt, left, name, fetch, save, folder, rows_of)
             elif index < config.val_undecided_shards:
                 split = "val" if left else "train"
                 shards.append(
-                    SplitShard(replace(receipt.file, name=f"{split}_{name}.bin"), receipt.tokens, receipt.max_id)
+                    SplitShard(
+                        replace(receipt.file, name=f"{split}_{name}.bin"), receipt.tokens, receipt.max_id, receipt.rows
+                    )
                 )
             else:
-                shards.append(SplitShard(receipt.file, receipt.tokens, receipt.max_id))
+                shards.append(SplitShard(receipt.file, receipt.tokens, receipt.max_id, receipt.rows))
             left -= min(left, receipt.tokens)
     return shards
 
@@ -60,6 +69,7 @@ def cut(
     fetch: Callable[[File], Path],
     save: Callable[[Path], File],
     folder: Path,
+    rows_of: "Callable[[np.ndarray], int | None]",
 ) -> list[SplitShard]:
     """A shard's first `held_out` tokens as val_….bin, and the others as train_….bin."""
     from trainer.shards import read_shard, write_shard
@@ -70,6 +80,6 @@ def cut(
     for name, piece in pieces.items():
         path = folder / name
         write_shard(path, piece)
-        shards.append(SplitShard(save(path), len(piece), int(piece.max(initial=0))))
+        shards.append(SplitShard(save(path), len(piece), int(piece.max(initial=0)), rows_of(piece)))
         path.unlink()
     return shards

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pipelines.artifacts.shard_cache import shards_in
 from pipelines.tracking.runs import Run
 from trainer.commits import committed_state
 from trainer.errors import UserError
@@ -25,14 +26,13 @@ def audit(run: Run) -> Audit:
     The order is a permutation of every epoch's windows. So equal digests at all steps mean that the run read each
     window exactly once an epoch (except the data that rollbacks leave out). UserError without tokens.
     """
-    from trainer.shards import Order, Shard, sequence_digest, sequences_of
+    from trainer.shards import Order, sequence_digest, sequences_of
 
     made, recipe = run.intact_manifests, run.recipe
     tokens, train = made.get("tokenize"), made.get("train")
     if tokens is None:
         raise UserError(f"{run.name}: the store has no tokens of this run, so there is nothing to compare with")
-    shards = [Shard(name, n) for name, n in tokens.fact("shards").items() if name.startswith("train")]
-    order = Order(shards, recipe.model.block_size, recipe.train.seed)
+    order = Order(shards_in(tokens, "train"), recipe.model.block_size, recipe.train.seed)
     state = committed_state(run.store, run.record.prefixes["train"]) if train is None else None
     rollbacks = train.fact("rollbacks") if train else state.rollbacks if state else ()
     text_from = train.facts.get("text_from", 0) if train else state.text_from if state else 0

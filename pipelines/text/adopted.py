@@ -1,0 +1,173 @@
+"""Shards that exist already: a folder or a prefix in S3 with the shards of tokenize, llm.c or nanoGPT.
+
+`tokens.source: llmc://PLACE` adopts them. The stage reads each shard once (header, ids, sha256), and its manifest names
+the files where they lie: nothing is copied, and gc never removes them. Only shards in a folder of this machine go into
+a bucket as copies, because other machines could not read them in place.
+"""
+
+import re
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pipelines.artifacts.manifest import File
+from pipelines.artifacts.store import S3Object, S3Store, open_store
+from pipelines.recipe import LLMC, TokensConfig
+from pipelines.text.parts import rows_in
+from pipelines.text.split import SplitShard
+from trainer.errors import UserError
+from trainer.store import LocalStore, Store, sha256_of
+
+AT_ONCE = 4  # shards that are read beside each other
+
+
+@dataclass(frozen=True)
+class Found:
+    """A shard where it lies: its key below the place, and what its contents are known by."""
+
+    name: str  # in the artifact: train_000000.bin …
+    key: str
+    size: int
+    etag: str | None = None  # None: a local file
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A shard that was read once."""
+
+    shard: SplitShard
+    documents: int
+
+
+def is_remote(source: str) -> bool:
+    """Whether other machines can read a source."""
+    return "://" in source.removeprefix(LLMC)
+
+
+def place_in(config: TokensConfig) -> Store:
+    """The folder or prefix that holds the shards. UserError for any other source."""
+    place = config.source.removeprefix(LLMC)
+    if "@" in urlsplit(place).netloc:
+        raise UserError("tokens.source: the address contains a user name; use the plain address")
+    for field in ("subset", "revision", "max_tokens"):
+        if getattr(config, field) is not None:
+            raise UserError(f"tokens.{field}: {config.source} is adopted as it is; set tokens.{field} to null")
+    try:
+        store = open_store(place)
+    except UserError as error:
+        raise UserError(
+            f"tokens.source: '{config.source}': no place of shards; write {LLMC}FOLDER or {LLMC}s3://BUCKET/PREFIX"
+        ) from error
+    if isinstance(store, LocalStore) and not store.root.is_dir():
+        raise UserError(f"tokens.source: '{config.source}': {store.root} is no folder; name the folder of the shards")
+    return store
+
+
+def shards_found(config: TokensConfig) -> list[Found]:
+    """The shards of a place by split, in the order of their names. UserError unless both splits have some."""
+    from trainer.shards import split_of
+
+    store, found = place_in(config), []
+    files: list[tuple[str, int, str | None]]
+    if isinstance(store, S3Store):
+        objects: list[S3Object] = [one for one in store.objects("") if "/" not in one.key]
+        files = [(one.key, one.size, one.etag.strip('"')) for one in objects]
+    else:
+        assert isinstance(store, LocalStore)
+        files = [(path.name, path.stat().st_size, None) for path in sorted(store.root.glob("*.bin")) if path.is_file()]
+    for split in ("train", "val"):
+        mine = [file for file in files if split_of(file[0]) == split]
+        if not mine:
+            raise UserError(
+                f"tokens.source: '{config.source}' has no {split} shards; they are called {split}_000000.bin, "
+                f"NAME_{split}_000000.bin or {split}.bin"
+            )
+        found += [Found(f"{split}_{n:06d}.bin", *file) for n, file in enumerate(mine)]
+    return found
+
+
+def identity_of_shards(config: TokensConfig) -> dict[str, Any]:
+    """The identity of adopted shards: sha256 of local files, ETags of objects, by split in the order of reading."""
+    store, found = place_in(config), shards_found(config)
+    if isinstance(store, LocalStore):
+        kind, root = "sha256", store.root
+        with ThreadPoolExecutor() as pool:
+            contents = list(pool.map(lambda one: sha256_of(root / one.key), found))
+    else:
+        kind, contents = "etag", [str(one.etag) for one in found]
+    splits: dict[str, list[str]] = {"train": [], "val": []}
+    for one, content in zip(found, contents, strict=True):
+        splits[one.name.partition("_")[0]].append(content)
+    return {"source": "shards", **{split: {kind: several} for split, several in splits.items()}}
+
+
+def label_of(config: TokensConfig) -> str:
+    """A short name for folders: the last folder of the place."""
+    name = config.source.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "shards"
+
+
+def tokens_by_split(config: TokensConfig) -> dict[str, int]:
+    """About the tokens of both splits, by the sizes of the files: of uint16."""
+    counts = {"train": 0, "val": 0}
+    for one in shards_found(config):
+        counts[one.name.partition("_")[0]] += one.size // 2
+    return counts
+
+
+def adopted_shards(
+    config: TokensConfig,
+    vocab_size: int,
+    eot: int,
+    row_tokens: int | None,
+    store: Store,
+    folder: Path,
+    upload: Callable[[Path, str], File],
+) -> Generator[Adopted, None, None]:
+    """Read each shard once. UserError for a file that is no shard, or that has an id outside the vocabulary.
+
+    `row_tokens`: count the rows of packed training shards. `store` is the artifact's, `upload` copies a file into it,
+    and `folder` is scratch for objects of S3.
+    """
+    place, found = place_in(config), shards_found(config)
+
+    def adopt(one: Found) -> Adopted:
+        if isinstance(place, LocalStore):
+            path = place.path_of(one.key)
+        else:
+            path = folder / "adopting" / one.name / one.key
+            place.download(one.key, path)
+        try:
+            rows = row_tokens if one.name.startswith("train") else None
+            counts = read_once(path, vocab_size, eot, rows)
+            if isinstance(place, LocalStore) and not isinstance(store, LocalStore):
+                file = upload(path, one.name)
+            else:
+                file = File(one.name, one.key, path.stat().st_size, sha256_of(path), place.uri)
+            return Adopted(SplitShard(file, *counts[:3]), counts[3])
+        finally:
+            if not isinstance(place, LocalStore):
+                path.unlink(missing_ok=True)
+
+    with ThreadPoolExecutor(AT_ONCE, "adopt") as pool:
+        try:
+            yield from pool.map(adopt, found)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def read_once(path: Path, vocab_size: int, eot: int, row_tokens: int | None) -> tuple[int, int, int | None, int]:
+    """The tokens of a shard, its largest id, its rows and its documents."""
+    from trainer.shards import read_shard, shard_at
+
+    tokens = read_shard(path, shard_at(path).header)
+    max_id = int(tokens.max(initial=0))
+    if max_id >= vocab_size:
+        raise UserError(
+            f"tokens.source: {path.name}: its largest id is {max_id}, and tokens.tokenizer has {vocab_size:,} ids; "
+            "name the tokenizer of the shards"
+        )
+    return len(tokens), max_id, rows_in(eot, row_tokens, tokens), int((tokens == eot).sum())
