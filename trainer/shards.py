@@ -83,11 +83,16 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     """Write uint16 or uint32 `tokens` (n,) in llm.c's format."""
     assert tokens.dtype in (np.uint16, np.uint32) and tokens.ndim == 1, (tokens.dtype, tokens.shape)
     width = tokens.dtype.itemsize
-    header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = *HEADS[width], len(tokens)
     with path.open("wb") as file:
-        file.write(header.tobytes())
+        file.write(shard_header(len(tokens), width))
         file.write(tokens.astype(f"<u{width}", copy=False).tobytes())
+
+
+def shard_header(tokens: int, token_bytes: int = 2) -> bytes:
+    """The first HEADER_BYTES of a shard."""
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = *HEADS[token_bytes], tokens
+    return header.tobytes()
 
 
 def read_shard(shard: Path | BinaryIO, header: bool = True) -> np.ndarray:

@@ -230,10 +230,13 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     return winner
 
 
-def upload(store: Store, prefix: str, attempt: int, path: Path, name: str | None = None) -> File:
-    """Store a local file as part of an artifact, in the folder of this attempt."""
+def upload(
+    store: Store, prefix: str, attempt: int, path: Path, name: str | None = None, sha256: str | None = None
+) -> File:
+    """Store a local file as part of an artifact, in the folder of this attempt. `sha256` is that of the file, if its
+    writer knows it."""
     name = name or path.name
-    file = File(name, f"a{attempt:04d}/{name}", path.stat().st_size, sha256_of(path))
+    file = File(name, f"a{attempt:04d}/{name}", path.stat().st_size, sha256 or sha256_of(path))
     store.upload(path, f"{prefix}/{file.key}")
     return file
 

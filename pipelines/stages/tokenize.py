@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan, fetch
+from pipelines.artifacts.manifest import ArtifactPlan, fetch, upload
 from pipelines.nodes.address import NodeAddress
 from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, TokensConfig
@@ -89,7 +89,10 @@ def build(work: Work) -> Built:
     work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, config.source)
     files = [shard.file for shard in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
     facts = facts_of(shards, documents_of(parts)) | packing_facts(shards, eot, work.recipe.row_tokens)
-    return Built(files, facts | encoders_of(parts))
+    about = facts_of_text(parts)
+    if invalid := about.get("invalid_documents"):
+        work.screen.note(f"  {invalid:,} documents were not valid UTF-8: U+FFFD stands for their damaged bytes")
+    return Built(files, facts | about)
 
 
 def adopt(work: Work) -> Built:
@@ -147,7 +150,7 @@ def make_all_parts(work: Work, head: Head | None) -> None:
             work.store,
             parts_of_node(address.rank, address.count, config.parts),
             work.folder,
-            work.upload,
+            partial(upload, work.store, work.plan.prefix, work.attempt.number),
             look,
             work.screen.note,
             shown.reading,
@@ -236,9 +239,13 @@ def documents_of(parts: list[list[ShardReceipt]]) -> int:
     return sum(part[-1].document for part in parts if part)
 
 
-def encoders_of(parts: list[list[ShardReceipt]]) -> dict[str, Any]:
-    """The libraries that encoded the text, each with its number of shards as they were read."""
-    return {"encoders": dict(Counter(receipt.encoder or "unknown" for part in parts for receipt in part))}
+def facts_of_text(parts: list[list[ShardReceipt]]) -> dict[str, Any]:
+    """The libraries that encoded the text, each with its number of shards as they were read; and the number of
+    documents in which U+FFFD stands for bytes that were not UTF-8, if there are any."""
+    receipts = [receipt for part in parts for receipt in part]
+    invalid = sum(receipt.invalid for receipt in receipts)
+    encoders = {"encoders": dict(Counter(receipt.encoder or "unknown" for receipt in receipts))}
+    return encoders | ({"invalid_documents": invalid} if invalid else {})
 
 
 def facts_of(shards: list[SplitShard], documents: int) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from pipelines.recipe import TokensConfig
-from pipelines.text.encode import utf8
-from pipelines.text.retry import with_retries
+from pipelines.text.columns import texts_of
 from pipelines.text.sources import open_source
 from pipelines.text.tokenizer import TOKENIZER_FILE, byte_symbols, encoding_of, tokenizer_files
 from trainer.errors import UserError
@@ -36,12 +35,12 @@ class Sample:
         """The sampled documents; of each its first characters."""
         t = self.config
         source = open_source(t.source, t.subset, t.revision, t.text_column, None)
-        with closing(with_retries(lambda: source.documents(0))) as documents:
+        with closing(texts_of(source.batches(0))) as documents:
             for document in documents:
                 text = document[: min(DOCUMENT_CHARACTERS, self.limit - self.characters)]
                 self.characters, self.documents = self.characters + len(text), self.documents + 1
                 self.check(self)
-                yield utf8(text).decode()
+                yield text
                 if self.characters >= self.limit:
                     return
 

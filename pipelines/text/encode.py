@@ -15,12 +15,16 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipelines.text.columns import Batches, TextBatch, batch_of, utf8, without_surrogates
+from pipelines.text.opened import read_ahead
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,10 +32,9 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
-BATCH_CHARACTERS = 1 << 20  # 250k tokens; 3 ms of work for gigatoken, 80 ms for tiktoken
-BATCH_TEXTS = 4_000  # the limit for tiny texts
 SAMPLED_BATCHES = 8  # one of so many has a text that both encode: some 2% of the time for texts of 4,000 characters
-SAMPLED_CHARACTERS = 4_096  # the longest text that is a sample
+SAMPLED_BYTES = 4_096  # the longest text that is a sample
+COPY_IDS = 300  # a copy of so many ids takes the time of one step of a loop
 # gigatoken keeps every word that it has met. New words take the time, so time bounds its memory: random words
 # added 90 MB a second, the words of a Wikipedia less than 10.
 CACHE_SECONDS = 8.0
@@ -55,6 +58,7 @@ class TokenBatch:
     tokens: "np.ndarray[Any, Any]"  # (n,), uint16; uint32 for a vocabulary above 65,536 ids
     starts: "np.ndarray[Any, np.dtype[np.int64]]"  # (documents,): where each begins
     text_bytes: int  # of UTF-8
+    invalid: tuple[int, ...] = ()  # the documents in which U+FFFD stands for what was not valid
 
     def place(self, at: int) -> tuple[int, int]:
         """The document of token `at`, counted from the batch's first, and the token's number in it."""
@@ -76,57 +80,52 @@ def has_fast_encoder(encoding: "tiktoken.Encoding") -> bool:
 
 
 def token_stream(
-    encoding: "tiktoken.Encoding", texts: Iterable[str], threads: int, reference: bool = False
+    encoding: "tiktoken.Encoding", texts: Batches, threads: int, reference: bool = False
 ) -> Generator[TokenBatch, None, None]:
     """The tokens of all texts, in order; with `reference`, by tiktoken alone. EncodersDiffer if gigatoken errs.
 
-    A literal "<|endoftext|>" inside a text is ordinary text. Lone surrogates become U+FFFD. Both libraries release the
-    GIL, so threads are enough. At most 2 x threads batches are pending; a batch ends with the document that fills it
-    to a million characters. Closing the stream ends its threads.
+    A literal "<|endoftext|>" inside a text is ordinary text. All libraries release the GIL, so threads are enough: one
+    reads ahead, the others encode. At most 2 x threads batches are pending. Closing the stream ends its threads, and
+    closes `texts`.
     """
     fast = None if reference or not has_fast_encoder(encoding) else FastEncoder(encoding)
+    if fast:  # reading, hashing and uploading take as long; every encoder learns the words anew
+        threads = max(1, threads - 1)
     pending: deque[Future[TokenBatch]] = deque()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-    try:
-        for number, batch in enumerate(_batches(texts)):
-            pending.append(pool.submit(_encode_batch, encoding, fast, batch, sampled=number % SAMPLED_BATCHES == 0))
-            if len(pending) >= 2 * threads:
+    with ThreadPoolExecutor(threads, "tokenize") as pool, closing(read_ahead(texts)) as batches:
+        try:
+            for number, batch in enumerate(batches):
+                pending.append(pool.submit(_encode_batch, encoding, fast, batch, sampled=number % SAMPLED_BATCHES == 0))
+                if len(pending) >= 2 * threads:
+                    yield pending.popleft().result()
+            while pending:
                 yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_TEXTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        finally:
+            for future in pending:
+                future.cancel()
 
 
 def _encode_batch(
-    encoding: "tiktoken.Encoding", fast: "FastEncoder | None", texts: list[str], sampled: bool
+    encoding: "tiktoken.Encoding", fast: "FastEncoder | None", texts: TextBatch, sampled: bool
 ) -> TokenBatch:
     import numpy as np
 
     from trainer.shards import token_dtype
 
-    contents = [utf8(text) for text in texts]
     if fast is None:
-        rows = [encode(encoding, text) for text in texts]
-        ids, lengths = np.concatenate(rows), np.array([len(row) for row in rows])
+        rows = [encode(encoding, text) for text in texts.texts()]
+        ids, bounds = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
     else:
-        ids, lengths = fast.encode(texts, contents, sampled)
-    ends = np.cumsum(lengths)
-    tokens = np.insert(ids.astype(token_dtype(encoding.n_vocab)), ends - lengths, encoding.eot_token)
-    return TokenBatch(tokens, ends - lengths + np.arange(len(texts)), sum(map(len, contents)))
+        ids, bounds = fast.encode(texts, sampled)
+    tokens = np.empty(len(ids) + len(texts), token_dtype(encoding.n_vocab))
+    starts = bounds[:-1] + np.arange(len(texts))
+    if len(texts) * COPY_IDS > len(ids):
+        tokens[:] = np.insert(ids, bounds[:-1], encoding.eot_token)
+    else:
+        tokens[starts] = encoding.eot_token
+        for start, first, end in zip(starts.tolist(), bounds.tolist(), bounds[1:].tolist(), strict=False):
+            tokens[start + 1 : start + 1 + end - first] = ids[first:end]
+    return TokenBatch(tokens, starts, len(texts.content), texts.invalid)
 
 
 class FastEncoder:
@@ -136,27 +135,27 @@ class FastEncoder:
         self.encoding = encoding
         self._of_thread = threading.local()
 
-    def encode(self, texts: Sequence[str], contents: Sequence[bytes], sampled: bool) -> "tuple[Ids, np.ndarray]":
-        """The ids of all texts, given with their UTF-8, one after the other, and their number for each text.
+    def encode(self, texts: TextBatch, sampled: bool) -> "tuple[Ids, np.ndarray]":
+        """The ids of all documents, one behind the other, and their bounds (documents + 1,).
 
-        EncodersDiffer if a sample of the texts has other ids than by tiktoken.
+        EncodersDiffer if a sample of the documents has other ids than by tiktoken.
         """
         import numpy as np
 
         started = time.thread_time()
-        encoded = self._encoder().encode_batch(list(contents), parallel=False)
+        encoded = self._encoder().encode_batch(as_awkward(texts), parallel=False)
         self._of_thread.seconds += time.thread_time() - started
-        ids, ends = np.asarray(encoded.layout.content.data), np.asarray(encoded.layout.offsets.data)
-        rows = {n: encode(self.encoding, texts[n]) for n, content in enumerate(contents) if may_differ(content)}
+        ids, bounds = np.asarray(encoded.layout.content.data), np.asarray(encoded.layout.offsets.data)
+        rows = {number: encode(self.encoding, texts.text(number)) for number in may_differ(texts)}
         if sampled:
-            sample = next((n for n, text in enumerate(texts) if 0 < len(text) <= SAMPLED_CHARACTERS), None)
-            if sample is not None and sample not in rows:
-                self._compare(texts[sample], ids[ends[sample] : ends[sample + 1]])
-        lengths = np.diff(ends)
+            sizes = np.diff(texts.bounds)
+            sample = int(np.argmax((sizes > 0) & (sizes <= SAMPLED_BYTES)))
+            if 0 < sizes[sample] <= SAMPLED_BYTES and sample not in rows:
+                self._compare(texts.text(sample), ids[bounds[sample] : bounds[sample + 1]])
         if not rows:
-            return ids, lengths
-        all_rows = [rows[n] if n in rows else ids[ends[n] : ends[n + 1]] for n in range(len(texts))]
-        return np.concatenate(all_rows), np.array([len(row) for row in all_rows])
+            return ids, bounds
+        pieces = [rows[n] if n in rows else ids[bounds[n] : bounds[n + 1]] for n in range(len(texts))]
+        return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
 
     def _compare(self, text: str, ids: "Ids") -> None:
         import numpy as np
@@ -185,12 +184,11 @@ def several_encoder(encoding: "tiktoken.Encoding", threads: int) -> "Callable[[S
         nonlocal fast
         if fast and texts:
             try:
-                ids, lengths = fast.encode(texts, [utf8(text) for text in texts], sampled=True)
+                ids, bounds = fast.encode(batch_of([utf8(text) for text in texts]), sampled=True)
             except EncodersDiffer:
                 fast = None
             else:
-                ends = lengths.cumsum().tolist()
-                return [ids[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+                return [ids[begin:end] for begin, end in itertools.pairwise(bounds.tolist())]
         with ThreadPoolExecutor(threads) as pool:
             parts = [texts[part::threads] for part in range(threads)]
             found = list(pool.map(lambda part: [encode(encoding, text) for text in part], parts))
@@ -206,21 +204,22 @@ def _rank_file(encoding: "tiktoken.Encoding") -> bytes:
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
 
 
-def may_differ(content: bytes) -> bool:
-    """Whether the two libraries may give a text, here in UTF-8, other ids."""
-    return any(first in content for first in FIRST_BYTES) and DIFFERENT.search(content) is not None
+def as_awkward(texts: TextBatch) -> Any:
+    """The same bytes as an array of bytestrings, gigatoken's input without an object for each document."""
+    import awkward
+    import numpy as np
+
+    content = awkward.contents.NumpyArray(np.frombuffer(texts.content, np.uint8), parameters={"__array__": "byte"})
+    bounds = awkward.index.Index64(texts.bounds)
+    return awkward.Array(awkward.contents.ListOffsetArray(bounds, content, parameters={"__array__": "bytestring"}))
 
 
-def utf8(text: str) -> bytes:
-    """UTF-8 with U+FFFD for each lone surrogate; a pair of surrogates is one character."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return _without_surrogates(text).encode()
-
-
-def _without_surrogates(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def may_differ(texts: TextBatch) -> list[int]:
+    """The documents that the two libraries may give other ids."""
+    if not any(first in texts.content for first in FIRST_BYTES):
+        return []
+    found = (match.start() for match in DIFFERENT.finditer(texts.content))
+    return sorted({int(texts.bounds.searchsorted(place, side="right")) - 1 for place in found})
 
 
 def encode(encoding: "tiktoken.Encoding", text: str) -> "Ids":
@@ -230,7 +229,7 @@ def encode(encoding: "tiktoken.Encoding", text: str) -> "Ids":
     try:
         return encoding.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:
-        return encode(encoding, _without_surrogates(text))
+        return encode(encoding, without_surrogates(text))
     except ValueError:
         # About 1M spaces before a word exhaust the regex's stack.
         parts = split_at_long_spaces(text, longest=100_000)

@@ -1,27 +1,34 @@
 """Text files of one kind, local or remote, as a source of text."""
 
 import glob
+import io
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import time
+import zlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from pipelines.text.columns import (
-    Texts,
+    Batches,
+    TextBatch,
     check_column,
-    column_texts,
-    datasets_library,
+    column_batches,
+    has_surrogates,
     joined,
     no_column,
+    packed,
     reason_of,
     unreadable,
     utf8_bytes,
 )
+from pipelines.text.opened import each_opened, opened, unpacked
+from pipelines.text.retry import is_transient, with_retries
 from trainer.errors import UserError
 from trainer.store import sha256_of
 
@@ -31,6 +38,10 @@ if TYPE_CHECKING:
 KINDS = ("parquet", "jsonl", "txt")
 PACKED = ("gz", "zst")
 SAMPLED_LINES = 1_000
+COLUMN_BYTES = 8 << 20  # of text, decoded at once
+BUFFER_BYTES = 1 << 20  # of a file
+SETTLED_SECONDS = 5.0
+_DIGESTS: dict[tuple[str, tuple[int, ...] | None], str] = {}  # of local files, by path and state
 ENCODING = "utf-8-sig"  # UTF-8 that accepts the byte order mark of some editors
 
 
@@ -55,18 +66,12 @@ class Files:
             identity["text_column"] = self.column
         if self.pinned is not None:
             return identity | {"files": self.where, "revision": self.pinned}
-        with closing(self.documents(0)) as texts:  # a wrong column fails now, not on rented machines
-            next(texts)
+        with closing(self.batches(0)):  # a wrong column fails now, not on rented machines
+            pass
         if self.objects:
             return identity | {"etag": [one.etag.strip('"') for one in self.objects]}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return identity | {"sha256": list(pool.map(self._sha256, self.paths))}
-
-    def _sha256(self, path: str) -> str:
-        try:
-            return sha256_of(Path(path))
-        except OSError as error:
-            raise UserError(f"tokens.source: '{path}' cannot be read ({error.strerror})") from error
+            return identity | {"sha256": list(pool.map(sha256_of_text, self.paths))}
 
     def state(self) -> dict[str, Any]:
         if self.objects:
@@ -88,17 +93,17 @@ class Files:
         size = sum(os.path.getsize(path) for path in self.paths)
         return size if self.kind == "txt" else int(size * self._share_of_text(self.paths[0]))
 
-    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
+    def batches(self, start: int, part: int = 0, parts: int = 1) -> Batches:
         paths = tuple(files_of_part(self._found(), part, parts, self.where))
-        texts = (
+        found = (
             self._parquet(paths, start)
             if self.kind == "parquet"
             else self._text(paths, start, self._named(part, parts))
         )
-        first = list(itertools.islice(texts, 1))
-        if not first and not start and parts == 1:  # a part of several may be empty
+        first = next(found, None)
+        if first is None and not start and parts == 1:  # a part of several may be empty
             raise UserError(f"tokens.source: '{self.where}' has no documents; at least one is required")
-        return joined(first, texts)
+        return joined([] if first is None else [first], found)
 
     @property
     def _is_pattern(self) -> bool:
@@ -112,47 +117,73 @@ class Files:
 
         try:
             system, pattern = fsspec.core.url_to_fs(self.paths[0])
-            found = [system.unstrip_protocol(path) for path in sorted(system.glob(pattern))]
+            found = [system.unstrip_protocol(path) for path in sorted(with_retries(lambda: system.glob(pattern)))]
         except (OSError, ImportError) as error:
             raise self._not_opened(error) from error
         if not found:
             raise UserError(f"tokens.source: no file matches '{self.where}'")
         return tuple(found)
 
-    def _parquet(self, paths: tuple[str, ...], start: int) -> Iterator[str]:
+    def _parquet(self, paths: tuple[str, ...], start: int) -> Iterator[TextBatch]:
         with ThreadPoolExecutor(8) as pool:
             rows = list(pool.map(self._count_rows, paths))
         ends = list(itertools.accumulate(rows))
         first = next((index for index, end in enumerate(ends) if end > start), None)
         if first is None:
             return iter(())
-        stream = self._stream("parquet", paths[first:], columns=[self.column])
-        return column_texts(stream, self.column, self.where, start - (ends[first] - rows[first]))
+        return self._rows(paths[first:], start - (ends[first] - rows[first]))
+
+    def _rows(self, paths: tuple[str, ...], skipped: int) -> Iterator[TextBatch]:
+        """The text column of parquet files, from row `skipped` of the first one on."""
+        import pyarrow as pa
+
+        for path, parquet in each_opened(paths, _readable_parquet):
+            with reading(path), parquet:
+                groups = parquet.metadata
+                first = 0
+                while first < groups.num_row_groups and skipped >= groups.row_group(first).num_rows:
+                    skipped -= groups.row_group(first).num_rows
+                    first += 1
+                pieces = parquet.iter_batches(
+                    self._rows_at_once(groups),
+                    row_groups=range(first, groups.num_row_groups),
+                    columns=[self.column],
+                    use_threads=False,
+                )
+                for piece in pieces:
+                    column = piece.column(0)[skipped:]
+                    skipped -= len(piece) - len(column)
+                    if pa.types.is_string_view(column.type):
+                        column = column.cast(pa.large_string())
+                    yield from column_batches(column)
+
+    def _rows_at_once(self, groups: Any) -> int:
+        """Rows of about COLUMN_BYTES of text."""
+        size = sum(_column_of(groups, i, self.column).total_uncompressed_size for i in range(groups.num_row_groups))
+        return max(1, min(groups.num_rows, groups.num_rows * COLUMN_BYTES // max(1, size)))
 
     def _count_rows(self, path: str) -> int:
         """Rows of a parquet file, by its footer. UserError unless it has the text column."""
-        import fsspec
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         try:
-            with fsspec.open(path, "rb") as file:
-                parquet = pq.ParquetFile(file)
+            with parquet_file(path) as parquet:
                 schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
         except (OSError, ImportError, pa.ArrowInvalid) as error:
+            raise UserError(f"tokens.source: '{path}' cannot be read as parquet ({reason_of(error)})") from error
+        except Exception as error:
+            if not is_transient(error):
+                raise
             raise UserError(f"tokens.source: '{path}' cannot be read as parquet ({reason_of(error)})") from error
         check_column(schema, self.column, path)
         return rows
 
     def _column_bytes(self, path: str) -> int:
         """Bytes of the text column of a parquet file before compression, by its footer."""
-        import fsspec
-        import pyarrow.parquet as pq
-
-        with fsspec.open(path, "rb") as file:
-            groups = pq.ParquetFile(file).metadata
-        number = groups.schema.names.index(self.column)
-        return sum(groups.row_group(i).column(number).total_uncompressed_size for i in range(groups.num_row_groups))
+        with parquet_file(path) as parquet:
+            groups = parquet.metadata
+            columns = (_column_of(groups, i, self.column) for i in range(groups.num_row_groups))
+            return sum(column.total_uncompressed_size for column in columns)
 
     def _share_of_text(self, path: str) -> float:
         """The text's share of the bytes of a local jsonl file, by its first lines: the rest is fields and escapes."""
@@ -170,32 +201,34 @@ class Files:
         which = f" (counted in its files {part}, {part + parts}, {part + 2 * parts}, …)" if parts > 1 else ""
         return f"'{self.where}'{which}"
 
-    def _text(self, paths: tuple[str, ...], start: int, named: str) -> Iterator[str]:
-        if (
-            self.kind == "txt"
-            and self.pinned is None
-            and not self.objects
-            and all(path.endswith("txt") for path in paths)
-        ):
-            return self._plain(paths[start:])
-        sample_by = "line" if self.kind == "jsonl" else "document"
-        stream = self._stream("text", paths, sample_by=sample_by, encoding=ENCODING, encoding_errors="replace")
+    def _text(self, paths: tuple[str, ...], start: int, named: str) -> Iterator[TextBatch]:
         if self.kind == "txt":
-            return column_texts(stream, "text", self.where, start)
-        lines = (line for line in column_texts(stream, "text", self.where, 0) if line.strip())
-        return self._texts_of(itertools.islice(enumerate(lines), start, None), named)
+            return packed(self._whole(paths[start:]))
+        lines = (line for line in self._lines(paths) if line.strip())
+        return packed(self._texts_of(itertools.islice(enumerate(lines), start, None), named))
 
-    def _plain(self, paths: Iterable[str]) -> Iterator[str]:
-        """Local files, a document each, without the import of `datasets`, which takes a second."""
-        for path in paths:
-            try:
-                text = Path(path).read_text(ENCODING, errors="replace")
-            except OSError as error:
-                raise unreadable(self.where, error) from error
-            yield text
+    def _whole(self, paths: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
+        """Each file as one document, and whether it was not valid UTF-8."""
+        for path, file in each_opened(paths, self._opened):
+            with reading(path), file:
+                text = text_lines(unpacked(file, path)).read()
+            yield replaced(text)
 
-    def _texts_of(self, lines: Iterator[tuple[int, str]], named: str) -> Iterator[str]:
+    def _lines(self, paths: tuple[str, ...]) -> Iterator[str]:
+        """The lines of all files. A byte that is not UTF-8 is a surrogate."""
+        for path, file in each_opened(paths, self._opened):
+            with reading(path), file:
+                yield from text_lines(unpacked(file, path))
+
+    def _opened(self, path: str) -> IO[bytes]:
+        try:
+            return opened(path)
+        except (OSError, ImportError, ValueError) as error:
+            raise self._not_opened(error) if "://" in path else unreadable(path, error) from error
+
+    def _texts_of(self, lines: Iterator[tuple[int, str]], named: str) -> Iterator[tuple[str, bool]]:
         for number, line in lines:
+            line, invalid = replaced(line)
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -209,22 +242,82 @@ class Files:
                     f"tokens.text_column: '{self.column}' of document {number} of {named} is "
                     f"{type(text).__name__}, not a string"
                 )
-            yield text or ""
-
-    def _stream(self, builder: str, paths: Iterable[str], **options: Any) -> Any:
-        """A streaming dataset over exactly these files, without a cache."""
-        # The keys of S3 are names, and URLs of other servers may be patterns.
-        escaped = (path if "://" in path and not self.objects else glob.escape(path) for path in paths)
-        data_files = list(escaped)
-        try:
-            return datasets_library().load_dataset(
-                builder, data_files={"train": data_files}, split="train", streaming=True, **options
-            )
-        except (OSError, ImportError, ValueError) as error:
-            raise self._not_opened(error) from error
+            yield text or "", invalid
 
     def _not_opened(self, error: Exception) -> UserError:
         return UserError(f"tokens.source: '{self.where}' cannot be opened ({reason_of(error)})")
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """UserError for a file that is truncated, damaged or removed, or a server that stays away."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (EOFError, zlib.error, pa.ArrowInvalid, OSError) as error:
+        raise unreadable(path, error) from error
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_transient(error):
+            raise
+        raise unreadable(path, error) from error
+
+
+def parquet_file(path: str) -> Any:
+    """A parquet file at a path or a URL."""
+    import pyarrow.parquet as pq
+
+    # With a buffer, memory does not depend on the size of a row group.
+    if "://" not in path:
+        return pq.ParquetFile(path, buffer_size=BUFFER_BYTES)
+    file = opened(path)
+    try:
+        return pq.ParquetFile(file, buffer_size=BUFFER_BYTES)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _readable_parquet(path: str) -> Any:
+    with reading(path):
+        return parquet_file(path)
+
+
+def _column_of(groups: Any, group: int, column: str) -> Any:
+    return groups.row_group(group).column(groups.schema.names.index(column))
+
+
+def text_lines(file: IO[bytes]) -> io.TextIOWrapper:
+    """A file as text with plain line ends, in which a byte that is not UTF-8 is a surrogate."""
+    return io.TextIOWrapper(file, ENCODING, errors="surrogateescape")
+
+
+def replaced(text: str) -> tuple[str, bool]:
+    """The text with U+FFFD for bytes that are not UTF-8, and whether it had such bytes."""
+    if not has_surrogates(text):
+        return text, False
+    return text.encode(errors="surrogateescape").decode(errors="replace"), True
+
+
+def sha256_of_text(path: str) -> str:
+    """The sha256 of a local file. UserError if it cannot be read.
+
+    The plan and its check before the first shard want the same: a file in the state that was hashed is not read again.
+    A change right after another one may leave the same times, so only files older than SETTLED_SECONDS count.
+    """
+    state = state_of(path)
+    if known := _DIGESTS.get((path, state)):
+        return known
+    settled = state is not None and time.time() - state[-1] / 1e9 > SETTLED_SECONDS
+    try:
+        digest = sha256_of(Path(path))
+    except OSError as error:
+        raise UserError(f"tokens.source: '{path}' cannot be read ({error.strerror})") from error
+    if settled and state == state_of(path):
+        _DIGESTS[path, state] = digest
+    return digest
 
 
 def state_of(path: str | Path) -> tuple[int, ...] | None:
@@ -272,9 +365,4 @@ def kind_of(path: str) -> str:
             f"tokens.source: '{path}': unknown kind of file; use .parquet, .jsonl or .txt, the last "
             "two also with .gz or .zst"
         )
-    if packing == "zst":
-        import fsspec.utils
-
-        if packing not in fsspec.utils.compressions:
-            raise UserError(f"tokens.source: '{path}': .zst needs the package zstandard; install it")
     return kind

@@ -4,8 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.text.columns import Texts, column_texts, datasets_library, reason_of
+from pipelines.text.columns import Batches, datasets_library, reason_of, stream_batches
 from pipelines.text.files import Files, check_parts
+from pipelines.text.retry import with_retries
 from trainer.errors import UserError
 
 HUB = "hf://datasets/"
@@ -37,16 +38,18 @@ class HubDataset:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
+    def batches(self, start: int, part: int = 0, parts: int = 1) -> Batches:
         datasets = datasets_library()
         where = f"{HUB}{self.repository}" + (f" ({self.subset})" if self.subset else "")
         try:
-            builder = datasets.load_dataset_builder(self.repository, self.subset, revision=self.commit)
+            builder = with_retries(
+                lambda: datasets.load_dataset_builder(self.repository, self.subset, revision=self.commit)
+            )
             files = (builder.config.data_files or {}).get("train")
             if type(builder).__name__ == "Parquet" and files:
                 # Nearly all datasets. The footers show which files lie before `start`.
-                return Files("parquet", tuple(files), self.column, where).documents(start, part, parts)
-            stream = builder.as_streaming_dataset(split="train")
+                return Files("parquet", tuple(files), self.column, where).batches(start, part, parts)
+            stream = with_retries(lambda: builder.as_streaming_dataset(split="train"))
             if parts > 1:
                 check_parts(stream.num_shards, parts, where)
                 stream = stream.shard(parts, part, contiguous=False)  # by files, as for all sources
@@ -56,7 +59,7 @@ class HubDataset:
             raise UserError(
                 f"tokens.source: {where} at {self.commit[:12]} cannot be opened ({reason_of(error)})"
             ) from error
-        return column_texts(stream, self.column, where, start)
+        return stream_batches(stream, self.column, where, start)
 
 
 def pinned_commit(source: str, revision: str | None) -> str:

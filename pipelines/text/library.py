@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.text.columns import Texts, joined
+from pipelines.text.columns import Batches, joined, packed
 from pipelines.text.files import files_of_part, state_of
 from trainer.errors import UserError
 
@@ -39,9 +39,10 @@ class StandardLibrary:
     def state(self) -> dict[str, Any]:
         return {name: state_of(self.folder / name) for name in self._names()}
 
-    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
+    def batches(self, start: int, part: int = 0, parts: int = 1) -> Batches:
         names = files_of_part(self._names(), part, parts, STDLIB)
-        return joined([], itertools.islice(self._texts(names), start, None))
+        texts = ((text, False) for text in itertools.islice(self._texts(names), start, None))
+        return joined([], packed(texts))
 
     def _texts(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:

@@ -8,11 +8,13 @@ tokenize the part again. A finished part leaves a list of its receipts; its text
 Of N nodes, node r makes parts r, r + N, r + 2N, …: the bytes are the same for every N.
 """
 
+import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pipelines.artifacts.manifest import ArtifactPlan, File
 from pipelines.recipe import TokensConfig
 from pipelines.text.encode import EncodersDiffer, encoder_name, token_stream
-from pipelines.text.retry import with_retries
+from pipelines.text.shard_file import ShardFile
 from pipelines.text.sources import Source, open_source
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.text.unchanged import UnchangedText
@@ -44,6 +46,7 @@ class ShardReceipt(Stored):
     max_id: Count | None = None  # the largest token; None in the receipts of older versions
     rows: Count | None = None  # that the shard fills, if it is packed
     encoder: str | None = None  # the library that made it; None in the receipts of older versions
+    invalid: Count = 0  # documents that begin in it and hold U+FFFD for what was not valid UTF-8
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"file": self.file.to_json()}
@@ -86,7 +89,7 @@ class PartsJob:
     store: Store
     parts: range
     folder: Path  # scratch
-    upload: Callable[[Path], File]  # into the attempt's folder of the store
+    upload: Callable[[Path, str | None, str | None], File]  # path, name, sha256: into the attempt's folder of the store
     check: Callable[[], None]  # raises an exception to end the work
     note: Callable[[str], None]
     reading: Reading = field(default_factory=Reading)
@@ -121,12 +124,10 @@ def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
         if finished_part(job.store, job.plan, part) is not None:
             continue
         text = text or text_of(job)
-        for shard in missing_shards(job, text.source, part, part_receipts):
-            text.check()
-            part_receipts.append(save_shard(job, part, len(part_receipts), shard))
-            failpoint("tokenize")
-            new += part_receipts[-1].tokens
-            yield PartsProgress(before + new, new)
+        with closing(make_part(job, text, part, part_receipts)) as stored_shards:
+            for receipt in stored_shards:
+                new += receipt.tokens
+                yield PartsProgress(before + new, new)
         body = json.dumps([receipt.to_json() for receipt in part_receipts]).encode()
         job.store.create(finished_key(job.plan, part), body)
 
@@ -140,76 +141,114 @@ def text_of(job: PartsJob) -> UnchangedText:
 
 @dataclass(frozen=True)
 class NewShard:
-    """The tokens of a shard, the place behind them, and the library that encoded them."""
+    """A shard in scratch, the place behind it, and the library that encoded it."""
 
-    tokens: "np.ndarray"
+    path: Path
+    sha256: str
+    tokens: int
     document: int
     offset: int
+    max_id: int
     encoder: str
+    invalid: int
 
 
-def missing_shards(job: PartsJob, source: Source, part: int, receipts: list[ShardReceipt]) -> Iterator[NewShard]:
-    """The missing shards of a part. `receipts` has to grow by each of them before the next one is asked for."""
-    try:
-        yield from encoded_shards(job, source, part, receipts)
-    except EncodersDiffer as error:
-        job.note(f"  {error}; tiktoken encodes the rest of this node's text, from the last stored shard on")
-        job.reading.reference = True
-        yield from encoded_shards(job, source, part, receipts)
+def make_part(
+    job: PartsJob, text: UnchangedText, part: int, receipts: list[ShardReceipt]
+) -> Generator[ShardReceipt, None, None]:
+    """Make the missing shards of a part, and add their receipts to `receipts`. Yields each once it is stored.
+
+    While a shard fills, the last one is uploaded, so scratch holds two. Closed in between, it finishes the upload.
+    """
+    with ThreadPoolExecutor(1, "upload") as thread:
+        while True:
+            pending: Future[ShardReceipt] | None = None
+            differ: EncodersDiffer | None = None
+            try:
+                with closing(encoded_shards(job, text.source, part, receipts)) as shards:
+                    for index, shard in enumerate(shards, len(receipts)):
+                        text.check()
+                        if pending:
+                            receipts.append(pending.result())
+                            yield receipts[-1]
+                        pending = thread.submit(store_shard, job, part, index, shard)
+            except EncodersDiffer as error:
+                differ = error
+            if pending:
+                receipts.append(pending.result())
+                yield receipts[-1]
+            if differ is None:
+                return
+            job.note(f"  {differ}; tiktoken encodes the rest of this node's text, from the last stored shard on")
+            job.reading.reference = True
 
 
-def encoded_shards(job: PartsJob, source: Source, part: int, receipts: list[ShardReceipt]) -> Iterator[NewShard]:
-    """The shards of a part behind the last receipt. EncodersDiffer if the fast encoder errs."""
-    import numpy as np
-
+def encoded_shards(
+    job: PartsJob, source: Source, part: int, receipts: list[ShardReceipt]
+) -> Generator[NewShard, None, None]:
+    """The shards of a part behind the last receipt, as files. EncodersDiffer if the fast encoder errs."""
     from trainer.shards import token_dtype
 
     t, reference = job.config, job.reading.reference
     encoding = tokenizer_of(t, job.store, job.plan.prefix)
-    encoder = encoder_name(encoding, reference)
     document, offset = (receipts[-1].document, receipts[-1].offset) if receipts else (0, 0)
     limit = t.tokens_of_part(part)
-    tokens_left = sys.maxsize if limit is None else limit - sum(receipt.tokens for receipt in receipts)
-    buffer, filled = np.empty(t.shard_tokens, token_dtype(encoding.n_vocab)), 0
-    texts = with_retries(lambda: source.documents(document, part, t.parts))
-    with closing(texts), closing(token_stream(encoding, texts, os.cpu_count() or 1, reference)) as stream:
-        for batch in stream:
-            job.reading.tokens += len(batch.tokens)
-            job.reading.bytes += batch.text_bytes
-            job.check()
-            first, at = document, offset  # the stream began with the document in which the last shard ended
-            while at < len(batch.tokens) and tokens_left:
-                take = min(len(batch.tokens) - at, t.shard_tokens - filled, tokens_left)
-                buffer[filled : filled + take] = batch.tokens[at : at + take]
-                filled, at, tokens_left = filled + take, at + take, tokens_left - take
-                if filled == t.shard_tokens:
+    left = sys.maxsize if limit is None else limit - sum(receipt.tokens for receipt in receipts)
+    numbers = itertools.count(len(receipts))
+    file: ShardFile | None = None
+    invalid = 0
+
+    def finished(shard: ShardFile) -> NewShard:
+        sha256 = shard.finish()
+        name = encoder_name(encoding, reference)
+        return NewShard(shard.path, sha256, shard.tokens, document, offset, shard.max_id, name, invalid)
+
+    texts = source.batches(document, part, t.parts)
+    try:
+        with closing(token_stream(encoding, texts, os.cpu_count() or 1, reference)) as stream:
+            for batch in stream:
+                job.reading.tokens += len(batch.tokens)
+                job.reading.bytes += batch.text_bytes
+                job.check()
+                first, at = document, offset  # the stream began with the document in which the last shard ended
+                while at < len(batch.tokens) and left:
+                    if file is None:
+                        path = job.folder / shard_name(part, next(numbers), t)
+                        file = ShardFile(path, min(left, t.shard_tokens), token_dtype(encoding.n_vocab))
+                    end = min(len(batch.tokens), at + file.left)
+                    file.write(batch.tokens[at:end])
+                    invalid += sum(at <= start < end for start in batch.starts[list(batch.invalid)].tolist())
+                    left, at = left - (end - at), end
                     behind, offset = batch.place(at)
-                    yield NewShard(buffer, first + behind, offset, encoder)
-                    filled = 0
-            behind, offset = batch.place(at)
-            document = first + behind
-            if not tokens_left:
-                break
-    if filled:
-        yield NewShard(buffer[:filled], document, offset, encoder)
+                    document = first + behind
+                    if not file.left:
+                        yield finished(file)
+                        file, invalid = None, 0
+                if not left:
+                    break
+        if file:
+            yield finished(file)
+            file = None
+    finally:
+        if file:
+            file.discard()
 
 
-def save_shard(job: PartsJob, part: int, index: int, shard: NewShard) -> ShardReceipt:
+def store_shard(job: PartsJob, part: int, index: int, shard: NewShard) -> ShardReceipt:
     """Write a shard to the store, then its receipt."""
+    from trainer.shards import read_shard
 
-    from trainer.shards import write_shard
-
-    path = job.folder / shard_name(part, index, job.config)
-    write_shard(path, shard.tokens)
-    max_id, eot = int(shard.tokens.max(initial=0)), tokenizer_of(job.config, job.store, job.plan.prefix).eot_token
-    rows = rows_in(eot, job.row_tokens, shard.tokens)
+    eot = tokenizer_of(job.config, job.store, job.plan.prefix).eot_token
+    rows = rows_in(eot, job.row_tokens, read_shard(shard.path))
+    file = job.upload(shard.path, None, shard.sha256)
+    shard.path.unlink()
     receipt = ShardReceipt(
-        job.upload(path), len(shard.tokens), shard.document, shard.offset, max_id, rows, shard.encoder
+        file, shard.tokens, shard.document, shard.offset, shard.max_id, rows, shard.encoder, shard.invalid
     )
-    path.unlink()
     body = json.dumps(receipt.to_json()).encode()
     if not job.store.create(receipt_key(job, part, index), body):
         job.check()  # another attempt made the same shard first; a newer attempt ends this one
+    failpoint("tokenize")
     return receipt
 
 

@@ -9,18 +9,17 @@ import difflib
 import os
 import re
 import sysconfig
-from collections.abc import Hashable, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from pipelines.recipe import LLMC, TokensConfig
-from pipelines.text.columns import Texts
+from pipelines.text.columns import Batches, texts_of
 from pipelines.text.files import Files, check_parts, common_kind
 from pipelines.text.hub import HUB, HubDataset, pinned_commit
 from pipelines.text.library import STDLIB, StandardLibrary
 from pipelines.text.local import local_paths
-from pipelines.text.retry import with_retries
 from trainer.errors import UserError
 
 # A rule of thumb: GPT-2's tokens are a little longer in English, and shorter in code and in other languages.
@@ -48,7 +47,7 @@ class Source(Protocol):
         """Its files by name, each with a state that changes when the file does; none for a pinned text."""
         ...
 
-    def documents(self, start: int, part: int = 0, parts: int = 1) -> Texts:
+    def batches(self, start: int, part: int = 0, parts: int = 1) -> Batches:
         """The documents of a part in their fixed order, from number `start` on. UserError if it cannot be read."""
         ...
 
@@ -112,7 +111,7 @@ def documents(
     base: Path | None = None,
     part: int = 0,
     parts: int = 1,
-) -> Texts:
+) -> Generator[str, None, None]:
     """The documents of one part of the source in their fixed order, from number `start` on.
 
     Parquet files that lie entirely before `start` are not read. A null text is an empty document, so that document
@@ -120,7 +119,7 @@ def documents(
     if you stop before its end: `datasets` reports an open parquet file when Python exits.
     """
     text = open_source(source, subset, revision, text_column, base)
-    return with_retries(lambda: text.documents(start, part, parts))
+    return texts_of(text.batches(start, part, parts))
 
 
 def open_source(source: str, subset: str | None, revision: str | None, text_column: str, base: Path | None) -> Source:

@@ -16,7 +16,7 @@ from pipelines.artifacts.manifest import File
 from pipelines.recipe import load_recipe
 from pipelines.stages import tokenize
 from pipelines.stages.tokenize import check_split, forget_removed_artifact
-from pipelines.text import encode
+from pipelines.text import columns
 from pipelines.text.parts import PartsProgress, finished_part, make_parts
 from pipelines.text.split import SplitShard
 from pipelines.tracking.ledger import claim
@@ -102,7 +102,7 @@ def test_the_bar_of_own_files_moves_within_a_shard_and_ends_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(tokenize, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(encode, "BATCH_TEXTS", 2)  # a batch is read ahead
+    monkeypatch.setattr(columns, "BATCH_TEXTS", 2)  # a batch is read ahead
     texts = [f"{number} é " * 500 for number in range(60)]
     if kind == "txt":
         for number, text in enumerate(texts):

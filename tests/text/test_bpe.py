@@ -1,5 +1,6 @@
 """Promises of a tokenizer of one's own: the same file every time, the same ids everywhere."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.recipe import Recipe, TokensConfig, load_recipe
 from pipelines.stage import plans_of
 from pipelines.text.bpe import Sample, train_bpe
-from pipelines.text.encode import FastEncoder, utf8
+from pipelines.text.columns import batch_of
+from pipelines.text.encode import FastEncoder
 from pipelines.text.tokenizer import check_tokenizer, keep_tokenizer, own_tokenizer, tokenizer_of
 from trainer.errors import UserError
 from trainer.store import LocalStore
@@ -76,8 +78,10 @@ def test_transformers_tiktoken_and_gigatoken_give_an_own_tokenizer_the_same_ids(
     ours = [encoding.encode_ordinary(one) for one in texts]
     assert theirs(texts)["input_ids"] == ours
     assert [theirs.decode(ids) for ids in ours] == texts
-    ids, lengths = FastEncoder(encoding).encode(texts, [utf8(one) for one in texts], sampled=True)
-    assert ids.tolist() == [i for row in ours for i in row] and lengths.tolist() == list(map(len, ours))
+    ids, bounds = FastEncoder(encoding).encode(batch_of([one.encode() for one in texts]), sampled=True)
+    assert ids.tolist() == [i for row in ours for i in row] and bounds.tolist() == list(
+        itertools.accumulate(map(len, ours), initial=0)
+    )
 
 
 def test_the_sample_is_the_beginning_of_the_text_and_is_bounded(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import ODD_TEXTS, FourFiles
 
-from pipelines.text import encode, parts
+from pipelines.text import columns, encode, opened, parts
+from pipelines.text.columns import Batches, TextBatch, batch_of, packed
 from pipelines.text.encode import (
     EncodersDiffer,
     FastEncoder,
@@ -40,10 +41,18 @@ def corpus(shared_data: Path, documents: int) -> list[str]:
     return pq.read_table(shared_data / "corpus" / "000_00000.parquet")["text"].to_pylist()[:documents]
 
 
+def batches(texts: Iterable[str]) -> Batches:
+    yield from packed((text, False) for text in texts)
+
+
+def one_batch(*texts: str) -> TextBatch:
+    return batch_of([text.encode() for text in texts])
+
+
 def rows(encoding: tiktoken.Encoding, texts: Iterable[str], threads: int = 1, **options: Any) -> list[list[int]]:
     """The ids of each document."""
     found = []
-    for batch in token_stream(encoding, texts, threads, **options):
+    for batch in token_stream(encoding, batches(texts), threads, **options):
         assert batch.tokens.dtype == np.uint16
         found += [row.tolist() for row in np.split(batch.tokens, batch.starts[1:])]
     return found
@@ -54,7 +63,7 @@ def rows(encoding: tiktoken.Encoding, texts: Iterable[str], threads: int = 1, **
 def test_a_stream_is_end_of_text_and_encode_ordinary_of_every_document_in_order(
     gpt2: tiktoken.Encoding, shared_data: Path, monkeypatch: pytest.MonkeyPatch, threads: int, reference: bool
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100_000)
+    monkeypatch.setattr(columns, "BATCH_BYTES", 100_000)
     texts = corpus(shared_data, 150) + ODD_TEXTS + ["one<|endoftext|>two", "of Unicode 17: \u088f's \U0002b73a'll"]
     expected = [[50_256, *gpt2.encode_ordinary(text)] for text in texts]
     assert rows(gpt2, iter(texts), threads, reference=reference) == expected
@@ -72,7 +81,8 @@ def test_both_libraries_agree_around_every_code_point_that_is_not_left_to_tiktok
 ) -> None:
     fast = FastEncoder(gpt2)._encoder()
     texts = [around.replace("{}", one) for one in CHARACTERS]
-    same = [text for text in texts if not may_differ(text.encode())]
+    different = set(may_differ(one_batch(*texts)))
+    same = [text for number, text in enumerate(texts) if number not in different]
     assert len(same) > 0.95 * len(texts)
     for start in range(0, len(same), 8192):
         block = "".join(same[start : start + 8192])
@@ -81,7 +91,7 @@ def test_both_libraries_agree_around_every_code_point_that_is_not_left_to_tiktok
 
 def test_the_libraries_differ_somewhere_so_the_exception_is_needed(gpt2: tiktoken.Encoding) -> None:
     text = "\u088f's"
-    assert may_differ(text.encode())
+    assert may_differ(one_batch("a", text)) == [1]
     assert FastEncoder(gpt2)._encoder().encode(text).tolist() != gpt2.encode_ordinary(text)
     assert rows(gpt2, [text]) == [[50_256, *gpt2.encode_ordinary(text)]]
 
@@ -112,8 +122,8 @@ def test_both_libraries_agree_on_random_texts(gpt2: tiktoken.Encoding) -> None:
     @settings(max_examples=300, deadline=None, derandomize=True)
     @given(st.lists(st.one_of(st.text(max_size=8), pieces), max_size=30).map("".join))
     def check(text: str) -> None:
-        ids, lengths = fast.encode([text], [encode.utf8(text)], sampled=False)
-        assert ids.tolist() == encode.encode(gpt2, text).tolist() and lengths.tolist() == [len(ids)]
+        ids, bounds = fast.encode(one_batch(text), sampled=False)
+        assert ids.tolist() == encode.encode(gpt2, text).tolist() and bounds.tolist() == [0, len(ids)]
 
     check()
 
@@ -145,13 +155,13 @@ def test_cutting_long_spaces_changes_no_token(gpt2: tiktoken.Encoding) -> None:
 
 
 def test_a_stream_reads_only_a_few_batches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(columns, "BATCH_BYTES", 100)
     taken = itertools.count()
     texts = ("x" * 50 for _ in taken)  # endless
-    stream = token_stream(tokenizer("bytes"), texts, threads=2)
+    stream = token_stream(tokenizer("bytes"), batches(texts), threads=2)
     assert [len(next(stream).tokens) for _ in range(5)] == [102] * 5
     stream.close()
-    assert next(taken) <= 10 + 2 * (2 * 2)
+    assert next(taken) <= 10 + 2 * (2 * 2 + opened.BATCHES_AHEAD)
 
 
 def test_a_full_cache_is_given_up_without_a_change_of_ids(
@@ -161,7 +171,7 @@ def test_a_full_cache_is_given_up_without_a_change_of_ids(
     fast, text = FastEncoder(gpt2), "some words, again and again"
     encoders = set()
     for _ in range(3):
-        ids, _ = fast.encode([text], [text.encode()], sampled=True)
+        ids, _ = fast.encode(one_batch(text), sampled=True)
         assert ids.tolist() == gpt2.encode_ordinary(text)
         encoders.add(id(fast._of_thread.encoder))
     assert fast._of_thread.seconds > 0
@@ -170,7 +180,7 @@ def test_a_full_cache_is_given_up_without_a_change_of_ids(
 def test_after_the_first_difference_tiktoken_encodes_from_the_last_stored_shard_on_and_receipts_say_so(
     gpt2: tiktoken.Encoding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_TEXTS", 1)
+    monkeypatch.setattr(columns, "BATCH_TEXTS", 1)
     monkeypatch.setattr(encode, "SAMPLED_BATCHES", 1)
     monkeypatch.setattr(parts.os, "cpu_count", lambda: 1)
     (tmp_path / "text").mkdir()
@@ -190,8 +200,8 @@ def test_after_the_first_difference_tiktoken_encodes_from_the_last_stored_shard_
     encoder = FastEncoder(gpt2)._encoder()
 
     class Erring:
-        def encode_batch(self, texts: list[bytes], parallel: bool) -> Any:
-            return encoder.encode_batch([text.replace(b"2", b"7") for text in texts], parallel=parallel)
+        def encode_batch(self, texts: Any, parallel: bool) -> Any:
+            return encoder.encode_batch([text.replace(b"2", b"7") for text in texts.to_list()], parallel=parallel)
 
     def erring(self: FastEncoder) -> Any:
         self._of_thread.seconds = 0.0

@@ -11,6 +11,7 @@ import pytest
 from texts import FourFiles
 
 from pipelines.text.parts import PartsProgress, finished_part, make_parts, parts_of_node, receipt_key
+from pipelines.text.sources import source_identity
 from trainer.errors import Interrupted, UserError
 from trainer.shards import read_shard
 from trainer.store import LocalStore
@@ -94,6 +95,25 @@ def test_a_damaged_receipt_is_named_and_its_shards_are_made_again(
     assert sum(receipt.tokens for part in parts for receipt in part) == whole.stored
     *_, last = make_parts(files.job(range(3), tmp_path / "store", 3))
     assert last.new == 0  # the record is good again
+
+
+def test_documents_that_are_not_utf8_are_counted_once_however_often_the_work_is_interrupted(tmp_path: Path) -> None:
+    text = FourFiles(tmp_path)
+    for name in "02":
+        (tmp_path / f"{name}.txt").write_bytes(b"\xff" + b"x" * 2000)
+    files = FourFiles.__new__(FourFiles)
+    files.config = text.config.model_copy(update={"parts": 1, "max_tokens": None})
+    identity = source_identity(files.config.source, None, None, "text")
+    files.plan = replace(text.plan, identity={"stage": "tokenize", "text": identity})
+    counted: list[int] = []
+    for attempt in range(1, 20):
+        with closing(make_parts(files.job(range(1), tmp_path / "store", attempt))) as steps:
+            list(itertools.islice(steps, 2))
+        receipts = finished_part(LocalStore(tmp_path / "store"), files.plan, 0)
+        if receipts is not None:
+            counted = [receipt.invalid for receipt in receipts]
+            break
+    assert sum(counted) == 2 and counted[0] == 1 and len(counted) == 9
 
 
 def test_a_fifo_in_place_of_a_receipt_is_named_and_blocks_nothing(files: FourFiles, tmp_path: Path) -> None:
