@@ -32,6 +32,7 @@ from pydantic import ValidationError
 from trainer.config import RuntimeConfig, Section, TrainConfig, explain, identity_of, identity_of_model
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
 from trainer.family import AnyModel
+from trainer.health import StartWatch
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import LocalStore
 from trainer.stored import decoded, typed
@@ -123,25 +124,27 @@ def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = No
         return world.gather(take_attempt(store) if world.rank == 0 else 0)[0]
 
     try:
-        outcome = run_rank(
-            RankJob(
-                model=config.model,
-                train=config.train,
-                runtime=config.runtime,
-                train_shards=train_shards,
-                val_shards=val_shards,
-                fetch=data.joinpath,
-                store=store,
-                prefix=PREFIX,
-                folder=out,
-                checkpoint_folder=out / "work",
-                begin=begin,
-                origin=origin_of(config, store),
-                superseded=lambda attempt: store.get(attempt_key(attempt + 1)) is not None,
-                watch=progress if os.environ.get("RANK", "0") == "0" else None,
-            ),
-            stop,
-        )
+        with StartWatch(config.runtime, int(os.environ.get("RANK", "0"))) as watch:
+            outcome = run_rank(
+                RankJob(
+                    model=config.model,
+                    train=config.train,
+                    runtime=config.runtime,
+                    train_shards=train_shards,
+                    val_shards=val_shards,
+                    fetch=data.joinpath,
+                    store=store,
+                    prefix=PREFIX,
+                    folder=out,
+                    checkpoint_folder=out / "work",
+                    begin=begin,
+                    starting=watch.enter,
+                    origin=origin_of(config, store),
+                    superseded=lambda attempt: store.get(attempt_key(attempt + 1)) is not None,
+                    watch=progress if os.environ.get("RANK", "0") == "0" else None,
+                ),
+                stop,
+            )
     finally:
         progress.close()
     if outcome.rank == 0:

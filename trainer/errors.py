@@ -47,6 +47,10 @@ class Died(Exception):
     it died several times in a row without a new commit."""
 
 
+class FaultyMachine(Exception):
+    """This node computes wrongly, or far slower than the others: the run goes on, but not on this node."""
+
+
 class StaleAttempt(Exception):
     """A newer attempt has taken over: this one may neither commit nor delete."""
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import EXIT_INTERRUPTED
@@ -43,6 +43,16 @@ STUCK = "no progress"  # marks the line in which a rank reports why it exits
 STUCK_MINUTES, STUCK_STEPS = 10.0, 20
 # Compiling, loading 19 GB and the last upload report no progress of their own.
 OUTSIDE_STEPS_FACTOR = 6.0
+# Of each phase of a start: reading Python's packages, finding the other ranks, the first exchange over the GPUs'
+# links, the comparison of the machines, and the compiled kernels of earlier attempts (some requests to the store).
+START_MINUTES = {
+    "imports": 10.0,
+    "rendezvous": 10.0,
+    "first exchange": 10.0,
+    "health check": 10.0,
+    "kernel cache": 15.0,
+}
+STARTED = "started"
 
 T = TypeVar("T")
 
@@ -184,7 +194,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._thread = Background("watchdog", self._watch, died=self._died)
 
-    def __enter__(self) -> "Watchdog":
+    def __enter__(self) -> Self:
         if self.minutes is not None:
             self._thread.start()
         return self
@@ -230,6 +240,32 @@ class Watchdog:
             elif idle_seconds > self.limit_seconds():
                 self.on_stuck(f"rank {self.rank}: {STUCK} in phase '{last[1]}' for {idle_seconds:.0f} s; exiting")
                 return
+
+
+class StartWatch(Watchdog):
+    """A watchdog of a rank's start: each phase may take START_MINUTES, or six times the `watchdog_minutes` of the
+    recipe if that is less."""
+
+    def __init__(
+        self,
+        runtime: RuntimeConfig,
+        rank: int,
+        on_stuck: Callable[[str], None] | None = None,
+        poll_seconds: float = 1.0,
+    ) -> None:
+        super().__init__(runtime, PhaseClock("imports"), rank, on_stuck, poll_seconds)
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase: one of START_MINUTES, or STARTED."""
+        self.clock.enter(phase)
+        if phase == STARTED:
+            self._ended.set()
+
+    def limit_seconds(self) -> float:
+        minutes = START_MINUTES.get(self.clock.current, math.inf)
+        if isinstance(self.minutes, int | float):
+            minutes = min(minutes, OUTSIDE_STEPS_FACTOR * self.minutes)
+        return 60 * minutes
 
 
 def exit_stuck(reason: str) -> None:

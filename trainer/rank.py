@@ -12,6 +12,7 @@ from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, ModelConfig, RuntimeC
 from trainer.data import TokenData
 from trainer.evaluation import Evaluation
 from trainer.events import Event, EventLog
+from trainer.health import STARTED
 from trainer.loop import train
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
@@ -54,6 +55,7 @@ class RankJob:
     origin: Callable[[World], Origin] | None = None  # of a run that does not begin with weights drawn from its seed
     weights: tuple[float, ...] = ()  # of the sources of a mixture, of which `train_shards` are
     eot: int | None = None  # begins the documents of packed shards
+    starting: Callable[[str], None] = lambda phase: None  # told each phase of the start, for a watchdog: `StartWatch`
     kept: Store | None = None  # on this node's disk, for the last state if `store` takes no checkpoint
 
 
@@ -76,8 +78,10 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     of_both = (job.fetch, model.block_size, seed, model.vocab_size)
     train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot)
     val_data = TokenData(job.val_shards, *of_both)
+    job.starting("rendezvous")
     world = World.start(job.runtime)
     attempt = job.begin(world)
+    job.starting(STARTED)
     log = EventLog(job.folder / EVENTS_FILE if world.rank == 0 else None, job.clock, job.reached, job.watch)
     checkpointer = Checkpointer(
         job.store,

@@ -52,6 +52,7 @@ class Head:
         self.connections: dict[int, NodeConnection] = {}  # by node
         self._run, self._exit_code = run, exit_code
         self._processes: dict[int, int] = {}  # by node
+        self.hosts: dict[int, str] = {}  # by node: the names of the workers' machines
         self._round = 0
         self._results: dict[int, NodeResult] = {}  # of this round, by node
         self._progress: dict[int, PartsProgress] = {}  # of this round, by node
@@ -195,7 +196,8 @@ class Head:
         if reason := self._refusal(hello):
             connection.send(End(EXIT_MISTAKE, reason))
             return
-        self._processes[node], self.connections[node] = hello.processes, connection
+        self._processes[node], self.hosts[node] = hello.processes, hello.host
+        self.connections[node] = connection
         if self._trained:
             connection.send(Trained())
         connection.start()

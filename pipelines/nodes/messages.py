@@ -6,7 +6,8 @@ CommandDied.
 """
 
 import json
-from dataclasses import asdict, dataclass
+import platform
+from dataclasses import asdict, dataclass, field
 
 from pipelines.artifacts.traffic import Traffic
 from pipelines.nodes.ranks import RankSpec
@@ -30,6 +31,7 @@ class Hello:
     node: int
     run: str
     processes: int
+    host: str = field(default_factory=platform.node)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def message_to_json(message: Message) -> bytes:
         case PartsProgress(stored, new):
             values = {"there": stored, "new": new}
         case WorkDone(round_, result):
-            values = {"ended": round_, "node": result.node, "kind": result.kind, "words": result.message}
+            values = {"ended": round_, **asdict(result)}
+            values["words"] = values.pop("message")
         case StopNotice(reason):
             values = {"stop": reason}
         case MakeParts(round_, attempt):
@@ -143,14 +146,20 @@ def message_from_json(body: bytes) -> Message:
     match json.loads(body):
         case {"sent": int(sent), "received": int(received)}:
             return KeepAlive(Traffic(sent, received))
-        case {"node": int(node), "run": str(run), "processes": int(processes)}:
-            return Hello(node, run, processes)
+        case {"node": int(node), "run": str(run), "processes": int(processes), "host": str(host)}:
+            return Hello(node, run, processes, host)
         case {"died": int(node), "run": str(run), "cause": str(cause)}:
             return CommandDied(node, run, cause)
         case {"there": int(stored), "new": int(new)}:
             return PartsProgress(stored, new)
-        case {"ended": int(round_), "node": int(node), "kind": str() | None as kind, "words": str(message)}:
-            return WorkDone(round_, NodeResult(node, kind, message))
+        case {
+            "ended": int(round_),
+            "node": int(node),
+            "kind": str() | None as kind,
+            "words": str(message),
+            "host": str(host),
+        }:
+            return WorkDone(round_, NodeResult(node, kind, message, host))
         case {"stop": str(reason)}:
             return StopNotice(reason)
         case {"tokenize": int(round_), "attempt": int(attempt)}:

@@ -6,6 +6,7 @@ file `<kind>-<rank>.txt`.
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipelines.nodes.address import NodeAddress, interface_to, rendezvous_options
-from pipelines.nodes.results import FAULT, KILLED, RERAISED, STUCK, NodeResult, kind_and_message
+from pipelines.nodes.gpu_faults import hardware_error, kernel_lines, monotonic_of, name_of_rank
+from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, NodeResult, kind_and_message
 from pipelines.nodes.torchrun import signal_name
 from pipelines.recipe import Recipe
 from trainer.health import STUCK as STUCK_LINE
@@ -140,13 +142,34 @@ def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
     if not exit_code:
         return NodeResult(node)
     log = (folder / LOG_FILE).read_text(errors="replace").splitlines()
+    if cause := gpu_fault(folder, log):
+        return NodeResult(node, GPU, f"{cause} on node {node} ({platform.node()})")
     for line in (line for line in log if STUCK_LINE in line):
         return NodeResult(node, STUCK, line)
     for cause in error_messages(folder, KILLED):
         return NodeResult(node, KILLED, cause)
     if exit_code < 0:
         return NodeResult(node, KILLED, f"torchrun on node {node} was killed by {signal_name(-exit_code)}")
-    return NodeResult(node, FAULT, [*error_messages(folder, FAULT), "\n".join(log[-LOG_LINES:])][0])
+    if not (faults := error_messages(folder, FAULT)):
+        for message in error_messages(folder, PEER):
+            return NodeResult(node, PEER, f"{message} on node {node} ({platform.node()})")
+    return NodeResult(node, FAULT, [*faults, "\n".join(log[-LOG_LINES:])][0])
+
+
+def gpu_fault(folder: Path, log: list[str]) -> str | None:
+    """The line that shows a failed GPU, by the kernel, by the ranks' errors or in their log, and the first rank that
+    failed; None if nothing shows one."""
+    paths = sorted(
+        (path for kind in (GPU, KILLED, PEER, FAULT) for path in folder.glob(f"{kind}-*.txt")),
+        key=lambda path: path.stat().st_mtime_ns,
+    )
+    first = f", {name_of_rank(paths[0])}" if paths else ""
+    for path in folder.glob(f"{GPU}-*.txt"):
+        first = f", {name_of_rank(path)}"
+    started = monotonic_of((folder / SPEC_FILE).stat().st_mtime)
+    reported = [line for path in paths if path.name.startswith(GPU) for line in path.read_text().splitlines()]
+    line = hardware_error(kernel_lines(started)) or next(iter(reported), None) or hardware_error(log)
+    return f"GPU fault: {line}{first}" if line else None
 
 
 def leave_error_message(error: Exception, folder: Path) -> None:

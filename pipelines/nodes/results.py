@@ -1,10 +1,12 @@
 """How the work of a node ends, in a form that can be sent to the head and re-raised there."""
 
+import platform
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.errors import FULL, Diverged, StoreUnavailable, UserError, is_full
+from pipelines.nodes.gpu_faults import hardware_error, peer_error
+from trainer.errors import FULL, Diverged, FaultyMachine, StoreUnavailable, UserError, is_full
 
 # Errors of a rank or a node that the head re-raises with their original type, by kind. The order is their priority.
 RERAISED: dict[str, type[Exception]] = {
@@ -12,6 +14,8 @@ RERAISED: dict[str, type[Exception]] = {
     "unavailable": StoreUnavailable,
     "diverged": Diverged,
 }
+GPU = "gpu"  # kind: the hardware of a node failed
+PEER = "peer"  # kind: a rank lost its peers; the cause is with one of them, or between them
 KILLED = "killed"  # kind: a signal ended a rank or torchrun
 STUCK = "stuck"  # kind: the watchdog ended ranks that made no progress
 FAULT = "fault"  # kind: any other error; it also names the ranks' error files
@@ -22,8 +26,9 @@ class NodeResult:
     """How the ranks of a node ended, or its parts of the text."""
 
     node: int
-    kind: str | None = None  # of the error: one of RERAISED, KILLED, STUCK or FAULT; None: success
+    kind: str | None = None  # of the error: one of RERAISED, GPU, PEER, KILLED, STUCK or FAULT; None: success
     message: str = ""
+    host: str = field(default_factory=platform.node)
 
     @property
     def error(self) -> Exception:
@@ -39,4 +44,10 @@ def kind_and_message(error: Exception, folder: Path) -> tuple[str, str]:
             return kind, str(error)
     if isinstance(error, OSError) and is_full(error):
         return "mistake", f"{error.filename or folder}: {FULL}"
+    if isinstance(error, FaultyMachine):
+        return GPU, str(error)
+    if line := hardware_error(str(error).splitlines()):
+        return GPU, line
+    if line := peer_error(f"{type(error).__name__}: {error}"):
+        return PEER, line
     return FAULT, "".join(traceback.format_exception(error))

@@ -9,11 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipelines.nodes.results import KILLED
+from trainer.health import STUCK
+from trainer.process import log_line
 
 
 def main(folder: Path, arguments: list[str]) -> None:
     """Run torchrun; raises its ChildFailedError."""
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
     before = kills_for_memory()
@@ -26,6 +30,9 @@ def main(folder: Path, arguments: list[str]) -> None:
                 with suppress(OSError):  # a full disk: the pipeline's process detects it on its own
                     text = f"rank {rank} was killed by {signal_name(-failure.exitcode)}{why}"
                     (folder / f"{KILLED}-{rank}.txt").write_text(text)
+        raise
+    except (DistNetworkError, DistStoreError, RendezvousError) as error:  # the torchrun of a node did not come
+        log_line(f"torchrun: {STUCK} in phase 'rendezvous' of the nodes ({error}); exiting")
         raise
 
 

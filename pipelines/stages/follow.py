@@ -15,10 +15,10 @@ from typing import Any
 
 from pipelines.nodes.head import Head
 from pipelines.nodes.ranks import LOG_FILE, result_of_ranks, wait_for_orphans, wait_or_kill
-from pipelines.nodes.results import KILLED, RERAISED, STUCK
+from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, NodeResult
 from pipelines.screen import Bar
 from pipelines.stage import Work
-from pipelines.tracking.deaths import after_death
+from pipelines.tracking.deaths import after_death, faults_of, marked_machine
 from pipelines.tracking.ledger import process_started
 from pipelines.tracking.records import ProcessId
 from trainer.commits import segments
@@ -188,13 +188,16 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
             raise result.error
     if not exit_code:
         return
+    for result in (result for result in results if result.kind == GPU):
+        raise after_gpu_fault(work, result)
     if head and (lost := head.lost_nodes()) and work.stop.ending is Interrupted:
         raise Interrupted(f"node {lost[0]} is gone")
     if work.stop.asked:
         raise work.stop.interruption()
     for result in (result for result in results if result.kind == STUCK):
         raise Interrupted(result.message)
-    for result in (result for result in results if result.kind == KILLED):
+    kinds = {result.kind for result in results}
+    for result in (one for one in results if one.kind == KILLED or (one.kind == PEER and FAULT not in kinds)):
         cause = result.message if step is None else f"{result.message} after step {step:,}"
         work.report(killed=cause)
         raise after_death(work.store, work.plan.prefix, work.attempt.number, cause)
@@ -202,6 +205,16 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
     raise RuntimeError(
         f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"
     )
+
+
+def after_gpu_fault(work: Work, result: NodeResult) -> Exception:
+    """Record a fault of a machine's hardware in the ledger. Returns the exception that ends the attempt."""
+    store, prefix, number = work.store, work.plan.prefix, work.attempt.number
+    earlier = faults_of(store, prefix, [result.host])[result.host]
+    marked = marked_machine({result.host: [*(n for n in earlier if n != number), number]})
+    cause = f"{result.message}; {marked}" if marked else result.message
+    work.report(killed=cause, faulty_host=result.host)
+    return after_death(store, prefix, number, cause, hardware=True)
 
 
 def track_committed(work: Work, before_request: Callable[[], None] = lambda: None) -> dict[str, int]:

@@ -5,7 +5,9 @@ there. CACHE holds verified copies of files of the store, for all processes of t
 """
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from pipelines.weights import bring
 from trainer.config import RUN_COMMIT
 from trainer.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
 from trainer.events import EventLog, Progressed
-from trainer.health import Watchdog
+from trainer.health import STARTED, StartWatch, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import Store
@@ -43,13 +45,14 @@ def main(folder: Path, cache: Path) -> int:
     stop = StopSignal()
     try:
         spec = RankSpec.read(folder)
-        return (evaluate_rank if spec.weights else train_rank)(spec, folder, cache, stop)
+        with StartWatch(spec.recipe.runtime, int(os.environ.get("RANK", "0"))) as watch:
+            return (evaluate_rank if spec.weights else train_rank)(spec, folder, cache, stop, watch.enter)
     except Exception as error:
         leave_error_message(error, folder)
         raise
 
 
-def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> int:
+def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
     """Train as one rank of `spec`'s attempt. Returns the exit code of this process."""
 
     from trainer.rank import RankJob, run_rank
@@ -60,6 +63,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
     clock = PhaseClock(started=spec.started)
 
     def begin(world: "World") -> int:
+        starting("kernel cache")
         bring_kernels(store, cache, recipe, world, clock)
         return spec.attempt
 
@@ -84,6 +88,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> i
             evaluation_in_training, recipe, lambda: tokenizer_of(recipe.tokens, store, spec.tokens), cache
         ),
         eot=tokens.facts.get("eot"),
+        starting=starting,
         kept=kept_store(cache.parent, store),
         origin=partial(origin_of, spec, store, cache) if begins_elsewhere(recipe) else None,
     )
@@ -115,14 +120,16 @@ def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Orig
     return Origin(where, path=before[-1])  # torchrun numbers the ranks node by node
 
 
-def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal) -> int:
+def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, starting: Callable[[str], None]) -> int:
     """Measure the trained weights as one rank; rank 0 leaves its events and the facts in the folder. Returns the exit
     code of this process."""
 
     from trainer.parallel import World
 
     assert spec.weights
+    starting("rendezvous")
     world = World.start(spec.recipe.runtime)
+    starting(STARTED)
     store, clock = open_store(spec.store), PhaseClock(started=spec.started)
     tokens = read_manifest(store, spec.tokens)
     assert tokens is not None, spec.tokens

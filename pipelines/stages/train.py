@@ -5,6 +5,7 @@
 """
 
 import json
+import platform
 import subprocess
 import time
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
 from pipelines.text.core_bundle import core_identity
+from pipelines.tracking.deaths import after_death, faults_of, marked_machine
 from pipelines.tracking.ledger import (
     attempts,
     prior_seconds_between_failures,
@@ -69,6 +71,7 @@ def build(work: Work) -> Built:
     recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
     world_size = work.head.wait_for_workers(processes) if work.head else processes
+    leave_marked_machines(work)
     check_shares(recipe.model, recipe.train, world_size)  # UserError now, not in the ranks
     tokens = work.inputs["tokenize"]
     for split in ("train", "val"):
@@ -95,6 +98,18 @@ def build(work: Work) -> Built:
     if state is None or not complete or not (work.folder / WEIGHTS_FILE).exists():
         raise work.stop.interruption()
     return store_result(work, state)
+
+
+def leave_marked_machines(work: Work) -> None:
+    """Interrupted if the hardware of one of these machines has failed twice: a managed job then gets others. An own
+    machine is only named."""
+    hosts = [platform.node(), *(work.head.hosts.values() if work.head else [])]
+    marked = marked_machine(faults_of(work.store, work.plan.prefix, hosts))
+    if marked and work.attempt.latest.machine.cluster:
+        work.report(killed=marked)
+        raise after_death(work.store, work.plan.prefix, work.attempt.number, marked, hardware=True)
+    if marked:
+        work.screen.warn(marked)
 
 
 def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:

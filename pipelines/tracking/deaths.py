@@ -4,18 +4,24 @@ A death is an interruption, after which the same command resumes: if training ha
 MOST_DEATHS times in a row without a new commit. The attempts in the store hold the count, so it outlives the machine.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
+
 from pipelines.tracking.ledger import attempts
 from trainer.commits import newest_commit
 from trainer.errors import Died, Interrupted
 from trainer.store import Store
 
 MOST_DEATHS = 3
+MOST_FAULTS = 2  # of one machine's hardware, until a run leaves it
 
 
-def after_death(store: Store, prefix: str, attempt: int, cause: str) -> Interrupted | Died:
-    """The exception that ends an attempt on the artifact `prefix` after a death of this cause."""
+def after_death(store: Store, prefix: str, attempt: int, cause: str, hardware: bool = False) -> Interrupted | Died:
+    """The exception that ends an attempt on the artifact `prefix` after a death of this cause.
+
+    After a fault of the `hardware`, another machine can also do what has no commit yet.
+    """
     commit = newest_commit(store, prefix)
-    if prefix.startswith("train/") and commit is None:
+    if prefix.startswith("train/") and commit is None and not hardware:
         return Died(f"{cause}; there is no commit to resume from")
     since = commit.attempt if commit else 0
     died = [beat.attempt for beat in attempts(store, prefix) if since < beat.attempt < attempt and beat.progress.killed]
@@ -23,3 +29,19 @@ def after_death(store: Store, prefix: str, attempt: int, cause: str) -> Interrup
         numbers = ", ".join(map(str, died))
         return Died(f"{cause}; so did attempts {numbers} end, and none of them made a commit")
     return Interrupted(cause)
+
+
+def faults_of(store: Store, prefix: str, hosts: Iterable[str]) -> dict[str, list[int]]:
+    """The attempts on an artifact that the hardware of these machines ended, by machine."""
+    beats = [beat for beat in attempts(store, prefix) if beat.progress.faulty_host]
+    return {host: [beat.attempt for beat in beats if beat.progress.faulty_host == host] for host in hosts}
+
+
+def marked_machine(faults: Mapping[str, Sequence[int]]) -> str | None:
+    """Why a job must have another machine, if one of these had MOST_FAULTS faults."""
+    for host, numbers in faults.items():
+        if len(numbers) >= MOST_FAULTS:
+            return (
+                f"the hardware of {host} failed in attempts {', '.join(map(str, numbers))}: another machine must go on"
+            )
+    return None

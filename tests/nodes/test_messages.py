@@ -32,11 +32,14 @@ FILE = "rank-00000-of-00001.safetensors"
     ("message", "wire"),
     [
         (KeepAlive(), {"sent": 0, "received": 0}),
-        (Hello(1, "tiny-0123", 4), {"node": 1, "run": "tiny-0123", "processes": 4}),
+        (Hello(1, "tiny-0123", 4, "n1"), {"node": 1, "run": "tiny-0123", "processes": 4, "host": "n1"}),
         (CommandDied(1, "tiny-0123", "killed"), {"died": 1, "run": "tiny-0123", "cause": "killed"}),
         (PartsProgress(500, 100), {"there": 500, "new": 100}),
-        (WorkDone(2, NodeResult(1)), {"ended": 2, "node": 1, "kind": None, "words": ""}),
-        (WorkDone(2, NodeResult(1, "mistake", "no")), {"ended": 2, "node": 1, "kind": "mistake", "words": "no"}),
+        (WorkDone(2, NodeResult(1, host="n1")), {"ended": 2, "node": 1, "kind": None, "words": "", "host": "n1"}),
+        (
+            WorkDone(2, NodeResult(1, "mistake", "no", "n1")),
+            {"ended": 2, "node": 1, "kind": "mistake", "words": "no", "host": "n1"},
+        ),
         (StopNotice("SIGTERM"), {"stop": "SIGTERM"}),
         (MakeParts(1, 7), {"tokenize": 1, "attempt": 7}),
         (

@@ -1,6 +1,7 @@
 """The events of the ranks reach screen, heartbeat and tracking once, with the numbers that count."""
 
 import json
+import platform
 import signal
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import follow
 from pipelines.stages.follow import Follower, report_event, track_row
+from pipelines.stages.train import leave_marked_machines
+from pipelines.tracking.ledger import claim
 from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.records import Billing, Machine
 from trainer.errors import Interrupted
 from trainer.events import Checkpointed, CheckpointFailed, Event, RolledBack, Row, Slow, Started
 from trainer.store import LocalStore
@@ -156,3 +160,26 @@ def test_a_run_whose_store_takes_no_checkpoint_for_too_long_is_asked_to_stop(
         follower.handle(CheckpointFailed(7, "refused"), bar)
     assert train.stop.asked and train.stop.ending is Interrupted
     assert train.stop.reason == "the store has taken no checkpoint for 1,801 s"
+
+
+@pytest.mark.parametrize("rented", [True, False])
+def test_a_rented_machine_whose_hardware_failed_twice_is_left_and_an_own_one_is_named(
+    work: Callable[[str], Work], rented: bool
+) -> None:
+    train_work = work("train")
+    train_work.screen = cast(TerminalScreen, recorder := Recorder())
+    host, prefix = platform.node(), train_work.plan.prefix
+    for number in (2, 3):
+        leave_marked_machines(train_work)  # one fault is bad luck
+        later = claim(train_work.store, prefix, "tiny-1", "train", number, Billing())
+        assert later
+        with later:
+            later.report(faulty_host=host, killed="GPU fault")
+    if rented:
+        train_work.attempt.update(machine=Machine(cloud="slurm", cluster="one"))
+        with pytest.raises(Interrupted, match=f"the hardware of {host} failed in attempts 2, 3: another machine"):
+            leave_marked_machines(train_work)
+        assert train_work.attempt.latest.progress.killed  # so it counts, and does not go on for ever
+    else:
+        leave_marked_machines(train_work)
+        assert recorder.warnings == [f"the hardware of {host} failed in attempts 2, 3: another machine must go on"]

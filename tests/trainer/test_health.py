@@ -2,7 +2,10 @@
 
 import functools
 import math
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,7 +19,8 @@ from trainer_runs import Runner
 import trainer.health
 import trainer.loop
 from trainer.config import RuntimeConfig, TrainConfig
-from trainer.health import LEVEL, RECENT, Health, Watchdog, data_step, diagnosis
+from trainer.errors import EXIT_INTERRUPTED
+from trainer.health import LEVEL, RECENT, Health, StartWatch, Watchdog, data_step, diagnosis
 from trainer.metrics import PhaseClock
 from trainer.parallel import collective_timeout
 
@@ -221,6 +225,34 @@ def test_the_watchdog_does_not_count_time_in_which_it_did_not_run(monkeypatch: p
     with watchdog:
         time.sleep(0.3)
     assert next(looks) > 5 * 3600 and reports == []
+
+
+@pytest.mark.parametrize(("phase", "minutes"), [("imports", 10), ("rendezvous", 10), ("kernel cache", 15)])
+def test_a_start_has_a_limit_for_each_phase(phase: str, minutes: float) -> None:
+    def limit(watchdog_minutes: Any) -> float:
+        watch = StartWatch(RuntimeConfig(watchdog_minutes=watchdog_minutes), 0)
+        watch.enter(phase)
+        return watch.limit_seconds() / 60
+
+    assert (limit("auto"), limit(1.0), limit(30.0)) == (minutes, 6, minutes)
+
+
+def test_a_rank_whose_peers_never_come_leaves_resumable_and_names_the_phase() -> None:
+    alone = """
+import trainer.health
+from trainer.config import RuntimeConfig
+trainer.health.START_MINUTES["rendezvous"] = 0.5 / 60
+with trainer.health.StartWatch(RuntimeConfig(), 0, poll_seconds=0.1) as watch:
+    from trainer.parallel import World
+    watch.enter("rendezvous")
+    World.start(RuntimeConfig(device="cpu"))
+"""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", alone], env=os.environ | ranks, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == EXIT_INTERRUPTED, done.stderr
+    assert "rank 0: no progress in phase 'rendezvous' for " in done.stderr and "init_process_group" in done.stderr
 
 
 def test_without_minutes_there_is_no_watchdog() -> None:

@@ -1,0 +1,111 @@
+"""Faults of GPUs and links are told from errors of programs, by texts as NVIDIA's driver, CUDA and NCCL write them.
+
+The texts are recorded ones, of public reports: there is no GPU here that fails.
+"""
+
+import os
+import platform
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines.nodes.gpu_faults import hardware_error, kernel_lines
+from pipelines.nodes.ranks import LOG_FILE, SPEC_FILE, leave_error_message, result_of_ranks
+from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, NodeResult
+
+FALLEN = "NVRM: Xid (PCI:0000:44:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+CONTAINED = "NVRM: Xid (PCI:0000:9b:00): 94, pid=1234, name=python3, Contained ECC error"
+ILLEGAL = "NVRM: Xid (PCI:0000:cb:00): 31, pid=7, name=python3, Ch 00000008, MMU Fault: ENGINE GRAPHICS"
+ENDED = "NVRM: Xid (PCI:0000:dc:00): 45, pid=18, name=python3, Ch 00000001 caused by previous Xid 149"
+ECC = """CUDA error: uncorrectable ECC error encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1."""
+REMOTE = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there was a network error, NCCL version 2.21.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgressOpt: Call to recv from 10.0.0.2<33759> failed : Connection reset by peer"""  # noqa: E501
+ABORTED = (
+    "[rank12]:[E817 17:40:34 ProcessGroupNCCL.cpp:1515] [PG 0 (default_pg) Rank 12] Process group watchdog thread "
+    "terminated with exception: CUDA error: uncorrectable ECC error encountered"
+)
+HOST = platform.node()
+
+
+@pytest.mark.parametrize("line", [FALLEN, CONTAINED, ABORTED, "RuntimeError: CUDA error: unspecified launch failure"])
+def test_a_fault_of_the_hardware_is_recognized(line: str) -> None:
+    assert hardware_error(["step 7", line, "more"]) == line
+
+
+@pytest.mark.parametrize(
+    "line", [ILLEGAL, ENDED, "CUDA error: an illegal memory access was encountered", "out of memory"]
+)
+def test_an_error_of_a_program_is_no_fault_of_the_hardware(line: str) -> None:
+    assert hardware_error([line]) is None
+
+
+def test_the_kernel_log_counts_from_the_start_of_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    record = "6,{},{:.0f},-;{}\n SUBSYSTEM=pci\n"
+    lines = [record.format(1, (now - 900) * 1e6, FALLEN), record.format(2, (now + 1) * 1e6, CONTAINED)]
+    (tmp_path / "kmsg").write_text("".join(lines) + "no record\n")
+    monkeypatch.setenv("SKYTRAIN_KERNEL_LOG", str(tmp_path / "kmsg"))
+    assert list(kernel_lines(now)) == [CONTAINED]
+    monkeypatch.setenv("SKYTRAIN_KERNEL_LOG", str(tmp_path / "absent"))
+    assert list(kernel_lines(0)) == []
+
+
+class Attempt:
+    """The folder of an attempt whose ranks failed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / SPEC_FILE).write_text("{}")
+        (folder / LOG_FILE).write_text("starting\n")
+
+    def failed(self, monkeypatch: pytest.MonkeyPatch, rank: int, error: Exception) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        leave_error_message(error, self.folder)
+        order = time.time() + len(list(self.folder.iterdir()))
+        for path in self.folder.glob(f"*-{rank}.txt"):
+            os.utime(path, (order, order))
+
+    @property
+    def result(self) -> NodeResult:
+        return result_of_ranks(1, self.folder, 1)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    monkeypatch.setenv("SKYTRAIN_KERNEL_LOG", str(tmp_path / "kmsg"))
+    return Attempt(tmp_path)
+
+
+def test_the_rank_whose_gpu_failed_is_named_before_the_peers_that_it_took_along(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt.failed(monkeypatch, 9, RuntimeError(REMOTE))
+    attempt.failed(monkeypatch, 12, RuntimeError(ECC))
+    message = f"GPU fault: CUDA error: uncorrectable ECC error encountered, rank 12 on node 1 ({HOST})"
+    assert attempt.result == NodeResult(1, GPU, message, HOST)
+
+
+def test_the_line_of_the_kernel_comes_before_what_cuda_says(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt.failed(monkeypatch, 3, RuntimeError(ECC))
+    (attempt.folder / "kmsg").write_text(f"3,7,{time.monotonic() * 1e6 + 5e6:.0f},-;{CONTAINED}\n")
+    assert attempt.result.message == f"GPU fault: {CONTAINED}, rank 3 on node 1 ({HOST})"
+
+
+def test_a_process_that_nccl_aborted_for_its_gpu_is_no_mere_death(attempt: Attempt) -> None:
+    (attempt.folder / f"{KILLED}-12.txt").write_text("rank 12 was killed by SIGABRT")
+    (attempt.folder / LOG_FILE).write_text(f"step 7\n{ABORTED}\n")
+    assert attempt.result.kind == GPU and attempt.result.message.endswith(f", rank 12 on node 1 ({HOST})")
+
+
+def test_lost_peers_are_no_fault_of_ours_unless_another_rank_shows_one(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt.failed(monkeypatch, 0, RuntimeError(REMOTE))
+    assert attempt.result.kind == PEER and "ncclRemoteError" in attempt.result.message
+    attempt.failed(monkeypatch, 1, KeyError("a bug"))
+    assert attempt.result.kind == FAULT and "KeyError: 'a bug'" in attempt.result.message
