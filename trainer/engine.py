@@ -334,8 +334,6 @@ def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device)
         return f"it needs a CUDA device, this is {device.type}"
     if torch.version.hip:
         return "its kernels are written for CUDA, this is ROCm"
-    if train.optimizer == "muon":
-        return "it does not have Muon yet"
     if train.precision in ("fp32", "fp16"):
         return f"it computes in bf16, but train.precision is {train.precision}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):

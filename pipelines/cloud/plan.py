@@ -392,7 +392,11 @@ def totals(estimates: Mapping[str, StageEstimate]) -> tuple[float, float]:
 def speed_of(work: Workload, offer: Offer, nodes: int) -> Throughput:
     """The training speed of a run on `nodes` of an offer. UserError for an unknown GPU."""
     recipe = work.recipe
-    return speed_on(recipe.model, recipe.runtime, offer.accelerators or "", nodes, work.own, recipe.train.precision)
+    found = speed_on(recipe.model, recipe.runtime, offer.accelerators or "", nodes, work.own, recipe.train.precision)
+    if recipe.train.optimizer == "muon" and not work.own:
+        source = f"{found.source}, with AdamW; Muon was measured on no GPU"
+        return Throughput(found.tokens_per_second, "assumed", source)
+    return found
 
 
 def estimate_stage(work: StageWork, offer: Offer, nodes: int) -> StageEstimate:

@@ -30,6 +30,7 @@ from pipelines.cloud.plan import (
     evaluate_hours,
     expected_time,
     parse_hours,
+    speed_of,
     tokens_of,
     training_tokens,
 )
@@ -63,6 +64,16 @@ def test_the_plan_counts_every_benchmark_and_every_baseline() -> None:
     steps, while_training = SMALL.train.max_steps, load_recipe("gpt2-124m", [core, often])
     more = [training_tokens(Workload(recipe, frozenset(), steps)) for recipe in (plain, while_training)]
     assert more[1] - more[0] == pytest.approx(-(-steps // 1000) * (120e6 + 4_016_800) / 3)
+
+
+def test_the_plan_of_a_muon_run_says_that_its_speed_is_that_of_adamw() -> None:
+    offer = Offer("aws", "here", None, "p5", False, 60.0, 60.0, "H100:8", 192)
+    adamw, muon = (
+        speed_of(Workload(load_recipe("gpt2-124m", [f"train.optimizer={name}"]), frozenset(), 1), offer, 1)
+        for name in ("adamw", "muon")
+    )
+    assert (muon.tokens_per_second, muon.kind) == (adamw.tokens_per_second, "assumed")
+    assert muon.source == f"{adamw.source}, with AdamW; Muon was measured on no GPU"
 
 
 # --- the closed form

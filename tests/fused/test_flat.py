@@ -1,4 +1,4 @@
-"""The flat state: its layout, and that its ranks together apply AdamW to the mean gradient.
+"""The flat state: its layout, and that its ranks together apply AdamW or Muon to the mean gradient.
 
 The ranks are three processes that communicate over gloo, and with three GPUs also over NCCL. They start once, for all
 tests: first two of them are a world, then all three. Each writes the outcome of every job to a file.
@@ -24,7 +24,7 @@ from trainer.families.gpt2 import Gpt2Config
 from trainer.families.gpt2_module import GPT
 from trainer.fused.flat import FlatState, Layout
 from trainer.metrics import PhaseClock
-from trainer.optim import AdamW, Rates
+from trainer.optim import Rates, group_of, optimizer_for
 from trainer.parallel import World
 from trainer.pieces import contiguous_runs, training_tensors
 from trainer.store import LocalStore
@@ -32,7 +32,15 @@ from trainer.store import LocalStore
 # A width that leaves gaps between parameters, and a vocabulary with padding.
 MODEL = Gpt2Config(n_layer=2, n_head=3, n_embd=24, block_size=16, vocab_size=70)
 TRAIN = TrainConfig(batch_tokens=64, max_steps=9, learning_rate=0.01, weight_decay=0.3, beta2=0.9)
+# With NorMuon, whose state the owners of the matrices hold.
+MUON = TRAIN.model_copy(update={"optimizer": "muon", "muon_beta2": 0.9})
 STEPS = 3
+
+
+def rates(number: int, train: TrainConfig) -> Rates:
+    """The rates of update `number`, from 1: other ones for each update and for each group."""
+    rate = TRAIN.learning_rate / number
+    return Rates(rate, 2 * rate, 3 * rate, 5 * rate, 0.9, 0.3) if train is MUON else Rates.adamw(rate)
 
 
 def gradients(step: int, rank: int) -> dict[str, Tensor]:
@@ -49,13 +57,23 @@ def rounded_mean(gradients: list[Tensor]) -> Tensor:
     return (first + second).float()
 
 
-class Reference:
-    """The plain model and torch's AdamW on the mean gradient."""
+def mean(gradients: list[Tensor]) -> Tensor:
+    return torch.stack(gradients).mean(0)
 
-    def __init__(self, world_size: int, mean: Callable[[list[Tensor]], Tensor] = lambda g: torch.stack(g).mean(0)):
-        self.model, self.world_size, self.mean = GPT(MODEL), world_size, mean
+
+class Reference:
+    """The plain model and its optimizer on the mean gradient."""
+
+    def __init__(
+        self,
+        world_size: int,
+        mean: Callable[[list[Tensor]], Tensor] = mean,
+        train: TrainConfig = TRAIN,
+    ):
+        self.model, self.world_size, self.mean, self.train = GPT(MODEL), world_size, mean, train
         self.model.initialize(TRAIN.seed)
-        self.optimizer = AdamW(self.model, TRAIN)
+        self.first = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.optimizer = optimizer_for(self.model, train)
 
     def step(self, number: int) -> float:
         """Update `number`, from 1; the norm before clipping."""
@@ -63,14 +81,16 @@ class Reference:
         for name, p in self.model.named_parameters():
             p.grad = self.mean([each[name] for each in ranks])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), TRAIN.grad_clip or math.inf)
-        self.optimizer.rates = Rates.adamw(TRAIN.learning_rate / number)
+        self.optimizer.rates = rates(number, self.train)
         self.optimizer.step()
         return float(norm)
 
 
-def flat_state(world: World, data_parallel: str = "zero1", reduce_dtype: str = "fp32") -> FlatState:
+def flat_state(
+    world: World, data_parallel: str = "zero1", reduce_dtype: str = "fp32", train: TrainConfig = TRAIN
+) -> FlatState:
     runtime = RuntimeConfig(data_parallel=data_parallel, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
-    state = FlatState(MODEL, TRAIN, runtime, world)
+    state = FlatState(MODEL, train, runtime, world)
     state.initialize(TRAIN.seed)
     return state
 
@@ -91,31 +111,40 @@ def assert_agrees(state: FlatState, reference: Reference) -> None:
     assert weights.keys() == (reference.model.state_dict().keys() if state.world.rank == 0 else set())
     for name, expected in reference.model.state_dict().items():
         rounded = state.weights[name].cpu()
-        torch.testing.assert_close(rounded.float(), expected, atol=1e-6, rtol=2**-7)
+        by_muon = reference.train is MUON and group_of(name, expected.dim()) == "matrix"
+        if by_muon:  # a direction is computed in bf16, from a mean gradient that was added up in another order
+            moved = float((expected - reference.first[name]).norm())
+            assert float((rounded.float() - expected).norm()) < 0.03 * moved + 2**-8 * float(expected.norm()), name
+        else:
+            torch.testing.assert_close(rounded.float(), expected, atol=1e-6, rtol=2**-7)
         if piece := pieces.get(f"model.{name}"):
             assert torch.equal(rounded.view(-1)[piece.start : piece.end], piece.live.cpu().bfloat16()), name
         if state.world.rank == 0:
-            torch.testing.assert_close(weights[name], expected, atol=1e-6, rtol=1e-5)
+            if not by_muon:
+                torch.testing.assert_close(weights[name], expected, atol=1e-6, rtol=1e-5)
             assert torch.equal(rounded, weights[name].bfloat16()), name
 
 
 # --- jobs of the ranks
 
 
-def updates_are_adamws(world: World, folder: Path, **options: str) -> None:
+def updates_are_adamws(world: World, folder: Path, train: TrainConfig = TRAIN, **options: str) -> None:
     rounded = options.get("reduce_dtype") == "bf16" and world.world_size > 1
-    reference = Reference(world.world_size, rounded_mean) if rounded else Reference(world.world_size)
-    state = flat_state(world, **options)
+    reference = Reference(world.world_size, rounded_mean if rounded else mean, train)
+    state = flat_state(world, **options, train=train)
     assert_agrees(state, reference)
     for number in range(1, STEPS + 1):
         norm = reference.step(number)
         loss_and_norm = backward(state, gradients(number, world.rank), loss=float(world.rank))
         torch.testing.assert_close(loss_and_norm.cpu(), torch.tensor([(world.world_size - 1) / 2, norm]))
-        state.update(Rates.adamw(TRAIN.learning_rate / number), number, loss_and_norm)
+        state.update(rates(number, train), number, loss_and_norm)
         assert_agrees(state, reference)
-    held = sum(tensor.numel() for tensor in (state.master, state.exp_avg, state.exp_avg_sq))
+    held = sum(tensor.numel() for tensor in (state.master, state.exp_avg, state.exp_avg_sq, state.momentum))
     cut = 1 if options.get("data_parallel") == "all_reduce" else world.world_size
-    assert held == 3 * state.layout.size // cut
+    if train is TRAIN:
+        assert held == 3 * state.layout.size // cut
+    elif cut == 1:
+        assert held == 3 * state.layout.size - sum(bucket.muon for bucket in state.layout.buckets)
 
 
 def all_reduce_is_adamw(world: World, folder: Path) -> None:
@@ -126,11 +155,23 @@ def reduce_in_bf16_is_adamw(world: World, folder: Path) -> None:
     updates_are_adamws(world, folder, reduce_dtype="bf16")
 
 
-def one_ranks_nan_changes_nothing(world: World, folder: Path) -> None:
-    reference, state = Reference(world.world_size), flat_state(world)
-    held = (state.master, state.exp_avg, state.exp_avg_sq)
+def updates_are_muons(world: World, folder: Path) -> None:
+    updates_are_adamws(world, folder, MUON)
+
+
+def all_reduce_is_muon(world: World, folder: Path) -> None:
+    updates_are_adamws(world, folder, MUON, data_parallel="all_reduce")
+
+
+def one_ranks_nan_changes_nothing_of_muon(world: World, folder: Path) -> None:
+    one_ranks_nan_changes_nothing(world, folder, MUON)
+
+
+def one_ranks_nan_changes_nothing(world: World, folder: Path, train: TrainConfig = TRAIN) -> None:
+    reference, state = Reference(world.world_size, train=train), flat_state(world, train=train)
+    held = (state.master, state.exp_avg, state.exp_avg_sq, state.momentum, *(state.owners.squares or {}).values())
     reference.step(1)
-    state.update(Rates.adamw(TRAIN.learning_rate), 1, backward(state, gradients(1, world.rank)))
+    state.update(rates(1, train), 1, backward(state, gradients(1, world.rank)))
     before = [tensor.clone() for tensor in held]
     last_rank = world.rank == world.world_size - 1
     broken = gradients(2, world.rank)
@@ -140,10 +181,10 @@ def one_ranks_nan_changes_nothing(world: World, folder: Path) -> None:
         backward(state, gradients(2, world.rank), loss=math.inf if last_rank else 0.0),
     ):
         assert not loss_and_norm.isfinite().all()
-        state.update(Rates.adamw(TRAIN.learning_rate), 2, loss_and_norm)
+        state.update(rates(2, train), 2, loss_and_norm)
         assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
     reference.step(2)
-    state.update(Rates.adamw(TRAIN.learning_rate / 2), 2, backward(state, gradients(2, world.rank)))
+    state.update(rates(2, train), 2, backward(state, gradients(2, world.rank)))
     assert_agrees(state, reference)
 
 
@@ -151,19 +192,35 @@ def checkpointer(world: World, folder: Path) -> Checkpointer:
     return Checkpointer(LocalStore(folder), "run", world, folder / f"work-of-{world.world_size}", world.world_size)
 
 
-def saves_after_two_updates(world: World, folder: Path) -> None:
-    state, log = flat_state(world), EventLog(None, PhaseClock())
+def saves_after_two_updates(world: World, folder: Path, train: TrainConfig = TRAIN) -> FlatState:
+    state, log = flat_state(world, train=train), EventLog(None, PhaseClock())
     for number in (1, 2):
-        state.update(Rates.adamw(TRAIN.learning_rate / number), number, backward(state, gradients(number, world.rank)))
+        state.update(rates(number, train), number, backward(state, gradients(number, world.rank)))
     saving = checkpointer(world, folder)
     saving.save(TrainState(step=2), state.pieces(), log)
     saving.finish(log)
+    return state
 
 
-def resumes_from_two_ranks(world: World, folder: Path) -> None:
+def saves_muon_and_resumes_bit_for_bit(world: World, folder: Path) -> None:
+    first = saves_after_two_updates(world, folder / "muon", MUON)
+    second = flat_state(world, train=MUON)
+    assert checkpointer(world, folder / "muon").load_latest(second.pieces(), EventLog(None, PhaseClock()))
+    second.restore()
+    for state in (first, second):
+        state.update(rates(3, MUON), 3, backward(state, gradients(3, world.rank)))
+    for name, piece in first.pieces().items():
+        assert torch.equal(piece.live, second.pieces()[name].live), name
+
+
+def resumes_muon_from_two_ranks(world: World, folder: Path) -> None:
+    resumes_from_two_ranks(world, folder / "muon", MUON)
+
+
+def resumes_from_two_ranks(world: World, folder: Path, train: TrainConfig = TRAIN) -> None:
     """Load the checkpoint of two ranks of ZeRO-1, and take the third step as those two would have."""
     for mode in ("zero1", "all_reduce"):
-        reference, state = Reference(2), flat_state(world, data_parallel=mode)
+        reference, state = Reference(2, train=train), flat_state(world, data_parallel=mode, train=train)
         log = EventLog(None, PhaseClock())
         assert checkpointer(world, folder).load_latest(state.pieces(), log) == TrainState(step=2)
         state.restore()
@@ -174,11 +231,11 @@ def resumes_from_two_ranks(world: World, folder: Path) -> None:
         # For any number of ranks, their mean gradient is that of the two.
         both = zip(gradients(3, 0).items(), gradients(3, 1).values(), strict=True)
         loss_and_norm = backward(state, {name: (a + b) / 2 for (name, a), b in both})
-        state.update(Rates.adamw(TRAIN.learning_rate / 3), 3, loss_and_norm)
+        state.update(rates(3, train), 3, loss_and_norm)
         assert_agrees(state, reference)
 
 
-Job = Callable[[World, Path], None]
+Job = Callable[[World, Path], object]
 JOBS: dict[int, list[Job]] = {
     1: [
         updates_are_adamws,
@@ -186,9 +243,28 @@ JOBS: dict[int, list[Job]] = {
         reduce_in_bf16_is_adamw,
         one_ranks_nan_changes_nothing,
         resumes_from_two_ranks,
+        updates_are_muons,
+        one_ranks_nan_changes_nothing_of_muon,
+        resumes_muon_from_two_ranks,
     ],
-    2: [updates_are_adamws, all_reduce_is_adamw, reduce_in_bf16_is_adamw, saves_after_two_updates],
-    3: [updates_are_adamws, all_reduce_is_adamw, one_ranks_nan_changes_nothing, resumes_from_two_ranks],
+    2: [
+        updates_are_adamws,
+        all_reduce_is_adamw,
+        reduce_in_bf16_is_adamw,
+        saves_after_two_updates,
+        updates_are_muons,
+        all_reduce_is_muon,
+        saves_muon_and_resumes_bit_for_bit,
+    ],
+    3: [
+        updates_are_adamws,
+        all_reduce_is_adamw,
+        one_ranks_nan_changes_nothing,
+        resumes_from_two_ranks,
+        updates_are_muons,
+        one_ranks_nan_changes_nothing_of_muon,
+        resumes_muon_from_two_ranks,
+    ],
 }
 
 
@@ -252,6 +328,15 @@ def test_updates_of_any_number_of_ranks_are_adamws_on_the_mean_gradient(
     ranks(world_size, all_reduce_is_adamw)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_updates_of_any_number_of_ranks_are_muons_on_the_mean_gradient(
+    ranks: Callable[[int, Job], None], world_size: int
+) -> None:
+    ranks(world_size, updates_are_muons)
+    if world_size == 2:
+        ranks(world_size, all_reduce_is_muon)
+
+
 def test_reducing_gradients_in_bf16_only_rounds_them(ranks: Callable[[int, Job], None]) -> None:
     ranks(2, reduce_in_bf16_is_adamw)
     ranks(1, reduce_in_bf16_is_adamw)  # no reduce, no rounding
@@ -260,6 +345,8 @@ def test_reducing_gradients_in_bf16_only_rounds_them(ranks: Callable[[int, Job],
 def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: Callable[[int, Job], None]) -> None:
     ranks(1, one_ranks_nan_changes_nothing)
     ranks(3, one_ranks_nan_changes_nothing)
+    ranks(1, one_ranks_nan_changes_nothing_of_muon)
+    ranks(3, one_ranks_nan_changes_nothing_of_muon)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -268,6 +355,14 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_three(
 ) -> None:
     ranks(2, saves_after_two_updates)
     ranks(world_size, resumes_from_two_ranks)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_muon_resumes_bit_for_bit_on_two_ranks_and_with_its_whole_state_on_one_and_on_three(
+    ranks: Callable[[int, Job], None], world_size: int
+) -> None:
+    ranks(2, saves_muon_and_resumes_bit_for_bit)
+    ranks(world_size, resumes_muon_from_two_ranks)
 
 
 def test_the_flat_state_and_the_plain_engine_load_each_others_checkpoints(tmp_path: Path) -> None:

@@ -209,8 +209,11 @@ def test_an_evaluation_leaves_the_fused_engine_as_it_is(runner: Callable[..., Ru
     assert state.evaluated_step == 3 and state.scores["eval/core"] > 0
 
 
-def test_the_eager_engine_resumes_from_a_commit_of_the_fused_engine_and_back(runner: Callable[..., Runner]) -> None:
-    plain, mixed = (runner(name, engine="eager", **SHORT) for name in ("plain", "mixed"))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_eager_engine_resumes_from_a_commit_of_the_fused_engine_and_back(
+    runner: Callable[..., Runner], optimizer: str
+) -> None:
+    plain, mixed = (runner(name, engine="eager", optimizer=optimizer, **SHORT) for name in ("plain", "mixed"))
     plain.attempt()
     for stop_after, engine in ((2, "eager"), (2, "fused"), (None, "eager")):
         runtime = mixed.config.runtime.model_copy(update={"engine": engine})

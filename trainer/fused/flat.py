@@ -14,20 +14,27 @@ it. A shard is one W-th of every bucket, not of the whole, so all ranks share in
 in place: a rank receives its shard of the summed gradient where its own gradient lay, and the all-gather sends its
 shard of the new weights from where the update wrote it.
 
+With Muon, the matrices of the blocks have a momentum instead of two moments; trainer/fused/owners.py tells how a matrix
+that shards cut gets its direction.
+
 Nothing here waits for the device: it decides itself whether to apply a step, and how much to clip it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer import muon
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.families.gpt2_module import GPT
-from trainer.optim import Rates
+from trainer.fused.owners import Exchange, Owners, Slice
+from trainer.optim import Group, Rates, group_of
 from trainer.parallel import World
 from trainer.pieces import Piece
 
@@ -51,16 +58,43 @@ class ParameterSlot:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """The range of a bucket whose parameters are of one group."""
+
+    start: int
+    end: int
+    group: Group
+
+
+# What a sharded buffer holds of its rank's shards: all, the part that Muon moves, or the part that AdamW moves.
+Held = Literal["all", "muon", "adamw"]
+
+
+@dataclass(frozen=True)
 class Bucket:
     """A contiguous range of the flat buffers: matrices, then vectors, then padding, which stays 0."""
 
+    index: int
     start: int
     length: int
-    decayed: int  # the offset of its vectors: the matrices before them have weight decay
+    segments: tuple[Segment, ...]  # of the whole bucket; the padding belongs to the last one
+    muon: int  # the end of the parameters that Muon moves; AdamW moves those after it
 
     @property
     def range(self) -> slice:
         return slice(self.start, self.start + self.length)
+
+    @property
+    def decayed(self) -> int:
+        """The offset of its vectors: the matrices before them have weight decay."""
+        return max((segment.end for segment in self.segments if segment.group != "vector"), default=0)
+
+    def shard(self, index: int, shards: int, held: Held = "all") -> tuple[int, int]:
+        """The range that a buffer holds of a shard, from the start of the bucket on."""
+        length = self.length // shards
+        start, end = index * length, (index + 1) * length
+        border = min(max(self.muon, start), end)
+        return {"all": (start, end), "muon": (start, border), "adamw": (border, end)}[held]
 
 
 class Layout:
@@ -69,26 +103,44 @@ class Layout:
     Every parameter begins at a multiple of 64 elements, and a bucket's length is one of world_size · 128.
     """
 
-    def __init__(self, config: ModelConfig, world_size: int) -> None:
+    def __init__(self, config: ModelConfig, world_size: int, with_muon: bool = False) -> None:
         with torch.device("meta"):
             shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
         self.slots: dict[str, ParameterSlot] = {}
         self.buckets: list[Bucket] = []
         for index in range(config.n_layer + 1):
             names = [name for name in shapes if bucket_of(name, config.n_layer) == index]
-            offset = decayed = 0
-            for name in sorted(names, key=lambda n: -len(shapes[n])):
+            groups = {name: group_of(name, len(shapes[name])) for name in names}
+            offset, ends = 0, dict[Group, int]()
+            for name in sorted(names, key=lambda n: get_args(Group).index(groups[n])):
                 self.slots[name] = ParameterSlot(index, offset, shapes[name])
-                offset = _rounded_up(self.slots[name].end, ALIGNED)
-                if len(shapes[name]) > 1:
-                    decayed = offset
+                offset = ends[groups[name]] = _rounded_up(self.slots[name].end, ALIGNED)
             length = _rounded_up(offset, world_size * SHARD_MULTIPLE)
-            self.buckets.append(Bucket(self.size, length, decayed))
+            borders = [0, *list(ends.values())[:-1], length]
+            segments = tuple(map(Segment, borders, borders[1:], ends))
+            end_of_muon = ends.get("matrix", 0) if with_muon else 0
+            self.buckets.append(Bucket(index, self.size, length, segments, end_of_muon))
 
     @property
     def size(self) -> int:
         """Elements of a flat buffer."""
         return sum(bucket.length for bucket in self.buckets)
+
+    def places(self, rank: int, shards: int, held: Held) -> list[int]:
+        """Where each bucket begins in a buffer of a rank's shards, and the buffer's size."""
+        ranges = [bucket.shard(rank, shards, held) for bucket in self.buckets]
+        return list(accumulate((end - start for start, end in ranges), initial=0))
+
+    def slices(self, rank: int, shards: int, held: Held) -> list[Slice]:
+        """The parts of the parameters that such a buffer holds, in its order."""
+        places, found = self.places(rank, shards, held), []
+        for name, slot in self.slots.items():
+            start, end = self.buckets[slot.bucket].shard(rank, shards, held)
+            first, last = max(start, slot.offset), min(end, slot.end)
+            if first < last:
+                at = places[slot.bucket] + first - start
+                found.append(Slice(name, first - slot.offset, last - slot.offset, at))
+        return found
 
 
 def bucket_of(name: str, n_layer: int) -> int:
@@ -101,7 +153,7 @@ def _rounded_up(n: int, multiple: int) -> int:
 
 
 class FlatState:
-    """Weights, gradients and AdamW's state of a model in training, as one rank of `world` holds them.
+    """Weights, gradients and optimizer state of a model in training, as one rank of `world` holds them.
 
     weights (bf16) and gradients (fp32) are views by parameter name, of the parameter's shape. In every step the caller
     overwrites all gradients; calls `begin_reduce` for each bucket, in the same order on all ranks, once the kernels
@@ -111,7 +163,7 @@ class FlatState:
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> None:
         self.config, self.train, self.world = config, train, world
-        self.layout = Layout(config, world.world_size)
+        self.layout = Layout(config, world.world_size, train.optimizer == "muon")
         self.shards = world.world_size if runtime.data_parallel == "zero1" else 1
         self.shard_index = world.rank if self.shards > 1 else 0
         size, device = self.layout.size, world.device
@@ -119,10 +171,18 @@ class FlatState:
         self._gradients = torch.zeros(size, device=device)  # the norm includes the gaps between parameters: they stay 0
         bf16 = runtime.reduce_dtype == "bf16" and world.world_size > 1
         self._reduced = torch.empty_like(self._weights) if bf16 else self._gradients
-        self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros(size // self.shards, device=device) for _ in range(3))
+        self._places = {h: self.layout.places(self.shard_index, self.shards, h) for h in get_args(Held)}
+        self.master = torch.zeros(self._places["all"][-1], device=device)
+        self.exp_avg, self.exp_avg_sq = (torch.zeros(self._places["adamw"][-1], device=device) for _ in range(2))
+        self.momentum = torch.zeros(self._places["muon"][-1], device=device)
+        self.owners = self._owners()
         self.weights = self._views(self._weights)
         self.gradients = self._views(self._gradients)
-        self._numbers = torch.zeros(5, device=device)
+        # Rows of 32 bytes, so that each group's numbers are as aligned as a buffer of their own. AdamW alone needs one.
+        rows = torch.zeros(len(get_args(Group)), 8, device=device)[:, :5]
+        by_muon = train.optimizer == "muon"
+        self._numbers: dict[Group, Tensor] = {g: rows[i * by_muon] for i, g in enumerate(get_args(Group))}
+        self._with_numbers: tuple[Group, ...] = get_args(Group) if by_muon else ("vector",)
         self._adamw = adamw_for(device)
         self.rehearsing = False
         self._reduces: list[dist.Work] = []
@@ -130,13 +190,13 @@ class FlatState:
 
     def initialize(self, seed: int) -> None:
         """Set the weights that GPT.initialize draws; each rank draws only those of its shards."""
-        weights = {name: torch.empty(self.layout.slots[name].shape) for name in self._pieces(self.master)}
+        weights = {name: torch.empty(self.layout.slots[name].shape) for name in self._pieces(self.master, "all")}
         GPT.draw(weights, self.config, seed)
         self.load(weights)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy weights of any dtype and device by name; the moments stay as they are."""
-        for name, piece in self._pieces(self.master).items():
+        for name, piece in self._pieces(self.master, "all").items():
             piece.live.copy_(state[name].reshape(-1)[piece.start : piece.end])
         self.restore()
 
@@ -187,34 +247,70 @@ class FlatState:
         return 1 if self.rehearsing else self.world.world_size
 
     def update(self, rates: Rates, step: int, loss_and_norm: Tensor) -> None:
-        """AdamW's update number `step` (from 1), clipped.
+        """The optimizer's update number `step` (from 1), clipped.
 
         loss_and_norm: the result of `finish`. If it is not finite, nothing changes.
         """
-        numbers, train = self._numbers, self.train
-        # fill_ passes a number as a kernel argument. A copy from the host would have to wait for the device.
-        numbers[0].fill_(rates.vector)
-        numbers[1].fill_(1 / (1 - train.beta1**step))
-        numbers[2].fill_(1 / (1 - train.beta2**step))
-        if train.grad_clip is None:
-            numbers[3].fill_(1.0)
-        else:
-            numbers[3].copy_((train.grad_clip / (loss_and_norm[1] + 1e-6)).clamp(max=1.0))
-        numbers[4].copy_(loss_and_norm.isfinite().all())
+        self._set_numbers(rates, step, loss_and_norm)
+        exchange = self._look_ahead(rates.momentum) if self.train.optimizer == "muon" else None
         last = len(self.layout.buckets) - 1
         for index in (last, *range(last)):  # in the order of the forward pass: embeddings first
-            self._update_bucket(self.layout.buckets[index])
-            self._begin_gather(index)
+            self._update_by_adamw(self.layout.buckets[index])
+            if exchange is None or not self.layout.buckets[index].muon:
+                self._begin_gather(index)
+        if exchange:
+            apply = self._numbers["matrix"][4]
+            exchange.finish(apply * (1 - (self.train.muon_beta2 or 0.0)))
+            for index, bucket in enumerate(self.layout.buckets):
+                if bucket.muon:
+                    self._update_by_muon(bucket, exchange.buffer, apply * rates.matrix, rates.matrix_decay)
+                    self._begin_gather(index)
 
-    def _update_bucket(self, bucket: Bucket) -> None:
-        full, sharded, train = self._in_full(bucket), self._in_shards(bucket), self.train
-        buffers = [self._weights[full], *(t[sharded] for t in self._sharded_buffers()), self._reduced[full]]
-        length = bucket.length // self.shards
-        decayed = min(max(0, bucket.start + bucket.decayed - full.start), length)
-        for part, decay in ((slice(0, decayed), train.weight_decay), (slice(decayed, length), 0.0)):
-            if part.start < part.stop:
-                slices = (buffer[part] for buffer in buffers)
-                self._adamw(*slices, self._numbers, decay, train.beta1, train.beta2, train.epsilon)
+    def _set_numbers(self, rates: Rates, step: int, loss_and_norm: Tensor) -> None:
+        train, apply = self.train, loss_and_norm.isfinite().all()
+        scale = (train.grad_clip / (loss_and_norm[1] + 1e-6)).clamp(max=1.0) if train.grad_clip is not None else None
+        for group in self._with_numbers:
+            numbers = self._numbers[group]
+            # fill_ passes a number as a kernel argument. A copy from the host would have to wait for the device.
+            numbers[0].fill_(rates.of(group))
+            numbers[1].fill_(1 / (1 - train.beta1**step))
+            numbers[2].fill_(1 / (1 - train.beta2**step))
+            numbers[3].fill_(1.0) if scale is None else numbers[3].copy_(scale)
+            numbers[4].copy_(apply)
+
+    def _update_by_adamw(self, bucket: Bucket) -> None:
+        train = self.train
+        start, end = bucket.shard(self.shard_index, self.shards, "adamw")
+        for segment in bucket.segments:
+            first, last = max(start, segment.start), min(end, segment.end)
+            if first < last:
+                full = slice(bucket.start + first, bucket.start + last)
+                moments = (t[self._at(bucket, first, last, "adamw")] for t in (self.exp_avg, self.exp_avg_sq))
+                buffers = self._weights[full], self.master[self._at(bucket, first, last)], *moments, self._reduced[full]
+                decay = 0.0 if segment.group == "vector" else train.weight_decay
+                numbers = self._numbers[segment.group]
+                self._adamw(*buffers, numbers, decay, train.beta1, train.beta2, train.epsilon)
+
+    def _look_ahead(self, m: float) -> Exchange:
+        """Add the gradients of the matrices to the momentum, and begin to send it to the owners."""
+        ahead = torch.empty_like(self.momentum, dtype=torch.bfloat16)
+        _, _, _, scale, apply = self._numbers["matrix"]
+        for bucket in self.layout.buckets:
+            start, end = bucket.shard(self.shard_index, self.shards, "muon")
+            if start < end:
+                held = self._at(bucket, start, end, "muon")
+                momentum, gradient = self.momentum[held], self._reduced[bucket.start + start : bucket.start + end]
+                # A momentum that takes itself for the gradient stays as it is.
+                gradient = torch.where(apply != 0, gradient.float() * scale, momentum)
+                ahead[held] = muon.look_ahead(momentum, gradient, m)
+        return self.owners.begin(ahead)
+
+    def _update_by_muon(self, bucket: Bucket, directions: Tensor, rate: Tensor, decay: float) -> None:
+        start, end = bucket.shard(self.shard_index, self.shards, "muon")
+        if start < end:
+            master = self.master[self._at(bucket, start, end)]
+            muon.move_(master, directions[self._at(bucket, start, end, "muon")], rate, decay)
+            self._weights[bucket.start + start : bucket.start + end].copy_(master)
 
     def _begin_gather(self, index: int) -> None:
         if self.shards > 1:
@@ -231,8 +327,16 @@ class FlatState:
 
     def pieces(self) -> dict[str, Piece]:
         """This rank's pieces for a checkpoint, named as PlainEngine's; call `restore` after a load into them."""
-        kinds = zip(("model", "exp_avg", "exp_avg_sq"), self._sharded_buffers(), strict=True)
-        return {f"{kind}.{name}": piece for kind, buffer in kinds for name, piece in self._pieces(buffer).items()}
+        kinds: tuple[tuple[str, Tensor, Held], ...] = (
+            ("model", self.master, "all"),
+            ("exp_avg", self.exp_avg, "adamw"),
+            ("exp_avg_sq", self.exp_avg_sq, "adamw"),
+            ("momentum", self.momentum, "muon"),
+        )
+        pieces = {f"{k}.{name}": p for k, buffer, held in kinds for name, p in self._pieces(buffer, held).items()}
+        for name, squares in (self.owners.squares or {}).items():
+            pieces[f"row_squares.{name}"] = Piece(squares, 0, tuple(squares.shape), replicated=self.shards == 1)
+        return pieces
 
     def full_weights(self) -> dict[str, Tensor]:
         """All master weights, fp32 on the CPU, on rank 0; empty on the others. All ranks have to call it."""
@@ -247,17 +351,26 @@ class FlatState:
                     state[name] = whole[slot.offset : slot.end].view(slot.shape).to("cpu", copy=True)
         return state
 
-    def _sharded_buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.master, self.exp_avg, self.exp_avg_sq
-
     def _in_full(self, bucket: Bucket) -> slice:
         """This rank's shard of a bucket in the buffers that hold whole buckets."""
         length = bucket.length // self.shards
         return slice(bucket.start + self.shard_index * length, bucket.start + (self.shard_index + 1) * length)
 
     def _in_shards(self, bucket: Bucket) -> slice:
-        """This rank's shard of a bucket in the buffers that hold only its shards."""
+        """This rank's shard of a bucket in the master weights."""
         return slice(bucket.start // self.shards, (bucket.start + bucket.length) // self.shards)
+
+    def _at(self, bucket: Bucket, first: int, last: int, held: Held = "all") -> slice:
+        """The place of a range of a bucket in the sharded buffers that hold it."""
+        start = self._places[held][bucket.index] - bucket.shard(self.shard_index, self.shards, held)[0]
+        return slice(start + first, start + last)
+
+    def _owners(self) -> Owners:
+        """Of the matrices that Muon moves, as the shards of all ranks cut them."""
+        slots = self.layout.slots
+        slices = [self.layout.slices(rank, self.shards, "muon") for rank in range(self.shards)]
+        shapes = {s.name: slots[s.name].shape for of_rank in slices for s in of_rank}
+        return Owners(shapes, slices, self.shard_index, self.world.device, self.train.muon_beta2 is not None)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         views = {}
@@ -266,18 +379,11 @@ class FlatState:
             views[name] = flat[start + slot.offset : start + slot.end].view(slot.shape)
         return views
 
-    def _pieces(self, buffer: Tensor) -> dict[str, Piece]:
+    def _pieces(self, buffer: Tensor, held: Held) -> dict[str, Piece]:
         """The part of each parameter that one of this rank's sharded buffers holds, if any."""
-        pieces = {}
-        for name, slot in self.layout.slots.items():
-            bucket = self.layout.buckets[slot.bucket]
-            full, at = self._in_full(bucket), self._in_shards(bucket).start
-            start, end = full.start - bucket.start, full.stop - bucket.start
-            first, last = max(start, slot.offset), min(end, slot.end)
-            if first < last:
-                live = buffer[at + first - start : at + last - start]
-                pieces[name] = Piece(live, first - slot.offset, slot.shape, replicated=self.shards == 1)
-        return pieces
+        slots, replicated = self.layout.slots, self.shards == 1
+        slices = self.layout.slices(self.shard_index, self.shards, held)
+        return {s.name: Piece(s.of(buffer), s.start, slots[s.name].shape, replicated) for s in slices}
 
 
 def adamw_for(device: torch.device) -> Callable[..., None]:
