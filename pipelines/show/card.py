@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.artifacts.manifest import Manifest
 from pipelines.show.beginning import beginning_text
 from pipelines.show.console import columns, console, duration, money
 from pipelines.tracking.account import Account, Cost
@@ -76,6 +77,14 @@ def table_of_stages(pipeline: "Pipeline", account: Account) -> Table:
     return table
 
 
+def baseline_texts(evaluated: Manifest) -> list[tuple[str, str]]:
+    """Each baseline of an evaluation with its scores."""
+    return [
+        (name, ", ".join(f"{title} {found[metric]:.4f}" for metric, title in BASELINE.items() if metric in found))
+        for name, found in evaluated.facts.get("baselines", {}).items()
+    ]
+
+
 def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = None) -> list[tuple[str, str]]:
     """Labels and values of the card below the table of stages."""
     facts = [("store", pipeline.store.uri)]
@@ -96,9 +105,7 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
     if summary.core is not None:
         facts.append(("CORE", f"{summary.core:.4f} (centred accuracy, 22 tasks)"))
     evaluated = pipeline.made.get("evaluate")
-    for name, measured in (evaluated.facts.get("baselines", {}) if evaluated else {}).items():
-        scores = [f"{title} {measured[metric]:.4f}" for metric, title in BASELINE.items() if metric in measured]
-        facts.append(("baseline", f"{name}: {', '.join(scores)}"))
+    facts += [("baseline", f"{name}: {scores}") for name, scores in (baseline_texts(evaluated) if evaluated else [])]
     if passed:
         facts.append(("passed", passed_text(passed)))
     order = {phase: i for i, phase in enumerate(PHASES_FIRST)}

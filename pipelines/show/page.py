@@ -19,14 +19,16 @@ from typing import Any
 
 import yaml
 
-from pipelines.artifacts.manifest import Manifest
+from pipelines.artifacts.manifest import Beginning, Manifest
 from pipelines.recipe import Recipe
-from pipelines.show.card import TARGET_NAMES, passed_text
-from pipelines.show.console import say
+from pipelines.show.beginning import changes_text
+from pipelines.show.card import TARGET_NAMES, baseline_texts, passed_text
+from pipelines.show.console import money, say
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, market_of, merge_waits
+from pipelines.tracking.origins import beginning_of_run
 from pipelines.tracking.records import Heartbeat
-from pipelines.tracking.runs import Run, RunRecord
+from pipelines.tracking.runs import Run
 from trainer.config import batch_stages
 from trainer.errors import UserError
 from trainer.metrics import MFU_FORMULA
@@ -177,7 +179,7 @@ def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         "faults": summary.faults,
         "attempts": [attempt_data(number, one, account) for number, one in merge_waits(account.attempts)],
         "series": series_data(rows, account),
-        "lineage": lineage(record, recipe, made, account),
+        "lineage": lineage(run, account),
         "targets": [*stop_targets(run), *targets_of(run, size)],
         "receipt": receipt(recipe, made, account, run.attempts.get("train", [])),
         "recipe": yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True),
@@ -315,18 +317,16 @@ def machine_name(one: AttemptAccount) -> str:
     return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host
 
 
-def lineage(
-    record: RunRecord,
-    recipe: Recipe,
-    made: dict[str, Manifest | None],
-    account: Account,
-) -> list[dict[str, Any]]:
-    """The text and the artifacts made from it: a box each, with fingerprint and contents."""
-    tokens = recipe.tokens
+def lineage(run: Run, account: Account) -> list[dict[str, Any]]:
+    """The text, the weights at the beginning and the artifacts made from them: a box each, with fingerprint and
+    contents."""
+    record, tokens = run.record, run.recipe.tokens
     of_text = [f"revision {tokens.revision[:12]}"] if tokens.revision else []
-    boxes = [{"stage": "text", "name": text_name(recipe), "facts": [*of_text, f"tokenizer {tokens.tokenizer}"]}]
+    boxes = [{"stage": "text", "name": text_name(run.recipe), "facts": [*of_text, f"tokenizer {tokens.tokenizer}"]}]
+    if began := beginning_of_run(run):
+        boxes.append(beginning_box(began))
     for stage, prefix in record.prefixes.items():
-        manifest = made.get(stage)
+        manifest = run.manifests.get(stage)
         box: dict[str, Any] = {
             "stage": stage,
             "name": prefix,
@@ -343,6 +343,24 @@ def lineage(
     return boxes
 
 
+def beginning_box(began: Beginning) -> dict[str, Any]:
+    """The weights that the training began with, or the run that it branched from."""
+    name, _, content = began.source.partition("@sha256:")
+    facts = ["with its whole state" if began.branched else "weights alone"]
+    if began.run and began.fingerprint:
+        cost = money(began.usd, began.unpriced_hours)
+        facts.append(f"cost {cost} dollars so far, in its own bill")
+    elif began.run:
+        facts.append("no longer in the store")
+    if changes := changes_text(began):
+        facts.append(changes.removeprefix("; "))
+    fingerprint = began.fingerprint or content
+    stage = "branched from" if began.branched else "begins with"
+    return {"stage": stage, "beginning": True, "name": name, "facts": facts} | (
+        {"fingerprint": fingerprint} if fingerprint else {}
+    )
+
+
 def contents(manifest: Manifest) -> list[str]:
     """The contents of an artifact, a short text each."""
     facts = manifest.facts
@@ -357,7 +375,8 @@ def contents(manifest: Manifest) -> list[str]:
     }
     if manifest.stage == "train":
         del texts["parameters"]
-    return [text.format(facts[name]) for name, text in texts.items() if facts.get(name) is not None]
+    found = [text.format(facts[name]) for name, text in texts.items() if facts.get(name) is not None]
+    return [*found, *(f"beside {name}: {scores}" for name, scores in baseline_texts(manifest))]
 
 
 def targets(

@@ -4,7 +4,7 @@ The card has the state of the moment when export ran: after evaluate, and with t
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -102,6 +102,7 @@ def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[s
             "tokens trained on",
             f"{seen} in {recipe.train.max_steps:,} steps",
         ),
+        ("first weights", beginning(recipe, made["train"])),
         ("batch", f"{recipe.train.batch_tokens:,} tokens"),
         ("learning rate", f"{recipe.train.learning_rate:g}, {recipe.train.schedule}"),
         ("number format of the products", str(train.get("precision") or recipe.train.precision)),
@@ -112,9 +113,18 @@ def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[s
     return rows
 
 
-def train_from(recipe: Recipe) -> str | None:
-    """The weights that the training began with; None: random ones."""
-    return recipe.train.init_from or recipe.train.branch_from
+def beginning(recipe: Recipe, train: Manifest) -> str:
+    """The weights that the training began with, in words."""
+    began = train.facts.get("began") or {}
+    source = began.get("source") or recipe.train.branch_from or recipe.train.init_from
+    if source is None:
+        return f"random, from the seed {recipe.train.seed}"
+    name, _, content = source.partition("@sha256:")
+    at = _code(name) + (f" (sha256 {content[:12]})" if content else "")
+    if recipe.train.branch_from is None:
+        return f"those of {at}"
+    changes = ", ".join(began.get("changes") or {})
+    return f"the whole state of {at}" + (f"; changed since: {changes}" if changes else "")
 
 
 def scores(made: Mapping[str, Manifest]) -> Iterable[tuple[str, float]]:
@@ -139,8 +149,15 @@ def data_of(score: str) -> str:
 
 
 def evaluation(made: Mapping[str, Manifest]) -> str:
-    found = [(name_of(name), f"{value:.4f}") for name, value in scores(made)]
-    return table(found) if found else "The run was not evaluated when this export was made."
+    found = list(scores(made))
+    if not found:
+        return "The run was not evaluated when this export was made."
+    baselines = made["evaluate"].facts.get("baselines", {})
+    rows = [
+        (name_of(name), f"{value:.4f}", *(_score(measured.get(name)) for measured in baselines.values()))
+        for name, value in found
+    ]
+    return table(rows, ("", *(["this model", *map(_code, baselines)] if baselines else [""])))
 
 
 def cost_facts(account: Account | None) -> list[tuple[str, str]]:
@@ -187,9 +204,9 @@ LIMITS = (
 )
 
 
-def table(rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"| {name} | {value.replace('|', '&#124;')} |" for name, value in rows]
-    return "\n".join(["| | |", "|---|---|", *lines])
+def table(rows: Iterable[tuple[str, ...]], heads: Sequence[str] = ("", "")) -> str:
+    lines = [heads, ["---" for _ in heads], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |" for cells in lines)
 
 
 def public(source: str) -> str:
@@ -203,6 +220,10 @@ def public(source: str) -> str:
 def _code(text: str) -> str:
     """A text of the user in Markdown's code, on one line."""
     return f"`{json.dumps(text, ensure_ascii=False)[1:-1].replace('`', ' ')}`"
+
+
+def _score(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else ""
 
 
 def _count(tokens: object) -> str:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -72,6 +73,7 @@ def run_in(
     steps: int = 400,
     finished: bool = True,
     changes: Sequence[str] = (),
+    more: Mapping[str, dict[str, Any]] = types.MappingProxyType({}),  # facts by stage
     **prices: Any,
 ) -> RunRecord:
     """A run that was killed at step 250, after a commit at step 200, and resumed an hour later."""
@@ -114,7 +116,7 @@ def run_in(
             files = (File("x", "a0001/x", 1000, "0" * 64),)
             made_by = "other-12345678" if stage == "tokenize" else run
             about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
-            manifest = Manifest(*about, {}, files, origin, found, made_by, 1, NOON)
+            manifest = Manifest(*about, {}, files, origin, found | more.get(stage, {}), made_by, 1, NOON)
             store.create(key_of(plan.prefix), manifest.to_json())
     return record(store, run, recipe, plans, "export")
 
@@ -175,6 +177,29 @@ def test_a_page_shows_the_data_of_the_store(store: LocalStore) -> None:
     receipt = dict(data["receipt"])
     assert receipt["commit"] == "c0ffee with uncommitted changes"
     assert receipt["seed"] == "1337" and receipt["hardware"].startswith("1 x cpu, fp32; ")
+
+
+BEGAN = {"source": f"run:wsd-1a2b3c4d@50@sha256:{'d' * 64}", "branched": True, "run": "wsd-1a2b3c4d", "step": 50}
+BEGAN |= {"fingerprint": "c" * 64, "usd": 1.5, "changes": {"train.max_steps": [300, 400]}}
+BASELINES = {"openai-community/gpt2": {"val/loss": 3.1, "eval/hellaswag_acc_norm": 0.2945}}
+
+
+def test_the_lineage_has_the_parent_of_a_branch_and_the_baselines_of_its_evaluation(store: LocalStore) -> None:
+    made = run_in(store, more={"train": {"began": BEGAN}, "evaluate": {"baselines": BASELINES}})
+    boxes = {box["stage"]: box for box in run_data(Run(store, made))["lineage"]}
+    assert list(boxes) == ["text", "branched from", "tokenize", "train", "evaluate", "export"]
+    parent = boxes["branched from"]
+    assert (parent["name"], parent["fingerprint"]) == ("run:wsd-1a2b3c4d@50", "c" * 64)
+    assert parent["facts"] == [
+        *("with its whole state", "cost 1.50 dollars so far, in its own bill"),
+        "changed: train.max_steps 300 → 400",
+    ]
+    assert boxes["evaluate"]["facts"][1:] == ["beside openai-community/gpt2: val loss 3.1000, HellaSwag 0.2945"]
+
+    tuned = run_in(store, "tuned", changes=[f"train.init_from=openai-community/gpt2@{'e' * 40}"], finished=False)
+    boxes = {box["stage"]: box for box in run_data(Run(store, tuned))["lineage"]}
+    assert boxes["begins with"]["name"] == f"openai-community/gpt2@{'e' * 40}"
+    assert boxes["begins with"]["facts"] == ["weights alone"] and "fingerprint" not in boxes["begins with"]
 
 
 def test_consecutive_waits_for_spot_are_one_row_of_the_page_as_in_the_bill(

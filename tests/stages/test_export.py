@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from stage_work import tiny_work
 from torch import nn
 
+from pipelines.artifacts.manifest import Manifest
 from pipelines.formats import gguf, hf, llmc, nanogpt, onnx
 from pipelines.formats.weights import Weights
+from pipelines.recipe import load_recipe
 from pipelines.stage import Built, Work
 from pipelines.stages import export
-from pipelines.stages.model_card import public
+from pipelines.stages.model_card import model_card, public
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
@@ -453,6 +455,25 @@ def test_the_card_holds_what_the_run_measured_and_cost(undisturbed: Callable[[in
     assert "| dollars | 0." in card.text and "| tokens trained on | 61,440 in 60 steps |" in card.text
     recipe = card.text.split("```yaml\n")[1].split("```")[0]
     assert yaml.safe_load(recipe)["train"]["max_steps"] == 60
+
+
+def test_the_card_names_the_first_weights_and_the_scores_of_baselines() -> None:
+    def made(stage: str, **facts: Any) -> Manifest:
+        return Manifest(stage, stage, "f" * 64, {}, {}, (), {}, facts, "run", 1, 1.0)
+
+    source, scores = f"run:wsd-1a@50@sha256:{'d' * 64}", {"val/loss": 2.5, "eval/core": 0.1}
+    evaluated = made("evaluate", **scores, baselines={"openai-community/gpt2": {"val/loss": 3.1}})
+    trained = made("train", steps=60, began={"source": source, "branched": True, "changes": {"train.": [1, 2]}})
+    stages = {"tokenize": made("tokenize"), "evaluate": evaluated}
+    card = model_card(load_recipe("smoke", [f"train.branch_from={source}"]), stages | {"train": trained}, None)
+    assert "| first weights | the whole state of `run:wsd-1a@50` (sha256 dddddddddddd); changed since: train." in card
+    assert "| this model | `openai-community/gpt2` |" in card
+    assert "| validation loss, nats per token | 2.5000 | 3.1000 |" in card
+    assert "| CORE (DCLM), centred accuracy | 0.1000 |  |" in card
+    card = model_card(load_recipe("smoke", ["train.init_from=gpt2.bin"]), stages | {"train": made("train")}, None)
+    assert "| first weights | those of `gpt2.bin` |" in card
+    card = model_card(load_recipe("smoke"), stages | {"train": made("train")}, None)
+    assert "| first weights | random, from the seed 1337 |" in card
 
 
 def test_the_card_names_no_password_of_a_source() -> None:

@@ -16,7 +16,7 @@ from run_records import RUN, done_run, finished, recorded
 from pipelines.tracking.mlflow import registry
 from pipelines.tracking.mlflow import shipper as shipping
 from pipelines.tracking.mlflow.journal import Model, position_file
-from pipelines.tracking.mlflow.parent import finished_model, parent_results
+from pipelines.tracking.mlflow.parent import finished_model, parent_results, parent_tags
 from pipelines.tracking.mlflow.shipper import rebuild
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.runs import read_run
@@ -62,7 +62,7 @@ def logged_models(seen: Seen, fingerprint: str) -> list[Any]:
 def test_a_finished_run_is_one_logged_model_and_one_version_however_often_it_is_shipped(
     store: LocalStore, tmp_path: Path, server: str
 ) -> None:
-    done_run(store)
+    done_run(store, evaluate={"lm_eval/piqa/acc": 0.62, "baselines": {"openai-community/gpt2": {"val/loss": 3.1}}})
     tracker = written(tmp_path)
     log_model(tracker, store, model_of(store, name="gpt2-124m", good=True))
     for _ in range(2):
@@ -78,6 +78,7 @@ def test_a_finished_run_is_one_logged_model_and_one_version_however_often_it_is_
     assert len(logged.metrics) == len(metrics)
     assert metrics["val/loss"] == 2.45678 and metrics["eval/hellaswag_acc_norm"] == 0.2945
     assert metrics["eval/core"] == 0.11394 and metrics["cost/usd"] == 41.5
+    assert metrics["lm_eval/piqa/acc"] == 0.62 and metrics["baseline/openai-community-gpt2/val/loss"] == 3.1
     assert seen.points(NAME, "val/loss") == [(200, 2.45678)] and seen.points(NAME, "cost/usd") == [(200, 41.5)]
     assert logged.params["parameters"] and logged.params["tokens"] == str(200 * 8192)
     assert logged.tags["skytrain.uri"] == model.uri and logged.tags["skytrain.run"] == RUN
@@ -115,6 +116,7 @@ def test_a_run_has_passed_a_target_if_its_training_ended_at_it(store: LocalStore
     model = model_of(store)
     assert model.good and model.tags["skytrain.passed"] == "hellaswag"
     assert model.tags["skytrain.began.run"] == "gpt2-1a2b" and model.tags["skytrain.began.step"] == "50"
+    assert parent_tags(read_run(store, RUN))["skytrain.began.from"] == BEGAN["source"]
 
 
 def test_a_registry_that_refuses_is_noted_once_and_stops_nothing(

@@ -207,7 +207,9 @@ function lineage(run) {
       `${seconds(3600 * box.bill.hours)}, ${plural(box.attempts, "attempt")}`, costs(run) && `, ${paid(box.bill)}`),
     box.bytes && el("div", { class: "soft" }, bytes(box.bytes)));
   const of = (...stages) => run.lineage.filter((box) => stages.includes(box.stage)).map(artifact);
-  const columns = [of("text"), of("tokenize"), of("train"), of("evaluate", "export")].filter((boxes) => boxes.length);
+  const began = run.lineage.filter((box) => box.beginning).map(artifact);
+  const columns = [of("text"), [...of("tokenize"), ...began], of("train"), of("evaluate", "export")]
+    .filter((boxes) => boxes.length);
   return el("ol", { class: "lineage" }, columns.map((boxes) => el("li", {}, boxes)));
 }
 

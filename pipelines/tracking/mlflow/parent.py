@@ -1,13 +1,16 @@
 """The parent run in MLflow: what people compare between runs, and the files that explain one."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
 
+from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.mlflow.journal import Model
+from pipelines.tracking.mlflow.registry import BASELINE, HARNESS
 from pipelines.tracking.origins import beginning_of_run
 from pipelines.tracking.records import Progress
 from pipelines.tracking.runs import Run
@@ -46,14 +49,45 @@ def parent_results(run: Run) -> Iterator[tuple[int, float, dict[str, float]]]:
                 values["world_size"] = float(progress.world_size)
             if evaluated:  # whose validation is the larger one
                 values.pop("val/loss", None)
+        else:
+            values |= harness_scores(manifest) | baseline_scores(manifest)
         if values:
             yield train.fact("steps"), manifest.created, values
 
 
+def harness_scores(evaluated: Manifest) -> dict[str, float]:
+    """The scores of EleutherAI's harness, `lm_eval/TASK/METRIC`."""
+    facts = evaluated.facts.items()
+    return {n: float(value) for n, value in facts if n.startswith(HARNESS) and isinstance(value, int | float)}
+
+
+def baseline_scores(evaluated: Manifest) -> dict[str, float]:
+    """The results of the recipe's baselines, `baseline/NAME/METRIC`, in characters that MLflow takes."""
+    return {
+        f"{BASELINE}{re.sub('[^A-Za-z0-9_.-]+', '-', name).strip('-.')}/{metric}": float(measured[metric])
+        for name, measured in evaluated.facts.get("baselines", {}).items()
+        for metric in RESULTS
+        if metric in measured
+    }
+
+
 def parent_tags(run: Run) -> dict[str, str]:
-    """The hardware that trained last, such as "8 x NVIDIA H100"; a resumed run may have had another before."""
-    progress = last_training(run)
-    return {"skytrain.hardware": f"{progress.world_size} x {progress.device}"} if progress and progress.device else {}
+    """Where the run began, and the hardware that trained last, such as "8 x NVIDIA H100"; a resumed run may have had
+    another before."""
+    tags, progress = beginning_tags(run), last_training(run)
+    if progress and progress.device:
+        tags["skytrain.hardware"] = f"{progress.world_size} x {progress.device}"
+    return tags
+
+
+def beginning_tags(run: Run) -> dict[str, str]:
+    """The weights or the commit that a run began with; nothing for random weights."""
+    began = beginning_of_run(run)
+    if began is None:
+        return {}
+    origin = {"from": began.source, "run": began.run, "step": began.step, "fingerprint": began.fingerprint}
+    tags = {f"skytrain.began.{name}": str(value) for name, value in origin.items() if value is not None}
+    return tags | {"skytrain.began.how": "branch" if began.branched else "weights"}
 
 
 def finished_model(run: Run) -> Model | None:
@@ -65,10 +99,7 @@ def finished_model(run: Run) -> Model | None:
     tags |= {"skytrain.store": run.store.uri, "skytrain.attempts": str(run.summary.attempts)}
     if commit := train.provenance.get("git_commit"):
         tags["mlflow.source.git.commit"] = str(commit)
-    if began := beginning_of_run(run):
-        origin = {"from": began.source, "run": began.run, "step": began.step, "fingerprint": began.fingerprint}
-        tags |= {f"skytrain.began.{name}": str(value) for name, value in origin.items() if value is not None}
-        tags["skytrain.began.how"] = "branch" if began.branched else "weights"
+    tags |= beginning_tags(run)
     if target := train.facts.get("stopped_by"):
         tags["skytrain.passed"] = str(target)
     model = {f"model.{name}": str(value) for name, value in run.recipe.model.model_dump().items()}

@@ -20,6 +20,7 @@ MODEL_METRICS = (
     *("train/loss", "val/loss", "val/bits_per_byte", "eval/hellaswag_acc_norm", "eval/core"),
     *("cost/usd", "cost/usd_per_billion_tokens", "time/billed_hours"),
 )
+HARNESS, BASELINE = "lm_eval/", "baseline/"  # and all results whose names begin so
 EXTERNAL = {"mlflow.model.isExternal": "true"}  # MLflow's own mark of a model whose files it does not have
 # Error codes of a server without a registry, or one that forbids it to us.
 NO_REGISTRY = ("PERMISSION_DENIED", "ENDPOINT_NOT_FOUND", "NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED")
@@ -65,7 +66,8 @@ def _newest_results(client: MlflowClient, parent: str, known: Any, model_id: str
     """The parent's newest point of each result, as points of the model. For the parent itself they are not new."""
     from mlflow.entities import Metric
 
-    histories = (client.get_metric_history(parent, key) for key in MODEL_METRICS if key in known)
+    keys = [key for key in known if key in MODEL_METRICS or key.startswith((HARNESS, BASELINE))]
+    histories = (client.get_metric_history(parent, key) for key in keys)
     newest = [max(history, key=lambda m: (m.step, m.timestamp)) for history in histories]
     return [Metric(m.key, m.value, m.timestamp, m.step, model_id=model_id) for m in newest]
 
