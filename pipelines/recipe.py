@@ -24,6 +24,7 @@ VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoft
 LLMC = "llmc://"  # before the place of shards that exist
 HF: Literal["hf"] = "hf"  # the format of every export; the others are made beside it
 OTHER_FORMATS = ("gguf", "llmc", "nanogpt", "onnx")
+FORMATS_OF: dict[str, tuple[str, ...]] = dict.fromkeys(OTHER_FORMATS, ("gpt2",))  # the families that each can hold
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
@@ -232,6 +233,7 @@ class Recipe(Section):
         if isinstance(self.tokens.tokenizer, str):  # the ids of a file are counted where it is read
             self.check_vocab_size(vocab_size_of(self.tokens.tokenizer))
         sequences_per_step(self.model, self.train)
+        self._family_is_served()
         self._target_is_measured()
         self._splits_hold_a_sequence()
         return self
@@ -253,6 +255,16 @@ class Recipe(Section):
                 f"model.vocab_size {self.model.vocab_size} is smaller than the {needed} ids of "
                 f"tokens.tokenizer '{self.tokens.tokenizer}'; use {needed}"
             )
+
+    def _family_is_served(self) -> None:
+        family, precision = self.model.family, self.train.precision
+        if not self.model.fused and (precision.startswith("fp8") or self.runtime.engine == "fused"):
+            field = "train.precision: fp8" if precision.startswith("fp8") else "runtime.engine: fused"
+            raise ValueError(f"{field} is the fused engine's, which has no step for model.family {family}; use auto")
+        for name in self.export.other_formats:
+            if family not in FORMATS_OF[name]:
+                held = ", ".join(FORMATS_OF[name])
+                raise ValueError(f"export.formats: {name} holds no model.family {family}, only {held}; remove it")
 
     def _target_is_measured(self) -> None:
         evaluate, stop_at = self.evaluate, self.train.stop_at
@@ -365,7 +377,7 @@ def vocab_size_of(tokenizer: str) -> int:
 def shipped() -> dict[str, Path]:
     """The recipes that come with skytrain, by name, smallest first."""
     folder = Path(str(resources.files("pipelines"))) / "recipes"
-    order = ["smoke", "gpt2-124m", "gpt3-125m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
+    order = ["smoke", "smoke-modern", "gpt2-124m", "gpt3-125m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
     paths = {path.stem: path for path in folder.glob("*.yaml")}
     return {name: paths[name] for name in sorted(paths, key=lambda n: (order + [n]).index(n))}
 

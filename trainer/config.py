@@ -60,6 +60,7 @@ class ModelConfig(Section, ABC):
         "a multiple of 128 rows",
     )
 
+    title: ClassVar[str]  # of the architecture, for people
     fused: ClassVar[bool] = False  # the fused engine has a step for this family
     vocabulary_rows: ClassVar[tuple[str, ...]] = ("wte.weight",)  # parameters with a row for each token id
 
@@ -89,6 +90,11 @@ class ModelConfig(Section, ABC):
 
     @property
     @abstractmethod
+    def details(self) -> str:
+        """The architecture in words, without its sizes."""
+
+    @property
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter, in the order of the plain module, without the padding of the vocabulary."""
 
@@ -115,11 +121,6 @@ class ModelConfig(Section, ABC):
         return 6 * n + 12 * self.n_layer * self.n_embd * self.block_size
 
     # --- as Hugging Face's transformers has it
-
-    @property
-    @abstractmethod
-    def description(self) -> str:
-        """The architecture in words, for a model card: 'A … language model with …'."""
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:

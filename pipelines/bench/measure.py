@@ -357,7 +357,7 @@ def bench_result(
 
     on_gpu = world.device.type == "cuda"
     figures = measurements()
-    size = figures.size_of(recipe.model.n_layer, recipe.model.n_embd) if peers else None
+    size = figures.size_of(recipe.model.family, recipe.model.n_layer, recipe.model.n_embd) if peers else None
     return BenchResult(
         recipe=name,
         device=torch.cuda.get_device_name(world.device) if on_gpu else "CPU",

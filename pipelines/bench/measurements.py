@@ -98,8 +98,10 @@ class Measurements(Record):
                 speeds.setdefault(speed.trainer, {})[speed.size] = speed.tokens_per_second
         return speeds
 
-    def size_of(self, n_layer: int, n_embd: int) -> str | None:
-        """The name of the measured size with this shape, None if it is another one."""
+    def size_of(self, family: str, n_layer: int, n_embd: int) -> str | None:
+        """The name of the measured size with this shape, None if it is another one. All are GPT-2s."""
+        if family != "gpt2":
+            return None
         return next((name for name, s in self.sizes.items() if (s.n_layer, s.n_embd) == (n_layer, n_embd)), None)
 
 

@@ -347,7 +347,8 @@ def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[Measu
         rows = [row for key in keys for row in rows_of(f"{store.uri}/{key}", store.get(key) or b"")]
         machine, steps = beat.machine.accelerators, [row[SPEED] for row in rows if SPEED in row][2:]  # two may compile
         if steps:
-            n, engine = recipe.model.parameters, engine_of(recipe.runtime, recipe.train.precision, machine or "")
+            n, precision = recipe.model.parameters, recipe.train.precision
+            engine = engine_of(recipe.model, recipe.runtime, precision, machine or "")
             where = f"measured by attempt {beat.attempt} of this run on {beat.nodes} x {machine or 'CPU'}"
             found.append(MeasuredRun(n, machine or "", beat.nodes, engine, 0.0, median(steps), where))
         if len(found) == MOST_ATTEMPTS:
@@ -494,7 +495,7 @@ def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
     else:
         segment = runtime.checkpoint_minutes / 60
     hours = tokens / speed_of(work, offer, nodes).tokens_per_second / 3600
-    engine = engine_of(runtime, train.precision, offer.accelerators or "")
+    engine = engine_of(recipe.model, runtime, train.precision, offer.accelerators or "")
     start = START_SECONDS + (FIRST_STEP_SECONDS if engine == "compiled" else 0)
     return StageWork(hours, min(segment, hours), stall / 3600, start / 3600)
 
@@ -513,7 +514,7 @@ def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
     """Val loss and benchmarks on all GPUs of a node; a CPU counts as 1 TFLOP/s."""
     kind, gpus = f"{(offer.accelerators or '').partition(':')[0]}:1", gpu_count(offer.accelerators or ":1")
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
-    flops = gpus * (peak_of(kind) or 1e12) * mfu_of(recipe.model.parameters, eager, "auto", kind)
+    flops = gpus * (peak_of(kind) or 1e12) * mfu_of(recipe.model, eager, "auto", kind)
     forward = recipe.model.flops_per_token / 3
     return recipe.evaluated_tokens * forward / flops / 3600
 

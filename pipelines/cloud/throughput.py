@@ -71,6 +71,7 @@ class MeasuredRun:
     mfu: float
     tokens_per_second: float
     source: str
+    family: str = "gpt2"
 
 
 SOURCE = "docs/measurements.md: torch 2.11, CUDA 13"
@@ -181,7 +182,7 @@ def memory_gib(
     model: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, accelerators: str, ranks: int, micro_batch: int
 ) -> float:
     """The expected peak of one of `ranks` GPUs, with micro-batches of so many sequences."""
-    engine = engine_of(runtime, train.precision, accelerators)
+    engine = engine_of(model, runtime, train.precision, accelerators)
     plain, sharded = engine.partition(" ")[0], state_bytes(model, train)
     state = 6 * model.parameters + sharded / ranks if plain == "fused" else 4 * model.parameters + sharded
     layer = (RECOMPUTED_BYTES if runtime.recompute else LAYER_BYTES)[engine] * model.n_layer * model.n_embd
@@ -211,12 +212,13 @@ def trains_on_a_small_gpu(recipe: Recipe) -> bool:
     return recipe.train_tokens / speed.tokens_per_second < 3600 * SMALL_HOURS
 
 
-def engine_of(runtime: RuntimeConfig, precision: str, accelerators: str = "") -> str:
+def engine_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, accelerators: str = "") -> str:
     """The engine of a step on rented GPUs, with its precision if that is fp8. Without `accelerators` they have bf16."""
     if precision.startswith("fp8"):
         return f"fused {precision}"
     if runtime.engine == "auto":
-        return "compiled" if precision in ("fp32", "fp16") or gpu_of(accelerators) in NO_BF16 else "fused"
+        in_bf16 = precision not in ("fp32", "fp16") and gpu_of(accelerators) not in NO_BF16
+        return "fused" if in_bf16 and model.fused else "compiled"
     return runtime.engine
 
 
@@ -239,8 +241,9 @@ def speed_on(
             return Throughput(known.tokens_per_second, "measured", known.source)
     plain = not (runtime.deterministic or runtime.recompute)
     for known in MEASURED if plain else ():
-        engine = engine_of(runtime, precision, accelerators)
+        engine = engine_of(model, runtime, precision, accelerators)
         same = abs(known.parameters / model.parameters - 1) < 0.01 and known.engine == engine
+        same = same and known.family == model.family
         if same and (known.gpu, known.nodes) == (accelerators, nodes):
             return Throughput(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
@@ -258,12 +261,15 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
     gpus = nodes * gpu_count(accelerators)
-    gpu, engine = gpu_of(accelerators), engine_of(runtime, precision, accelerators).partition(" ")[0]
-    mfu = mfu_of(model.parameters, runtime, precision, accelerators) * PER_DOUBLING[engine] ** math.log2(gpus)
+    gpu, engine = gpu_of(accelerators), engine_of(model, runtime, precision, accelerators).partition(" ")[0]
+    mfu = mfu_of(model, runtime, precision, accelerators) * PER_DOUBLING[engine] ** math.log2(gpus)
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
     basis = f"{mfu:.0%} MFU, as on {REFERENCE}" if tokens_per_second < most else PER_LAYER
+    if all(known.family != model.family for known in MEASURED):
+        basis = basis if tokens_per_second == most else f"{mfu:.0%} MFU, as a GPT-2 of this size on engine {engine}"
+        return Throughput(tokens_per_second, "assumed", f"{basis}; no model of family {model.family} was measured")
     if any(gpu_of(known.gpu) == gpu for known in MEASURED):
         source = PER_LAYER if tokens_per_second == most else f"{mfu:.0%} MFU, from 1 x {gpu} and 4 x {REFERENCE}"
         return Throughput(tokens_per_second, "estimated", source)
@@ -271,12 +277,12 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     return Throughput(tokens_per_second, "assumed", f"{basis}; {name} was never measured")
 
 
-def mfu_of(parameters: float, runtime: RuntimeConfig, precision: str, accelerators: str = f"{REFERENCE}:1") -> float:
+def mfu_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, accelerators: str = f"{REFERENCE}:1") -> float:
     """MFU of one GPU, interpolated over the logarithm of the size between the measured ones of the same engine."""
-    engine = engine_of(runtime, precision, accelerators)
+    engine = engine_of(model, runtime, precision, accelerators)
     (small, low), (large, high) = measured_mfus("compiled" if engine == "eager" else engine, gpu_of(accelerators))
     engine = engine.partition(" ")[0]
-    share = min(1.0, max(0.0, math.log(parameters / small) / math.log(large / small)))
+    share = min(1.0, max(0.0, math.log(model.parameters / small) / math.log(large / small)))
     return (
         (low + share * (high - low))
         * (EAGER if engine == "eager" else 1)

@@ -152,7 +152,7 @@ def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """A run as the scripts of the page read it."""
     record, recipe, made, summary = run.record, run.recipe, run.manifests, run.summary
     rows, account = [*run.series, *recent], run.account
-    size = next((size for size, shape in SHAPES.items() if shape == shape_of(recipe)), None)
+    size = next((size for size, shape in SHAPES.items() if ("gpt2", *shape) == shape_of(recipe)), None)
     evaluated = made.get("evaluate")
     speeds, shares = ([row[k] for row in rows if k in row] for k in ("perf/tokens_per_second", "perf/mfu"))
     return {
@@ -467,5 +467,5 @@ def text_name(recipe: Recipe) -> str:
     return " ".join(filter(None, (recipe.tokens.source.removeprefix("hf://datasets/"), recipe.tokens.subset)))
 
 
-def shape_of(recipe: Recipe) -> tuple[int, int, int]:
-    return recipe.model.n_layer, recipe.model.n_head, recipe.model.n_embd
+def shape_of(recipe: Recipe) -> tuple[str, int, int, int]:
+    return recipe.model.family, recipe.model.n_layer, recipe.model.n_head, recipe.model.n_embd

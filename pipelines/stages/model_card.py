@@ -53,7 +53,7 @@ def metadata(recipe: Recipe, made: Mapping[str, Manifest]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["gpt2", "skytrain"],
+        "tags": [recipe.model.hf_config()["model_type"], "skytrain"],
     }
     if recipe.tokens.source.startswith(HUB):
         facts["datasets"] = [recipe.tokens.source.removeprefix(HUB)]
@@ -73,9 +73,10 @@ def metadata(recipe: Recipe, made: Mapping[str, Manifest]) -> dict[str, Any]:
 def introduction(recipe: Recipe) -> str:
     model = recipe.model
     return (
-        f"# {recipe.name}\n\nA GPT-2 language model with {model.parameters:,} parameters, trained on "
+        f"# {recipe.name}\n\nA {model.title} language model with {model.parameters:,} parameters, trained on "
         f"{_code(public(recipe.tokens.source))}: {model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, "
-        f"context {model.block_size} tokens, {model.vocab_size:,} token ids."
+        f"{model.details}, context {model.block_size} tokens, {model.vocab_size:,} token ids. In transformers it is a "
+        f"{model.hf_config()['architectures'][0]}."
     )
 
 

@@ -69,7 +69,13 @@ def test_a_runs_own_measurement_is_used_there_and_corrects_the_estimate_elsewher
     own = [
         MeasuredRun(124.5e6, "RTX 4090:1", 1, "compiled", 0.0, 5e4, "measured on a GPU that the plan does not know"),
         MeasuredRun(
-            124.5e6, "H100:8", 1, engine_of(COMPILED, "bf16"), 0.0, 0.8 * plain["H100:8"], "measured by attempt 3"
+            124.5e6,
+            "H100:8",
+            1,
+            engine_of(SMALL.model, COMPILED, "bf16"),
+            0.0,
+            0.8 * plain["H100:8"],
+            "measured by attempt 3",
         ),
     ]
     there, elsewhere = (speed_on(SMALL.model, COMPILED, gpus, own=own) for gpus in plain)

@@ -161,7 +161,15 @@ def parameters(layers: int, width: int, context: int) -> int:
 
 
 def test_the_recipes_of_the_project_are_shipped_smallest_first() -> None:
-    assert list(shipped()) == ["smoke", "gpt2-124m", "gpt3-125m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
+    assert list(shipped()) == [
+        "smoke",
+        "smoke-modern",
+        "gpt2-124m",
+        "gpt3-125m",
+        "gpt2-350m",
+        "gpt2-774m",
+        "gpt2-1558m",
+    ]
     assert [load_recipe(name).name for name in shipped()] == list(shipped())
 
 
@@ -223,8 +231,8 @@ def test_124m_has_the_parameters_of_the_released_gpt2() -> None:
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
     assert complaint("smoek") == "smoek: neither a shipped recipe nor a file; did you mean 'smoke'?"
-    assert "shipped are smoke, gpt2-124m" in complaint("zzz")
-    assert "shipped are smoke, gpt2-124m" in complaint("a" * 300)  # longer than a file's name may be
+    assert "shipped are smoke, smoke-modern, gpt2-124m" in complaint("zzz")
+    assert "shipped are smoke, smoke-modern, gpt2-124m" in complaint("a" * 300)  # longer than a file's name may be
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class Gpt2Config(ModelConfig):
         default="gpt2", description="learned positions, LayerNorm, tanh GELU, biases, a tied head"
     )
 
+    title: ClassVar[str] = "GPT-2"
     fused: ClassVar[bool] = True
 
     @property
@@ -52,11 +53,8 @@ class Gpt2Config(ModelConfig):
         return shapes | {"ln_f.weight": (c,), "ln_f.bias": (c,)}
 
     @property
-    def description(self) -> str:
-        return (
-            f"A GPT-2 language model with {self.parameters:,} parameters: {self.n_layer} layers, {self.n_head} heads, "
-            f"width {self.n_embd}, learned positions, tanh GELU"
-        )
+    def details(self) -> str:
+        return "learned positions, LayerNorm, tanh GELU, tied head"
 
     def hf_config(self) -> dict[str, Any]:
         return {

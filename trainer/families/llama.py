@@ -50,6 +50,7 @@ class LlamaConfig(GroupedHeads):
     )
     tied_head: bool = Field(default=False, description="The head is the token embedding")
 
+    title: ClassVar[str] = "Llama"
     hf_layer: ClassVar[Mapping[str, str]] = LAYER
     hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
@@ -80,12 +81,11 @@ class LlamaConfig(GroupedHeads):
         return shapes if self.tied_head else shapes | {"lm_head.weight": (self.vocab_size, c)}
 
     @property
-    def description(self) -> str:
-        norm = ", QK-norm" if self.qk_norm else ""
+    def details(self) -> str:
+        norm, head = ", QK-norm" if self.qk_norm else "", "tied" if self.tied_head else "untied"
         return (
-            f"A language model of the Llama family with {self.parameters:,} parameters: {self.n_layer} layers, "
-            f"{self.n_head} heads ({self.kv_heads} of keys and values), width {self.n_embd}, SwiGLU of width "
-            f"{self.inner}, rotary positions with base {self.rope_base:g}{norm}, RMSNorm, no biases"
+            f"{self.kv_heads} heads of keys and values, rotary positions with base {self.rope_base:g}, RMSNorm{norm}, "
+            f"SwiGLU of width {self.inner}, no biases, {head} head"
         )
 
     def hf_config(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class ModernConfig(GroupedHeads):
         default=100_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions' wavelengths"
     )
 
+    title: ClassVar[str] = "nanochat"
     hf_layer: ClassVar[Mapping[str, str]] = LAYER
     hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
@@ -59,11 +60,10 @@ class ModernConfig(GroupedHeads):
         return shapes | {"lm_head.weight": (self.vocab_size, c)}
 
     @property
-    def description(self) -> str:
+    def details(self) -> str:
         return (
-            f"A language model of nanochat's architecture with {self.parameters:,} parameters: {self.n_layer} layers, "
-            f"{self.n_head} heads ({self.kv_heads} of keys and values), width {self.n_embd}, rotary positions with "
-            f"base {self.rope_base:g}, QK-norm, ReLU², RMSNorm without weights, no biases, logits capped at {SOFTCAP:g}"
+            f"{self.kv_heads} heads of keys and values, rotary positions with base {self.rope_base:g}, RMSNorm without "
+            f"weights, QK-norm, ReLU², no biases, untied head, logits capped at {SOFTCAP:g}"
         )
 
     def hf_config(self) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""A run of the family `modern` with Muon through all stages: killed, resumed, evaluated, sampled and exported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_runs import FOLDER_NAME, TINY, Project, assert_as_undisturbed, committed
+from safetensors.torch import save_file
+
+from pipelines.cloud.throughput import engine_of, speed_on
+from pipelines.recipe import load_recipe
+from pipelines.tracking.origins import check_model
+from trainer.errors import UserError
+from trainer.family import plain_model, to_hf
+from trainer.weights import open_weights
+
+MODERN: dict[str, Any] = TINY | {
+    "model": TINY["model"] | {"family": "modern", "n_head": 4, "n_kv_head": 2},
+    "train": TINY["train"] | {"optimizer": "muon", "embedding_learning_rate": 0.1, "learning_rate": 4.0e-3},
+}
+
+
+@pytest.mark.slow  # 25 s
+def test_a_killed_run_of_modern_and_muon_ends_as_an_undisturbed_one_and_transformers_says_its_text(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers (pip)")
+    finished, project = (Project(tmp_path / name / FOLDER_NAME, MODERN) for name in ("finished", "killed"))
+    run = finished.result()["run"]
+    with project.started("run", "tiny.yaml") as process:
+        project.wait_until(committed(project, 20), process)
+        project.kill_all(process)
+    project.run("run", "tiny.yaml")
+    assert project.claims("train") == 2
+    assert_as_undisturbed(project, finished)
+    assert finished.artifact("evaluate").facts["val/loss"] < 2.0
+
+    prompt = "the store keeps"
+    words = ["sample", run, "--prompt", prompt, "--tokens", "30", "--temperature", "0"]
+    said = finished.run(*words, "--precision", "fp32").stdout.rstrip("\n")
+    folder = finished.path("export", "config.json").parent
+    generate = transformers.pipeline("text-generation", str(folder))
+    made = generate(f"<|endoftext|>{prompt}", max_new_tokens=30, do_sample=False)[0]["generated_text"]
+    assert made.removeprefix("<|endoftext|>") == said and len(said) > len(prompt) + 20
+    card = (folder / "README.md").read_text()
+    assert "A nanochat language model" in card and "logits capped at 15" in card and "NanoChatForCausalLM" in card
+
+
+def test_smoke_modern_is_smokes_text_and_size_with_another_family_and_optimizer() -> None:
+    smoke, modern = load_recipe("smoke"), load_recipe("smoke-modern")
+    assert modern.tokens == smoke.tokens and modern.evaluate == smoke.evaluate
+    assert (modern.model.family, modern.train.optimizer) == ("modern", "muon")
+    assert modern.train_tokens == smoke.train_tokens
+    assert modern.model.parameters == pytest.approx(smoke.model.parameters, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "train.precision=fp8",
+            "train.precision: fp8 is the fused engine's, which has no step for model.family modern",
+        ),
+        ("runtime.engine=fused", "runtime.engine: fused is the fused engine's, which has no step for"),
+        ("export.formats=[hf, nanogpt]", "export.formats: nanogpt holds no model.family modern, only gpt2; remove it"),
+        ("model.family=gpt", "model.family: unknown family 'gpt'; did you mean 'gpt2'?"),
+    ],
+)
+def test_what_only_gpt2_has_is_refused_for_another_family_before_any_work(change: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_recipe("smoke-modern", [change])
+    assert str(error.value).startswith("smoke-modern: ") and message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_family_that_was_never_measured_has_an_assumed_speed_that_says_so() -> None:
+    recipe = load_recipe("smoke-modern")
+    speed = speed_on(recipe.model, recipe.runtime, "H100:1")
+    assert speed.kind == "assumed" and speed.source.endswith("no model of family modern was measured")
+    large = load_recipe("gpt2-124m", ["model.family=modern"])
+    assert engine_of(large.model, large.runtime, "auto") == "compiled"
+    assert "as a GPT-2 of this size on engine compiled" in speed_on(large.model, large.runtime, "H200:1").source
+
+
+def test_weights_of_another_family_are_refused_by_name(tmp_path: Path) -> None:
+    gpt2, modern = load_recipe("smoke").model, load_recipe("smoke-modern").model
+    (tmp_path / "config.json").write_text(json.dumps(modern.hf_config()))
+    model = plain_model(modern)
+    model.initialize(1)
+    save_file(to_hf(model.state_dict(), modern), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="its family is modern, and model.family is gpt2; --set model.family=modern"):
+        open_weights(tmp_path).check(gpt2)
+    open_weights(tmp_path).check(modern)
+    with pytest.raises(UserError, match="its family is gpt2, and model.family is modern"):
+        check_model(gpt2, modern, "run:other")
