@@ -51,6 +51,14 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """The machines were compared before training."""
+
+    speed: str
+    complaints: list[str]  # of machines that are wrong or slow
+
+
+@dataclass(frozen=True)
 class Damaged:
     """A checkpoint cannot be loaded; the one before it is used."""
 
@@ -122,6 +130,7 @@ Event = (
     Row
     | PhaseChanged
     | Started
+    | Compared
     | Damaged
     | Checkpointed
     | CheckpointFailed
@@ -136,6 +145,7 @@ KINDS: dict[str, type[Event]] = {
     "row": Row,
     "phase": PhaseChanged,
     "start": Started,
+    "compared": Compared,
     "damaged": Damaged,
     "checkpoint": Checkpointed,
     "checkpoint_failed": CheckpointFailed,

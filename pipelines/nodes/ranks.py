@@ -43,6 +43,7 @@ class RankSpec:
     attempt: int
     between_failures: float  # expected, in seconds
     traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
+    leave_slow: bool = False  # ranks of a machine that is slower than its peers leave it
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
 
     def to_json(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from trainer.errors import FULL, Interrupted, UserError
 from trainer.events import (
     Checkpointed,
     CheckpointFailed,
+    Compared,
     Damaged,
     Event,
     PhaseChanged,
@@ -277,6 +278,11 @@ def report_event(work: Work, event: Event) -> None:
     match event:
         case Started():
             report_start(work, event)
+        case Compared(speed, complaints):
+            for complaint in complaints:
+                screen.warn(complaint)
+            work.report(unsound="; ".join(complaints) or None)
+            work.tracker.tags("train", {"health_check": "; ".join(complaints) or f"sound, {speed}"})
         case Damaged(checkpoint, reason):
             screen.warn(f"{checkpoint} is damaged ({reason}); using the one before it")
         case CheckpointFailed(step, reason):

@@ -17,6 +17,7 @@ from pipelines.artifacts.kernel_cache import KernelCache
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
+from pipelines.nodes.health_check import compare_machines
 from pipelines.nodes.kept import kept_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
@@ -61,6 +62,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
     tokens = read_manifest(store, spec.tokens)
     assert tokens is not None, spec.tokens
     clock = PhaseClock(started=spec.started)
+    first_shard = f"{tokens.prefix}/{tokens.files[0].key}"
 
     def begin(world: "World") -> int:
         starting("kernel cache")
@@ -89,6 +91,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         ),
         eot=tokens.facts.get("eot"),
         starting=starting,
+        compare=lambda world: compare_machines(world, store, first_shard, folder, spec.leave_slow),
         kept=kept_store(cache.parent, store),
         origin=partial(origin_of, spec, store, cache) if begins_elsewhere(recipe) else None,
     )

@@ -135,6 +135,7 @@ def rank_spec(work: Work) -> RankSpec:
         tokens=work.inputs["tokenize"].prefix,
         prefix=work.plan.prefix,
         attempt=work.attempt.number,
+        leave_slow=bool(own.machine.cluster) and not any(beat.progress.faulty_host for beat in earlier),
         between_failures=seconds_between_failures((b for b in earlier if not b.progress.waiting), prior),
         traffic_seconds=traffic_seconds(state_bytes(work.recipe.model, work.recipe.train), own),
     )
