@@ -30,6 +30,12 @@ VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 GOOD_EPOCHS = 4
 HELLASWAG_TOKENS = 10_042 * 400  # of all items: an item is four endings of about 100 tokens
 CORE_TOKENS = 120_000_000  # of all prompts; about half where a beginning that prompts share is computed once
+# Of the harness's tasks without examples: all choices of all items. Other tasks, such as those of a file, are unknown.
+HARNESS_TOKENS = {
+    **{"hellaswag": 3_300_000, "lambada_openai": 440_000, "piqa": 130_000, "arc_easy": 280_000},
+    **{"arc_challenge": 160_000, "winogrande": 60_000, "openbookqa": 30_000, "boolq": 900_000, "mmlu": 6_200_000},
+}
+OTHER_TASK_TOKENS = 1_000_000
 
 
 class TokenizerFile(Section):
@@ -345,9 +351,9 @@ class Recipe(Section):
         return (HELLASWAG_TOKENS if evaluate.hellaswag else 0) + (CORE_TOKENS if evaluate.core else 0)
 
     @property
-    def evaluated_tokens(self) -> int:
-        """Tokens that the stage evaluate reads, an estimate: a baseline counts as much as the trained model."""
-        return (1 + len(self.evaluate.baselines)) * (self.evaluate.val_tokens + self.benchmark_tokens)
+    def harness_tokens(self) -> int:
+        """Tokens that EleutherAI's harness reads, an estimate."""
+        return sum(HARNESS_TOKENS.get(task, OTHER_TASK_TOKENS) for task in self.evaluate.lm_eval or ())
 
     def evaluations(self, steps: int) -> int:
         """The number of evaluations while the last `steps` steps train: one at the end."""

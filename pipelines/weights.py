@@ -25,6 +25,7 @@ from pipelines.tracking.origins import RUN, RUN_SOURCE, check_branch, check_mode
 from trainer.commits import committed_folders
 from trainer.config import RUN_COMMIT, ModelConfig, explain
 from trainer.errors import UserError
+from trainer.families.gpt2 import Gpt2Config
 from trainer.family import SECTIONS, family_in
 from trainer.store import Store, sha256_of
 from trainer.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
@@ -32,6 +33,14 @@ from trainer.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, o
 HUB_MODEL = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PINNED_PATH = re.compile(r"(?P<path>.+)@sha256:(?P<sha256>[0-9a-f]{64})")
+
+# OpenAI's models on the Hub: layers, heads, width.
+OPENAI_SHAPES = {
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
+}
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,23 @@ def check_baseline(weights: WeightsFile, recipe: Recipe) -> ModelConfig:
         if getattr(model, name) < value:
             raise UserError(f"{weights.where}: its {name} is {getattr(model, name)}; the text needs {value} or more")
     return model
+
+
+def relative_size(text: str, recipe: Recipe) -> float:
+    """The computation of a token by a baseline, as a multiple of that by the recipe's model. The Hub is not asked: of
+    its weights only OpenAI's are known, by their names, and others count as much as the recipe's."""
+    try:
+        source = source_of(text, "evaluate.baselines")
+        weights = open_weights(source.path, text) if isinstance(source, Local) else None
+    except UserError:  # said elsewhere
+        return 1.0
+    if weights:
+        return model_of(weights).flops_per_token / recipe.model.flops_per_token
+    if not isinstance(source, Hub) or (shape := OPENAI_SHAPES.get(source.name.rpartition("/")[2])) is None:
+        return 1.0
+    layers, heads, width = shape
+    model = Gpt2Config(n_layer=layers, n_head=heads, n_embd=width, block_size=recipe.model.block_size)
+    return model.flops_per_token / recipe.model.flops_per_token
 
 
 def model_of(weights: WeightsFile) -> ModelConfig:

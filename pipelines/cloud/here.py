@@ -15,6 +15,7 @@ from pathlib import Path
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.plan import (
     Workload,
+    evaluated_tokens,
     tokenize_seconds,
     tokens_of,
     training_tokens,
@@ -74,10 +75,11 @@ def run_here(
         return None
     made = max((a.progress.tokens or 0 for a in attempts(store, plans["tokenize"].prefix)), default=0)
     tokens = {"tokenize": max(0, tokens_of(recipe) - made), "train": int(training_tokens(work))}
+    gpus = processes_on_this_node(recipe.runtime) if gpus_here() and recipe.runtime.device != "cpu" else 1
     seconds = {
         "tokenize": tokenize_seconds(tokens["tokenize"], os.cpu_count() or 1) / min(nodes, recipe.tokens.parts),
         "train": tokens["train"] / speed.tokens_per_second,
-        "evaluate": recipe.evaluated_tokens / 3 / speed.tokens_per_second,  # the forward pass alone
+        "evaluate": evaluated_tokens(recipe, gpus) / 3 / speed.tokens_per_second,  # the forward pass alone
         "export": 0.0,
     }
     folder = next(folder for folder in (home, *home.parents) if folder.is_dir())

@@ -39,6 +39,7 @@ from pipelines.stage import STAGES, plans_of
 from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
+from pipelines.weights import relative_size
 from trainer.commits import checkpoint_seconds, committed_state, rows_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, state_bytes, tokens_before, val_tokens
 from trainer.errors import UserError
@@ -511,12 +512,22 @@ def training_tokens(work: Workload) -> float:
 
 
 def evaluate_hours(recipe: Recipe, offer: Offer) -> float:
-    """Val loss and benchmarks on all GPUs of a node; a CPU counts as 1 TFLOP/s."""
+    """Val loss, benchmarks and harness on the GPUs of a node; a CPU counts as 1 TFLOP/s."""
     kind, gpus = f"{(offer.accelerators or '').partition(':')[0]}:1", gpu_count(offer.accelerators or ":1")
     eager = recipe.runtime.model_copy(update={"engine": "eager"})
     flops = gpus * (peak_of(kind) or 1e12) * mfu_of(recipe.model, eager, "auto", kind)
     forward = recipe.model.flops_per_token / 3
-    return recipe.evaluated_tokens * forward / flops / 3600
+    return evaluated_tokens(recipe, gpus) * forward / flops / 3600
+
+
+def evaluated_tokens(recipe: Recipe, gpus: int) -> float:
+    """What the stage evaluate computes, as tokens of the recipe's model that all GPUs read together; an estimate.
+
+    A baseline's tokens count by its size. The harness reads on one of the GPUs, while the others wait.
+    """
+    evaluate = recipe.evaluate
+    models = 1 + sum(relative_size(source, recipe) for source in evaluate.baselines)
+    return models * (evaluate.val_tokens + recipe.benchmark_tokens) + gpus * recipe.harness_tokens
 
 
 # --- choosing

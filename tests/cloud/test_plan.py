@@ -42,6 +42,7 @@ from pipelines.show.cloud_plan import print_cloud_plan
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Machine
+from pipelines.weights import relative_size
 from trainer.commits import Commit, TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
 from trainer.errors import UserError
@@ -53,7 +54,7 @@ SMALL, LARGE = load_recipe("gpt2-124m"), load_recipe("gpt2-1558m")
 COMPILED = RuntimeConfig(micro_batch_size=64, engine="compiled")
 
 
-def test_the_plan_counts_every_benchmark_and_every_baseline() -> None:
+def test_the_plan_counts_every_benchmark_the_harness_and_each_baseline_by_its_size() -> None:
     core, often = "evaluate.core=hf://datasets/a/core", "evaluate.every=1000"
     offer = Offer("aws", "here", None, "p5", False, 60.0, 60.0, "H100:8", 192)
     plain, scored = SMALL, load_recipe("gpt2-124m", [core])
@@ -61,6 +62,12 @@ def test_the_plan_counts_every_benchmark_and_every_baseline() -> None:
     assert hours[1] / hours[0] == pytest.approx(1 + 120e6 / (10_485_760 + 4_016_800))
     compared = load_recipe("gpt2-124m", [core, f"evaluate.baselines=[a/b@{'0' * 40}, c/d@{'1' * 40}]"])
     assert evaluate_hours(compared, offer) == pytest.approx(3 * hours[1])
+    sizes = [relative_size(f"openai-community/{name}@{'0' * 40}", LARGE) for name in ("gpt2-xl", "gpt2")]
+    assert sizes[0] == pytest.approx(1, rel=0.001) and 0.08 < sizes[1] < 0.1  # of the size in its name, not ours
+    large = load_recipe("gpt2-1558m", [f"evaluate.baselines=[openai-community/gpt2@{'0' * 40}]"])
+    assert evaluate_hours(large, offer) == pytest.approx((1 + sizes[1]) * evaluate_hours(LARGE, offer))
+    harness = load_recipe("gpt2-124m", ["evaluate.lm_eval=[hellaswag, a_task_of_mine]"])  # on one of the 8 GPUs
+    assert evaluate_hours(harness, offer) / hours[0] == pytest.approx(1 + 8 * 4.3e6 / (10_485_760 + 4_016_800))
     steps, while_training = SMALL.train.max_steps, load_recipe("gpt2-124m", [core, often])
     more = [training_tokens(Workload(recipe, frozenset(), steps)) for recipe in (plain, while_training)]
     assert more[1] - more[0] == pytest.approx(-(-steps // 1000) * (120e6 + 4_016_800) / 3)
