@@ -161,10 +161,11 @@ def diagnosis(step: int, evidence: str, rollbacks: Sequence[tuple[int, int]], co
     else:
         returns = ", ".join(f"from step {to + left_out} to {to}" for to, left_out in rollbacks)
         tried = f"Tried: {len(rollbacks)} rollback(s) ({returns}), each skipping the data in between"
+    muon = f" and train.muon_learning_rate (now {config.muon_learning_rate:g})" if config.optimizer == "muon" else ""
     return (
         f"training diverged at step {step}: {evidence}. {tried}; the last commit stays. "
-        f"Possible remedies: a lower train.learning_rate (now {config.learning_rate:g}), a longer train.warmup_steps "
-        f"(now {config.warmup_steps}), train.grad_clip 1.0 (now {config.grad_clip}), "
+        f"Possible remedies: a lower train.learning_rate (now {config.learning_rate:g}){muon}, "
+        f"a longer train.warmup_steps (now {config.warmup_steps}), train.grad_clip 1.0 (now {config.grad_clip}), "
         f"train.skip_grad_norm_zscore 6 (now {config.skip_grad_norm_zscore}), "
         f"or other data around step {step}"
     )

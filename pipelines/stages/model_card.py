@@ -15,6 +15,7 @@ from pipelines.recipe import Recipe
 from pipelines.text.hub import HUB
 from pipelines.tracking.account import Account, market_of, nothing_priced
 from pipelines.tracking.runs import Run
+from trainer.config import TrainConfig
 
 CARD = "README.md"
 # Licences as the pages of these texts state them. Any other text has a licence that its owner knows.
@@ -105,6 +106,7 @@ def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[s
         ),
         ("first weights", beginning(recipe, made["train"])),
         ("batch", f"{recipe.train.batch_tokens:,} tokens"),
+        ("optimizer", _optimizer(recipe.train)),
         ("learning rate", f"{recipe.train.learning_rate:g}, {recipe.train.schedule}"),
         ("number format of the products", str(train.get("precision") or recipe.train.precision)),
         ("number format of these weights", recipe.export.dtype),
@@ -126,6 +128,12 @@ def beginning(recipe: Recipe, train: Manifest) -> str:
         return f"those of {at}"
     changes = ", ".join(began.get("changes") or {})
     return f"the whole state of {at}" + (f"; changed since: {changes}" if changes else "")
+
+
+def _optimizer(train: TrainConfig) -> str:
+    if train.optimizer == "adamw":
+        return "AdamW"
+    return f"Muon for the matrices of the blocks, with learning rate {train.muon_learning_rate:g}; AdamW for the rest"
 
 
 def scores(made: Mapping[str, Manifest]) -> Iterable[tuple[str, float]]:

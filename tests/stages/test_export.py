@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from pipelines.formats.weights import Weights
 from pipelines.recipe import load_recipe
 from pipelines.stage import Built, Work
 from pipelines.stages import export
-from pipelines.stages.model_card import model_card, public
+from pipelines.stages.model_card import model_card, public, training_facts
 from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
@@ -440,6 +441,15 @@ def test_the_hub_reads_the_model_card(exported: tuple[Work, Built, Path]) -> Non
     card = ModelCard.load(exported[2] / "README.md", ignore_metadata_errors=False)
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     assert "Python Software Foundation License" in card.text and "skytrain run recipe.yaml" in card.text
+
+
+def test_the_card_names_the_optimizer() -> None:
+    made: Any = {stage: SimpleNamespace(facts={}) for stage in ("train", "tokenize")}
+    adamw, muon = (load_recipe("smoke", [f"train.optimizer={name}"]) for name in ("adamw", "muon"))
+    assert dict(training_facts(adamw, made))["optimizer"] == "AdamW"
+    assert dict(training_facts(muon, made))["optimizer"].startswith(
+        "Muon for the matrices of the blocks, with learning"
+    )
 
 
 def test_the_card_holds_what_the_run_measured_and_cost(undisturbed: Callable[[int], Any]) -> None:

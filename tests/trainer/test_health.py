@@ -155,6 +155,8 @@ def test_the_diagnosis_gives_the_evidence_the_rollbacks_and_remedies() -> None:
     assert "diverged at step 431: train/loss was 6.1" in message and "the last commit stays" in message
     assert "Tried: 2 rollback(s) (from step 400 to 300, from step 431 to 300)" in message
     assert "train.learning_rate (now 0.01)" in message and "data around step 431" in message
+    muon = diagnosis(431, "train/loss was 6.1", (), TrainConfig(**BASE, optimizer="muon"))
+    assert "a lower train.learning_rate (now 0.01) and train.muon_learning_rate (now 0.02), a longer" in muon
     assert "no commit to return to" in diagnosis(9, "", (), on)
     assert "train.rollback_above_nats is off" in diagnosis(9, "", (), off)
 
