@@ -383,7 +383,8 @@ def vocab_size_of(tokenizer: str) -> int:
 def shipped() -> dict[str, Path]:
     """The recipes that come with skytrain, by name, smallest first."""
     folder = Path(str(resources.files("pipelines"))) / "recipes"
-    order = ["smoke", "smoke-modern", "gpt2-124m", "gpt3-125m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
+    small = ["smoke", "smoke-modern", "gpt2-124m", "llama-124m", "modern-124m", "gpt3-125m"]
+    order = [*small, "gpt2-350m", "gpt2-774m", "modern-d24", "gpt2-1558m"]
     paths = {path.stem: path for path in folder.glob("*.yaml")}
     return {name: paths[name] for name in sorted(paths, key=lambda n: (order + [n]).index(n))}
 

@@ -121,7 +121,8 @@ def recipes() -> Iterator[str]:
         for name in shipped():
             recipe = load_recipe(name)
             model, train = recipe.model, recipe.train
-            shape = f"{model.n_layer} x {model.n_embd}, {model.n_head} heads, T = {model.block_size}"
+            family = "" if model.family == "gpt2" else f"{model.family}, "
+            shape = f"{family}{model.n_layer} x {model.n_embd}, {model.n_head} heads, T = {model.block_size}"
             batch, flops = f"{train.batch_tokens:,}", f"{recipe.train_flops:.1e}"
             tokens = f"{recipe.train_tokens / 1e9:,.1f}B" if recipe.train_tokens > 1e8 else f"{recipe.train_tokens:,}"
             yield f"`{name}`", f"{model.parameters / 1e6:,.1f}M", shape, batch, f"{train.max_steps:,}", tokens, flops

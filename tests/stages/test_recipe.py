@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,9 @@ ELSEWHERE = {"evaluate": {"core", "every"}}
 FIELDS = [(section, field) for section, fields in OTHER.items() for field in fields]
 
 
+YOUNGER = ("llama-124m", "modern-124m", "modern-d24")
+
+
 def write_recipe(folder: Path, **changes: Any) -> Path:
     """The recipe smoke with whole sections or single values replaced, as a file."""
     values = yaml.safe_load(shipped()["smoke"].read_text())
@@ -161,15 +165,8 @@ def parameters(layers: int, width: int, context: int) -> int:
 
 
 def test_the_recipes_of_the_project_are_shipped_smallest_first() -> None:
-    assert list(shipped()) == [
-        "smoke",
-        "smoke-modern",
-        "gpt2-124m",
-        "gpt3-125m",
-        "gpt2-350m",
-        "gpt2-774m",
-        "gpt2-1558m",
-    ]
+    small = ["smoke", "smoke-modern", "gpt2-124m", "llama-124m", "modern-124m", "gpt3-125m"]
+    assert list(shipped()) == [*small, "gpt2-350m", "gpt2-774m", "modern-d24", "gpt2-1558m"]
     assert [load_recipe(name).name for name in shipped()] == list(shipped())
 
 
@@ -186,12 +183,25 @@ def test_a_shipped_recipe_has_the_published_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 8])
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *YOUNGER])
 def test_a_shipped_recipe_divides_its_batch_over_one_gpu_and_over_eight(name: str, processes: int) -> None:
     recipe = load_recipe(name)
     sequences = recipe.train.batch_tokens // recipe.model.block_size
     assert isinstance(recipe.runtime.micro_batch_size, int)
     assert sequences % (recipe.runtime.micro_batch_size * processes) == 0
+
+
+def test_a_recipe_of_a_younger_family_states_its_cost_its_text_and_that_it_was_not_trained() -> None:
+    rows = {estimate.recipe: estimate for estimate in shipped_estimates()}
+    for name in YOUNGER:
+        row, recipe, text = rows[name], load_recipe(name), shipped()[name].read_text()
+        time = f"{60 * row.node_hours:.0f} min" if row.node_hours < 1 else f"{row.node_hours:.1f} h"
+        cost = f"{time} on 8xH100 at 50% MFU: ~${row.usd:,.0f} at $31.92/h"
+        assert f"{row.tokens / 1e9:.1f}B tokens; {row.flops:.1e} FLOPs; {cost}" in text
+        assert re.fullmatch("[0-9a-f]{40}", recipe.tokens.revision or "") and "# ODC-By 1.0" in text
+        assert "Not yet trained." in text
+        if recipe.tokens.max_tokens:  # the text is read once
+            assert recipe.train_tokens < recipe.tokens.max_tokens - recipe.tokens.shard_tokens
 
 
 def test_smoke_needs_no_network_and_no_account() -> None:
