@@ -39,7 +39,7 @@ from trainer.commits import (
     step_of,
 )
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
-from trainer.errors import NotAFile, StaleAttempt, StoreUnavailable
+from trainer.errors import NotAFile, StaleAttempt, StoreUnavailable, UserError
 from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
 from trainer.health import is_rollback_point
 from trainer.loading import load_files
@@ -54,6 +54,7 @@ from trainer.stored import decoded, typed
 RECEIPT_SECONDS = 300.0
 SLOWEST_UPLOAD = 10e6  # bytes per second
 RECEIPT_POLL_SECONDS = 0.2
+INSIST_SECONDS, INSIST_POLL_SECONDS = 15.0, 0.2  # between two saves of the last state, and two looks for a stop
 
 
 @dataclass
@@ -97,6 +98,7 @@ class Checkpointer:
         self._last: Save | None = None  # the same, also after it has ended
         self._thread: Background | None = None
         self._error: BaseException | None = None  # of the last save that ended
+        self._insisting = False  # the last step is done
         self.upload_seconds = 0.0  # of the last commit; only rank 0 knows it
         self._segment: Segment | None = None  # of the last commit; only rank 0 knows it
         self._damaged: list[str] = []  # folders of the damaged commits that this attempt did not load
@@ -193,7 +195,7 @@ class Checkpointer:
             del log.uncommitted[: len(save.rows)]
             log.write(Checkpointed(save.state.step, save.seconds, save.bytes))
             return
-        log.write(CheckpointFailed(save.state.step, repr(error)))
+        log.write(CheckpointFailed(save.state.step, repr(error), self._insisting))
         log_line(f"checkpoint of step {save.state.step} FAILED ({error!r}); training continues")
 
     def finish(self, log: EventLog) -> None:
@@ -204,6 +206,34 @@ class Checkpointer:
             self._keep()
         if self._error:
             raise self._error
+
+    def insist(self, pieces: dict[str, Piece], log: EventLog, leave: Callable[[], bool]) -> None:
+        """After the last step: save again and again until the store takes the state, or any rank is to `leave`.
+
+        A run without a place for it (`kept`) does not wait. A collective call.
+        """
+        self._insisting = self.kept is not None
+        self.settle(log, wait=True)
+        while self.kept is not None and (
+            errors := [e for e in self.world.gather(self._store_error()) if e is not None]
+        ):
+            if "" in errors:
+                return  # no outage, but a fault of ours
+            assert self._last
+            self._keep()
+            log_line(f"step {self._last.state.step} is the last, and not in the store ({errors[0]}); trying again")
+            for _ in range(round(INSIST_SECONDS / INSIST_POLL_SECONDS)):  # as often on every rank
+                if any(self.world.gather(leave())):
+                    return
+                time.sleep(INSIST_POLL_SECONDS)
+            self.save(self._last.state, pieces, log)
+            self.settle(log, wait=True)
+
+    def _store_error(self) -> str | None:
+        """The error of the last save, None without one; empty if it is not one of the store or the disk."""
+        if self._error is None:
+            return None
+        return repr(self._error) if isinstance(self._error, OSError | UserError) else ""
 
     def _keep(self) -> bool:
         """Put the last save on the disks of the nodes, if the last one to end failed on any rank. A collective call.

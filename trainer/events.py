@@ -77,10 +77,11 @@ class Checkpointed:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """The checkpoint of `step` was not committed; training continues."""
+    """The checkpoint of `step` was not committed; training continues, or the last save is repeated if it has ended."""
 
     step: int
     reason: str
+    ended: bool = False
 
 
 @dataclass(frozen=True)

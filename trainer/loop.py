@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -127,6 +128,8 @@ def train(
                 continue
             if ending:
                 with log.clock.phase("checkpoint"):
+                    if state.has_ended(config) and not agreed.stop:
+                        checkpointer.insist(engine.pieces(), log, partial(asked_meanwhile, stop, watchdog))
                     checkpointer.finish(log)
                 if failure:
                     raise failure
@@ -312,6 +315,12 @@ def evaluate(
         if texts:
             log.samples(state.step, texts)
     return True
+
+
+def asked_meanwhile(stop: StopSignal, watchdog: Watchdog) -> bool:
+    """Whether a stop was asked for, during a wait that is no hang."""
+    watchdog.progress()
+    return stop.asked
 
 
 def probe(engine: Engine, data: TokenData, sequences: range, world: World) -> float:

@@ -113,8 +113,8 @@ class Follower:
                 self.step = event.step  # a run that resumes after its last step sends no row
             case RolledBack():
                 self.step, self.rolled_back_from = event.to, event.step
-            case CheckpointFailed(_, reason):
-                self._checkpoint_failed(reason)
+            case CheckpointFailed(_, reason, ended):
+                self._checkpoint_failed(reason, ended)
             case Checkpointed():
                 self.unsaved_since = None
                 self.work.report(unsaved_since=None, unsaved_because=None)
@@ -125,15 +125,16 @@ class Follower:
         """Let the ranks finish their step, commit and leave, once this process is to stop."""
         self.stop_sent = self.stop_sent or pass_on_stop(self.work, self.torchrun)
 
-    def _checkpoint_failed(self, reason: str) -> None:
+    def _checkpoint_failed(self, reason: str, ended: bool) -> None:
         """Ask the run to stop once the store has taken no checkpoint for too long: nobody could resume from the work
-        of this machine. The ranks keep their state on its disk."""
+        of this machine. The ranks keep their state on its disk. A training that has `ended` waits for the store
+        instead: a rented machine would take the weights with it."""
         if self.unsaved_since is None:
             self.unsaved_since = time.monotonic()
             self.work.report(unsaved_since=time.time())
         self.work.report(unsaved_because=reason)
         seconds = time.monotonic() - self.unsaved_since
-        if seconds >= self.unsaved_seconds and not self.work.stop.asked:
+        if not ended and seconds >= self.unsaved_seconds and not self.work.stop.asked:
             self.work.stop.ask(f"the store has taken no checkpoint for {seconds:,.0f} s")
             self.work.screen.warn(
                 f"{self.work.stop.reason}; the run keeps its state on this machine's disk, then exits"
@@ -285,8 +286,9 @@ def report_event(work: Work, event: Event) -> None:
             work.tracker.tags("train", {"health_check": "; ".join(complaints) or f"sound, {speed}"})
         case Damaged(checkpoint, reason):
             screen.warn(f"{checkpoint} is damaged ({reason}); using the one before it")
-        case CheckpointFailed(step, reason):
-            screen.warn(f"checkpoint of step {step:,} failed ({reason}); training continues")
+        case CheckpointFailed(step, reason, ended):
+            then = "the training has ended, and its last state is saved again" if ended else "training continues"
+            screen.warn(f"checkpoint of step {step:,} failed ({reason}); {then}")
             work.report(checkpoint_failed=step)
         case Checkpointed():
             work.report(committed_step=event.step, save_seconds=event.seconds)

@@ -157,6 +157,8 @@ def test_a_run_whose_store_takes_no_checkpoint_for_too_long_is_asked_to_stop(
         follower.handle(CheckpointFailed(6, "refused"), bar)
         assert not train.stop.asked and train.attempt.latest.progress.unsaved_because == "refused"
         now += 1801
+        follower.handle(CheckpointFailed(7, "refused", ended=True), bar)
+        assert not train.stop.asked  # it waits for the store: the machine has the only copy of the trained weights
         follower.handle(CheckpointFailed(7, "refused"), bar)
     assert train.stop.asked and train.stop.ending is Interrupted
     assert train.stop.reason == "the store has taken no checkpoint for 1,801 s"

@@ -203,6 +203,34 @@ def test_each_node_keeps_the_files_of_its_ranks_and_the_commit_that_names_all(tm
     assert each(some_ranks([nodes[0], nodes[0]]), loaded) == [(7, 7.0)] * 2
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_last_state_is_saved_until_the_store_takes_it_or_a_rank_is_asked_to_stop(
+    tmp_path: Path, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.checkpoint, "INSIST_SECONDS", 0.2)
+    monkeypatch.setattr(trainer.checkpoint, "INSIST_POLL_SECONDS", 0.05)
+    left, asked = [6], [False]
+
+    def refuse(key: str) -> None:
+        left[0] -= 1
+        asked[0] = stopped and left[0] < 2
+        if left[0] >= 0 or stopped:
+            raise StoreUnavailable("refused")
+
+    kept = LocalStore(tmp_path / "kept")
+    ranks = some_ranks([Interfering(tmp_path / "store", write=refuse)] * 2, kept=kept)
+
+    def ending(rank: Checkpointer) -> None:
+        rank.save(TrainState(step=7), same := pieces(7.0), log := quiet_log(7))
+        rank.insist(same, log, lambda: asked[0] and rank.world.rank == 1)
+        rank.finish(log)
+
+    answers = each(ranks, ending)
+    assert committed_steps(ranks[0].store) == ([] if stopped else [7])
+    assert committed_steps(kept) == [7]  # meanwhile, in case the machine dies
+    assert all(isinstance(answer, OSError) for answer in answers) if stopped else answers == [None, None]
+
+
 def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.checkpoint, "RECEIPT_SECONDS", 0.3)
     (first, _) = some_ranks([LocalStore(tmp_path)] * 2)  # the other is gone

@@ -54,7 +54,7 @@ LINES: dict[str, Event] = {
     '{"event": "compared", "speed": "fast", "complaints": ["b"]}': Compared("fast", ["b"]),
     '{"event": "damaged", "checkpoint": "run/checkpoints/a", "reason": "b"}': Damaged("run/checkpoints/a", "b"),
     '{"event": "checkpoint", "step": 3, "seconds": 0.5, "bytes": 10}': Checkpointed(3, 0.5, 10),
-    '{"event": "checkpoint_failed", "step": 3, "reason": "b"}': CheckpointFailed(3, "b"),
+    '{"event": "checkpoint_failed", "step": 3, "reason": "b", "ended": false}': CheckpointFailed(3, "b"),
     '{"event": "skipped", "step": 3, "reason": "b"}': Skipped(3, "b"),
     '{"event": "slow", "step": 3, "reason": "b"}': Slow(3, "b"),
     '{"event": "sampled", "step": 3, "texts": ["a", "b"]}': Sampled(3, ["a", "b"]),
