@@ -26,14 +26,32 @@ from typing import Any
 
 SHARD_TOKENS = 100_000_000
 WAYS = ("stage", "stage, tiktoken", "script", "datatrove")
-KINDS = (".py", ".pyi", ".md", ".rst", ".txt", ".html", ".c", ".h", ".cpp", ".hpp", ".cuh", ".js", ".json")
+KINDS = (
+    ".py",
+    ".pyi",
+    ".md",
+    ".rst",
+    ".txt",
+    ".html",
+    ".c",
+    ".h",
+    ".cpp",
+    ".hpp",
+    ".cuh",
+    ".js",
+    ".json",
+    ".rs",
+    ".ts",
+)
 
 
-def texts(folder: Path) -> Iterator[str]:
-    """Each text below a folder once, in the order of paths."""
+def texts(roots: list[Path]) -> Iterator[str]:
+    """Each text below some folders once, in the order of paths."""
     seen = set()
-    for path in sorted(folder.rglob("*")):
-        if path.suffix not in KINDS or not path.is_file() or not 200 <= path.stat().st_size <= 200_000:
+    for path in (path for root in roots for path in sorted(root.rglob("*"))):
+        if path.suffix not in KINDS or path.is_symlink() or not path.is_file():
+            continue
+        if not 200 <= path.stat().st_size <= 200_000:
             continue
         content = path.read_bytes()
         digest = hashlib.blake2b(content, digest_size=8).digest()
@@ -42,26 +60,30 @@ def texts(folder: Path) -> Iterator[str]:
             yield content.decode(errors="replace")
 
 
-def make(folder: Path, megabytes: int) -> None:
-    """Write the texts of the installed packages as parquet, at most so many megabytes of text."""
+def make(folder: Path, megabytes: int, roots: list[Path]) -> None:
+    """Write the texts below some folders as parquet, at most so many megabytes of text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[str] = []
     size = written = files = 0
-    for text in texts(Path(sysconfig.get_path("purelib"))):
+
+    def write() -> None:
+        nonlocal rows, size, written, files
+        pq.write_table(pa.table({"text": rows}), folder / f"{files:03d}.parquet", row_group_size=1000)
+        rows, size, written, files = [], 0, written + size, files + 1
+
+    for text in texts(roots):
         rows.append(text)
         size += len(text.encode())
-        if size >= 100_000_000 or written + size >= megabytes * 1_000_000:
-            pq.write_table(pa.table({"text": rows}), folder / f"{files:03d}.parquet", row_group_size=1000)
-            rows, size, written, files = [], 0, written + size, files + 1
-            if written >= megabytes * 1_000_000:
-                break
-    else:
-        pq.write_table(pa.table({"text": rows}), folder / f"{files:03d}.parquet", row_group_size=1000)
-        written += size
-    print(f"{written / 1e6:,.0f} MB of text")
+        if size >= 100_000_000:
+            write()
+        if written + size >= megabytes * 1_000_000:
+            break
+    if rows:
+        write()
+    print(f"{written / 1e6:,.0f} MB of text in {files} files")
 
 
 def stage(source: Path, work: Path, reference: bool) -> int:
@@ -176,8 +198,10 @@ def main(source: Path, repeats: int) -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["make", folder, *size]:
-            make(Path(folder), int(size[0]) if size else 1_000_000)
+        case ["make", folder, size, *roots]:
+            installed = [Path(one) for one in sys.path if one.endswith("site-packages")]
+            stdlib = Path(sysconfig.get_path("stdlib"))
+            make(Path(folder), int(size), [Path(root) for root in roots] or [*installed, stdlib])
         case ["one", way, folder]:
             print(json.dumps(one(way, Path(folder))))
         case [folder, *repeats]:

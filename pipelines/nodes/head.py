@@ -31,7 +31,7 @@ from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
 from trainer.commits import FileReceipt
-from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError
+from trainer.errors import EXIT_DONE, EXIT_MISTAKE, Interrupted, UserError
 from trainer.process import Background, StopSignal
 
 LEAVE_SECONDS = 10.0  # for the workers to receive the end
@@ -59,6 +59,7 @@ class Head:
         self._traffic: dict[int, Traffic] = {}  # so far, by node
         self._deaths: dict[int, str] = {}  # of commands: the cause, by node
         self._trained = False
+        self._parts: MakeParts | None = None  # the request while the nodes make parts: then none of them is needed
         self._listener: Listener | None = None
 
     def __enter__(self) -> "Head":
@@ -82,6 +83,8 @@ class Head:
 
     def wait_for_workers(self, own_processes: int) -> int:
         """Wait until every node is connected. Returns the number of ranks on all nodes."""
+        if lost := self.lost_nodes():  # while the nodes made parts
+            raise Interrupted(f"node {lost[0]} is gone")
         deadline = time.monotonic() + JOIN_SECONDS
         while missing := [node for node in range(1, self.address.count) if node not in self.connections]:
             self.stop.check()
@@ -117,9 +120,17 @@ class Head:
                 raise result.error
 
     def make_parts(self, attempt: int) -> None:
-        """Let every worker make its parts of the text, for this attempt."""
+        """Let every worker make parts of the text, for this attempt; one that comes later, too.
+
+        A worker that is gone meanwhile stops nothing: the others take over its part.
+        """
         self._next_round()
-        self._send(MakeParts(self._round, attempt))
+        self._parts = MakeParts(self._round, attempt)
+        self._send(self._parts)
+
+    def end_parts(self) -> None:
+        """All parts are finished."""
+        self._parts = None
 
     def parts_progress(self) -> list[PartsProgress]:
         """The last progress that each worker reported for its parts."""
@@ -200,9 +211,11 @@ class Head:
         self.connections[node] = connection
         if self._trained:
             connection.send(Trained())
+        if self._parts:
+            connection.send(self._parts)
         connection.start()
         connection.gone.wait()
-        if not self._trained:  # training needs every node
+        if not self._trained and not self._parts:  # training needs every node
             self.stop.ask(f"node {node} is gone")
 
     def _refusal(self, hello: Hello) -> str | None:
@@ -211,7 +224,7 @@ class Head:
             return f"node 0 works on {self._run} and node {node} on {hello.run}; run the same command on both"
         if not 0 < node < count:
             return f"node {node} is not one of 1 to {count - 1}; set SKYPILOT_NODE_RANK"
-        if node in self.connections:
+        if node in self.connections and not self.connections[node].gone.is_set():
             return f"another node {node} of {count} is connected already; set SKYPILOT_NODE_RANK"
         return None
 

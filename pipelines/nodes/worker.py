@@ -33,7 +33,7 @@ from pipelines.nodes.ranks import kill_ranks, result_of_ranks, start_torchrun, w
 from pipelines.nodes.results import NodeResult, kind_and_message
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
-from pipelines.text.parts import PartsJob, make_parts, parts_of_node
+from pipelines.text.parts import PartsJob, make_parts, parts_in_order
 from trainer.errors import Interrupted
 from trainer.process import StopSignal
 from trainer.store import Store
@@ -92,6 +92,7 @@ def run_worker(
         messages: SimpleQueue[Message] = SimpleQueue()
         connection = NodeConnection(socket, messages.put)
         worker = Worker(address, recipe, plans, store, home, processes, stop, screen, connection, messages)
+        worker.leaves_after_parts = tokenizes_only
         if worker.serve(Hello(address.rank, run, processes)):
             return 0  # the head's exit code counts; an earlier exit with another code, and srun would kill the head
         reason = "the head is gone"
@@ -129,6 +130,7 @@ class Worker:
     parts: "Parts | None" = None
     ranks: Ranks | None = None
     stop_sent_at: float | None = None  # by time.monotonic
+    leaves_after_parts: bool = False  # the run ends with its tokens
 
     def serve(self, hello: Hello) -> bool:
         """Do the work that the head requests. True once the head releases this node, False if it is gone."""
@@ -140,6 +142,9 @@ class Worker:
                     return True
                 self._report_ended_ranks()
                 self._pass_on_stop()
+                if self.leaves_after_parts and self.parts and self.parts.made.is_set():
+                    self.screen.note(f"node {self.address.rank}: no part of the text is left for this node; it leaves")
+                    return True
             return False
         finally:
             if self.parts:
@@ -189,12 +194,14 @@ class Worker:
                 config,
                 plan,
                 self.store,
-                parts_of_node(self.address.rank, self.address.count, config.parts),
+                parts_in_order(self.address.rank, self.address.count, config.parts),
                 folder,
                 partial(upload, self.store, plan.prefix, request.attempt),
                 check,
                 self.screen.note,
                 row_tokens=self.recipe.row_tokens,
+                attempt=request.attempt,
+                waits=False,
             )
 
         return Parts(self.address.rank, request.round, job, self.connection)
@@ -248,6 +255,7 @@ class Parts:
         self, node: int, round_: int, job: Callable[[Callable[[], None]], PartsJob], connection: NodeConnection
     ) -> None:
         self.node, self.round, self.connection = node, round_, connection
+        self.made = threading.Event()  # as far as this node can make them
         self._leaving = threading.Event()
         self.job = job(self._check)
         # A daemon thread: a slow source of text must not delay the exit of the node.
@@ -273,3 +281,5 @@ class Parts:
             result = NodeResult(self.node, *kind_and_message(error, self.job.folder))
         if not self._leaving.is_set():
             self.connection.send(WorkDone(self.round, result))
+        if result.kind is None:
+            self.made.set()

@@ -27,14 +27,14 @@ from pipelines.text.parts import (
     forget_receipts,
     make_parts,
     part_prefix,
-    parts_of_node,
+    parts_in_order,
     rows_in,
 )
 from pipelines.text.sources import open_source, source_identity, source_label
 from pipelines.text.split import SplitShard, split_text
 from pipelines.text.tokenizer import kept_tokenizer, tokenizer_of
 from pipelines.tracking.ledger import attempts
-from trainer.errors import Interrupted, UserError
+from trainer.errors import UserError
 from trainer.store import Store
 
 POLL_SECONDS = 0.2  # between two checks of the workers' progress
@@ -62,7 +62,8 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 
 def build(work: Work) -> Built:
-    """Make the shards on all nodes. UserError for a text that is too small; Interrupted if a node is gone."""
+    """Make the shards on all nodes. UserError for a text that is too small. A node that is gone is replaced by the
+    others, before the next stage asks for it."""
     config = work.recipe.tokens
     if config.adopts:
         return adopt(work)
@@ -76,6 +77,9 @@ def build(work: Work) -> Built:
     make_all_parts(work, head)
     parts = [part for n in range(config.parts) if (part := finished_part(work.store, work.plan, n)) is not None]
     assert len(parts) == config.parts, f"{work.plan.prefix}/parts/ has {len(parts)} lists of {config.parts}"
+    work.report(tokens=sum(receipt.tokens for part in parts for receipt in part))
+    if head:
+        head.end_parts()
     eot = tokenizer_of(config, work.store, work.plan.prefix).eot_token
     shards = split_text(
         parts,
@@ -134,7 +138,7 @@ def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
 
 
 def make_all_parts(work: Work, head: Head | None) -> None:
-    """Make this node's parts, then wait for the workers' parts."""
+    """Make the parts that no other node makes, until all are finished."""
     config, address = work.recipe.tokens, head.address if head else NodeAddress()
     size = None if head else size_of_text(config)
     with work.screen.bar("tokenize", config.max_tokens or size) as bar:
@@ -148,13 +152,14 @@ def make_all_parts(work: Work, head: Head | None) -> None:
             config,
             work.plan,
             work.store,
-            parts_of_node(address.rank, address.count, config.parts),
+            parts_in_order(address.rank, address.count, config.parts),
             work.folder,
             partial(upload, work.store, work.plan.prefix, work.attempt.number),
             look,
             work.screen.note,
             shown.reading,
             work.recipe.row_tokens,
+            work.attempt.number,
         )
 
         def report(own: PartsProgress) -> None:
@@ -166,13 +171,7 @@ def make_all_parts(work: Work, head: Head | None) -> None:
         for own in make_parts(job):
             shown.before = own.stored - own.new
             report(own)
-        while head and len(head.results()) < address.count - 1:
-            check(work)
-            shown.draw()
-            report(own)
-            time.sleep(POLL_SECONDS)
         check(work)
-        report(own)
         shown.end()
 
 
@@ -226,8 +225,6 @@ def short_number(value: float) -> str:
 
 def check(work: Work) -> None:
     """Raise if asked to stop, if a newer attempt has taken over, or if another node cannot make its parts."""
-    if work.head and (lost := work.head.lost_nodes()) and work.stop.ending is Interrupted:
-        raise Interrupted(f"node {lost[0]} is gone")
     work.check()
     for result in work.head.results() if work.head else []:
         if result.kind:

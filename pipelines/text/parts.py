@@ -5,7 +5,7 @@ every document follows an end-of-text token, and shard i holds tokens [i·shard_
 finished shard leaves a receipt in the store, which names the next document. A later attempt resumes there and does not
 tokenize the part again. A finished part leaves a list of its receipts; its text is not opened again.
 
-Of N nodes, node r makes parts r, r + N, r + 2N, …: the bytes are the same for every N.
+Several nodes take the parts one by one, by leases (leases.py): the bytes are the same for any number of nodes.
 """
 
 import itertools
@@ -13,16 +13,20 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Generator
+import time
+import uuid
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pipelines.artifacts.manifest import ArtifactPlan, File
 from pipelines.recipe import TokensConfig
 from pipelines.text.encode import EncodersDiffer, encoder_name, token_stream
+from pipelines.text.leases import Lease, PartTaken, take
 from pipelines.text.shard_file import ShardFile
 from pipelines.text.sources import Source, open_source
 from pipelines.text.tokenizer import tokenizer_of
@@ -33,6 +37,8 @@ from trainer.stored import Count, DamagedRecord, Stored, decoded, typed
 
 if TYPE_CHECKING:
     import numpy as np
+
+WAIT_SECONDS = 1.0  # between two looks for a part to take
 
 
 @dataclass(frozen=True)
@@ -82,54 +88,124 @@ class Reading:
 
 @dataclass(frozen=True)
 class PartsJob:
-    """The parts that one node makes in an attempt, and its tools."""
+    """The parts that one node may make in an attempt, and its tools."""
 
     config: TokensConfig
     plan: ArtifactPlan
     store: Store
-    parts: range
+    parts: Sequence[int]  # in the order in which the node looks for one to make
     folder: Path  # scratch
     upload: Callable[[Path, str | None, str | None], File]  # path, name, sha256: into the attempt's folder of the store
     check: Callable[[], None]  # raises an exception to end the work
     note: Callable[[str], None]
     reading: Reading = field(default_factory=Reading)
     row_tokens: int | None = None  # of packed rows, which are counted
+    attempt: int = 1
+    waits: bool = True  # until all parts are finished; else the node leaves when no part is left for it
 
 
 @dataclass(frozen=True)
 class PartsProgress:
-    """How far a node is with its parts, in tokens."""
+    """How far a node is, in tokens."""
 
-    stored: int  # of all attempts
-    new: int  # of this attempt
+    stored: int  # of the parts that it has taken, and if it waits, of those that were finished before
+    new: int  # that it made
 
 
-def parts_of_node(rank: int, nodes: int, parts: int) -> range:
-    """The parts that a node makes; none if there are more nodes than parts."""
-    return range(rank, parts, nodes)
+def parts_in_order(rank: int, nodes: int, parts: int) -> list[int]:
+    """All parts, in the order in which a node looks for one that no other node works on: its own share first."""
+    own = range(rank, parts, nodes)
+    return [*own, *(part for part in range(parts) if part not in own)]
 
 
 def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
-    """Make the missing shards of a node's parts, one part after the other. Yields the progress after each shard."""
-    receipts = {part: read_receipts(job, part) for part in job.parts}
-    stored = {entry.key: entry.size for entry in job.store.entries(f"{job.plan.prefix}/")}  # older than their receipts
-    receipts = {part: without_lost(job, part, known, stored) for part, known in receipts.items()}
-    before = sum(receipt.tokens for part in receipts.values() for receipt in part)
-    if shards := sum(map(len, receipts.values())):
-        job.note(f"  {shards} shards exist from an earlier attempt")
+    """Make the missing shards of the job's parts, one part after the other, as far as no other node works on them.
+    Yields the progress after each shard.
+
+    A job that waits ends once all its parts are finished, and takes over those of a node that is gone; another job ends
+    when no part is left to take.
+    """
+    unfinished = [part for part in job.parts if not is_complete(job, part)]
+    finished = [finished_part(job.store, job.plan, part) or [] for part in job.parts if part not in unfinished]
+    stored = sum(receipt.tokens for part in finished for receipt in part) if job.waits else 0
     new = 0
-    yield PartsProgress(before, new)
+    yield PartsProgress(stored, new)
     text: UnchangedText | None = None  # the text of finished parts is not opened
-    for part, part_receipts in receipts.items():
-        if finished_part(job.store, job.plan, part) is not None:
+    while unfinished:
+        taken = next(((part, lease) for part in unfinished if (lease := lease_of(job, part))), None)
+        if taken is None:
+            if not job.waits:
+                return
+            job.check()
+            time.sleep(WAIT_SECONDS)
+            unfinished = [part for part in unfinished if finished_part(job.store, job.plan, part) is None]
             continue
-        text = text or text_of(job)
-        with closing(make_part(job, text, part, part_receipts)) as stored_shards:
-            for receipt in stored_shards:
-                new += receipt.tokens
-                yield PartsProgress(before + new, new)
-        body = json.dumps([receipt.to_json() for receipt in part_receipts]).encode()
-        job.store.create(finished_key(job.plan, part), body)
+        part, lease = taken
+        with lease:
+            mine = replace(job, check=partial(check_both, job.check, lease.check))
+            receipts = existing_shards(mine, part)
+            if receipts:
+                stored += sum(receipt.tokens for receipt in receipts)
+                yield PartsProgress(stored, new)
+            try:
+                if finished_part(job.store, job.plan, part) is None:
+                    text = text or text_of(job)
+                    with closing(make_part(mine, text, part, receipts)) as shards_made:
+                        for receipt in shards_made:
+                            stored, new = stored + receipt.tokens, new + receipt.tokens
+                            yield PartsProgress(stored, new)
+                    body = json.dumps([receipt.to_json() for receipt in receipts]).encode()
+                    job.store.create(finished_key(job.plan, part), body)
+            except PartTaken:
+                job.note(f"  another node has taken over part {part}")
+                continue
+        unfinished.remove(part)
+
+
+def lease_of(job: PartsJob, part: int) -> "Lease | NoLease | None":
+    """The right to work on a part; None while another node works on it. A text in one part is made by one node."""
+    return take(job.store, job.plan.prefix, part, job.attempt, uuid.uuid4().hex) if job.config.parts > 1 else NoLease()
+
+
+class NoLease(nullcontext[None]):
+    """The lease of a node that works alone."""
+
+    def check(self) -> None: ...
+
+
+def check_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
+
+
+def is_complete(job: PartsJob, part: int) -> bool:
+    """Whether a part is finished and the store has all its shards."""
+    receipts = finished_part(job.store, job.plan, part, job.note)
+    return receipts is not None and not lost_shards(receipts, job)
+
+
+def existing_shards(job: PartsJob, part: int) -> list[ShardReceipt]:
+    """The receipts of a part up to the first shard that is missing. The records of lost shards are removed: they are
+    made again."""
+    receipts = read_receipts(job, part)
+    if receipts:
+        job.note(f"  {len(receipts)} shards exist from an earlier attempt")
+    lost = lost_shards(receipts, job)
+    if not lost:
+        return receipts
+    job.note(f"  {len(lost)} shards of {job.store.uri}/{job.plan.prefix} are missing; they are made again")
+    job.store.delete(finished_key(job.plan, part))
+    for index in lost:
+        job.store.delete(receipt_key(job, part, index))
+    return receipts[: lost[0]]
+
+
+def lost_shards(receipts: list[ShardReceipt], job: PartsJob) -> list[int]:
+    """The numbers of the shards of a part that the store has no more. The listing is newer than the receipts."""
+    folders = {receipt.attempt for receipt in receipts}
+    entries = (entry for number in folders for entry in job.store.entries(f"{job.plan.prefix}/a{number:04d}/"))
+    stored = {entry.key: entry.size for entry in entries}
+    return [n for n, r in enumerate(receipts) if stored.get(f"{job.plan.prefix}/{r.file.key}") != r.file.size]
 
 
 def text_of(job: PartsJob) -> UnchangedText:
@@ -267,19 +343,6 @@ def read_receipts(job: PartsJob, part: int) -> list[ShardReceipt]:
         while one := _receipts_in(job.store, receipt_key(job, part, len(receipts)), job.note):
             receipts += one
     return receipts
-
-
-def without_lost(job: PartsJob, part: int, receipts: list[ShardReceipt], stored: dict[str, int]) -> list[ShardReceipt]:
-    """The receipts up to the first shard that the store lost. The records of lost shards are removed: they are made
-    again."""
-    lost = [n for n, r in enumerate(receipts) if stored.get(f"{job.plan.prefix}/{r.file.key}") != r.file.size]
-    if not lost:
-        return receipts
-    job.note(f"  {len(lost)} shards of {job.store.uri}/{job.plan.prefix} are missing; they are made again")
-    job.store.delete(finished_key(job.plan, part))
-    for index in lost:
-        job.store.delete(receipt_key(job, part, index))
-    return receipts[: lost[0]]
 
 
 def finished_part(

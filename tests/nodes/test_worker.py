@@ -65,20 +65,17 @@ def test_a_worker_that_is_asked_to_stop_leaves_the_stop_to_the_head(
     assert result.result(10) == 0  # its exit code counts for all
 
 
-def test_a_worker_makes_its_parts_and_reports_its_progress(
+def test_a_worker_makes_the_parts_that_nobody_makes_and_reports_its_progress(
     working: tuple[Socket, "Future[int]"], tmp_path: Path
 ) -> None:
     head, result = working
     send(head, MakeParts(1, 4))
-    received = [next_message(head) for _ in range(4)]  # part 1 is as large as a third of 8,000,000 tokens
-    steps = [PartsProgress(tokens, tokens) for tokens in (0, 2_000_000, 2_666_667)]
-    assert received == [*steps, WorkDone(1, NodeResult(1))]
-    assert {path.name for path in tmp_path.glob("store/tokens/*/a0004/*")} == {
-        "train_01_000000.bin",
-        "train_01_000001.bin",
-    }
+    received = [next_message(head) for _ in range(8)]  # a part is a third of 8,000,000 tokens; its own comes first
+    made = [0, 2_000_000, 2_666_667, 4_666_667, 5_333_334, 7_333_334, 8_000_000]
+    assert received == [*(PartsProgress(tokens, tokens) for tokens in made), WorkDone(1, NodeResult(1))]
+    assert len(list(tmp_path.glob("store/tokens/*/a0004/*"))) == 6
     send(head, MakeParts(2, 5))  # it was stale, and the rival is gone
-    assert [next_message(head), next_message(head)] == [PartsProgress(2_666_667, 0), WorkDone(2, NodeResult(1))]
+    assert [next_message(head), next_message(head)] == [PartsProgress(0, 0), WorkDone(2, NodeResult(1))]
     send(head, End(0, "done"))
     assert result.result(10) == 0 and not list(tmp_path.glob("work/*/tokens/*/*"))
 

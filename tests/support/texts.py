@@ -1,6 +1,7 @@
 """Odd texts; and a text of four files in three parts, with the work of nodes that tokenize it."""
 
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class FourFiles:
 
     def job(
         self,
-        parts: range,
+        parts: Sequence[int],
         store: Path,
         attempt: int = 1,
         check: Callable[[], None] = lambda: None,
@@ -48,7 +49,7 @@ class FourFiles:
         note: Callable[[str], None] = lambda text: None,
     ) -> PartsJob:
         """Some parts, made by a node with its own folder and a store."""
-        opened, folder = LocalStore(store), store.with_name(f"{store.name} scratch {attempt} {parts.start}")
+        opened, folder = LocalStore(store), store.with_name(f"{store.name} scratch {uuid.uuid4().hex}")
         folder.mkdir()
         put = partial(upload, opened, self.plan.prefix, attempt)
-        return PartsJob(config or self.config, self.plan, opened, parts, folder, put, check, note)
+        return PartsJob(config or self.config, self.plan, opened, parts, folder, put, check, note, attempt=attempt)

@@ -10,7 +10,7 @@ from texts import FourFiles
 
 from pipelines.artifacts.manifest import fetch, upload
 from pipelines.recipe import TokensConfig, load_recipe
-from pipelines.text.parts import finished_part, make_parts, parts_of_node
+from pipelines.text.parts import finished_part, make_parts, parts_in_order
 from pipelines.text.split import SplitShard, split_text
 from trainer.errors import UserError
 from trainer.shards import read_shard
@@ -28,7 +28,7 @@ def made(folder: Path, nodes: int = 1, attempt: int = 1, **fields: Any) -> tuple
     files.config = TokensConfig(source=f"{folder}/*.txt", tokenizer="bytes", **{"shard_tokens": 1500} | fields)
     store = LocalStore(folder / "store")
     for rank in range(nodes):
-        list(make_parts(files.job(parts_of_node(rank, nodes, files.config.parts), store.root, attempt)))
+        list(make_parts(files.job(parts_in_order(rank, nodes, files.config.parts), store.root, attempt)))
     parts = [finished_part(store, files.plan, part) or [] for part in range(files.config.parts)]
     shards = split_text(
         parts,
