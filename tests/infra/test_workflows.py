@@ -1,0 +1,107 @@
+"""The workflows keep GitHub's schema, and the one that launches gets its rights without keys."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import yaml
+from servers import S3Account
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TOKEN = "header.payload.signature"
+
+
+def scripts_of(workflow: Path) -> dict[str, str]:
+    """The shell scripts of a workflow, by the names of their steps."""
+    jobs: dict[str, Any] = yaml.safe_load(workflow.read_text())["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"] if "run" in step]
+    return {step.get("name", step["run"]): step["run"] for step in steps}
+
+
+def test_the_workflows_keep_githubs_schema_and_their_scripts_parse() -> None:
+    pytest.importorskip("check_jsonschema", reason="needs check-jsonschema (pip)")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([*command, *WORKFLOWS], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for workflow in WORKFLOWS:
+        for name, script in scripts_of(workflow).items():
+            done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 0, f"{workflow.name}: {name}: {done.stderr}"
+            assert "${{ inputs" not in script, f"{workflow.name}: {name}: an input in a script can be a command"
+
+
+def test_the_workflow_that_launches_has_no_keys_and_a_budget() -> None:
+    text = (ROOT / ".github" / "workflows" / "launch.yml").read_text()
+    assert "AWS_ACCESS_KEY_ID" not in text and "AWS_SECRET_ACCESS_KEY" not in text
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["jobs"]["launch"]["environment"] == "skytrain"  # as CiRole of infra/aws asks for it
+    assert '--budget "$BUDGET"' in scripts_of(ROOT / ".github" / "workflows" / "launch.yml")["launch"]
+
+
+@pytest.fixture
+def token_server() -> Iterator[str]:
+    """As GitHub's: it gives a token for an audience to a runner that shows its own."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            allowed = self.headers["Authorization"] == "bearer of the runner" and "audience=sts.amazonaws" in self.path
+            body = json.dumps({"value": TOKEN}).encode() if allowed else b"{}"
+            self.send_response(200 if allowed else 403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/token?version=1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_the_token_of_the_runner_becomes_a_role_of_aws(
+    token_server: str, moto_server: S3Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = scripts_of(ROOT / ".github" / "workflows" / "launch.yml")
+    token = tmp_path / "web-identity"
+    ours = {
+        "RUNNER_TEMP": str(tmp_path),
+        "AWS_WEB_IDENTITY_TOKEN_FILE": str(token),
+        "ACTIONS_ID_TOKEN_REQUEST_URL": token_server,
+        "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "of the runner",
+        "NO_PROXY": "127.0.0.1",
+    }
+    renew = scripts["a script that renews the token"] + '\nbash "$RUNNER_TEMP/renew-token"\n'
+    run = {"env": os.environ | ours, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(["bash", "-e", "-c", renew], **run)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    assert token.read_text() == TOKEN + "\n" and token.stat().st_mode & 0o077 == 0
+    assert TOKEN not in done.stdout + done.stderr
+    run["env"]["ACTIONS_ID_TOKEN_REQUEST_TOKEN"] = "of nobody"  # type: ignore[index]
+    assert subprocess.run(["bash", "-e", "-c", renew], **run).returncode != 0  # type: ignore[call-overload]
+    assert token.read_text() == TOKEN + "\n"  # a failure leaves the one before
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto_server.endpoint)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/skytrain-CiRole")
+    me = boto3.session.Session(region_name="us-east-1").client("sts").get_caller_identity()
+    assert ":assumed-role/skytrain-CiRole/" in me["Arn"]
