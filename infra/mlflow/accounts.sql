@@ -1,0 +1,2 @@
+-- Accounts and runs are separate databases: MLflow migrates each by itself.
+CREATE DATABASE accounts;
