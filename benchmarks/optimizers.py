@@ -64,7 +64,7 @@ class Arm:
 UNSPLIT = "gpt2 + muon, c_attn as one matrix"
 # nanochat's rates of its untied embedding and head, which no other family has so large.
 MODERN = ["model.family=modern", "train.embedding_learning_rate=0.3", "train.head_learning_rate=0.008"]
-ADAMW_RATES = ("train.learning_rate", (3e-3, 6e-3, 1.2e-2))
+ADAMW_RATES = ("train.learning_rate", (1.5e-3, 3e-3, 6e-3))
 ARMS = {
     "gpt2 + adamw": Arm([], *ADAMW_RATES),
     "gpt2 + muon": Arm(MUON, *MUON_RATES),

@@ -235,6 +235,29 @@ def test_three_ranks_that_share_a_batch_unequally_train_as_one(data: Path, tmp_p
         assert b == pytest.approx(a, rel=3e-3) and norms[1] == pytest.approx(norms[0], rel=0.03)
 
 
+@pytest.mark.slow
+def test_a_muon_run_that_is_killed_goes_on_with_one_then_two_then_four_then_one_rank(
+    data: Path, tmp_path: Path
+) -> None:
+    config = trainer_runs.configured(
+        engine="fused",
+        optimizer="muon",
+        muon_beta2=0.95,
+        checkpoint_minutes=trainer_runs.EVERY_STEP,
+        **SHORT | {"batch_tokens": 256, "max_steps": 8},
+    )
+    whole, moved = (trainer_runs.Command(data, tmp_path / name, config) for name in ("whole", "moved"))
+    whole.finish()
+    for ranks in (1, 2, 4):
+        with moved.started(ranks) as process:
+            moved.wait_for_rows(2, process)
+            moved.wait_for_commits(1, process)
+    moved.finish()
+    for a, b in zip(whole.rows(), moved.rows(), strict=True):
+        assert b.get("data/digest") == a.get("data/digest")
+        assert b.get("train/loss", 0) == pytest.approx(a.get("train/loss", 0), rel=5e-3)
+
+
 def test_the_eager_engine_can_rehearse_in_fp16() -> None:
     config, _ = a_model(1, 1, 32, 16, 140)
     engine = make_engine(config, TRAIN.model_copy(update={"precision": "fp16"}), RuntimeConfig(engine="eager"), ALONE)
