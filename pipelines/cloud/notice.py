@@ -14,7 +14,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -30,6 +30,8 @@ ENDPOINT = "http://169.254.169.254"  # link-local, the same at EC2, GCE and Azur
 POLL_SECONDS = 2.0  # of at least 30 s of notice
 DETECT_SECONDS = 0.3  # for each of three clouds: under a second in all; a metadata service answers in milliseconds
 ANSWER_SECONDS = 5.0
+GCE_API = "https://compute.googleapis.com"
+MOST_GCE_SECONDS, EXIT_SECONDS = 120, 10  # of GCE's notice; of it, for the exit after the save
 MOST_BYTES = 65_536  # of an answer: real ones have a few hundred
 
 
@@ -145,7 +147,11 @@ class Ec2:
 
 
 class Gce:
-    """GCE: two items that always have a value. 30 s of notice for spot, an hour for a GPU's host maintenance."""
+    """GCE: two items that always have a value. 30 s of notice for spot, an hour for a GPU's host maintenance.
+
+    A spot machine with `preemptionNoticeDuration` gets up to 120 s before those 30. The metadata service does not tell
+    that, but the Compute Engine API does, to an account of the machine that may read the machine.
+    """
 
     name, grace_seconds = "GCE", 25
     HEADERS = {"Metadata-Flavor": "Google"}  # required in a request, and present in every real answer
@@ -171,6 +177,23 @@ class Gce:
         if not (region and instance):
             raise ValueError("not a machine of GCE")
         return described(region, zone, instance, spot=self._read("scheduling/preemptible") == "TRUE")
+
+    def given_seconds(self) -> int:
+        """The time to save after a notice, as this machine was made. Raises any exception without a valid answer."""
+        if self._read("scheduling/preemptible") != "TRUE":
+            return self.grace_seconds
+        token = json_object(self._read("service-accounts/default/token"))["access_token"]
+        path = f"/compute/v1/{self._read('zone')}/instances/{self._read('name')}?fields=scheduling"
+        api = urlsplit(GCE_API)
+        kind = http.client.HTTPSConnection if api.scheme == "https" else http.client.HTTPConnection
+        connection = kind(api.hostname or "", api.port, timeout=ANSWER_SECONDS)  # no proxy: it has a token
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+            scheduling = json_object(connection.getresponse().read(MOST_BYTES).decode())["scheduling"]
+        finally:
+            connection.close()
+        given = int(scheduling.get("preemptionNoticeDuration", {}).get("seconds", 0))
+        return max(self.grace_seconds, min(MOST_GCE_SECONDS, given) - EXIT_SECONDS)
 
     def _read(self, item: str, timeout_s: float = ANSWER_SECONDS) -> str:
         answer = ok(self._metadata.ask(f"/computeMetadata/v1/instance/{item}", self.HEADERS, timeout_s))
@@ -292,6 +315,9 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
 
     def watch() -> None:
         if here := source or detect_source(metadata):
+            if isinstance(here, Gce) and not chosen_grace:
+                with suppress(Exception):  # an account without rights: what every spot machine gets
+                    here.grace_seconds = here.given_seconds()
             poll(choose(here), stop, screen, ending, expected=source is not None)
 
     def died(thread: Background) -> None:

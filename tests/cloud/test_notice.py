@@ -223,6 +223,36 @@ def test_training_may_use_the_clouds_notice_time_to_save(start, watched, kind, m
         assert stop.grace_seconds == 77
 
 
+class GceWithApi(GceCloud):
+    """A spot machine, and the API that describes it to who has the machine's token."""
+
+    def __init__(self, scheduling: str) -> None:
+        super().__init__()
+        self.scheduling = scheduling
+        self.items |= {"zone": "projects/7/zones/us-central1-a", "name": "node-1", "scheduling/preemptible": "TRUE"}
+        self.items["service-accounts/default/token"] = '{"access_token": "ya29.secret", "token_type": "Bearer"}'
+
+    def answer(self, request: Handler) -> None:
+        path = "/compute/v1/projects/7/zones/us-central1-a/instances/node-1?fields=scheduling"
+        if request.path == path and request.headers.get("Authorization") == "Bearer ya29.secret":
+            return request.respond(200, f'{{"scheduling": {self.scheduling}}}')
+        return super().answer(request)
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "seconds"),
+    [('{"preemptionNoticeDuration": {"seconds": "120"}}', 110), ('{"preemptible": true}', 25), ('"odd"', 25)],
+)
+def test_a_spot_machine_of_gce_uses_the_notice_that_it_was_made_with(
+    start, watched, scheduling: str, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloud = start(GceWithApi(scheduling))
+    monkeypatch.setattr(notice, "GCE_API", cloud.endpoint)
+    with watched(cloud) as stop:
+        polled(cloud, 8)
+        assert stop.grace_seconds == seconds
+
+
 def test_off_polls_no_service_and_keeps_torchruns_own_grace(start, watched) -> None:
     cloud = start(Ec2Cloud())
     cloud.preempt()
