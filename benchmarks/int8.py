@@ -4,7 +4,12 @@
 
 EXPORT is a folder of Hugging Face's format (`skytrain pull RUN EXPORT`), SHARDS holds llm.c's val_*.bin. torchao
 quantizes the matrices of the blocks, with one scale for each output row, and computes in bf16. The embedding, which is
-also the head, stays in bf16. Both models are compiled, as torchao asks.
+also the head, stays in bf16. The module is skytrain's own: transformers' GPT-2 has `Conv1D` in place of `nn.Linear`,
+which torchao passes over, so there the same configuration changes nothing.
+
+Neither model is compiled unless `--compile` names a mode of torch.compile. Eager torchao converts the weights to bf16
+before each product, so its times are an upper limit; size and loss are the same. The mode reduce-overhead removes the
+launches of kernels, which hide the difference at one token, but to compile both models takes minutes.
 
 Three measures of each: the bytes of all weights; the mean loss in nats over the same held-out tokens; the time of two
 forward passes: one token (as in decoding, the cost is to read every weight once) and 8 x `block_size` tokens (the cost
@@ -76,8 +81,10 @@ def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 @torch.no_grad()
-def measure(folder: Path, shards: Path, tokens: int, repeats: int, compiled: bool) -> dict[str, dict[str, float]]:
-    """The measures by number format."""
+def measure(
+    folder: Path, shards: Path, tokens: int, repeats: int, mode: str | None = None
+) -> dict[str, dict[str, float]]:
+    """The measures by number format. `mode` is one of torch.compile's; None: eager."""
     world = World.alone(RuntimeConfig())
     plain = load(folder).to(world.device)
     models = {"bf16": plain, "int8": quantized(plain)}
@@ -91,9 +98,8 @@ def measure(folder: Path, shards: Path, tokens: int, repeats: int, compiled: boo
         (f"{BATCH} x {plain.config.block_size}", (BATCH, plain.config.block_size)),
     ):
         ids = torch.zeros(shape, dtype=torch.int64, device=world.device)
-        # CUDA graphs: launches of kernels would hide the difference at one token.
         runs = {
-            name: torch.compile(model.hidden, mode="reduce-overhead", dynamic=False) if compiled else model.hidden
+            name: torch.compile(model.hidden, mode=mode, dynamic=False) if mode else model.hidden
             for name, model in models.items()
         }
         times: dict[str, list[float]] = {name: [] for name in runs}
@@ -114,10 +120,10 @@ def main() -> None:
     parser.add_argument("shards", type=Path)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--no-compile", action="store_true", help="for a try on a CPU")
+    parser.add_argument("--compile", choices=("default", "reduce-overhead"), help="a mode of torch.compile [eager]")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results = measure(options.export, options.shards, options.tokens, options.repeats, not options.no_compile)
+    results = measure(options.export, options.shards, options.tokens, options.repeats, options.compile)
     for what in results["bf16"]:
         plain, small = (results[name][what] for name in ("bf16", "int8"))
         print(f"{what:>16}  bf16 {plain:,.4f}  int8 {small:,.4f}  x {small / plain:.3f}")
