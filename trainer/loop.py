@@ -304,7 +304,7 @@ def evaluate(
             raise Interrupted
 
     with log.clock.phase("evaluate"):
-        failpoint("scores")  # a test arms it: the drill does not know whether a recipe evaluates while it trains
+        failpoint("scores")
         try:
             scores = evaluation.scores(engine, world, check)
             texts = evaluation.texts(engine, world, check)

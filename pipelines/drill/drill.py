@@ -362,7 +362,8 @@ def drill(
     began, recipe = time.monotonic(), load_recipe(name, changes)
     processes = processes_on_this_node(recipe.runtime)
     left_out = unavailable(store_uri, recipe, processes)
-    faults = schedule(kills, seed, chosen(kinds, left_out), recipe.train.max_steps)
+    evaluates = recipe.evaluate.every is not None
+    faults = schedule(kills, seed, chosen(kinds, left_out), recipe.train.max_steps, evaluates)
     location = f"{store_uri.rstrip('/')}/drill-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="skytrain-drill-"))
     arguments = [name, *(word for change in changes for word in ("--set", change))]

@@ -17,12 +17,14 @@ FAILPOINTS = {
     "manifest-tokenize": "tokenize",
     **dict.fromkeys(("first-step", "mid-step", "copy", "upload", "uploaded", "receipts", "committed"), "train"),
     "download": "train",
+    "scores": "train",
     "manifest-train": "train",
     "evaluate": "evaluate",
     "manifest-evaluate": "evaluate",
     "export": "export",
     "manifest-export": "export",
 }
+IN_EVALUATIONS = ("scores",)  # while a run trains: only where evaluate.every is set
 AT_THE_START = ("first-step", "download")  # of an attempt: a run passes them once, before its other steps
 # The run continues by itself, past the failpoint.
 OUTAGES = ("cut", "mlflow", "odd", "twice", "eio", "gc")
@@ -66,20 +68,24 @@ class Fault:
     violation: str | None = None  # a promise that the run broke
 
 
-def schedule(kills: int, seed: int, kinds: Sequence[str], max_steps: int) -> list[Fault]:
-    """`kills` faults, in the order of their injection. No kind and no failpoint repeats before all others were used."""
+def schedule(kills: int, seed: int, kinds: Sequence[str], max_steps: int, evaluates: bool) -> list[Fault]:
+    """`kills` faults, in the order of their injection. No kind and no failpoint repeats before all others were used.
+
+    `evaluates`: the run also evaluates while it trains.
+    """
     rng = random.Random(seed)
+    names = [name for name in FAILPOINTS if evaluates or name not in IN_EVALUATIONS]
 
     def shuffled(items: Sequence[str]) -> list[str]:
         return rng.sample(list(items), len(items))
 
     faults: list[Fault] = []
-    failpoints, deck = shuffled(list(FAILPOINTS)), shuffled(kinds)
+    failpoints, deck = shuffled(names), shuffled(kinds)
     for _ in range(kills):
         kind = deck.pop()
         deck = deck or shuffled(kinds)
         if not any(FAILPOINTS[failpoint] in KINDS[kind] for failpoint in failpoints):
-            failpoints += shuffled(list(FAILPOINTS))
+            failpoints += shuffled(names)
         failpoint = next(failpoint for failpoint in failpoints if FAILPOINTS[failpoint] in KINDS[kind])
         failpoints.remove(failpoint)
         if (

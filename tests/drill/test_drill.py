@@ -105,13 +105,13 @@ def row_event(step: int, phase: str = "train") -> str:
 
 def test_equal_seeds_give_equal_faults_and_other_seeds_others() -> None:
     kinds = list(KINDS)
-    assert schedule(30, 1, kinds, 200) == schedule(30, 1, kinds, 200)
-    assert schedule(30, 1, kinds, 200) != schedule(30, 2, kinds, 200)
+    assert schedule(30, 1, kinds, 200, True) == schedule(30, 1, kinds, 200, True)
+    assert schedule(30, 1, kinds, 200, True) != schedule(30, 2, kinds, 200, True)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kind_and_every_failpoint_gets_its_fault_where_it_has_an_effect(seed: int) -> None:
-    faults = schedule(50, seed, list(KINDS), 200)
+    faults = schedule(50, seed, list(KINDS), 200, True)
     assert len(faults) == 50
     assert {fault.kind for fault in faults} == set(KINDS)
     assert {fault.failpoint for fault in faults} == set(FAILPOINTS)
@@ -119,9 +119,16 @@ def test_every_kind_and_every_failpoint_gets_its_fault_where_it_has_an_effect(se
     assert all(0 <= fault.step < 200 for fault in faults)
 
 
+def test_a_fault_in_an_evaluation_while_training_is_planned_where_the_recipe_has_one() -> None:
+    for evaluates in (True, False):
+        faults = schedule(60, 0, ["kill"], 200, evaluates)
+        assert any(fault.failpoint == "scores" for fault in faults) == evaluates
+        assert {fault.failpoint for fault in faults} | {"scores"} == set(FAILPOINTS)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_faults_are_in_the_order_in_which_a_run_passes_them(seed: int) -> None:
-    faults = schedule(40, seed, list(KINDS), 100)
+    faults = schedule(40, seed, list(KINDS), 100, True)
     assert [b.stage for b in faults] == sorted((b.stage for b in faults), key=STAGES.index)
     training = [b.step for b in faults if b.stage == "train" and b.failpoint != "manifest-train"]
     assert training == sorted(training)
@@ -131,14 +138,14 @@ def test_faults_are_in_the_order_in_which_a_run_passes_them(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_fault_is_planned_at_a_failpoint_that_an_outage_let_the_run_pass(seed: int) -> None:
-    faults = schedule(40, seed, list(KINDS), 100)
+    faults = schedule(40, seed, list(KINDS), 100, True)
     for number, fault in enumerate(faults):
         if fault.kind in ("cut", "mlflow") and (fault.stage != "train" or fault.failpoint == "manifest-train"):
             assert fault.failpoint not in {later.failpoint for later in faults[number + 1 :]}
 
 
 def test_an_empty_schedule_is_possible() -> None:
-    assert schedule(0, 1, ["kill"], 10) == []
+    assert schedule(0, 1, ["kill"], 10, True) == []
 
 
 def test_kinds_that_are_not_possible_are_left_out_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

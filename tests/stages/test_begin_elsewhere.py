@@ -1,6 +1,7 @@
 """A run begins with the weights of another one, or with its whole state: through the command, in one store."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,25 @@ def test_a_run_is_fine_tuned_from_its_own_export(finished: Project) -> None:
     (moved / "model.safetensors").unlink()
     recorded = finished.result("--stage", "train", recipe=f"run:{made['run']}")
     assert recorded["artifacts"]["train"]["skipped"]
+
+
+@pytest.mark.slow
+def test_two_ranks_begin_with_the_weights_that_one_begins_with(finished: Project) -> None:
+    export = finished.path("export", "model.safetensors").parent
+    weights = finished.artifact("train").facts["val/loss"]
+    changes = [*SHORT, "--set", f"train.init_from={export}", "--set", "runtime.processes=2"]
+    made = finished.result("--stage", "train", *changes)
+    series = read_run(finished.store, made["run"]).series
+    assert series[0]["step"] == 0 and series[0]["val/loss"] == pytest.approx(weights, abs=1e-6)
+    (beat,) = read_run(finished.store, made["run"]).attempts["train"]
+    assert beat.progress.world_size == 2 and series[-1]["step"] == 4
+    alone = finished.copy(finished.folder.parent / f"alone/{FOLDER_NAME}")
+    for folder in alone.found("train/tuned-*"):
+        shutil.rmtree(folder)
+    one = alone.result("--stage", "train", *changes[:-2], "--set", "runtime.processes=1")
+    losses = [row["train/loss"] for row in series if "train/loss" in row]
+    again = [row["train/loss"] for row in read_run(alone.store, one["run"]).series if "train/loss" in row]
+    assert losses == pytest.approx(again, rel=1e-5)
 
 
 def test_weights_that_cannot_be_a_runs_are_refused_in_a_line_before_anything_starts(finished: Project) -> None:
