@@ -8,8 +8,7 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan, Beginning, Manifest, differences, find, read_manifest
 from pipelines.recipe import Recipe, load_recipe, shipped
 from pipelines.stage import plans_of, run_name
-from pipelines.text.adopted import tokens_by_split
-from pipelines.text.sources import estimated_tokens
+from pipelines.text.amounts import SourcePlan, sources_planned
 from pipelines.tracking.ledger import GC, attempts
 from pipelines.tracking.origins import beginning_of
 from pipelines.tracking.records import without_none
@@ -46,10 +45,11 @@ class TextPlan:
     tokens: int
     train_tokens: int
     val_tokens: int
-    epochs: float
+    epochs: float  # of a mixture: of the source that is read most often
     estimated: bool  # from the size of the text, before tokenize has counted
     warning: str | None  # training repeats the text too often
     cropped: float | None = None  # share of the training split that packing leaves out; None: a stream, or not known
+    sources: tuple[SourcePlan, ...] = ()  # of a mixture
 
 
 @dataclass(frozen=True)
@@ -115,20 +115,21 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
 
 def text_plan(recipe: Recipe, made: Manifest | None) -> TextPlan | None:
     """The size of both splits: as tokenize has counted them, or an estimate. None if neither is possible."""
-    if made:
-        tokens, held_out = made.fact("tokens"), made.fact("val_tokens")
-    elif recipe.tokens.adopts:
-        counts = tokens_by_split(recipe.tokens)
-        tokens, held_out = sum(counts.values()), counts["val"]
-    elif estimate := estimated_tokens(recipe.tokens):
-        tokens, held_out = estimate, min(recipe.tokens.held_out(estimate), estimate)
-    else:
+    sources = sources_planned(recipe, made)
+    if not sources:
         return None
-    left = tokens - held_out
-    readable = recipe.readable_tokens(left, made.facts.get("rows") if made else None)
-    epochs = recipe.train_tokens / max(1, readable)
-    cropped = made.facts["cropped_tokens"] / max(1, left) if made and "cropped_tokens" in made.facts else None
-    return TextPlan(tokens, left, held_out, epochs, made is None, recipe.repeated_text(readable), cropped)
+    train, val = sum(one.train_tokens for one in sources), sum(one.val_tokens for one in sources)
+    cropped = [one.cropped * one.train_tokens for one in sources if one.cropped is not None]
+    return TextPlan(
+        train + val,
+        train,
+        val,
+        max(one.epochs for one in sources),
+        made is None,
+        "; ".join(one.warning for one in sources if one.warning) or None,
+        sum(cropped) / max(1, train) if cropped else None,
+        tuple(sources) if recipe.tokens.sources else (),
+    )
 
 
 def stage_plan(store: Store, plan: ArtifactPlan) -> StagePlan:

@@ -7,7 +7,7 @@ descriptions of the fields are the source of docs/recipes.md; a unit stands in b
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -48,14 +48,33 @@ class TokenizerFile(Section):
         return f"own, sha256 {self.sha256[:12]}"
 
 
+class SourceConfig(Section):
+    """One source of a mixture."""
+
+    source: str = Field(min_length=1, max_length=1000, description="As tokens.source")
+    weight: float = Field(gt=0, allow_inf_nan=False, description="Share of the training's tokens, beside the others'")
+    subset: str | None = Field(default=None, description="As tokens.subset")
+    revision: str | None = Field(default=None, description="As tokens.revision")
+    text_column: str = Field(default="text", description="As tokens.text_column")
+    max_tokens: int | None = Field(default=None, ge=1, description="As tokens.max_tokens, of this source [tokens]")
+
+
 class TokensConfig(Section):
     """The text, and how it becomes token shards. `pipelines/text/sources.py` documents the sources."""
 
     source: str = Field(
+        default="",
         max_length=1000,
         description="python-stdlib, hf://datasets/ORG/NAME, or a path, glob or URL (s3://, https://) of .parquet, "
         ".jsonl or .txt files; llmc://FOLDER or llmc://s3://BUCKET/PREFIX adopts shards of skytrain, llm.c or nanoGPT "
         "where they lie, with their own split",
+    )
+    sources: list[SourceConfig] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=100,
+        description="Instead of source: a mixture, a list of {source, weight, subset, revision, text_column, "
+        "max_tokens}. Each source is tokenized and split as if it were alone; training draws from them by weight",
     )
     subset: str | None = Field(default=None, description="Configuration of a Hugging Face data set; null: its default")
     revision: str | None = Field(
@@ -126,6 +145,38 @@ class TokensConfig(Section):
     def tokenizer_identity(self) -> str | dict[str, str]:
         """The tokenizer as it decides the bytes: where its file lies does not."""
         return {"sha256": self.tokenizer.sha256} if isinstance(self.tokenizer, TokenizerFile) else self.tokenizer
+
+    @model_validator(mode="after")
+    def _one_text(self) -> Self:
+        if bool(self.source) == (self.sources is not None):
+            raise ValueError(
+                "source and sources are both given; remove one" if self.source else "source: missing; name the text"
+            )
+        for field in ("subset", "revision", "max_tokens") if self.sources else ():
+            if getattr(self, field) is not None:
+                raise ValueError(f"{field} belongs to one source: move it into sources")
+        return self
+
+    def each(self) -> list["TokensConfig"]:
+        """The section for each source of a mixture alone; itself for a single text."""
+        fields = ("source", "subset", "revision", "text_column", "max_tokens")
+        return [
+            self.model_copy(update={"sources": None, **{field: getattr(one, field) for field in fields}})
+            for one in self.sources or ()
+        ] or [self]
+
+    @property
+    def named(self) -> str:
+        """The text or the mixture, for people."""
+        if not self.sources:
+            return " ".join(filter(None, (self.source, self.subset)))
+        shares = (weight / sum(self.weights) for weight in self.weights)
+        return " + ".join(f"{share:.0%} {one.named}" for share, one in zip(shares, self.each(), strict=True))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of the sources of a mixture; none of a single text."""
+        return tuple(one.weight for one in self.sources or ())
 
     @model_validator(mode="after")
     def _one_split(self) -> Self:
@@ -293,9 +344,12 @@ class Recipe(Section):
             )
 
     def _splits_hold_a_sequence(self) -> None:
-        tokens, block_size = self.tokens, self.model.block_size
-        if tokens.adopts:  # with their own split
-            return
+        for tokens in self.tokens.each():
+            if not tokens.adopts:  # with their own split
+                self._split_holds_a_sequence(tokens)
+
+    def _split_holds_a_sequence(self, tokens: TokensConfig) -> None:
+        block_size = self.model.block_size
         if tokens.shard_tokens <= block_size:
             raise ValueError(
                 f"tokens.shard_tokens {tokens.shard_tokens} holds no sequence of model.block_size "
@@ -304,7 +358,7 @@ class Recipe(Section):
         if tokens.max_tokens is None and tokens.val_tokens is None:
             return
         if tokens.val_whole_shards:
-            self._a_part_outlasts_the_held_out_shards()
+            self._a_part_outlasts_the_held_out_shards(tokens)
             return
         held_out = tokens.held_out(tokens.max_tokens or 0)
         if held_out <= block_size:
@@ -318,8 +372,8 @@ class Recipe(Section):
                 "use more tokens or a smaller tokens.val_tokens"
             )
 
-    def _a_part_outlasts_the_held_out_shards(self) -> None:
-        tokens, block_size = self.tokens, self.model.block_size
+    def _a_part_outlasts_the_held_out_shards(self, tokens: TokensConfig) -> None:
+        block_size = self.model.block_size
         first = tokens.tokens_of_part(0)
         if first is not None and first <= tokens.held_out(first) + block_size:
             divided = f" in {tokens.parts} parts" if tokens.parts > 1 else ""
@@ -329,17 +383,15 @@ class Recipe(Section):
                 f"{', fewer parts' if divided else ''} or a smaller shard_tokens, or val_fraction instead of val_shards"
             )
 
-    def readable_tokens(self, train_tokens: int, rows: Mapping[str, int] | None) -> int:
-        """The tokens that an epoch trains on, of a training split of so many: with packing, those of its rows."""
-        return train_tokens if rows is None else sum(rows.values()) * self.model.block_size
-
-    def repeated_text(self, train_tokens: int) -> str | None:
-        """A warning if training goes over a training split of so many tokens more than four times."""
-        epochs = self.train_tokens / max(1, train_tokens)
+    def repeated_text(self, train_tokens: int, share: float = 1.0, of: str = "the text") -> str | None:
+        """A warning if training goes over a training split of so many tokens more than four times. `share` of its
+        tokens are from that text."""
+        epochs = share * self.train_tokens / max(1, train_tokens)
         if epochs <= GOOD_EPOCHS:
             return None
+        read = int(share * self.train_tokens)
         return (
-            f"training goes over the text {epochs:,.1f} times: it reads {self.train_tokens:,} tokens, and the training "
+            f"training goes over {of} {epochs:,.1f} times: it reads {read:,} tokens, and the training "
             f"split has {train_tokens:,}; after {GOOD_EPOCHS} times a model begins to memorize: use more text or a "
             f"train.max_steps of about {max(1, int(self.train.max_steps * GOOD_EPOCHS / epochs)):,}"
         )

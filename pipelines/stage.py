@@ -74,6 +74,9 @@ class Work:
     stop: StopSignal
     head: Head | None = None  # of several nodes
     clock: PhaseClock = field(default_factory=PhaseClock)
+    scratch_of: ArtifactPlan | None = (
+        None  # the artifact of the attempt, if `plan` is another one: a source of a mixture
+    )
     before_ranks: "Callable[[Work], None] | None" = None  # called before train starts its ranks; may raise Interrupted
     # Of torchrun's processes: seconds by phase, and the phase since then.
     rank_phases: tuple[dict[str, float], str] = field(default_factory=lambda: ({}, "setup"))
@@ -86,7 +89,8 @@ class Work:
     @property
     def folder(self) -> Path:
         """Scratch folder of this attempt alone."""
-        path = scratch(self.home, self.store, self.plan.prefix) / f"a{self.attempt.number:04d}"
+        prefix = (self.scratch_of or self.plan).prefix
+        path = scratch(self.home, self.store, prefix) / f"a{self.attempt.number:04d}"
         path.mkdir(parents=True, exist_ok=True)
         return path
 

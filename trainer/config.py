@@ -699,6 +699,9 @@ def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type
         if len(inner) > 1 and loc:
             inner = [one for one in inner if one.model_fields["family"].default == loc[0]]
             loc = loc[1:]
+        if inner and loc and loc[0].isdecimal():  # the place in a list
+            path.append(loc[0])
+            loc = loc[1:]
         if loc:
             sections = inner
     return path, sections
@@ -713,8 +716,10 @@ def _families_at(model: type[BaseModel], path: list[str]) -> dict[str, type[Base
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field may hold: one, or one a family."""
-    members = [get_args(m)[0] if get_origin(m) is Annotated else m for m in get_args(annotation) or (annotation,)]
+    """The sections that a field may hold: one, one a family, or several in a list."""
+    members = [
+        get_args(m)[0] if get_origin(m) in (Annotated, list) else m for m in get_args(annotation) or (annotation,)
+    ]
     return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from trainer.config import micro_batch_count
 from trainer.packing import packed
 from trainer.shard_maps import MOST_MAPPED, Fetch, ShardMaps
-from trainer.shards import Shard, check_ids, order_of, sequence_digest, slices
+from trainer.shards import Shard, check_ids, order_of, parts_of_mixture, sequence_digest, slices
 
 T = TypeVar("T")
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
@@ -42,7 +43,7 @@ class TokenData:
         eot: int | None = None,
     ) -> None:
         check_ids(shards, vocab_size)
-        self.shards, self.block_size = shards, block_size
+        self.shards, self.block_size, self.weights = shards, block_size, weights
         self.order = order_of(shards, block_size, seed, weights)
         assert eot is not None or all(shard.rows is None for shard in shards), "packed shards need their <|endoftext|>"
         pack = partial(packed, eot=eot or 0, row_tokens=block_size + 1)
@@ -61,6 +62,21 @@ class TokenData:
             else:
                 row[:] = shard.tokens[start : start + self.block_size + 1]
         return rows
+
+    def first_windows(self, count: int) -> list[tuple[int, int]]:
+        """The first windows of the split, up to `count`, as (shard index, window index); of a mixture the first ones of
+        each source, in proportion."""
+        share = parts_of_mixture(self.weights) if self.weights else [1.0]
+        places: list[tuple[int, int]] = []
+        for source, part in enumerate(share):
+            mine = (
+                (s, w)
+                for s, shard in enumerate(self.shards)
+                if shard.source == source
+                for w in range(shard.windows(self.block_size))
+            )
+            places += islice(mine, max(1, int(count * part)))
+        return places
 
     def micro_batches(
         self, sequences: range, micro_batch_size: int, device: torch.device, upcoming: range = range(0)

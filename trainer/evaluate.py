@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -70,10 +69,9 @@ def _batches(
     data: TokenData, max_tokens: int, batch_size: int, world: World, on_batch: Callable[[], None]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's share of the first windows, as inputs and targets. Every rank passes as many rounds."""
-    count = min(sum(s.windows(data.block_size) for s in data.shards), max(1, max_tokens // data.block_size))
-    places = ((s, w) for s, shard in enumerate(data.shards) for w in range(shard.windows(data.block_size)))
-    windows = list(islice(places, world.rank, count, world.world_size))
-    largest_share = -(-count // world.world_size)
+    places = data.first_windows(max(1, max_tokens // data.block_size))
+    windows = places[world.rank :: world.world_size]
+    largest_share = -(-len(places) // world.world_size)
     for start in range(0, largest_share, batch_size):
         on_batch()
         if batch := windows[start : start + batch_size]:

@@ -53,7 +53,7 @@ class RankJob:
     watch: Callable[[Event], None] | None = None  # gets every event of rank 0
     evaluation: Callable[[World], Evaluation | None] = lambda world: None  # while it trains; called after `begin`
     origin: Callable[[World], Origin] | None = None  # of a run that does not begin with weights drawn from its seed
-    weights: tuple[float, ...] = ()  # of the sources of a mixture, of which `train_shards` are
+    weights: tuple[float, ...] = ()  # of the sources of a mixture
     eot: int | None = None  # begins the documents of packed shards
     compare: "Callable[[World], tuple[Compared, Exception | None]] | None" = None  # the machines, before training
     starting: Callable[[str], None] = lambda phase: None  # told each phase of the start, for a watchdog: `StartWatch`
@@ -78,7 +78,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     model, seed = job.model, job.train.seed
     of_both = (job.fetch, model.block_size, seed, model.vocab_size)
     train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot)
-    val_data = TokenData(job.val_shards, *of_both)
+    val_data = TokenData(job.val_shards, *of_both, weights=job.weights)
     job.starting("rendezvous")
     world = World.start(job.runtime)
     attempt = job.begin(world)

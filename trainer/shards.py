@@ -277,6 +277,12 @@ def shares_of(weights: Sequence[float]) -> list[int]:
     return [share // math.gcd(*shares) for share in shares]
 
 
+def parts_of_mixture(weights: Sequence[float]) -> list[float]:
+    """The share of each source in all sequences, as a mixture draws them."""
+    shares = shares_of(weights)
+    return [share / sum(shares) for share in shares]
+
+
 def shards_of(visits: Iterator[tuple[int, int]], sequences: range) -> list[int]:
     """The shards of `visits` that are read before the end of `sequences`."""
     return [shard for _, shard in takewhile(lambda visit: visit[0] < sequences.stop, visits)]

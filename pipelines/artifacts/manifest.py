@@ -23,6 +23,7 @@ from trainer.stored import Count, DamagedRecord, Key, Number, Sha256, Size, Stor
 
 FORMAT = 1
 FOLDERS = {"tokenize": "tokens", "train": "train", "evaluate": "evaluate", "export": "export"}
+HERE = "."  # the place of a file that belongs to another artifact of the same store
 SHORT = 8  # hex digits of a fingerprint in names; the manifest holds all 64
 
 
@@ -36,7 +37,7 @@ class File(Stored):
     Readers join the name and the key to paths.
 
     `at` is the URI of another store: the file was there before, its key is that of this store, and it is not ours to
-    remove."""
+    remove. HERE: the key is that of the artifact's own store, and the file belongs to another artifact."""
 
     name: Key
     key: Key
@@ -248,7 +249,9 @@ def scratch(home: Path, store: Store, prefix: str) -> Path:
 
 def place_of(store: Store, prefix: str, file: File) -> tuple[Store, str]:
     """The store that holds a file of the artifact `prefix` of `store`, and its key there."""
-    return (store, f"{prefix}/{file.key}") if file.at is None else (_other_store(file.at), file.key)
+    if file.at is None:
+        return store, f"{prefix}/{file.key}"
+    return (store if file.at == HERE else _other_store(file.at)), file.key
 
 
 @lru_cache(maxsize=16)
@@ -293,6 +296,12 @@ def verify(store: Store, key: str, file: File, path: Path) -> None:
                 damage = "different from its manifest (sha256 differs)"
         except ABSENT:
             damage = "missing"
+    if damage and file.at == HERE:
+        artifact = "/".join(key.split("/")[:2])
+        raise DamagedArtifact(
+            f"{store.uri}/{key}: damaged: it is {damage}; remove {key_of(artifact)} and that of the "
+            "mixture to build them again"
+        )
     if damage and file.at is not None:
         raise DamagedArtifact(
             f"{store.uri}/{key}: changed after it was adopted: it is {damage}; run again to adopt it anew"

@@ -10,6 +10,7 @@ store are used in place and never removed.
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ SHARDS = "shards"  # the folder below the cache
 COMPLETE, ARRIVING = ".bin", ".arriving"  # a shard; the folder of a download, with the file PART
 PART = "shard"
 REMOVING = "removing"  # a process that removes shards holds the lock of this file
+SOURCE = re.compile(r"_s(\d{2,})_")  # of a mixture, in the name of a shard
 LOCKS = 16  # against two downloads of one shard; a few shards share each
 
 
@@ -44,8 +46,9 @@ def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
                 f"{sizes.get(name, 'no')} bytes in its files; remove it to build the artifact again"
             )
         if name.startswith(split):
-            token_bytes, header = form
-            shards.append(Shard(name, count, token_bytes, max_ids.get(name), rows.get(name), header=header))
+            (token_bytes, header), source = form, SOURCE.search(name) if "sources" in tokens.facts else None
+            number = int(source[1]) if source else 0
+            shards.append(Shard(name, count, token_bytes, max_ids.get(name), rows.get(name), number, header))
     return shards
 
 

@@ -477,8 +477,9 @@ def tokenize_seconds(tokens: float, cores: float) -> float:
 
 def tokens_of(recipe: Recipe) -> int:
     """Tokens to make: the recipe's limit, the number in the subset's name (sample-10BT), or all that training reads."""
-    if (declared := declared_tokens(recipe.tokens)) is not None:
-        return declared
+    declared = [declared_tokens(one) for one in recipe.tokens.each()]
+    if all(count is not None for count in declared):
+        return sum(count or 0 for count in declared)
     return recipe.train_tokens + recipe.tokens.held_out(recipe.train_tokens)
 
 

@@ -20,7 +20,7 @@ from pipelines.cloud.checks import (
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
 from pipelines.cloud.tasks import CLUSTERS, ManagedJob
 from pipelines.cloud.throughput import check_gpus
-from pipelines.recipe import Recipe, TokensConfig
+from pipelines.recipe import LLMC, Recipe, TokensConfig
 from pipelines.stages.export import NEEDS
 from pipelines.stages.harness import task_file, verify_tasks
 from pipelines.stages.measures import read_source
@@ -108,13 +108,13 @@ def unfit_gpus(job: ManagedJob, recipe: Recipe) -> Iterator[Finding]:
 
 def texts_reachable(recipe: Recipe, stages: Iterable[str], remote: bool) -> Iterator[Finding]:
     """Whether the nodes can read the recipe's texts. Every task plans all stages, so each needs evaluate's text."""
-    sources = {"tokenize": recipe.tokens.source, "evaluate": recipe.evaluate.hellaswag}
-    for stage, source in sources.items():
+    texts: list[tuple[str, str | None, TokensConfig]] = [("tokenize", one.source, one) for one in recipe.tokens.each()]
+    for stage, source, text in [*texts, ("evaluate", recipe.evaluate.hellaswag, recipe.tokens)]:
         if (stage == "tokenize" and stage not in stages) or source is None or source.startswith("hf://"):
             continue
         what = f"text for {stage}"
         if is_remote(source):
-            yield shards_there(what, recipe.tokens) if recipe.tokens.adopts else first_document(what, recipe.tokens)
+            yield shards_there(what, text) if text.adopts else first_document(what, text)
             continue
         if remote or not os.path.isabs(source):
             remedy = f"run that stage here, and launch the rest: skytrain run RECIPE --stage {stage} --store …"
@@ -175,10 +175,9 @@ def hellaswag_readable(source: str) -> Finding:
 
 def text_is_only_here(recipe: Recipe, clouds: Iterable[str]) -> bool:
     """Whether a job on these clouds can't read the text to tokenize. Each version of Python has another library."""
-    source = recipe.tokens.source
-    if is_remote(source):
-        return False
-    return source == STDLIB or not os.path.isabs(source) or any(cloud not in CLUSTERS for cloud in clouds)
+    local = [one.source.removeprefix(LLMC) for one in recipe.tokens.each() if not is_remote(one.source)]
+    elsewhere = any(cloud not in CLUSTERS for cloud in clouds)
+    return any(source == STDLIB or not os.path.isabs(source) or elsewhere for source in local)
 
 
 def shards_there(what: str, text: TokensConfig) -> Finding:

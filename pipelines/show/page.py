@@ -464,7 +464,7 @@ def receipt(
 
 
 def text_name(recipe: Recipe) -> str:
-    return " ".join(filter(None, (recipe.tokens.source.removeprefix("hf://datasets/"), recipe.tokens.subset)))
+    return recipe.tokens.named.replace("hf://datasets/", "")
 
 
 def shape_of(recipe: Recipe) -> tuple[str, int, int, int]:

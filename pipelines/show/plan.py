@@ -20,9 +20,13 @@ def print_plan(plan: RunPlan) -> None:
         out.print(wrapped(beginning_text(plan.began)))
     if text := plan.text:
         size = f"text of {'about ' if text.estimated else ''}{text.tokens:,} tokens"
-        train = f"{text.train_tokens:,} for training ({text.epochs:,.2f} epochs)"
+        most = "at most " if text.sources else ""
+        train = f"{text.train_tokens:,} for training ({most}{text.epochs:,.2f} epochs)"
         val = f"{text.val_tokens:,} for validation ({text.val_tokens / text.tokens:.1%})"
         out.print(wrapped(f"{size}: {train}, {val}"))
+        for one in text.sources:
+            read = f"{one.share:.1%}: {one.source}, {one.train_tokens:,} tokens, {one.epochs:,.2f} epochs"
+            out.print(wrapped(f"  {read}", "    "))
         if text.cropped is not None:
             out.print(wrapped(f"rows begin with a document: {text.cropped:.1%} of the training split is cropped"))
         if text.warning:

@@ -67,4 +67,5 @@ def print_audits(audits: list[Audit]) -> None:
             if steps
         ]
         verdict = "; ".join(differences) or "every step read exactly the sequences of the recipe and the seed"
-        say(f"{a.run}: {a.steps:,} steps, {a.sequences:,} sequences: {verdict}")
+        of = f" ({' + '.join(f'{count:,}' for count in a.source_sequences)} by source)" if a.source_sequences else ""
+        say(f"{a.run}: {a.steps:,} steps, {a.sequences:,} sequences{of}: {verdict}")

@@ -289,4 +289,5 @@ def validation_data(recipe: Recipe, tokens: Manifest, store: Store, home_cache: 
     from trainer.data import TokenData
 
     cache, model = ShardCache(store, tokens, home_cache, recipe.runtime.data_cache_gb), recipe.model
-    return TokenData(shards_in(tokens, "val"), cache.fetch, model.block_size, recipe.train.seed, model.vocab_size)
+    shards, weights = shards_in(tokens, "val"), recipe.tokens.weights
+    return TokenData(shards, cache.fetch, model.block_size, recipe.train.seed, model.vocab_size, weights)

@@ -56,8 +56,8 @@ def metadata(recipe: Recipe, made: Mapping[str, Manifest]) -> dict[str, Any]:
         "pipeline_tag": "text-generation",
         "tags": [recipe.model.hf_config()["model_type"], "skytrain"],
     }
-    if recipe.tokens.source.startswith(HUB):
-        facts["datasets"] = [recipe.tokens.source.removeprefix(HUB)]
+    if datasets := [one.source.removeprefix(HUB) for one in recipe.tokens.each() if one.source.startswith(HUB)]:
+        facts["datasets"] = datasets
     results = [
         {
             "task": {"type": "text-generation"},
@@ -73,9 +73,10 @@ def metadata(recipe: Recipe, made: Mapping[str, Manifest]) -> dict[str, Any]:
 
 def introduction(recipe: Recipe) -> str:
     model = recipe.model
+    texts = " and ".join(_code(public(one.source)) for one in recipe.tokens.each())
     return (
         f"# {recipe.name}\n\nA {model.title} language model with {model.parameters:,} parameters, trained on "
-        f"{_code(public(recipe.tokens.source))}: {model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, "
+        f"{texts}: {model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, "
         f"{model.details}, context {model.block_size} tokens, {model.vocab_size:,} token ids. In transformers it is a "
         f"{model.hf_config()['architectures'][0]}."
     )
@@ -93,10 +94,13 @@ def usage(recipe: Recipe) -> str:
 
 def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[str, str]]:
     text, train, tokens = recipe.tokens, made["train"].facts, made["tokenize"].facts
-    version = ", ".join(filter(None, (text.subset, text.revision)))
+    texts = []
+    for one in text.each():
+        version = ", ".join(filter(None, (one.subset, one.revision)))
+        texts.append(_code(public(one.source)) + (f" ({version})" if version else ""))
     seen = _count(train.get("tokens", recipe.train_tokens))
     rows = [
-        ("text", _code(public(text.source)) + (f" ({version})" if version else "")),
+        ("text", " and ".join(texts)),
         ("licence of the text", LICENSES.get(text.source, "not known to skytrain; see the page of the text")),
         ("tokenizer", f"{text.tokenizer}, {recipe.model.vocab_size:,} ids"),
         ("tokens in the training split", _count(tokens.get("train_tokens"))),
@@ -198,7 +202,8 @@ def reproduction(recipe: Recipe, train: Manifest) -> str:
     changed = ", with local changes" if origin.get("git_dirty") else ""
     versions = ", ".join(f"{name} {version}" for name, version in (origin.get("versions") or {}).items() if version)
     values = recipe.model_dump()
-    values["tokens"]["source"] = public(recipe.tokens.source)
+    for one in values["tokens"]["sources"] or [values["tokens"]]:
+        one["source"] = public(one["source"])
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return (
         f"skytrain at commit `{commit}`{changed} ({versions}), with this recipe as `recipe.yaml`:\n\n"

@@ -89,6 +89,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         evaluation=partial(
             evaluation_in_training, recipe, lambda: tokenizer_of(recipe.tokens, store, spec.tokens), cache
         ),
+        weights=recipe.tokens.weights,
         eot=tokens.facts.get("eot"),
         starting=starting,
         compare=lambda world: compare_machines(world, store, first_shard, folder, spec.leave_slow),
@@ -109,13 +110,17 @@ def begins_elsewhere(recipe: Recipe) -> bool:
 
 def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Origin:
     """Where the run begins. The first rank of each node brings weights from elsewhere; the others wait for it."""
+    from trainer.shards import shares_of
+
     train = spec.recipe.train
     field, source = ("branch_from", train.branch_from) if train.branch_from else ("init_from", train.init_from)
     assert source
     where = f"train.{field}: {source.partition('@sha256:')[0]}"
     if RUN_COMMIT.fullmatch(source):
         other = find_other(store, source, f"train.{field}")
-        new_text = other.run.record.prefixes["tokenize"] != spec.tokens
+        theirs, ours = other.run.recipe.tokens.weights, spec.recipe.tokens.weights
+        same_shares = bool(theirs) == bool(ours) and (not ours or shares_of(theirs) == shares_of(ours))
+        new_text = other.run.record.prefixes["tokenize"] != spec.tokens or not same_shares
         return Origin(where, commit=other.folder, whole=field == "branch_from", other_text=new_text)
     path = bring(source, store, cache, f"train.{field}") if world.local_rank == 0 else None
     paths = world.gather((world.local_rank, path))

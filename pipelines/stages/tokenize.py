@@ -3,21 +3,23 @@
 The head makes its parts here in `build`; each worker makes its own in pipelines/nodes/worker.py.
 """
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan, fetch, upload
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, fetch, find, upload
 from pipelines.nodes.address import NodeAddress
 from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, TokensConfig
 from pipelines.screen import Bar
 from pipelines.stage import Built, Work
 from pipelines.text.adopted import adopted_shards, identity_of_shards, label_of, shards_found
+from pipelines.text.mixture import mixed_facts, mixed_files, recipes_of_sources
 from pipelines.text.parts import (
     PartsJob,
     PartsProgress,
@@ -32,7 +34,7 @@ from pipelines.text.parts import (
 )
 from pipelines.text.sources import open_source, source_identity, source_label
 from pipelines.text.split import SplitShard, split_text
-from pipelines.text.tokenizer import kept_tokenizer, tokenizer_of
+from pipelines.text.tokenizer import TOKENIZER_FILE, kept_tokenizer, tokenizer_of
 from pipelines.tracking.ledger import attempts
 from trainer.errors import UserError
 from trainer.store import Store
@@ -43,6 +45,9 @@ POLL_SECONDS = 0.2  # between two checks of the workers' progress
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     """The identity of the tokens. UserError for a text that cannot be read or is not pinned."""
     t = recipe.tokens
+    if t.sources:
+        made_of = [plan(one, {}).fingerprint for one in recipes_of_sources(recipe)]
+        return ArtifactPlan("tokenize", "mixture", {"stage": "tokenize", "sources": made_of})
     identity: dict[str, Any]
     if t.adopts:
         identity = {"stage": "tokenize", "text": identity_of_shards(t), "tokenizer": t.tokenizer_identity}
@@ -65,6 +70,8 @@ def build(work: Work) -> Built:
     """Make the shards on all nodes. UserError for a text that is too small. A node that is gone is replaced by the
     others, before the next stage asks for it."""
     config = work.recipe.tokens
+    if config.sources:
+        return mix(work)
     if config.adopts:
         return adopt(work)
     forget_removed_artifact(work.store, work.plan)
@@ -97,6 +104,44 @@ def build(work: Work) -> Built:
     if invalid := about.get("invalid_documents"):
         work.screen.note(f"  {invalid:,} documents were not valid UTF-8: U+FFFD stands for their damaged bytes")
     return Built(files, facts | about)
+
+
+def mix(work: Work) -> Built:
+    """The tokens of all sources, each an artifact that other runs find again. This node alone makes them."""
+    recipes = recipes_of_sources(work.recipe)
+    made = [tokens_of_source(work, recipe) for recipe in recipes]
+    assert [one.fingerprint for one in made] == work.plan.identity["sources"], work.plan.prefix
+    work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, work.recipe.tokens.named)
+    files = mixed_files(made) + kept_tokenizer(work.recipe.tokens, work.store, work.plan.prefix)
+    return Built(files, mixed_facts(made, [recipe.tokens.named for recipe in recipes]))
+
+
+def tokens_of_source(work: Work, recipe: Recipe) -> Manifest:
+    """The artifact of one source of a mixture, found or made. Two mixtures may make it at once: the same bytes."""
+    own = plan(recipe, {})
+    if made := find(work.store, own):
+        work.screen.note(f"  {own.prefix} exists: {recipe.tokens.named}")
+        return made
+    work.screen.note(f"  {own.prefix}: {recipe.tokens.named}")
+    if (tokenizer := work.store.get(f"{work.plan.prefix}/{TOKENIZER_FILE}")) is not None:
+        work.store.create(f"{own.prefix}/{TOKENIZER_FILE}", tokenizer)
+    built = build(replace(work, plan=own, recipe=recipe, head=None, scratch_of=work.plan))
+    manifest = Manifest(
+        stage=own.stage,
+        label=own.label,
+        fingerprint=own.fingerprint,
+        identity=own.identity,
+        inputs={},
+        files=tuple(built.files),
+        provenance={"mixture": work.plan.prefix},
+        facts=built.facts,
+        run=work.attempt.latest.run,
+        attempt=work.attempt.number,
+        created=time.time(),
+    )
+    made = commit(work.store, manifest)
+    forget_receipts(work.store, own, sys.maxsize)  # so a removed manifest means: make everything again
+    return made
 
 
 def adopt(work: Work) -> Built:

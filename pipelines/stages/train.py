@@ -9,6 +9,7 @@ import platform
 import subprocess
 import time
 from dataclasses import asdict
+from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.artifacts.shard_cache import shards_in
@@ -19,6 +20,7 @@ from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
 from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
+from pipelines.text.amounts import sources_planned
 from pipelines.text.core_bundle import core_identity
 from pipelines.tracking.deaths import after_death, faults_of, marked_machine
 from pipelines.tracking.ledger import (
@@ -45,12 +47,16 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     """The identity of the trained weights: tokens, model, training, and the content that it begins with."""
     train = identity_of(recipe.train)
     begun = {field: content_identity(source) for field in FIELDS if (source := train.pop(field, None))}
-    identity = {
+    identity: dict[str, Any] = {
         "stage": "train",
         "tokens": plans["tokenize"].fingerprint,
         "model": identity_of_model(recipe.model),
         "train": train | begun,
     }
+    if weights := recipe.tokens.weights:
+        from trainer.shards import shares_of
+
+        identity["mixture"] = shares_of(weights)
     evaluate, stop_at = recipe.evaluate, recipe.train.stop_at
     decisive = {}  # the benchmarks whose scores decide the end
     if stop_at and stop_at.hellaswag is not None:
@@ -76,7 +82,7 @@ def build(work: Work) -> Built:
     tokens = work.inputs["tokenize"]
     for split in ("train", "val"):
         check_ids(shards_in(tokens, split), recipe.model.vocab_size)
-    if warning := recipe.repeated_text(recipe.readable_tokens(tokens.fact("train_tokens"), tokens.facts.get("rows"))):
+    for warning in filter(None, (source.warning for source in sources_planned(recipe, tokens))):
         work.screen.warn(warning)
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
     if recipe.evaluate.every:
@@ -169,4 +175,18 @@ def store_result(work: Work, state: TrainState) -> Built:
         facts["began"] = asdict(began)
     if state.text_from:
         facts["text_from"] = state.text_from
+    if work.recipe.tokens.sources:
+        facts["source_tokens"] = tokens_by_source(work, state)
     return Built([work.upload(work.folder / WEIGHTS_FILE), work.upload(metrics)], facts)
+
+
+def tokens_by_source(work: Work, state: TrainState) -> list[int]:
+    """The tokens that the run read of each source of its mixture."""
+    from trainer.shards import Mixture, sequences_of
+
+    recipe, shards = work.recipe, shards_in(work.inputs["tokenize"], "train")
+    order = Mixture(shards, recipe.model.block_size, recipe.train.seed, recipe.tokens.weights)
+    end = sequences_of(state.data_step, recipe.model, recipe.train, 0, 1).start
+    first = 0 if state.text_from else sequences_of(recipe.train.first_step, recipe.model, recipe.train, 0, 1).start
+    counts = (order.read_before(end, n) - order.read_before(first, n) for n in range(len(order.shares)))
+    return [recipe.model.block_size * count for count in counts]

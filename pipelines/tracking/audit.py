@@ -18,6 +18,7 @@ class Audit:
     sequences: int
     wrong_steps: tuple[int, ...]  # with another digest
     missing_steps: tuple[int, ...]  # without a row
+    source_sequences: tuple[int, ...] = ()  # of a mixture: how many each source gave
 
 
 def audit(run: Run) -> Audit:
@@ -26,13 +27,13 @@ def audit(run: Run) -> Audit:
     The order is a permutation of every epoch's windows. So equal digests at all steps mean that the run read each
     window exactly once an epoch (except the data that rollbacks leave out). UserError without tokens.
     """
-    from trainer.shards import Order, sequence_digest, sequences_of
+    from trainer.shards import Mixture, order_of, sequence_digest, sequences_of
 
     made, recipe = run.intact_manifests, run.recipe
     tokens, train = made.get("tokenize"), made.get("train")
     if tokens is None:
         raise UserError(f"{run.name}: the store has no tokens of this run, so there is nothing to compare with")
-    order = Order(shards_in(tokens, "train"), recipe.model.block_size, recipe.train.seed)
+    order = order_of(shards_in(tokens, "train"), recipe.model.block_size, recipe.train.seed, recipe.tokens.weights)
     state = committed_state(run.store, run.record.prefixes["train"]) if train is None else None
     rollbacks = train.fact("rollbacks") if train else state.rollbacks if state else ()
     text_from = train.facts.get("text_from", 0) if train else state.text_from if state else 0
@@ -42,4 +43,10 @@ def audit(run: Run) -> Audit:
     read = {step: sequences_of(at, recipe.model, recipe.train, 0, 1) for step, at in positions.items()}
     wrong = [step for step, digest in digests.items() if digest != sequence_digest(order, read[step])]
     missing = sorted(set(range(recipe.train.first_step + 1, end + 1)) - set(digests))
-    return Audit(run.name, len(digests), sum(map(len, read.values())), tuple(wrong), tuple(missing))
+    of_sources: tuple[int, ...] = ()
+    if isinstance(order, Mixture):
+        of_sources = tuple(
+            sum(order.read_before(one.stop, n) - order.read_before(one.start, n) for one in read.values())
+            for n in range(len(order.shares))
+        )
+    return Audit(run.name, len(digests), sum(map(len, read.values())), tuple(wrong), tuple(missing), of_sources)

@@ -46,6 +46,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "revision": "0" * 40,
         "text_column": "content",
         "tokenizer": "bytes",
+        "packing": "documents",
         "shard_tokens": 50_000_000,
         "max_tokens": 1_000_000_000,
         "val_fraction": 0.02,
@@ -121,8 +122,9 @@ DOWNSTREAM = {
     "export": {"export"},
     "runtime": set(),
 }
-# Other tests change these: `core` needs a bundle, and `every` alone decides no byte of an artifact.
-ELSEWHERE = {"evaluate": {"core", "every"}}
+# Other tests change these: `core` needs a bundle, `sources` replace a source, and `every` alone decides no byte of an
+# artifact.
+ELSEWHERE = {"evaluate": {"core", "every"}, "tokens": {"sources"}}
 FIELDS = [(section, field) for section, fields in OTHER.items() for field in fields]
 
 
@@ -250,7 +252,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
     [
         ("train.learning_rte=1", "my.yaml: train.learning_rte: unknown field; did you mean 'learning_rate'?"),
         ("trian.max_steps=1", "my.yaml: trian: unknown field; did you mean 'train'?"),
-        ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; known here: source, subset, "),
+        ("tokens.colour=red", "my.yaml: tokens.colour: unknown field; known here: source, sources, subset, "),
         ("train.max_steps=fast", "my.yaml: train.max_steps: input should be a valid integer (got 'fast')"),
         ("train.max_steps=1.5", "my.yaml: train.max_steps: input should be a valid integer (got 1.5)"),
         ("train.max_steps=", "my.yaml: train.max_steps: input should be a valid integer (got None)"),

@@ -28,7 +28,7 @@ def parent_params(recipe: Recipe) -> dict[str, Any]:
         "recipe": recipe.name,
         "parameters": recipe.model.parameters,
         "train_tokens": recipe.train_tokens,
-        "tokens.source": recipe.tokens.source,
+        "tokens.source": recipe.tokens.source or recipe.tokens.named,
         "tokens.tokenizer": str(recipe.tokens.tokenizer),
     } | {f"{section}.{field}": value for section, values in sections.items() for field, value in values.items()}
 

@@ -1,0 +1,67 @@
+"""A mixture of texts: each source has tokens of its own, as if it were the only one, and the mixture names their files.
+
+So another mixture, other weights and a run of one source alone use the same shards. The weights are no part of the
+tokens: training draws by them (trainer/shards.py).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pipelines.artifacts.manifest import HERE, File, Manifest
+from pipelines.recipe import Recipe
+
+SUMS = ("tokens", "train_tokens", "val_tokens", "documents", "cropped_tokens", "invalid_documents")  # facts to add up
+BY_SHARD = ("shards", "max_ids", "rows")
+
+
+def recipes_of_sources(recipe: Recipe) -> list[Recipe]:
+    """The recipe with each source of its mixture as the only text."""
+    return [recipe.model_copy(update={"tokens": tokens}) for tokens in recipe.tokens.each()]
+
+
+def mixed_name(source: int, name: str) -> str:
+    """train_000000.bin of source 1 is train_s01_000000.bin of the mixture."""
+    split, _, rest = name.partition("_")
+    return f"{split}_s{source:02d}_{rest}"
+
+
+def mixed_files(sources: Sequence[Manifest]) -> list[File]:
+    """The shards of all sources, where they lie in the store."""
+    return [
+        replace(file, name=mixed_name(n, file.name))
+        if file.at
+        else replace(file, name=mixed_name(n, file.name), key=f"{made.prefix}/{file.key}", at=HERE)
+        for n, made in enumerate(sources)
+        for file in made.files
+        if file.name in made.fact("shards")
+    ]
+
+
+def mixed_facts(sources: Sequence[Manifest], names: Sequence[str]) -> dict[str, Any]:
+    """The facts of a mixture, whose sources have these names."""
+    facts: dict[str, Any] = {}
+    for name in SUMS:
+        if any(name in made.facts for made in sources):
+            facts[name] = sum(made.facts.get(name, 0) for made in sources)
+    for name in BY_SHARD:
+        if any(name in made.facts for made in sources):
+            by_shard = ((n, made.facts.get(name, {})) for n, made in enumerate(sources))
+            facts[name] = {mixed_name(n, shard): count for n, counts in by_shard for shard, count in counts.items()}
+    if "eot" in sources[0].facts:
+        facts["eot"] = sources[0].fact("eot")
+    encoders: Counter[str] = Counter()
+    for made in sources:
+        encoders.update(made.facts.get("encoders", {}))
+    facts["sources"] = [
+        {"source": name, "tokens": made.prefix, **{k: made.facts[k] for k in SUMS if k in made.facts}}
+        for name, made in zip(names, sources, strict=True)
+    ]
+    return facts | {"encoders": dict(encoders)}
+
+
+def sources_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The sources of a mixture by the facts of its tokens; none of a single text."""
+    found = facts.get("sources", [])
+    return found if isinstance(found, list) else []

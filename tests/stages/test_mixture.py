@@ -1,0 +1,192 @@
+"""A mixture of texts: every source has tokens of its own, and training reads them in proportion, whatever happens."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from pipeline_runs import TINY, Project, committed, series_of, sums
+from stage_work import SMALL
+
+from pipelines.artifacts.manifest import DamagedArtifact, Manifest, commit, find, key_of
+from pipelines.artifacts.shard_cache import ShardCache, shards_in
+from pipelines.recipe import Recipe, changed_recipe, load_recipe
+from pipelines.stage import Work, plans_of
+from pipelines.stages import tokenize
+from pipelines.text.amounts import sources_planned
+from trainer.data import TokenData
+from trainer.errors import UserError
+from trainer.shards import read_shard, write_shard
+
+
+def shards(folder: Path) -> Path:
+    """A set of shards as nanoGPT has them: ids from 200 on."""
+    folder.mkdir()
+    for name, size in (("val", 60), ("train", 900)):
+        document = np.append(256, 200 + np.arange(11) % 50)
+        np.tile(document, size).astype(np.uint16).tofile(folder / f"{name}.bin")
+    return folder
+
+
+def mixture(folder: Path, weights: tuple[float, float] = (3, 1), **tokens: Any) -> Recipe:
+    text = folder / "text.jsonl"
+    text.write_text("".join(f'{{"text": "letters {number}, again"}}\n' for number in range(1500)))
+    sources = [{"source": str(text), "weight": weights[0]}, {"source": f"llmc://{folder}/shards", "weight": weights[1]}]
+    values = load_recipe("smoke", SMALL).model_dump()
+    values["tokens"] |= {"source": "", "sources": sources, "max_tokens": None, "val_shards": None, **tokens}
+    return changed_recipe(values, (), "mixture")
+
+
+def made(work: Work, recipe: Recipe) -> Manifest:
+    """The tokens of a recipe, as the stage makes them."""
+    work.recipe, work.plan = recipe, tokenize.plan(recipe, {})
+    built, plan = tokenize.build(work), work.plan
+    about = (plan.stage, plan.label, plan.fingerprint, plan.identity)
+    manifest = Manifest(*about, {}, tuple(built.files), {}, built.facts, "tiny-1", 1, 1.0)
+    return Manifest.from_json(commit(work.store, manifest).to_json())
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_training_and_validation_read_every_source_in_proportion(
+    work: Callable[[str], Work], tmp_path: Path, packing: str
+) -> None:
+    mine, _ = work("tokenize"), shards(tmp_path / "shards")
+    recipe = mixture(tmp_path, packing=packing)
+    manifest = made(mine, recipe)
+    cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto")
+    data = TokenData(
+        shards_in(manifest, "train"), cache.fetch, 8, 0, 257, recipe.tokens.weights, manifest.facts.get("eot")
+    )
+    of_adopted = (data.windows([data.order[n] for n in range(400)]) >= 200).sum(axis=1) > 4  # <|endoftext|> is 256
+    assert of_adopted.sum() == 100 and of_adopted[:40].sum() == 10  # evenly spread, too
+    val = TokenData(shards_in(manifest, "val"), cache.fetch, 8, 0, 257, recipe.tokens.weights)
+    assert ((val.windows(val.first_windows(24)) >= 200).sum(axis=1) > 4).sum() == 6
+    assert [one["train_tokens"] for one in manifest.facts["sources"]][1] == 12 * 900
+    assert sum(one["tokens"] for one in manifest.facts["sources"]) == manifest.facts["tokens"]
+
+
+def test_each_source_is_an_artifact_that_other_runs_find(work: Callable[[str], Work], tmp_path: Path) -> None:
+    mine, _ = work("tokenize"), shards(tmp_path / "shards")
+    recipe = mixture(tmp_path)
+    manifest = made(mine, recipe)
+    for one in recipe.tokens.each():
+        alone = recipe.model_copy(update={"tokens": one})
+        assert (found := find(mine.store, tokenize.plan(alone, {})))
+        files = {file.sha256 for file in found.files}
+        assert files < {file.sha256 for file in manifest.files}
+        assert not [entry for entry in mine.store.entries(f"{found.prefix}/") if "/shards/" in entry.key]
+    before = {entry.key: entry.modified for entry in mine.store.entries("tokens/")}
+    # Other weights are another training on the same tokens; another second source keeps the first.
+    heavier = mixture(tmp_path, (1, 1))
+    ours, theirs = plans_of(recipe), plans_of(heavier)
+    assert ours["tokenize"] == theirs["tokenize"] and ours["train"].fingerprint != theirs["train"].fingerprint
+    assert plans_of(mixture(tmp_path, (6, 2)))["train"] == ours["train"]  # the same shares
+    write_shard(tmp_path / "shards" / "train_000000.bin", np.full(200, 7, np.uint16))
+    made(mine, mixture(tmp_path))
+    assert before.items() <= {entry.key: entry.modified for entry in mine.store.entries("tokens/")}.items()
+
+
+def test_a_damaged_shard_of_a_source_names_both_artifacts(work: Callable[[str], Work], tmp_path: Path) -> None:
+    mine, _ = work("tokenize"), shards(tmp_path / "shards")
+    manifest = made(mine, recipe := mixture(tmp_path))
+    (own,) = (file for file in manifest.files if file.name == "train_s00_000000.bin")
+    source = find(mine.store, tokenize.plan(recipe.model_copy(update={"tokens": recipe.tokens.each()[0]}), {}))
+    assert source
+    mine.store.put(own.key, b"x" * own.size)
+    cache = ShardCache(mine.store, manifest, mine.home / "cache", "auto")
+    with pytest.raises(DamagedArtifact, match=f"remove {key_of(source.prefix)} and that of the mixture"):
+        cache.fetch(own.name)
+    for one in (source, manifest):
+        mine.store.delete(key_of(one.prefix))
+    again = made(mine, recipe)
+    fresh = ShardCache(mine.store, again, mine.home / "cache", "auto").fetch(own.name)
+    assert b"letters" in read_shard(fresh).astype(np.uint8).tobytes()
+
+
+def test_the_plan_warns_about_each_source_that_is_read_too_often(work: Callable[[str], Work], tmp_path: Path) -> None:
+    mine, _ = work("tokenize"), shards(tmp_path / "shards")
+    recipe = mixture(tmp_path, (1, 3))
+    steps = 5 * (12 * 900) // 48  # the second source five times, the first a quarter of that
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
+    for manifest in (None, made(mine, recipe)):
+        first, second = sources_planned(recipe, manifest)
+        assert second.epochs == pytest.approx(5, rel=0.01) and first.warning is None
+        assert second.warning and second.warning.startswith(
+            f"training goes over source 2, llmc://{tmp_path}/shards, 5.0"
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ({"sources": []}, "tokens.sources: list should have at least 1 item"),
+        (
+            {"sources": [{"source": "a", "weight": 0}]},
+            "tokens.sources.0.weight: input should be greater than 0 (got 0)",
+        ),
+        ({"sources": [{"source": "a", "weight": -1.5}]}, "tokens.sources.0.weight: input should be greater than 0"),
+        ({"sources": [{"source": "a", "weight": float("nan")}]}, "tokens.sources.0.weight: input should be"),
+        ({"sources": [{"source": "a"}]}, "tokens.sources.0.weight: missing"),
+        (
+            {"sources": [{"source": "a", "wait": 1, "weight": 1}]},
+            "tokens.sources.0.wait: unknown field; did you mean 'w",
+        ),
+        ({"sources": [{"source": "a", "weight": 1}], "source": "b"}, "tokens: source and sources are both given"),
+        (
+            {"sources": [{"source": "a", "weight": 1}], "max_tokens": 500_000},
+            "tokens: max_tokens belongs to one source",
+        ),
+        ({}, "tokens: source: missing"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_in_one_line(tokens: dict[str, Any], message: str) -> None:
+    values = load_recipe("smoke", SMALL).model_dump()
+    values["tokens"] = {"tokenizer": "bytes"} | tokens
+    with pytest.raises(UserError) as refused:
+        changed_recipe(values, (), "mine.yaml")
+    assert str(refused.value).startswith(f"mine.yaml: {message}") and "\n" not in str(refused.value)
+
+
+def test_a_recipe_of_one_text_keeps_its_fingerprint() -> None:
+    recipe = load_recipe("smoke", ["tokens.source=hf://datasets/a/b", f"tokens.revision={'a' * 40}", *SMALL])
+    plans = plans_of(recipe)
+    assert not {"packing", "row_tokens", "sources"} & plans["tokenize"].identity.keys()
+    assert "mixture" not in plans["train"].identity
+
+
+@pytest.mark.slow  # 45 s
+def test_a_packed_mixture_that_is_killed_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
+    recipe = json.loads(json.dumps(TINY))
+    tokens = {**recipe["tokens"], "packing": "documents", "val_shards": None, "val_fraction": 0.1}
+    del tokens["source"], tokens["max_tokens"]
+    first = {"source": "texts/[012].txt", "weight": 0.7, "max_tokens": 60_000}
+    recipe["tokens"] = tokens | {"sources": [first, {"source": "texts/3.txt", "weight": 0.3}]}
+    del tokens["val_shards"]
+    projects = [Project(tmp_path / name, recipe) for name in ("undisturbed", "killed")]
+    for project in projects:  # short documents: a row of 33 tokens holds several
+        for number, path in enumerate(sorted((project.folder / "texts").glob("*.txt"))):
+            words = path.read_text(encoding="utf8").split()
+            lines = [
+                json.dumps({"text": " ".join(words[at : at + 3 + number])}) for at in range(0, len(words), 3 + number)
+            ]
+            path.with_suffix(".jsonl").write_text("\n".join(lines))
+        text = (project.folder / "tiny.yaml").read_text().replace(".txt", ".jsonl")
+        (project.folder / "tiny.yaml").write_text(text)
+    undisturbed, killed = projects
+    undisturbed.result("--set", "runtime.processes=2")
+    for step in (10, 30):
+        with killed.started("run", "tiny.yaml", "--set", "runtime.processes=2") as process:
+            killed.wait_until(committed(killed, step), process)
+    killed.result("--set", "runtime.processes=2")
+    assert series_of(killed.store) == series_of(undisturbed.store)
+    assert sums(killed.artifact("train")) == sums(undisturbed.artifact("train"))
+    assert killed.artifact("train").facts["source_tokens"] == [43_008, 18_432]  # 7 : 3 of 60 steps of 32 sequences
+    audited = killed.run("report", "--audit").stdout
+    assert re.search(r"60 steps, 1,920 sequences \(1,344 \+ 576 by source\): every step read exactly", audited)
+    planned = yaml.safe_load(killed.run("plan", "tiny.yaml", "--json").stdout)
+    assert [round(one["share"], 6) for one in planned["text"]["sources"]] == [0.7, 0.3]
+    assert 0 < planned["text"]["cropped"] < 0.5
