@@ -53,7 +53,8 @@ def prepare_bucket(bucket: str, prefix: str, client: Any) -> list[Finding]:
     where = f"s3://{bucket}"
     with as_ours(f"create {where}", client):
         created = not exists(client, bucket) and create(client, bucket)
-    findings = [Finding("bucket", f"{where} created" if created else f"{where} exists; left as it is")]
+    place = f" in {client.meta.region_name}" if is_of_aws(client) else ""
+    findings = [Finding("bucket", f"{where} created{place}" if created else f"{where} exists; left as it is")]
     for protection in protections(client):
         findings.append(added(protection, client, bucket, prefix) if created else checked(protection, client, bucket))
     if not created and (note := versions(client, bucket)):
@@ -161,9 +162,8 @@ def protections(client: Any) -> list[Protection]:
             lambda client, bucket: client.delete_bucket_lifecycle(Bucket=bucket),
         ),
     ]
-    host = urlsplit(client.meta.endpoint_url).hostname or ""
     # Elsewhere a proxy may end the TLS in front of the server, and the policy would lock everybody out.
-    if host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+    if is_of_aws(client):
         common.append(
             Protection(
                 "open over TLS alone",
@@ -172,6 +172,10 @@ def protections(client: Any) -> list[Protection]:
             )
         )
     return common
+
+
+def is_of_aws(client: Any) -> bool:
+    return (urlsplit(client.meta.endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 def make_private(client: Any, bucket: str) -> None:

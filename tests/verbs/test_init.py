@@ -207,7 +207,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_new_bucket_on_aws_has_all_protections_in_its_region_and_an_open_one_is_named(aws: Any) -> None:
     found = [finding.seen for finding in prepare_bucket("my-runs", "sky/", aws)]
     has = ["private", "encrypted", "without uploads of dead nodes after a day"]
-    assert found[:4] == ["s3://my-runs created", *has]
+    assert found[:4] == ["s3://my-runs created in eu-west-1", *has]
     assert aws.get_bucket_location(Bucket="my-runs")["LocationConstraint"] == "eu-west-1"
     require_tls(aws, "my-runs")
     assert [finding.seen for finding in prepare_bucket("my-runs", "sky/", aws)][1:] == [*has, "open over TLS alone"]
