@@ -67,7 +67,8 @@ class Product(nn.Module):
         """(..., in) -> (..., out), in the product's precision; int8 gives bf16."""
         shape, x = (*x.shape[:-1], -1), x.to(self.dtype).reshape(-1, x.size(-1))
         if self.scale is not None:
-            if len(x) > FEW_ROWS:
+            # torch's kernel for 8 bits reads beyond a row whose length is no multiple of 16.
+            if len(x) > FEW_ROWS or x.size(-1) % 16:
                 return F.linear(x, self.weight * self.scale[:, None], self.bias).view(shape)
             y = torch._weight_int8pack_mm(x, self.weight, self.scale)
             return (y if self.bias is None else y + self.bias).view(shape)

@@ -158,6 +158,23 @@ def test_recomputed_activations_give_the_same_gradients(config: ModelConfig) -> 
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("name", ["llama, QK-norm", "modern, grouped"])
+def test_a_module_compiles_as_one_graph(name: str) -> None:
+    model, tokens = made(CONFIGS[name]), some_tokens(2, 21, CONFIGS[name])
+    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(tokens[:, :-1], tokens[:, 1:]), model(tokens[:, :-1], tokens[:, 1:]))
+
+
+@ALL
+def test_bf16_on_a_cpu_trains_with_about_the_same_loss(config: ModelConfig) -> None:
+    model, tokens = made(config), some_tokens(2, 21, config)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    assert abs((loss - model(tokens[:, :-1], tokens[:, 1:])).item()) < 0.02
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 @ALL
 def test_the_cached_decoder_gives_the_logits_of_the_module(config: ModelConfig) -> None:
     model = made(config).eval()
@@ -173,6 +190,17 @@ def test_the_cached_decoder_gives_the_logits_of_the_module(config: ModelConfig) 
         for row in rows:
             row.append(7 * step + len(row))
         logits = decoder.step([row[-1] for row in rows])
+
+
+@ALL
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_the_decoder_rounds_at_odd_widths_as_little_as_its_precision_says(config: ModelConfig, precision: str) -> None:
+    model = made(config).eval()
+    prompt = [some_tokens(1, 9, config)[0].tolist()]
+    exact, rounded = Decoder(model), Decoder(model, precision)
+    spread = exact.begin(prompt, 1).std()
+    for expected, got in ((exact.begin(prompt, 1), rounded.begin(prompt, 1)), (exact.step([5]), rounded.step([5]))):
+        assert (got - expected).std() < 0.05 * spread
 
 
 @ALL
