@@ -315,9 +315,10 @@ class Recipe(Section):
 
     def _family_is_served(self) -> None:
         family, precision = self.model.family, self.train.precision
-        if not self.model.fused and (precision.startswith("fp8") or self.runtime.engine == "fused"):
+        reason = self.model.why_not_fused
+        if reason and (precision.startswith("fp8") or self.runtime.engine == "fused"):
             field = "train.precision: fp8" if precision.startswith("fp8") else "runtime.engine: fused"
-            raise ValueError(f"{field} is the fused engine's, which has no step for model.family {family}; use auto")
+            raise ValueError(f"{field} needs the fused engine, and {reason}; use auto")
         for name in self.export.other_formats:
             if family not in FORMATS_OF[name]:
                 held = ", ".join(FORMATS_OF[name])

@@ -61,8 +61,13 @@ class ModelConfig(Section, ABC):
     )
 
     title: ClassVar[str]  # of the architecture, for people
-    fused: ClassVar[bool] = False  # the fused engine has a step for this family
+    fused_by_default: ClassVar[bool] = False  # its fused step has been measured on GPUs, so the engine `auto` takes it
     vocabulary_rows: ClassVar[tuple[str, ...]] = ("wte.weight",)  # parameters with a row for each token id
+
+    @property
+    def why_not_fused(self) -> str | None:
+        """Why the fused engine has no step for this model; None if it has one."""
+        return None
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:

@@ -224,7 +224,7 @@ class FusedEngine:
 
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World, why: str) -> None:
         from trainer.fused.flat import FlatState
-        from trainer.fused.step import FusedStep
+        from trainer.fused.steps import step_of
 
         obstacle = gemm.why_not() if world.device.type == "cuda" else ""
         self.config, self.world = config, world
@@ -232,18 +232,18 @@ class FusedEngine:
         self.warned: set[str] = set()
         self.precision: str = "bf16" if train.precision == "auto" else train.precision
         self.state = FlatState(config, train, runtime, world)
-        self.products = self._products(config, train, runtime)
-        self.step = FusedStep(config, self.state, self.products, runtime.deterministic)
+        step = step_of(config)
+        self.products = self._products(step.layer_names(config), train, runtime)
+        self.step = step(config, self.state, self.products, runtime.deterministic)
 
-    def _products(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig) -> "Products[Any]":
+    def _products(self, layers: list[list[str]], train: TrainConfig, runtime: RuntimeConfig) -> "Products[Any]":
         from trainer.fused.bf16 import Bf16Products
         from trainer.fused.fp8 import Fp8Products
-        from trainer.fused.step import HEAD, layer_names
 
         if self.precision == "bf16":
             return Bf16Products(self.world.device, runtime.recompute)
-        in_bf16 = () if self.precision == "fp8_head" else (HEAD,)
-        return Fp8Products(layer_names(config), in_bf16, self.world, runtime.recompute, train.warmup_steps)
+        in_bf16 = () if self.precision == "fp8_head" else layers[-1]  # the head
+        return Fp8Products(layers, in_bf16, self.world, runtime.recompute, train.warmup_steps)
 
     def initialize(self, seed: int) -> None:
         self.state.initialize(seed)
@@ -314,7 +314,9 @@ def choose_engine(
         raise UserError(f"train.precision: {train.precision} needs the fused engine: {reason}")
     if runtime.engine == "fused" and obstacle:
         raise UserError(f"runtime.engine: fused cannot run here: {obstacle}; use 'auto'")
-    wanted = device.type == "cuda" or train.precision.startswith("fp8")
+    wanted = (device.type == "cuda" and config.fused_by_default) or train.precision.startswith("fp8")
+    if not (obstacle or config.fused_by_default):
+        obstacle = f"its step for {config.family} has not run on a GPU yet; runtime.engine: fused tries it"
     if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
         return "fused", f"fused, {on}"
     if runtime.engine == "compiled" or (runtime.engine == "auto" and device.type == "cuda"):
@@ -326,8 +328,8 @@ def choose_engine(
 
 def why_not_fused(config: ModelConfig, train: TrainConfig, device: torch.device) -> str | None:
     """Why the fused engine cannot run here; None if it can."""
-    if not config.fused:
-        return f"it has no step for model.family {config.family}"
+    if reason := config.why_not_fused:
+        return reason
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

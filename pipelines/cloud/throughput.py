@@ -218,7 +218,7 @@ def engine_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, accele
         return f"fused {precision}"
     if runtime.engine == "auto":
         in_bf16 = precision not in ("fp32", "fp16") and gpu_of(accelerators) not in NO_BF16
-        return "fused" if in_bf16 and model.fused else "compiled"
+        return "fused" if in_bf16 and model.fused_by_default else "compiled"
     return runtime.engine
 
 

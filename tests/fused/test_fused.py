@@ -15,23 +15,26 @@ import trainer_runs
 from torch import Tensor
 from trainer_runs import Runner, weights
 
-from trainer.config import RuntimeConfig, TrainConfig, micro_batch_count
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, micro_batch_count
 from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine, make_engine
 from trainer.errors import UserError
 from trainer.evaluation import Evaluation, Sampling
 from trainer.events import Slow
 from trainer.families.gpt2 import Gpt2Config
-from trainer.families.gpt2_module import GPT
+from trainer.family import ANY_MODEL, plain_model
 from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
+from trainer.model import LanguageModel
 from trainer.optim import Rates
 from trainer.parallel import World
 from trainer.scoring import Row, Scored, score_rows
 from trainer.shards import slices
 
-fused = pytest.importorskip("trainer.fused.step", reason="needs triton")
+pytest.importorskip("triton", reason="needs triton (pip)")
+from trainer.fused import kernels  # noqa: E402
 from trainer.fused.bf16 import Bf16Products  # noqa: E402
 from trainer.fused.kernels import norm_warps  # noqa: E402
+from trainer.fused.steps import step_of  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: here is a GPU, TRITON_INTERPRET=1 does without", allow_module_level=True)
@@ -39,26 +42,34 @@ data, runner = trainer_runs.data, trainer_runs.runner  # fixtures
 ALONE = World(0, 0, 1, torch.device("cpu"))
 TRAIN = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=1e-3, weight_decay=0.1)
 SHORT: dict[str, Any] = {"max_steps": 6, "val_every": 3, "val_tokens": 64, "batch_tokens": 64}
-SHAPES = {  # layers, heads, width, tokens, vocabulary, sequences, micro-batches
-    "25 heads, one sequence": (2, 25, 200, 19, 257, 1, 2),
-    "a prime number of tokens": (2, 4, 64, 37, 300, 3, 1),
-    "one layer": (1, 2, 48, 11, 130, 2, 3),
+SHAPES = {  # family, layers, heads, width, tokens, vocabulary, sequences, micro-batches
+    "25 heads, one sequence": ({}, 2, 25, 200, 19, 257, 1, 2),
+    "a prime number of tokens": ({}, 2, 4, 64, 37, 300, 3, 1),
+    "one layer": ({}, 1, 2, 48, 11, 130, 2, 3),
+    "modern": ({"family": "modern"}, 2, 4, 64, 37, 300, 3, 1),
+    "modern, grouped": ({"family": "modern", "n_kv_head": 1}, 1, 3, 72, 11, 257, 1, 2),
+    "llama": ({"family": "llama"}, 2, 3, 48, 13, 130, 2, 2),
+    "llama, grouped and tied": ({"family": "llama", "n_kv_head": 2, "tied_head": True}, 2, 4, 64, 11, 257, 1, 2),
 }
 
 
-def a_model(layers: int, heads: int, width: int, tokens: int, vocabulary: int) -> tuple[Gpt2Config, dict[str, Tensor]]:
+def a_model(
+    layers: int, heads: int, width: int, tokens: int, vocabulary: int, **more: Any
+) -> tuple[ModelConfig, dict[str, Tensor]]:
     """A shape, and weights that bf16 represents exactly and that make every gradient large."""
-    config = Gpt2Config(n_layer=layers, n_head=heads, n_embd=width, block_size=tokens, vocab_size=vocabulary)
-    weights = {}
-    for name, w in GPT(config).state_dict().items():
+    sizes = {"n_layer": layers, "n_head": heads, "n_embd": width, "block_size": tokens, "vocab_size": vocabulary}
+    config, weights = ANY_MODEL.validate_python(sizes | more), {}
+    for name, w in plain_model(config).state_dict().items():
         norm = w.dim() == 1 and name.endswith("weight")
         weights[name] = (torch.randn(w.shape) * 0.1 + norm).bfloat16().float()
-    weights["wte.weight"][vocabulary:] = 0
+    for name in config.vocabulary_rows:
+        if name in weights:
+            weights[name][vocabulary:] = 0
     return config, weights
 
 
 def gradients(
-    model: GPT, batches: list[tuple[Tensor, Tensor]], autocast: bool = False
+    model: LanguageModel, batches: list[tuple[Tensor, Tensor]], autocast: bool = False
 ) -> tuple[float, dict[str, Tensor]]:
     """The mean loss over the batches and its gradients, by autograd."""
     total = 0.0
@@ -89,10 +100,10 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
-    shape: tuple[int, ...], recompute: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[Any, ...], recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers, heads, width, block, vocabulary, sequences, count = shape
-    config, weights = a_model(layers, heads, width, block, vocabulary)
+    family, layers, heads, width, block, vocabulary, sequences, count = shape
+    config, weights = a_model(layers, heads, width, block, vocabulary, **family)
     tokens = torch.randint(0, vocabulary, (count, sequences, config.block_size + 1))
     batches = [(t[:, :-1], t[:, 1:]) for t in tokens]
     monkeypatch.setattr(
@@ -100,17 +111,17 @@ def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
     )  # several chunks, the last one short
     state = FlatState(config, TRAIN, RuntimeConfig(), ALONE)
     state.load(weights)
-    step = fused.FusedStep(config, state, Bf16Products(ALONE.device, recompute), deterministic=False)
+    step = step_of(config)(config, state, Bf16Products(ALONE.device, recompute), deterministic=False)
     for gradient in state.gradients.values():
         gradient.fill_(torch.nan)  # no old value may stay
     scale = 1 / (count * sequences * config.block_size)
     step.begin(1)
     losses = [float(step.backward(*batch, scale, last=i == count - 1)) for i, batch in enumerate(batches)]
-    exact_model, plain_model = GPT(config).double(), GPT(config)
-    for other in (exact_model, plain_model):
+    exact_model, rounded_model = plain_model(config).double(), plain_model(config)
+    for other in (exact_model, rounded_model):
         other.load_state_dict(weights)
     exact_loss, exact = gradients(exact_model, batches)
-    plain_loss, plain = gradients(plain_model, batches, autocast=True)
+    plain_loss, plain = gradients(rounded_model, batches, autocast=True)
     assert sum(losses) == pytest.approx(exact_loss, abs=0.01 + 2 * abs(plain_loss - exact_loss))
     for name, gradient in exact.items():
         assert error(state.gradients[name], gradient) < 2 * error(plain[name], gradient) + 0.01, name
@@ -356,16 +367,16 @@ def test_fp8_is_rejected_for_shapes_whose_products_would_not_be_in_fp8(shape: tu
         make_engine(config, TRAIN.model_copy(update={"precision": "fp8"}), RuntimeConfig(engine="fused"), ALONE)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_head"])
-def test_fp8_gradients_point_where_the_exact_ones_do(precision: str) -> None:
-    config, weights = a_model(2, 2, 64, 16, 140)
+@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp8"), ("gpt2", "fp8_head"), ("modern", "fp8_head")])
+def test_fp8_gradients_point_where_the_exact_ones_do(family: str, precision: str) -> None:
+    config, weights = a_model(2, 2, 64, 16, 140, family=family)
     tokens = torch.randint(0, 140, (2, 3, 17))
     batches = [(t[:, :-1], t[:, 1:]) for t in tokens]
     train = TRAIN.model_copy(update={"precision": precision})
     engine = make_engine(config, train, RuntimeConfig(engine="fused"), ALONE)
     assert isinstance(engine, FusedEngine) and engine.precision == precision
     engine.state.load(weights)
-    exact_model = GPT(config).double()
+    exact_model = plain_model(config).double()
     exact_model.load_state_dict(weights)
     exact_loss, exact = gradients(exact_model, batches)
     for number in (1, 100):  # the first one measures its scales before, and each hundredth counts
@@ -382,7 +393,7 @@ def test_fp8_gradients_point_where_the_exact_ones_do(precision: str) -> None:
     assert engine.extra_metrics() == {}
 
 
-def fp8_engine(config: Gpt2Config, weights: dict[str, Tensor], recompute: bool = False, **train: Any) -> FusedEngine:
+def fp8_engine(config: ModelConfig, weights: dict[str, Tensor], recompute: bool = False, **train: Any) -> FusedEngine:
     runtime = RuntimeConfig(engine="fused", recompute=recompute)
     engine = make_engine(config, TRAIN.model_copy(update={"precision": "fp8"} | train), runtime, ALONE)
     assert isinstance(engine, FusedEngine)
@@ -432,14 +443,14 @@ def test_fp8_gradients_stay_in_range_when_the_micro_batch_size_changes() -> None
 def test_recomputing_gelu_in_fp8_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = a_model(2, 2, 32, 16, 140)
     tokens = torch.randint(0, 140, (2, 17))
-    cast8, found = fused.kernels.cast8, []
+    cast8, found = kernels.cast8, []
     casts: list[str] = []
 
     def counted(*arguments: Any, **options: Any) -> Any:
         casts.extend(arguments[3:4])
         return cast8(*arguments, **options)
 
-    monkeypatch.setattr(fused.kernels, "cast8", counted)
+    monkeypatch.setattr(kernels, "cast8", counted)
     for recompute, times in ((False, 2), (True, 4)):
         engine = fp8_engine(config, weights, recompute, warmup_steps=1)
         for number in (1, 2, 3):

@@ -42,7 +42,7 @@ class Gpt2Config(ModelConfig):
     )
 
     title: ClassVar[str] = "GPT-2"
-    fused: ClassVar[bool] = True
+    fused_by_default: ClassVar[bool] = True
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -61,6 +61,12 @@ class LlamaConfig(GroupedHeads):
         return self.n_inner or -(-8 * self.n_embd // (3 * 128)) * 128
 
     @property
+    def why_not_fused(self) -> str | None:
+        if self.qk_norm:
+            return "its norm of queries and keys has no weights, those of model.qk_norm have"
+        return f"model.n_inner {self.inner} is not a multiple of 8" if self.inner % 8 else None
+
+    @property
     def implied(self) -> dict[str, Any]:
         return super().implied | {"n_inner": self.inner}
 

@@ -30,10 +30,17 @@ class SavedAttention:
 
 
 class Attention:
-    """Attention of `n_head` heads over (B·T, 3C) packed projections -> (B·T, C)."""
+    """Attention of `n_head` heads over packed projections -> (B·T, C).
 
-    def __init__(self, n_head: int, width: int, device: torch.device, deterministic: bool) -> None:
+    The projections are (B·T, (n_head + 2·kv_heads)·D): queries, keys, values. Each of the `kv_heads` heads of keys and
+    values serves n_head / kv_heads heads of queries; without `kv_heads`, one.
+    """
+
+    def __init__(
+        self, n_head: int, width: int, device: torch.device, deterministic: bool, kv_heads: int | None = None
+    ) -> None:
         self.n_head, self.width, self.head, self.deterministic = n_head, width, width // n_head, deterministic
+        self.kv_heads = kv_heads or n_head
         self.cudnn = _frontend() if device.type == "cuda" else None
         self.graphs: dict[tuple[int, int], Graphs | None] = {}
         self.kernel = "math" if device.type != "cuda" else "flash" if deterministic else self._fastest(device)
@@ -49,7 +56,9 @@ class Attention:
         rest: list[Any]
         if graphs := self._graphs(qkv, B):
             output, *rest = graphs.forward(q, k, v)
-        elif self.kernel == "cudnn":
+            return self._rows(output), SavedAttention(output, tuple(rest))
+        k, v = self._repeated(k), self._repeated(v)
+        if self.kernel == "cudnn":
             output, *rest = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
         elif self.kernel == "flash":
             output, *rest = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)
@@ -68,6 +77,7 @@ class Attention:
             packed = torch.empty_like(qkv)
             graphs.backward(q, k, v, saved.output, g, saved.rest[0], *self._heads(packed, B))
             return packed
+        k, v = self._repeated(k), self._repeated(v)
         if self.kernel == "cudnn":
             lse, cum_q, cum_k, max_q, max_k, seed, offset = saved.rest[:7]
             gradients = ATEN._scaled_dot_product_cudnn_attention_backward(
@@ -81,11 +91,24 @@ class Attention:
         else:
             exact, inputs = saved.rest
             gradients = torch.autograd.grad(exact, inputs, g.float())
-        return torch.cat([self._rows(t.to(gradient.dtype)) for t in gradients], 1)
+        dq, dk, dv = gradients
+        parts = (dq, self._summed(dk), self._summed(dv))
+        return torch.cat([t.to(gradient.dtype).transpose(1, 2).reshape(len(gradient), -1) for t in parts], 1)
 
     def _heads(self, qkv: Tensor, B: int) -> list[Tensor]:
         """Views (B, H, T, D) of the packed queries, keys and values."""
-        return [t.transpose(1, 2) for t in qkv.view(B, -1, 3, self.n_head, self.head).unbind(2)]
+        heads = qkv.view(B, -1, self.n_head + 2 * self.kv_heads, self.head).transpose(1, 2)
+        return list(heads.split((self.n_head, self.kv_heads, self.kv_heads), 1))
+
+    def _repeated(self, heads: Tensor) -> Tensor:
+        """Keys or values for every head of queries: torch's kernels take no fewer."""
+        return heads if self.kv_heads == self.n_head else heads.repeat_interleave(self.n_head // self.kv_heads, 1)
+
+    def _summed(self, gradient: Tensor) -> Tensor:
+        """The gradient of keys or values from that of the repeated ones."""
+        if self.kv_heads == self.n_head:
+            return gradient
+        return gradient.unflatten(1, (self.kv_heads, -1)).sum(2, dtype=torch.float32)
 
     def _rows(self, heads: Tensor) -> Tensor:
         """(B, H, T, D) -> (B·T, C): a view, as the kernels keep the memory order of their inputs."""

@@ -21,8 +21,8 @@ class Bf16Products(Products[Tensor]):
     # --- operands
 
     def norm(self, reader: Linear, kernel: NormKernel) -> tuple[Tensor, Normed[Tensor]]:
-        x, y, mean, rstd = kernel(None)
-        return x, Normed(y, mean, rstd)
+        x, y, *statistics = kernel(None)
+        return x, Normed(y, tuple(statistics))
 
     def norm_backward(self, writer: Linear | None, kernel: NormBackwardKernel) -> ResidualGrad[Tensor]:
         dx, _ = kernel(None)
@@ -61,7 +61,14 @@ class Bf16Products(Products[Tensor]):
         gemm.weight_grad(dy, x, layer.gradient, accumulate)
 
     def head(
-        self, layer: Linear, y: Tensor, targets: Tensor, vocab_size: int, factor: Tensor | None, accumulate: bool
+        self,
+        layer: Linear,
+        y: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        factor: Tensor | None,
+        accumulate: bool,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(y), device=y.device)
         dy = torch.empty_like(y)
@@ -69,7 +76,7 @@ class Bf16Products(Products[Tensor]):
         for part in head_chunks(len(y), len(layer.weight)):
             logits = gemm.linear(y[part], layer.weight)
             scale = self.one if factor is None else factor
-            kernels.cross_entropy(logits, targets[part], vocab_size, scale, losses[part], backward)
+            kernels.cross_entropy(logits, targets[part], vocab_size, scale, losses[part], backward, cap)
             if backward:
                 gemm.input_grad(logits, layer.weight, out=dy[part])
                 gemm.weight_grad(logits, y[part], layer.gradient, accumulate or part.start > 0)

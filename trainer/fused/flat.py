@@ -32,7 +32,7 @@ from torch import Tensor
 
 from trainer import muon
 from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
-from trainer.families.gpt2_module import GPT
+from trainer.family import plain_model
 from trainer.fused.owners import Exchange, Owners, Slice
 from trainer.optim import Group, Rates, group_of
 from trainer.parallel import World
@@ -98,14 +98,15 @@ class Bucket:
 
 
 class Layout:
-    """The slots of all parameters in the flat buffers: bucket i is block i, the last one has wte, wpe and ln_f.
+    """The slots of all parameters in the flat buffers: bucket i is block i, the last one has the others.
 
     Every parameter begins at a multiple of 64 elements, and a bucket's length is one of world_size · 128.
     """
 
     def __init__(self, config: ModelConfig, world_size: int, with_muon: bool = False) -> None:
         with torch.device("meta"):
-            shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
+            self.model = plain_model(config)
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.slots: dict[str, ParameterSlot] = {}
         self.buckets: list[Bucket] = []
         for index in range(config.n_layer + 1):
@@ -189,9 +190,9 @@ class FlatState:
         self._gathers: dict[int, dist.Work] = {}
 
     def initialize(self, seed: int) -> None:
-        """Set the weights that GPT.initialize draws; each rank draws only those of its shards."""
+        """Set the weights that the plain module draws; each rank draws only those of its shards."""
         weights = {name: torch.empty(self.layout.slots[name].shape) for name in self._pieces(self.master, "all")}
-        GPT.draw(weights, self.config, seed)
+        self.layout.model.draw(weights, self.config, seed)
         self.load(weights)
 
     def load(self, state: Mapping[str, Tensor]) -> None:

@@ -201,11 +201,11 @@ class Fp8Products(Products[Fp8Operand]):
 
     def norm(self, reader: Linear, kernel: NormKernel) -> tuple[Tensor, Normed[Fp8Operand]]:
         if reader.name in self.in_bf16:
-            x, y, mean, rstd = kernel(None)
-            return x, Normed(Fp8Operand(y, None, self.bf16.one), mean, rstd)
+            x, y, *statistics = kernel(None)
+            return x, Normed(Fp8Operand(y, None, self.bf16.one), tuple(statistics))
         tensor = self.scales.of("input", reader)
-        x, y, mean, rstd = self._rounded(tensor, kernel, 1)
-        return x, Normed(Fp8Operand(y, None, tensor.inverse), mean, rstd)
+        x, y, *statistics = self._rounded(tensor, kernel, 1)
+        return x, Normed(Fp8Operand(y, None, tensor.inverse), tuple(statistics))
 
     def norm_backward(self, writer: Linear | None, kernel: NormBackwardKernel) -> ResidualGrad[Fp8Operand]:
         if writer is None:
@@ -250,10 +250,17 @@ class Fp8Products(Products[Fp8Operand]):
         gemm.weight_grad8(dy.transposed, x_t, dy.inverse, x.inverse, layer.gradient, accumulate)
 
     def head(
-        self, layer: Linear, y: Fp8Operand, targets: Tensor, vocab_size: int, factor: Tensor | None, accumulate: bool
+        self,
+        layer: Linear,
+        y: Fp8Operand,
+        targets: Tensor,
+        vocab_size: int,
+        factor: Tensor | None,
+        accumulate: bool,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         if layer.name in self.in_bf16:
-            return self.bf16.head(layer, y.plain, targets, vocab_size, factor, accumulate)
+            return self.bf16.head(layer, y.plain, targets, vocab_size, factor, accumulate, cap)
         assert factor is not None
         y8, w = y.plain, self._weight(layer)
         # The largest gradient of a logit is the loss's factor, that of a target whose probability is 0.
@@ -265,7 +272,7 @@ class Fp8Products(Products[Fp8Operand]):
             self.seed.add_(1_013_904_223)
             logits = gemm.linear8(y8[part], w.plain, y.inverse, w.inverse)
             dlogits = kernels.cross_entropy8(
-                logits, targets[part], vocab_size, factor, losses[part], tensor.out.scale, self.seed
+                logits, targets[part], vocab_size, factor, losses[part], tensor.out.scale, self.seed, cap
             )
             del logits
             self._count(tensor, dlogits)

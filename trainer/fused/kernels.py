@@ -175,18 +175,32 @@ def column_sums(x: Tensor, sums: Tensor) -> None:
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, vocab_size: int, scale: Tensor, losses: Tensor, backward: bool
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    scale: Tensor,
+    losses: Tensor,
+    backward: bool,
+    cap: float | None = None,
 ) -> None:
-    """losses[i] = -log softmax(logits[i, :vocab_size])[targets[i]], (M,) fp32.
+    """losses[i] = -log softmax(logits[i, :vocab_size])[targets[i]], (M,) fp32. With `cap`, the logits are
+    cap · tanh(z / cap) of the products z that are given; the gradient is that of z.
 
     logits (M, V) bf16, targets (M,) int64, scale (1,) fp32 and positive. With `backward`, the gradient of the logits
     overwrites them: scale · (softmax - onehot), 0 in the V - vocab_size padding columns.
     """
-    _cross_entropy(logits, targets, vocab_size, scale, losses, None, None, None, backward)
+    _cross_entropy(logits, targets, vocab_size, scale, losses, None, None, None, backward, cap)
 
 
 def cross_entropy8(
-    logits: Tensor, targets: Tensor, vocab_size: int, scale: Tensor, losses: Tensor, q: Tensor, seed: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    scale: Tensor,
+    losses: Tensor,
+    q: Tensor,
+    seed: Tensor,
+    cap: float | None = None,
 ) -> Tensor:
     """cross_entropy that returns its gradient, times q, as (M, V) e5m2; the logits stay.
 
@@ -194,7 +208,7 @@ def cross_entropy8(
     most of it is far below e5m2's precision at the scale of the largest. The same seed gives the same bits.
     """
     dlogits8 = torch.empty_like(logits, dtype=torch.float8_e5m2)
-    _cross_entropy(logits, targets, vocab_size, scale, losses, dlogits8, q, seed, True)
+    _cross_entropy(logits, targets, vocab_size, scale, losses, dlogits8, q, seed, True, cap)
     return dlogits8
 
 
@@ -208,6 +222,7 @@ def _cross_entropy(
     q: Tensor | None,
     seed: Tensor | None,
     backward: bool,
+    cap: float | None,
 ) -> None:
     M, V = logits.shape
     assert 0 < vocab_size <= V and targets.shape == losses.shape == (M,)
@@ -215,7 +230,7 @@ def _cross_entropy(
     R, block, group, warps = _cross_entropy_shape(dlogits8 is not None, logits.device)
     cross_entropy_kernel[(triton.cdiv(M, R),)](
         logits, targets, scale, losses, dlogits8, q, seed, M, vocab_size, V,
-        BACKWARD=backward, R=R, BLOCK=block, G=group, num_warps=warps,
+        BACKWARD=backward, CAP=cap or 0.0, R=R, BLOCK=block, G=group, num_warps=warps,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The products policy: how a fused step makes operands, matrix products and the head, and which tensors a block saves.
 
-An architecture writes its forward and backward pass once (GPT-2's is `trainer/fused/step.py`) and calls a policy for
+A family writes its forward and backward pass once (GPT-2's is `gpt2_step.py`) and calls a policy for
 everything that depends on the precision: `Bf16Products` (`trainer/fused/bf16.py`) or `Fp8Products`
 (`trainer/fused/fp8.py`). An operand is one input of a matrix product in the form that the policy's kernels read: a
 bf16 tensor, or an fp8 tensor with its scale. A policy knows layers by name and shape, not their order.
@@ -20,8 +20,8 @@ LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products reach full spee
 
 Operand = TypeVar("Operand")
 
-# Launch a norm: (Fp8Out, or None for bf16) -> x, y, mean, rstd of the `kernels` functions; likewise dx in bf16 and fp8.
-NormKernel = Callable[[Fp8Out | None], tuple[Tensor, Tensor, Tensor, Tensor]]
+# Launch a norm: (Fp8Out, or None for bf16) -> x, y and the statistics of a kernel; likewise dx in bf16 and fp8.
+NormKernel = Callable[[Fp8Out | None], tuple[Tensor, ...]]
 NormBackwardKernel = Callable[[Fp8Out | None], tuple[Tensor, Tensor | None]]
 
 
@@ -37,11 +37,10 @@ class Linear:
 
 @dataclass
 class Normed(Generic[Operand]):
-    """A norm's output and its statistics (M,) for the backward pass; `y` is None if that pass recomputes it."""
+    """A norm's output and its statistics for the backward pass, (M,) each; `y` is None if that pass recomputes it."""
 
     y: Operand | None
-    mean: Tensor
-    rstd: Tensor
+    statistics: tuple[Tensor, ...]
 
 
 @dataclass
@@ -142,9 +141,17 @@ class Products(ABC, Generic[Operand]):
 
     @abstractmethod
     def head(
-        self, layer: Linear, y: Operand, targets: Tensor, vocab_size: int, factor: Tensor | None, accumulate: bool
+        self,
+        layer: Linear,
+        y: Operand,
+        targets: Tensor,
+        vocab_size: int,
+        factor: Tensor | None,
+        accumulate: bool,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         """Losses (M,) in fp32 of y (M, C), and the gradient (M, C) in bf16 of `factor` (1,) · (sum of the losses).
+        `cap`: as in `kernels.cross_entropy`.
 
         With a `factor`, the layer's gradient is overwritten, or added to (`accumulate`); without one, the second
         result is not written.

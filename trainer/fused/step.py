@@ -1,4 +1,4 @@
-"""A training step of GPT-2 with a hand-written backward pass: the result of `loss.backward()` with less traffic.
+"""A training step with a hand-written backward pass: the result of `loss.backward()` with less traffic.
 
 The arithmetic, a token: 2 FLOPs a weight forward and 4 backward, and attention (`trainer/fused/attention.py`):
 6N + 12·L·C·T in all. The matrix products reach 700 TFLOP/s and more on an H200; the rest of the step only moves bytes.
@@ -11,132 +11,108 @@ All of it draws on one power budget, so every pass over memory that is left out 
 - zeroing gradients: the first micro-batch of a step overwrites, the others add, in float32 inside the product;
 - float32 logits, and separate gradients of logits: loss and gradient are made in place, a chunk of rows at a time
   (whole, the logits of 64 x 1024 tokens would be 6.6 GB in bf16);
-- autograd's graph: `Saved` lists the tensors that a block saves. Its backward pass frees them.
+- autograd's graph: each family lists the tensors that a block saves. Its backward pass frees them.
 
-A products policy (`trainer/fused/products.py`) makes operands and products in bf16 or fp8. llm.c's train_gpt2.cu
-(Karpathy et al. 2024) showed how far this goes; the names of the parameters, their shapes and the mathematics are those
-of `trainer/model.py`.
+A products policy (`trainer/fused/products.py`) makes operands and products in bf16 or fp8. `FusedStep` walks through
+the model, forward and back. What a block, an embedding and the head compute is a subclass for each family
+(`*_step.py`); `rotary_step.py` has what llama and modern share. Parameters have the names, the
+shapes and the mathematics of the plain modules. llm.c's train_gpt2.cu (Karpathy et al. 2024) showed how far this goes.
 """
 
-from dataclasses import dataclass
-from typing import Any, Generic
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
 
 from trainer.config import ModelConfig
-from trainer.fused import kernels
-from trainer.fused.attention import Attention, SavedAttention
+from trainer.fused.attention import Attention
 from trainer.fused.flat import FlatState
-from trainer.fused.kernels import Fp8Out
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
 
-HEAD = "wte"
-BLOCK_LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
+class FusedStep(ABC, Generic[Operand]):
+    """Forward and backward of micro-batches over the weights and into the gradients of a FlatState.
 
-def layer_names(config: ModelConfig) -> list[list[str]]:
-    """GPT-2's linear layers, group by group: a block's four, and last the head."""
-    return [[f"h.{i}.{name}" for name in BLOCK_LAYERS] for i in range(config.n_layer)] + [[HEAD]]
+    M is the number of tokens of a micro-batch of B sequences, C the width of the residual stream.
+    """
 
-
-@dataclass(frozen=True)
-class LayerNorm:
-    """The parameters (C,) of a LayerNorm and its place in the model."""
-
-    weight: Tensor
-    bias: Tensor
-    writer: Linear | None  # the layer whose output and bias are added to the residual stream just before the norm
-    reader: Linear  # the layer whose input is the norm's output
-    sums: Tensor  # (3, P, C) partial sums of the gradients of weight, bias, and the writer's bias
-
-
-@dataclass(frozen=True)
-class Block:
-    """The layers of a block."""
-
-    ln_1: LayerNorm
-    qkv: Linear
-    projection: Linear
-    ln_2: LayerNorm
-    fc: Linear
-    fc_projection: Linear
-
-
-@dataclass
-class Saved(Generic[Operand]):
-    """The tensors that the forward pass of a block saves for its backward pass. M tokens, width C."""
-
-    x: Tensor  # (M, C)
-    norm1: Normed[Operand]
-    qkv: Tensor  # (M, 3C)
-    attention: SavedAttention
-    attended: Operand
-    x_mid: Tensor  # (M, C), after attention
-    norm2: Normed[Operand]
-    pre: Tensor  # (M, 4C), the MLP before its GELU
-    act: Operand | None  # and after it; None: the backward pass makes it again
-
-
-class PartialSums:
-    """Partial column sums that the kernels add to over a step's micro-batches: gradients of norms and biases."""
-
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        C, L = config.n_embd, config.n_layer
-        P, Q = kernels.norm_partials(C, device), kernels.column_partials(device)
-        self.norms = torch.zeros(2 * L + 1, 3, P, C, device=device)  # of weight, bias, and the bias added before it
-        self.q = torch.zeros(L, Q, C, device=device)
-        self.fc = torch.zeros(L, Q, 4 * C, device=device)
-
-    def zero_(self) -> None:
-        for sums in (self.norms, self.q, self.fc):
-            sums.zero_()
-
-
-class FusedStep:
-    """Forward and backward of micro-batches over the weights and into the gradients of a FlatState."""
+    BLOCK_LAYERS: ClassVar[tuple[str, ...]]  # those of a block
+    head: Linear
+    attention: Attention
+    cap: float | None = None  # logits are cap · tanh(z / cap) of the head's products z
 
     def __init__(self, config: ModelConfig, state: FlatState, products: Products[Any], deterministic: bool) -> None:
-        self.config, self.state, self.products = config, state, products
+        self.config, self.state, self.products, self.deterministic = config, state, products, deterministic
         self.device = state.world.device
-        self.attention = Attention(config.n_head, config.n_embd, self.device, deterministic)
-        self.sums = PartialSums(config, self.device)
         self.n_blocks = config.n_layer
         self.embeddings = config.n_layer  # the bucket of the parameters that are in no block
-        self.head = self._linear(HEAD)
-        self.blocks = self._blocks()
-        ln_f = self._norm("ln_f", 2 * self.n_blocks, self.blocks[-1].fc_projection, self.head)
-        # In the order of the forward pass: two norms a block, then ln_f.
-        self.norms = [norm for block in self.blocks for norm in (block.ln_1, block.ln_2)] + [ln_f]
         self.number = 0  # of the current update
         self.current = products  # the policy of the current update
         self.first = True  # the next micro-batch overwrites the gradients
+
+    @classmethod
+    def layer_names(cls, config: ModelConfig) -> list[list[str]]:
+        """The linear layers, group by group: those of each block, and last the head."""
+        blocks = [[f"h.{i}.{name}" for name in cls.BLOCK_LAYERS] for i in range(config.n_layer)]
+        return [*blocks, [cls.head_name(config)]]
+
+    # --- of a family
+
+    @classmethod
+    @abstractmethod
+    def head_name(cls, config: ModelConfig) -> str:
+        """The name of the head's layer: "wte" for a tied one."""
+
+    @abstractmethod
+    def _zero(self) -> None:
+        """Zero the gradients and partial sums to which every micro-batch adds."""
+
+    @abstractmethod
+    def _embed(self, p: Products[Operand], tokens: Tensor, B: int) -> tuple[Tensor, Normed[Operand], Any]:
+        """The residual stream (M, C) of tokens (M,), its norm, and what the backward pass needs."""
+
+    @abstractmethod
+    def _forward(
+        self, p: Products[Operand], i: int, x: Tensor, norm: Normed[Operand], B: int
+    ) -> tuple[Tensor, Normed[Operand], Any]:
+        """Block `i` from its input and that input's norm; returns the output, its norm, and the tensors to save."""
+
+    @abstractmethod
+    def _backward(
+        self, p: Products[Operand], i: int, grad: ResidualGrad[Operand], saved: Any, B: int
+    ) -> ResidualGrad[Operand]:
+        """From the gradient of block `i`'s output to that of its input."""
+
+    @abstractmethod
+    def _last_norm_backward(
+        self, p: Products[Operand], dy: Tensor, x: Tensor, norm: Normed[Operand]
+    ) -> ResidualGrad[Operand]:
+        """From the gradient (M, C) of the head's input to that of the last block's output."""
+
+    @abstractmethod
+    def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: Any, B: int) -> None:
+        """Add the gradients of the embeddings."""
+
+    @abstractmethod
+    def _complete(self, i: int) -> None:
+        """Make block `i`'s gradients from the partial sums, and begin to reduce its bucket."""
+
+    @abstractmethod
+    def _complete_rest(self) -> None:
+        """The same for the parameters that are in no block."""
+
+    # --- of all
 
     def _linear(self, name: str) -> Linear:
         weights, gradients = self.state.weights, self.state.gradients
         return Linear(name, weights[f"{name}.weight"], gradients[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-    def _norm(self, name: str, index: int, writer: Linear | None, reader: Linear) -> LayerNorm:
-        weights = self.state.weights
-        return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], writer, reader, self.sums.norms[index])
-
-    def _blocks(self) -> list[Block]:
-        blocks: list[Block] = []
-        writer: Linear | None = None
-        for i, names in enumerate(layer_names(self.config)[:-1]):
-            qkv, projection, fc, fc_projection = (self._linear(name) for name in names)
-            ln_1 = self._norm(f"h.{i}.ln_1", 2 * i, writer, qkv)
-            ln_2 = self._norm(f"h.{i}.ln_2", 2 * i + 1, projection, fc)
-            blocks.append(Block(ln_1, qkv, projection, ln_2, fc, fc_projection))
-            writer = fc_projection
-        return blocks
-
     def begin(self, number: int) -> None:
         """Begin update `number` (from 1; 0: a rehearsal, whose gradients are not used): its micro-batches follow."""
         self.number = number
         self.first = True
-        self.sums.zero_()
-        self.state.gradients["wpe.weight"].zero_()
+        self._zero()
         self.current = self.products.begin(number)
 
     def backward(self, tokens: Tensor, targets: Tensor, scale: float, last: bool) -> Tensor:
@@ -157,21 +133,24 @@ class FusedStep:
         return losses.mean()
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """The output of ln_f in bf16: (B, T) tokens -> (B, T, C)."""
-        y: Tensor | None = self._last_norm(self.products.for_loss, tokens).y
-        assert y is not None
-        return y.view(*tokens.shape, -1)
+        """The input of the head in bf16: (B, T) tokens -> (B, T, C)."""
+        norm: Normed[Any] = self._last_norm(self.products.for_loss, tokens)
+        assert norm.y is not None
+        hidden: Tensor = norm.y.view(*tokens.shape, -1)
+        return hidden
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits in bf16 of (N, C) outputs of ln_f: (N, padded_vocab_size), padding at -inf."""
+        """The logits in bf16 of (N, C) inputs of the head: (N, padded_vocab_size), padding at -inf."""
         logits: Tensor = self.products.for_loss.linear(self.head, x.contiguous())
+        if self.cap:
+            logits = (self.cap * torch.tanh(logits.float() / self.cap)).type_as(logits)
         logits[:, self.config.vocab_size :] = float("-inf")
         return logits
 
     def _last_norm(self, p: Products[Operand], tokens: Tensor) -> Normed[Operand]:
-        """The forward pass of (B, T) tokens up to ln_f."""
+        """The forward pass of (B, T) tokens up to the head's input."""
         B = tokens.size(0)
-        x, norm = self._embed(p, tokens.flatten(), B)
+        x, norm, _ = self._embed(p, tokens.flatten(), B)
         for i in range(self.n_blocks):
             x, norm, _ = self._forward(p, i, x, norm, B)
         return norm
@@ -181,20 +160,20 @@ class FusedStep:
         tokens, targets = tokens.flatten(), targets.flatten()
         factor = torch.full((1,), scale, device=self.device)
         p.begin_micro_batch(scale)
-        x, norm = self._embed(p, tokens, B)
+        x, norm, embedded = self._embed(p, tokens, B)
         saved = []
         for i in range(self.n_blocks):
             x, norm, block = self._forward(p, i, x, norm, B)
             saved.append(block)
         losses, dy = self._head(p, norm, targets, factor)
         norm.y = None  # from here on only its statistics are needed
-        grad = self._norm_backward(p, self.norms[-1], dy, x, norm, None)
+        grad = self._last_norm_backward(p, dy, x, norm)
         del dy, x, norm, block
         for i in reversed(range(self.n_blocks)):
             grad = self._backward(p, i, grad, saved.pop(), B)
             if last:
                 self._complete(i)
-        self._embed_backward(tokens, grad.dx, B)
+        self._embed_backward(tokens, grad.dx, embedded, B)
         if last:
             self._complete_rest()
         self.first = False
@@ -202,147 +181,10 @@ class FusedStep:
         p.end_micro_batch(last)
         return loss
 
-    # --- forward
-
-    def _embed(self, p: Products[Operand], tokens: Tensor, B: int) -> tuple[Tensor, Normed[Operand]]:
-        self.state.ready(self.embeddings)
-        self.state.ready(0)
-        w, norm = self.state.weights, self.norms[0]
-        positions = w["wpe.weight"][: len(tokens) // B]
-
-        def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            return kernels.embed_norm(tokens, w["wte.weight"], positions, norm.weight, norm.bias, out)
-
-        return p.norm(norm.reader, kernel)
-
-    def _forward(
-        self, p: Products[Operand], i: int, x: Tensor, norm1: Normed[Operand], B: int
-    ) -> tuple[Tensor, Normed[Operand], Saved[Operand]]:
-        """Block `i` from its input and that input's norm; returns the output, its norm, and the tensors to save."""
-        block = self.blocks[i]
-        assert norm1.y is not None
-        qkv = p.linear(block.qkv, norm1.y, block.qkv.bias)
-        output, attention = self.attention.forward(qkv, B)
-        attended = p.input(block.projection, output)
-        delta = p.linear(block.projection, attended)
-        x_mid, norm2 = self._join(p, block.ln_2, x, delta)
-        del delta
-        assert norm2.y is not None
-        pre, act = p.linear_gelu(block.fc, norm2.y, block.fc_projection)
-        delta = p.linear(block.fc_projection, act)
-        if i + 1 < self.n_blocks:
-            self.state.ready(i + 1)
-        out, norm = self._join(p, self.norms[2 * i + 2], x_mid, delta)
-        saved_act = None if p.recompute_gelu else p.saved(act)
-        saved = Saved(x, norm1, qkv, attention, p.saved(attended), x_mid, norm2, pre, saved_act)
-        if p.recompute_norms:
-            norm1.y = norm2.y = None
-        return out, norm, saved
-
-    def _join(self, p: Products[Operand], norm: LayerNorm, x: Tensor, delta: Tensor) -> tuple[Tensor, Normed[Operand]]:
-        """The residual stream with `delta` and its bias added, and the norm of it. (In the product's epilogue the sum
-        cost 1% of a step of 1558M on an H200, and gained 0.2% at 124M.)"""
-        assert norm.writer is not None
-        bias = norm.writer.bias
-
-        def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            return kernels.add_norm(x, delta, bias, norm.weight, norm.bias, out)
-
-        return p.norm(norm.reader, kernel)
-
     def _head(
         self, p: Products[Operand], norm: Normed[Operand], targets: Tensor, factor: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Losses (M,), and with a `factor` the gradient (M, C) of the norm's output."""
         assert norm.y is not None
-        return p.head(self.head, norm.y, targets, self.config.vocab_size, factor, accumulate=not self.first)
-
-    # --- backward
-
-    def _backward(
-        self, p: Products[Operand], i: int, grad: ResidualGrad[Operand], s: Saved[Operand], B: int
-    ) -> ResidualGrad[Operand]:
-        """From the gradient of block `i`'s output to that of its input."""
-        block, add = self.blocks[i], not self.first
-        act = p.gelu(block.fc_projection, s.pre) if s.act is None else s.act
-        p.weight_grad(block.fc_projection, grad.dy, act, add)
-        del act
-        dpre = p.input_grad_gelu(block.fc_projection, grad.dy, s.pre, block.fc, self.sums.fc[i])
-        p.weight_grad(block.fc, dpre, self._normed(p, block.ln_2, s.x_mid, s.norm2), add)
-        dinput = p.input_grad(block.fc, dpre)
-        del dpre
-        grad = self._norm_backward(p, block.ln_2, dinput, s.x_mid, s.norm2, grad.dx)
-        p.weight_grad(block.projection, grad.dy, s.attended, add)
-        dinput = p.input_grad(block.projection, grad.dy)
-        dqkv = p.output_grad(block.qkv, self._attention_backward(i, dinput, s.qkv, B, s.attention))
-        p.weight_grad(block.qkv, dqkv, self._normed(p, block.ln_1, s.x, s.norm1), add)
-        dinput = p.input_grad(block.qkv, dqkv)
-        return self._norm_backward(p, block.ln_1, dinput, s.x, s.norm1, grad.dx)
-
-    def _normed(self, p: Products[Operand], norm: LayerNorm, x: Tensor, normed: Normed[Operand]) -> Operand:
-        """A norm's output, made again where it was not saved."""
-        if normed.y is not None:
-            return normed.y
-        return p.input(norm.reader, kernels.norm_again(x, normed.mean, normed.rstd, norm.weight, norm.bias))
-
-    def _norm_backward(
-        self,
-        p: Products[Operand],
-        norm: LayerNorm,
-        dy: Tensor,
-        x: Tensor,
-        normed: Normed[Operand],
-        residual: Tensor | None,
-    ) -> ResidualGrad[Operand]:
-        """From the gradient `dy` (M, C) of a norm's output to that of its input, plus `residual` (M, C)."""
-
-        def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:
-            return kernels.norm_backward(dy, x, normed.mean, normed.rstd, norm.weight, residual, norm.sums, out)
-
-        return p.norm_backward(norm.writer, kernel)
-
-    def _attention_backward(self, i: int, dy: Tensor, qkv: Tensor, B: int, saved: SavedAttention) -> Tensor:
-        """The gradient of the packed projections (M, 3C). Adds up that of the queries' bias, see `_attention_bias`."""
-        dqkv = self.attention.backward(dy, qkv, B, saved)
-        kernels.column_sums(dqkv[:, : self.config.n_embd], self.sums.q[i])
-        return dqkv
-
-    def _embed_backward(self, tokens: Tensor, dx: Tensor, B: int) -> None:
-        """Add the gradients of both embeddings."""
-        g = self.state.gradients
-        g["wte.weight"].index_add_(0, tokens, dx.float())
-        positions = dx.view(B, -1, self.config.n_embd).sum(0, dtype=torch.float32)
-        g["wpe.weight"][: len(positions)] += positions
-
-    def _complete(self, i: int) -> None:
-        """Make block `i`'s gradients from the partial sums, and begin to reduce its bucket."""
-        g, norms, block = self.state.gradients, self.sums.norms, f"h.{i}."
-        g[block + "mlp.c_fc.bias"].copy_(self.sums.fc[i].sum(0))
-        # The norms behind the two projections have summed up the gradients of their biases.
-        after = norms[2 * i + 1 : 2 * i + 3, 2].sum(1)
-        g[block + "attn.c_proj.bias"].copy_(after[0])
-        self._attention_bias(i, after[0])
-        g[block + "mlp.c_proj.bias"].copy_(after[1])
-        for k, name in ((2 * i, "ln_1"), (2 * i + 1, "ln_2")):
-            weight, bias = norms[k, :2].sum(1)
-            g[f"{block}{name}.weight"].copy_(weight)
-            g[f"{block}{name}.bias"].copy_(bias)
-        self.state.begin_reduce(i)
-
-    def _attention_bias(self, i: int, projection: Tensor) -> None:
-        """The gradient of block `i`'s query, key and value biases; `projection` is that of the projection's bias.
-
-        Attention's weights add up to 1 for every query: a constant added to all values is one added to the output,
-        and a constant added to all keys changes nothing. So only the queries' gradient has to be added up.
-        """
-        q, k, v = self.state.gradients[f"h.{i}.attn.c_attn.bias"].view(3, -1)
-        q.copy_(self.sums.q[i].sum(0))
-        k.zero_()
-        v.copy_(projection @ self.blocks[i].projection.weight.float())
-
-    def _complete_rest(self) -> None:
-        """Make ln_f's gradients from the partial sums, and begin to reduce the last bucket."""
-        g, (weight, bias) = self.state.gradients, self.sums.norms[-1, :2].sum(1)
-        g["ln_f.weight"].copy_(weight)
-        g["ln_f.bias"].copy_(bias)
-        self.state.begin_reduce(self.embeddings)
+        accumulate = not self.first
+        return p.head(self.head, norm.y, targets, self.config.vocab_size, factor, accumulate, self.cap)

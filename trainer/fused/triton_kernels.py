@@ -243,9 +243,10 @@ def column_sums_kernel(x_ptr, sums_ptr, M, N, stride, tiles, BM: tl.constexpr, B
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, scale_ptr, losses_ptr, dlogits8_ptr, q_ptr, seed_ptr,
     M, V, width,
-    BACKWARD: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr,
+    BACKWARD: tl.constexpr, CAP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """R rows a program, the last first, in tiles of BLOCK columns, of which a thread holds G neighbours.
+    """R rows a program, the last first, in tiles of BLOCK columns, of which a thread holds G neighbours. With CAP, a
+    logit is CAP · tanh(z / CAP) of its product z.
 
     The first pass keeps a maximum and a sum of exponentials for every G columns of the tile, so that rescaling costs
     one exponential in G. With one for every column, a logit would need three exponentials: 2.8 ms on the special
@@ -256,7 +257,7 @@ def cross_entropy_kernel(
     inside = rows < M
     target = tl.load(targets_ptr + rows, mask=inside, other=0)
     # Loaded before any reduction: other warps may overwrite the row only after the barriers of the reductions.
-    chosen = tl.load(logits_ptr + rows * width + target, mask=inside, other=0.0).to(tl.float32)
+    chosen = _capped(tl.load(logits_ptr + rows * width + target, mask=inside, other=0.0).to(tl.float32), CAP)
     lanes = (tl.arange(0, BLOCK // G) * G)[None, :, None] + tl.arange(0, G)[None, None, :]
     row_ptr = logits_ptr + rows[:, None, None] * width + lanes
     mask = inside[:, None, None]
@@ -265,6 +266,7 @@ def cross_entropy_kernel(
     total = tl.zeros([R, BLOCK // G], tl.float32)
     for first in range(0, whole, BLOCK):
         x = tl.load(row_ptr + first, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        x = _capped(x, CAP)
         peak = tl.maximum(top, tl.max(x, 2))
         powers = tl.exp2(x * LOG2E - (peak * LOG2E)[:, :, None])
         total = total * tl.exp2((top - peak) * LOG2E) + tl.sum(powers, 2)
@@ -273,7 +275,7 @@ def cross_entropy_kernel(
         # The load's mask follows the width, a multiple of 8, and so keeps 16 bytes a thread; `real` selects by V.
         real = first + lanes < V
         x = tl.load(row_ptr + first, mask=mask & (first + lanes < width), other=0.0).to(tl.float32)
-        x = tl.where(real, x, LOWEST)
+        x = tl.where(real, _capped(x, CAP), LOWEST)
         peak = tl.maximum(top, tl.max(x, 2))
         powers = tl.where(real, tl.exp2(x * LOG2E - (peak * LOG2E)[:, :, None]), 0.0)
         total = total * tl.exp2((top - peak) * LOG2E) + tl.sum(powers, 2)
@@ -293,19 +295,35 @@ def cross_entropy_kernel(
         for first in range(whole, width, BLOCK):
             columns = first + lanes
             given = mask & (columns < width)
-            x = tl.load(row_ptr + first, mask=given, other=0.0).to(tl.float32)
-            p = tl.where(columns < V, tl.exp2(x * LOG2E + shifts), 0.0)
+            x = _capped(tl.load(row_ptr + first, mask=given, other=0.0).to(tl.float32), CAP)
+            p = tl.where(columns < V, tl.exp2(x * LOG2E + shifts) * _slope(x, CAP), 0.0)
             _store_dlogits(logits_ptr, dlogits8_ptr, p, row, columns, noise, width, given)
         for done in range(0, whole, BLOCK):
             first = whole - BLOCK - done
             x = tl.load(row_ptr + first, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            _store_dlogits(
-                logits_ptr, dlogits8_ptr, tl.exp2(x * LOG2E + shifts), row, first + lanes, noise, width, mask
-            )
+            x = _capped(x, CAP)
+            p = tl.exp2(x * LOG2E + shifts) * _slope(x, CAP)
+            _store_dlogits(logits_ptr, dlogits8_ptr, p, row, first + lanes, noise, width, mask)
         # The target's gradient is stored again, less the scale: comparing every column cost 71 of 163 instructions.
         tl.debug_barrier()
-        p = tl.exp2(chosen * LOG2E + shift) - scale
+        p = (tl.exp2(chosen * LOG2E + shift) - scale) * _slope(chosen, CAP)
         _store_dlogits(logits_ptr, dlogits8_ptr, p, rows, target, random, width, inside)
+
+
+@triton.jit
+def _capped(z, CAP: tl.constexpr):
+    if CAP:
+        z = CAP * _tanh(z / CAP)
+    return z
+
+
+@triton.jit
+def _slope(capped, CAP: tl.constexpr):
+    """The derivative of a capped logit by its product."""
+    slope = 1.0
+    if CAP:
+        slope = 1.0 - (capped / CAP) * (capped / CAP)
+    return slope
 
 
 @triton.jit

@@ -1,0 +1,158 @@
+"""Every kernel of the families with rotary positions agrees with the same arithmetic in float64, on odd sizes.
+
+The kernels run on a GPU if there is one, else in Triton's interpreter.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs triton (pip)")
+
+from trainer.families.rotary import turned, waves  # noqa: E402
+from trainer.fused import kernels, rotary  # noqa: E402
+from trainer.fused.kernels import Fp8Out  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16 = torch.bfloat16
+SIZES = [(77, 40), (1, 72), (130, 200)]
+EPSILON = 1e-6
+
+
+def fresh(*shape: int, scale: float = 1.0) -> Tensor:
+    torch.seed()
+    return (scale * torch.randn(shape)).to(DEVICE, BF16)
+
+
+def near(actual: Tensor, expected: Tensor, relative: float = 2.0**-8, absolute: float = 1e-5) -> None:
+    """Within bf16's rounding; `absolute` is relative to the largest."""
+    error = (actual.double() - expected).abs()
+    allowed = relative * expected.abs() + absolute * expected.abs().max()
+    assert (error <= allowed).all(), (error - allowed).max()
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().double().requires_grad_()
+
+
+def gradient(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("M", "C"), SIZES)
+def test_an_rms_norm_and_its_gradient_agree_with_float64(M: int, C: int, weighted: bool) -> None:
+    x, delta, dy, beside = fresh(M, C, scale=3), fresh(M, C), fresh(M, C), fresh(M, C)
+    weight = fresh(C) if weighted else None
+    total, y, rstd = rotary.add_rms(x, delta, weight, EPSILON)
+    assert torch.equal(total, (x.float() + delta.float()).to(BF16))
+    exact, exact_weight = leaf(total), leaf(weight) if weight is not None else None
+    out = F.rms_norm(exact, (C,), exact_weight, EPSILON)
+    near(y, out.detach())
+    near(rstd, (total.double().square().mean(1) + EPSILON).rsqrt(), 1e-5)
+    assert torch.equal(rotary.rms_again(total, rstd, weight), y)
+
+    out.backward(dy.double())
+    sums = torch.ones(kernels.norm_partials(C, DEVICE), C, device=DEVICE) if weighted else None
+    dx, none = rotary.rms_backward(dy, total, rstd, weight, beside, sums)
+    near(dx, gradient(exact) + beside.double())
+    assert none is None
+    if exact_weight is not None and sums is not None:
+        near(sums.double().sum(0) - len(sums), gradient(exact_weight), 0, 1e-4)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_embedding_and_its_norms_agree_with_float64(norm_first: bool) -> None:
+    V, C, M = 50, 72, 33
+    wte, tokens, dx = fresh(V, C), torch.randint(V, (M,), device=DEVICE), fresh(M, C)
+    x, y, embedded, _ = rotary.embed_rms(tokens, wte, None, EPSILON, norm_first)
+    rows = leaf(wte[tokens])
+    exact = F.rms_norm(rows, (C,), None, EPSILON) if norm_first else rows
+    near(x, exact.detach())
+    near(y, F.rms_norm(x.double(), (C,), None, EPSILON))
+    if norm_first:
+        exact.backward(dx.double())
+        back, _ = rotary.rms_backward(dx, x, embedded, None, None, None, normed=True)
+        near(back, gradient(rows), absolute=2**-8)  # the norm's output was rounded
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("sense", [1, -1])
+@pytest.mark.parametrize(("heads", "kv", "D"), [(6, 2, 24), (3, 3, 16), (1, 1, 128)])
+def test_rotary_positions_and_their_gradient_agree_with_float64(
+    heads: int, kv: int, D: int, sense: int, norm: bool
+) -> None:
+    B, T = 3, 13
+    qkv, dy = fresh(B * T, (heads + 2 * kv) * D), fresh(B * T, (heads + 2 * kv) * D)
+    cos, sin = (t.view(T, D // 2).to(DEVICE) for t in waves(torch.arange(T), D, 10_000.0))
+    exact = leaf(qkv)
+    turning = exact[:, : (heads + kv) * D].view(B, T, heads + kv, D).transpose(1, 2)
+    c, s = cos.double(), sense * sin.double()
+    a, b = turning.chunk(2, -1)
+    out = torch.cat((a * c - b * s, b * c + a * s), -1)
+    assert torch.allclose(turned(turning.float(), cos, sense * sin).double(), out.detach(), atol=1e-5)
+    if norm:
+        out = F.rms_norm(out, (D,), None, EPSILON)
+    whole = torch.cat((out.transpose(1, 2).reshape(B * T, -1), exact[:, (heads + kv) * D :]), 1)
+
+    after, back = qkv.clone(), dy.clone()
+    rstd = rotary.rotate(after, cos, sense * sin, heads + kv, norm, EPSILON)
+    near(after, whole.detach())
+    whole.backward(dy.double())
+    rotary.rotate_back(back, after, cos, sense * sin, rstd, norm)
+    near(back, gradient(exact), absolute=2**-8 if norm else 1e-5)  # the norm's output was rounded
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_relu2_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
+    pre, dact = fresh(M, N), fresh(M, N)
+    exact = leaf(pre)
+    out = F.relu(exact).square()
+    out.backward(dact.double())
+    near(rotary.relu2(pre), out.detach())
+    assert torch.equal(rotary.relu2_backward(dact, pre), rotary.relu2(pre))
+    near(dact, gradient(exact))
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_swiglu_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
+    pre, dact = fresh(M, 2 * N, scale=2), fresh(M, N)
+    exact = leaf(pre)
+    gate, up = exact.chunk(2, 1)
+    out = F.silu(gate) * up
+    out.backward(dact.double())
+    near(rotary.swiglu(pre), out.detach())
+    dpre, act = rotary.swiglu_backward(dact, pre)
+    near(dpre, gradient(exact))
+    assert torch.equal(act, rotary.swiglu(pre))
+
+
+@pytest.mark.parametrize("make", [rotary.add_rms, rotary.embed_rms])
+def test_a_norm_in_fp8_is_the_scaled_and_rounded_one(make: Callable[..., tuple[Tensor, ...]]) -> None:
+    x, out = fresh(33, 48), Fp8Out(torch.full((1,), 16.0, device=DEVICE), torch.zeros(1, device=DEVICE))
+    rest = (x, None, EPSILON) if make is rotary.add_rms else (x, None, EPSILON, True)
+    first = x if make is rotary.add_rms else torch.arange(33, device=DEVICE)
+    y, y8 = (make(first, *rest, fp8=fp8)[1] for fp8 in (None, out))
+    near(y8.float() / 16, y.double(), 2**-4, 2**-9)
+    near(out.amax, y.double().abs().max()[None], 2**-7)
+
+
+def test_capped_logits_have_the_losses_and_the_gradient_of_float64() -> None:
+    M, vocab_size, V, cap = 33, 300, 320, 15.0
+    logits = fresh(M, V, scale=20)
+    targets = torch.randint(vocab_size, (M,), device=DEVICE)
+    scale = torch.rand(1, device=DEVICE)
+    exact = leaf(logits[:, :vocab_size])
+    losses = F.cross_entropy(cap * torch.tanh(exact / cap), targets, reduction="none")
+    (losses.sum() * scale.double()).backward()
+    found = torch.empty(M, device=DEVICE)
+    q, seed = torch.ones(1, device=DEVICE) * 1024, torch.ones(1, dtype=torch.int32, device=DEVICE)
+    d8 = kernels.cross_entropy8(logits, targets, vocab_size, scale, found, q, seed, cap=cap)
+    near(found, losses.detach(), 1e-4, 2**-10)
+    near(d8.float() / 1024, F.pad(gradient(exact), (0, V - vocab_size)), 2**-2, 2**-10)
+    kernels.cross_entropy(logits, targets, vocab_size, scale, found, backward=True, cap=cap)
+    near(logits, F.pad(gradient(exact), (0, V - vocab_size)), absolute=2**-9)

@@ -1,0 +1,202 @@
+"""Launchers of the kernels of families with RMSNorm and rotary positions, beside those of `trainer/fused/kernels.py`.
+
+Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inner width I:
+
+    add_rms         8·M·C bytes   residual sum and RMSNorm: 2 reads, 2 writes
+    rms_backward    8·M·C         dy, x and the residual gradient in, dx out; with weights also their gradient
+    rotate          4·M·(C + K)   queries and keys (K columns) in place, with their norm
+    rotate_back     6·M·(C + K)   their gradient in place
+    relu2           4·M·I         forward; 8·M·I backward, which makes the activation again for the weight gradient
+    swiglu          6·M·I         forward; 12·M·I backward, likewise
+
+The launch shapes follow those of the measured kernels; they were not measured on a GPU themselves.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from trainer.fused.kernels import Fp8Out, _check, _gelu_shape, _norm_backward_shape, _norm_shape
+from trainer.fused.rotary_triton import (
+    relu2_kernel,
+    rms_backward_kernel,
+    rms_kernel,
+    rotary_kernel,
+    swiglu_kernel,
+)
+
+
+def embed_rms(
+    tokens: Tensor, wte: Tensor, weight: Tensor | None, epsilon: float, norm_first: bool, fp8: Fp8Out | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x[i] = wte[tokens[i]], with `norm_first` its RMSNorm without weights, and the RMSNorm y of x.
+
+    tokens (M,) int64, wte (V, C) and weight (C,) bf16. Returns x and y (M, C) bf16, and two (M,) fp32: 1 / the root
+    mean square of the table's rows (not written without `norm_first`), and that of x. With `fp8` y is e4m3, here and
+    below.
+    """
+    M, C = tokens.numel(), wte.shape[1]
+    embedded = wte.new_empty(M, dtype=torch.float32)
+    x, y, rstd = _rms(
+        wte, weight, epsilon, fp8, M, C, tokens=tokens, total=True, embedded=embedded if norm_first else None
+    )
+    return x, y, embedded, rstd
+
+
+def add_rms(
+    x: Tensor, delta: Tensor, weight: Tensor | None, epsilon: float, fp8: Fp8Out | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta, rounded to bf16, and the RMSNorm y of that; all (M, C). Returns both, and rstd (M,) fp32."""
+    assert delta.shape == x.shape
+    return _rms(x, weight, epsilon, fp8, *x.shape, delta=delta, total=True)
+
+
+def rms_again(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
+    """The y of an RMSNorm from its saved statistic, bit for bit."""
+    return _rms(x, weight, 0.0, None, *x.shape, rstd=rstd)[1]
+
+
+def _rms(
+    x: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    fp8: Fp8Out | None,
+    M: int,
+    C: int,
+    *,
+    tokens: Tensor | None = None,
+    delta: Tensor | None = None,
+    total: bool = False,
+    rstd: Tensor | None = None,
+    embedded: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(x, tokens, delta, weight, rstd)
+    known = rstd is not None
+    added = x.new_empty(M, C) if total else None
+    y = x.new_empty(M, C, dtype=x.dtype if fp8 is None else torch.float8_e4m3fn)
+    rstd = x.new_empty(M, dtype=torch.float32) if rstd is None else rstd
+    scale, amax = (None, None) if fp8 is None else (fp8.scale, fp8.amax)
+    R, programs, warps, stages = _norm_shape(C, fp8 is not None, x.device)
+    groups = triton.cdiv(M, R)
+    rms_kernel[(min(groups, programs),)](
+        x, tokens, delta, weight, added, y, rstd, embedded, scale, amax, M, C, groups, epsilon,
+        KNOWN=known, R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return x if added is None else added, y, rstd
+
+
+def rms_backward(
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    sums: Tensor | None,
+    fp8: Fp8Out | None = None,
+    normed: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of x, (M, C) bf16, through its RMSNorm, plus `residual`: the gradient that skips the norm.
+
+    With `normed`, x is the norm's output (without weights) instead. With `fp8`, the second result is the gradient as
+    (M, C) e5m2. Adds the gradient of the weight to sums (P, C) fp32, P = norm_partials(C, device).
+    """
+    M, C = dy.shape
+    R, programs, warps, stages = _norm_backward_shape(C, fp8 is not None, dy.device)
+    assert x.shape == dy.shape and (sums is None) == (weight is None)
+    assert sums is None or (sums.dtype == torch.float32 and sums.shape[1] == C and programs <= len(sums))
+    _check(dy, x, rstd, weight, residual, sums)
+    dx, dx8, scale, amax = torch.empty_like(dy), None, None, None
+    if fp8:
+        dx8, scale, amax = torch.empty_like(dy, dtype=torch.float8_e5m2), fp8.scale, fp8.amax
+    rms_backward_kernel[(programs,)](
+        dy, x, rstd, weight, residual, dx, dx8, scale, amax, sums, M, C, triton.cdiv(M, R),
+        NORMED=normed, R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return dx, dx8
+
+
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norm: bool, epsilon: float) -> Tensor:
+    """Turn the first `heads` heads of packed projections (M, N) bf16, in place; with `norm` each is then RMS-normed.
+
+    cos and sin (T, D/2) fp32: those of a sequence's positions, for heads of width D, whose pairs are (i, i + D/2).
+    Returns 1 / the root mean squares (M, heads) fp32, not written without `norm`.
+    """
+    rstd = qkv.new_empty(len(qkv), heads, dtype=torch.float32)
+    _rotate(qkv, cos, sin, rstd, None, norm, epsilon)
+    return rstd
+
+
+def rotate_back(gradient: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, norm: bool) -> None:
+    """From the gradient of `rotate`'s result (M, N), in place, to that of its input. `qkv`: the result."""
+    assert qkv.shape == gradient.shape
+    _rotate(gradient, cos, sin, rstd, qkv, norm, 0.0)
+
+
+def _rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, saved: Tensor | None, norm: bool, epsilon: float
+) -> None:
+    (M, N), (T, half), heads = x.shape, cos.shape, rstd.shape[1]
+    assert sin.shape == cos.shape and 2 * half * heads <= N and cos.dtype == sin.dtype == rstd.dtype == torch.float32
+    _check(x, cos, sin, rstd, saved)
+    R, H, warps = _rotary_shape(heads, x.device)
+    rotary_kernel[(triton.cdiv(M, R), triton.cdiv(heads, H))](
+        x, cos, sin, rstd, saved, M, T, heads, N, epsilon,
+        NORM=norm, BACKWARD=saved is not None, R=R, H=H, HALF=half, D2=triton.next_power_of_2(half), num_warps=warps,
+    )  # fmt: skip
+
+
+def relu2(pre: Tensor) -> Tensor:
+    """relu(pre)², bf16, any shape (So et al. 2021, Primer)."""
+    act = torch.empty_like(pre)
+    _relu2(pre, act, None)
+    return act
+
+
+def relu2_backward(dact: Tensor, pre: Tensor) -> Tensor:
+    """The gradient of `pre` in place of that of relu2(pre); returns relu2(pre)."""
+    act = torch.empty_like(pre)
+    _relu2(pre, act, dact)
+    return act
+
+
+def _relu2(pre: Tensor, act: Tensor, gradient: Tensor | None) -> None:
+    _check(pre, act, gradient)
+    block, warps = _gelu_shape(pre.device)
+    relu2_kernel[(triton.cdiv(pre.numel(), block),)](pre, act, gradient, pre.numel(), BLOCK=block, num_warps=warps)
+
+
+def swiglu(pre: Tensor) -> Tensor:
+    """silu(gate) · up of pre (M, 2I) = [gate, up], (M, I) bf16 (Shazeer 2020)."""
+    act = pre.new_empty(len(pre), pre.shape[1] // 2)
+    _swiglu(pre, act, None, None)
+    return act
+
+
+def swiglu_backward(dact: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient (M, 2I) of `pre` from that of swiglu(pre), (M, I); and swiglu(pre)."""
+    act, dpre = torch.empty_like(dact), torch.empty_like(pre)
+    _swiglu(pre, act, dact, dpre)
+    return dpre, act
+
+
+def _swiglu(pre: Tensor, act: Tensor, dact: Tensor | None, dpre: Tensor | None) -> None:
+    _check(pre, act, dact, dpre)
+    M, N = act.shape
+    BM, BN, warps = _swiglu_shape(pre.device)
+    tiles = triton.cdiv(M, BM)
+    swiglu_kernel[(triton.cdiv(N, BN), tiles)](pre, act, dact, dpre, M, N, tiles, BM=BM, BN=BN, num_warps=warps)
+
+
+# ── launch shapes, as in `trainer/fused/kernels.py` ──────────────────────────────────────────────────────────────
+
+
+def _rotary_shape(heads: int, device: torch.device) -> tuple[int, int, int]:
+    """Rows and heads of a tile, warps."""
+    if device.type != "cuda":
+        return 64, min(4, triton.next_power_of_2(heads)), 4
+    return 8, min(4, triton.next_power_of_2(heads)), 4
+
+
+def _swiglu_shape(device: torch.device) -> tuple[int, int, int]:
+    """Rows and columns of a tile, warps."""
+    return (8, 512, 8) if device.type == "cuda" else (64, 256, 4)

@@ -1,0 +1,183 @@
+"""The memory-bound kernels of families with RMSNorm and rotary positions, in Triton; `trainer/fused/rotary.py` launches
+them. They follow `trainer/fused/triton_kernels.py`: the last rows first, whole rows in registers, sums in float32."""
+
+import triton
+import triton.language as tl
+
+from trainer.fused.triton_kernels import _add_into, _bf16, _fp8
+
+# ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def rms_kernel(
+    x_ptr, tokens_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, embedded_ptr, scale_ptr, amax_ptr,
+    M, C, groups, epsilon,
+    KNOWN: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Groups of R whole rows. With tokens, x is the table; with embedded_ptr, its rows are normed first."""
+    cols = tl.arange(0, BC)
+    used = cols < C
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :].to(tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+        largest = tl.zeros([BC], tl.float32)
+    for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=STAGES):
+        rows = ((groups - 1 - group) * R + tl.arange(0, R)).to(tl.int64)
+        inside = rows < M
+        mask = inside[:, None] & used[None, :]
+        at = rows[:, None] * C + cols[None, :]
+        if tokens_ptr is not None:
+            tokens = tl.load(tokens_ptr + rows, mask=inside, other=0)
+            x = tl.load(x_ptr + tokens[:, None] * C + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            if embedded_ptr is not None:
+                first = 1.0 / tl.sqrt(tl.sum(x * x, 1) / C + epsilon)
+                tl.store(embedded_ptr + rows, first, mask=inside)
+                x *= first[:, None]
+        else:
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if delta_ptr is not None:
+                x += tl.load(delta_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if sum_ptr is not None:
+            rounded = _bf16(x)
+            tl.store(sum_ptr + at, rounded, mask=mask)
+            x = rounded.to(tl.float32)
+        if KNOWN:
+            rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)
+        else:
+            rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / C + epsilon)
+            tl.store(rstd_ptr + rows, rstd, mask=inside)
+        y = x * rstd[:, None]
+        if weight_ptr is not None:
+            y *= weight
+        if scale_ptr is not None:
+            tl.store(y_ptr + at, _fp8(y * scale, False), mask=mask)
+            largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(y), 0.0), 0))
+        else:
+            tl.store(y_ptr + at, _bf16(y), mask=mask)
+    if scale_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest, 0))
+
+
+@triton.jit
+def rms_backward_kernel(
+    dy_ptr, x_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dx8_ptr, scale_ptr, amax_ptr, sums_ptr,
+    M, C, groups,
+    NORMED: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """NORMED: x is the norm's output without its weight. The column sums stay in registers to the end."""
+    cols = tl.arange(0, BC)
+    used = cols < C
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :].to(tl.float32)
+        dweight = tl.zeros([BC], tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+        largest = tl.zeros([BC], tl.float32)
+    for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=STAGES):
+        rows = ((groups - 1 - group) * R + tl.arange(0, R)).to(tl.int64)
+        inside = rows < M
+        mask = inside[:, None] & used[None, :]
+        at = rows[:, None] * C + cols[None, :]
+        g = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        normal = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
+        if not NORMED:
+            normal *= rstd
+        if weight_ptr is not None:
+            dweight += tl.sum(g * normal, 0)
+            g *= weight
+        dx = rstd * (g - normal * (tl.sum(g * normal, 1) / C)[:, None])
+        if residual_ptr is not None:
+            dx += residual.to(tl.float32)
+        tl.store(dx_ptr + at, _bf16(dx), mask=mask)
+        if scale_ptr is not None:
+            tl.store(dx8_ptr + at, _fp8(dx * scale, True), mask=mask)
+            largest = tl.maximum(largest, tl.max(tl.where(mask, tl.abs(dx), 0.0), 0))
+    if scale_ptr is not None:
+        tl.atomic_max(amax_ptr, tl.max(largest, 0))
+    if weight_ptr is not None:
+        _add_into(sums_ptr + tl.program_id(0) * C + cols, dweight, used)
+
+
+# ── rotary positions ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, rstd_ptr, saved_ptr,
+    M, T, heads, width, epsilon,
+    NORM: tl.constexpr, BACKWARD: tl.constexpr, R: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, D2: tl.constexpr,
+):  # fmt: skip
+    """R rows and H heads of x, in place: pairs (i, i + HALF) turn by the angle of the row's position. NORM: then every
+    head is normed. BACKWARD: x is a gradient, saved_ptr the result of the forward pass; both steps are undone."""
+    rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    head = tl.program_id(1) * H + tl.arange(0, H)
+    pair = tl.arange(0, D2)
+    inside = (rows < M)[:, None] & (head < heads)[None, :]
+    mask = inside[:, :, None] & (pair < HALF)[None, None, :]
+    at = rows[:, None, None] * width + (head * 2 * HALF)[None, :, None] + pair[None, None, :]
+    wave = (rows % T)[:, None, None] * HALF + pair[None, None, :]
+    waves = (rows < M)[:, None, None] & (pair < HALF)[None, None, :]
+    cos = tl.load(cos_ptr + wave, mask=waves, other=1.0)
+    sin = tl.load(sin_ptr + wave, mask=waves, other=0.0)
+    a = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    scales = rows[:, None] * heads + head[None, :]
+    if BACKWARD:
+        if NORM:
+            y = tl.load(saved_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            z = tl.load(saved_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
+            rstd = tl.load(rstd_ptr + scales, mask=inside, other=0.0)[:, :, None]
+            mean = (tl.sum(a * y + b * z, 2) / (2 * HALF))[:, :, None]
+            a = rstd * (a - y * mean)
+            b = rstd * (b - z * mean)
+        sin = -sin
+    first = a * cos - b * sin
+    second = b * cos + a * sin
+    if NORM and not BACKWARD:
+        rstd = 1.0 / tl.sqrt(tl.sum(first * first + second * second, 2) / (2 * HALF) + epsilon)
+        tl.store(rstd_ptr + scales, rstd, mask=inside)
+        first *= rstd[:, :, None]
+        second *= rstd[:, :, None]
+    tl.store(x_ptr + at, _bf16(first), mask=mask)
+    tl.store(x_ptr + at + HALF, _bf16(second), mask=mask)
+
+
+# ── activations ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def relu2_kernel(pre_ptr, act_ptr, gradient_ptr, n, BLOCK: tl.constexpr):
+    """act = relu(pre)². With gradient_ptr, that of act becomes that of pre, in place; act_ptr may then be None."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    root = tl.maximum(tl.load(pre_ptr + at, mask=mask, other=0.0).to(tl.float32), 0.0)
+    if act_ptr is not None:
+        tl.store(act_ptr + at, _bf16(root * root), mask=mask)
+    if gradient_ptr is not None:
+        g = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(gradient_ptr + at, _bf16(2.0 * root * g), mask=mask)
+
+
+@triton.jit
+def swiglu_kernel(pre_ptr, act_ptr, dact_ptr, dpre_ptr, M, N, tiles, BM: tl.constexpr, BN: tl.constexpr):
+    """act = silu(gate) · up of pre = [gate, up], rows of 2N. With dact_ptr also dpre."""
+    cols = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    rows = ((tiles - 1 - tl.program_id(1)) * BM + tl.arange(0, BM)).to(tl.int64)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    wide = rows[:, None] * 2 * N + cols[None, :]
+    at = rows[:, None] * N + cols[None, :]
+    gate = tl.load(pre_ptr + wide, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(pre_ptr + wide + N, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    if act_ptr is not None:
+        tl.store(act_ptr + at, _bf16(silu * up), mask=mask)
+    if dact_ptr is not None:
+        g = tl.load(dact_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dpre_ptr + wide, _bf16(g * up * (sigmoid + silu * (1.0 - sigmoid))), mask=mask)
+        tl.store(dpre_ptr + wide + N, _bf16(g * silu), mask=mask)

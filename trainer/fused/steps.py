@@ -1,0 +1,18 @@
+"""The choice between the steps of the families."""
+
+from typing import Any
+
+from trainer.config import ModelConfig
+from trainer.families.llama import LlamaConfig
+from trainer.families.modern import ModernConfig
+from trainer.fused.gpt2_step import Gpt2Step
+from trainer.fused.llama_step import LlamaStep
+from trainer.fused.modern_step import ModernStep
+from trainer.fused.step import FusedStep
+
+
+def step_of(config: ModelConfig) -> type[FusedStep[Any]]:
+    """The step of a section of `model`."""
+    if isinstance(config, LlamaConfig):
+        return LlamaStep
+    return ModernStep if isinstance(config, ModernConfig) else Gpt2Step
