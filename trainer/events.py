@@ -59,6 +59,14 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Paced:
+    """The seconds of each rank's own work in a step, the median of the last steps up to `step`."""
+
+    step: int
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
 class Damaged:
     """A checkpoint cannot be loaded; the one before it is used."""
 
@@ -132,6 +140,7 @@ Event = (
     | PhaseChanged
     | Started
     | Compared
+    | Paced
     | Damaged
     | Checkpointed
     | CheckpointFailed
@@ -147,6 +156,7 @@ KINDS: dict[str, type[Event]] = {
     "phase": PhaseChanged,
     "start": Started,
     "compared": Compared,
+    "paced": Paced,
     "damaged": Damaged,
     "checkpoint": Checkpointed,
     "checkpoint_failed": CheckpointFailed,

@@ -53,6 +53,7 @@ START_MINUTES = {
     "kernel cache": 15.0,
 }
 STARTED = "started"
+STRAGGLER = 1.10  # times the median of all ranks, in the median of some steps (trainer/pace.py)
 
 T = TypeVar("T")
 
@@ -169,6 +170,13 @@ def diagnosis(step: int, evidence: str, rollbacks: Sequence[tuple[int, int]], co
         f"train.skip_grad_norm_zscore 6 (now {config.skip_grad_norm_zscore}), "
         f"or other data around step {step}"
     )
+
+
+def straggler(seconds: tuple[float, ...]) -> tuple[int, float] | None:
+    """The slowest rank and its time in medians of all ranks, if it is slower by STRAGGLER."""
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    ratio = seconds[slowest] / median(seconds)
+    return (slowest, ratio) if ratio >= STRAGGLER else None
 
 
 class Watchdog:

@@ -3,6 +3,7 @@
 Rank 0 appends its events to a file, which this process reads, so nothing here can delay a step.
 """
 
+import platform
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from trainer.events import (
     Compared,
     Damaged,
     Event,
+    Paced,
     PhaseChanged,
     RolledBack,
     Row,
@@ -39,6 +41,7 @@ from trainer.events import (
     Started,
     event_from_json,
 )
+from trainer.health import straggler as slowest_rank
 
 POLL_SECONDS = 0.1
 UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
@@ -279,6 +282,8 @@ def report_event(work: Work, event: Event) -> None:
     match event:
         case Started():
             report_start(work, event)
+        case Paced(_, seconds):
+            work.report(rank_seconds=tuple(seconds), straggler=straggler_of(work, tuple(seconds)))
         case Compared(speed, complaints):
             for complaint in complaints:
                 screen.warn(complaint)
@@ -300,6 +305,17 @@ def report_event(work: Work, event: Event) -> None:
             screen.warn(f"slower than possible: {reason}")
         case RolledBack():
             report_rollback(work, event)
+
+
+def straggler_of(work: Work, seconds: tuple[float, ...]) -> str | None:
+    """The slowest rank and its node, if it is much slower than the others."""
+    found = slowest_rank(seconds)
+    if found is None:
+        return None
+    rank, ratio = found
+    node = rank * work.attempt.latest.nodes // len(seconds)
+    host = (work.head.hosts.get(node) if work.head and node else None) or platform.node()
+    return f"rank {rank} on node {node} ({host}) takes {100 * ratio - 100:.0f}% longer than the median rank"
 
 
 def report_start(work: Work, event: Started) -> None:

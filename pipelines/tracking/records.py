@@ -64,6 +64,8 @@ class Progress(Stored):
     notice: str | None = None  # why the attempt was asked to stop
     killed: str | None = None  # the cause, if a signal ended a process of the attempt
     faulty_host: str | None = None  # the machine whose hardware failed, then `killed` has the fault
+    rank_seconds: tuple[float, ...] | None = None  # of each rank's own work in a step
+    straggler: str | None = None  # the rank that all others wait for
     unsound: str | None = None  # machines that compute wrongly or slowly, by the comparison before training
     watch_failed: str | None = None  # the error of a watch: a bug
     metrics: Mapping[str, Number] = field(default_factory=dict)

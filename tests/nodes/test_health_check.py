@@ -73,23 +73,23 @@ from trainer.config import RuntimeConfig
 from trainer.parallel import World
 from trainer.store import LocalStore
 world = World.start(RuntimeConfig(device="cpu"))
-if world.rank == int(sys.argv[2]):
-    mean = World.mean_
-    World.mean_ = lambda self, tensor: (tensor[5].add_(1), mean(self, tensor))
-compared, error = compare_machines(world, LocalStore(Path(sys.argv[1])), "none", Path(sys.argv[1]), False)
-print(compared.complaints, repr(error))
+for attempt in range(2):
+    if attempt and world.rank == 1:
+        mean = World.mean_
+        World.mean_ = lambda self, tensor: (tensor[5].add_(1), mean(self, tensor))
+    compared, error = compare_machines(world, LocalStore(Path(sys.argv[1])), "none", Path(sys.argv[1]), False)
+    print(compared.complaints, repr(error))
 """
 
 
-@pytest.mark.parametrize("bad_rank", [-1, 1])
-def test_two_ranks_compare_their_sums_over_a_real_exchange(tmp_path: Path, bad_rank: int) -> None:
+def test_two_ranks_compare_their_sums_over_a_real_exchange(tmp_path: Path) -> None:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     with socket.socket() as probe:
         probe.bind(("", 0))
         shared["MASTER_PORT"] = str(probe.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path), str(bad_rank)],
+            [sys.executable, "-c", RANK, str(tmp_path)],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
@@ -99,4 +99,5 @@ def test_two_ranks_compare_their_sums_over_a_real_exchange(tmp_path: Path, bad_r
     outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     for output in outputs:
-        assert ("the sum of all ranks' numbers is wrong" in output) == (bad_rank == 1)
+        sound, wrong = output.splitlines()
+        assert sound == "[] None" and "the sum of all ranks' numbers is wrong" in wrong

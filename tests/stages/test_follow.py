@@ -18,9 +18,9 @@ from pipelines.stages.follow import Follower, report_event, track_row
 from pipelines.stages.train import leave_marked_machines
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.mlflow.tracker import Tracker
-from pipelines.tracking.records import Billing, Machine
+from pipelines.tracking.records import Billing, Heartbeat, Machine
 from trainer.errors import Interrupted
-from trainer.events import Checkpointed, CheckpointFailed, Event, RolledBack, Row, Slow, Started
+from trainer.events import Checkpointed, CheckpointFailed, Event, Paced, RolledBack, Row, Slow, Started
 from trainer.store import LocalStore
 
 
@@ -185,3 +185,14 @@ def test_a_rented_machine_whose_hardware_failed_twice_is_left_and_an_own_one_is_
     else:
         leave_marked_machines(train_work)
         assert recorder.warnings == [f"the hardware of {host} failed in attempts 2, 3: another machine must go on"]
+
+
+def test_a_rank_that_all_others_wait_for_is_in_the_heartbeat_with_its_node(work: Callable[[str], Work]) -> None:
+    train_work = work("train")
+    report_event(train_work, Paced(50, [1.0, 1.02, 1.0, 1.3]))
+    progress, host = train_work.attempt.latest.progress, platform.node()
+    assert progress.straggler == f"rank 3 on node 0 ({host}) takes 29% longer than the median rank"
+    beat = Heartbeat.from_json(train_work.attempt.latest.to_json())
+    assert beat.progress.rank_seconds == (1.0, 1.02, 1.0, 1.3)
+    report_event(train_work, Paced(100, [1.0, 1.02, 1.0, 1.01]))
+    assert train_work.attempt.latest.progress.straggler is None

@@ -12,6 +12,7 @@ from trainer.events import (
     Damaged,
     Event,
     EventLog,
+    Paced,
     PhaseChanged,
     Progressed,
     RolledBack,
@@ -52,6 +53,7 @@ LINES: dict[str, Event] = {
         0, 2, "cpu", "eager, on cpu", "fp32", 9, 4, "as configured"
     ),
     '{"event": "compared", "speed": "fast", "complaints": ["b"]}': Compared("fast", ["b"]),
+    '{"event": "paced", "step": 3, "seconds": [0.5, 1.5]}': Paced(3, [0.5, 1.5]),
     '{"event": "damaged", "checkpoint": "run/checkpoints/a", "reason": "b"}': Damaged("run/checkpoints/a", "b"),
     '{"event": "checkpoint", "step": 3, "seconds": 0.5, "bytes": 10}': Checkpointed(3, 0.5, 10),
     '{"event": "checkpoint_failed", "step": 3, "reason": "b", "ended": false}': CheckpointFailed(3, "b"),

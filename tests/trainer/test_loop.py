@@ -251,7 +251,9 @@ class IsolatedRank(World):
     def gather(self, value: Any) -> list[Any]:
         return [value, value]
 
-    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Agreement:
+    def agree(
+        self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int, seconds: float = 0.0
+    ) -> Agreement:
         self.asked.append(save)
         return Agreement(loss, grad_norm, stop, save=False, digest=digest)
 
