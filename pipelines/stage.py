@@ -34,10 +34,19 @@ from pipelines.artifacts.manifest import (
 from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.screen import Screen
+from pipelines.text.growing import unfinished
 from pipelines.text.tokenizer import check_tokenizer, keep_tokenizer
 from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, cost_metrics
 from pipelines.tracking.deaths import after_death
-from pipelines.tracking.ledger import SILENT_SECONDS, Attempt, attempts, claim, close_dead_attempt, is_alive
+from pipelines.tracking.ledger import (
+    SILENT_SECONDS,
+    Attempt,
+    attempts,
+    claim,
+    close_dead_attempt,
+    is_alive,
+    is_worked_on,
+)
 from pipelines.tracking.mlflow.parent import finished_model, parent_files, parent_params, parent_results, parent_tags
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.origins import pin_commits
@@ -284,9 +293,24 @@ class Pipeline:
         for stage in STAGES[: STAGES.index(last) + 1]:
             self.stop.check()
             self.skipped[stage] = False
+            if stage == "tokenize" and last != stage and self._can_follow_tokens():
+                self.made[stage] = unfinished(self.plans[stage].prefix)
+                continue
             self.made[stage] = self._existing(stage) or self._make(stage)
             if stage == "train" and self.head:
                 self.head.release_workers()
+            if stage == "train" and not self.made["tokenize"].files:
+                del self.made["tokenize"]
+                if last != stage:
+                    self.made = {"tokenize": self._existing("tokenize") or self._make("tokenize"), **self.made}
+
+    def _can_follow_tokens(self) -> bool:
+        """Whether training may begin while another process makes the tokens."""
+        plan = self.plans["tokenize"]
+        if not self.recipe.train.follow_tokens or find(self.store, plan) or not is_worked_on(self.store, plan.prefix):
+            return False
+        self.screen.note(f"[bold]tokenize[/]  {plan.prefix} is being made; training follows its shards")
+        return True
 
     def _existing(self, stage: str) -> Manifest | None:
         manifest = find(self.store, self.plans[stage])
@@ -433,7 +457,7 @@ class Pipeline:
             label=plan.label,
             fingerprint=plan.fingerprint,
             identity=plan.identity,
-            inputs={stage: manifest.fingerprint for stage, manifest in self.made.items()},
+            inputs={stage: self.plans[stage].fingerprint for stage in self.made},
             files=tuple(built.files),
             provenance=provenance(),
             facts=built.facts,

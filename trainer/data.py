@@ -18,16 +18,18 @@ from torch import Tensor
 from trainer.config import micro_batch_count
 from trainer.packing import packed
 from trainer.shard_maps import MOST_MAPPED, Fetch, ShardMaps
-from trainer.shards import Shard, check_ids, order_of, parts_of_mixture, sequence_digest, slices
+from trainer.shards import GrowingOrder, Shard, check_ids, order_of, parts_of_mixture, sequence_digest, slices
 
 T = TypeVar("T")
+More = Callable[[int], tuple[list[Shard], bool]]
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 
 
 class TokenData:
     """The tokens of one split. A shard is fetched when it is read, and the next one is prefetched in the background.
 
-    `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards.
+    `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards. `more` gives the
+    shards of a text that grows while it is read, behind a number of known ones, and whether they are the last.
     UserError for a shard with an id outside the vocabulary: here, or before its first token is read. For `fetch`, see
     `ShardMaps`.
     """
@@ -41,15 +43,39 @@ class TokenData:
         vocab_size: int = 1 << 32,
         weights: Sequence[float] = (),
         eot: int | None = None,
+        more: More | None = None,
     ) -> None:
         check_ids(shards, vocab_size)
-        self.shards, self.block_size, self.weights = shards, block_size, weights
-        self.order = order_of(shards, block_size, seed, weights)
+        self.shards, self.block_size, self.vocab_size, self.more = shards, block_size, vocab_size, more
+        self.weights = weights
+        assert more is None or not (shards or weights), "a growing text is one text, and begins without shards"
+        self.order = GrowingOrder(block_size, seed) if more else order_of(shards, block_size, seed, weights)
         assert eot is not None or all(shard.rows is None for shard in shards), "packed shards need their <|endoftext|>"
         pack = partial(packed, eot=eot or 0, row_tokens=block_size + 1)
         self._maps = ShardMaps(shards, fetch, vocab_size, pack, MOST_MAPPED + 2 * len(weights))
         self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in shards) else np.uint16
         self._feed: GpuFeed | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all shards of the text are known."""
+        return not isinstance(self.order, GrowingOrder) or self.order.whole
+
+    def lacks(self, sequences: range) -> bool:
+        """Whether the text has not grown to the end of these sequences yet."""
+        return not self.is_whole and sequences.stop > self.order.known
+
+    def runs_short(self, sequences: range) -> bool:
+        """Whether fewer than three shards are known behind these sequences, of a text that grows."""
+        return not self.is_whole and len(list(islice(self.order.visits(sequences[-1]), 4))) < 4
+
+    def grow(self, shards: Sequence[Shard], whole: bool) -> None:
+        """Add the shards that `more` has found. UserError for an id outside the vocabulary."""
+        assert isinstance(self.order, GrowingOrder)
+        check_ids(shards, self.vocab_size)
+        self.shards.extend(shards)
+        self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in self.shards) else np.uint16
+        self.order.grow(shards, whole)
 
     def windows(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
         """The tokens of windows, each given as (shard index, window index): (len(places), block_size + 1), uint16, or

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, ModelConfig, RuntimeConfig, TrainConfig
-from trainer.data import TokenData
+from trainer.data import More, TokenData
 from trainer.evaluation import Evaluation
 from trainer.events import Compared, Event, EventLog
 from trainer.health import STARTED
@@ -18,7 +18,7 @@ from trainer.metrics import PhaseClock
 from trainer.parallel import World
 from trainer.process import StopSignal
 from trainer.shard_maps import Fetch
-from trainer.shards import Shard
+from trainer.shards import Shard, reading_order
 from trainer.store import Store
 from trainer.weights import Origin
 
@@ -57,6 +57,7 @@ class RankJob:
     eot: int | None = None  # begins the documents of packed shards
     compare: "Callable[[World], tuple[Compared, Exception | None]] | None" = None  # the machines, before training
     starting: Callable[[str], None] = lambda phase: None  # told each phase of the start, for a watchdog: `StartWatch`
+    more: More | None = None  # of `train.follow_tokens`, in place of `train_shards`; see `TokenData`
     kept: Store | None = None  # on this node's disk, for the last state if `store` takes no checkpoint
 
 
@@ -70,6 +71,12 @@ class Outcome:
     weights: Path | None
 
 
+def whole_text(shards: list[Shard]) -> More:
+    """A text that has stopped growing."""
+    ordered = reading_order(shards)
+    return lambda known: (ordered[known:], True)
+
+
 def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     """Train from the newest commit until the last step or a stop; rank 0 of a complete run writes the weights.
 
@@ -77,7 +84,10 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     """
     model, seed = job.model, job.train.seed
     of_both = (job.fetch, model.block_size, seed, model.vocab_size)
-    train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot)
+    if job.train.follow_tokens:
+        train_data = TokenData([], *of_both, eot=job.eot, more=job.more or whole_text(job.train_shards))
+    else:
+        train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot)
     val_data = TokenData(job.val_shards, *of_both, weights=job.weights)
     job.starting("rendezvous")
     world = World.start(job.runtime)

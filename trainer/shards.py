@@ -18,6 +18,7 @@ import heapq
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -164,6 +165,8 @@ def check_ids(shards: Iterable[Shard], vocab_size: int) -> None:
 class Order:
     """The shard and window of sequence number g of a run: a new permutation for each epoch."""
 
+    known: float = math.inf  # sequences from this number on have no place yet
+
     def __init__(self, shards: Iterable[Shard], block_size: int, seed: int) -> None:
         self.windows = np.array([s.windows(block_size) for s in shards], dtype=np.int64)
         self.seed = seed
@@ -195,7 +198,7 @@ class Order:
 
     def visits(self, sequence: int) -> Iterator[tuple[int, int]]:
         """(first sequence number, shard index) for each shard that is read from `sequence` on, without end."""
-        while True:
+        while sequence < self.known:
             epoch, position = divmod(sequence, self.sequences_per_epoch)
             order, ends = self._shard_order(epoch)
             nth = int(np.searchsorted(ends, position, side="right"))
@@ -215,9 +218,50 @@ class Order:
         return np.random.RandomState(np.array(key_parts, dtype=np.uint32)).permutation(n)
 
 
+class GrowingOrder(Order):
+    """The order of a text that grows while it is read: the first epoch reads its shards one after the other, as they
+    come. The text is whole before its second epoch, which permutes the shards as every other order does.
+
+    A sequence has the same place whenever it is asked for.
+    """
+
+    def __init__(self, block_size: int, seed: int) -> None:
+        self.block_size, self.seed = block_size, seed
+        self.windows = np.zeros(0, np.int64)
+        self.whole, self.known, self.sequences_per_epoch = False, 0, sys.maxsize
+        self._shard_order = lru_cache(maxsize=2)(self._draw_shard_order)
+        self._window_order = lru_cache(maxsize=4)(self._draw_window_order)
+
+    def grow(self, shards: Iterable[Shard], whole: bool) -> None:
+        """Add shards; `whole`: there will be no more. UserError for a whole text without a sequence."""
+        more = np.array([shard.windows(self.block_size) for shard in shards], dtype=np.int64)
+        self.windows = np.concatenate([self.windows, more])
+        total = int(self.windows.sum())
+        if whole and total == 0:
+            raise UserError(
+                f"tokens: no shard contains {self.block_size} + 1 tokens; give more text or a smaller model.block_size"
+            )
+        self._shard_order.cache_clear()
+        self.whole, self.known = whole, math.inf if whole else total
+        self.sequences_per_epoch = total if whole else sys.maxsize
+
+    def _draw_shard_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        return super()._draw_shard_order(epoch) if epoch else (np.arange(len(self.windows)), np.cumsum(self.windows))
+
+
+def reading_order(shards: Iterable[Shard]) -> list[Shard]:
+    """The shards of a text in the order in which a `GrowingOrder` reads them: the first of each part, the second, …
+
+    The parts of a text grow at the same time (train_00_000000.bin, train_01_000000.bin, …).
+    """
+    return sorted(shards, key=lambda shard: [int(number) for number in re.findall(r"\d+", shard.name)[::-1]])
+
+
 class Mixture:
     """The order of several sources: each has an `Order` of its own, and a period of sequences reads from each source
     the number of its weight, evenly spread. `shards` name their source."""
+
+    known: float = math.inf
 
     def __init__(self, shards: Sequence[Shard], block_size: int, seed: int, weights: Sequence[float]) -> None:
         self.shares = shares_of(weights)

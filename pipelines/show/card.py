@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LABEL = 12  # columns of a fact's label
 BASELINE = {"val/loss": "val loss", "eval/hellaswag_acc_norm": "HellaSwag", "eval/core": "CORE"}  # by metric
 PHASES_FIRST = (
-    *("provision", "setup", "download", "tokenize", "compile", "train", "redone", "evaluate", "export"),
+    *("provision", "setup", "download", "tokenize", "compile", "data", "train", "redone", "evaluate", "export"),
     *("checkpoint", "upload", "idle", "lost"),
 )
 

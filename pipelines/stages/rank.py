@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.kernel_cache import KernelCache
-from pipelines.artifacts.manifest import read_manifest
+from pipelines.artifacts.manifest import Manifest, read_manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
 from pipelines.nodes.health_check import compare_machines
@@ -23,6 +23,7 @@ from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
 from pipelines.stages.evaluate import EVENTS_FILE, FACTS_FILE, Measurement, validation_data
 from pipelines.stages.measures import evaluation_in_training
+from pipelines.text.growing import GrowingTokens
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
 from pipelines.tracking.origins import find_other
@@ -59,10 +60,18 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
     from trainer.rank import RankJob, run_rank
 
     recipe, store = spec.recipe, open_store(spec.store)
-    tokens = read_manifest(store, spec.tokens)
-    assert tokens is not None, spec.tokens
     clock = PhaseClock(started=spec.started)
-    first_shard = f"{tokens.prefix}/{tokens.files[0].key}"
+    tokens: Manifest | GrowingTokens | None
+    if recipe.train.follow_tokens:
+        tokens = GrowingTokens(store, spec.tokens, recipe.tokens)
+        train_shards, val_shards, more = [], tokens.val_shards(), tokens.more
+        eot = tokenizer_of(recipe.tokens, store, spec.tokens).eot_token if recipe.row_tokens else None
+    else:
+        tokens = read_manifest(store, spec.tokens)
+        assert tokens is not None, spec.tokens
+        train_shards, val_shards, more = shards_in(tokens, "train"), shards_in(tokens, "val"), None
+        eot = tokens.facts.get("eot")
+    first_shard = f"{tokens.prefix}/{(tokens.files or [tokens.file(val_shards[0].name)])[0].key}"
 
     def begin(world: "World") -> int:
         starting("kernel cache")
@@ -73,8 +82,9 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         model=recipe.model,
         train=recipe.train,
         runtime=recipe.runtime,
-        train_shards=shards_in(tokens, "train"),
-        val_shards=shards_in(tokens, "val"),
+        train_shards=train_shards,
+        val_shards=val_shards,
+        more=more,
         fetch=ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb).fetch,
         store=store,
         prefix=spec.prefix,
@@ -90,7 +100,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
             evaluation_in_training, recipe, lambda: tokenizer_of(recipe.tokens, store, spec.tokens), cache
         ),
         weights=recipe.tokens.weights,
-        eot=tokens.facts.get("eot"),
+        eot=eot,
         starting=starting,
         compare=lambda world: compare_machines(world, store, first_shard, folder, spec.leave_slow),
         kept=kept_store(cache.parent, store),

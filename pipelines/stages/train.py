@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.artifacts.manifest import ArtifactPlan, read_manifest
 from pipelines.artifacts.shard_cache import shards_in
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.nodes.kept import commit_kept_state
@@ -22,9 +22,11 @@ from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
 from pipelines.text.amounts import sources_planned
 from pipelines.text.core_bundle import core_identity
+from pipelines.text.growing import GrowingTokens
 from pipelines.tracking.deaths import after_death, faults_of, marked_machine
 from pipelines.tracking.ledger import (
     attempts,
+    is_worked_on,
     prior_seconds_between_failures,
     seconds_between_failures,
     traffic_seconds,
@@ -40,6 +42,9 @@ from trainer.config import (
     state_bytes,
 )
 
+LOOK_SECONDS = 1.0  # between two looks for the first shards
+LOOK_AGAIN_SECONDS = 10.0  # between two looks whether somebody makes the tokens
+UNMADE_SECONDS = 300.0  # for another node to take over from one that tokenized
 WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
 
 
@@ -80,10 +85,14 @@ def build(work: Work) -> Built:
     leave_marked_machines(work)
     check_shares(recipe.model, recipe.train, world_size)  # UserError now, not in the ranks
     tokens = work.inputs["tokenize"]
-    for split in ("train", "val"):
-        check_ids(shards_in(tokens, split), recipe.model.vocab_size)
-    for warning in filter(None, (source.warning for source in sources_planned(recipe, tokens))):
-        work.screen.warn(warning)
+    following = None if tokens.files else FollowedTokens(work)
+    if following:
+        following.await_first_shards()
+    else:
+        for split in ("train", "val"):
+            check_ids(shards_in(tokens, split), recipe.model.vocab_size)
+        for warning in filter(None, (source.warning for source in sources_planned(recipe, tokens))):
+            work.screen.warn(warning)
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
     if recipe.evaluate.every:
         work.clock.enter("download")
@@ -97,7 +106,7 @@ def build(work: Work) -> Built:
     work.clock.enter("ranks")
     torchrun = start_ranks(work, processes)
     with held(work, torchrun):
-        follow(work, torchrun)
+        follow(work, torchrun, following.watch if following else None)
     work.clock.enter("upload")
     state = committed_state(work.store, work.plan.prefix)
     complete = state is not None and state.is_complete(recipe.train, recipe.evaluate.every)
@@ -116,6 +125,40 @@ def leave_marked_machines(work: Work) -> None:
         raise after_death(work.store, work.plan.prefix, work.attempt.number, marked, hardware=True)
     if marked:
         work.screen.warn(marked)
+
+
+class FollowedTokens:
+    """Tokens that another process is making while this run trains on them."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.prefix = work, work.inputs["tokenize"].prefix
+        self.alive = self.looked = time.monotonic()
+
+    def await_first_shards(self) -> None:
+        """Wait until the validation split and the first training shard are there."""
+        work = self.work
+        tokens = GrowingTokens(work.store, self.prefix, work.recipe.tokens)
+        with work.clock.phase("data"):
+            while True:
+                shards, whole = tokens.more(0)
+                if shards or whole:
+                    tokens.val_shards()
+                    return
+                self.watch(waiting=True)
+                work.check()
+                time.sleep(LOOK_SECONDS)
+
+    def watch(self, waiting: bool = False) -> None:
+        """Ask the run to stop once training waits for shards that nobody makes: the next start makes them."""
+        work, now = self.work, time.monotonic()
+        if now - self.looked < LOOK_AGAIN_SECONDS:
+            return
+        self.looked = now
+        waits = waiting or work.rank_phases[1] == "data"
+        if not waits or is_worked_on(work.store, self.prefix) or read_manifest(work.store, self.prefix):
+            self.alive = now
+        elif now - self.alive > UNMADE_SECONDS and not work.stop.asked:
+            work.stop.ask(f"training waits for shards of {self.prefix}, and no process makes them")
 
 
 def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:

@@ -155,7 +155,7 @@ def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
                             stored, new = stored + receipt.tokens, new + receipt.tokens
                             yield PartsProgress(stored, new)
                     body = json.dumps([receipt.to_json() for receipt in receipts]).encode()
-                    job.store.create(finished_key(job.plan, part), body)
+                    job.store.create(finished_key(job.plan.prefix, part), body)
             except PartTaken:
                 job.note(f"  another node has taken over part {part}")
                 continue
@@ -194,9 +194,9 @@ def existing_shards(job: PartsJob, part: int) -> list[ShardReceipt]:
     if not lost:
         return receipts
     job.note(f"  {len(lost)} shards of {job.store.uri}/{job.plan.prefix} are missing; they are made again")
-    job.store.delete(finished_key(job.plan, part))
+    job.store.delete(finished_key(job.plan.prefix, part))
     for index in lost:
-        job.store.delete(receipt_key(job, part, index))
+        job.store.delete(receipt_key(job.plan.prefix, job.config, part, index))
     return receipts[: lost[0]]
 
 
@@ -322,7 +322,7 @@ def store_shard(job: PartsJob, part: int, index: int, shard: NewShard) -> ShardR
         file, shard.tokens, shard.document, shard.offset, shard.max_id, rows, shard.encoder, shard.invalid
     )
     body = json.dumps(receipt.to_json()).encode()
-    if not job.store.create(receipt_key(job, part, index), body):
+    if not job.store.create(receipt_key(job.plan.prefix, job.config, part, index), body):
         job.check()  # another attempt made the same shard first; a newer attempt ends this one
     failpoint("tokenize")
     return receipt
@@ -340,7 +340,7 @@ def read_receipts(job: PartsJob, part: int) -> list[ShardReceipt]:
     receipts = finished_part(job.store, job.plan, part, job.note)
     if receipts is None:
         receipts = []
-        while one := _receipts_in(job.store, receipt_key(job, part, len(receipts)), job.note):
+        while one := _receipts_in(job.store, receipt_key(job.plan.prefix, job.config, part, len(receipts)), job.note):
             receipts += one
     return receipts
 
@@ -349,7 +349,7 @@ def finished_part(
     store: Store, plan: ArtifactPlan, part: int, note: Callable[[str], None] = lambda line: None
 ) -> list[ShardReceipt] | None:
     """All shards of a finished part; None for an unfinished one."""
-    return _receipts_in(store, finished_key(plan, part), note)
+    return _receipts_in(store, finished_key(plan.prefix, part), note)
 
 
 def forget_receipts(store: Store, plan: ArtifactPlan, until_attempt: int) -> None:
@@ -378,12 +378,12 @@ def _receipts_in(store: Store, key: str, note: Callable[[str], None] = lambda li
         return None
 
 
-def receipt_key(job: PartsJob, part: int, index: int) -> str:
-    return f"{job.plan.prefix}/shards/{part_prefix(part, job.config)}{index:06d}.json"
+def receipt_key(prefix: str, config: TokensConfig, part: int, index: int) -> str:
+    return f"{prefix}/shards/{part_prefix(part, config)}{index:06d}.json"
 
 
-def finished_key(plan: ArtifactPlan, part: int) -> str:
-    return f"{plan.prefix}/parts/{part:02d}.json"
+def finished_key(prefix: str, part: int) -> str:
+    return f"{prefix}/parts/{part:02d}.json"
 
 
 def shard_name(part: int, index: int, config: TokensConfig) -> str:

@@ -118,7 +118,7 @@ def test_documents_that_are_not_utf8_are_counted_once_however_often_the_work_is_
 
 def test_a_fifo_in_place_of_a_receipt_is_named_and_blocks_nothing(files: FourFiles, tmp_path: Path) -> None:
     job = files.job(range(3), tmp_path / "store")
-    fifo = tmp_path / "store" / receipt_key(job, 0, 0)
+    fifo = tmp_path / "store" / receipt_key(job.plan.prefix, job.config, 0, 0)
     fifo.parent.mkdir(parents=True)
     os.mkfifo(fifo)
     with pytest.raises(UserError, match=f"{fifo}: not a file; remove it"):

@@ -4,12 +4,13 @@ from typing import Any
 
 from run_records import RECIPE, RUN, TRAIN, finished, recorded, row, segment
 
+from pipelines.artifacts.manifest import File
 from pipelines.tracking.audit import Audit, audit
 from pipelines.tracking.runs import (
     Run,
 )
 from trainer.commits import Commit, TrainState
-from trainer.shards import Order, Shard, sequence_digest, sequences_of
+from trainer.shards import Order, Shard, sequence_digest, sequences_of, shard_bytes
 from trainer.store import LocalStore, Store
 
 
@@ -27,7 +28,8 @@ def read_at(step: int, shards: dict[str, int], place: int | None = None) -> dict
 
 def test_an_audit_ends_where_the_newest_commit_does(store: LocalStore) -> None:
     shards = {"train_000000.bin": 300_000, "train_000001.bin": 200_000}
-    finished(store, "tokenize", shards=shards)
+    files = tuple(File(name, f"a0001/{name}", shard_bytes(n), "0" * 64) for name, n in shards.items())
+    finished(store, "tokenize", files, shards=shards)
     seen = recorded(store)
     rows = [read_at(step, shards) for step in range(1, 7)]
     segment(store, 4, 1, rows[:4])

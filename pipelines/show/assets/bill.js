@@ -22,6 +22,7 @@ const PHASES = {  // in this order: color and meaning
   setup: ["prepare", "processes start, import, and read the store"],
   download: ["prepare", "download of tokens, weights and commits"],
   compile: ["prepare", "first step of each attempt, with the compiler"],
+  data: ["idle", "training waits for shards"],
   idle: ["idle", "billed, without any work"],
   redone: ["redone", "steps repeated after a loss"],
   lost: ["waste", "after the last heartbeat"],

@@ -1,0 +1,77 @@
+"""Promises of a training that begins before its tokens are whole."""
+
+import copy
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_runs import SHIPPED_CLI, TINY, Project
+
+from pipelines.recipe import load_recipe
+from pipelines.tracking.audit import audit
+from pipelines.tracking.runs import read_runs
+from trainer.errors import UserError
+
+# Half of a second epoch: 24 training shards of 63 windows, and 60 steps of 32.
+RECIPE: dict[str, Any] = copy.deepcopy(TINY)
+RECIPE["tokens"] |= {"max_tokens": 40 * 2048}
+RECIPE["train"]["follow_tokens"] = True
+RECIPE["runtime"]["processes"] = 2
+# Every shard takes a tenth of a second longer.
+SLOW = f"""
+import time, pipelines.text.parts as parts
+real = parts.failpoint
+parts.failpoint = lambda name: (time.sleep(0.1), real(name))
+{SHIPPED_CLI}
+"""
+
+
+def waits(project: Project, attempt: int) -> bool:
+    """Whether this attempt at training has waited for shards."""
+    beats = [beat for beat in project.heartbeats() if beat["stage"] == "train" and beat["attempt"] == attempt]
+    return any(beat["phases"].get("data", 0) > 0.5 for beat in beats)
+
+
+@pytest.mark.slow
+def test_a_run_that_follows_its_tokens_equals_one_that_found_them_whole(tmp_path: Path) -> None:
+    after = Project(tmp_path / "after", RECIPE)
+    after.run("run", "tiny.yaml", "--stage", "train")
+    during = Project(tmp_path / "during", RECIPE)
+    other = Project(during.folder)  # whose processes do not end with those of `during`
+    with other.started("run", "tiny.yaml", "--stage", "tokenize", code=SLOW) as tokenize:
+        during.wait_until(lambda: len(during.found("tokens/*/shards/*.json")) >= 26, tokenize)
+        os.kill(tokenize.pid, signal.SIGSTOP)
+        for attempt, end in enumerate((signal.SIGKILL, signal.SIGTERM), start=1):
+            with during.started("run", "tiny.yaml", "--stage", "train") as train:
+                during.wait_until(partial(waits, during, attempt), train)
+                train.send_signal(end)
+                _, err = train.communicate(timeout=60)
+                assert train.returncode == (-9 if end == signal.SIGKILL else 75), err
+                assert "training follows its shards" in err
+        assert during.series() == after.series()[: len(during.series())] and len(during.series()) > 10
+        with during.started("run", "tiny.yaml", "--stage", "train", "--json") as train:
+            during.wait_until(lambda: waits(during, 3), train)
+            os.kill(tokenize.pid, signal.SIGCONT)
+            out, err = train.communicate(timeout=120)
+        assert train.returncode == 0, err
+        assert json.loads(out)["artifacts"].keys() == {"train"}
+        tokenize.communicate(timeout=60)
+    assert tokenize.returncode == 0
+    assert during.series() == after.series() and len(after.series()) == 60
+    (ours,), (theirs,) = read_runs(during.store), read_runs(after.store)
+    assert ours.name == theirs.name
+    found = audit(ours)
+    assert (found.steps, found.wrong_steps, found.missing_steps) == (60, (), ())
+    assert during.artifact("train").inputs == after.artifact("train").inputs
+    assert (
+        during.path("train", "model.safetensors").read_bytes() == after.path("train", "model.safetensors").read_bytes()
+    )
+
+
+def test_a_text_whose_split_is_known_at_its_end_cannot_be_followed() -> None:
+    with pytest.raises(UserError, match=r"train.follow_tokens needs a validation split .* set tokens.val_shards to 1"):
+        load_recipe("smoke", ["train.follow_tokens=true", "tokens.val_shards=null"])

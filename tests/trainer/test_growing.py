@@ -1,0 +1,71 @@
+"""Promises of a text that grows while it is read: every sequence has the same place, whenever it is asked for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config import TrainConfig, identity_of
+from trainer.data import TokenData
+from trainer.errors import UserError
+from trainer.shards import GrowingOrder, Shard, reading_order, write_shard
+
+BLOCK = 4
+SIZES = st.lists(st.integers(0, 60), min_size=1, max_size=8)
+
+
+def shards_of(sizes: list[int]) -> list[Shard]:
+    return [Shard(f"train_{i:06d}.bin", tokens) for i, tokens in enumerate(sizes)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(SIZES.filter(lambda sizes: sum(max(0, n - 1) // BLOCK for n in sizes) > 0), st.integers(0, 2**63 - 1), st.data())
+def test_a_sequence_has_its_place_before_the_text_is_whole(sizes: list[int], seed: int, draw: st.DataObject) -> None:
+    shards, whole, growing = shards_of(sizes), GrowingOrder(BLOCK, seed), GrowingOrder(BLOCK, seed)
+    whole.grow(shards, whole=True)
+    count = sum(max(0, n - 1) // BLOCK for n in sizes)
+    expected = [whole[g] for g in range(3 * count)]
+    for epoch in range(3):  # every window once
+        assert len(set(expected[epoch * count : (epoch + 1) * count])) == count
+    assert [shard for shard, _ in expected[:count]] == sorted(shard for shard, _ in expected[:count])
+    known = 0
+    while known < len(shards):
+        more = draw.draw(st.integers(1, len(shards) - known))
+        growing.grow(shards[known : known + more], whole=False)
+        known += more
+        there = int(growing.known)
+        assert [growing[g] for g in range(there)] == expected[:there]
+        assert growing.shards_of(range(there)) == whole.shards_of(range(there))
+        assert list(growing.visits(there)) == []
+    growing.grow([], whole=True)
+    assert [growing[g] for g in range(3 * count)] == expected
+
+
+def test_the_parts_of_a_text_are_read_at_the_same_pace() -> None:
+    names = [f"train_{part:02d}_{number:06d}.bin" for part in range(2) for number in range(3)][:-1]
+    assert [shard.name[6:-4] for shard in reading_order(Shard(name, 9) for name in names)] == [
+        *("00_000000", "01_000000", "00_000001", "01_000001", "00_000002")
+    ]
+
+
+def test_data_that_grows_knows_what_it_lacks(tmp_path: Path) -> None:
+    shards = shards_of([41, 41])
+    for shard in shards:
+        write_shard(tmp_path / shard.name, np.arange(41, dtype=np.uint16))
+    data = TokenData([], tmp_path.joinpath, BLOCK, seed=1, more=lambda known: (shards[known:], True))
+    assert data.lacks(range(1)) and not data.is_whole
+    data.grow(shards[:1], whole=False)
+    assert not data.lacks(range(10)) and data.lacks(range(9, 11)) and data.runs_short(range(5))
+    assert data.windows([data.order[g] for g in range(10)]).shape == (10, BLOCK + 1)
+    with pytest.raises(UserError, match="its largest id is 70000, but model.vocab_size is 50257"):
+        TokenData([], Path, BLOCK, 1, 50_257, more=lambda known: ([], True)).grow([Shard("a", 9, max_id=70_000)], False)
+    data.grow(shards[1:], whole=True)
+    assert data.is_whole and not data.lacks(range(1000)) and not data.runs_short(range(1000))
+
+
+def test_a_recipe_without_follow_tokens_keeps_its_fingerprint() -> None:
+    train = TrainConfig(batch_tokens=8, max_steps=2, learning_rate=0.1)
+    assert "follow_tokens" not in identity_of(train)
+    assert identity_of(train.model_copy(update={"follow_tokens": True})) == identity_of(train) | {"follow_tokens": True}
