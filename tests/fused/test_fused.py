@@ -25,7 +25,7 @@ from trainer.family import ANY_MODEL, plain_model
 from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
 from trainer.model import LanguageModel
-from trainer.optim import Rates
+from trainer.optim import Rates, rates_of
 from trainer.parallel import World
 from trainer.scoring import Row, Scored, score_rows
 from trainer.shards import slices
@@ -128,10 +128,10 @@ def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
     assert float(step.loss(*batches[0])) == pytest.approx(count * losses[0], rel=1e-5)
 
 
-def engines(runtime: dict[str, Any] | None = None) -> tuple[FusedEngine, PlainEngine]:
-    config, weights = a_model(2, 2, 32, 16, 140)
-    ways = [RuntimeConfig(engine=way, **(runtime or {})) for way in ("fused", "eager")]
-    one, other = (make_engine(config, TRAIN, way, ALONE) for way in ways)
+def engines(train: TrainConfig = TRAIN, **family: Any) -> tuple[FusedEngine, PlainEngine]:
+    config, weights = a_model(2, 2, 32, 16, 140, **family)
+    ways = [RuntimeConfig(engine=way) for way in ("fused", "eager")]
+    one, other = (make_engine(config, train, way, ALONE) for way in ways)
     assert isinstance(one, FusedEngine) and isinstance(other, PlainEngine)
     one.state.load(weights)
     other.model.load_state_dict(weights)
@@ -146,21 +146,25 @@ def test_both_engines_score_rows_of_any_length_with_their_weights_in_place() -> 
     assert [s.tokens for s in fused_scores] == [1, 5, 9, 9, 3]
 
 
-def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0) -> list[float]:
+def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0, train: TrainConfig = TRAIN) -> list[float]:
     """Losses of a few updates on random tokens."""
     noise, losses = torch.Generator().manual_seed(seed), []
     for number in range(1, count + 1):
         tokens = torch.randint(0, 140, (2, 2, 17), generator=noise)
         found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2, 4, number)
-        assert engine.update(Rates.adamw(1e-2), found, number)
+        assert engine.update(rates_of(1e-2, number - 1, train), found, number)
         losses.append(float(found[0]))
     return losses
 
 
 @pytest.mark.slow
-def test_updates_follow_the_reference() -> None:
-    one, other = engines()
-    assert updates(one, 6) == pytest.approx(updates(other, 6), rel=4e-3)
+@pytest.mark.parametrize(
+    ("optimizer", "family"), [("adamw", {}), ("muon", {"family": "modern"}), ("muon", {"family": "llama"})]
+)
+def test_updates_follow_the_reference(optimizer: str, family: dict[str, Any]) -> None:
+    train = TRAIN.model_copy(update={"optimizer": optimizer})
+    one, other = engines(train, **family)
+    assert updates(one, 6, train=train) == pytest.approx(updates(other, 6, train=train), rel=4e-3)
 
 
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:
