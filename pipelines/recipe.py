@@ -24,7 +24,8 @@ VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoft
 LLMC = "llmc://"  # before the place of shards that exist
 HF: Literal["hf"] = "hf"  # the format of every export; the others are made beside it
 OTHER_FORMATS = ("gguf", "llmc", "nanogpt", "onnx")
-FORMATS_OF: dict[str, tuple[str, ...]] = dict.fromkeys(OTHER_FORMATS, ("gpt2",))  # the families that each can hold
+# The families that each can hold.
+FORMATS_OF: dict[str, tuple[str, ...]] = dict.fromkeys(OTHER_FORMATS, ("gpt2",)) | {"gguf": ("gpt2", "llama")}
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
@@ -248,7 +249,7 @@ class EvaluateConfig(Section):
     baselines: list[str] = Field(
         default=[],
         max_length=10,
-        description="Other GPT-2s to measure with the same code, after the trained model: ORG/NAME@COMMIT of the "
+        description="Other models to measure with the same code, after the trained model: ORG/NAME@COMMIT of the "
         "Hugging Face Hub, or a folder in its format",
     )
 
@@ -259,7 +260,7 @@ class ExportConfig(Section):
     formats: list[Literal["hf", "gguf", "onnx", "llmc", "nanogpt"]] = Field(
         default=[HF],
         description="hf, the checkpoint for transformers and vLLM, is always made; beside it gguf for llama.cpp "
-        "(f16 and q8_0), onnx (float32), llmc (llm.c's checkpoints), nanogpt (its ckpt.pt)",
+        "(f16 and q8_0; gpt2 and llama); for gpt2 also onnx (float32), llmc (llm.c's format), nanogpt (its ckpt.pt)",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="Number format of hf's weights"

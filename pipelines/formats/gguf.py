@@ -1,7 +1,8 @@
 """GGUF for llama.cpp and the programs around it: two files, with weights in float16 and in q8_0 (8.5 bits a weight).
 
-Names and values are those of llama.cpp's architecture `gpt2`. As in its own conversion, vectors and positions stay in
-float32. The head has no tensor: llama.cpp takes the token embedding.
+Names and values are those of llama.cpp's architectures: `gpt2`, `llama`, and `qwen3` for a Llama with QK-norm. As in
+its own conversion, vectors and positions stay in float32. A tied head has no tensor: llama.cpp takes the token
+embedding.
 """
 
 import math
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.formats.weights import Weights, require
 from pipelines.text.tokenizer import vocabulary
+from trainer.config import ModelConfig
+from trainer.families.llama import EPSILON, LlamaConfig
 
 if TYPE_CHECKING:
     import gguf
@@ -27,7 +30,16 @@ PARTS = {
     "ln_2": "ffn_norm",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "attn_norm": "attn_norm",
+    **{f"attn.{one}_proj": f"attn_{one}" for one in "qkv"},
+    "attn.o_proj": "attn_output",
+    **{f"attn.{one}_norm": f"attn_{one}_norm" for one in "qk"},
+    "mlp_norm": "ffn_norm",
+    **{f"mlp.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
 }
+TURNED = ("attn.q_proj.weight", "attn.k_proj.weight")  # whose rows have rotary positions
 
 
 def write(weights: Weights, folder: Path) -> list[Path]:
@@ -44,7 +56,7 @@ def write_kind(weights: Weights, path: Path, kind: str) -> Path:
     import gguf
     import numpy as np
 
-    writer = gguf.GGUFWriter(path, "gpt2")
+    writer = gguf.GGUFWriter(path, architecture(weights.config))
     add_model(writer, weights, kind)
     add_tokenizer(writer, weights)
     for name, shape in weights.shapes.items():
@@ -58,6 +70,13 @@ def write_kind(weights: Weights, path: Path, kind: str) -> Path:
         writer.write_tensor_data(converted(weights, name, kind))
     writer.close()
     return path
+
+
+def architecture(config: ModelConfig) -> str:
+    """llama.cpp's name of a model."""
+    if isinstance(config, LlamaConfig):
+        return "qwen3" if config.qk_norm else "llama"
+    return "gpt2"
 
 
 def gguf_name(name: str) -> str:
@@ -85,7 +104,12 @@ def converted(weights: Weights, name: str, kind: str) -> "np.ndarray[Any, Any]":
 
     stored = type_of(name, weights.shapes[name], kind)
     dtype = torch.float16 if stored.name == "F16" else torch.float32
-    found: np.ndarray[Any, Any] = gguf.quants.quantize(weights.rounded(name, dtype).numpy(), stored)
+    tensor = weights.rounded(name, dtype)
+    if architecture(weights.config) == "llama" and name.endswith(TURNED):
+        # llama.cpp turns neighbouring rows of a head there, and we turn row i with row i + D/2.
+        pairs = tensor.view(-1, 2, weights.config.head_size // 2, tensor.size(-1))
+        tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+    found: np.ndarray[Any, Any] = gguf.quants.quantize(tensor.numpy(), stored)
     return found
 
 
@@ -100,9 +124,19 @@ def add_model(writer: "gguf.GGUFWriter", weights: Weights, kind: str) -> None:
     writer.add_block_count(config.n_layer)
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
-    writer.add_feed_forward_length(4 * config.n_embd)
     writer.add_head_count(config.n_head)
-    writer.add_layer_norm_eps(1e-5)
+    if not isinstance(config, LlamaConfig):
+        writer.add_feed_forward_length(4 * config.n_embd)
+        writer.add_layer_norm_eps(1e-5)
+        return
+    writer.add_feed_forward_length(config.inner)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
+    writer.add_rope_dimension_count(config.head_size)
+    writer.add_rope_freq_base(config.rope_base)
+    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_vocab_size(config.vocab_size)
 
 
 def add_tokenizer(writer: "gguf.GGUFWriter", weights: Weights) -> None:

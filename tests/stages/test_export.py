@@ -26,6 +26,8 @@ from pipelines.text.tokenizer import tokenizer
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
 from trainer.families.gpt2_module import GPT
+from trainer.family import ANY_MODEL, plain_model
+from trainer.model import LanguageModel
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The cat isn't on the 12 mats,  größer 東京\n\nthe end"
@@ -40,21 +42,23 @@ def small_encoding() -> tiktoken.Encoding:
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> Callable[..., tuple[GPT, Weights]]:
+def trained(tmp_path: Path) -> Callable[..., tuple[LanguageModel, Weights]]:
     """Makes a model with weights large enough that its text is no accident, and the file of its training."""
 
-    def make(encoding: tiktoken.Encoding, **shape: Any) -> tuple[GPT, Weights]:
+    def make(encoding: tiktoken.Encoding, **shape: Any) -> tuple[LanguageModel, Weights]:
         sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 96, "vocab_size": encoding.n_vocab} | shape
-        config = Gpt2Config(**sizes)
-        model = GPT(config).eval()
+        config = ANY_MODEL.validate_python(sizes)
+        model = plain_model(config).eval()
         model.initialize(1)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 draw = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
                 parameter.add_(0.15 * draw)
             # llama.cpp reports bytes of a character together: the model says ASCII.
-            model.wte.weight[128:256] *= 0.01
-            model.wte.weight[config.vocab_size :] = 0
+            model.head_weight[128:256] *= 0.01
+            for name in config.vocabulary_rows:
+                if name in config.shapes:
+                    model.get_parameter(name)[config.vocab_size :] = 0
         path = tmp_path / "trained.safetensors"
         save_file(model.state_dict(), path)
         return model, Weights(path, config, encoding, "tiny")
@@ -63,7 +67,7 @@ def trained(tmp_path: Path) -> Callable[..., tuple[GPT, Weights]]:
 
 
 @torch.no_grad()
-def greedy(model: GPT, prompt: list[int], tokens: int) -> list[int]:
+def greedy(model: LanguageModel, prompt: list[int], tokens: int) -> list[int]:
     ids = list(prompt)
     for _ in range(tokens):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
@@ -83,7 +87,7 @@ def exported(tmp_path: Path) -> tuple[Work, Built, Path]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_checkpoint_has_the_bytes_of_safetensors_own_writer(
-    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path, dtype: str
+    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path, dtype: str
 ) -> None:
     _, weights = trained(small_encoding(), n_layer=11)  # h.10 comes before h.2
     hf.write(weights, tmp_path, dtype)
@@ -107,7 +111,7 @@ def test_a_pipeline_of_transformers_generates_from_the_folder(exported: tuple[Wo
 
 
 def test_weights_that_a_number_format_cannot_hold_are_named(
-    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path
+    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path
 ) -> None:
     model, weights = trained(small_encoding())
     state = model.state_dict()
@@ -139,11 +143,31 @@ class LlamaCpp:
         return bytes(b for one in said for b in one["bytes"]), first, answer["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("encoding", [small_encoding(), tokenizer("bytes")], ids=["merges", "bytes"])
+LLAMAS: dict[str, dict[str, Any]] = {
+    "tied": {"tied_head": True},
+    "grouped": {"n_kv_head": 2, "rope_base": 500.0},
+    "QK-norm": {"n_kv_head": 2, "qk_norm": True, "n_inner": 160},
+}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shape"),
+    [
+        pytest.param(small_encoding(), {}, id="merges"),
+        pytest.param(tokenizer("bytes"), {}, id="bytes"),
+        *(
+            pytest.param(tokenizer("bytes"), {"family": "llama"} | own, id=f"llama {name}")
+            for name, own in LLAMAS.items()
+        ),
+    ],
+)
 def test_llama_cpp_says_the_same_text_from_the_gguf(
-    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path, encoding: tiktoken.Encoding
+    trained: Callable[..., tuple[LanguageModel, Weights]],
+    tmp_path: Path,
+    encoding: tiktoken.Encoding,
+    shape: dict[str, Any],
 ) -> None:
-    model, weights = trained(encoding)
+    model, weights = trained(encoding, **shape)
     paths = dict(zip(gguf.KINDS, gguf.write(weights, tmp_path), strict=True))
     gguf.verify(weights, tmp_path)
     ids = encoding.encode_ordinary(TEXT)
@@ -162,7 +186,7 @@ def test_llama_cpp_says_the_same_text_from_the_gguf(
 
 
 def test_a_gguf_has_an_id_for_every_row_of_the_embedding(
-    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path
+    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path
 ) -> None:
     encoding = small_encoding()
     model, weights = trained(encoding, vocab_size=300, n_embd=48)  # 48: q8_0 does not divide such rows
@@ -183,7 +207,7 @@ def test_a_gguf_has_an_id_for_every_row_of_the_embedding(
     ids=["one file", "weights beside"],
 )
 def test_onnxruntime_gives_the_same_logits_for_every_length_and_the_same_text(
-    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
+    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
 ) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     monkeypatch.setattr(onnx, "LARGEST", largest)
@@ -252,7 +276,7 @@ LLMC = {
 
 
 def test_a_reader_of_llmc_finds_the_weights_and_the_tokens(
-    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path
+    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path
 ) -> None:
     encoding = small_encoding()
     model, weights = trained(encoding)
@@ -333,7 +357,7 @@ class NanoGPT(nn.Module):
 
 @torch.no_grad()
 def test_a_model_of_nanogpts_names_loads_the_checkpoint_and_gives_the_same_logits(
-    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path
+    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path
 ) -> None:
     model, weights = trained(small_encoding())
     (path,) = nanogpt.write(weights, tmp_path)
@@ -366,7 +390,7 @@ FORMATS: dict[str, Any] = {"hf": Bfloat16, "gguf": gguf, "llmc": llmc, "nanogpt"
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_export_with_one_changed_weight_is_not_committed(
-    trained: Callable[..., tuple[GPT, Weights]], tmp_path: Path, name: str
+    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path, name: str
 ) -> None:
     _, weights = trained(small_encoding())
     folder = tmp_path / name
