@@ -79,13 +79,9 @@ def test_an_option_wins_over_the_environment_and_both_over_the_file(tmp_path: Pa
 def test_a_launch_takes_place_budget_and_image_of_the_file_unless_an_option_gives_them(tmp_path: Path) -> None:
     written(tmp_path, "store: runs\ninfra: lambda\nbudget: 7\nimage: example.org/me/skytrain:1\n")
     more = {"SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9"}
-    job = skytrain(tmp_path, "launch", "smoke", "--dry-run", **more).stdout
-    assert "SKYTRAIN_BUDGET: '7'" in job and "SKYTRAIN_IMAGE: example.org/me/skytrain:1" in job
+    job = skytrain(tmp_path, "launch", "smoke", "--dry-run", "--budget", "9", **more).stdout
+    assert "SKYTRAIN_BUDGET: '9'" in job and "SKYTRAIN_IMAGE: example.org/me/skytrain:1" in job
     assert "infra: lambda" in job and "infra: aws" not in job and f"SKYTRAIN_STORE: file://{tmp_path}/runs" in job
-    options = ("--budget", "9", "--infra", "aws", "--image", "none")
-    job = skytrain(tmp_path, "launch", "smoke", "--dry-run", *options, **more).stdout
-    assert "SKYTRAIN_BUDGET: '9'" in job and "infra: aws" in job and "infra: lambda" not in job
-    assert "example.org" not in job
 
 
 def test_a_plan_compares_the_clouds_of_the_places() -> None:
@@ -187,8 +183,8 @@ def test_init_makes_a_private_bucket_on_a_real_server_and_leaves_an_existing_one
     assert client.list_objects_v2(Bucket=bucket)["KeyCount"] == 0, "the checks leave nothing behind"
 
     client.delete_bucket_lifecycle(Bucket=bucket)
-    done = skytrain(tmp_path, *options, "--replace", **more)
-    assert "exists; left as it is" in done.stdout and "not without uploads of dead nodes" in done.stdout
+    seen = [finding.seen for finding in prepare_bucket(bucket, "team/runs/", client)]
+    assert seen[0].endswith("exists; left as it is") and "not without uploads of dead nodes after a day" in seen
     assert skytrain(tmp_path, "report", **more).returncode == 0  # the store of the file
 
 
