@@ -43,6 +43,7 @@ class Fragment:
     text: str
     finish: str | None = None
     tokens: int = 0  # of the whole text so far
+    ids: tuple[int, ...] = ()  # of the whole text, once it ends
 
 
 class GrowingText:
@@ -52,15 +53,19 @@ class GrowingText:
         self.encoding, self.stop = encoding, [text for text in stop if text]
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.held = ""
-        self.tokens = 0
+        self.ids: list[int] = []
         self.finish: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
 
     def add(self, token: int) -> bool:
         """Add a token. Returns whether the text ends here."""
         if token == self.encoding.eot_token:
             self.finish = "stop"
             return True
-        self.tokens += 1
+        self.ids.append(token)
         self.held += self.decoder.decode(self.encoding.decode_single_token_bytes(token))
         ends = [at for text in self.stop if (at := self.held.find(text)) >= 0]
         if ends:
@@ -78,6 +83,10 @@ class GrowingText:
             keep = max(sizes, default=0)
         text, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return text
+
+    def fragment(self, number: int) -> Fragment:
+        text = self.take()
+        return Fragment(number, text, self.finish, self.tokens, tuple(self.ids) if self.finish else ())
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,16 @@ class TextModel:
         """The ids of a prompt as the start of a document."""
         return [self.encoding.eot_token, *encode(self.encoding, prompt).tolist()]
 
+    def token_text(self, token: int) -> str:
+        """A token in OpenAI's notation: its text, or its bytes if they are no whole characters."""
+        if token == self.encoding.eot_token:
+            return self.encoding.decode([token])
+        content = self.encoding.decode_single_token_bytes(token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
     def continue_all(
         self,
         prompts: Sequence[Sequence[int]],
@@ -113,7 +132,7 @@ class TextModel:
         growing = set(range(len(prompts)))
 
         def fragments() -> list[Fragment]:
-            made = [Fragment(n, texts[n].take(), texts[n].finish, texts[n].tokens) for n in sorted(growing)]
+            made = [texts[n].fragment(n) for n in sorted(growing)]
             growing.difference_update(one.number for one in made if one.finish)
             return [one for one in made if one.text or one.finish]
 

@@ -29,6 +29,7 @@ TOP_K = 50
 # Not cuDNN's: it plans 70 ms for every new length, and each step has one (H100, torch 2.11).
 ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 FEW_ROWS = 4  # of an input; with more, int8 weights are converted to bf16, which then costs less
+SCORED_ROWS = 256  # tokens of a text whose logits are held at once
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,21 @@ class Decoder:
         return self._forward(torch.tensor(tokens)[:, None], torch.ones(len(tokens), dtype=torch.long))
 
     @torch.inference_mode()
+    def score(self, ids: Sequence[int], top: int) -> list[tuple[float, list[tuple[int, float]]]]:
+        """For each token behind the first: its log probability, and the `top` likeliest ids at its place with theirs.
+        Of 1 to block_size tokens. It ends the batch before it."""
+        assert 0 < len(ids) <= self.config.block_size
+        self.cache, self.lengths = Cache(len(ids)), torch.zeros(1, dtype=torch.long)
+        hidden = self._hidden(torch.tensor([ids], dtype=torch.long), torch.tensor([len(ids)]))[0, :-1]
+        scores = []
+        for x, answers in zip(hidden.split(SCORED_ROWS), torch.tensor(ids[1:]).split(SCORED_ROWS), strict=True):
+            logprobs = self.model.logits(self.head(x)).float().log_softmax(-1).cpu()
+            found, likeliest = logprobs.gather(1, answers[:, None])[:, 0], logprobs.topk(top)
+            tops = (list(zip(*pair, strict=True)) for pair in zip(*(t.tolist() for t in likeliest), strict=True))
+            scores += list(zip(found.tolist(), ([(i, p) for p, i in pairs] for pairs in tops), strict=True))
+        return scores
+
+    @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows of the batch alone."""
         at = torch.tensor(rows)
@@ -161,6 +177,11 @@ class Decoder:
     def _forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """The logits after the last token of each row, of tokens (rows, T) of which each row has `counts`: either a
         batch that begins, or one token a row."""
+        x = self._hidden(tokens, counts)
+        return self.model.logits(self.head(x[torch.arange(len(x)), counts - 1])).float()
+
+    def _hidden(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """The hidden states of the same tokens."""
         rows, T = tokens.shape
         at = self.lengths[:, None] + torch.arange(T)
         self.cache.seen = seen = int(at.max()) + 1
@@ -169,8 +190,7 @@ class Decoder:
         self.lengths = self.lengths + counts
         self.cache.positions = at.to(self.device)
         with sdpa_kernel(list(ATTENTION)):
-            x = self.model.hidden(tokens.to(self.device), self.cache)
-        return self.model.logits(self.head(x[torch.arange(rows), counts - 1])).float()
+            return self.model.hidden(tokens.to(self.device), self.cache)
 
 
 def stream(

@@ -28,6 +28,8 @@ from pipelines.serve.turns import Turns
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
+    import tiktoken
+
     from trainer.sample import Sampling
 
 T = TypeVar("T")
@@ -62,9 +64,19 @@ class Completion:
     created: int = field(default_factory=lambda: int(time.time()))
     texts: list[str] = field(init=False)
     ends: list[Fragment | None] = field(init=False)
+    logprobs: dict[int, dict[str, list[Any]]] = field(default_factory=dict)  # by text, if asked for
 
     def __post_init__(self) -> None:
         self.texts, self.ends = ["" for _ in self.ids], [None for _ in self.ids]
+
+    @property
+    def unseen(self) -> int:
+        """The tokens in front of a prompt that its client did not send: a text begins its document."""
+        return int(isinstance(self.asked.prompts[0], str))
+
+    def prompt_text(self, number: int, encoding: "tiktoken.Encoding") -> str:
+        prompt = self.asked.prompts[number // self.asked.n]
+        return prompt if isinstance(prompt, str) else encoding.decode(prompt)
 
     def add(self, fragments: list[Fragment]) -> None:
         for one in fragments:
@@ -75,7 +87,7 @@ class Completion:
     @property
     def usage(self) -> dict[str, int]:
         """Tokens of the prompts, without the one that begins each document, and of the texts."""
-        prompts = sum(len(ids) - 1 for ids in self.ids[:: self.asked.n])
+        prompts = sum(len(ids) - self.unseen for ids in self.ids[:: self.asked.n])
         texts = sum(end.tokens for end in self.ends if end)
         return {"prompt_tokens": prompts, "completion_tokens": texts, "total_tokens": prompts + texts}
 
@@ -86,7 +98,7 @@ class Completion:
     def whole(self) -> dict[str, Any]:
         """The answer without streaming."""
         choices = [
-            choice(number, text, end.finish if end else None)
+            choice(number, text, end.finish if end else None, self.logprobs.get(number))
             for number, (text, end) in enumerate(zip(self.texts, self.ends, strict=True))
         ]
         return self.to_json(choices, usage=self.usage)
@@ -102,8 +114,30 @@ class Completion:
         return bool(self.asked.stream_options and self.asked.stream_options.include_usage)
 
 
-def choice(number: int, text: str, finish: str | None) -> dict[str, Any]:
-    return {"text": text, "index": number, "logprobs": None, "finish_reason": finish}
+def choice(number: int, text: str, finish: str | None, logprobs: dict[str, list[Any]] | None = None) -> dict[str, Any]:
+    return {"text": text, "index": number, "logprobs": logprobs, "finish_reason": finish}
+
+
+def logprobs_of(model: TextModel, completion: Completion, number: int) -> dict[str, list[Any]]:
+    """The log probabilities of a text's tokens, with `echo` after those of its prompt, as OpenAI writes them."""
+    asked, end = completion.asked, completion.ends[number]
+    prompt = completion.ids[number]
+    ids = [*prompt, *(end.ids if end else ())]
+    scores = [(None, None), *model.decoder.score(ids, asked.logprobs or 0)]
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    offset = 0
+    first = completion.unseen if asked.echo else len(prompt)
+    for token, (logprob, top) in list(zip(ids, scores, strict=True))[first:]:
+        text = model.token_text(token)
+        likeliest: dict[str, float] = {}
+        for other, value in top or ():
+            likeliest.setdefault(model.token_text(other), value)
+        found["tokens"].append(text)
+        found["token_logprobs"].append(logprob)
+        found["top_logprobs"].append(None if top is None else likeliest)
+        found["text_offset"].append(offset)
+        offset += len(model.encoding.decode([token]))
+    return found
 
 
 def make_app(model: TextModel, hosts: set[str] | None, turns: Turns | None = None) -> ASGIApp:
@@ -171,10 +205,22 @@ def make_app(model: TextModel, hosts: set[str] | None, turns: Turns | None = Non
         return line.steps(texts)
 
     async def whole(completion: Completion) -> dict[str, Any]:
-        async with line.turn(), aclosing(steps(completion)) as found:  # type: ignore[type-var]
-            async for fragments in found:
-                completion.add(fragments)
+        async with line.turn():
+            async with aclosing(steps(completion)) as found:  # type: ignore[type-var]
+                async for fragments in found:
+                    completion.add(fragments)
+            if completion.asked.logprobs is not None:
+                async with aclosing(line.steps(scores(completion))) as made:  # type: ignore[type-var]
+                    async for number, logprobs in made:
+                        completion.logprobs[number] = logprobs
+        if completion.asked.echo:
+            texts = enumerate(completion.texts)
+            completion.texts = [completion.prompt_text(number, model.encoding) + text for number, text in texts]
         return completion.whole()
+
+    def scores(completion: Completion) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+        for number in range(len(completion.ids)):
+            yield number, logprobs_of(model, completion, number)
 
     async def stream(completion: Completion, send: Say) -> None:
         try:
@@ -205,13 +251,16 @@ def page(name: str, kind: str) -> Callable[[], Coroutine[Any, Any, Response]]:
 
 def begin(model: TextModel, asked: CompletionRequest) -> Completion:
     """The completion of a request. Refused if a prompt and its text don't fit into the context."""
-    ids = [model.ids_of(prompt) for prompt in asked.prompts]
+    ids = [model.ids_of(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+    one = " (one begins the document)" if isinstance(asked.prompts[0], str) else ""
     for number, prompt in enumerate(ids):
+        if max(prompt) >= model.encoding.n_vocab:
+            raise Refused(400, f"prompt: {max(prompt)} is no token id; there are {model.encoding.n_vocab}", "prompt")
         if len(prompt) + asked.max_tokens > model.context:
             raise Refused(
                 400,
-                f"this model's maximum context length is {model.context} tokens; prompt {number} has {len(prompt)} "
-                f"(one begins the document) and max_tokens is {asked.max_tokens}; shorten the prompt, or ask for less",
+                f"this model's maximum context length is {model.context} tokens; prompt {number} has "
+                f"{len(prompt)}{one} and max_tokens is {asked.max_tokens}; shorten the prompt, or ask for less",
                 "prompt",
                 "context_length_exceeded",
             )

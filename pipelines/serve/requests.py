@@ -14,6 +14,11 @@ MAX_TEXTS = 16  # prompts times n: the rows of a batch
 MAX_STOPS = 4
 PROBLEMS_SHOWN = 200  # characters
 
+MAX_LOGPROBS = 5  # alternatives of a token
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
+ManyIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
@@ -46,8 +51,8 @@ class CompletionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     model: str | None = None
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)] = ""
-    max_tokens: int = Field(default=16, ge=1, le=1 << 20)
+    prompt: str | Texts | TokenIds | ManyIds = ""  # ids are taken as they are, without an end-of-text in front
+    max_tokens: int = Field(default=16, ge=0, le=1 << 20)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
@@ -57,9 +62,9 @@ class CompletionRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None  # accepted and not used
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     # Served at these values only.
-    echo: Literal[False] | None = None
-    logprobs: None = None
     suffix: Literal[""] | None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
@@ -67,15 +72,16 @@ class CompletionRequest(BaseModel):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @property
-    def prompts(self) -> list[str]:
-        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-NOT_SERVED = ("echo", "logprobs", "suffix", "best_of", "presence_penalty", "frequency_penalty", "logit_bias")
+NOT_SERVED = ("suffix", "best_of", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
 def parse(body: bytes, model: str) -> CompletionRequest:
@@ -98,8 +104,13 @@ def parse(body: bytes, model: str) -> CompletionRequest:
         if field in NOT_SERVED:
             raise Refused(400, f"{field}: not served here; leave it out", field, "not_served") from error
         if field == "prompt":
-            raise Refused(400, f"prompt: a string, or a list of 1 to {MAX_TEXTS} strings", field) from error
+            one = "a string or a list of token ids"
+            raise Refused(400, f"prompt: {one}, or a list of 1 to {MAX_TEXTS} of one kind", field) from error
         raise Refused(400, f"{field}: {problem['msg']}"[:PROBLEMS_SHOWN], field) from error
+    if not request.max_tokens and not request.echo:
+        raise Refused(400, "max_tokens: 0 is for `echo` alone; ask for 1 or more", "max_tokens")
+    if request.stream and (request.echo or request.logprobs is not None):
+        raise Refused(400, "stream: echo and logprobs are served without it", "stream", "not_served")
     if request.model not in (None, model):
         message = f"the model '{str(request.model)[:PROBLEMS_SHOWN]}' does not exist; this endpoint serves {model}"
         raise Refused(404, message, "model", "model_not_found")

@@ -26,7 +26,7 @@ from pipelines.sample import TextModel
 from pipelines.serve.app import make_app
 from pipelines.serve.requests import MAX_BYTES, MAX_TEXTS, Refused
 from pipelines.serve.turns import Turns
-from pipelines.text.tokenizer import tokenizer
+from pipelines.text.tokenizer import tokenizer, tokenizer_files
 from pipelines.verbs.serve import listen
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
@@ -59,7 +59,8 @@ class Endpoint:
         model.load_state_dict(
             text_runs.speaking_model(0, text_runs.RECIPE.model_copy(update={"model": MODEL})).state_dict()
         )
-        self.model = TextModel("speaker", None, Decoder(endless(model), "fp32", 257), tokenizer("bytes"))
+        self.plain = endless(model)
+        self.model = TextModel("speaker", None, Decoder(self.plain, "fp32", 257), tokenizer("bytes"))
         self.socket = listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
@@ -159,6 +160,47 @@ def test_a_stream_says_the_same_text_and_ends_with_done(endpoint: Endpoint) -> N
     assert json.loads(last)["choices"] == [] and json.loads(last)["usage"]["completion_tokens"] == 24
 
 
+def test_echo_and_logprobs_are_those_of_the_whole_text_in_one_pass(endpoint: Endpoint) -> None:
+    asked: dict[str, Any] = {"prompt": ["dé", "x"], "max_tokens": 3, "echo": True, "logprobs": 2, "temperature": 0}
+    _, answer = endpoint.ask(body=asked)
+    plain = endpoint.ask(body=asked | {"echo": False, "logprobs": None})[1]
+    for choice, alone, prompt in zip(answer["choices"], plain["choices"], asked["prompt"], strict=True):
+        assert choice["text"] == prompt + alone["text"] and choice["finish_reason"] == "length"
+        found, ids = choice["logprobs"], endpoint.model.ids_of(prompt)
+        assert len(found["tokens"]) == len(ids) - 1 + 3 == len(found["text_offset"])
+        assert found["token_logprobs"][-3:] == [max(top.values()) for top in found["top_logprobs"][-3:]]  # greedy
+        assert all(len(top) == 2 for top in found["top_logprobs"])
+        logits = GPT.forward(endpoint.plain, torch.tensor([ids]))[0].log_softmax(-1)
+        expected = [logits[n, token].item() for n, token in enumerate(ids[1:])]
+        assert found["token_logprobs"][: len(expected)] == pytest.approx(expected, abs=1e-4)
+    assert answer["choices"][0]["logprobs"]["tokens"][:3] == ["d", "bytes:\\xc3", "bytes:\\xa9"]
+    _, answer = endpoint.ask(body={"prompt": [END, 120], "max_tokens": 0, "echo": True, "logprobs": 0})
+    (choice,) = answer["choices"]
+    assert choice["text"] == "<|endoftext|>x" and choice["logprobs"]["token_logprobs"][0] is None
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+
+
+def test_lm_evals_model_of_completions_scores_through_the_endpoint(endpoint: Endpoint, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval (pip)")
+    pytest.importorskip("tenacity", reason="needs lm-eval[api] (pip)")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    for name, body in tokenizer_files(tokenizer("bytes"), CONTEXT).items():
+        (tmp_path / name).write_bytes(body)
+    address = f"http://{endpoint.address}/v1/completions"
+    where = {"base_url": address, "model": "speaker", "tokenizer": str(tmp_path), "max_length": 128}
+    theirs = LocalCompletionsAPI(**where, batch_size=1)
+    pairs = [("def f", "(x)"), ("", "import os"), ("a =", " 1")]
+    asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    for (context, ending), (loglikelihood, greedy) in zip(pairs, theirs.loglikelihood(asked), strict=True):
+        ids, begin = [*(context.encode() or [END]), *ending.encode()], len(context.encode()) or 1
+        logits = GPT.forward(endpoint.plain, torch.tensor([ids]))[0].log_softmax(-1)
+        expected = [logits[n - 1, ids[n]].item() for n in range(begin, len(ids))]
+        assert loglikelihood == pytest.approx(sum(expected), abs=1e-3)
+        assert greedy == all(int(logits[n - 1].argmax()) == ids[n] for n in range(begin, len(ids)))
+
+
 def test_a_stop_string_ends_a_text_before_it(endpoint: Endpoint) -> None:
     whole = text_of(endpoint, "a", 40, 1, ALL)
     stop = whole[10:12]
@@ -179,10 +221,12 @@ def test_models_and_health_are_told(endpoint: Endpoint) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "param", "message"),
     [
-        ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 0}, 400, "max_tokens", "0 is for `echo` alone"),
+        ({"max_tokens": -1}, 400, "max_tokens", "greater than or equal to 0"),
         ({"max_tokens": CONTEXT}, 400, "prompt", f"maximum context length is {CONTEXT} tokens; prompt 0 has 1"),
         ({"prompt": "x" * CONTEXT}, 400, "prompt", "shorten the prompt"),
-        ({"prompt": [1, 2]}, 400, "prompt", f"a string, or a list of 1 to {MAX_TEXTS} strings"),
+        ({"prompt": [1, "2"]}, 400, "prompt", f"a list of token ids, or a list of 1 to {MAX_TEXTS} of one kind"),
+        ({"prompt": [1, 257]}, 400, "prompt", "257 is no token id; there are 257"),
         ({"prompt": []}, 400, "prompt", "a list of 1 to"),
         ({"prompt": ["a"] * 9, "n": 2}, 400, "n", f"9 prompts x 2 are more than {MAX_TEXTS} texts"),
         ({"temperature": 2.1}, 400, "temperature", "less than or equal to 2"),
@@ -191,8 +235,8 @@ def test_models_and_health_are_told(endpoint: Endpoint) -> None:
         ({"stop": ["a"] * 5}, 400, "stop", ""),
         ({"stop": ""}, 400, "stop", ""),
         ({"seed": -1}, 400, "seed", ""),
-        ({"echo": True}, 400, "echo", "not served here"),
-        ({"logprobs": 5}, 400, "logprobs", "not served here"),
+        ({"echo": True, "stream": True}, 400, "stream", "served without it"),
+        ({"logprobs": 6}, 400, "logprobs", "less than or equal to 5"),
         ({"best_of": 3}, 400, "best_of", "not served here"),
         ({"temprature": 1}, 400, "temprature", "unrecognized request argument"),
         ({"model": "gpt-4"}, 404, "model", "the model 'gpt-4' does not exist; this endpoint serves speaker"),
