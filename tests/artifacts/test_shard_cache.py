@@ -1,10 +1,12 @@
 """The shard cache is a window over the data: bounded in bytes, files and maps, shared by the processes of a node."""
 
+import itertools
 import os
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,8 +21,13 @@ import torch
 
 from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest
 from pipelines.artifacts.shard_cache import SHARDS, ShardCache, shards_in
+from trainer.commits import committed_folders, series, step_of
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data import Prefetcher, TokenData
 from trainer.errors import DiskFull
+from trainer.families.gpt2 import Gpt2Config
+from trainer.process import StopSignal
+from trainer.rank import RankJob, run_rank
 from trainer.shard_maps import MOST_MAPPED
 from trainer.shards import HEADER_BYTES, Shard, read_shard, write_shard
 from trainer.store import LocalStore, Store
@@ -47,9 +54,9 @@ class Bucket:
 
 
 class Text:
-    """A text of equally large shards in a bucket; token number i of shard s is (31 s + i) mod 50,000."""
+    """A text of equally large shards in a bucket; token number i of shard s is (31 s + i) mod `ids`."""
 
-    def __init__(self, folder: Path, shards: int, windows: int) -> None:
+    def __init__(self, folder: Path, shards: int, windows: int, ids: int = 50_000) -> None:
         self.bucket, self.home = Bucket(folder / "bucket"), folder / "home"
         self.windows, tokens = windows, windows * BLOCK + 1
         self.shards = [Shard(f"train_{i:06d}.bin", tokens) for i in range(shards)]
@@ -58,7 +65,7 @@ class Text:
         for i, shard in enumerate(self.shards):
             path = self.bucket.stored.path_of(f"tokens/text-ffffffff/a0001/{shard.name}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_shard(path, ((31 * i + np.arange(tokens)) % 50_000).astype(np.uint16))
+            write_shard(path, ((31 * i + np.arange(tokens)) % ids).astype(np.uint16))
             digest = sha256(path.read_bytes()).hexdigest()
             files.append(File(shard.name, f"a0001/{shard.name}", self.shard_bytes, digest))
         self.manifest = Manifest(
@@ -190,6 +197,51 @@ def test_thousands_of_shards_pass_through_a_disk_of_4_MB(tmp_path: Path, disk: P
     settled(data)
     assert set(text.bucket.downloads()) == {text.key(shard) for shard in range(2000)}
     assert 10 * text.shard_bytes < sum(path.stat().st_size for path in cached(cache)) <= 2.2e6
+
+
+def train_over_2000_shards(folder: Path) -> None:
+    """100 steps over 2,000 shards with room for ten of them on the disk, from the newest commit of `folder` on."""
+    text = Text(folder / f"text-{os.getpid()}", shards=2000, windows=4, ids=250)
+    model = Gpt2Config(n_layer=1, n_head=1, n_embd=16, block_size=BLOCK, vocab_size=250)
+    config = TrainConfig(batch_tokens=32 * BLOCK, max_steps=100, learning_rate=1e-2, val_every=None)
+    runtime = RuntimeConfig(device="cpu", micro_batch_size=32, checkpoint_minutes=0.001)
+    store = LocalStore(folder / "run")
+    attempts = itertools.count(1)
+    attempt = next(n for n in attempts if store.create(f"run/attempts/{n:04d}.json", str(n).encode()))
+    fetch = text.cache(shards=10, home=folder / "home").fetch
+    job = RankJob(
+        *(model, config, runtime, text.shards, text.shards[:1], fetch, store, "run", folder, folder / "work"),
+        begin=lambda world: attempt,
+        superseded=lambda number: False,
+    )
+    run_rank(job, StopSignal())
+
+
+@pytest.mark.slow  # 30 s
+def test_a_run_over_2000_shards_with_a_cache_of_ten_that_is_killed_five_times_has_equal_losses(tmp_path: Path) -> None:
+    path = [str(Path(__file__).parent), *sys.path]
+    code = f"import sys; sys.path[:0] = {path!r}; import test_shard_cache as here; from pathlib import Path; "
+    code += "here.train_over_2000_shards(Path(sys.argv[1]))"
+
+    def started(folder: Path) -> subprocess.Popen[bytes]:
+        folder.mkdir(exist_ok=True)
+        return subprocess.Popen([sys.executable, "-c", code, str(folder)], env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    assert started(whole := tmp_path / "whole").wait(200) == 0
+    for kill_at in (10, 25, 40, 55, 75):
+        with started(killed := tmp_path / "killed") as process:
+            deadline = time.monotonic() + 100
+            while not any(step_of(one) >= kill_at for one in committed_folders(LocalStore(killed / "run"), "run")):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            process.kill()
+    assert started(killed).wait(200) == 0
+    of_both = [
+        [(row["step"], row["train/loss"], row["data/digest"]) for row in series(LocalStore(folder / "run"), "run")]
+        for folder in (whole, killed)
+    ]
+    assert of_both[0] == of_both[1] and len(of_both[0]) == 100
+    assert len(list((killed / "home" / "cache" / SHARDS).glob("*.bin"))) <= 10 + 2 * MOST_MAPPED
 
 
 def test_a_hundred_thousand_shards_need_few_maps_and_files(tmp_path: Path) -> None:
