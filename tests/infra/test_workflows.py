@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -48,6 +49,37 @@ def test_the_workflow_that_launches_has_no_keys_and_a_budget() -> None:
     assert '--budget "$BUDGET"' in scripts_of(ROOT / ".github" / "workflows" / "launch.yml")["launch"]
 
 
+# In place of the command, whose answers about a job the script has to read: away, no job yet, two stages, the end.
+ANSWERS = """
+n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n
+state() { echo "[{\\"state\\": \\"$1\\", \\"step\\": 5, \\"max_steps\\": 9, \\"usd\\": 0.2, \\"tasks\\": $2}]"; }
+case $n in
+0) exit 2 ;;
+1) state waiting '[]' ;;
+2) state running '[{"over": true}, {"over": false}]' ;;
+*) state "$END" '[{"over": true}, {"over": true}]' ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("done", 0), ("failed", 1)])
+def test_the_workflow_waits_for_the_end_of_all_stages_and_fails_with_the_run(
+    tmp_path: Path, end: str, code: int
+) -> None:
+    if not shutil.which("jq"):
+        pytest.skip("needs jq (apt)")
+    script = scripts_of(ROOT / ".github" / "workflows" / "launch.yml")["wait"]
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("skytrain() { bash answers; }\n")
+    (tmp_path / "answers").write_text(ANSWERS)
+    (tmp_path / "renew-token").touch()
+    env = os.environ | {"RUNNER_TEMP": str(tmp_path), "RUN": "tiny-1a2b", "WAIT_SECONDS": "0", "END": end}
+    command = ["bash", "-e", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == f"waiting  5/9 $0.2\nrunning  5/9 $0.2\n{end}  5/9 $0.2\n"
+
+
 @pytest.fixture
 def token_server() -> Iterator[str]:
     """As GitHub's: it gives a token for an audience to a runner that shows its own."""
@@ -79,6 +111,8 @@ def test_the_token_of_the_runner_becomes_a_role_of_aws(
     token_server: str, moto_server: S3Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts = scripts_of(ROOT / ".github" / "workflows" / "launch.yml")
+    if missing := [name for name in ("curl", "jq") if not shutil.which(name)]:
+        pytest.skip(f"needs {', '.join(missing)} (apt)")
     token = tmp_path / "web-identity"
     ours = {
         "RUNNER_TEMP": str(tmp_path),
