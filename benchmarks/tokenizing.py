@@ -1,18 +1,25 @@
-"""Text in parquet to token shards: the tokenize stage, with gigatoken and with tiktoken, against the usual script.
+"""Text in parquet on S3 to token shards on S3: the tokenize stage, with gigatoken and with tiktoken, against the usual
+script and datatrove.
 
-`python -m benchmarks.tokenizing make FOLDER [MB]` writes parquet of 100 MB a file from the documentation and sources of
-all installed packages: each text once, between 200 and 200,000 characters. `python -m benchmarks.tokenizing FOLDER
-[REPEATS]` tokenizes it to shards of 100M tokens on the local disk. The usual script is written as build-nanogpt's and
-llm.c's are: a pool of processes over `datasets`, tiktoken, an array for each document, a file for each shard; it makes
-no checksums and cannot resume. datatrove's pipeline runs, too, if it is installed (`pip install datatrove`); it writes
-no shards in llm.c's format. Each run is a process of its own, and the ways alternate. It prints millions of tokens a
-second, and a CPU second with the children's, and the peak memory of the largest process.
+`python -m benchmarks.tokenizing make FOLDER MB [ROOT …]` writes parquet of 100 MB of text a file from the documentation
+and sources below some folders (default: all installed packages): each text once, between 200 and 200,000 characters.
+`python -m benchmarks.tokenizing FOLDER [REPEATS [PYTHON]]` starts the S3 server of the tests (radosgw), puts the
+parquet there, and tokenizes it to shards of 100M tokens in the same bucket. PYTHON is an interpreter with datatrove
+(`pip install datatrove s3fs pyarrow tokenizers orjson`), which the project itself does not need.
+
+The usual script is written as build-nanogpt's and llm.c's are: a pool of processes over `datasets`, tiktoken, an array
+for each document, a file for each shard; boto3 downloads the parquet before and uploads each file. It makes no
+checksums and cannot resume. datatrove's pipeline reads and writes S3 by s3fs, without its shuffle and merge; its files
+are not in llm.c's format. Each run is a process of its own, and the ways alternate. It prints millions of tokens a
+second, and a CPU second with the children's (the server's is not counted), and the peak memory of all processes, shared
+pages once.
 """
 
 import hashlib
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,12 +27,15 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 SHARD_TOKENS = 100_000_000
-WAYS = ("stage", "stage, tiktoken", "script", "datatrove")
+WAYS = ("stage", "datatrove", "script", "stage, tiktoken")
+BUCKET = "tokenizing"
+SAMPLE_SECONDS = 0.5  # between two looks at the memory
 KINDS = (
     ".py",
     ".pyi",
@@ -86,21 +96,20 @@ def make(folder: Path, megabytes: int, roots: list[Path]) -> None:
     print(f"{written / 1e6:,.0f} MB of text in {files} files")
 
 
-def stage(source: Path, work: Path, reference: bool) -> int:
-    """The parts of the tokenize stage on one node, with receipts and checksums, into a store on the local disk."""
+def stage(source: str, work: Path, reference: bool) -> int:
+    """The parts of the tokenize stage on one node, with receipts and checksums."""
     from pipelines.artifacts.manifest import ArtifactPlan, upload
+    from pipelines.artifacts.store import S3Store
     from pipelines.recipe import TokensConfig
     from pipelines.text.parts import PartsJob, Reading, make_parts
     from pipelines.text.sources import source_identity
-    from trainer.store import LocalStore
 
     config = TokensConfig(source=f"{source}/*.parquet", shard_tokens=SHARD_TOKENS, val_shards=1)
     text = source_identity(config.source, None, None, "text")
     plan = ArtifactPlan("tokenize", "bench", {"stage": "tokenize", "text": text})
-    store, scratch = LocalStore(work / "store"), work / "scratch"
-    scratch.mkdir()
+    store = S3Store(BUCKET, work.name)
     put = partial(upload, store, plan.prefix, 1)
-    job = PartsJob(config, plan, store, range(1), scratch, put, lambda: None, print, Reading(reference=reference))
+    job = PartsJob(config, plan, store, range(1), work, put, lambda: None, print, Reading(reference=reference))
     return [progress.stored for progress in make_parts(job)][-1]
 
 
@@ -114,15 +123,25 @@ def encode_document(row: dict[str, Any]) -> Any:
     return np.array(tokens).astype(np.uint16)
 
 
-def script(source: Path, work: Path) -> int:
+def script(source: str, work: Path) -> int:
     """The usual script."""
     import multiprocessing
 
+    import boto3
     import datasets
     import numpy as np
 
-    rows = datasets.load_dataset("parquet", data_files=f"{source}/*.parquet", split="train", cache_dir=str(work / "hf"))
+    s3 = boto3.client("s3")
+    folder = source.removeprefix(f"s3://{BUCKET}/")
+    for item in s3.list_objects_v2(Bucket=BUCKET, Prefix=f"{folder}/")["Contents"]:
+        s3.download_file(BUCKET, item["Key"], str(work / Path(item["Key"]).name))
+    rows = datasets.load_dataset("parquet", data_files=f"{work}/*.parquet", split="train", cache_dir=str(work / "hf"))
     buffer, filled, shards, total = np.empty(SHARD_TOKENS, np.uint16), 0, 0, 0
+
+    def save() -> None:
+        np.save(work / "shard.npy", buffer[:filled])
+        s3.upload_file(str(work / "shard.npy"), BUCKET, f"{work.name}/{shards:06d}.npy")
+
     with multiprocessing.Pool(os.cpu_count()) as pool:
         for tokens in pool.imap(encode_document, rows, chunksize=16):
             total += len(tokens)
@@ -131,69 +150,148 @@ def script(source: Path, work: Path) -> int:
                 buffer[filled : filled + take] = tokens[:take]
                 tokens, filled = tokens[take:], filled + take
                 if filled == SHARD_TOKENS:
-                    np.save(work / f"{shards:06d}.npy", buffer)
+                    save()
                     shards, filled = shards + 1, 0
-    np.save(work / f"{shards:06d}.npy", buffer[:filled])
+        pool.close()
+        pool.join()
+    save()
     return total
 
 
-def datatrove(source: Path, work: Path) -> int:
+def datatrove(source: str, work: Path, tokenizer: str) -> int:
     """datatrove's tokenizer pipeline on all cores, with its own file format."""
+    import fsspec
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.tokens import DocumentTokenizer
 
-    cores = os.cpu_count() or 1
-    tokenizer = work / "tokenizer.json"
-    from pipelines.text.tokenizer import tokenizer as tokenizer_of
-    from pipelines.text.tokenizer import tokenizer_files
-
-    tokenizer.write_bytes(tokenizer_files(tokenizer_of("gpt2"), 1024)["tokenizer.json"])
+    cores, out = os.cpu_count() or 1, f"s3://{BUCKET}/{work.name}"
     pipeline = [
-        ParquetReader(str(source)),
-        DocumentTokenizer(str(work / "out"), tokenizer_name_or_path=str(tokenizer), eos_token="<|endoftext|>"),
+        ParquetReader(source),
+        DocumentTokenizer(
+            out,
+            local_working_dir=str(work / "scratch"),
+            tokenizer_name_or_path=tokenizer,
+            eos_token="<|endoftext|>",
+            shuffle_documents=False,
+        ),
     ]
     LocalPipelineExecutor(pipeline, tasks=cores, workers=cores, logging_dir=str(work / "logs")).run()
-    return sum(path.stat().st_size for path in (work / "out").glob("*.ds")) // 2
+    files = fsspec.filesystem("s3")
+    return sum(files.size(path) for path in files.glob(f"{out}/*.ds")) // 2
 
 
-def one(way: str, source: Path) -> dict[str, float]:
+def one(way: str, source: str, tokenizer: str) -> dict[str, float]:
     """One run in this process."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
         started = time.perf_counter()
         match way:
             case "script":
                 tokens = script(source, Path(folder))
             case "datatrove":
-                tokens = datatrove(source, Path(folder))
+                tokens = datatrove(source, Path(folder), tokenizer)
             case _:
                 tokens = stage(source, Path(folder), reference=way.endswith("tiktoken"))
         wall = time.perf_counter() - started
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    cpu = sum(each.ru_utime + each.ru_stime for each in used)
-    return {"tokens": tokens, "wall": wall, "cpu": cpu, "peak_gib": max(each.ru_maxrss for each in used) / 2**20}
+    return {"tokens": tokens, "wall": wall, "cpu": sum(each.ru_utime + each.ru_stime for each in used)}
+
+
+def processes_below(pid: int) -> Iterator[int]:
+    """A process and all its descendants."""
+    yield pid
+    with suppress(OSError):  # it has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from processes_below(int(child))
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process holds, a page that n processes share as an n-th."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(command: list[str]) -> tuple[int, str, str, float, int]:
+    """Exit status, output, errors, CPU seconds, and the most memory of all processes of a command.
+
+    The CPU seconds are those at the last look at each process.
+    """
+    most, seconds = 0, dict[int, float]()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err)
+        while process.poll() is None:
+            memory = 0
+            for pid in processes_below(process.pid):
+                with suppress(OSError):
+                    seconds[pid] = cpu_of(pid)
+                    memory += memory_of(pid)
+            most = max(most, memory)
+            time.sleep(SAMPLE_SECONDS)
+        out.seek(0), err.seek(0)
+        return process.returncode, out.read(), err.read(), sum(seconds.values()), most
 
 
 def shown(values: list[float]) -> str:
     return f"{statistics.median(values):7.2f} [{min(values):.2f} … {max(values):.2f}]"
 
 
-def main(source: Path, repeats: int) -> None:
+def main(folder: Path, repeats: int, python: str | None) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+    from servers import Radosgw
+
+    from pipelines.text.tokenizer import tokenizer, tokenizer_files
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with it
+    with tempfile.TemporaryDirectory() as scratch:
+        vocabulary = Path(scratch, "tokenizer.json")
+        vocabulary.write_bytes(tokenizer_files(tokenizer("gpt2"), 1024)["tokenizer.json"])
+        server = Radosgw(Path(scratch, "s3"))
+        server.start()
+        try:
+            os.environ |= server.account.environment
+            put_texts(folder)
+            compare(repeats, python, str(vocabulary))
+        finally:
+            server.stop()
+
+
+def put_texts(folder: Path) -> None:
+    import boto3
+
+    s3 = boto3.client("s3")
+    s3.create_bucket(Bucket=BUCKET)
+    for path in sorted(folder.glob("*.parquet")):
+        s3.upload_file(str(path), BUCKET, f"texts/{path.name}")
+
+
+def compare(repeats: int, python: str | None, vocabulary: str) -> None:
     results: dict[str, list[dict[str, float]]] = {}
     for _ in range(repeats):
-        for way in WAYS:
-            done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.tokenizing", "one", way, str(source)], capture_output=True, text=True
+        for way in WAYS if python else [way for way in WAYS if way != "datatrove"]:
+            interpreter = python if way == "datatrove" and python else sys.executable
+            place = f"s3://{BUCKET}/texts"
+            status, out, err, seen, memory = measured(
+                [interpreter, "-m", "benchmarks.tokenizing", "one", way, place, vocabulary]
             )
-            if done.returncode:
-                print(f"{way}: {done.stderr.strip().splitlines()[-1]}")
+            if status:
+                print(f"{way}: {err.strip().splitlines()[-1]}")
                 continue
-            results.setdefault(way, []).append(json.loads(done.stdout.splitlines()[-1]))
-    print(f"{repeats} times: Mtok/s, Mtok/CPU-second, peak GiB of a process")
+            run = json.loads(out.splitlines()[-1]) | {"memory": memory / 2**30}
+            run["cpu"] = max(run["cpu"], seen)  # datatrove does not wait for all of its processes
+            results.setdefault(way, []).append(run)
+            print(way, results[way][-1], flush=True)
+    print(f"{repeats} times: Mtok/s, Mtok/CPU-second, peak GiB of all processes")
     for way, runs in results.items():
         speed = shown([run["tokens"] / run["wall"] / 1e6 for run in runs])
         cpu = shown([run["tokens"] / run["cpu"] / 1e6 for run in runs])
-        print(f"  {way:16} {speed}   {cpu}   {max(run['peak_gib'] for run in runs):.2f}   {runs[0]['tokens']:,} tokens")
+        print(f"  {way:16} {speed}   {cpu}   {max(run['memory'] for run in runs):.2f}   {runs[0]['tokens']:,} tokens")
 
 
 if __name__ == "__main__":
@@ -202,9 +300,9 @@ if __name__ == "__main__":
             installed = [Path(one) for one in sys.path if one.endswith("site-packages")]
             stdlib = Path(sysconfig.get_path("stdlib"))
             make(Path(folder), int(size), [Path(root) for root in roots] or [*installed, stdlib])
-        case ["one", way, folder]:
-            print(json.dumps(one(way, Path(folder))))
-        case [folder, *repeats]:
-            main(Path(folder), int(repeats[0]) if repeats else 3)
+        case ["one", way, place, vocabulary]:
+            print(json.dumps(one(way, place, vocabulary)))
+        case [folder, *rest] if len(rest) <= 2:
+            main(Path(folder), int(rest[0]) if rest else 1, rest[1] if rest[1:] else None)
         case _:
             sys.exit(__doc__)

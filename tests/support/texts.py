@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.recipe import TokensConfig
@@ -28,14 +29,13 @@ ODD_TEXTS = [
 
 
 class FourFiles:
-    """Four text files in a folder."""
+    """Four text files in a folder, in three parts; or the files there of a pattern, with other fields."""
 
-    def __init__(self, folder: Path) -> None:
-        for name in range(4):
+    def __init__(self, folder: Path, pattern: str | None = None, **fields: Any) -> None:
+        for name in () if pattern else range(4):
             (folder / f"{name}.txt").write_text(f"{name} " * 2000)
-        self.config = TokensConfig(
-            source=f"{folder}/*.txt", tokenizer="bytes", shard_tokens=1500, max_tokens=13_001, val_shards=2, parts=3
-        )
+        standard = {"tokenizer": "bytes", "shard_tokens": 1500, "max_tokens": 13_001, "val_shards": 2, "parts": 3}
+        self.config = TokensConfig(source=f"{folder}/{pattern or '*.txt'}", **(fields if pattern else standard))
         text = source_identity(self.config.source, None, None, "text")
         self.plan = ArtifactPlan("tokenize", "files", {"stage": "tokenize", "text": text})
 

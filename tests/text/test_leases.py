@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 from texts import FourFiles
 
-from pipelines.recipe import TokensConfig
 from pipelines.text import leases, parts
 from pipelines.text.leases import Lease, PartTaken, take
 from pipelines.text.parts import finished_part, make_parts, parts_in_order
-from pipelines.text.sources import source_identity
 from trainer.store import LocalStore, Store
 
 PARTS = 6
@@ -35,16 +33,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def text(tmp_path: Path) -> FourFiles:
     """Twelve files in six parts of five or six shards."""
-    files = FourFiles(tmp_path)
-    (folder := tmp_path / "text").mkdir()
     for number in range(2 * PARTS):
-        (folder / f"{number:02d}.jsonl").write_text(
+        (tmp_path / f"{number:02d}.jsonl").write_text(
             "".join(json.dumps({"text": f"{number} {line} " * 9}) + "\n" for line in range(150 + 10 * number))
         )
-    files.config = TokensConfig(source=f"{folder}/*.jsonl", tokenizer="bytes", shard_tokens=5000, parts=PARTS)
-    identity = source_identity(files.config.source, None, None, "text")
-    files.plan = replace(files.plan, identity={"stage": "tokenize", "text": identity})
-    return files
+    return FourFiles(tmp_path, "*.jsonl", tokenizer="bytes", shard_tokens=5000, parts=PARTS)
 
 
 def work(text: FourFiles, store: Path, rank: int, waits: bool = True) -> None:

@@ -2,16 +2,21 @@
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from texts import FourFiles
 
 from pipelines.text.parts import PartsProgress, finished_part, make_parts, parts_in_order, receipt_key
-from pipelines.text.sources import source_identity
+from pipelines.text.tokenizer import token_bytes, tokenizer
 from trainer.errors import Interrupted, UserError
 from trainer.shards import read_shard
 from trainer.store import LocalStore
@@ -98,13 +103,10 @@ def test_a_damaged_receipt_is_named_and_its_shards_are_made_again(
 
 
 def test_documents_that_are_not_utf8_are_counted_once_however_often_the_work_is_interrupted(tmp_path: Path) -> None:
-    text = FourFiles(tmp_path)
+    FourFiles(tmp_path)
     for name in "02":
         (tmp_path / f"{name}.txt").write_bytes(b"\xff" + b"x" * 2000)
-    files = FourFiles.__new__(FourFiles)
-    files.config = text.config.model_copy(update={"parts": 1, "max_tokens": None})
-    identity = source_identity(files.config.source, None, None, "text")
-    files.plan = replace(text.plan, identity={"stage": "tokenize", "text": identity})
+    files = FourFiles(tmp_path, "[0123].txt", tokenizer="bytes", shard_tokens=1500)
     counted: list[int] = []
     for attempt in range(1, 20):
         with closing(make_parts(files.job(range(1), tmp_path / "store", attempt))) as steps:
@@ -114,6 +116,51 @@ def test_documents_that_are_not_utf8_are_counted_once_however_often_the_work_is_
             counted = [receipt.invalid for receipt in receipts]
             break
     assert sum(counted) == 2 and counted[0] == 1 and len(counted) == 9
+
+
+def test_a_full_disk_is_one_line_and_with_room_again_the_shards_are_those_of_a_run_without_it(
+    files: FourFiles, tmp_path: Path
+) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        small = replace(files.job(range(3), tmp_path / "store"), folder=disk)
+        (disk / "ballast").write_bytes(
+            bytes(4096)
+        )  # one page is left: a shard takes 4,024 bytes, and two are in scratch
+        with pytest.raises(UserError, match=f"^{disk}: no space left on the disk"):
+            list(make_parts(small))
+        assert [path.name for path in disk.iterdir()] == ["ballast"]
+        (disk / "ballast").unlink()
+        list(make_parts(small))
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    list(make_parts(files.job(range(3), tmp_path / "undisturbed")))
+    assert shards_in(tmp_path / "store") == shards_in(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_a_document_of_200_mb_gives_all_its_tokens_in_less_than_3_gib(shared_data: Path, tmp_path: Path) -> None:
+    corpus = pq.read_table(shared_data / "corpus" / "000_00000.parquet")["text"].to_pylist()
+    text = "".join(itertools.islice(itertools.cycle(corpus), 20 * len(corpus)))[:200_000_000]
+    pq.write_table(pa.table({"text": ["before", text, "behind"]}), tmp_path / "a.parquet")
+    code = (
+        "import resource, sys; from pathlib import Path; from texts import FourFiles\n"
+        "from pipelines.text.parts import make_parts\n"
+        "files = FourFiles(Path(sys.argv[1]), '*.parquet', tokenizer='gpt2', shard_tokens=20_000_000)\n"
+        "list(make_parts(files.job([0], Path(sys.argv[1]) / 'store')))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    here = Path(__file__).parents[2]
+    paths = {"PYTHONPATH": f"{here}:{here / 'tests' / 'support'}"}
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=os.environ | paths, capture_output=True, text=True, check=True
+    )
+    assert int(made.stdout) < 3 << 20  # KiB
+    sizes = np.array(token_bytes(tokenizer("gpt2")))
+    shards = [read_shard(path) for path in tmp_path.glob("store/tokens/*/a*/*.bin")]
+    assert sum(int(sizes[shard].sum()) for shard in shards) == len("before" + "behind") + len(text.encode())
 
 
 def test_a_fifo_in_place_of_a_receipt_is_named_and_blocks_nothing(files: FourFiles, tmp_path: Path) -> None:

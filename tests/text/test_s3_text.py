@@ -3,18 +3,22 @@
 import gzip
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from servers import S3Account
+from servers import Fault, FaultyProxy, S3Account
 
+from pipelines.artifacts.manifest import ArtifactPlan, upload
 from pipelines.artifacts.store import S3Store
 from pipelines.cloud.preflight import texts_reachable
-from pipelines.recipe import load_recipe
+from pipelines.recipe import TokensConfig, load_recipe
+from pipelines.text import columns
 from pipelines.text.objects import S3Files
+from pipelines.text.parts import PartsJob, finished_part, make_parts
 from pipelines.text.sources import documents, estimated_tokens, source_identity
 from trainer.errors import UserError
 
@@ -112,3 +116,38 @@ def test_the_tokens_of_text_in_s3_are_estimated_by_its_size(bucket: S3Store, tmp
     for name in ("some texts/**/*.parquet", "lines.jsonl"):
         config = load_recipe("smoke", [f"tokens.source=s3://{bucket.bucket}/{name}", "tokens.max_tokens=null"]).tokens
         assert 0.8 < (estimated_tokens(config) or 0) / size < 2
+
+
+@pytest.mark.slow
+def test_faults_of_the_server_change_no_shard(bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text and store lie in the bucket; requests fail before they arrive, behind it, and in the middle."""
+    put_texts(bucket, tmp_path)
+
+    def made(attempt: int) -> list[tuple[str, str, int]]:
+        monkeypatch.setattr(columns, "BATCH_BYTES", 20_000)
+        config = TokensConfig(source=f"{uri}/**/*.parquet", tokenizer="bytes", shard_tokens=20_000, parts=2)
+        text = source_identity(config.source, None, None, "text")
+        plan = ArtifactPlan("tokenize", f"run{attempt}", {"stage": "tokenize", "text": text})
+        store = S3Store(bucket.bucket, "tokens", time_limit_s=30)
+        (folder := tmp_path / str(attempt)).mkdir()
+        put = partial(upload, store, plan.prefix, 1)
+        list(make_parts(PartsJob(config, plan, store, range(2), folder, put, lambda: None, print)))
+        receipts = [receipt for part in range(2) for receipt in finished_part(store, plan, part) or []]
+        return [(receipt.file.name, receipt.file.sha256, receipt.document) for receipt in receipts]
+
+    uri = f"s3://{bucket.bucket}/some texts"
+    undisturbed = made(0)
+    assert len(undisturbed) == 5
+    proxy = FaultyProxy(bucket._client.meta.endpoint_url)
+    proxy.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        S3Files.clear_instance_cache()
+        cut, lost, busy = Fault(body_bytes=100), Fault(forward=True), Fault(503, "SlowDown")
+        proxy.fail(busy, cut, Fault(), cut, busy, method="GET")
+        proxy.fail(busy, lost, Fault(twice=True), Fault(damage=True), Fault(reset_at=50), lost, method="PUT")
+        assert made(1) == undisturbed
+        assert not proxy._faults
+    finally:
+        proxy.stop()
+        S3Files.clear_instance_cache()

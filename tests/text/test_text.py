@@ -9,9 +9,10 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pyarrow as pa
@@ -26,6 +27,7 @@ from pipelines.text import files, retry
 from pipelines.text.columns import texts_of
 from pipelines.text.files import Files
 from pipelines.text.library import StandardLibrary
+from pipelines.text.opened import opened
 from pipelines.text.sources import documents, open_source, source_identity, source_label
 from pipelines.text.tokenizer import (
     byte_symbols,
@@ -422,14 +424,17 @@ class _Hub(http.server.SimpleHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     busy = 0  # so many answers are 429, too many requests
+    wait: ClassVar[dict[str, str]] = {}  # headers of these answers
+    asked: ClassVar[list[float]] = []  # when
 
     def log_message(self, *_: Any) -> None:
         pass
 
     def do_GET(self) -> None:
+        _Hub.asked.append(time.monotonic())
         if _Hub.busy:
             _Hub.busy -= 1
-            return self._answer(b"{}", status=429)
+            return self._answer(b"{}", status=429, headers=_Hub.wait)
         root = Path(self.directory)
         path = self.path.partition("?")[0]
         if path == f"/api/datasets/org/name/revision/{COMMIT}":
@@ -550,6 +555,19 @@ def test_requests_to_a_busy_hub_are_retried(hub: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(_Hub, "busy", 3)
     (found,) = read_apart(hub, tmp_path / "home", ("hf://datasets/org/name", "small", COMMIT, "text", 7))
     assert found == [f"document 1.{row}" for row in range(2, 5)] and _Hub.busy == 0
+
+
+@pytest.mark.parametrize("wait", [{"Retry-After": "2"}, {"RateLimit": '"pages";r=0;t=2'}])
+def test_a_local_server_with_the_hubs_answers_to_too_many_requests_gets_the_wait_that_it_asks_for(
+    hub: str, wait: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Hub, "wait", wait)
+    opened_ = opened(f"{hub}/part-2.parquet")
+    monkeypatch.setattr(_Hub, "busy", 1)
+    monkeypatch.setattr(_Hub, "asked", [])
+    assert opened_.read(4) == b"PAR1"  # in the middle of a file that is open
+    first, second, *_ = _Hub.asked
+    assert second - first >= 2
 
 
 def test_an_unreachable_server_is_reported_after_retries(monkeypatch: pytest.MonkeyPatch) -> None:
