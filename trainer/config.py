@@ -62,7 +62,7 @@ class ModelConfig(Section, ABC):
 
     title: ClassVar[str]  # of the architecture, for people
     fused_by_default: ClassVar[bool] = False  # its fused step has been measured on GPUs, so the engine `auto` takes it
-    vocabulary_rows: ClassVar[tuple[str, ...]] = ("wte.weight",)  # parameters with a row for each token id
+    added: ClassVar[tuple[str, ...]] = ()  # fields that are in no fingerprint while they have their default
 
     @property
     def why_not_fused(self) -> str | None:
@@ -87,6 +87,16 @@ class ModelConfig(Section, ABC):
     def head_size(self) -> int:
         """The width of a head."""
         return self.n_embd // self.n_head
+
+    @property
+    def vocabulary_rows(self) -> tuple[str, ...]:
+        """The parameters with a row for each token id."""
+        return ("wte.weight",)
+
+    @property
+    def not_exported(self) -> str | None:
+        """Why transformers has no class for this model; None if it has one."""
+        return None
 
     @property
     def implied(self) -> dict[str, Any]:
@@ -120,8 +130,9 @@ class ModelConfig(Section, ABC):
 
         Source: PaLM (Chowdhery et al. 2022), appendix B. Attention is counted in full, not by its causal half.
         """
-        looked_up = ["wpe.weight", *(["wte.weight"] if "lm_head.weight" in self.shapes else [])]
-        n = sum(prod(shape) for name, shape in self.shapes.items() if name not in looked_up)
+        tied = "lm_head.weight" not in self.shapes
+        looked_up = ("wpe.", "ve.") if tied else ("wpe.", "ve.", "wte.")
+        n = sum(prod(shape) for name, shape in self.shapes.items() if not name.startswith(looked_up))
         n += (self.padded_vocab_size - self.vocab_size) * self.n_embd
         return 6 * n + 12 * self.n_layer * self.n_embd * self.block_size
 
@@ -153,9 +164,9 @@ class ModelConfig(Section, ABC):
 
 
 def identity_of_model(model: ModelConfig) -> dict[str, Any]:
-    """The section as it decides the weights. GPT-2 was alone once: it has no `family`."""
-    values = model.model_dump()
-    return values if model.family != "gpt2" else {name: v for name, v in values.items() if name != "family"}
+    """The section as it decides the weights, without added fields that have their default."""
+    fields = type(model).model_fields
+    return {k: v for k, v in model.model_dump().items() if k not in model.added or v != fields[k].default}
 
 
 # Targets of train.stop_at, and the metric that passes each of them.

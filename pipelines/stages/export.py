@@ -47,6 +47,10 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 def build(work: Work) -> Built:
     """Write the formats one by one. RuntimeError if the weights of one, read back, differ from the trained ones."""
     recipe = work.recipe
+    if reason := recipe.model.not_exported:
+        raise UserError(
+            f"export: {reason}; the weights are in the artifact of train, and --stage evaluate ends before it"
+        )
     check_packages(recipe.export.other_formats)
     work.clock.enter("export")
     weights = Weights(

@@ -1,17 +1,21 @@
 """A run of the family `modern` with Muon through all stages: killed, resumed, evaluated, sampled and exported."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pipeline_runs import FOLDER_NAME, TINY, Project, assert_as_undisturbed, committed
 from safetensors.torch import save_file
+from stage_work import tiny_work
 
 from pipelines.cloud.throughput import engine_of, speed_on
 from pipelines.recipe import load_recipe
+from pipelines.stages import export
 from pipelines.tracking.origins import check_model
 from trainer.errors import UserError
+from trainer.families.modern import ModernConfig
 from trainer.family import plain_model, to_hf
 from trainer.weights import open_weights
 
@@ -56,22 +60,30 @@ def test_smoke_modern_is_smokes_text_and_size_with_another_family_and_optimizer(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
+        (["train.precision=fp8", "model.value_embeddings=true"], "train.precision: fp8 needs the fused engine, and it"),
+        (["runtime.engine=fused", "model.residual_lambdas=true"], "runtime.engine: fused needs the fused engine, and"),
         (
-            "train.precision=fp8",
-            "train.precision: fp8 is the fused engine's, which has no step for model.family modern",
+            ["export.formats=[hf, nanogpt]"],
+            "export.formats: nanogpt holds no model.family modern, only gpt2",
         ),
-        ("runtime.engine=fused", "runtime.engine: fused is the fused engine's, which has no step for"),
-        ("export.formats=[hf, nanogpt]", "export.formats: nanogpt holds no model.family modern, only gpt2; remove it"),
-        ("model.family=gpt", "model.family: unknown family 'gpt'; did you mean 'gpt2'?"),
+        (["model.family=gpt"], "model.family: unknown family 'gpt'; did you mean 'gpt2'?"),
     ],
 )
-def test_what_only_gpt2_has_is_refused_for_another_family_before_any_work(change: str, message: str) -> None:
+def test_what_a_family_does_not_have_is_refused_before_any_work(changes: list[str], message: str) -> None:
     with pytest.raises(UserError) as error:
-        load_recipe("smoke-modern", [change])
+        load_recipe("smoke-modern", changes)
     assert str(error.value).startswith("smoke-modern: ") and message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_without_a_class_in_transformers_is_refused_by_the_export_alone(tmp_path: Path) -> None:
+    work = tiny_work(tmp_path, "export")
+    model = ModernConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=257, value_embeddings=True)
+    changed = replace(work, recipe=work.recipe.model_copy(update={"model": model}))
+    with pytest.raises(UserError, match="^export: transformers has no class for model.value_embeddings; the weights"):
+        export.build(changed)
 
 
 def test_a_family_that_was_never_measured_has_an_assumed_speed_that_says_so() -> None:

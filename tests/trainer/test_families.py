@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
 from trainer.families.llama import LlamaConfig
 from trainer.families.modern import ModernConfig
-from trainer.family import ANY_MODEL, SECTIONS, from_hf, plain_model, section_of_hf, to_hf
+from trainer.family import ANY_MODEL, from_hf, plain_model, section_of_hf, to_hf
 from trainer.model import LanguageModel
 from trainer.parallel import World
 from trainer.sample import Decoder, generate
@@ -36,6 +36,13 @@ CONFIGS = {
     "modern": ModernConfig(**SIZES),
     "modern, grouped": ModernConfig(**{**SIZES, "n_embd": 84, "vocab_size": 257}, n_kv_head=3, rope_base=777.0),
 }
+WITHOUT_CLASS = {
+    "modern, weighted": ModernConfig(**SIZES, residual_lambdas=True),
+    "modern, values": ModernConfig(**{**SIZES, "n_layer": 4, "vocab_size": 257}, n_kv_head=2, value_embeddings=True),
+    "modern, both": ModernConfig(**SIZES, residual_lambdas=True, value_embeddings=True),
+}
+EXPORTED = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+CONFIGS = {**CONFIGS, **WITHOUT_CLASS}
 ALL = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
@@ -70,7 +77,7 @@ def theirs_of(config: ModelConfig, state: dict[str, Tensor]) -> Any:
 # --- against transformers
 
 
-@ALL
+@EXPORTED
 @pytest.mark.parametrize(("rows", "length"), [(3, 40), (1, 1), (2, 17)])
 def test_logits_equal_those_of_transformers_class(config: ModelConfig, rows: int, length: int) -> None:
     ours = made(config).eval()
@@ -82,7 +89,7 @@ def test_logits_equal_those_of_transformers_class(config: ModelConfig, rows: int
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@ALL
+@EXPORTED
 def test_the_config_and_weights_of_transformers_give_the_section_and_the_weights_back(config: ModelConfig) -> None:
     ours = made(config)
     theirs = theirs_of(config, ours.state_dict())
@@ -93,7 +100,7 @@ def test_the_config_and_weights_of_transformers_give_the_section_and_the_weights
     assert all(torch.equal(back[name], tensor) for name, tensor in ours.state_dict().items())
 
 
-@ALL
+@EXPORTED
 def test_names_of_transformers_lead_back_to_ours(config: ModelConfig) -> None:
     fields = config.model_dump()
     assert [config.own_name(config.hf_name(name), fields) for name in config.shapes] == list(config.shapes)
@@ -203,7 +210,7 @@ def test_the_decoder_rounds_at_odd_widths_as_little_as_its_precision_says(config
         assert (got - expected).std() < 0.05 * spread
 
 
-@ALL
+@EXPORTED
 def test_transformers_says_the_same_greedy_text(config: ModelConfig) -> None:
     model = made(config).eval()
     prompt = some_tokens(1, 5, config)
@@ -223,19 +230,31 @@ def test_choices_that_share_their_beginning_score_as_they_do_alone(config: Model
         assert one.loss == pytest.approx(other.loss, rel=1e-5) and one.greedy == other.greedy
 
 
-def test_only_gpt2_has_a_fused_step_and_others_say_so() -> None:
+def test_the_fused_engine_has_no_step_for_what_modern_adds_and_says_so() -> None:
     train = TrainConfig(batch_tokens=40, max_steps=1, learning_rate=1e-3)
-    for section in SECTIONS.values():
-        engine, why = choose_engine(section(**SIZES), train, RuntimeConfig(), torch.device("cpu"))
+    for config in CONFIGS.values():
+        engine, why = choose_engine(config, train, RuntimeConfig(), torch.device("cpu"))
         assert engine == "eager", why
     runtime = RuntimeConfig(engine="fused")
-    with pytest.raises(UserError, match="it has no step for model.family modern; use 'auto'"):
-        choose_engine(CONFIGS["modern"], train, runtime, torch.device("cpu"))
+    with pytest.raises(UserError, match="it has no step for model.residual_lambdas and model.value_embeddings; use"):
+        choose_engine(CONFIGS["modern, both"], train, runtime, torch.device("cpu"))
+
+
+def test_what_modern_adds_has_no_class_in_transformers_and_starts_without_effect_on_its_values() -> None:
+    assert {name for name, config in CONFIGS.items() if config.not_exported} == set(WITHOUT_CLASS)
+    assert CONFIGS["modern, values"].not_exported == "transformers has no class for model.value_embeddings"
+    model = plain_model(CONFIGS["modern, both"])
+    model.initialize(1)
+    state = model.state_dict()
+    assert {name.split(".")[1] for name in state if name.startswith("ve.")} == {"0", "2"}  # the last of three layers
+    assert not state["h.0.attn.ve_gate.weight"].any() and not state["ve.0.weight"][300:].any()
+    assert state["resid_lambdas"].tolist() == [1.0] * 3 and state["x0_lambdas"].tolist() == pytest.approx([0.1] * 3)
 
 
 def test_gpt2s_fingerprint_has_no_family_and_the_others_have_it() -> None:
     assert identity_of_model(CONFIGS["gpt2"]) == SIZES
-    assert identity_of_model(CONFIGS["modern"])["family"] == "modern"
+    assert identity_of_model(CONFIGS["modern"]) == SIZES | {"family": "modern", "n_kv_head": None, "rope_base": 1e5}
+    assert identity_of_model(CONFIGS["modern, both"])["value_embeddings"] is True
 
 
 # --- bad input

@@ -31,7 +31,6 @@ class GroupedHeads(ModelConfig, ABC):
         default=10_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions' wavelengths"
     )
 
-    vocabulary_rows: ClassVar[tuple[str, ...]] = ("wte.weight", "lm_head.weight")
     hf_layer: ClassVar[Mapping[str, str]]  # modules of a block: ours, and transformers'
     hf_outside: ClassVar[Mapping[str, str]]  # the others
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]]  # in a config.json; an absent field has the first value
@@ -40,6 +39,10 @@ class GroupedHeads(ModelConfig, ABC):
     def kv_heads(self) -> int:
         """The number of heads of keys and values."""
         return self.n_kv_head or self.n_head
+
+    @property
+    def vocabulary_rows(self) -> tuple[str, ...]:
+        return ("wte.weight", "lm_head.weight")
 
     @property
     def implied(self) -> dict[str, Any]:

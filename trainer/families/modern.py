@@ -14,6 +14,7 @@ from trainer.errors import UserError, shown
 from trainer.families.grouped import GroupedHeads
 
 EPSILON = 1e-6  # of every RMSNorm
+GATE_WIDTH = 32  # the first numbers of the residual stream decide how much of a value embedding is added
 SOFTCAP = 15.0  # logits are SOFTCAP · tanh(z / SOFTCAP), as in Gemma 2 (2024)
 # Ours in a block, and transformers'.
 LAYER = {
@@ -42,10 +43,41 @@ class ModernConfig(GroupedHeads):
         default=100_000.0, gt=1, allow_inf_nan=False, description="Base of the rotary positions' wavelengths"
     )
 
+    residual_lambdas: bool = Field(
+        default=False,
+        description="A learned weight for the residual stream and one for the embedding before each block (nanochat, "
+        "after modded-nanogpt); transformers has no class for it",
+    )
+    value_embeddings: bool = Field(
+        default=False,
+        description="Every second block, the last among them, adds an embedding of the token to its values (nanochat, "
+        "after modded-nanogpt); transformers has no class for it",
+    )
+
+    added: ClassVar[tuple[str, ...]] = ("residual_lambdas", "value_embeddings")
     title: ClassVar[str] = "nanochat"
     hf_layer: ClassVar[Mapping[str, str]] = LAYER
     hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
+
+    @property
+    def vocabulary_rows(self) -> tuple[str, ...]:
+        return (*super().vocabulary_rows, *(f"ve.{i}.weight" for i in self.value_layers))
+
+    @property
+    def value_layers(self) -> list[int]:
+        """The blocks with embedded values."""
+        return [i for i in range(self.n_layer) if i % 2 == (self.n_layer - 1) % 2] if self.value_embeddings else []
+
+    @property
+    def why_not_fused(self) -> str | None:
+        used = [f"model.{name}" for name in self.added if getattr(self, name)]
+        return f"it has no step for {' and '.join(used)}" if used else super().why_not_fused
+
+    @property
+    def not_exported(self) -> str | None:
+        used = [f"model.{name}" for name in self.added if getattr(self, name)]
+        return f"transformers has no class for {' and '.join(used)}" if used else None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -54,9 +86,15 @@ class ModernConfig(GroupedHeads):
             **{"attn.q_proj": (c, c), "attn.k_proj": (kv, c), "attn.v_proj": (kv, c), "attn.o_proj": (c, c)},
             **{"mlp.up_proj": (4 * c, c), "mlp.down_proj": (c, 4 * c)},
         }
-        shapes: dict[str, tuple[int, ...]] = {"wte.weight": (self.vocab_size, c)}
+        scalars = ("resid_lambdas", "x0_lambdas") if self.residual_lambdas else ()
+        shapes: dict[str, tuple[int, ...]] = {name: (self.n_layer,) for name in scalars}
+        shapes["wte.weight"] = (self.vocab_size, c)
         for i in range(self.n_layer):
-            shapes |= {f"h.{i}.{name}.weight": shape for name, shape in layer.items()}
+            shapes |= {f"h.{i}.{name}.weight": shape for name, shape in layer.items() if name.startswith("attn.")}
+            if i in self.value_layers:
+                shapes[f"h.{i}.attn.ve_gate.weight"] = (self.kv_heads, min(GATE_WIDTH, c))
+            shapes |= {f"h.{i}.{name}.weight": shape for name, shape in layer.items() if name.startswith("mlp.")}
+        shapes |= {f"ve.{i}.weight": (self.vocab_size, kv) for i in self.value_layers}
         return shapes | {"lm_head.weight": (self.vocab_size, c)}
 
     @property
@@ -64,6 +102,8 @@ class ModernConfig(GroupedHeads):
         return (
             f"{self.kv_heads} heads of keys and values, rotary positions with base {self.rope_base:g}, RMSNorm without "
             f"weights, QK-norm, ReLU², no biases, untied head, logits capped at {SOFTCAP:g}"
+            + (", weighted residual stream" if self.residual_lambdas else "")
+            + (", value embeddings" if self.value_embeddings else "")
         )
 
     def hf_config(self) -> dict[str, Any]:

@@ -3,7 +3,8 @@ positions, normed queries and keys (Dehghani et al. 2023), ReLU² (So et al. 202
 
 At the start every block adds nothing: projections into the residual stream are 0. Other weights are those of nanochat:
 embedding normal 0.8, head normal 0.001, queries, keys and values uniform up to sqrt(3/C), which has the deviation
-1/sqrt(C), and the MLP's first matrix 0.4 of that.
+1/sqrt(C), and the MLP's first matrix 0.4 of that. Value embeddings are drawn as
+values are.
 """
 
 import math
@@ -13,13 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import ModelConfig
-from trainer.families.modern import EPSILON, SOFTCAP, ModernConfig
+from trainer.families.modern import EPSILON, GATE_WIDTH, SOFTCAP, ModernConfig
 from trainer.families.rotary import RotaryAttention, rms_norm, waves
 from trainer.model import Context, Embedding, LanguageModel, Linear
 
 
 class Attention(RotaryAttention):
-    """Attention that norms the queries and keys of each head."""
+    """Attention that norms the queries and keys of each head; with embedded values if a block has them."""
+
+    def __init__(self, config: ModernConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        if layer in config.value_layers:
+            self.ve_gate = Linear(min(GATE_WIDTH, config.n_embd), config.kv_heads, bias=False)
+
+    def gated(self, x: Tensor, embedded: Tensor) -> Tensor:
+        """Value embeddings (B, T, kv_heads · D) times a weight of 0 to 2 for each token and head, 1 at the start."""
+        weight = 2 * torch.sigmoid(self.ve_gate(x[..., :GATE_WIDTH]))
+        return weight[..., None] * embedded.view(*x.shape[:2], self.kv_heads, -1)
 
     def placed(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # The other sense of rotation, as nanochat and transformers' NanoChat turn.
@@ -47,8 +58,12 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context | None = None) -> Tensor:
-        x = x + self.attn(rms_norm(x, EPSILON), cos, sin, context)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: Context | None = None, embedded: Tensor | None = None
+    ) -> Tensor:
+        normed = rms_norm(x, EPSILON)
+        more = None if embedded is None else self.attn.gated(normed, embedded)
+        x = x + self.attn(normed, cos, sin, context, more)
         return x + self.mlp(rms_norm(x, EPSILON))
 
 
@@ -61,14 +76,21 @@ class Modern(LanguageModel):
         super().__init__(config, recompute)
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        width = config.kv_heads * config.head_size
+        self.ve = nn.ModuleDict({str(i): Embedding(config.padded_vocab_size, width) for i in config.value_layers})
+        if config.residual_lambdas:
+            self.resid_lambdas, self.x0_lambdas = (nn.Parameter(torch.empty(config.n_layer)) for _ in range(2))
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """The last layer's output after its norm."""
         cos, sin = waves(self.positions(tokens, context), self.config.head_size, self.config.rope_base)
-        x = rms_norm(self.wte(tokens), EPSILON)
-        for block in self.h:
-            x = self.through(block, x, cos, sin, context)
+        x = first = rms_norm(self.wte(tokens), EPSILON)
+        for i, block in enumerate(self.h):
+            if self.config.residual_lambdas:
+                x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * first
+            embedded = self.ve[str(i)](tokens) if str(i) in self.ve else None
+            x = self.through(block, x, cos, sin, context, embedded)
         return rms_norm(x, EPSILON)
 
     @property
@@ -81,7 +103,9 @@ class Modern(LanguageModel):
     @staticmethod
     def initial(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
         bound = math.sqrt(3 / config.n_embd)
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith("lambdas"):
+            p.fill_(1.0 if name == "resid_lambdas" else 0.1)
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "ve_gate.weight")):
             p.zero_()
         elif name == "wte.weight":
             p.copy_(torch.empty(p.shape).normal_(0.0, 0.8, generator=generator))

@@ -39,11 +39,15 @@ class RotaryAttention(nn.Module):
         """Queries and keys (B, H, T, D) with their positions."""
         return turned(q, cos, sin), turned(k, cos, sin)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: Context | None = None, more: Tensor | None = None
+    ) -> Tensor:
+        """`more` (B, T, kv_heads, head_size) is added to the values."""
         B, T, C = x.shape
         q = self.q_proj(x).view(B, T, self.n_head, -1).transpose(1, 2)
         k, v = (made(x).view(B, T, self.kv_heads, -1).transpose(1, 2) for made in (self.k_proj, self.v_proj))
         q, k = self.placed(q, k, cos, sin)
+        v = v if more is None else v + more.transpose(1, 2).type_as(v)
         y = context.attention(self.layer, q, k, v) if context else attention(q, k, v, causal=True)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
 
