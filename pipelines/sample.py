@@ -2,7 +2,7 @@
 
 import codecs
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,12 +24,20 @@ if TYPE_CHECKING:
     from trainer.sample import Decoder, Sampling
 
 
-def continue_text(model: "LanguageModel", encoding: "tiktoken.Encoding", prompt: str, tokens: int, seed: int) -> str:
-    """`prompt` and `tokens` generated tokens after it. The model sees the prompt as the start of a document."""
+def continue_text(
+    model: "LanguageModel",
+    encoding: "tiktoken.Encoding",
+    prompt: str,
+    tokens: int,
+    seed: int,
+    check: Callable[[], None] = lambda: None,
+) -> str:
+    """`prompt` and `tokens` generated tokens after it. The model sees the prompt as the start of a document. `check` is
+    called after each token; it may raise to end the generation."""
     from trainer.sample import generate
 
     ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]
-    return prompt + encoding.decode(generate(model, ids, tokens, seed, ids=encoding.n_vocab))
+    return prompt + encoding.decode(generate(model, ids, tokens, seed, ids=encoding.n_vocab, check=check))
 
 
 # --- text

@@ -268,10 +268,16 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = TOP_K,
     ids: int | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[int]:
     """`tokens` token ids that continue `prompt` (not empty), in the model's own precision. Of a longer prompt the
-    model sees the last block_size tokens. With `ids`, only the first ids of the vocabulary are drawn."""
+    model sees the last block_size tokens. With `ids`, only the first ids of the vocabulary are drawn. `check` is called
+    after each token; it may raise to end the generation."""
     assert prompt, "a prompt has at least one token, such as end-of-text"
     sampling = Sampling(temperature, top_k)
     context = list(prompt)[-model.config.block_size :]
-    return [token for step in stream(Decoder(model, ids=ids), [context], tokens, [seed], sampling) for _, token in step]
+    found: list[int] = []
+    for step in stream(Decoder(model, ids=ids), [context], tokens, [seed], sampling):
+        found += [token for _, token in step]
+        check()
+    return found

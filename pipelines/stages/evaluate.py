@@ -200,8 +200,10 @@ class Measurement:
         with autocast_on(world.device, precision):
             facts |= self.benchmarks(model, encoding, world)
         self.check()
+        # Every rank makes as many tokens, so that all of them hear a stop before the next one.
+        sample = continue_text(model, encoding, "", SAMPLE_TOKENS, recipe.train.seed, self.check)
         if world.rank == 0:
-            facts["sample"] = continue_text(model, encoding, prompt="", tokens=SAMPLE_TOKENS, seed=recipe.train.seed)
+            facts["sample"] = sample
         del model  # a baseline may be larger
         with autocast_on(world.device, precision):
             for source in recipe.evaluate.baselines:

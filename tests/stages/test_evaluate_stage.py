@@ -63,6 +63,23 @@ def test_an_evaluation_computes_in_the_precision_of_the_training_and_names_it(
     assert json.loads((mine.folder / "report.json").read_text())["precision"] == built.facts["precision"] == computed
 
 
+def test_an_evaluation_hears_a_stop_between_two_tokens_of_its_sample(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, drawn = work("evaluate"), []
+
+    def draw(*arguments: Any) -> int:
+        drawn.append(1)
+        mine.stop.asked = len(drawn) == 3
+        return 65
+
+    monkeypatch.setattr("trainer.evaluate.validation", lambda *arguments, on_batch: (1.0, 1.0))
+    monkeypatch.setattr("trainer.sample.draw", draw)
+    with pytest.raises(Interrupted):
+        evaluate.build(mine)
+    assert len(drawn) == 3
+
+
 @pytest.mark.parametrize("place", ["evaluate", "export"])
 def test_a_stop_takes_effect_before_the_next_long_operation(
     work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch, place: str
