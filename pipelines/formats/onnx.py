@@ -14,9 +14,11 @@ from pipelines.formats.weights import Weights, require, same
 
 if TYPE_CHECKING:
     import onnx
+    import onnx_ir
     import torch
 
-FILE = "model.onnx"
+FILE, DATA = "model.onnx", "model.onnx.data"
+ALIGNMENT = 1 << 16  # bytes, as ONNX recommends for files that a runtime maps
 PREFIX = "gpt."  # of our names in the graph
 LARGEST = 1 << 30  # bytes of weights inside the graph; protobuf ends at 2 GiB, and more go into a file beside it
 
@@ -24,16 +26,38 @@ LARGEST = 1 << 30  # bytes of weights inside the graph; protobuf ends at 2 GiB, 
 def write(weights: Weights, folder: Path) -> list[Path]:
     """Write model.onnx, and the weights of a large model as model.onnx.data.
 
-    torch exports a model without weights, and takes them from the file of the training as it saves. It does not
-    optimize the graph, which every runtime does as it loads: it would need the weights in memory, and rename them.
+    torch exports a model without weights. It does not optimize the graph, which every runtime does as it loads: it
+    would need the weights in memory, and rename them. The weights of a large model are written one tensor at a time.
     """
     import torch
 
     program = exported(weights)
-    program.apply_weights({PREFIX + name: tensor for name, tensor in weights.each(torch.float32)})
-    with without_warnings():
-        program.save(folder / FILE, external_data=4 * weights.config.parameters > LARGEST)
+    if 4 * weights.config.parameters > LARGEST:
+        import onnx_ir
+
+        write_beside(weights, program.model, folder)
+        onnx_ir.save(program.model, folder / FILE)  # which refers to the weights
+    else:
+        program.apply_weights({PREFIX + name: tensor for name, tensor in weights.each(torch.float32)})
+        with without_warnings():
+            program.save(folder / FILE)
     return sorted(folder.iterdir())
+
+
+def write_beside(weights: Weights, model: "onnx_ir.Model", folder: Path) -> None:
+    """Write the weights into a file, and refer to their places in the graph."""
+    import onnx_ir
+    import torch
+
+    with (folder / DATA).open("wb") as file:
+        for name, tensor in weights.each(torch.float32):
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            at, body = file.tell(), tensor.contiguous().numpy()
+            file.write(body.data)
+            shape, kind = onnx_ir.Shape(body.shape), onnx_ir.DataType.FLOAT
+            model.graph.initializers[PREFIX + name].const_value = onnx_ir.ExternalTensor(
+                DATA, at, body.nbytes, kind, shape=shape, name=PREFIX + name, base_dir=folder
+            )
 
 
 def exported(weights: Weights) -> "torch.onnx.ONNXProgram":
