@@ -32,6 +32,7 @@ RIGHTS = {
     "abort_multipart_upload": "s3:AbortMultipartUpload",
     "delete_object": "s3:DeleteObject",
     "list_objects_v2": "s3:ListBucket",
+    "head_bucket": "s3:ListBucket",
 }
 
 
