@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.kernel_cache import KernelCache
-from pipelines.artifacts.manifest import Manifest, read_manifest
+from pipelines.artifacts.manifest import Manifest, place_of, read_manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
 from pipelines.nodes.health_check import compare_machines
@@ -71,7 +71,8 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         assert tokens is not None, spec.tokens
         train_shards, val_shards, more = shards_in(tokens, "train"), shards_in(tokens, "val"), None
         eot = tokens.facts.get("eot")
-    first_shard = f"{tokens.prefix}/{(tokens.files or [tokens.file(val_shards[0].name)])[0].key}"
+    # Where a shard lies: adopted ones are in another store, or belong to another artifact.
+    shard_store, shard_key = place_of(store, tokens.prefix, (tokens.files or [tokens.file(val_shards[0].name)])[0])
 
     def begin(world: "World") -> int:
         starting("kernel cache")
@@ -102,7 +103,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         weights=recipe.tokens.weights,
         eot=eot,
         starting=starting,
-        compare=lambda world: compare_machines(world, store, first_shard, folder, spec.leave_slow),
+        compare=lambda world: compare_machines(world, shard_store, shard_key, folder, spec.leave_slow),
         kept=kept_store(cache.parent, store),
         origin=partial(origin_of, spec, store, cache) if begins_elsewhere(recipe) else None,
     )
