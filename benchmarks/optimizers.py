@@ -39,7 +39,7 @@ from trainer.optim import rates_at
 from trainer.parallel import World
 from trainer.shards import local_shards, sequences_of
 
-# What all arms share: a byte-level model of 0.9M parameters, 0.8M tokens, and one schedule.
+# What all arms share: a byte-level model of 0.9M parameters, 0.5M tokens, and one schedule.
 SHARED = [
     "train.batch_tokens=4096",
     "train.schedule=wsd",
@@ -202,7 +202,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--search", action="store_true", help="all learning rates of the arms, with the first seed")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--steps", type=int, default=200, help="the full length")
+    parser.add_argument("--steps", type=int, default=120, help="the full length")
     parser.add_argument("--lengths", nargs="+", type=float, default=[1.0], help="shares of the full length")
     parser.add_argument("--val-tokens", type=int, default=262_144)
     parser.add_argument("--table", action="store_true", help="print the results so far, and train nothing")
