@@ -7,6 +7,7 @@ millisecond. A separate stream copies them in the form of the file, 2 or 4 bytes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
@@ -55,6 +56,7 @@ class TokenData:
         self._maps = ShardMaps(shards, fetch, vocab_size, pack, MOST_MAPPED + 2 * len(weights))
         self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in shards) else np.uint16
         self._feed: GpuFeed | None = None
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext  # entered while a shard is awaited
 
     @property
     def is_whole(self) -> bool:
@@ -115,6 +117,7 @@ class TokenData:
         """
         coming = [*self.order.shards_of(upcoming), *self.order.next_shards((upcoming or sequences)[-1])]
         self._maps.keep({*self.order.shards_of(sequences), *coming})
+        self._bring(sequences)
         batches, upcoming_batches = (
             slices(several, micro_batch_count(len(several), micro_batch_size)) for several in (sequences, upcoming)
         )
@@ -128,11 +131,26 @@ class TokenData:
     def failure(self, sequences: range) -> Exception | None:
         """Map the shards of `sequences`. The error if one of them cannot be had; None if all can be read."""
         try:
+            self._bring(sequences)
             for shard in self.order.shards_of(sequences):
                 self._maps.shard(shard)
         except Exception as error:
             return error
         return None
+
+    def is_late(self, sequences: range) -> bool:
+        """Whether a read of these sequences would wait for one of their first shards."""
+        return any(not self._maps.has(shard) for shard in self._first_shards(sequences))
+
+    def _bring(self, sequences: range) -> None:
+        """Wait for the first shards of these sequences: more of them would push each other out."""
+        if self.is_late(sequences):
+            with self.waiting():
+                for shard in self._first_shards(sequences):
+                    self._maps.shard(shard)
+
+    def _first_shards(self, sequences: range) -> list[int]:
+        return self.order.shards_of(sequences)[: MOST_MAPPED // 2]
 
     def _windows(self, sequences: range) -> np.ndarray:
         """The tokens of sequences, as `windows` gives them."""

@@ -95,6 +95,7 @@ def train(
         saved_here = -1  # the step that this attempt saved last
         failure: Exception | None = None  # of this rank: the next step lacks data
         pace, paces = Pace(world.device), Paces()
+        data.waiting = partial(log.clock.phase, "data")
         log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
         failpoint("first-step")
         while True:
@@ -250,6 +251,8 @@ class StepVotes:
         """With the error of this rank, if it lacks the data of the next step."""
         digest = self.data.digest(self.sequences)  # some ms for 512 sequences, while the GPU computes
         stop = self.stop.asked
+        if not stop and self.data.is_late(self.upcoming):
+            numbers.values()  # as long as the device computes, the data is not late
         failure = None if stop else self.data.failure(self.upcoming)
         loss, grad_norm = numbers.values()
         return self.world.agree(

@@ -64,6 +64,10 @@ class ShardMaps:
             self.keep(())  # the other shards of this process may use the space; they can be fetched again
             return self._fetched(index)
 
+    def has(self, index: int) -> bool:
+        """Whether a shard is mapped."""
+        return index in self._maps
+
     def keep(self, needed: Collection[int]) -> None:
         """Drop the maps of all other shards."""
         with self._changing:

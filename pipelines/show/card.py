@@ -13,7 +13,7 @@ from rich.text import Text
 from pipelines.artifacts.manifest import Manifest
 from pipelines.show.beginning import beginning_text
 from pipelines.show.console import columns, console, duration, money
-from pipelines.tracking.account import Account, Cost
+from pipelines.tracking.account import LATE_SHARE, Account, Cost, late_share
 from pipelines.tracking.origins import beginning_of
 from pipelines.tracking.runs import Passed, Summary
 
@@ -110,6 +110,8 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
         facts.append(("passed", passed_text(passed)))
     order = {phase: i for i, phase in enumerate(PHASES_FIRST)}
     phases = sorted(summary.phases.items(), key=lambda item: order.get(item[0], len(order)))
+    if (late := late_share(summary.phases)) >= LATE_SHARE:
+        facts.append(("data", f"was late: {late:.1%} of the time of training ({pipeline.store.uri})"))
     facts += [
         ("time", f"{duration(3600 * summary.billed_hours)} billed, in {summary.attempts} attempt(s)"),
         (

@@ -25,7 +25,7 @@ from pipelines.show.beginning import changes_text
 from pipelines.show.card import TARGET_NAMES, baseline_texts, passed_text
 from pipelines.show.console import money, say
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, market_of, merge_waits
+from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, late_share, market_of, merge_waits
 from pipelines.tracking.origins import beginning_of_run
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import Run
@@ -279,6 +279,7 @@ def account_data(account: Account) -> dict[str, Any]:
         "by_phase": {phase: asdict(cost) for phase, cost in account.by_phase.items()},
         "by_market": {market: asdict(cost) for market, cost in account.by_market.items()},
         "goodput": account.goodput,
+        "late_data": late_share({phase: cost.hours for phase, cost in account.by_phase.items()}),
         "usd_per_billion_tokens": account.usd_per_billion_tokens,
         "interruptions": asdict(account.interruptions),
         "savings_usd": account.savings_usd,

@@ -19,6 +19,7 @@ from pipelines.nodes.ranks import LOG_FILE, result_of_ranks, wait_for_orphans, w
 from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, NodeResult
 from pipelines.screen import Bar
 from pipelines.stage import Work
+from pipelines.tracking.account import late_share
 from pipelines.tracking.deaths import after_death, faults_of, marked_machine
 from pipelines.tracking.ledger import process_started
 from pipelines.tracking.records import ProcessId
@@ -46,6 +47,7 @@ from trainer.health import straggler as slowest_rank
 POLL_SECONDS = 0.1
 UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
 FULL_BYTES = 1 << 16  # more than an error message, less than any other file: with less free space, the disk is full
+SLOW_SHARE, LATE_SECONDS = 0.01, 10.0  # of the time of training that waits for shards take, before a warning
 SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one; torchrun may get its signal before this process
 
 
@@ -105,6 +107,7 @@ class Follower:
         self.metrics: dict[str, float] = {}  # the last value of each
         self.rolled_back_from = -1  # step
         self.stop_sent = False
+        self.late_seconds = LATE_SECONDS  # of waits for shards, before the next warning
         self.unsaved_since: float | None = None  # by time.monotonic, of the first failed checkpoint since a commit
         self.unsaved_seconds = seconds_from_environment("SKYTRAIN_UNSAVED_SECONDS", UNSAVED_SECONDS)
         self.tracked = track_committed(work, self.pass_on_stop)  # the last tracked step, by metric
@@ -146,6 +149,16 @@ class Follower:
                 f"{self.work.stop.reason}; the run keeps its state on this machine's disk, then exits"
             )
 
+    def _late_data(self, phases: Mapping[str, float]) -> None:
+        """Name the store once training has waited for its shards for more than 1% of its time, and again each time
+        that the wait has doubled."""
+        late, share = phases.get("data", 0.0), late_share(phases)
+        if share >= SLOW_SHARE and late >= self.late_seconds:
+            self.late_seconds = 2 * late
+            self.work.screen.warn(
+                f"the data was late: {share:.1%} of the time of training; its shards come from {self.work.store.uri}"
+            )
+
     def _row(self, row: Row, bar: Bar) -> None:
         work, again = self.work, row.step <= self.rolled_back_from
         self.step = row.step
@@ -154,6 +167,7 @@ class Follower:
         bar.update(row.step, describe(row.step, self.metrics))
         work.rank_phases = row.phases, row.phase
         count_step(work, row)
+        self._late_data(row.phases)
         work.report(row.metrics, step=row.step, time=row.time)
 
 

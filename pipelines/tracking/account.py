@@ -7,7 +7,7 @@ seconds of phases, are machine time: two nodes for an hour are two hours. Every 
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipelines.tracking.records import Heartbeat, Machine
 # The phases that an attempt repeats or waits for because its predecessor was interrupted.
 RECOVERY_PHASES = ("provision", "setup", "download", "compile", "idle")
 TRAFFIC = "traffic"  # a phase of the bill, of no time
+LATE_SHARE = 0.001  # of the time of training, from which on late data is named
 WASTED_PHASES = ("redone", "lost")
 # Longest gap between two attempts of one wait for spot. After a longer gap, the launch was down in between.
 LONGEST_POLL_SECONDS = 3600.0
@@ -191,6 +192,12 @@ def newest_of_each(heartbeats: Iterable[StoredHeartbeat]) -> list[StoredHeartbea
         key = (one.prefix, one.beat.attempt)
         newest[key] = max(one, newest.get(key, one), key=age)
     return [newest[key] for key in sorted(newest)]
+
+
+def late_share(phases: Mapping[str, float]) -> float:
+    """The share of the time of training, in seconds or hours by phase, in which it waited for its shards."""
+    late = phases.get("data", 0.0)
+    return late / (late + phases.get("train", 0.0) + phases.get("redone", 0.0)) if late else 0.0
 
 
 def settled_phases(beat: Heartbeat) -> dict[str, float]:

@@ -16,6 +16,7 @@ from pipelines.stage import Work
 from pipelines.stages import follow
 from pipelines.stages.follow import Follower, report_event, track_row
 from pipelines.stages.train import leave_marked_machines
+from pipelines.tracking.account import late_share
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat, Machine
@@ -196,3 +197,19 @@ def test_a_rank_that_all_others_wait_for_is_in_the_heartbeat_with_its_node(work:
     assert beat.progress.rank_seconds == (1.0, 1.02, 1.0, 1.3)
     report_event(train_work, Paced(100, [1.0, 1.02, 1.0, 1.01]))
     assert train_work.attempt.latest.progress.straggler is None
+
+
+def test_a_store_whose_shards_come_late_is_named_and_again_when_the_wait_has_doubled(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_work = work("train")
+    train_work.screen = cast(TerminalScreen, recorder := Recorder())
+    monkeypatch.setattr(follow, "track_committed", lambda *_: {})
+    follower = Follower(train_work, None)  # type: ignore[arg-type]
+    with TerminalScreen(quiet=True).bar("train", 10) as bar:
+        for data, train in ((5.0, 95.0), (11.0, 1989.0), (31.0, 969.0), (40.0, 960.0), (62.0, 1938.0)):
+            follower.handle(Row(1, 1.0, {}, {"setup": 50.0, "train": train, "data": data}, "train"), bar)
+    come = f"of the time of training; its shards come from {train_work.store.uri}"
+    assert recorder.warnings == [f"the data was late: 3.1% {come}", f"the data was late: 3.1% {come}"]
+    assert late_share({"train": 600.0, "redone": 90.0, "data": 310.0, "setup": 99.0}) == 0.31
+    assert late_share({"train": 600.0}) == 0

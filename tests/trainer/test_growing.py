@@ -1,18 +1,26 @@
 """Promises of a text that grows while it is read: every sequence has the same place, whenever it is asked for."""
 
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import trainer_runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer_runs import Runner
 
 from trainer.config import TrainConfig, identity_of
 from trainer.data import TokenData
 from trainer.errors import UserError
+from trainer.events import PhaseChanged, Row
 from trainer.shards import GrowingOrder, Shard, reading_order, write_shard
 
 BLOCK = 4
+_one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner
 SIZES = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 
 
@@ -69,3 +77,32 @@ def test_a_recipe_without_follow_tokens_keeps_its_fingerprint() -> None:
     train = TrainConfig(batch_tokens=8, max_steps=2, learning_rate=0.1)
     assert "follow_tokens" not in identity_of(train)
     assert identity_of(train.model_copy(update={"follow_tokens": True})) == identity_of(train) | {"follow_tokens": True}
+
+
+# --- late data
+
+
+def test_the_seconds_in_which_a_step_waits_for_a_shard_have_their_own_phase(runner: Callable[..., Runner]) -> None:
+    run = runner(max_steps=6, val_every=None)
+
+    def slow(name: str) -> Path:
+        time.sleep(0.2)
+        return run.data / name
+
+    run.attempt(fetch=slow)
+    assert [event for event in run.events_of(PhaseChanged) if event.phase == "data"]
+    assert run.events_of(Row)[-1].phases["data"] >= 0.2  # of the first shard at least
+
+
+def test_a_step_whose_shards_are_there_does_not_wait(tmp_path: Path) -> None:
+    shards = shards_of([41, 41])
+    for shard in shards:
+        write_shard(tmp_path / shard.name, np.arange(41, dtype=np.uint16))
+    data, waits = TokenData(shards, tmp_path.joinpath, BLOCK, seed=1), iter(range(100))
+    data.waiting = lambda: nullcontext(next(waits))
+    for first in range(0, 18, 2):  # both shards: the second is prefetched while the first is read
+        assert data.failure(range(first, first + 2)) is None
+        list(data.micro_batches(range(first, first + 2), 2, torch.device("cpu"), range(first + 2, first + 4)))
+        if data._maps._prefetching:
+            data._maps._prefetching.join(30)
+    assert next(waits) == 1  # it waited once, for the very first shard
