@@ -18,7 +18,7 @@ PEAK_FLOPS = {
     "A100": 312e12,
 }
 MFU_FORMULA = (
-    "MFU = tokens/s x (6N + 12·L·C·T) / (GPUs x dense bf16 peak), N without position embeddings, vocabulary padded"
+    "MFU = tokens/s x (6N + 12·L·C·T) / (GPUs x dense bf16 peak), N without looked-up embeddings, vocabulary padded"
 )
 
 
