@@ -87,6 +87,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "val_every": None,
         "val_tokens": 1_048_576,
         "stop_at": {"val_loss": 3.0},
+        "follow_tokens": True,
         "precision": "fp32",
         "init_from": f"openai-community/gpt2@{'0' * 40}",
         "branch_from": f"run:other-12345678@5@sha256:{'0' * 64}",
