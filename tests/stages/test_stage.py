@@ -599,7 +599,7 @@ def test_a_run_whose_workers_command_dies_again_and_again_without_a_commit_ends(
 ) -> None:
     class HeadOfTheDead(Head):
         def __init__(self) -> None:
-            pass
+            self._traffic = {}
 
         def death_of_command(self) -> str | None:
             return "the command of node 1 was killed by SIGKILL"
