@@ -71,6 +71,10 @@ class World:
         if self.world_size > 1:
             dist.destroy_process_group()
 
+    def connect(self) -> None:
+        """Make the first exchange over the ranks' devices: NCCL connects them only then."""
+        self.mean_(torch.zeros(1, device=self.device))
+
     def mean_(self, tensor: Tensor) -> None:
         """Average a tensor over all ranks, in place."""
         if self.world_size > 1:

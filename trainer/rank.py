@@ -91,6 +91,8 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     val_data = TokenData(job.val_shards, *of_both, weights=job.weights)
     job.starting("rendezvous")
     world = World.start(job.runtime)
+    job.starting("first exchange")
+    world.connect()
     attempt = job.begin(world)
     log = EventLog(job.folder / EVENTS_FILE if world.rank == 0 else None, job.clock, job.reached, job.watch)
     if job.compare:

@@ -148,6 +148,8 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, s
     assert spec.weights
     starting("rendezvous")
     world = World.start(spec.recipe.runtime)
+    starting("first exchange")
+    world.connect()
     starting(STARTED)
     store, clock = open_store(spec.store), PhaseClock(started=spec.started)
     tokens = read_manifest(store, spec.tokens)

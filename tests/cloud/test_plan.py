@@ -59,7 +59,7 @@ def test_the_plan_counts_every_benchmark_the_harness_and_each_baseline_by_its_si
     offer = Offer("aws", "here", None, "p5", False, 60.0, 60.0, "H100:8", 192)
     plain, scored = SMALL, load_recipe("gpt2-124m", [core])
     hours = [evaluate_hours(recipe, offer) for recipe in (plain, scored)]
-    assert hours[1] / hours[0] == pytest.approx(1 + 120e6 / (10_485_760 + 4_016_800))
+    assert hours[1] / hours[0] == pytest.approx(1 + 55e6 / (10_485_760 + 4_016_800))
     compared = load_recipe("gpt2-124m", [core, f"evaluate.baselines=[a/b@{'0' * 40}, c/d@{'1' * 40}]"])
     assert evaluate_hours(compared, offer) == pytest.approx(3 * hours[1])
     sizes = [relative_size(f"openai-community/{name}@{'0' * 40}", LARGE) for name in ("gpt2-xl", "gpt2")]
@@ -70,7 +70,7 @@ def test_the_plan_counts_every_benchmark_the_harness_and_each_baseline_by_its_si
     assert evaluate_hours(harness, offer) / hours[0] == pytest.approx(1 + 8 * 4.3e6 / (10_485_760 + 4_016_800))
     steps, while_training = SMALL.train.max_steps, load_recipe("gpt2-124m", [core, often])
     more = [training_tokens(Workload(recipe, frozenset(), steps)) for recipe in (plain, while_training)]
-    assert more[1] - more[0] == pytest.approx(-(-steps // 1000) * (120e6 + 4_016_800) / 3)
+    assert more[1] - more[0] == pytest.approx(-(-steps // 1000) * (55e6 + 4_016_800) / 3)
 
 
 def test_the_plan_of_a_muon_run_says_that_its_speed_is_that_of_adamw() -> None:
