@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from pipelines.recipe import Recipe, load_recipe
+from trainer.amounts import micro_batch_count, sequences_per_step
 from trainer.commits import TrainState
-from trainer.config import micro_batch_count, sequences_per_step
 from trainer.data import TokenData, to_device
 from trainer.engine import Engine, make_engine
 from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, UserError

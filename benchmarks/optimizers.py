@@ -30,7 +30,7 @@ import torch
 
 from pipelines.recipe import Recipe, load_recipe
 from trainer import muon
-from trainer.config import micro_batch_count
+from trainer.amounts import micro_batch_count
 from trainer.data import TokenData
 from trainer.engine import Engine, make_engine
 from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError

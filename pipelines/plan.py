@@ -12,7 +12,7 @@ from pipelines.text.amounts import SourcePlan, sources_planned
 from pipelines.tracking.ledger import GC, attempts
 from pipelines.tracking.origins import beginning_of
 from pipelines.tracking.records import without_none
-from trainer.config import val_share, val_tokens, validations
+from trainer.amounts import val_share, val_tokens, validations
 from trainer.store import Store
 
 # The node of `skytrain recipes`: 8xH100 at half of their dense bf16 peak, at Lambda's on-demand price.

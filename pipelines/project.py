@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationError, field_validator
 
 from pipelines.recipe import read_yaml
-from trainer.config import Section, explain
+from trainer.config import Section
 from trainer.errors import UserError
+from trainer.explained import explain
 
 FILE = "skytrain.yaml"
 OFF = "off"

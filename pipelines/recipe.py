@@ -15,8 +15,10 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from trainer.config import RuntimeConfig, Section, TrainConfig, explain, sequences_per_step, tokens_before
+from trainer.amounts import sequences_per_step, tokens_before
+from trainer.config import RuntimeConfig, Section, TrainConfig
 from trainer.errors import UserError, cut, shown
+from trainer.explained import explain
 from trainer.family import AnyModel
 from trainer.strict_yaml import MOST_CHARACTERS, NotPlain, load_yaml
 

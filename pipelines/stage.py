@@ -53,7 +53,7 @@ from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, RunRecord, read_records, read_run, record
 from pipelines.weights import check_sources, pinned
-from trainer.config import tokens_of_steps
+from trainer.amounts import tokens_of_steps
 from trainer.errors import Interrupted, StaleAttempt, Stopped, UserError
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal, failpoint

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from trainer.config import RuntimeConfig, Section, TrainConfig, explain, identity_of, identity_of_model
+from trainer.config import RuntimeConfig, Section, TrainConfig, identity_of, identity_of_model
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
+from trainer.explained import explain
 from trainer.family import AnyModel
 from trainer.health import StartWatch
 from trainer.process import StopSignal, die_with_parent

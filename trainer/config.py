@@ -5,20 +5,16 @@ so it may differ between two attempts of one run; like another kind of GPU, it c
 The descriptions of the fields are the source of docs/recipes.md; a unit stands in brackets at their end.
 """
 
-import difflib
 import os
 import re
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Mapping
-from functools import lru_cache
 from math import prod
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trainer.errors import UserError, shown
+from trainer.errors import UserError
 
 # The assumed life of a spot node, or of a node of an unknown market, until a run has attempts of its own. In the seven
 # recorded markets that benchmarks/goodput.py replays, machines were available for 2,833 hours in 1,328 stretches: 2.1
@@ -541,210 +537,6 @@ class RuntimeConfig(Section):
         if isinstance(value, float) and not 0 < value < float("inf"):
             raise ValueError(f"{value} minutes is no interval; use a positive number, or 'auto'")
         return value
-
-
-@lru_cache
-def batch_stages(train: TrainConfig) -> tuple[tuple[int, int, int], ...]:
-    """(step, tokens before it, tokens of each step from there on) for each size of batch, from step 0.
-
-    The ramp is GPT-3's (Brown et al. 2020, 2.3): linear in the tokens seen. Every batch is a multiple of the
-    first.
-    """
-    full = train.batch_tokens
-    first, ramp = train.batch_ramp_from or full, train.batch_ramp_tokens or 0
-    stages = [(0, 0, first)]
-    for multiple in range(2, full // first + 1):
-        due = -(-ramp * (multiple - 1) // (full // first - 1))  # tokens, rounded up
-        step, before, batch = stages[-1]
-        steps = -(-(due - before) // batch)
-        if steps > 0:
-            stages.append((step + steps, before + steps * batch, multiple * first))
-        else:  # a step went past the whole stage
-            stages[-1] = (step, before, multiple * first)
-    return tuple(stages)
-
-
-def batch_tokens_at(step: int, train: TrainConfig) -> int:
-    """Tokens of update number `step` (0-based), over all ranks."""
-    stages = batch_stages(train)
-    return stages[bisect_right(stages, step, key=lambda stage: stage[0]) - 1][2]
-
-
-def tokens_before(step: int, train: TrainConfig) -> int:
-    """Tokens of all updates before update number `step`; of a whole run with `step` = max_steps."""
-    stages = batch_stages(train)
-    first, before, batch = stages[bisect_right(stages, step, key=lambda stage: stage[0]) - 1]
-    return before + (step - first) * batch
-
-
-def tokens_of_steps(train: TrainConfig, steps: int) -> int:
-    """Tokens of a run's first `steps` updates. A branch pays for none before its first step."""
-    return tokens_before(train.first_step + steps, train) - tokens_before(train.first_step, train)
-
-
-def validations(train: TrainConfig) -> int:
-    """The number of validations of a whole run: at the start, every `val_every` steps and at the end."""
-    if train.val_every is None:
-        return 0
-    return 1 + train.max_steps // train.val_every + bool(train.max_steps % train.val_every)
-
-
-LARGEST_AUTO_VAL_TOKENS = 20 * 524_288  # as llm.c
-AUTO_VAL_PERCENT = 2  # of the time of the training, for all validations together
-
-
-def val_tokens(model: ModelConfig, train: TrainConfig) -> int:
-    """The size of a validation: as configured, or of AUTO_VAL_PERCENT, in whole sequences.
-
-    A forward pass takes a third of a training step. The size depends on the recipe alone, not on measured times: so a
-    resumed run, and a run on another machine, validate on the same tokens.
-    """
-    if train.val_tokens != "auto":
-        return train.val_tokens
-    affordable = 3 * AUTO_VAL_PERCENT * tokens_before(train.max_steps, train) // (100 * max(1, validations(train)))
-    return max(1, min(affordable, LARGEST_AUTO_VAL_TOKENS) // model.block_size) * model.block_size
-
-
-def val_share(model: ModelConfig, train: TrainConfig) -> float:
-    """The time of all validations of a run as a share of its training steps'."""
-    return validations(train) * val_tokens(model, train) / 3 / tokens_before(train.max_steps, train)
-
-
-def state_bytes(model: ModelConfig, train: TrainConfig) -> int:
-    """The size of weights and optimizer in float32, in memory and in a checkpoint: AdamW has two moments of every
-    parameter, Muon only the momentum of its matrices. (NorMuon's numbers a row are left out: less than 0.1%.)"""
-    return 12 * model.parameters - (4 * model.matrix_parameters if train.optimizer == "muon" else 0)
-
-
-def steps_to_come(done: int, train: TrainConfig) -> float:
-    """Remaining work after `done` steps, in steps of their mean size (at the start: of the first step's size)."""
-    mean = tokens_before(done, train) / done if done else batch_tokens_at(0, train)
-    return (tokens_before(train.max_steps, train) - tokens_before(done, train)) / mean
-
-
-def sequences_per_step(model: ModelConfig, train: TrainConfig) -> int:
-    """Sequences of `block_size` tokens in one optimizer step, over all ranks; with a ramp, at its end.
-
-    UserError if a batch is not a multiple of block_size.
-    """
-    for field, tokens in (("batch_tokens", train.batch_tokens), ("batch_ramp_from", train.batch_ramp_from)):
-        if tokens is not None and tokens % model.block_size:
-            nearest = max(1, round(tokens / model.block_size)) * model.block_size
-            raise UserError(
-                f"train.{field}: {tokens} is not a multiple of model.block_size {model.block_size}; {nearest} would be"
-            )
-    return train.batch_tokens // model.block_size
-
-
-def check_shares(model: ModelConfig, train: TrainConfig, world_size: int) -> None:
-    """UserError if a step has fewer sequences than the run has processes. The shares need not be equal."""
-    full = sequences_per_step(model, train)
-    first = (train.batch_ramp_from or train.batch_tokens) // model.block_size
-    if first >= world_size:
-        return
-    field, enough = "batch_tokens", world_size
-    if full >= world_size:
-        field, enough = "batch_ramp_from", next(n for n in range(world_size, full + 1) if full % n == 0)
-    raise UserError(
-        f"train.{field}: {first * model.block_size} is {first} sequence(s) of {model.block_size} tokens, too few for "
-        f"{world_size} processes; use at most {first} (on one node: --set runtime.processes={first}), "
-        f"or --set train.{field}={enough * model.block_size}"
-    )
-
-
-def micro_batch_count(share: int, most: int) -> int:
-    """The fewest micro-batches of up to `most` sequences for a rank's `share` of a step."""
-    return -(-share // most)
-
-
-def micro_batch_of(share: int, most: int) -> int:
-    """The size of the largest of these micro-batches: they differ by at most one sequence."""
-    return -(-share // micro_batch_count(share, most))
-
-
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:
-    """pydantic's errors as one line each: `where: train.learning_rte: unknown field; did you mean …`."""
-    lines: dict[str, list[str]] = {}  # a union reports one error for each member: join them into one line a field
-    for e in error.errors():
-        path, message = _one_line(e, model)
-        lines.setdefault(path, []).append(message)
-    complaints = (": ".join(filter(None, (where, path, ", or ".join(m)))) for path, m in lines.items())
-    return UserError("\n".join(complaints))
-
-
-def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
-    """The path of the field, and its error."""
-    path, sections = _place(model, [str(p) for p in error["loc"]])
-    known = [name for section in sections for name in section.model_fields]
-    if error["type"] == "extra_forbidden":
-        families = [name for name, other in _families_at(model, path[:-1]).items() if path[-1] in other.model_fields]
-        if families:
-            other, here = " and ".join(families), sections[0].model_fields["family"].default
-            hint = f"known here: {', '.join(known)}"
-            return ".".join(path), f"a field of family {other}, and model.family is {here}; {hint}"
-        if near := difflib.get_close_matches(path[-1], known, 1):
-            return ".".join(path), f"unknown field; did you mean '{near[0]}'?"
-        return ".".join(path), f"unknown field; known here: {', '.join(known)}"
-    if error["type"] == "missing":
-        return ".".join(path), "missing; a value is required here"
-    if error["type"] == "union_tag_invalid":
-        families = re.findall("'([^']*)'", error["ctx"]["expected_tags"])
-        near = difflib.get_close_matches(str(error["ctx"]["tag"]).lower(), families, 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(families)}"
-        return ".".join([*path, "family"]), f"unknown family {shown(error['ctx']['tag'])}; {hint}"
-    # Unions put the name of their member ('int', 'literal[…]') at the end of loc: it does not help a user.
-    if len(path) > 1 and path[-1] not in known:
-        path = path[:-1]
-    message = error["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    got = "" if error["type"] == "value_error" else f" (got {shown(error['input'])})"
-    return ".".join(path), f"{message}{got}{_near_value(error)}"
-
-
-def _near_value(error: ErrorDetails) -> str:
-    """A hint at the known value that a wrong one resembles."""
-    if error["type"] != "literal_error":
-        return ""
-    known = re.findall("'([^']*)'", error["ctx"]["expected"])
-    near = difflib.get_close_matches(str(error["input"]).lower(), known, 1)
-    return f"; did you mean '{near[0]}'?" if near else ""
-
-
-def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The path of a field as the user writes it, and the section that should hold it; none if that is no section.
-    Where a section is one of several families, pydantic puts its family into `loc`."""
-    path: list[str] = []
-    sections: list[type[BaseModel]] = [model]
-    while loc:
-        path.append(loc[0])
-        field = sections[0].model_fields.get(loc[0]) if sections else None
-        inner = _sections(field.annotation) if field else []
-        loc = loc[1:]
-        if len(inner) > 1 and loc:
-            inner = [one for one in inner if one.model_fields["family"].default == loc[0]]
-            loc = loc[1:]
-        if inner and loc and loc[0].isdecimal():  # the place in a list
-            path.append(loc[0])
-            loc = loc[1:]
-        if loc:
-            sections = inner
-    return path, sections
-
-
-def _families_at(model: type[BaseModel], path: list[str]) -> dict[str, type[BaseModel]]:
-    """The sections of all families that a field may hold, by family."""
-    found = (
-        _sections(model.model_fields[path[0]].annotation) if len(path) == 1 and path[0] in model.model_fields else []
-    )
-    return {one.model_fields["family"].default: one for one in found} if len(found) > 1 else {}
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field may hold: one, one a family, or several in a list."""
-    members = [
-        get_args(m)[0] if get_origin(m) in (Annotated, list) else m for m in get_args(annotation) or (annotation,)
-    ]
-    return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
 
 
 def seconds_from_environment(name: str, default: float) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config import micro_batch_count
+from trainer.amounts import micro_batch_count
 from trainer.packing import packed
 from trainer.shard_maps import MOST_MAPPED, Fetch, ShardMaps
 from trainer.shards import GrowingOrder, Shard, check_ids, order_of, parts_of_mixture, sequence_digest, slices

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from trainer.amounts import batch_stages
 from trainer.commits import TrainState
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, batch_stages
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.family import plain_model
 from trainer.fused import gemm

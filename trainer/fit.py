@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.config import ModelConfig, micro_batch_of
+from trainer.amounts import micro_batch_of
+from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.parallel import World
 

@@ -13,18 +13,10 @@ from functools import partial
 
 import torch
 
+from trainer.amounts import batch_tokens_at, check_shares, micro_batch_count, sequences_per_step, val_tokens
 from trainer.checkpoint import Checkpointer
-from trainer.commits import TrainState, checkpoint_seconds
-from trainer.config import (
-    ModelConfig,
-    RuntimeConfig,
-    TrainConfig,
-    batch_tokens_at,
-    check_shares,
-    micro_batch_count,
-    sequences_per_step,
-    val_tokens,
-)
+from trainer.commits import TrainState
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.data import PendingNumbers, TokenData
 from trainer.engine import Batches, Engine, device_name, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
@@ -32,12 +24,13 @@ from trainer.evaluate import validation_loss
 from trainer.evaluation import Evaluation
 from trainer.events import EventLog, Paced, RolledBack, Skipped, Slow, Started
 from trainer.fit import Fit, fit_micro_batch
-from trainer.health import Health, Watchdog, diagnosis, is_rollback_point
+from trainer.health import Health, Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
 from trainer.optim import Rates, rates_at
 from trainer.pace import Pace, Paces
 from trainer.parallel import Agreement, World
 from trainer.process import StopSignal, failpoint, log_line
+from trainer.save_clock import SaveClock
 from trainer.shards import sequences_of
 from trainer.weights import Origin, open_weights
 
@@ -538,50 +531,3 @@ def log_start(engine: Engine, model: ModelConfig, state: TrainState, fit: Fit, w
     )
     if world.rank == 0:
         log_line(f"{engine.precision}, {fit.why}; {engine.why}")
-
-
-class SaveClock:
-    """When the next checkpoint is due: every `checkpoint_minutes` or at the interval that loses least, and after the
-    steps that must be committed."""
-
-    def __init__(
-        self, runtime: RuntimeConfig, between_failures: float, rollbacks: bool, traffic_seconds: float = 0.0
-    ) -> None:
-        self.minutes, self.between_failures = runtime.checkpoint_minutes, between_failures
-        self.traffic_seconds = traffic_seconds  # for which the machines cost as much as the traffic of a save
-        self.keep_every, self.rollbacks = runtime.keep_every_steps, rollbacks
-        self.last = time.monotonic()
-        self.save_seconds = 1.0  # until the first save is measured
-        self.upload_seconds = 0.0  # as long as no save is complete; until then none is due
-        self.first = True
-
-    @property
-    def interval(self) -> float:
-        """Seconds from one save to the next."""
-        if self.minutes == "auto":
-            return checkpoint_seconds(
-                self.save_seconds, self.between_failures, self.upload_seconds, self.traffic_seconds
-            )
-        return 60 * self.minutes
-
-    def due_now(self) -> bool:
-        """Whether the interval since the last save has passed."""
-        return time.monotonic() - self.last >= self.interval
-
-    def due_at(self, step: int) -> bool:
-        """Whether the state after `step` updates must be committed: to keep it for good, or to return to it."""
-        return (self.rollbacks and is_rollback_point(step)) or bool(self.keep_every and step % self.keep_every == 0)
-
-    def force(self) -> None:
-        """Make the next save due now."""
-        self.last = -math.inf
-
-    def saved(self, seconds: float) -> None:
-        """Record a save for which training waited `seconds`."""
-        # The first save may wait until its memory is pinned (10 s for 19 GB), which later ones do not.
-        cost = min(self.save_seconds, seconds) if self.first else seconds
-        self.last, self.save_seconds, self.first = time.monotonic(), max(0.1, cost), False
-
-    def uploaded(self, seconds: float) -> None:
-        """Record the time of the last upload."""
-        self.upload_seconds = seconds

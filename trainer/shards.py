@@ -30,7 +30,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from trainer.config import ModelConfig, TrainConfig, batch_tokens_at, tokens_before
+from trainer.amounts import batch_tokens_at, tokens_before
+from trainer.config import ModelConfig, TrainConfig
 from trainer.errors import UserError
 
 PERIOD = 10_000  # sequences after which a mixture repeats the order of its sources, at most

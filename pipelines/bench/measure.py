@@ -192,8 +192,8 @@ def measure(
     """Warm up, time and profile the steps of a recipe. `started`: when its first step began, by perf_counter."""
     import torch
 
+    from trainer.amounts import check_shares, micro_batch_count
     from trainer.commits import TrainState
-    from trainer.config import check_shares, micro_batch_count
     from trainer.engine import make_engine
     from trainer.loop import choose_micro_batch
     from trainer.metrics import mfu, peak_flops
@@ -257,7 +257,7 @@ class Steps:
 
     def step(self) -> float:
         """Make a step and return its loss. Diverged if the loss is not finite."""
-        from trainer.config import micro_batch_count
+        from trainer.amounts import micro_batch_count
         from trainer.health import Health
         from trainer.loop import Verdict, step
         from trainer.optim import rates_at

@@ -30,7 +30,8 @@ from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.runs import Run, RunRecord, usable_runs
 from pipelines.tracking.stop_request import StopRequest, read_stop_request, request_stop
-from trainer.config import TrainConfig, steps_to_come
+from trainer.amounts import steps_to_come
+from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.store import Store
 

@@ -30,8 +30,9 @@ from pipelines.tracking.forecast import TRAINING_PHASES, training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import read_run
+from trainer.amounts import tokens_before
 from trainer.commits import committed_state
-from trainer.config import TrainConfig, tokens_before
+from trainer.config import TrainConfig
 from trainer.errors import HandedOver, UserError
 from trainer.process import StopSignal
 

@@ -27,7 +27,8 @@ from pipelines.nodes.address import processes_on_this_node
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.ledger import attempts
-from trainer.config import ModelConfig, state_bytes
+from trainer.amounts import state_bytes
+from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.store import LocalStore, Store
 

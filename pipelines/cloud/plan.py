@@ -40,8 +40,9 @@ from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import STEADY_SECONDS_BETWEEN_FAILURES, attempts, prior_seconds_between_failures
 from pipelines.tracking.records import Machine
 from pipelines.weights import relative_size
+from trainer.amounts import state_bytes, tokens_before, val_tokens
 from trainer.commits import checkpoint_seconds, committed_state, rows_of
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, state_bytes, tokens_before, val_tokens
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import UserError
 from trainer.store import Store
 

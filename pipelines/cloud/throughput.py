@@ -20,15 +20,8 @@ from dataclasses import dataclass, replace
 
 from pipelines.bench.measurements import measurements
 from pipelines.recipe import Recipe
-from trainer.config import (
-    ModelConfig,
-    RuntimeConfig,
-    TrainConfig,
-    check_shares,
-    micro_batch_of,
-    sequences_per_step,
-    state_bytes,
-)
+from trainer.amounts import check_shares, micro_batch_of, sequences_per_step, state_bytes
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
 

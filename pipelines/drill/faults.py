@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.mlflow.settings import tracking_is_off
-from trainer.config import check_shares
+from trainer.amounts import check_shares
 from trainer.errors import UserError
 
 # The failpoints of a drill, and the stage of each.

@@ -29,7 +29,7 @@ from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until
 from pipelines.tracking.origins import beginning_of_run
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import Run
-from trainer.config import batch_stages
+from trainer.amounts import batch_stages
 from trainer.errors import UserError
 from trainer.metrics import MFU_FORMULA
 from trainer.store import Store

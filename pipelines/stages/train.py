@@ -33,14 +33,9 @@ from pipelines.tracking.ledger import (
 )
 from pipelines.tracking.origins import FIELDS, beginning_of
 from pipelines.weights import content_identity
+from trainer.amounts import check_shares, state_bytes
 from trainer.commits import TrainState, committed_state, series
-from trainer.config import (
-    PRIOR_SECONDS_BETWEEN_FAILURES,
-    check_shares,
-    identity_of,
-    identity_of_model,
-    state_bytes,
-)
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of, identity_of_model
 
 LOOK_SECONDS = 1.0  # between two looks for the first shards
 LOOK_AGAIN_SECONDS = 10.0  # between two looks whether somebody makes the tokens
@@ -197,7 +192,8 @@ def store_result(work: Work, state: TrainState) -> Built:
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     speeds = sorted(row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row)
     final = {name: value for row in rows for name, value in row.items()}
-    precisions = {b.progress.precision for b in attempts(work.store, work.plan.prefix) if b.progress.precision}
+    beats = [*attempts(work.store, work.plan.prefix), work.attempt.latest]  # a short run sends its next one at the end
+    precisions = {beat.progress.precision for beat in beats if beat.progress.precision}
     facts = {
         "steps": state.step,
         "tokens": state.tokens_seen,

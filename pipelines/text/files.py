@@ -7,7 +7,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -45,6 +45,9 @@ _DIGESTS: dict[tuple[str, tuple[int, ...] | None], str] = {}  # of local files, 
 ENCODING = "utf-8-sig"  # UTF-8 that accepts the byte order mark of some editors
 
 
+Documents = Generator[tuple[str, bool], None, None]
+
+
 @dataclass(frozen=True)
 class Files:
     """Files of one kind, read one after the other.
@@ -66,12 +69,24 @@ class Files:
             identity["text_column"] = self.column
         if self.pinned is not None:
             return identity | {"files": self.where, "revision": self.pinned}
-        with closing(self.batches(0)):  # a wrong column fails now, not on rented machines
-            pass
+        self._look()
         if self.objects:
             return identity | {"etag": [one.etag.strip('"') for one in self.objects]}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return identity | {"sha256": list(pool.map(sha256_of_text, self.paths))}
+
+    def _look(self) -> None:
+        """Read the first document: a wrong column fails now, not on rented machines. Only parquet imports numpy, which
+        the first heartbeat would wait for."""
+        if self.kind == "parquet":
+            self.batches(0).close()
+            return
+        with closing(self._documents(self._found(), 0, self._named(0, 1))) as documents:
+            if next(documents, None) is None:
+                raise self._is_empty()
+
+    def _is_empty(self) -> UserError:
+        return UserError(f"tokens.source: '{self.where}' has no documents; at least one is required")
 
     def state(self) -> dict[str, Any]:
         if self.objects:
@@ -98,11 +113,11 @@ class Files:
         found = (
             self._parquet(paths, start)
             if self.kind == "parquet"
-            else self._text(paths, start, self._named(part, parts))
+            else packed(self._documents(paths, start, self._named(part, parts)))
         )
         first = next(found, None)
         if first is None and not start and parts == 1:  # a part of several may be empty
-            raise UserError(f"tokens.source: '{self.where}' has no documents; at least one is required")
+            raise self._is_empty()
         return joined([] if first is None else [first], found)
 
     @property
@@ -201,13 +216,14 @@ class Files:
         which = f" (counted in its files {part}, {part + parts}, {part + 2 * parts}, …)" if parts > 1 else ""
         return f"'{self.where}'{which}"
 
-    def _text(self, paths: tuple[str, ...], start: int, named: str) -> Iterator[TextBatch]:
+    def _documents(self, paths: tuple[str, ...], start: int, named: str) -> Documents:
+        """The documents of files other than parquet, and whether each was not valid UTF-8."""
         if self.kind == "txt":
-            return packed(self._whole(paths[start:]))
+            return self._whole(paths[start:])
         lines = (line for line in self._lines(paths) if line.strip())
-        return packed(self._texts_of(itertools.islice(enumerate(lines), start, None), named))
+        return self._texts_of(itertools.islice(enumerate(lines), start, None), named)
 
-    def _whole(self, paths: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
+    def _whole(self, paths: tuple[str, ...]) -> Documents:
         """Each file as one document, and whether it was not valid UTF-8."""
         for path, file in each_opened(paths, self._opened):
             with reading(path), file:
@@ -226,7 +242,7 @@ class Files:
         except (OSError, ImportError, ValueError) as error:
             raise self._not_opened(error) if "://" in path else unreadable(path, error) from error
 
-    def _texts_of(self, lines: Iterator[tuple[int, str]], named: str) -> Iterator[tuple[str, bool]]:
+    def _texts_of(self, lines: Iterator[tuple[int, str]], named: str) -> Documents:
         for number, line in lines:
             line, invalid = replaced(line)
             try:
@@ -251,16 +267,15 @@ class Files:
 @contextmanager
 def reading(path: str) -> Iterator[None]:
     """UserError for a file that is truncated, damaged or removed, or a server that stays away."""
-    import pyarrow as pa
-
     try:
         yield
-    except (EOFError, zlib.error, pa.ArrowInvalid, OSError) as error:
+    except (EOFError, zlib.error, OSError) as error:
         raise unreadable(path, error) from error
     except UserError:
         raise
     except Exception as error:
-        if not is_transient(error):
+        # By its name: texts other than parquet don't wait for the import of pyarrow.
+        if not (is_transient(error) or type(error).__name__ == "ArrowInvalid"):
             raise
         raise unreadable(path, error) from error
 

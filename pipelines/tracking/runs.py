@@ -20,9 +20,11 @@ from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, 
 from pipelines.tracking.clusters import read_intervals, with_cluster_hours
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.records import Heartbeat
+from trainer.amounts import tokens_before, tokens_of_steps
 from trainer.commits import series
-from trainer.config import TARGETS, explain, tokens_before, tokens_of_steps
+from trainer.config import TARGETS
 from trainer.errors import NotAFile, UserError, shown
+from trainer.explained import explain
 from trainer.store import Store
 from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, record_in
 

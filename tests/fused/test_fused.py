@@ -15,7 +15,8 @@ import trainer_runs
 from torch import Tensor
 from trainer_runs import Runner, weights
 
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, micro_batch_count
+from trainer.amounts import micro_batch_count
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine, make_engine
 from trainer.errors import UserError
 from trainer.evaluation import Evaluation, Sampling

@@ -10,7 +10,7 @@ from pipelines.recipe import load_recipe
 from pipelines.show.plan import print_plan
 from pipelines.stage import STAGES
 from pipelines.tracking.records import Progress
-from trainer.config import val_tokens
+from trainer.amounts import val_tokens
 from trainer.store import LocalStore
 
 

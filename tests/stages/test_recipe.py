@@ -15,7 +15,8 @@ from core_bundle import make_bundle
 from pipelines.plan import shipped_estimates
 from pipelines.recipe import EvaluateConfig, ExportConfig, Recipe, TokensConfig, load_recipe, shipped
 from pipelines.stage import STAGES, plans_of, run_name
-from trainer.config import MUON_FIELDS, RuntimeConfig, TrainConfig, val_share
+from trainer.amounts import val_share
+from trainer.config import MUON_FIELDS, RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
 

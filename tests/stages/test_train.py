@@ -29,7 +29,7 @@ def test_the_ranks_are_part_of_their_attempt_and_end_with_it(
 ) -> None:
     mine, started = work("train"), []
 
-    def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> dict[str, Any]:
+    def follow(work: Work, torchrun: subprocess.Popen[bytes], *_: object) -> dict[str, Any]:
         started.append(torchrun)
         with work.attempt:
             pass  # a heartbeat

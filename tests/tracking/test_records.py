@@ -102,7 +102,8 @@ LAUNCH_CLAIM = {
     "jobs": [7],
 }
 INTERVAL = {"cluster": "smoke-1", "nodes": 2, "started": 1.5, "ended": None, "seen": 2.5, "price_per_hour": None}
-SHARD = {"file": FILE, "tokens": 2_000_000, "document": 233, "offset": 28063, "encoder": None}
+SHARD = {"file": FILE, "tokens": 2_000_000, "document": 233, "offset": 28063}
+SHARD |= {"max_id": None, "rows": None, "encoder": None, "invalid": 0}
 CHECKPOINT_FILE = {"name": "rank-00000-of-00001.safetensors", "size": 9, "sha256": "ab" * 32}
 # Objects whose names are free: settings of a recipe, names of machines' phases, names of a user's variables.
 OPEN = {"recipe", "identity", "facts", "provenance", "inputs"}

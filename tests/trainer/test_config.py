@@ -8,12 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from trainer.__main__ import TrainerConfig
-from trainer.config import (
-    ModelConfig,
-    RuntimeConfig,
-    TrainConfig,
+from trainer.amounts import (
     check_shares,
-    explain,
     micro_batch_count,
     micro_batch_of,
     sequences_per_step,
@@ -21,7 +17,9 @@ from trainer.config import (
     val_tokens,
     validations,
 )
+from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
 from trainer.errors import UserError
+from trainer.explained import explain
 from trainer.families.gpt2 import Gpt2Config
 
 GOOD: dict[str, dict[str, Any]] = {

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import TrainConfig, batch_tokens_at, steps_to_come, tokens_before
+from trainer.amounts import batch_tokens_at, steps_to_come, tokens_before
+from trainer.config import TrainConfig
 from trainer.data import PREFETCHED, Prefetcher, TokenData
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.amounts import micro_batch_of
 from trainer.commits import TrainState
-from trainer.config import RuntimeConfig, TrainConfig, micro_batch_of
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config

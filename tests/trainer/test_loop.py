@@ -31,8 +31,8 @@ from trainer.evaluate import validation_loss
 from trainer.events import (
     Started,
 )
-from trainer.loop import SaveClock
 from trainer.parallel import Agreement, World
+from trainer.save_clock import SaveClock
 from trainer.shards import local_shards, write_shard
 from trainer.store import LocalStore
 

@@ -192,7 +192,7 @@ print(sorted({{m.partition(".")[0] for m in sys.modules}} & {{"pipelines", "boto
         ("- a list\n", "not a YAML file with sections model, train, runtime"),
         ("", "not a YAML file with sections model, train, runtime"),
         ("a: [", "not a YAML file with sections model, train, runtime"),
-        (yaml.safe_dump(CONFIG), "contains no train_*.bin shards; give a folder that tokenize wrote"),
+        (yaml.safe_dump(CONFIG), "contains no train_*.bin shards; give a folder of tokenize, llm.c or nanoGPT"),
     ],
 )
 def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, body: str, line: str) -> None:

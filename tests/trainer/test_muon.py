@@ -15,7 +15,8 @@ from trainer_runs import EVERY_STEP, Runner, weights
 
 from trainer import muon
 from trainer.__main__ import claim
-from trainer.config import TrainConfig, state_bytes
+from trainer.amounts import state_bytes
+from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
 from trainer.families.gpt2_module import GPT

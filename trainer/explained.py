@@ -1,0 +1,95 @@
+"""The errors of a section in a line each: the field, what it holds, and what would be right."""
+
+import difflib
+import re
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from trainer.errors import UserError, shown
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:
+    """pydantic's errors as one line each: `where: train.learning_rte: unknown field; did you mean …`."""
+    lines: dict[str, list[str]] = {}  # a union reports one error for each member: join them into one line a field
+    for e in error.errors():
+        path, message = _one_line(e, model)
+        lines.setdefault(path, []).append(message)
+    complaints = (": ".join(filter(None, (where, path, ", or ".join(m)))) for path, m in lines.items())
+    return UserError("\n".join(complaints))
+
+
+def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
+    """The path of the field, and its error."""
+    path, sections = _place(model, [str(p) for p in error["loc"]])
+    known = [name for section in sections for name in section.model_fields]
+    if error["type"] == "extra_forbidden":
+        families = [name for name, other in _families_at(model, path[:-1]).items() if path[-1] in other.model_fields]
+        if families:
+            other, here = " and ".join(families), sections[0].model_fields["family"].default
+            hint = f"known here: {', '.join(known)}"
+            return ".".join(path), f"a field of family {other}, and model.family is {here}; {hint}"
+        if near := difflib.get_close_matches(path[-1], known, 1):
+            return ".".join(path), f"unknown field; did you mean '{near[0]}'?"
+        return ".".join(path), f"unknown field; known here: {', '.join(known)}"
+    if error["type"] == "missing":
+        return ".".join(path), "missing; a value is required here"
+    if error["type"] == "union_tag_invalid":
+        families = re.findall("'([^']*)'", error["ctx"]["expected_tags"])
+        near = difflib.get_close_matches(str(error["ctx"]["tag"]).lower(), families, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(families)}"
+        return ".".join([*path, "family"]), f"unknown family {shown(error['ctx']['tag'])}; {hint}"
+    # Unions put the name of their member ('int', 'literal[…]') at the end of loc: it does not help a user.
+    if len(path) > 1 and path[-1] not in known:
+        path = path[:-1]
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    got = "" if error["type"] == "value_error" else f" (got {shown(error['input'])})"
+    return ".".join(path), f"{message}{got}{_near_value(error)}"
+
+
+def _near_value(error: ErrorDetails) -> str:
+    """A hint at the known value that a wrong one resembles."""
+    if error["type"] != "literal_error":
+        return ""
+    known = re.findall("'([^']*)'", error["ctx"]["expected"])
+    near = difflib.get_close_matches(str(error["input"]).lower(), known, 1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _place(model: type[BaseModel], loc: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
+    """The path of a field as the user writes it, and the section that should hold it; none if that is no section.
+    Where a section is one of several families, pydantic puts its family into `loc`."""
+    path: list[str] = []
+    sections: list[type[BaseModel]] = [model]
+    while loc:
+        path.append(loc[0])
+        field = sections[0].model_fields.get(loc[0]) if sections else None
+        inner = _sections(field.annotation) if field else []
+        loc = loc[1:]
+        if len(inner) > 1 and loc:
+            inner = [one for one in inner if one.model_fields["family"].default == loc[0]]
+            loc = loc[1:]
+        if inner and loc and loc[0].isdecimal():  # the place in a list
+            path.append(loc[0])
+            loc = loc[1:]
+        if loc:
+            sections = inner
+    return path, sections
+
+
+def _families_at(model: type[BaseModel], path: list[str]) -> dict[str, type[BaseModel]]:
+    """The sections of all families that a field may hold, by family."""
+    found = (
+        _sections(model.model_fields[path[0]].annotation) if len(path) == 1 and path[0] in model.model_fields else []
+    )
+    return {one.model_fields["family"].default: one for one in found} if len(found) > 1 else {}
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold: one, one a family, or several in a list."""
+    members = [
+        get_args(m)[0] if get_origin(m) in (Annotated, list) else m for m in get_args(annotation) or (annotation,)
+    ]
+    return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
