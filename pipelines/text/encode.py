@@ -39,6 +39,10 @@ COPY_IDS = 300  # a copy of so many ids takes the time of one step of a loop
 # added 90 MB a second, the words of a Wikipedia less than 10.
 CACHE_SECONDS = 8.0
 
+LONG_BYTES = 1 << 20  # a longer document is encoded in pieces: text for tiktoken takes up to eight times its bytes
+# Between two such words is always a border of tokens: GPT-2's pattern begins a word with the space before it.
+BORDER = re.compile(rb"[A-Za-z](?= [A-Za-z])")
+
 # The UTF-8 of all code points around which the two differ, and of some near them. tests/text/test_encode.py compares
 # all code points. The first bytes alone are searched for ten times as fast, and most texts have none of them.
 DIFFERENT = re.compile(
@@ -142,6 +146,15 @@ class FastEncoder:
         """
         import numpy as np
 
+        if int(np.diff(texts.bounds).max(initial=0)) > LONG_BYTES:
+            pieces, first = in_pieces(texts)
+            ids, bounds = self._encode(pieces, sampled)
+            return ids, bounds[first]
+        return self._encode(texts, sampled)
+
+    def _encode(self, texts: TextBatch, sampled: bool) -> "tuple[Ids, np.ndarray]":
+        import numpy as np
+
         started = time.thread_time()
         encoded = self._encoder().encode_batch(as_awkward(texts), parallel=False)
         self._of_thread.seconds += time.thread_time() - started
@@ -202,6 +215,21 @@ def _rank_file(encoding: "tiktoken.Encoding") -> bytes:
     """The ranks in tiktoken's file format: a line for each token, in base64, with its rank."""
     tokens = (encoding.decode_single_token_bytes(rank) for rank in range(encoding.eot_token))
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+
+
+def in_pieces(texts: TextBatch) -> "tuple[TextBatch, np.ndarray]":
+    """The documents with the long ones cut where the tokens of the pieces are those of the whole, as far as there are
+    such places; and the number of each document's first piece (documents + 1,)."""
+    import numpy as np
+
+    bounds, first = [0], [0]
+    for start, end in itertools.pairwise(texts.bounds.tolist()):
+        while end - start > LONG_BYTES and (border := BORDER.search(texts.content, start + LONG_BYTES, end)):
+            start = border.end()
+            bounds.append(start)
+        bounds.append(end)
+        first.append(len(bounds) - 1)
+    return TextBatch(texts.content, np.array(bounds, np.int64)), np.array(first)
 
 
 def as_awkward(texts: TextBatch) -> Any:

@@ -128,6 +128,8 @@ def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
     unfinished = [part for part in job.parts if not is_complete(job, part)]
     finished = [finished_part(job.store, job.plan, part) or [] for part in job.parts if part not in unfinished]
     stored = sum(receipt.tokens for part in finished for receipt in part) if job.waits else 0
+    if finished:
+        job.note(f"  {sum(map(len, finished))} shards exist from an earlier attempt")
     new = 0
     yield PartsProgress(stored, new)
     text: UnchangedText | None = None  # the text of finished parts is not opened

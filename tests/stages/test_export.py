@@ -418,7 +418,7 @@ from pathlib import Path
 from pipelines.formats import hf, llmc
 from pipelines.formats.weights import Weights
 from pipelines.text.tokenizer import tokenizer
-from trainer.families.gpt2_module import GPT
+from trainer.families.gpt2 import Gpt2Config
 import safetensors.torch
 
 def peak():

@@ -69,6 +69,21 @@ def test_a_stream_is_end_of_text_and_encode_ordinary_of_every_document_in_order(
     assert rows(gpt2, iter(texts), threads, reference=reference) == expected
 
 
+def test_a_long_document_has_its_tokens_though_it_is_encoded_in_pieces(
+    gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "LONG_BYTES", 20)
+
+    @settings(max_examples=100, deadline=None)
+    @given(words=st.lists(st.text("ab Z1'sl\u088f\u00e9\n.", max_size=12), max_size=60), before=st.text(max_size=5))
+    def check(words: list[str], before: str) -> None:
+        text = " ".join(words)
+        texts = [before, text, "", f"{text} and {text}", text + before]
+        assert rows(gpt2, texts) == [[50_256, *gpt2.encode_ordinary(one)] for one in texts]
+
+    check()
+
+
 def test_gpt2s_text_is_encoded_by_the_fast_library_and_other_text_by_tiktoken(gpt2: tiktoken.Encoding) -> None:
     assert encoder_name(gpt2).startswith("gigatoken ")
     assert encoder_name(gpt2, reference=True).startswith("tiktoken ")
