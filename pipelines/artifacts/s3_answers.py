@@ -57,6 +57,7 @@ class OddAnswer(Exception):
 def is_transient(error: BaseException) -> bool:
     from botocore import exceptions
     from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
 
     if isinstance(error, exceptions.ClientError):
         status, code = status_of(error), code_of(error)
@@ -68,6 +69,7 @@ def is_transient(error: BaseException) -> bool:
         exceptions.ConnectionError,  # refused, no such host (yet)
         exceptions.HTTPClientError,  # reset, timed out, closed half-way
         exceptions.IncompleteReadError,
+        HTTPError,  # botocore passes on a reset in the middle of an error's body
         OddAnswer,
         ResponseParserError,
         exceptions.CredentialRetrievalError,  # a short failure of the instance's metadata service

@@ -165,7 +165,8 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0, train:
 def test_updates_follow_the_reference(optimizer: str, family: dict[str, Any]) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer})
     one, other = engines(train, **family)
-    assert updates(one, 6, train=train) == pytest.approx(updates(other, 6, train=train), rel=4e-3)
+    near = 4e-3 if optimizer == "adamw" else 1e-2  # Muon enlarges rounding along small singular values
+    assert updates(one, 6, train=train) == pytest.approx(updates(other, 6, train=train), rel=near)
 
 
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:
