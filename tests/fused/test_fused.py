@@ -153,7 +153,8 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0, train:
     for number in range(1, count + 1):
         tokens = torch.randint(0, 140, (2, 2, 17), generator=noise)
         found = engine.accumulate(iter([(t[:, :-1], t[:, 1:]) for t in tokens]), 2, 4, number)
-        assert engine.update(rates_of(1e-2, number - 1, train), found, number)
+        rate = 1e-2 if train.optimizer == "adamw" else train.learning_rate  # Muon's own rate follows it
+        assert engine.update(rates_of(rate, number - 1, train), found, number)
         losses.append(float(found[0]))
     return losses
 
