@@ -18,7 +18,7 @@ from pipelines.tracking.origins import beginning_of
 from pipelines.tracking.runs import Passed, Summary
 
 if TYPE_CHECKING:
-    from pipelines.stage import Pipeline
+    from pipelines.pipeline import Pipeline
 
 LABEL = 12  # columns of a fact's label
 BASELINE = {"val/loss": "val loss", "eval/hellaswag_acc_norm": "HellaSwag", "eval/core": "CORE"}  # by metric

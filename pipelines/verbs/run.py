@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from pipelines.artifacts.manifest import ArtifactPlan
     from pipelines.cloud.budget import Budget
     from pipelines.nodes.address import NodeAddress
+    from pipelines.pipeline import Pipeline
     from pipelines.recipe import Recipe
     from pipelines.screen import Screen
-    from pipelines.stage import Pipeline
     from trainer.process import StopSignal
     from trainer.store import Store
 
@@ -78,9 +78,10 @@ def run(
     from pipelines.artifacts.traffic import counted_together
     from pipelines.cloud.notice import watching
     from pipelines.nodes.address import this_node
+    from pipelines.pipeline import head_recorded_death
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import STAGES, head_recorded_death, missing, run_name
+    from pipelines.stage import STAGES, missing, run_name
     from trainer.process import StopSignal
 
     if exited is not None and not 128 < exited <= 192:
@@ -186,7 +187,8 @@ def after_signal(
     from pipelines.nodes.address import this_node
     from pipelines.nodes.head import let_workers_exit_first
     from pipelines.nodes.torchrun import signal_name
-    from pipelines.stage import record_death, run_name
+    from pipelines.pipeline import record_death
+    from pipelines.stage import run_name
     from pipelines.tracking.stop_request import read_stop_request
 
     cause = f"the run's command was killed by {signal_name(number)}"
@@ -222,8 +224,9 @@ def pipeline_here(
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes.address import this_node
     from pipelines.nodes.head import Head
+    from pipelines.pipeline import Pipeline
     from pipelines.show.page import render
-    from pipelines.stage import Pipeline, run_name
+    from pipelines.stage import run_name
     from pipelines.tracking.ledger import process_began
     from pipelines.tracking.mlflow.tracker import Tracker
     from pipelines.tracking.stop_request import watch_stop_request

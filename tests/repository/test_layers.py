@@ -23,7 +23,9 @@ LAYERS = (
         *(
             "pipelines.branch",
             "pipelines.gc",
+            "pipelines.pipeline",
             "pipelines.plan",
+            "pipelines.provenance",
             "pipelines.pull",
             "pipelines.sample",
             "pipelines.stage",

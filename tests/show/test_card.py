@@ -7,9 +7,10 @@ import pytest
 from run_records import PLANS, RECIPE, RUN, TRAIN, done_run, finished
 
 from pipelines.artifacts.manifest import File
+from pipelines.pipeline import Pipeline
 from pipelines.show.card import card_facts, print_card
 from pipelines.show.console import TerminalScreen, program
-from pipelines.stage import STAGES, Pipeline
+from pipelines.stage import STAGES
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Machine
 from pipelines.verbs.run import next_commands

@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
-from pipelines import stage
+import pipelines.pipeline
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, Manifest, commit, find, read_manifest
 from pipelines.nodes.head import Head
+from pipelines.pipeline import Pipeline
+from pipelines.provenance import provenance
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.show.console import TerminalScreen
-from pipelines.stage import STAGES, Built, Pipeline, Work, provenance
+from pipelines.stage import STAGES, Built, Work
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import attempts, claim, seconds_between_failures, this_process
 from pipelines.tracking.mlflow.tracker import Tracker
@@ -85,7 +87,7 @@ def no_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> StandIns:
     stand_ins = StandIns()
-    monkeypatch.setattr(stage, "stage_named", stand_ins.named)
+    monkeypatch.setattr("pipelines.pipeline.stage_named", stand_ins.named)
     return stand_ins
 
 
@@ -401,7 +403,7 @@ def put_heartbeat(store: Store, **changes: Any) -> None:
 def test_an_attempt_on_another_machine_is_taken_over_once_it_is_silent(
     stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(pipelines.pipeline, "SILENT_SECONDS", 0.5)
     put_heartbeat(store)
     started = time.monotonic()
     assert execute(store, tmp_path).made["tokenize"].attempt == 2
@@ -421,7 +423,7 @@ def test_an_attempt_on_another_machine_is_left_alone_while_its_heartbeats_come(
     stages: StandIns, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
-    monkeypatch.setattr(stage, "SILENT_SECONDS", 1.5)
+    monkeypatch.setattr(pipelines.pipeline, "SILENT_SECONDS", 1.5)
     rival = claim(store, TOKENS, "other", "tokenize", 1, Billing())
     assert rival is not None
     rival.update(process=ELSEWHERE)
@@ -457,7 +459,7 @@ def test_a_rented_machine_that_only_waits_for_another_one_is_released(
     rivals: str,
     ending: type[Interrupted],
 ) -> None:
-    monkeypatch.setattr(stage, "RIVAL_SECONDS", 0.0)
+    monkeypatch.setattr(pipelines.pipeline, "RIVAL_SECONDS", 0.0)
     put_heartbeat(store, machine=Machine("aws", cluster=rivals))
     waiting = pipeline(store, tmp_path)
     waiting.billing = replace(waiting.billing, machine=Machine("aws", cluster="train-9"))
@@ -484,7 +486,7 @@ def child(store: str, home: str, seconds: str) -> None:
         return write_a_file(work)
 
     stand_ins.builds["tokenize"] = slowly
-    stage.stage_named = stand_ins.named
+    pipelines.pipeline.stage_named = stand_ins.named
     stop = StopSignal()
     Path(home, f"ready-{os.getpid()}").touch()
     while not Path(home, "go").exists():

@@ -26,11 +26,12 @@ from stage_work import NoSignals
 
 import pipelines.tracking.runs
 import trainer.checkpoint
-from pipelines import gc, stage
+from pipelines import gc, pipeline
 from pipelines.artifacts.manifest import read_manifest
+from pipelines.pipeline import Pipeline
 from pipelines.recipe import Recipe
 from pipelines.show.console import TerminalScreen
-from pipelines.stage import Built, Pipeline, Work, plans_of, run_name, stage_named
+from pipelines.stage import Built, Work, plans_of, run_name, stage_named
 from pipelines.stages import tokenize
 from pipelines.tracking import ledger
 from pipelines.tracking.mlflow.tracker import Tracker
@@ -530,7 +531,7 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     """Give this process the clocks, threads and stages of the simulated ones."""
     patch.setenv("SKYTRAIN_TRACKING", "off")
     patch.delenv("SKYTRAIN_METER", raising=False)
-    for module in (ledger, gc, stage, trainer.checkpoint, pipelines.tracking.runs):
+    for module in (ledger, gc, pipeline, trainer.checkpoint, pipelines.tracking.runs):
         patch.setattr(module, "time", Clock())
     for module in (ledger, trainer.checkpoint):
         patch.setattr(module, "Background", Thread)
@@ -542,7 +543,7 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
     for name, value in vars(pipelines.tracking.runs.Run).items():
         if isinstance(value, cached_property) and hasattr(value, "lock"):  # Python 3.11: one for all processes here
             patch.setattr(vars(pipelines.tracking.runs.Run)[name], "lock", nullcontext())
-    patch.setattr(stage, "provenance", dict)
-    patch.setattr(stage, "code_tags", dict)
+    patch.setattr(pipeline, "provenance", dict)
+    patch.setattr(pipeline, "code_tags", dict)
     stages = {"tokenize": tokenize, "train": SmallTraining()}
-    patch.setattr(stage, "stage_named", lambda name: stages.get(name) or stage_named(name))
+    patch.setattr(pipeline, "stage_named", lambda name: stages.get(name) or stage_named(name))

@@ -1,0 +1,384 @@
+"""One invocation of a run: it skips the artifacts that exist, and builds the others.
+
+For each missing artifact it claims an attempt, waits for another process that builds the same artifact, calls the
+stage's `build`, commits, and tracks. A death by a signal is recorded here too, by the next command.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
+from pipelines.nodes.head import Head
+from pipelines.provenance import code_tags, provenance
+from pipelines.recipe import Recipe
+from pipelines.screen import Screen
+from pipelines.stage import STAGES, Built, Work, all_made, missing, run_name, stage_named
+from pipelines.text.growing import unfinished
+from pipelines.text.tokenizer import keep_tokenizer
+from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, cost_metrics
+from pipelines.tracking.deaths import after_death
+from pipelines.tracking.ledger import (
+    SILENT_SECONDS,
+    Attempt,
+    attempts,
+    claim,
+    close_dead_attempt,
+    is_alive,
+    is_worked_on,
+)
+from pipelines.tracking.mlflow.parent import finished_model, parent_files, parent_params, parent_results, parent_tags
+from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.origins import pin_commits
+from pipelines.tracking.records import Billing, Heartbeat
+from pipelines.tracking.runs import Run, RunRecord, read_run, record
+from trainer.amounts import tokens_of_steps
+from trainer.errors import Interrupted, StaleAttempt, Stopped, UserError
+from trainer.process import StopSignal, failpoint
+from trainer.store import Store
+
+# On a rented machine: how long to wait, at full price, while another machine works on the same artifact.
+RIVAL_SECONDS = 300.0
+ORPHAN_SECONDS = 150.0  # for the ranks of a killed command to commit: more than any cloud's grace
+COSTS_SECONDS = 30.0  # between two points of the run's costs: 3,000 points a day and metric
+
+
+@dataclass
+class Pipeline:
+    """One invocation of a run: everything that its stages share."""
+
+    recipe: Recipe
+    store: Store
+    home: Path
+    billing: Billing
+    tracker: Tracker
+    screen: Screen
+    stop: StopSignal
+    plans: dict[str, ArtifactPlan]
+    # Called with every heartbeat, in its thread. A watch that returns a reason stops the whole run.
+    watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
+    head: Head | None = None  # of several nodes
+    before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
+    report_page: Callable[[Run], str] | None = None  # the page of a run, as HTML, for the tracking server
+    began: float | None = None  # unix seconds, the start of the process, which the first attempt bills
+    made: dict[str, Manifest] = field(default_factory=dict)
+    skipped: dict[str, bool] = field(default_factory=dict)
+    _recorded: RunRecord | None = None
+    _earlier: list[StoredHeartbeat] = field(default_factory=list)  # of this run, when the current attempt began
+    _costs_tracked: float = 0.0  # unix seconds of the heartbeat with the last tracked costs
+
+    @property
+    def run(self) -> str:
+        return run_name(self.plans)
+
+    def execute(self, until: str) -> None:
+        """Make the missing artifacts up to the stage `until`, and account for them."""
+        self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
+        pin_commits(self.store, self.run, self.recipe)
+        keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
+        if all_made(self.store, self.plans, until) and not self.tracker.owes_records():
+            return self._make_all(until)  # nothing to do, and nothing to track
+        self.tracker.start()
+        self.tracker.stage_started(None, parent_params(self.recipe), {"skytrain.store": self.store.uri} | code_tags())
+        status = "FAILED"
+        try:
+            self._make_all(until)
+            status = "FINISHED"
+        except (Interrupted, KeyboardInterrupt):
+            status = "KILLED"
+            raise
+        finally:
+            with suppress(OSError, UserError):  # an unreachable store must not hide the error that ended the run
+                self._track_totals()
+            self.tracker.stage_ended(None, status)
+            if notice := self.tracker.close():
+                self.screen.warn(notice)
+            with suppress(OSError, UserError):
+                self.tracker.keep_journal(self.store)
+
+    def _track_totals(self) -> None:
+        """The results and the final account: metrics, tags to search by, and files."""
+        run = self.snapshot()
+        self._track_costs(None, run.heartbeats, time.time())
+        self.tracker.tags(None, {f"skytrain.{name}": value for name, value in account_tags(run.account).items()})
+        self.tracker.table(None, "account.json", account_table(run.account))
+        self.tracker.tags(None, parent_tags(run))
+        for step, created, values in parent_results(run):
+            self.tracker.metrics(None, step, created, values)
+        for name, text in parent_files(run, self.report_page).items():
+            self.tracker.text_file(None, name, text)
+        if model := finished_model(run):
+            self.tracker.model(model)
+
+    def _account(self, heartbeats: Iterable[StoredHeartbeat]) -> Account:
+        return account(self.run, heartbeats, partial(tokens_of_steps, self.recipe.train))
+
+    def _track_costs(self, stage: str | None, heartbeats: list[StoredHeartbeat], now: float) -> None:
+        """Track the costs of a stage (None: of all) up to `now`, at the highest step that any attempt reached.
+
+        A rollback takes back steps, but no dollars.
+        """
+        counted = [one for one in heartbeats if stage in (None, one.beat.stage)]
+        step = max((one.beat.progress.highest_step or 0 for one in counted), default=0)
+        self.tracker.metrics(stage, step, now, cost_metrics(self._account(counted)))
+
+    def snapshot(self) -> Run:
+        """The run as the store has it now."""
+        return read_run(self.store, self.run) if self._recorded is None else Run(self.store, self._recorded)
+
+    def _make_all(self, last: str) -> None:
+        for stage in STAGES[: STAGES.index(last) + 1]:
+            self.stop.check()
+            self.skipped[stage] = False
+            if stage == "tokenize" and last != stage and self._can_follow_tokens():
+                self.made[stage] = unfinished(self.plans[stage].prefix)
+                continue
+            self.made[stage] = self._existing(stage) or self._make(stage)
+            if stage == "train" and self.head:
+                self.head.release_workers()
+            if stage == "train" and not self.made["tokenize"].files:
+                del self.made["tokenize"]
+                if last != stage:
+                    self.made = {"tokenize": self._existing("tokenize") or self._make("tokenize"), **self.made}
+
+    def _can_follow_tokens(self) -> bool:
+        """Whether training may begin while another process makes the tokens."""
+        plan = self.plans["tokenize"]
+        if not self.recipe.train.follow_tokens or find(self.store, plan) or not is_worked_on(self.store, plan.prefix):
+            return False
+        self.screen.note(f"[bold]tokenize[/]  {plan.prefix} is being made; training follows its shards")
+        return True
+
+    def _existing(self, stage: str) -> Manifest | None:
+        manifest = find(self.store, self.plans[stage])
+        if manifest:
+            self.skipped[stage] = True
+            self.screen.note(f"[green]✓[/] [bold]{stage}[/]  {manifest.prefix} exists: skipped")
+        return manifest
+
+    def _make(self, stage: str) -> Manifest:
+        """Build an artifact, or wait for the process that is building it."""
+        plan = self.plans[stage]
+        while True:
+            began = time.monotonic()
+            rival = self._wait_for_rival(plan)
+            waited = time.monotonic() - began
+            if rival and (manifest := self._existing(stage)):
+                return manifest
+            number = rival.attempt + 1 if rival else 1
+            self._earlier = self.snapshot().heartbeats
+            earlier = (stored.beat for stored in self._earlier)
+            attempt = claim(
+                self.store,
+                plan.prefix,
+                self.run,
+                stage,
+                number,
+                self.billing,
+                self._watch,
+                waited,
+                earlier,
+                lambda thread: self.stop.ask(f"the thread of the heartbeats died: {thread.error!r}"),
+                self.began,
+            )
+            if attempt is None:  # another process was faster
+                self.stop.check()
+                time.sleep(1)
+                continue
+            try:
+                with attempt:
+                    manifest = self._build(stage, attempt)
+            except StaleAttempt:
+                self.screen.warn(f"{stage}: a newer attempt has taken over; waiting for it")
+                continue
+            self._track_end(stage, attempt, manifest)
+            return manifest
+
+    def _watch(self, beat: Heartbeat) -> None:
+        """Runs with every heartbeat of an attempt, in its thread."""
+        for watch in self.watches:
+            if reason := watch(beat):
+                self.stop.ask(reason, Stopped)
+        if beat.time - self._costs_tracked >= COSTS_SECONDS:
+            self._costs_tracked = beat.time
+            heartbeats = [*self._earlier, StoredHeartbeat(self.plans[beat.stage].prefix, beat)]
+            for stage in (None, beat.stage):
+                self._track_costs(stage, heartbeats, beat.time)
+            self.tracker.keep_journal(self.store)
+
+    def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
+        """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none.
+
+        A rented machine does not wait for longer than RIVAL_SECONDS: it raises Stopped, or Interrupted if the other
+        attempt is of the same job, which its controller then places anew.
+        """
+        last: Heartbeat | None = None
+        began = silent_since = time.monotonic()
+        while beats := attempts(self.store, plan.prefix):
+            newest = beats[-1]
+            if last is None or (newest.attempt, newest.time) != (last.attempt, last.time):
+                if last is None and is_alive(newest) is not False:
+                    self.screen.note(
+                        f"  {plan.stage}: attempt {newest.attempt} on {newest.process.host} is working; waiting for it "
+                        f"(after {SILENT_SECONDS:.0f} s without a heartbeat, this process takes over)"
+                    )
+                last, silent_since = newest, time.monotonic()
+            alive = is_alive(newest)
+            if alive is False or (alive is None and time.monotonic() - silent_since > SILENT_SECONDS):
+                return newest
+            self.stop.check()
+            cluster = self.billing.machine.cluster
+            if cluster and time.monotonic() - began > RIVAL_SECONDS:
+                works = f"attempt {newest.attempt} on {newest.process.host} works on {plan.stage}"
+                reason = f"{works}, so this rented machine is released"
+                self.stop.ask(reason, Interrupted if newest.machine.cluster == cluster else Stopped)
+            time.sleep(1)
+        return None
+
+    def _build(self, stage: str, attempt: Attempt) -> Manifest:
+        plan = self.plans[stage]
+        work = Work(
+            self.recipe,
+            plan,
+            self.made,
+            self.store,
+            self.home,
+            attempt,
+            self.tracker,
+            self.screen,
+            self.stop,
+            self.head,
+            before_ranks=self.before_ranks,
+        )
+        self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
+        self.tracker.stage_started(stage, self._params(stage), self._tags(stage, attempt))
+        shutil.rmtree(work.folder)  # left from a store that was deleted: a new store counts attempts from 1 again
+        try:
+            built = stage_named(stage).build(work)
+            failpoint(f"manifest-{stage}")
+            attempt.begin_to_finish()
+            manifest = commit(self.store, self._manifest(plan, attempt, built))
+        except BaseException as raised:
+            error = self._counted(attempt, raised)
+            interrupted = isinstance(error, Interrupted | StaleAttempt | KeyboardInterrupt)
+            if not isinstance(error, StaleAttempt):
+                attempt.update(state=state_after(error))
+            if interrupted and self.stop.reason:
+                attempt.report(notice=self.stop.reason)
+            self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
+            if error is raised:
+                raise
+            raise error from raised
+        attempt.update(state="done")
+        # With the scratch of earlier attempts on this machine. A folder that stays must not fail a finished stage.
+        shutil.rmtree(work.folder.parent, ignore_errors=True)
+        return manifest
+
+    def _counted(self, attempt: Attempt, error: BaseException) -> BaseException:
+        """The exception that ends an attempt. The death of a worker's command, which only interrupts the head, counts
+        among the deaths of the run; the shell of SkyPilot's task reports it."""
+        if type(error) is not Interrupted or not self.head or not self.billing.machine.cluster:
+            return error
+        cause = self.head.death_of_command()
+        if cause is None:
+            return error
+        attempt.report(killed=cause)
+        try:
+            return after_death(self.store, attempt.prefix, attempt.number, cause)
+        except (OSError, UserError):  # the store does not answer: uncounted
+            return error
+
+    def _manifest(self, plan: ArtifactPlan, attempt: Attempt, built: Built) -> Manifest:
+        return Manifest(
+            stage=plan.stage,
+            label=plan.label,
+            fingerprint=plan.fingerprint,
+            identity=plan.identity,
+            inputs={stage: self.plans[stage].fingerprint for stage in self.made},
+            files=tuple(built.files),
+            provenance=provenance(),
+            facts=built.facts,
+            run=self.run,
+            attempt=attempt.number,
+            created=time.time(),
+        )
+
+    def _params(self, stage: str) -> dict[str, Any]:
+        sections = {"tokenize": ["tokens"], "train": ["model", "train"]}.get(stage, [stage])
+        values = self.recipe.model_dump()
+        return {f"{s}.{k}": v for s in sections for k, v in values[s].items()}
+
+    def _tags(self, stage: str, attempt: Attempt) -> dict[str, Any]:
+        plan = self.plans[stage]
+        tags = {f"runtime.{k}": v for k, v in self.recipe.runtime.model_dump().items()}
+        return tags | {
+            "skytrain.artifact": f"{self.store.uri}/{plan.prefix}",
+            "skytrain.fingerprint": plan.fingerprint,
+            "skytrain.attempt": attempt.number,
+            **code_tags(),
+        }
+
+    def _track_end(self, stage: str, attempt: Attempt, manifest: Manifest) -> None:
+        self._track_costs(stage, [*self._earlier, StoredHeartbeat(attempt.prefix, attempt.latest)], attempt.latest.time)
+        if stage != "train":  # its last loss ends a series; it is no point at step 0
+            scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
+            self.tracker.metrics(stage, 0, time.time(), scores)
+        self.tracker.stage_ended(stage, "FINISHED")
+
+
+def record_death(store: Store, plans: dict[str, ArtifactPlan], until: str, billing: Billing, cause: str) -> Exception:
+    """Record in the store that a signal ended `skytrain run` on this machine. Returns the exception that ends the run.
+
+    Its ranks then commit and leave, because the kernel asks them to; this waits for them. A command that died before it
+    claimed an attempt gets one now, so that a command that always dies counts too.
+    """
+    stage = next(iter(missing(store, plans, until)), None)
+    if stage is None:
+        return Interrupted(cause)  # the same command only reports the artifacts
+    prefix, run = plans[stage].prefix, run_name(plans)
+    beats = attempts(store, prefix)
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while beats and is_alive(beats[-1]) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        beats = attempts(store, prefix)
+    newest = beats[-1] if beats else None
+    if newest and is_alive(newest) is not False:
+        return Interrupted(cause)  # this command waited for an attempt of another machine
+    if newest and newest.state == "running":
+        ending = after_death(store, prefix, newest.attempt, cause)
+        close_dead_attempt(store, prefix, newest, state_after(ending), cause)
+        return ending
+    number = newest.attempt + 1 if newest else 1
+    ending = after_death(store, prefix, number, cause)
+    if attempt := claim(store, prefix, run, stage, number, billing, earlier=beats):
+        with attempt:
+            attempt.update(state=state_after(ending))
+            attempt.report(killed=cause)
+    return ending
+
+
+def head_recorded_death(store: Store, plans: dict[str, ArtifactPlan], until: str, stop: StopSignal) -> bool:
+    """For another node, once the head is gone: whether a signal ended it, and its machine recorded that.
+
+    Waits until the attempt of the head must be silent.
+    """
+    deadline = time.monotonic() + SILENT_SECONDS
+    while stages := missing(store, plans, until):
+        beats = attempts(store, plans[stages[0]].prefix)
+        if not beats or beats[-1].state != "running" or time.monotonic() > deadline:
+            return bool(beats) and beats[-1].state != "running" and beats[-1].progress.killed is not None
+        stop.check()
+        time.sleep(0.5)
+    return False
+
+
+def state_after(error: BaseException) -> str:
+    """The state of an attempt that `error` ended."""
+    if isinstance(error, Stopped):
+        return "stopped"
+    return "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
