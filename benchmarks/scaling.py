@@ -1,0 +1,118 @@
+"""The speed of 1, 2, 4 … GPUs together, against the sum of the same GPUs working alone at the same time.
+
+    python -m benchmarks.scaling gpt2-124m --micro-batch 64 --gpus 8
+    python -m benchmarks.scaling gpt2-1558m --micro-batch 16 --gpus 8 --precision fp8_head --data-parallel zero1
+
+Cards of one host differ by some percent, and all of them share its power and air. So every GPU first runs
+`skytrain bench` by itself, all at the same time; then torchrun runs it on the first n. The batch of a GPU is the same
+in both. A row has tokens/s (median and quartiles of the steps), its share of the sum of those n alone, the share of n
+times their slowest, and the peak memory of rank 0. Without CUDA the processes share the CPU's cores, over gloo: that
+shows that the command works, and nothing of any speed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipelines.recipe import load_recipe
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some GPUs together. Speeds in tokens a second, memory in bytes."""
+
+    gpus: int
+    median: float
+    low: float
+    high: float
+    alone: list[float]  # of each of these GPUs
+    memory: int | None
+
+    @property
+    def of_sum(self) -> float:
+        return self.median / sum(self.alone)
+
+    @property
+    def of_slowest(self) -> float:
+        return self.median / (self.gpus * min(self.alone))
+
+    def __str__(self) -> str:
+        memory = f"{self.memory / 2**30:.1f} GiB" if self.memory is not None else "-"
+        return (
+            f"{self.gpus:>4}  {self.median:>12,.0f}  {self.low:>12,.0f} to {self.high:>12,.0f}  {self.of_sum:>7.1%}  "
+            f"{self.of_slowest:>7.1%}  {memory:>9}"
+        )
+
+
+def started(arguments: list[str], gpus: range, of: int) -> subprocess.Popen[str]:
+    """`skytrain bench` on these GPUs, one process a GPU. Each has its part of the CPU's cores: 1 / `of`."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(gpus)}"]
+    command = [sys.executable, *(torchrun if len(gpus) > 1 else []), "-m", "pipelines.cli", "bench", *arguments]
+    threads = max(1, (os.cpu_count() or 1) // of)  # torchrun's default is 1, a lone process takes all cores
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": str(threads)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def measured(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The measurement that a process prints. UserError if it fails; its stderr has said why."""
+    output, _ = process.communicate()
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        raise UserError(f"bench ended with exit code {process.returncode}")
+    result: dict[str, Any] = json.loads(lines[-1])["measured"][0]
+    return result
+
+
+def rows(recipe: str, options: list[str], gpu_tokens: int, gpus: int) -> list[Row]:
+    """The GPUs alone at the same time, then 2, 4, … and all of them together."""
+    common = [recipe, "--json", *options, "--batch-tokens"]
+    processes = [started([*common, str(gpu_tokens)], range(gpu, gpu + 1), gpus) for gpu in range(gpus)]
+    alone = [measured(process) for process in processes]
+    speeds = [one["tokens_per_second"]["median"] for one in alone]
+    print("alone, at the same time: " + ", ".join(f"{speed:,.0f}" for speed in speeds), flush=True)
+    print("GPUs      tokens/s                    quartiles    of sum  slowest     memory", flush=True)
+    made = []
+    for count in sorted({*(2**power for power in range(1, gpus.bit_length())), gpus} - {1}):
+        together = measured(started([*common, str(count * gpu_tokens)], range(count), gpus))
+        speed = together["tokens_per_second"]
+        row = Row(
+            count,
+            speed["median"],
+            speed["low_quartile"],
+            speed["high_quartile"],
+            speeds[:count],
+            together["allocated_bytes"],
+        )
+        print(row, flush=True)
+        made.append(row)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe", nargs="?", default="gpt2-124m")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="at least 2 [all]")
+    parser.add_argument("--micro-batch", default="auto", help="sequences of a micro-batch")
+    parser.add_argument("--gpu-tokens", type=int, help="tokens of a step on a GPU [the recipe's batch / GPUs]")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--data-parallel", default="zero1", help="zero1 or all_reduce")
+    parser.add_argument("--reduce-dtype", default="fp32", help="fp32 or bf16")
+    parser.add_argument("--steps", type=int, default=20)
+    chosen = parser.parse_args()
+    if chosen.gpus < 2:
+        parser.error("--gpus: one GPU has nothing to scale; name 2 or more")
+    gpu_tokens = chosen.gpu_tokens or load_recipe(chosen.recipe).train.batch_tokens // chosen.gpus
+    options = ["--micro-batch", chosen.micro_batch, "--precision", chosen.precision, "--steps", str(chosen.steps)]
+    options += ["--data-parallel", chosen.data_parallel, "--set", f"runtime.reduce_dtype={chosen.reduce_dtype}"]
+    rows(chosen.recipe, options, gpu_tokens, chosen.gpus)
+
+
+if __name__ == "__main__":
+    main()
