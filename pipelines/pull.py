@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.artifacts.manifest import File, Manifest, read_manifest, verify
+from pipelines.artifacts.manifest import File, Manifest, download_verified, read_manifest
 from pipelines.recipe import HF, OTHER_FORMATS
 from pipelines.tracking.runs import read_records
 from trainer.errors import UserError, cut, is_full
@@ -83,11 +83,7 @@ def fetch_to(store: Store, manifest: Manifest, file: File, path: Path) -> None:
     key, arriving = f"{manifest.prefix}/{file.key}", path.with_name(f".{path.name}.arriving")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            store.download(key, arriving)
-        except FileNotFoundError:
-            arriving.unlink(missing_ok=True)  # verify names the missing object
-        verify(store, key, file, arriving)
+        download_verified(store, key, file, arriving)
         arriving.rename(path)
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose another folder") from error

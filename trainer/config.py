@@ -502,7 +502,8 @@ class RuntimeConfig(Section):
     data_cache_gb: float | Literal["auto"] = Field(
         default="auto",
         description="Disk space of a node for shards from a bucket. Older shards are removed; those that a process "
-        "reads, and the next ones, stay in any case. auto: half of the space that is free without them [GB]",
+        "reads, and the next one, stay in any case. If there is room, the tokens of two large shards come ahead. auto: "
+        "half of the space that is free without them [GB]",
     )
     deterministic: bool = Field(
         default=False,

@@ -4,13 +4,14 @@ Threads stack the windows (trainer/shards.py) of the next micro-batches: for 64 
 millisecond. A separate stream copies them in the form of the file, 2 or 4 bytes a token, and widens them on the device.
 """
 
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,11 +24,15 @@ from trainer.shards import GrowingOrder, Shard, check_ids, order_of, parts_of_mi
 
 T = TypeVar("T")
 More = Callable[[int], tuple[list[Shard], bool]]
+LARGE_SHARDS_AHEAD = 2  # their tokens are there before they are read
+MOST_PREFETCHED = 100  # shards, where many small ones have as many tokens
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
 
 
 class TokenData:
-    """The tokens of one split. A shard is fetched when it is read, and the next one is prefetched in the background.
+    """The tokens of one split. A shard is fetched when it is read, and the next ones are prefetched in the background:
+    as many as hold the tokens of two large shards, if the present ones and they fit into `budget_gb`, and one in any
+    case.
 
     `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards. `more` gives the
     shards of a text that grows while it is read, behind a number of known ones, and whether they are the last.
@@ -45,10 +50,13 @@ class TokenData:
         weights: Sequence[float] = (),
         eot: int | None = None,
         more: More | None = None,
+        budget_gb: float | Literal["auto"] = "auto",
     ) -> None:
         check_ids(shards, vocab_size)
         self.shards, self.block_size, self.vocab_size, self.more = shards, block_size, vocab_size, more
         self.weights = weights
+        self._most_windows = self._windows_of_largest(shards)
+        self._budget = math.inf if budget_gb == "auto" else budget_gb * 1e9  # bytes
         assert more is None or not (shards or weights), "a growing text is one text, and begins without shards"
         self.order = GrowingOrder(block_size, seed) if more else order_of(shards, block_size, seed, weights)
         assert eot is not None or all(shard.rows is None for shard in shards), "packed shards need their <|endoftext|>"
@@ -76,6 +84,7 @@ class TokenData:
         assert isinstance(self.order, GrowingOrder)
         check_ids(shards, self.vocab_size)
         self.shards.extend(shards)
+        self._most_windows = max(self._most_windows, self._windows_of_largest(shards))
         self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in self.shards) else np.uint16
         self.order.grow(shards, whole)
 
@@ -115,8 +124,9 @@ class TokenData:
 
         `upcoming`: the sequences that the next call will probably request. On a GPU the first of them are prefetched.
         """
-        coming = [*self.order.shards_of(upcoming), *self.order.next_shards((upcoming or sequences)[-1])]
-        self._maps.keep({*self.order.shards_of(sequences), *coming})
+        position = (upcoming or sequences)[-1]
+        coming = [*self.order.shards_of(upcoming), *self.order.next_shards(position)]
+        self._maps.keep(near := {*self.order.shards_of(sequences), *coming})
         self._bring(sequences)
         batches, upcoming_batches = (
             slices(several, micro_batch_count(len(several), micro_batch_size)) for several in (sequences, upcoming)
@@ -126,7 +136,22 @@ class TokenData:
             yield from self._feed.batches(batches, upcoming_batches)
         else:
             yield from (to_device(self._windows(batch), device) for batch in batches)
-        self._maps.prefetch(coming)
+        self._maps.prefetch(coming, self._further(position, near))
+
+    def _windows_of_largest(self, shards: Iterable[Shard]) -> int:
+        return max((shard.windows(self.block_size) for shard in shards), default=0)
+
+    def _further(self, position: int, near: set[int]) -> list[int]:
+        """The shards beyond those of `near` that hold the next sequences behind `position`: as many as two large shards
+        have, if all fit into the budget."""
+        end = position + LARGE_SHARDS_AHEAD * self._most_windows
+        room, further = self._budget - sum(self.shards[index].size for index in near), dict[int, None]()
+        for first, index in islice(self.order.visits(position), MOST_PREFETCHED):
+            room -= 0 if index in near or index in further else self.shards[index].size
+            if first >= end or room < 0:
+                break
+            further[index] = None
+        return [index for index in further if index not in near]
 
     def failure(self, sequences: range) -> Exception | None:
         """Map the shards of `sequences`. The error if one of them cannot be had; None if all can be read."""

@@ -82,13 +82,14 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
 
     Raises the errors of `train`.
     """
-    model, seed = job.model, job.train.seed
+    model, seed, budget = job.model, job.train.seed, job.runtime.data_cache_gb
     of_both = (job.fetch, model.block_size, seed, model.vocab_size)
     if job.train.follow_tokens:
-        train_data = TokenData([], *of_both, eot=job.eot, more=job.more or whole_text(job.train_shards))
+        more = job.more or whole_text(job.train_shards)
+        train_data = TokenData([], *of_both, eot=job.eot, more=more, budget_gb=budget)
     else:
-        train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot)
-    val_data = TokenData(job.val_shards, *of_both, weights=job.weights)
+        train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot, budget_gb=budget)
+    val_data = TokenData(job.val_shards, *of_both, weights=job.weights, budget_gb=0)  # it is small
     job.starting("rendezvous")
     world = World.start(job.runtime)
     job.starting("first exchange")

@@ -52,6 +52,11 @@ class Shard:
     source: int = 0  # of a mixture
     header: bool = True  # False: nanoGPT's, uint16 tokens alone
 
+    @property
+    def size(self) -> int:
+        """The bytes of its file."""
+        return shard_bytes(self.tokens, self.token_bytes) - HEADER_BYTES * (not self.header)
+
     def windows(self, block_size: int) -> int:
         return max(0, (self.tokens - 1) // block_size) if self.rows is None else self.rows
 

@@ -13,7 +13,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import file_digest
@@ -29,6 +29,7 @@ PARTIAL = ".partial-"
 LARGEST = 512 << 20
 # Errors of a disk or a file server that may pass.
 FAILING = {errno.EIO, errno.ELOOP, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.ENODEV}
+Arrived = Callable[[bytes], object]  # gets the bytes of a download
 # Only these errors say that an object does not exist. After any other one it may exist.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -81,9 +82,10 @@ class Store(Protocol):
         """Create or replace the object from memory of any size, the concatenation of `parts`; like `upload`."""
         ...
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
         """Write the object to a local file and make its folders. `path` is replaced once the object has arrived
-        completely. FileNotFoundError if the object does not exist."""
+        completely. `arrived` gets its bytes in their order, while later ones are on their way. FileNotFoundError if the
+        object does not exist."""
         ...
 
     def entries(self, prefix: str) -> list[Entry]:
@@ -177,7 +179,7 @@ class LocalStore:
             for part in parts:
                 target.write(part)
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
         stored = self.path_of(key)
         with unavailable_if_failing(stored):
             try:
@@ -187,7 +189,10 @@ class LocalStore:
             if not is_file:
                 raise FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}")
             with open(stored, "rb") as source, replacing(Path(path)) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
+                while chunk := source.read(1 << 20):
+                    target.write(chunk)
+                    if arrived:
+                        arrived(chunk)
 
     def entries(self, prefix: str) -> list[Entry]:
         # Only the folder of the prefix: a store may hold a thousand runs.
@@ -336,7 +341,7 @@ def _open_partial(path: Path) -> BinaryIO:
     for _ in range(100):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return open(path.parent / f"{PARTIAL}{uuid.uuid4().hex}", "xb")
+            return open(path.parent / f"{PARTIAL}{uuid.uuid4().hex}", "x+b")
         except FileNotFoundError:
             continue
         except FileExistsError:  # mkdir raises it for a file, and for a folder that disappears meanwhile

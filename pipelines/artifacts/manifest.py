@@ -275,24 +275,31 @@ def fetch(store: Store, prefix: str, file: File, cache: Path) -> Path:
     with (cache / f"lock-{file.sha256[0]}").open("w") as lock:  # sixteen, which stay: a few files share each
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            try:
-                store.download(key, arriving)
-            except FileNotFoundError:
-                arriving.unlink(missing_ok=True)
-            verify(store, key, file, arriving)
+            download_verified(store, key, file, arriving)
             arriving.rename(path)
         os.utime(path)  # the use: gc removes what nobody has used for long
     return path
 
 
-def verify(store: Store, key: str, file: File, path: Path) -> None:
-    """DamagedArtifact if the file at `path` is not the one that the manifest names, stored under `key`."""
+def download_verified(store: Store, key: str, file: File, path: Path) -> None:
+    """Download the file that a manifest names, stored under `key`, and hash it while it arrives. See `verify`."""
+    digest = sha256()
+    try:
+        store.download(key, path, digest.update)
+    except FileNotFoundError:
+        path.unlink(missing_ok=True)  # an older one; `verify` names the missing object
+    verify(store, key, file, path, digest.hexdigest())
+
+
+def verify(store: Store, key: str, file: File, path: Path, digest: str | None = None) -> None:
+    """DamagedArtifact if the file at `path` is not the one that the manifest names, stored under `key`. `digest`: its
+    sha256, if it is known."""
     damage = None
     with unavailable_if_failing(path):
         try:
             if (size := os.stat(path).st_size) != file.size:
                 damage = f"{size} bytes long, but {file.size} bytes in its manifest"
-            elif sha256_of(path) != file.sha256:
+            elif (digest or sha256_of(path)) != file.sha256:
                 damage = "different from its manifest (sha256 differs)"
         except ABSENT:
             damage = "missing"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
-from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest, fetch, key_of, place_of, verify
+from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest, download_verified, fetch, key_of, place_of
 from trainer.errors import DiskFull
 from trainer.store import LocalStore, Store
 
@@ -110,14 +110,10 @@ class ShardCache:
             self._make_room(file, part)
             while True:
                 try:
-                    store.download(key, part)
-                    break
-                except FileNotFoundError:
-                    part.unlink()
+                    download_verified(store, key, file, part)
                     break
                 except DiskFull:  # somebody else uses the space that was free
                     self._make_room(file, part, full=True)
-            verify(store, key, file, part)
             leased = _leased(part)
             assert leased
             part.rename(path)

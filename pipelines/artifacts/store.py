@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 from pipelines.artifacts.outage import LOGGER, Outage
@@ -41,7 +42,7 @@ from pipelines.artifacts.s3_answers import (
 from pipelines.artifacts.traffic import count
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
-from trainer.store import Entry, LocalStore, Store, checked_key, checked_prefix, refuse_huge, replacing, slices
+from trainer.store import Arrived, Entry, LocalStore, Store, checked_key, checked_prefix, refuse_huge, replacing, slices
 
 log = logging.getLogger(LOGGER)
 T = TypeVar("T")
@@ -50,6 +51,7 @@ T = TypeVar("T")
 # The repetition of a lost part costs 0.2 s.
 PART_BYTES = 16 << 20
 MAX_PARTS = 10_000
+CHUNK_BYTES = 1 << 20
 # One S3 connection gives ~100 MB/s, so four fill a 3 Gbit/s link; uploading holds 4 x 16 MiB in memory.
 PARTS_AT_ONCE = 4
 
@@ -113,7 +115,7 @@ class S3Store:
                 if code_of(error) == "InvalidRange":  # the object ends before it
                     return 0
                 raise
-            for chunk in answer["Body"].iter_chunks(1 << 20):
+            for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
                 count(received=len(chunk))
                 taken = chunk[: len(buffer) - done]  # a server may ignore the range
                 buffer[done : done + len(taken)] = taken
@@ -136,10 +138,14 @@ class S3Store:
 
         self._upload_from(read, sum(len(part) for part in parts), key)
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
         where = {"Bucket": self.bucket, "Key": self._full(key)}
         with replacing(Path(path)) as file:
             size, etag = self._until_answered(f"get {self._uri_of(key)}", lambda _: self._first_range(where, file, key))
+            begun = os.fstat(file.fileno()).st_size  # the first part; all of it from a server that ignores the range
+            there = _InOrder(file, size or begun, arrived).there if arrived else lambda start: None
+            for start in range(0, begun, PART_BYTES):
+                there(start)
 
             def fetch(start: int) -> None:
                 def attempt(_: int) -> None:
@@ -147,6 +153,7 @@ class S3Store:
                     _copy_range(answer, file, start)
 
                 self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
+                there(start)
 
             _in_parallel(fetch, range(PART_BYTES, size, PART_BYTES))
 
@@ -441,11 +448,38 @@ def _range(start: int, size: int = PART_BYTES) -> str:
 
 def _copy_range(answer: Any, file: Any, start: int) -> None:
     """Write the body of a ranged answer to `file` at `start`. Other threads write other ranges: pwrite."""
-    for chunk in answer["Body"].iter_chunks(1 << 20):
+    for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
         count(received=len(chunk))
         while chunk:
             written = os.pwrite(file.fileno(), chunk, start)
             chunk, start = chunk[written:], start + written
+
+
+class _InOrder:
+    """Passes the parts of a file on in their order: each one once all before it are there. Threads fetch the parts;
+    one of them passes on, the others go on fetching."""
+
+    def __init__(self, file: Any, size: int, arrived: Arrived) -> None:
+        self.file, self.size, self.arrived = file, size, arrived
+        self._there: set[int] = set()  # starts of parts that are not passed on yet
+        self._next, self._passing, self._changing = 0, False, Lock()
+
+    def there(self, start: int) -> None:
+        """The part from byte `start` on is in the file."""
+        with self._changing:
+            self._there.add(start)
+            if self._passing:
+                return
+            self._passing = True
+        while True:
+            with self._changing:
+                self._passing = self._next in self._there
+                if not self._passing:
+                    return
+                self._there.remove(self._next)
+                begin, self._next = self._next, self._next + PART_BYTES
+            for at in range(begin, end := min(self._next, self.size), CHUNK_BYTES):
+                self.arrived(os.pread(self.file.fileno(), min(CHUNK_BYTES, end - at), at))
 
 
 def _in_parallel(work: Callable[[int], T], numbers: range) -> list[T]:

@@ -18,9 +18,11 @@ from typing import BinaryIO, cast
 import numpy as np
 import pytest
 import torch
+from servers import Fault, FaultyProxy, S3Account
 
 from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest
 from pipelines.artifacts.shard_cache import SHARDS, ShardCache, shards_in
+from pipelines.artifacts.store import S3Store
 from trainer.commits import committed_folders, series, step_of
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data import Prefetcher, TokenData
@@ -29,8 +31,8 @@ from trainer.families.gpt2 import Gpt2Config
 from trainer.process import StopSignal
 from trainer.rank import RankJob, run_rank
 from trainer.shard_maps import MOST_MAPPED
-from trainer.shards import HEADER_BYTES, Shard, read_shard, write_shard
-from trainer.store import LocalStore, Store
+from trainer.shards import Shard, read_shard, write_shard
+from trainer.store import Arrived, LocalStore, Store
 
 BLOCK, SEED, CPU = 8, 5, torch.device("cpu")
 
@@ -43,31 +45,33 @@ class Bucket:
         self.before_download: Callable[[Path], None] = lambda path: None
         self.uri = "s3://bucket"
 
-    def download(self, key: str, path: Path) -> None:
+    def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
         self.before_download(path)
         with self.log.open("a") as log:
             log.write(f"{key}\n")
-        self.stored.download(key, path)
+        self.stored.download(key, path, arrived)
 
     def downloads(self) -> list[str]:
         return self.log.read_text().split() if self.log.exists() else []
 
 
 class Text:
-    """A text of equally large shards in a bucket; token number i of shard s is (31 s + i) mod `ids`."""
+    """A text in a bucket: equally large shards, then `small` ones with a quarter as many windows; token number i of
+    shard s is (31 s + i) mod `ids`."""
 
-    def __init__(self, folder: Path, shards: int, windows: int, ids: int = 50_000) -> None:
+    def __init__(self, folder: Path, shards: int, windows: int, ids: int = 50_000, small: int = 0) -> None:
         self.bucket, self.home = Bucket(folder / "bucket"), folder / "home"
-        self.windows, tokens = windows, windows * BLOCK + 1
-        self.shards = [Shard(f"train_{i:06d}.bin", tokens) for i in range(shards)]
-        self.shard_bytes = HEADER_BYTES + 2 * tokens
+        self.per_epoch = shards * windows + small * (windows // 4)
+        sizes = [windows * BLOCK + 1] * shards + [windows // 4 * BLOCK + 1] * small
+        self.shards = [Shard(f"train_{i:06d}.bin", tokens) for i, tokens in enumerate(sizes)]
+        self.shard_bytes = self.shards[0].size
         files = []
         for i, shard in enumerate(self.shards):
             path = self.bucket.stored.path_of(f"tokens/text-ffffffff/a0001/{shard.name}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_shard(path, ((31 * i + np.arange(tokens)) % ids).astype(np.uint16))
+            write_shard(path, ((31 * i + np.arange(shard.tokens)) % ids).astype(np.uint16))
             digest = sha256(path.read_bytes()).hexdigest()
-            files.append(File(shard.name, f"a0001/{shard.name}", self.shard_bytes, digest))
+            files.append(File(shard.name, f"a0001/{shard.name}", shard.size, digest))
         self.manifest = Manifest(
             "tokenize", "text", "f" * 64, {}, {}, tuple(files), {}, {}, run="text-ffffffff", attempt=1, created=1.0
         )
@@ -80,7 +84,7 @@ class Text:
         )
 
     def data(self, cache: ShardCache) -> TokenData:
-        return TokenData(self.shards, cache.fetch, BLOCK, SEED)
+        return TokenData(self.shards, cache.fetch, BLOCK, SEED, budget_gb=cache.budget_gb)
 
     def read(self, data: TokenData, first: int, size: int, upcoming: int | None = None) -> None:
         """Read a step, and compare every token."""
@@ -89,10 +93,6 @@ class Text:
         read = [tokens for tokens, _ in data.micro_batches(sequences, 4, CPU, after)]
         starts = np.array([31 * shard + window * BLOCK for shard, window in (data.order[s] for s in sequences)])
         assert (torch.cat(read).numpy() == (starts[:, None] + np.arange(BLOCK)) % 50_000).all()
-
-    @property
-    def per_epoch(self) -> int:
-        return len(self.shards) * self.windows
 
     def key(self, shard: int) -> str:
         return f"tokens/text-ffffffff/a0001/{self.shards[shard].name}"
@@ -185,6 +185,42 @@ def test_what_is_read_and_what_comes_next_stays_even_without_a_budget(tmp_path: 
     text.read(data, 10, 5)
     settled(data)
     assert now not in {path.stem for path in cached(cache)}  # it is behind the read position
+
+
+def test_the_tokens_of_two_large_shards_come_ahead_so_training_outlives_a_slow_server(
+    tmp_path: Path,
+    s3_server: S3Account,
+    fresh_s3_store: Callable[[S3Account], S3Store],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = Text(tmp_path, shards=4, windows=20, small=20)
+    stored = fresh_s3_store(s3_server)
+    for number, shard in enumerate(text.shards):
+        stored.upload(text.bucket.stored.path_of(f"tokens/text-ffffffff/a0001/{shard.name}"), text.key(number))
+    proxy = FaultyProxy(s3_server.endpoint)
+    proxy.start()
+    try:
+        proxy.fail(*[Fault(silence_s=0.05, body_bytes=1 << 30)] * 24, method="GET")  # it is slow, and cuts nothing
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        data = text.data(text.cache(store=S3Store(stored.bucket, "some/prefix", time_limit_s=1)))
+        text.read(data, 0, 4)
+        settled(data)
+    finally:
+        proxy.stop()
+    coming = {data.order[sequence][0] for sequence in range(8 + 2 * 20 - 1)}
+    read = sorted(path.rpartition("/")[2] for method, path in proxy.requests if method == "GET")
+    assert read == sorted(text.shards[shard].name for shard in coming) and len(read) > 3  # by bytes, not by number
+    for first in range(4, 44, 4):
+        text.read(data, first, 4)
+
+
+def test_a_small_budget_holds_back_what_would_come_ahead(tmp_path: Path) -> None:
+    text = Text(tmp_path, shards=10, windows=10)
+    for shards, held in ((2, 2), (3, 3), (5, 3)):
+        cache = text.cache(shards=shards, home=tmp_path / str(shards))
+        text.read(data := text.data(cache), 4, 1, upcoming=1)
+        settled(data)
+        assert len(cached(cache)) == held
 
 
 def test_thousands_of_shards_pass_through_a_disk_of_4_MB(tmp_path: Path, disk: Path) -> None:

@@ -122,8 +122,8 @@ class TestEveryStore:
         source, target = tmp_path / "source", tmp_path / "new" / "folder" / "target"
         source.write_bytes(os.urandom(BIG))
         store.upload(source, "shards/train_000000.bin")
-        store.download("shards/train_000000.bin", target)
-        assert _sha256(target) == _sha256(source)
+        store.download("shards/train_000000.bin", target, (arrived := hashlib.sha256()).update)
+        assert _sha256(target) == _sha256(source) == arrived.hexdigest()
         assert [(entry.key, entry.size) for entry in store.entries("")] == [("shards/train_000000.bin", BIG)]
         assert os.listdir(target.parent) == ["target"]
 
@@ -133,9 +133,9 @@ class TestEveryStore:
             source.write_bytes(os.urandom(size))
             target.write_bytes(b"what was there before, longer than some" * 10)
             store.upload(source, f"file-{size}")
-            store.download(f"file-{size}", target)
+            store.download(f"file-{size}", target, (arrived := hashlib.sha256()).update)
             assert target.stat().st_size == size
-            assert _sha256(target) == _sha256(source), size
+            assert _sha256(target) == _sha256(source) == arrived.hexdigest(), size
 
     def test_empty_objects_exist(self, store: Store) -> None:
         assert store.create("empty", b"") is True
