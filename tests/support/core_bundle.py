@@ -25,7 +25,8 @@ def kind_of(task: str) -> Kind:
 
 
 def make_item(kind: Kind, chance: random.Random) -> dict[str, Any]:
-    """Some items begin with white space, end with it, or have choices that begin alike."""
+    """Some items begin with white space, end with it, or have choices that begin alike. No two choices are equal: the
+    rounding of the processor would choose between them."""
     space = chance.choice(("", "", "", " ", "\n"))
     if kind == "language_modeling":
         return {"context": space + sentence(chance) + space, "continuation": chance.choice("ab")}
@@ -33,7 +34,8 @@ def make_item(kind: Kind, chance: random.Random) -> dict[str, Any]:
         begin = sentence(chance)
         options = [f"{begin} {word} {sentence(chance)}" for word in ("he", "she")]
         return {"context_options": options, "continuation": sentence(chance), "gold": chance.randrange(2)}
-    choices = [sentence(chance) for _ in range(chance.randint(2, 4))]
+    drawn = [sentence(chance) for _ in range(chance.randint(2, 4))]
+    choices = [f"{one} {number}" if one in drawn[:number] else one for number, one in enumerate(drawn)]
     return {"query": space + sentence(chance), "choices": choices, "gold": chance.randrange(len(choices))}
 
 
