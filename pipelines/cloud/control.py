@@ -80,7 +80,12 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
     summary, total, train = run.summary, run.account.total, run.recipe.train
     present = run.record.prefixes.values()
     beats = [one for one in run.heartbeats if one.prefix in present]
-    stored = max(beats, key=lambda one: one.beat.started, default=None)
+    # While training follows its tokens, two attempts run.
+    stored = max(
+        beats,
+        key=lambda one: (one.beat.stage == "train" and one.beat.state == "running", one.beat.started),
+        default=None,
+    )
     newest = stored.beat if stored else None
     progress = newest.progress if newest else Progress()
     waiting = summary.state in ("interrupted", "lost") and any(not task.over for task in tasks)
@@ -212,11 +217,15 @@ def stop(
     Its state is 'running' if the attempt has not ended after `wait_seconds`.
     """
     request_stop(store, record.run, reason)
-    beat = running_attempt(Run(store, record))
-    if beat is None:
-        return None
-    note(f"{beat.stage}: attempt {beat.attempt} is asked to commit and exit")
-    deadline = time.monotonic() + wait_seconds
+    beats, deadline = running_attempts(Run(store, record)), time.monotonic() + wait_seconds
+    for beat in beats:
+        note(f"{beat.stage}: attempt {beat.attempt} is asked to commit and exit")
+    ends = [ended for beat in beats if (ended := wait_until_ended(store, record, beat, deadline))]
+    return next((ended for ended in ends if ended.state == "running"), next(iter(ends), None))
+
+
+def wait_until_ended(store: Store, record: RunRecord, beat: Heartbeat, deadline: float) -> Heartbeat | None:
+    """The last heartbeat of an attempt once it has ended, or at `deadline` (of time.monotonic); None if it died."""
     changed_at, last = time.monotonic(), beat
     while time.monotonic() < deadline:
         beat = next(b for b in Run(store, record).attempts[beat.stage] if b.attempt == beat.attempt)
@@ -231,13 +240,19 @@ def stop(
 
 
 def running_attempt(run: Run) -> Heartbeat | None:
-    """The last heartbeat of the attempt that runs; None if none does."""
+    """The last heartbeat of the attempt that runs, the latest stage's; None if none does."""
+    return next(iter(running_attempts(run)), None)
+
+
+def running_attempts(run: Run) -> list[Heartbeat]:
+    """The last heartbeats of the attempts that run: one, or also that of the tokens that training follows."""
     present = run.record.prefixes.values()
     running = [one for one in run.heartbeats if one.beat.state == "running" and one.prefix in present]
-    for one in reversed(running):
-        if one.alive or run.store.clock() - (one.stored or 0.0) < SILENT_SECONDS + HEARTBEAT_SECONDS:
-            return one.beat
-    return None
+    return [
+        one.beat
+        for one in reversed(running)
+        if one.alive or run.store.clock() - (one.stored or 0.0) < SILENT_SECONDS + HEARTBEAT_SECONDS
+    ]
 
 
 def wait_until_released(
@@ -387,7 +402,7 @@ def find_orphans(runs: RunsOfStores, now: float) -> Iterator[Orphan]:
             yield Orphan(f"job {task.job} ({task.run}, {task.stage})", why, remedy)
     labels = {run_label(name): run for name, run in runs.known.items()}
     unreadable = {run_label(name): message for name, message in runs.unreadable.items()}
-    running = [beat for run in runs.known.values() if (beat := running_attempt(run))]
+    running = [beat for run in runs.known.values() for beat in running_attempts(run)]
     busy = {beat.machine.cluster for beat in running}.union(*(task.clusters for task in tasks if not task.over))
     for cluster in found:
         if not cluster.up or cluster.name in busy:

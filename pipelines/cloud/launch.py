@@ -28,7 +28,7 @@ from pipelines.cloud.skypilot import (
     reach_api_server,
     submit_job,
 )
-from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, managed_job
+from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, following, managed_job
 from pipelines.cloud.throughput import trains_on_a_small_gpu
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, missing
@@ -87,6 +87,8 @@ def planned_launch(
             f"skytrain run RECIPE --stage tokenize --store {store.uri}"
         )
     job = replace(job, tasks=tuple(task for task in job.tasks if task.name in stages))
+    if recipe.train.follow_tokens:
+        job = following(job)
     return Launch(request, recipe, plans, store, secrets, stages, job, here, unread)
 
 
@@ -118,8 +120,8 @@ def check_places(infra: str | None) -> None:
 
 def checked_job(
     launch: Launch, report: Report, note: Callable[[str], None], errors: list[UserError] | None = None
-) -> "tuple[ManagedJob, Dag | None]":
-    """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's.
+) -> "tuple[ManagedJob, list[Dag]]":
+    """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's (its chains).
 
     `report` gets every finding and the plan, as they come; `note` gets a line when SkyPilot's API server starts.
     UserError for a problem that would keep the job from running. A dry run gives a list for these `errors`: then all
@@ -128,7 +130,8 @@ def checked_job(
     request, store = launch.request, launch.store
     with collected(errors):
         report_all(preflight(launch.job, request, launch.recipe, store, launch.secrets), report)
-    job, dag, ask = launch.job, None, errors is None or api_server_is_up()
+    job, ask = launch.job, errors is None or api_server_is_up()
+    dags: list[Dag] = []
     if ask:
         with collected(errors):
             reach_api_server(note)
@@ -147,10 +150,10 @@ def checked_job(
     with collected(errors):
         job = with_prices(job, request, report, None if launch.unread else place_of(store))
     with collected(errors):
-        dag = dag_of(job, launch.secrets)
-        if ask and not errors:
+        dags = [dag_of(chain, launch.secrets) for chain in job.chains]
+        for dag in dags if ask and not errors else []:
             ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in job.clouds))  # their plan was reported
-    return job, dag
+    return job, dags
 
 
 @contextmanager
@@ -193,8 +196,8 @@ def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
 # Submission
 
 
-def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
-    """Claim and record the run, submit the job to SkyPilot, and record the launch.
+def submit(launch: Launch, dags: "Iterable[Dag]") -> LaunchRecord:
+    """Claim and record the run, submit the chains of its job to SkyPilot, and record the launch.
 
     UserError if another launch of the run is not over.
     """
@@ -209,7 +212,8 @@ def submit(launch: Launch, dag: "Dag") -> LaunchRecord:
     launched = LaunchRecord(request, launch.stages, [], sorted(launch.secrets), time.time(), earlier)
     # Written before the submission too: if this machine fails during it, `status` and `down` still know the run's job.
     write_launch(store, launched)
-    launched = replace(launched, jobs=submit_job(dag, request.run))
-    name_jobs(store, claim, launched.jobs)
-    write_launch(store, launched)
+    for dag in dags:
+        launched = replace(launched, jobs=[*launched.jobs, *submit_job(dag, request.run)])
+        name_jobs(store, claim, launched.jobs)
+        write_launch(store, launched)
     return launched

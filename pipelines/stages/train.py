@@ -22,7 +22,7 @@ from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
 from pipelines.text.amounts import sources_planned
 from pipelines.text.core_bundle import core_identity
-from pipelines.text.growing import GrowingTokens
+from pipelines.text.growing import GrowingTokens, maker_begins_by
 from pipelines.tracking.deaths import after_death, faults_of, marked_machine
 from pipelines.tracking.ledger import (
     attempts,
@@ -127,7 +127,8 @@ class FollowedTokens:
 
     def __init__(self, work: Work) -> None:
         self.work, self.prefix = work, work.inputs["tokenize"].prefix
-        self.alive = self.looked = time.monotonic()
+        self.looked = time.monotonic()
+        self.alive = self.looked + max(0.0, maker_begins_by() - time.time())
 
     def await_first_shards(self) -> None:
         """Wait until the validation split and the first training shard are there."""
@@ -151,7 +152,7 @@ class FollowedTokens:
         self.looked = now
         waits = waiting or work.rank_phases[1] == "data"
         if not waits or is_worked_on(work.store, self.prefix) or read_manifest(work.store, self.prefix):
-            self.alive = now
+            self.alive = max(self.alive, now)
         elif now - self.alive > UNMADE_SECONDS and not work.stop.asked:
             work.stop.ask(f"training waits for shards of {self.prefix}, and no process makes them")
 

@@ -14,6 +14,7 @@ from pipelines.artifacts.manifest import File, Manifest, read_manifest
 from pipelines.artifacts.shard_cache import shards_in
 from pipelines.recipe import TokensConfig
 from pipelines.text.parts import ShardReceipt, finished_key, receipt_key
+from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable
 from trainer.store import Store
 from trainer.stored import decoded
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from trainer.shards import Shard
 
 AT_ONCE = 16  # receipts that are requested at the same time
+MAKER_BEGINS_BY = "SKYTRAIN_TOKENS_BY"  # of a launch whose tokens another of its jobs makes
+
+
+def maker_begins_by() -> float:
+    """The time (unix seconds) until which the job beside this one begins to make the tokens; 0 without such a job."""
+    return seconds_from_environment(MAKER_BEGINS_BY, 0.0)
 
 
 class GrowingTokens:

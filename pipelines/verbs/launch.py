@@ -163,12 +163,12 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
     from pipelines.show.cloud_plan import print_launch_report
     from pipelines.show.findings import print_note_on_stderr
 
-    _, dag = checked_job(prepared, print_launch_report, print_note_on_stderr)
-    assert dag is not None
+    _, dags = checked_job(prepared, print_launch_report, print_note_on_stderr)
+    assert dags
     if agree(prepared.question):
         for stage in prepared.here:
             run_here(prepared, stage)
-        launched = submit(prepared, dag)
+        launched = submit(prepared, dags)
         print_next(launched.request.run, launched.jobs)
 
 
@@ -202,7 +202,7 @@ def print_next(run: str, jobs: list[int]) -> None:
     """The commands for a run that was just launched."""
     from pipelines.show.console import say
 
-    say(f"{run} is launched as managed job {', '.join(map(str, jobs))}")
+    say(f"{run} is launched as managed job {' and '.join(map(str, jobs))}")
     say(f"  skytrain status {run}     progress and cost")
     say(f"  skytrain logs {run} --follow")
     say(f"  skytrain stop {run}       commit and exit; skytrain resume {run} continues")

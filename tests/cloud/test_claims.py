@@ -58,7 +58,7 @@ def launched(store: LocalStore) -> list[int]:
     request = LaunchRequest(RUN, store.uri)
     job: Any = ManagedJob(RUN, ())
     dag: Any = None
-    return submit(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job), dag).jobs
+    return submit(Launch(request, load_recipe("smoke"), PLANS, store, {}, ["train"], job), [dag]).jobs
 
 
 def newest(store: LocalStore) -> LaunchClaim:

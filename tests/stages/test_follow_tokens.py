@@ -3,7 +3,10 @@
 import copy
 import json
 import os
+import random
 import signal
+import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from pipeline_runs import SHIPPED_CLI, TINY, Project
 
 from pipelines.recipe import load_recipe
+from pipelines.text.growing import MAKER_BEGINS_BY
 from pipelines.tracking.audit import audit
 from pipelines.tracking.runs import read_runs
 from trainer.errors import UserError
@@ -36,22 +40,42 @@ def waits(project: Project, attempt: int) -> bool:
     return any(beat["phases"].get("data", 0) > 0.5 for beat in beats)
 
 
+def project(folder: Path, packing: str) -> Project:
+    """A project with documents of 2 to 40 bytes, for rows of 33 tokens."""
+    made = Project(folder, RECIPE | {"tokens": RECIPE["tokens"] | {"source": "documents/*.jsonl", "packing": packing}})
+    (folder / "documents").mkdir()
+    words, choice = (folder / "texts" / "0.txt").read_text().split(), random.Random(3)
+    with (folder / "documents" / "0.jsonl").open("w") as lines:
+        for _ in range(5000):
+            lines.write(json.dumps({"text": " ".join(choice.choices(words, k=choice.randrange(1, 8)))}) + "\n")
+    return made
+
+
 @pytest.mark.slow
-def test_a_run_that_follows_its_tokens_equals_one_that_found_them_whole(tmp_path: Path) -> None:
-    after = Project(tmp_path / "after", RECIPE)
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_a_run_that_follows_its_tokens_equals_one_that_found_them_whole(tmp_path: Path, packing: str) -> None:
+    after = project(tmp_path / "after", packing)
     after.run("run", "tiny.yaml", "--stage", "train")
-    during = Project(tmp_path / "during", RECIPE)
+    during = project(tmp_path / "during", packing)
     other = Project(during.folder)  # whose processes do not end with those of `during`
-    with other.started("run", "tiny.yaml", "--stage", "tokenize", code=SLOW) as tokenize:
+    during.environment |= {MAKER_BEGINS_BY: f"{time.time() + 600:.0f}"}  # as a launch tells the job of its training
+    with ExitStack() as running:
+        first = running.enter_context(during.started("run", "tiny.yaml", "--stage", "train"))
+        during.wait_until(partial(waits, during, 1), first)
+        assert not during.found("tokens/*/shards/*.json")
+        tokenize = running.enter_context(other.started("run", "tiny.yaml", "--stage", "tokenize", code=SLOW))
         during.wait_until(lambda: len(during.found("tokens/*/shards/*.json")) >= 26, tokenize)
         os.kill(tokenize.pid, signal.SIGSTOP)
-        for attempt, end in enumerate((signal.SIGKILL, signal.SIGTERM), start=1):
-            with during.started("run", "tiny.yaml", "--stage", "train") as train:
-                during.wait_until(partial(waits, during, attempt), train)
-                train.send_signal(end)
-                _, err = train.communicate(timeout=60)
-                assert train.returncode == (-9 if end == signal.SIGKILL else 75), err
-                assert "training follows its shards" in err
+        during.wait_until(lambda: during.rows_logged() > 10, first)
+        first.kill()
+        assert "training follows the shards of " in first.communicate(timeout=60)[1]
+        del during.environment[MAKER_BEGINS_BY]
+        with during.started("run", "tiny.yaml", "--stage", "train") as train:
+            during.wait_until(partial(waits, during, 2), train)
+            train.send_signal(signal.SIGTERM)
+            _, err = train.communicate(timeout=60)
+            assert train.returncode == 75, err
+            assert "training follows its shards" in err
         assert during.series() == after.series()[: len(during.series())] and len(during.series()) > 10
         with during.started("run", "tiny.yaml", "--stage", "train", "--json") as train:
             during.wait_until(lambda: waits(during, 3), train)
@@ -62,6 +86,7 @@ def test_a_run_that_follows_its_tokens_equals_one_that_found_them_whole(tmp_path
         tokenize.communicate(timeout=60)
     assert tokenize.returncode == 0
     assert during.series() == after.series() and len(after.series()) == 60
+    assert ("rows" in during.artifact("tokenize").facts) == (packing == "documents")
     (ours,), (theirs,) = read_runs(during.store), read_runs(after.store)
     assert ours.name == theirs.name
     found = audit(ours)
