@@ -31,7 +31,7 @@ from pipelines.cloud.skypilot import (
 from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, following, managed_job
 from pipelines.cloud.throughput import trains_on_a_small_gpu
 from pipelines.recipe import Recipe
-from pipelines.stage import STAGES, missing
+from pipelines.stage import STAGES, check_export, missing
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.runs import record
@@ -75,6 +75,7 @@ def planned_launch(
 ) -> Launch | None:
     """None if no stage is missing. UserError for a request that no machine can fulfil."""
     check_places(request.infra)
+    check_export(recipe, request.until)
     stages = list(STAGES[: STAGES.index(request.until) + 1]) if unread else missing(store, plans, request.until)
     if not stages:
         return None

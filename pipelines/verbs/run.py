@@ -81,7 +81,8 @@ def run(
     from pipelines.pipeline import head_recorded_death
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
-    from pipelines.stage import STAGES, missing, run_name
+    from pipelines.stage import STAGES, check_export, missing, run_name
+    from pipelines.stages.export import check_packages
     from trainer.process import StopSignal
 
     if exited is not None and not 128 < exited <= 192:
@@ -91,11 +92,14 @@ def run(
     node, stop, screen = this_node(), StopSignal(), TerminalScreen(quiet=as_json)
     opened = open_store(store_uri(store))  # a wrong URI fails before gigabytes of text are hashed
     loaded, plans = load(recipe, set_ or [], opened, unless_stopped and exited is None)
+    check_export(loaded, stage)
     if exited:
         if node.rank and head_counts_death(exited - 128, node, run_name(plans)):
             sys.exit(0)  # the head's exit code counts
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     writable_home()
+    if stage == "export" and loaded.export.other_formats and missing(opened, plans, stage):
+        check_packages(loaded.export.other_formats)  # before hours of training
     if not unless_stopped:  # a managed job: its user has seen the plan
         refuse_a_long_run(recipe, loaded, plans, opened, stage, node.count, screen, yes)
     apply_stop_request(opened, run_name(plans), unless_stopped)

@@ -78,11 +78,18 @@ def test_what_a_family_does_not_have_is_refused_before_any_work(changes: list[st
     assert "\n" not in str(error.value)
 
 
-def test_a_model_without_a_class_in_transformers_is_refused_by_the_export_alone(tmp_path: Path) -> None:
+def test_a_model_without_a_class_in_transformers_is_refused_before_any_work(tmp_path: Path) -> None:
+    project = Project(tmp_path / FOLDER_NAME, MODERN)
+    ended = project.run("run", "tiny.yaml", "--set", "model.value_embeddings=true", expect=2)
+    assert ended.stderr.startswith("error: export: transformers has no class for model.value_embeddings; add --stage")
+    assert not list(project.store.entries(""))
+
+
+def test_a_model_without_a_class_in_transformers_is_refused_by_the_export(tmp_path: Path) -> None:
     work = tiny_work(tmp_path, "export")
     model = ModernConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=257, value_embeddings=True)
     changed = replace(work, recipe=work.recipe.model_copy(update={"model": model}))
-    with pytest.raises(UserError, match="^export: transformers has no class for model.value_embeddings; the weights"):
+    with pytest.raises(UserError, match="^export: transformers has no class for model.value_embeddings; add --stage"):
         export.build(changed)
 
 
