@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.amounts import micro_batch_count
 from trainer.packing import packed
-from trainer.shard_maps import MOST_MAPPED, Fetch, ShardMaps
+from trainer.shard_maps import MOST_MAPPED, PREFETCHED_SHARDS, Fetch, ShardMaps
 from trainer.shards import GrowingOrder, Shard, check_ids, order_of, parts_of_mixture, sequence_digest, slices
 
 T = TypeVar("T")
@@ -124,9 +124,10 @@ class TokenData:
 
         `upcoming`: the sequences that the next call will probably request. On a GPU the first of them are prefetched.
         """
-        position = (upcoming or sequences)[-1]
-        coming = [*self.order.shards_of(upcoming), *self.order.next_shards(position)]
-        self._maps.keep(near := {*self.order.shards_of(sequences), *coming})
+        present = self.order.shards_of(sequences)
+        following = upcoming or sequences[-1:]
+        coming = [*self.order.shards_of(upcoming), *self.order.next_shards(following[-1])]
+        self._maps.keep({*present, *coming})
         self._bring(sequences)
         batches, upcoming_batches = (
             slices(several, micro_batch_count(len(several), micro_batch_size)) for several in (sequences, upcoming)
@@ -136,17 +137,17 @@ class TokenData:
             yield from self._feed.batches(batches, upcoming_batches)
         else:
             yield from (to_device(self._windows(batch), device) for batch in batches)
-        self._maps.prefetch(coming, self._further(position, near))
+        self._maps.prefetch(coming, self._further(following, {*present, *coming[:PREFETCHED_SHARDS]}))
 
     def _windows_of_largest(self, shards: Iterable[Shard]) -> int:
         return max((shard.windows(self.block_size) for shard in shards), default=0)
 
-    def _further(self, position: int, near: set[int]) -> list[int]:
-        """The shards beyond those of `near` that hold the next sequences behind `position`: as many as two large shards
-        have, if all fit into the budget."""
-        end = position + LARGE_SHARDS_AHEAD * self._most_windows
+    def _further(self, sequences: range, near: set[int]) -> list[int]:
+        """The shards beyond those of `near` that hold `sequences` and the next ones behind them: as many as two large
+        shards have, if all fit into the budget."""
+        end = sequences[-1] + LARGE_SHARDS_AHEAD * self._most_windows
         room, further = self._budget - sum(self.shards[index].size for index in near), dict[int, None]()
-        for first, index in islice(self.order.visits(position), MOST_PREFETCHED):
+        for first, index in islice(self.order.visits(sequences[0]), MOST_PREFETCHED):
             room -= 0 if index in near or index in further else self.shards[index].size
             if first >= end or room < 0:
                 break

@@ -83,7 +83,7 @@ class ShardMaps:
             return
         self._fetched_ahead.intersection_update(further)
         missing = [index for index in coming if index not in self._tried | self._maps.keys()][:PREFETCHED_SHARDS]
-        absent = [index for index in further if index not in self._fetched_ahead]
+        absent = [index for index in further if index not in self._fetched_ahead | self._maps.keys()]
         if missing or absent:
             self._tried.update(missing)
             self._fetched_ahead.update(absent)

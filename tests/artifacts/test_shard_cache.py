@@ -214,6 +214,15 @@ def test_the_tokens_of_two_large_shards_come_ahead_so_training_outlives_a_slow_s
         text.read(data, first, 4)
 
 
+def test_a_step_of_many_small_shards_finds_them_on_the_disk(tmp_path: Path) -> None:
+    text = Text(tmp_path, shards=80, windows=2)
+    cache = text.cache()
+    text.read(data := text.data(cache), 0, 40, upcoming=40)
+    settled(data)
+    coming = {text.manifest.files[data.order[sequence][0]].sha256 for sequence in range(80)}
+    assert coming <= {path.stem for path in cached(cache)} and len(coming) == 40
+
+
 def test_a_small_budget_holds_back_what_would_come_ahead(tmp_path: Path) -> None:
     text = Text(tmp_path, shards=10, windows=10)
     for shards, held in ((2, 2), (3, 3), (5, 3)):
