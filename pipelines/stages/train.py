@@ -153,7 +153,10 @@ class FollowedTokens:
         waits = waiting or work.rank_phases[1] == "data"
         if not waits or is_worked_on(work.store, self.prefix) or read_manifest(work.store, self.prefix):
             self.alive = max(self.alive, now)
-        elif now - self.alive > UNMADE_SECONDS and not work.stop.asked:
+            return
+        beats = attempts(work.store, self.prefix)
+        failed = bool(beats) and beats[-1].state == "failed"
+        if (failed or now - self.alive > UNMADE_SECONDS) and not work.stop.asked:
             work.stop.ask(f"training waits for shards of {self.prefix}, and no process makes them")
 
 

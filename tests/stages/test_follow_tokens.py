@@ -7,16 +7,22 @@ import random
 import signal
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cloud_support import Signal
 from pipeline_runs import SHIPPED_CLI, TINY, Project
+from stage_work import tiny_work
 
 from pipelines.recipe import load_recipe
-from pipelines.text.growing import MAKER_BEGINS_BY
+from pipelines.stages import train
+from pipelines.text.growing import MAKER_BEGINS_BY, unfinished
 from pipelines.tracking.audit import audit
+from pipelines.tracking.ledger import claim
+from pipelines.tracking.records import Billing
 from pipelines.tracking.runs import read_runs
 from trainer.errors import UserError
 
@@ -70,18 +76,18 @@ def test_a_run_that_follows_its_tokens_equals_one_that_found_them_whole(tmp_path
         first.kill()
         assert "training follows the shards of " in first.communicate(timeout=60)[1]
         del during.environment[MAKER_BEGINS_BY]
-        with during.started("run", "tiny.yaml", "--stage", "train") as train:
-            during.wait_until(partial(waits, during, 2), train)
-            train.send_signal(signal.SIGTERM)
-            _, err = train.communicate(timeout=60)
-            assert train.returncode == 75, err
+        with during.started("run", "tiny.yaml", "--stage", "train") as training:
+            during.wait_until(partial(waits, during, 2), training)
+            training.send_signal(signal.SIGTERM)
+            _, err = training.communicate(timeout=60)
+            assert training.returncode == 75, err
             assert "training follows its shards" in err
         assert during.series() == after.series()[: len(during.series())] and len(during.series()) > 10
-        with during.started("run", "tiny.yaml", "--stage", "train", "--json") as train:
-            during.wait_until(lambda: waits(during, 3), train)
+        with during.started("run", "tiny.yaml", "--stage", "train", "--json") as training:
+            during.wait_until(lambda: waits(during, 3), training)
             os.kill(tokenize.pid, signal.SIGCONT)
-            out, err = train.communicate(timeout=120)
-        assert train.returncode == 0, err
+            out, err = training.communicate(timeout=120)
+        assert training.returncode == 0, err
         assert json.loads(out)["artifacts"].keys() == {"train"}
         tokenize.communicate(timeout=60)
     assert tokenize.returncode == 0
@@ -100,3 +106,22 @@ def test_a_run_that_follows_its_tokens_equals_one_that_found_them_whole(tmp_path
 def test_a_text_whose_split_is_known_at_its_end_cannot_be_followed() -> None:
     with pytest.raises(UserError, match=r"train.follow_tokens needs a validation split .* set tokens.val_shards to 1"):
         load_recipe("smoke", ["train.follow_tokens=true", "tokens.val_shards=null"])
+
+
+def test_training_waits_for_a_maker_that_is_to_come_and_for_none_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "LOOK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(train, "UNMADE_SECONDS", 0.0)
+    monkeypatch.setenv(MAKER_BEGINS_BY, f"{time.time() + 600:.0f}")
+    work, prefix = tiny_work(tmp_path, "train"), "tokens/tiny-ffffffff"
+    work = replace(work, inputs={"tokenize": unfinished(prefix)}, stop=Signal())
+    followed = train.FollowedTokens(work)
+    followed.watch(waiting=True)
+    assert not work.stop.asked
+    attempt = claim(work.store, prefix, "tiny-01234567", "tokenize", 1, Billing())
+    assert attempt
+    attempt.update(state="failed")
+    work.store.put(f"{prefix}/attempts/0001/heartbeat.json", attempt.latest.to_json())
+    followed.watch(waiting=True)
+    assert work.stop.asked and "no process makes them" in (work.stop.reason or "")
