@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.cloud.plan import (
+from pipelines.cloud.estimates import (
     Workload,
     evaluated_tokens,
     tokenize_seconds,

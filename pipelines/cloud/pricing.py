@@ -12,6 +12,7 @@ from pipelines.cloud.catalog import Offer, account_errors, offers
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.deadline import least_slack_seconds
 from pipelines.cloud.egress import Place, place_of, traffic_price
+from pipelines.cloud.estimates import workload
 from pipelines.cloud.plan import (
     CloudPlan,
     Limits,
@@ -19,7 +20,6 @@ from pipelines.cloud.plan import (
     cheapest_offers,
     compare_offers,
     plan_without_training,
-    workload,
 )
 from pipelines.cloud.prices import PriceRow, prices_json
 from pipelines.cloud.request import WORK_TREE, LaunchRequest

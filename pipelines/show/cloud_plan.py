@@ -7,7 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.plan import Candidate, CloudPlan, PlanWithoutTraining, StageEstimate
+from pipelines.cloud.estimates import StageEstimate
+from pipelines.cloud.plan import Candidate, CloudPlan, PlanWithoutTraining
 from pipelines.show.console import console, terminal_width, wrapped
 from pipelines.show.findings import print_finding
 

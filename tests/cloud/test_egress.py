@@ -10,6 +10,7 @@ from botocore.stub import Stubber
 
 from pipelines.artifacts.store import S3Store
 from pipelines.artifacts.traffic import GB
+from pipelines.cloud import estimates
 from pipelines.cloud import plan as cloud_plans
 from pipelines.cloud.catalog import Offer
 from pipelines.cloud.egress import Place, place_of, traffic_price, usd_per_gb
@@ -105,6 +106,7 @@ def test_a_plan_counts_the_traffic_and_prefers_the_side_of_the_bucket(
     recipe, clouds = load_recipe("gpt2-1558m"), ("aws", "gcp")
 
     def planned(place: Place | None) -> cloud_plans.CloudPlan:
+        monkeypatch.setattr(estimates, "place_of", lambda store: place)
         monkeypatch.setattr(cloud_plans, "place_of", lambda store: place)
         return cloud_plans.cloud_plan(recipe, LocalStore(tmp_path), train_nodes=["H100:8"], clouds=clouds)
 
@@ -124,7 +126,7 @@ def test_a_plan_counts_the_traffic_and_prefers_the_side_of_the_bucket(
 
 def test_saves_are_rarer_where_their_traffic_costs(tmp_path: Path) -> None:
     recipe, (offer,) = load_recipe("gpt2-1558m"), offers("gcp", "H100:8")
-    work = cloud_plans.Workload(recipe, frozenset({"train"}), recipe.train.max_steps)
+    work = estimates.Workload(recipe, frozenset({"train"}), recipe.train.max_steps)
     places = (None, Place("gcp", "us-central1"), EAST)
-    none, near, far = (cloud_plans.train_work(replace(work, place=place), offer, 1).segment for place in places)
+    none, near, far = (estimates.train_work(replace(work, place=place), offer, 1).segment for place in places)
     assert none == near < far / 10

@@ -19,22 +19,20 @@ from sky_catalog import sky_environment, write_catalog
 from pipelines.cloud import plan as cloud_plans
 from pipelines.cloud import pricing
 from pipelines.cloud.catalog import Offer
-from pipelines.cloud.plan import (
-    WAIT_SECONDS,
-    Candidate,
-    Limits,
+from pipelines.cloud.estimates import (
     StageEstimate,
     StageWork,
     Workload,
-    choose,
     evaluate_hours,
     expected_time,
-    parse_hours,
+    measurements_of_run,
     speed_of,
     tokens_of,
     training_tokens,
 )
+from pipelines.cloud.plan import Candidate, Limits, choose, parse_hours
 from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.start_up import WAIT_SECONDS
 from pipelines.cloud.tasks import managed_job
 from pipelines.cloud.throughput import Throughput, speed_on
 from pipelines.recipe import load_recipe
@@ -285,7 +283,7 @@ def test_a_plan_of_a_long_run_reads_its_newest_speeds_only(tmp_path: Path) -> No
         row = {"step": step, "perf/tokens_per_second": 1e6 if step < 150 else 2e6}
         store.put(f"{train}/metrics/step-{step:08d}-a0001.jsonl", json.dumps(row).encode())
     store.put(f"{train}/metrics/notes.txt", b"not ours")
-    (own,) = cloud_plans.measurements_of_run(SMALL, store, train)
+    (own,) = measurements_of_run(SMALL, store, train)
     assert own.tokens_per_second == 2e6 and store.read == 10
 
 
