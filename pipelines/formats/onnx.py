@@ -4,13 +4,17 @@ The graph has no cache between tokens.
 """
 
 import logging
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.formats.weights import Weights, require, same
+from trainer.config import ModelConfig
+from trainer.process import die_with_parent
 
 if TYPE_CHECKING:
     import onnx
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 FILE, DATA = "model.onnx", "model.onnx.data"
 ALIGNMENT = 1 << 16  # bytes, as ONNX recommends for files that a runtime maps
 PREFIX = "gpt."  # of our names in the graph
+POLL_SECONDS = 0.2
 LARGEST = 1 << 30  # bytes of weights inside the graph; protobuf ends at 2 GiB, and more go into a file beside it
 
 
@@ -29,19 +34,55 @@ def write(weights: Weights, folder: Path) -> list[Path]:
     torch exports a model without weights. It does not optimize the graph, which every runtime does as it loads: it
     would need the weights in memory, and rename them. The weights of a large model are written one tensor at a time.
     """
+    import onnx_ir
     import torch
 
-    program = exported(weights)
+    make_graph(weights, folder / FILE)
+    model = onnx_ir.load(folder / FILE)
     if 4 * weights.config.parameters > LARGEST:
-        import onnx_ir
-
-        write_beside(weights, program.model, folder)
-        onnx_ir.save(program.model, folder / FILE)  # which refers to the weights
+        write_beside(weights, model, folder)
     else:
-        program.apply_weights({PREFIX + name: tensor for name, tensor in weights.each(torch.float32)})
-        with without_warnings():
-            program.save(folder / FILE)
+        for name, tensor in weights.each(torch.float32):
+            value = onnx_ir.tensor(tensor.contiguous().numpy(), name=PREFIX + name)
+            model.graph.initializers[PREFIX + name].const_value = value
+    onnx_ir.save(model, folder / FILE)  # with the weights, or their places in the file beside it
     return sorted(folder.iterdir())
+
+
+def make_graph(weights: Weights, path: Path) -> None:
+    """Write the graph without its weights.
+
+    For a large model torch takes many seconds, in which no stop would be heard. So a process of its own does it, and
+    a stop kills that process.
+    """
+    process = get_context("spawn").Process(target=save_graph, args=(weights.config, path), daemon=True)
+    process.start()
+    try:
+        while process.is_alive():
+            weights.check()
+            process.join(POLL_SECONDS)
+    finally:
+        process.kill()
+        process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the process that makes the graph of ONNX ended with code {process.exitcode}")
+
+
+def save_graph(config: ModelConfig, path: Path) -> None:
+    """The work of that process. It leaves signals to its parent."""
+    import onnx_ir
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)
+    model = exported(config).model
+    for name, shape in config.shapes.items():
+        rows = (config.vocab_size, *shape[1:]) if name in config.vocabulary_rows else shape
+        place = onnx_ir.ExternalTensor(
+            DATA, 0, 0, onnx_ir.DataType.FLOAT, shape=onnx_ir.Shape(rows), name=PREFIX + name, base_dir=path.parent
+        )
+        model.graph.initializers[PREFIX + name].const_value = place
+    onnx_ir.save(model, path)
 
 
 def write_beside(weights: Weights, model: "onnx_ir.Model", folder: Path) -> None:
@@ -60,7 +101,7 @@ def write_beside(weights: Weights, model: "onnx_ir.Model", folder: Path) -> None
             )
 
 
-def exported(weights: Weights) -> "torch.onnx.ONNXProgram":
+def exported(config: ModelConfig) -> "torch.onnx.ONNXProgram":
     """The graph of the model, whose head leaves out the padding."""
     import torch
     from torch import nn
@@ -70,8 +111,6 @@ def exported(weights: Weights) -> "torch.onnx.ONNXProgram":
 
     from trainer.families.gpt2_module import GPT
     from trainer.model import Embedding
-
-    config = weights.config
 
     class Logits(nn.Module):
         def __init__(self) -> None:

@@ -1,8 +1,10 @@
 """Promises of the export: what its own runtimes make of each format, and what people read in the card."""
 
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ from pipelines.stage import Built, Work
 from pipelines.stages import export
 from pipelines.stages.model_card import model_card, public, training_facts
 from pipelines.text.tokenizer import tokenizer
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.families.gpt2 import Gpt2Config
 from trainer.families.gpt2_module import GPT
 from trainer.family import ANY_MODEL, plain_model
@@ -235,6 +237,19 @@ def test_onnxruntime_gives_the_same_logits_for_every_length_and_the_same_text(
     change_a_weight(beside[0] if beside else path)
     with pytest.raises(RuntimeError, match="model.onnx, read back, differs from the trained weights: "):
         onnx.verify(weights, folder)
+
+
+def test_a_stop_ends_the_process_that_makes_the_graph(
+    trained: Callable[..., tuple[LanguageModel, Weights]], tmp_path: Path
+) -> None:
+    def check() -> None:
+        if multiprocessing.active_children():
+            raise Interrupted("SIGTERM")
+
+    _, weights = trained(small_encoding(), n_layer=1)
+    with pytest.raises(Interrupted):
+        onnx.write(replace(weights, check=check), tmp_path / "onnx")
+    assert multiprocessing.active_children() == [] and not (tmp_path / "onnx").exists()
 
 
 def change_a_weight(path: Path) -> None:
