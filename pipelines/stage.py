@@ -78,9 +78,11 @@ class Work:
         manifest = self.inputs[stage]
         return fetch(self.store, manifest.prefix, manifest.file(name), self.home / "cache")
 
-    def upload(self, path: Path, name: str | None = None) -> File:
+    def upload(self, path: Path, name: str | None = None, until_stopped: bool = False) -> File:
+        """Store a file of the artifact; with `until_stopped`, a stop ends the upload."""
+        check = self.check if until_stopped else None
         with self.clock.phase("upload"):
-            return upload(self.store, self.plan.prefix, self.attempt.number, path, name)
+            return upload(self.store, self.plan.prefix, self.attempt.number, path, name, check=check)
 
     def report(self, metrics: Mapping[str, float] | None = None, **progress: Any) -> None:
         """Put progress into the next heartbeat: fields of Progress, and metrics by name."""

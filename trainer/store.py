@@ -9,14 +9,13 @@ import bisect
 import errno
 import itertools
 import os
-import shutil
 import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import file_digest
+from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -30,6 +29,7 @@ LARGEST = 512 << 20
 # Errors of a disk or a file server that may pass.
 FAILING = {errno.EIO, errno.ELOOP, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.ENODEV}
 Arrived = Callable[[bytes], object]  # gets the bytes of a download
+Check = Callable[[], object]  # raises an exception to end the work
 # Only these errors say that an object does not exist. After any other one it may exist.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -74,8 +74,9 @@ class Store(Protocol):
         holds only at the end of the object. FileNotFoundError if the object does not exist."""
         ...
 
-    def upload(self, path: Path, key: str) -> None:
-        """Create or replace the object from a local file of any size. Readers see the old object or the new one."""
+    def upload(self, path: Path, key: str, check: Check | None = None) -> None:
+        """Create or replace the object from a local file of any size. Readers see the old object or the new one.
+        `check` is called before each part; its exception ends the upload."""
         ...
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
@@ -168,10 +169,11 @@ class LocalStore:
                 absent = FileNotFoundError(errno.ENOENT, "no such object", f"{self.uri}/{key}")
         raise absent
 
-    def upload(self, path: Path, key: str) -> None:
+    def upload(self, path: Path, key: str, check: Check | None = None) -> None:
         stored = self.path_of(key)
         with open(path, "rb") as source, unavailable_if_failing(stored), replacing(stored) as target:
-            shutil.copyfileobj(source, target, 1 << 20)
+            for part in parts_of(source, check):
+                target.write(part)
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
         path = self.path_of(key)
@@ -369,7 +371,20 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def sha256_of(path: Path) -> str:
-    """sha256 of a file's content, in hex."""
+def sha256_of(path: Path, check: Check | None = None) -> str:
+    """sha256 of a file's content, in hex. `check` is called again and again; its exception ends the work."""
+    digest = sha256()
     with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+        for part in parts_of(file, check):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def parts_of(file: BinaryIO, check: Check | None) -> Iterator[bytes]:
+    """The content of a file in parts of 1 MiB, with a call of `check` before each."""
+    while True:
+        if check:
+            check()
+        if not (part := file.read(1 << 20)):
+            return
+        yield part

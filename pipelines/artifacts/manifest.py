@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from pipelines.artifacts.store import open_store
 from trainer.errors import StoreUnavailable, UserError
-from trainer.store import ABSENT, PARTIAL, LocalStore, Store, sha256_of, unavailable_if_failing
+from trainer.store import ABSENT, PARTIAL, Check, LocalStore, Store, sha256_of, unavailable_if_failing
 from trainer.stored import Count, DamagedRecord, Key, Number, Sha256, Size, Stored, UnixSeconds, record_in, typed
 
 FORMAT = 1
@@ -232,13 +232,19 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
 
 
 def upload(
-    store: Store, prefix: str, attempt: int, path: Path, name: str | None = None, sha256: str | None = None
+    store: Store,
+    prefix: str,
+    attempt: int,
+    path: Path,
+    name: str | None = None,
+    sha256: str | None = None,
+    check: Check | None = None,
 ) -> File:
     """Store a local file as part of an artifact, in the folder of this attempt. `sha256` is that of the file, if its
-    writer knows it."""
+    writer knows it. An exception of `check` ends the work."""
     name = name or path.name
-    file = File(name, f"a{attempt:04d}/{name}", path.stat().st_size, sha256 or sha256_of(path))
-    store.upload(path, f"{prefix}/{file.key}")
+    file = File(name, f"a{attempt:04d}/{name}", path.stat().st_size, sha256 or sha256_of(path, check))
+    store.upload(path, f"{prefix}/{file.key}", check)
     return file
 
 

@@ -42,7 +42,18 @@ from pipelines.artifacts.s3_answers import (
 from pipelines.artifacts.traffic import count
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
-from trainer.store import Arrived, Entry, LocalStore, Store, checked_key, checked_prefix, refuse_huge, replacing, slices
+from trainer.store import (
+    Arrived,
+    Check,
+    Entry,
+    LocalStore,
+    Store,
+    checked_key,
+    checked_prefix,
+    refuse_huge,
+    replacing,
+    slices,
+)
 
 log = logging.getLogger(LOGGER)
 T = TypeVar("T")
@@ -124,8 +135,10 @@ class S3Store:
 
         return self._until_answered(f"get {self._uri_of(key)} from byte {start:,}", attempt)
 
-    def upload(self, path: Path, key: str) -> None:
+    def upload(self, path: Path, key: str, check: Check | None = None) -> None:
         def read(start: int, size: int) -> bytes:
+            if check:
+                check()
             with open(path, "rb") as file:
                 file.seek(start)
                 return file.read(size)

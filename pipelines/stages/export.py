@@ -63,13 +63,13 @@ def build(work: Work) -> Built:
     hf.verify(weights, work.folder, recipe.export.dtype)
     card = work.folder / CARD
     card.write_text(model_card(recipe, work.inputs, find_run(work.store, work.attempt.latest.run)), encoding="utf8")
-    files = [work.upload(path) for path in (*paths, card)]
+    files = [work.upload(path, until_stopped=True) for path in (*paths, card)]
     for name in recipe.export.other_formats:
         made, folder = cast(Format, importlib.import_module(f"pipelines.formats.{name}")), work.folder / name
         folder.mkdir()
         written = made.write(weights, folder)
         made.verify(weights, folder)
-        files += [work.upload(path, f"{name}/{path.name}") for path in written]
+        files += [work.upload(path, f"{name}/{path.name}", until_stopped=True) for path in written]
         shutil.rmtree(folder)  # all formats of 1558M together have 30 GB
     facts = {
         "dtype": recipe.export.dtype,

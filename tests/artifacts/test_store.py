@@ -26,7 +26,7 @@ from pipelines.artifacts import store as s3
 from pipelines.artifacts.manifest import File, verify
 from pipelines.artifacts.store import S3Store, open_store
 from pipelines.drill.outages import FailingFolder
-from trainer.errors import NotAFile, StoreUnavailable, UserError
+from trainer.errors import Interrupted, NotAFile, StoreUnavailable, UserError
 from trainer.store import LocalStore, Store, checked_key
 
 BIG = 40 * 2**20 + 12_345  # three parts, the last one ragged
@@ -152,6 +152,21 @@ class TestEveryStore:
         with pytest.raises(FileNotFoundError):
             store.upload(tmp_path / "absent", "other")
         assert store.get("other") is None
+
+    def test_a_check_ends_an_upload_and_no_object_is_there(self, store: Store, tmp_path: Path) -> None:
+        source = tmp_path / "large"
+        source.write_bytes(bytes(40 << 20))  # three parts of a bucket
+        calls = 0
+
+        def check() -> None:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise Interrupted("SIGTERM")
+
+        with pytest.raises(Interrupted):
+            store.upload(source, "key", check)
+        assert store.get("key") is None and not list(store.entries(""))
 
     def test_entries_are_sorted_and_have_size_and_time(self, store: Store) -> None:
         before = time.time()

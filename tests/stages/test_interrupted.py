@@ -6,8 +6,10 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from pipeline_runs import (
@@ -155,6 +157,27 @@ def test_a_run_stopped_in_its_last_validation_commits_its_steps_and_the_next_com
     assert project.result(*command[2:])["attempts"] == 2
     (run,) = read_runs(project.store)
     assert "val/loss" in run.series[-1] and project.rows_committed() == STEPS
+
+
+@pytest.mark.slow
+def test_a_run_stopped_while_torch_makes_the_graph_of_onnx_ends_and_the_next_command_exports(project: Project) -> None:
+    pytest.importorskip("onnxscript", reason="needs onnxscript (pip)")
+    command = ["run", "tiny.yaml", "--set", "export.formats=[hf,onnx]"]
+
+    def torch_works() -> bool:
+        with suppress(psutil.Error):  # it has ended since
+            makers = [one for one in project.alive() if "spawn_main" in " ".join(one.cmdline())]
+            return any("libtorch_cpu" in one.path for maker in makers for one in maker.memory_maps())
+        return False
+
+    with project.started(*command) as process:
+        project.wait_until(torch_works, process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert not project.artifacts("export") and not project.alive()
+    made = project.result(*command[2:])
+    assert made["attempts"] == 2 and not made["artifacts"]["export"]["skipped"]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World as Ranks
 from trainer.pieces import Piece
-from trainer.store import Arrived, Entry, LocalStore
+from trainer.store import Arrived, Check, Entry, LocalStore
 
 DAY = 86_400.0
 STEPS = 4  # of training, with a commit after each
@@ -213,8 +213,8 @@ class SteppedStore(LocalStore):
     def get(self, key: str) -> bytes | None:
         return self._do("get", key, lambda: LocalStore.get(self, key))
 
-    def upload(self, path: Path, key: str) -> None:
-        self._do("upload", key, lambda: LocalStore.upload(self, path, key))
+    def upload(self, path: Path, key: str, check: Check | None = None) -> None:
+        self._do("upload", key, lambda: LocalStore.upload(self, path, key, check))
 
     def write(self, parts: Sequence[memoryview], key: str) -> None:
         self._do("write", key, lambda: LocalStore.write(self, parts, key))
