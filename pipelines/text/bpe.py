@@ -18,7 +18,8 @@ from trainer.errors import UserError
 DOCUMENT_CHARACTERS = 10_000  # of each document at most: a long one must not outweigh many others
 # Bytes: llm.c's tokenizer has one byte for a length. Longer tokens are runs of spaces or dashes anyway.
 LONGEST_TOKEN = 128
-LEAST_IDS, MOST_IDS = 257, 65_536  # the bytes and <|endoftext|>; the ids of a uint16
+# The bytes and <|endoftext|>; the largest vocabularies in use (Gemma's). Above 65,536 ids shards hold uint32.
+LEAST_IDS, MOST_IDS = 257, 262_144
 
 
 @dataclass

@@ -22,7 +22,7 @@ def train(
     recipe: RecipeName,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it.")] = Path("tokenizer.json"),
     vocab_size: Annotated[
-        int, typer.Option(min=257, max=65_536, metavar="IDS", help="Number of token ids, <|endoftext|> included.")
+        int, typer.Option(min=257, max=262_144, metavar="IDS", help="Number of token ids, <|endoftext|> included.")
     ] = 32_768,
     characters: Annotated[
         int, typer.Option(min=1, metavar="N", help="Size of the sample: the beginning of the text, in characters.")

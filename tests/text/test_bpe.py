@@ -4,8 +4,10 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,14 +15,24 @@ import yaml
 from pipeline_runs import REPOSITORY, Project
 from texts import ODD_TEXTS
 
-from pipelines.artifacts.manifest import ArtifactPlan
+from pipelines.artifacts.manifest import ArtifactPlan, fetch
 from pipelines.recipe import Recipe, TokensConfig, load_recipe
-from pipelines.stage import plans_of
+from pipelines.stage import Work, plans_of
+from pipelines.stages import tokenize
 from pipelines.text.bpe import Sample, train_bpe
 from pipelines.text.columns import batch_of
 from pipelines.text.encode import FastEncoder
-from pipelines.text.tokenizer import check_tokenizer, keep_tokenizer, own_tokenizer, tokenizer_of
+from pipelines.text.tokenizer import (
+    TOKENIZER_FILE,
+    check_tokenizer,
+    encoding_of,
+    keep_tokenizer,
+    own_tokenizer,
+    tokenizer_files,
+    tokenizer_of,
+)
 from trainer.errors import UserError
+from trainer.shards import read_shard
 from trainer.store import LocalStore
 
 IDS = 700
@@ -65,8 +77,6 @@ def test_transformers_tiktoken_and_gigatoken_give_an_own_tokenizer_the_same_ids(
     trained: bytes, text: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoTokenizer
-
-    from pipelines.text.tokenizer import tokenizer_files
 
     encoding = own_tokenizer(trained, "it")
     assert encoding.n_vocab == IDS and encoding.eot_token == IDS - 1
@@ -115,6 +125,42 @@ def test_the_file_travels_with_the_tokens(recipe: Recipe, tmp_path: Path) -> Non
     store.put(f"{plan.prefix}/tokenizer.json", b"{}")
     with pytest.raises(UserError, match=r"damaged \(sha256 differs\)"):
         tokenizer_of(recipe.tokens, store, plan.prefix)
+
+
+def test_the_ids_of_a_large_vocabulary_of_ones_own_go_into_uint32_shards(
+    work: Callable[[str], Work], tmp_path: Path
+) -> None:
+    letters = set(b"abcdef")
+    pairs = sorted(itertools.product(range(256), repeat=2), key=letters.issuperset)  # those of letters get the last ids
+    ranks = {bytes(token): i for i, token in enumerate([*((byte,) for byte in range(256)), *pairs])}
+    encoding = encoding_of("own", ranks)
+    content = tokenizer_files(encoding, 0)[TOKENIZER_FILE]
+    (tmp_path / "own.json").write_bytes(content)
+    (tmp_path / "a.txt").write_text("größer abcdef 東京 " * 100)
+    mine, ids = work("tokenize"), 65_793
+    own = recipe_with(tmp_path / "own.json", sha256(content).hexdigest(), tmp_path, ids)
+    mine.recipe = own.model_copy(update={"tokens": own.tokens.model_copy(update={"shard_tokens": 1000})})
+    mine.plan = plans_of(mine.recipe)["tokenize"]
+    keep_tokenizer(mine.recipe, mine.plan, mine.store)
+    built = tokenize.build(mine)
+    shards = [file for file in built.files if file.name.endswith(".bin")]
+    found = [read_shard(fetch(mine.store, mine.plan.prefix, file, tmp_path / "cache")) for file in shards]
+    assert {tokens.dtype for tokens in found} == {np.dtype("<u4")}
+    expected = [ids - 1, *encoding.encode_ordinary("größer abcdef 東京 " * 100)]
+    assert sorted(np.concatenate(found).tolist()) == sorted(expected) and sum(i > 65_535 for i in expected) > 200
+    assert max(built.facts["max_ids"].values()) == ids - 1
+
+
+@pytest.mark.slow
+def test_a_vocabulary_above_65_536_ids_is_trained(tmp_path: Path) -> None:
+    draw = Random(0).choices
+    words = ["".join(draw("abcdefghijklmnopqrstuvwxyz", k=9)) for _ in range(19_000)]
+    lines = [json.dumps({"text": " ".join(words[i : i + 900])}) for i in range(0, len(words), 900)]
+    (tmp_path / "words.jsonl").write_text("\n".join(lines))
+    content = train_bpe(Sample(TokensConfig(source=f"{tmp_path}/words.jsonl"), 10**6), 65_800)
+    encoding = own_tokenizer(content, "it")
+    assert encoding.n_vocab == 65_800
+    assert max(max(encoding.encode_ordinary(f" {word}")) for word in words) > 65_535
 
 
 @pytest.mark.parametrize(
