@@ -41,14 +41,10 @@ class S3Files(AbstractFileSystem):
 
     protocol = "s3"
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._store = functools.cache(_store)
-
     def info_or_none(self, path: str) -> dict[str, Any] | None:
         """The file of exactly this path, if there is one."""
         bucket, _, key = self._strip_protocol(path).partition("/")
-        same = (one for one in self._store(bucket).objects(key) if one.key == key) if key else iter(())
+        same = (one for one in store_of(bucket).objects(key) if one.key == key) if key else iter(())
         return next((_info(bucket, one) for one in same), None)
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
@@ -60,13 +56,13 @@ class S3Files(AbstractFileSystem):
         """All files below a folder, which `glob` filters."""
         bucket, _slash, key = self._strip_protocol(path).partition("/")
         prefix = f"{key}/" if key else ""
-        found = {info["name"]: info for one in self._store(bucket).objects(prefix) for info in [_info(bucket, one)]}
+        found = {info["name"]: info for one in store_of(bucket).objects(prefix) for info in [_info(bucket, one)]}
         return found if detail else sorted(found)
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **options: Any) -> "S3File":
         assert mode == "rb", mode
         bucket = self._strip_protocol(path).partition("/")[0]
-        return S3File(self, path, self._store(bucket), self.info(path)["object"])
+        return S3File(self, path, store_of(bucket), self.info(path)["object"])
 
 
 class S3File(AbstractBufferedFile):
@@ -80,7 +76,9 @@ class S3File(AbstractBufferedFile):
         return self.store.read(self.opened, start, end - start)
 
 
-def _store(bucket: str) -> S3Store:
+@functools.cache  # fsspec makes a file system for each thread; a client of boto3 takes 0.1 s of processor time
+def store_of(bucket: str) -> S3Store:
+    """The whole of a bucket, by the environment of the first call."""
     return S3Store(bucket, time_limit_s=seconds_from_environment("SKYTRAIN_STORE_SECONDS", 120))
 
 

@@ -17,7 +17,7 @@ from pipelines.artifacts.store import S3Store
 from pipelines.cloud.preflight import texts_reachable
 from pipelines.recipe import TokensConfig, load_recipe
 from pipelines.text import columns
-from pipelines.text.objects import S3Files
+from pipelines.text.objects import store_of
 from pipelines.text.parts import PartsJob, finished_part, make_parts
 from pipelines.text.sources import documents, estimated_tokens, source_identity
 from trainer.errors import UserError
@@ -30,7 +30,7 @@ def bucket(request: pytest.FixtureRequest, fresh_s3_store: Callable[[S3Account],
     """The whole of a new bucket, with texts in it."""
     server = request.getfixturevalue(request.param)
     store = S3Store(fresh_s3_store(getattr(server, "account", server)).bucket)
-    S3Files.clear_instance_cache()
+    store_of.cache_clear()
     return store
 
 
@@ -61,6 +61,7 @@ def test_every_kind_of_file_in_s3_gives_the_documents_of_a_local_file(bucket: S3
     assert read(f"{uri}/some texts/**/*.parquet") == TEXTS
     assert read(f"{uri}/some texts/part=?/rows*.parquet", start=1999) == TEXTS[1999:]
     assert read(f"{uri}/some texts/**/*.parquet", part=1, parts=2) == TEXTS[2000:]
+    assert store_of.cache_info().misses == 1, "a client of boto3 for each thread is slow"
     assert read(f"{uri}/lines.jsonl") == TEXTS == read(f"{uri}/packed/*.jsonl.gz")
     assert read(f"{uri}/txt/*.txt") == [text.replace("\r\n", "\n") for text in TEXTS[:2]]
 
@@ -142,7 +143,7 @@ def test_faults_of_the_server_change_no_shard(bucket: S3Store, tmp_path: Path, m
     proxy.start()
     try:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        S3Files.clear_instance_cache()
+        store_of.cache_clear()
         cut, lost, busy = Fault(body_bytes=100), Fault(forward=True), Fault(503, "SlowDown")
         proxy.fail(busy, cut, Fault(), cut, busy, method="GET")
         proxy.fail(busy, lost, Fault(twice=True), Fault(damage=True), Fault(reset_at=50), lost, method="PUT")
@@ -150,4 +151,4 @@ def test_faults_of_the_server_change_no_shard(bucket: S3Store, tmp_path: Path, m
         assert not proxy._faults
     finally:
         proxy.stop()
-        S3Files.clear_instance_cache()
+        store_of.cache_clear()
