@@ -1,4 +1,4 @@
-"""Cost and punctuality of `launch --deadline`, against two other policies and the lowest possible cost.
+"""Cost and punctuality of `launch --deadline`, with its standby machine and without, against the lowest possible cost.
 
     python -m benchmarks.deadline --traces DIR
 
@@ -10,14 +10,9 @@ dollars.
 - launched: `launch --deadline`, by the rules of pipelines.cloud.deadline. It takes spot if a poll finds some. Without
   spot it waits on a standby machine at STANDBY of the on-demand price, and polls every ten minutes; a poll that finds
   nothing takes a changeover (in steps of the grid). When the rules say so, it takes on-demand to the end.
+- alone: the same rules without a standby. Once there is no spot, it takes on-demand to the end.
 - bound: the cheapest schedule with full knowledge of the future, changeovers included, on the same grid: the shortest
   path through (tick, work left, machine), by dynamic programming.
-
-Two policies of "Can't Be Late" (Wu et al., NSDI'24) as references. They exist only here and always see the market:
-
-- greedy: spot or nothing until a failure would make the run late, then on-demand to the end.
-- uniform: Uniform Progress. Spot whenever it is available. Without spot: on-demand while the run is behind a straight
-  line from start to deadline, nothing while it is ahead (by two changeovers, to leave on-demand).
 """
 
 from collections.abc import Callable
@@ -45,47 +40,20 @@ Decision = Machine | Literal["wait", "standby"]
 
 @dataclass(frozen=True)
 class Race(DeadlineRules):
-    """A run that begins at 0, its deadline, and the price of spot."""
+    """A run that begins at 0, its seconds of training, its deadline, and the prices."""
 
+    work: float
+    on_demand_per_hour: float
     spot_per_hour: float
 
-
-def must_switch(race: Race, now: float, work_left: float, until_ready: float = 0.0) -> bool:
-    """True if a spot run would be late after losing this machine any later than now.
-
-    A machine that trains uses no slack. So this becomes true only while a machine gets ready, or if training is slower
-    than expected.
-    """
-    return race.slack(now, work_left) < race.changeover + until_ready
+    @property
+    def on_demand_usd(self) -> float:
+        """The cost of the whole training on demand."""
+        return (self.changeover + self.work) * self.on_demand_per_hour / 3600
 
 
-# (race, now, seconds of work left, dollars spent, current machine, spot is available, seconds until it is ready)
-Policy = Callable[[Race, float, float, float, Machine | None, bool, float], Decision]
-
-
-def greedy(
-    race: Race, now: float, work_left: float, spent: float, on: Machine | None, available: bool, until_ready: float
-) -> Decision:
-    if on == "on-demand":
-        return on
-    if on == "spot":
-        return "on-demand" if must_switch(race, now, work_left, until_ready) else on
-    slack = race.slack(now, work_left)
-    if available and slack >= 2 * race.changeover + race.tick:
-        return "spot"
-    return "wait" if slack >= race.changeover + race.tick else "on-demand"
-
-
-def uniform(
-    race: Race, now: float, work_left: float, spent: float, on: Machine | None, available: bool, until_ready: float
-) -> Decision:
-    done, required = race.work - work_left, race.work * now / race.deadline
-    can_try_spot = race.slack(now, work_left) >= 2 * race.changeover + race.tick
-    if on == "on-demand" and not (available and until_ready == 0 and can_try_spot):
-        return on if done < race.work * (now + 2 * race.changeover) / race.deadline or not can_try_spot else "wait"
-    if available and (on == "spot" or can_try_spot):
-        return greedy(race, now, work_left, spent, None if on == "on-demand" else on, available, until_ready)
-    return "on-demand" if done < required or not can_try_spot else "wait"
+# (race, now, seconds of work left, current machine, spot is available, seconds until it is ready)
+Policy = Callable[[Race, float, float, Machine | None, bool, float], Decision]
 
 
 class Launched:
@@ -95,25 +63,20 @@ class Launched:
     one changeover, until the next standby machine is up. Only a standby machine decides to poll again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, standby: bool = True) -> None:
+        self.standby = standby
         self.standby_since: float | None = None  # the standby machine is up from here on
         self.only_on_demand = False
 
     def __call__(
-        self,
-        race: Race,
-        now: float,
-        work_left: float,
-        spent: float,
-        on: Machine | None,
-        available: bool,
-        until_ready: float,
+        self, race: Race, now: float, work_left: float, on: Machine | None, available: bool, until_ready: float
     ) -> Decision:
         if on == "spot":
             self.standby_since = None
             self.only_on_demand |= until_ready == 0 and race.must_leave_spot(now, work_left)
         elif on is None and self.standby_since is not None and now >= self.standby_since:
-            self.only_on_demand |= race.must_stop_polling(now, work_left, spent)
+            self.only_on_demand |= race.must_stop_polling(now, work_left)
+        self.only_on_demand |= on is None and not available and not self.standby
         if self.only_on_demand or on == "on-demand":
             return "on-demand"
         if on == "spot":
@@ -133,7 +96,7 @@ def replay(policy: Policy, race: Race, available: NDArray[np.bool_]) -> tuple[fl
         number = round(now / tick)
         has_spot = number < len(available) and bool(available[number])
         on = None if on == "spot" and not has_spot else on
-        wanted = policy(race, now, work_left, spent, on, has_spot, until_ready if on else 0.0)
+        wanted = policy(race, now, work_left, on, has_spot, until_ready if on else 0.0)
         assert wanted != "spot" or has_spot, "there is no spot"
         if wanted == "wait" or wanted == "standby":
             on = None
@@ -214,7 +177,7 @@ def costs_on(trace: spot_traces.Trace, slack: float, change: int) -> dict[str, l
     tick, available = grid(trace)
     work = round(HOURS * 3600 / tick) * tick
     ticks = int(slack * work / tick)
-    race = Race(ticks * tick, work, change * tick, tick, ON_DEMAND, SPOT)
+    race = Race(ticks * tick, change * tick, tick, work, ON_DEMAND, SPOT)
     costs: dict[str, list[float]] = {name: [] for name in ("bound", *POLICIES)}
     for start in trace.starts(STARTS, margin=race.deadline + tick):
         window = available[int(start / tick) :][:ticks]
@@ -232,11 +195,7 @@ def row(costs: dict[str, list[float]]) -> str:
     return f"{np.mean(costs['bound']):9.3f}" + "".join(cells)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "launched": Launched,
-    "greedy": lambda: greedy,
-    "uniform": lambda: uniform,
-}
+POLICIES: dict[str, Callable[[], Policy]] = {"launched": Launched, "alone": lambda: Launched(standby=False)}
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ during the wait, and it runs on the standby:
 - On spot: once another lost machine could make the run late, train commits and exits with code 0. Evaluate first
   finishes the training.
 - On the standby, which SkyPilot rents when no cloud has spot machines: after POLL_SECONDS train exits with code 75, and
-  SkyPilot tries all of train's machines again. Train exits with code 0 once another poll could make the run late, or
-  once spot machines that were lost before they trained have cost SPOT_LOSS_LIMIT.
+  SkyPilot tries all of train's machines again. Train exits with code 0 once another poll could make the run late.
 
-benchmarks/deadline.py measures the savings. `DeadlineRules` has the rules, for the benchmark and the job.
+benchmarks/deadline.py measures the savings, with the standby and without it. `DeadlineRules` has the rules, for the
+benchmark and the job.
 """
 
 import os
@@ -45,7 +45,6 @@ FEWEST_STEPS_HERE = 10  # to measure the speed of this machine: the first step c
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is up
 POLL_SECONDS = 600.0  # on the standby, until SkyPilot tries to get spot again
 POLLING = "polling for spot again"  # the end of the notice of a standby attempt
-SPOT_LOSS_LIMIT = 0.01  # largest loss on failed spot attempts, as a fraction of the all-on-demand cost
 FEWEST_STEPS = 100  # to forecast the whole training: an estimate that is too low makes the run late
 ESTIMATE_MARGIN = 1.25  # factor on the estimated time of training, where it is not measured
 
@@ -67,15 +66,13 @@ def least_slack_seconds(installs: bool) -> float:
 
 @dataclass(frozen=True)
 class DeadlineRules:
-    """When to leave spot, and when to stop polling for it. Seconds; dollars an hour, of all nodes."""
+    """When to leave spot, and when to stop polling for it. All in seconds."""
 
     deadline: float
-    work: float  # training from the first step to the last
     # At most, from the decision or from the loss of a machine until the next one trains: provisioning, setup, start-up,
     # and the steps since the last commit.
     changeover: float
     tick: float  # between two decisions, at most
-    on_demand_per_hour: float  # 0: unknown, and the rules ignore cost
 
     def slack(self, now: float, work_left: float) -> float:
         """Seconds that may still pass without training, if `work_left` seconds of training are left."""
@@ -85,21 +82,9 @@ class DeadlineRules:
         """Whether the slack is too short for two changeovers: to another spot machine, and to one on demand."""
         return self.slack(now, work_left) < 2 * self.changeover + self.tick
 
-    def must_stop_polling(self, now: float, work_left: float, spent: float) -> bool:
-        """Whether the time or the money for another poll is gone.
-
-        A poll takes a changeover, even if it finds no machine. The money is gone if `spent` (on training) and the cost
-        of the rest on demand exceed the all-on-demand cost by more than SPOT_LOSS_LIMIT.
-        """
-        if self.slack(now, work_left) < 3 * self.changeover + self.tick:
-            return True
-        to_finish = (self.changeover + work_left) * self.on_demand_per_hour / 3600
-        return self.on_demand_per_hour > 0 and spent + to_finish > (1 + SPOT_LOSS_LIMIT) * self.on_demand_usd
-
-    @property
-    def on_demand_usd(self) -> float:
-        """The cost of the whole training on demand."""
-        return (self.changeover + self.work) * self.on_demand_per_hour / 3600
+    def must_stop_polling(self, now: float, work_left: float) -> bool:
+        """Whether the time for another poll is gone. A poll takes a changeover, even if it finds no machine."""
+        return self.slack(now, work_left) < 3 * self.changeover + self.tick
 
 
 def is_standby() -> bool:
@@ -144,38 +129,10 @@ class DeadlineWatch:
         before, whole = tokens_before(step, train), tokens_before(train.max_steps, train)
         per_token = seconds / (before - tokens_before(max(0, step - done), train))
         now, work_left = time.time(), (whole - before) * per_token
-        rules = DeadlineRules(
-            self.deadline, whole * per_token, changeover_seconds(installs_here()), HEARTBEAT_SECONDS, 0.0
-        )
+        rules = DeadlineRules(self.deadline, changeover_seconds(installs_here()), HEARTBEAT_SECONDS)
         if work_left > rules.changeover and rules.must_leave_spot(now, work_left):
             reason = f"{slack_text(rules.slack(now, work_left))}, too few to lose another spot machine"
             self.stop.ask(reason, HandedOver)
-
-
-def before_ranks(work: "Work") -> None:
-    """End this machine's task, if it should not train. Raises Interrupted or HandedOver."""
-    if is_standby():
-        poll_for_spot(work)
-    leave_spot_in_time(work)
-
-
-def leave_spot_in_time(work: "Work") -> None:
-    """On a spot machine that replaces a lost one: exit before training, if the rules would end it at once.
-
-    SkyPilot replaces a lost machine without applying the rules. Raises HandedOver.
-    """
-    latest = work.attempt.latest
-    if not deadline_here() or not latest.machine.spot:
-        return
-    attempts = [a for a in read_run(work.store, latest.run).account.attempts if a.stage == "train"]
-    gpus = str(latest.machine.accelerators)
-    if seconds_per_token(work.recipe.train, [gpus], latest.nodes, attempts) is None:
-        return  # an estimate is no reason to exit
-    rules, work_left = rules_for(work, attempts)
-    now = time.time()
-    if work_left > changeover_seconds(installs_here()) and rules.must_leave_spot(now, work_left):
-        work.stop.ask(f"{slack_text(rules.slack(now, work_left))}, too few to train on spot", HandedOver)
-        work.check()
 
 
 # On the standby
@@ -188,12 +145,10 @@ def poll_for_spot(work: "Work") -> NoReturn:
     Raises Interrupted or HandedOver; after another request to stop, the error of that request.
     """
     work.report(waiting=True)
-    account = read_run(work.store, work.attempt.latest.run).account
     try:
-        rules, work_left = rules_for(work, [a for a in account.attempts if a.stage == "train"])
+        rules, work_left = rules_for(work)
     except UserError as error:  # a failed task would end the whole launch
         raise HandedOver(str(error)) from error
-    spent = account.by_stage["train"].usd  # with this attempt
     work.screen.note(
         f"  {slack_text(rules.slack(time.time(), work_left))}: waiting for spot; SkyPilot polls again in 10 min"
     )
@@ -201,8 +156,8 @@ def poll_for_spot(work: "Work") -> NoReturn:
         poll_at = time.time() + POLL_SECONDS
         while True:
             now = time.time()
-            if rules.must_stop_polling(now, work_left, spent):
-                reason = f"{slack_text(rules.slack(now, work_left))}, no time or money to poll for spot again"
+            if rules.must_stop_polling(now, work_left):
+                reason = f"{slack_text(rules.slack(now, work_left))}, no time to poll for spot again"
                 work.stop.ask(reason, HandedOver)
             elif now > poll_at:
                 work.stop.ask(f"{slack_text(rules.slack(now, work_left))}: {POLLING}")
@@ -210,16 +165,14 @@ def poll_for_spot(work: "Work") -> NoReturn:
             time.sleep(1)
 
 
-# Both
-
-
-def rules_for(work: "Work", attempts: list[AttemptAccount]) -> tuple[DeadlineRules, float]:
+def rules_for(work: "Work") -> tuple[DeadlineRules, float]:
     """The rules, and the seconds of training that are left. UserError if these can't be known."""
     from pipelines.cloud.throughput import speed_on  # reads the measured figures
 
     recipe, train, nodes = work.recipe, work.recipe.train, work.attempt.latest.nodes
-    rows = [row for row in prices_from_environment() if row.accelerators]
-    gpus = [row.accelerators for row in rows if row.accelerators]
+    account = read_run(work.store, work.attempt.latest.run).account
+    attempts = [attempt for attempt in account.attempts if attempt.stage == "train"]
+    gpus = [row.accelerators for row in prices_from_environment() if row.accelerators]
     state, whole = committed_state(work.store, work.plan.prefix), tokens_before(train.max_steps, train)
     done = state.step if state else train.first_step
     to_come = 0 if state and state.has_ended(train) else whole - tokens_before(done, train)
@@ -230,10 +183,8 @@ def rules_for(work: "Work", attempts: list[AttemptAccount]) -> tuple[DeadlineRul
         work_left = ESTIMATE_MARGIN * to_come / min(speed.tokens_per_second for speed in speeds)
     else:
         raise UserError(f"{DEADLINE}: SKYTRAIN_PRICES has no machine with GPUs to wait for")
-    usd = nodes * min((row.on_demand_usd_per_hour or 0.0 for row in rows), default=0.0)
-    whole_training = work_left * whole / max(1, to_come)
     changeover = max([changeover_seconds(installs_here()), *poll_seconds(attempts)])
-    return DeadlineRules(deadline_here() or 0.0, whole_training, changeover, HEARTBEAT_SECONDS, usd), work_left
+    return DeadlineRules(deadline_here() or 0.0, changeover, HEARTBEAT_SECONDS), work_left
 
 
 def poll_seconds(attempts: list[AttemptAccount]) -> Iterator[float]:

@@ -224,7 +224,7 @@ def pipeline_here(
     stop: "StopSignal",
 ) -> "Pipeline":
     """The pipeline of a run on this machine, with its watches."""
-    from pipelines.cloud.deadline import before_ranks, deadline_watch
+    from pipelines.cloud.deadline import deadline_watch, is_standby, poll_for_spot
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes.address import this_node
     from pipelines.nodes.head import Head
@@ -247,7 +247,7 @@ def pipeline_here(
         plans,
         watches=[watch_stop_request(store, name)],
         head=Head(node, name, stop, exit_code) if node.count > 1 else None,
-        before_ranks=before_ranks,
+        before_ranks=poll_for_spot if is_standby() else None,
         began=process_began(),
         report_page=lambda run: render([run]),
     )

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from benchmarks import deadline as simulation
 from benchmarks import spot_traces
-from benchmarks.deadline import Decision, Launched, Machine, Race, greedy, must_switch, replay
-from pipelines.cloud.deadline import POLL_SECONDS, SPOT_LOSS_LIMIT
+from benchmarks.deadline import Decision, Launched, Machine, Race, replay
 
 TICK = 60.0
 
 
 def race(ticks: int, work: int, changeover: int, spot: float = 0.3) -> Race:
-    return Race(ticks * TICK, work * TICK, changeover * TICK, TICK, 1.0, spot)
+    return Race(ticks * TICK, changeover * TICK, TICK, work * TICK, 1.0, spot)
 
 
 @st.composite
@@ -34,17 +33,12 @@ def markets(draw: st.DrawFn, least: int = 1) -> tuple[Race, np.ndarray]:
     return race(ticks, work, changeover, draw(st.sampled_from([0.1, 0.3, 0.9]))), available
 
 
+@pytest.mark.parametrize("standby", [True, False])
 @settings(deadline=None, max_examples=300)
 @given(markets(least=3))
-def test_a_launched_run_is_on_time_and_loses_no_more_than_its_purse_and_one_machine(
-    drawn: tuple[Race, np.ndarray],
-) -> None:
+def test_a_launched_run_is_on_time(standby: bool, drawn: tuple[Race, np.ndarray]) -> None:
     run, available = drawn
-    usd, done = replay(Launched(), run, available)
-    assert done <= run.deadline + 1e-6
-    standby = simulation.STANDBY * (POLL_SECONDS + TICK) / 3600  # before the last poll
-    one_machine = run.changeover * run.spot_per_hour / 3600
-    assert usd <= run.on_demand_usd + SPOT_LOSS_LIMIT * run.on_demand_usd + one_machine + standby + 1e-9
+    assert replay(Launched(standby), run, available)[1] <= run.deadline + 1e-6
 
 
 @pytest.mark.slow
@@ -56,7 +50,8 @@ def test_on_every_recorded_market_a_launched_run_costs_less_than_on_demand_on_av
     for trace in spot_traces.load(shared_data / "spot-traces"):
         costs = simulation.costs_on(trace, slack=min(simulation.SLACKS), change=change)  # fails if a run is late
         assert np.mean(costs["launched"]) < 1
-        assert max(costs["launched"]) <= 1 + SPOT_LOSS_LIMIT
+        assert np.mean(costs["launched"]) < np.mean(costs["alone"]) + 0.02  # the standby pays
+        assert max(costs["launched"]) <= 1.02
         for name in simulation.POLICIES:
             assert all(best <= usd + 1e-9 for best, usd in zip(costs["bound"], costs[name], strict=True))
 
@@ -78,7 +73,7 @@ def cost_of(plan: tuple[Decision, ...], run: Race, available: np.ndarray) -> flo
     """Dollars of a schedule; None if it takes spot where there is none, or is late."""
 
     def policy(
-        race: Race, now: float, work_left: float, spent: float, on: Machine | None, has_spot: bool, until_ready: float
+        race: Race, now: float, work_left: float, on: Machine | None, has_spot: bool, until_ready: float
     ) -> Decision:
         number = round(now / TICK)
         return plan[number] if number < len(plan) else "on-demand"
@@ -87,11 +82,3 @@ def cost_of(plan: tuple[Decision, ...], run: Race, available: np.ndarray) -> flo
         return None
     usd, done = replay(policy, run, available)
     return usd if done <= run.deadline + 1e-6 else None
-
-
-def test_spot_is_left_when_there_is_no_slack_for_another_one() -> None:
-    run, left = race(ticks=100, work=80, changeover=5), 80 * TICK
-    assert greedy(run, 0.0, left, 0.0, "spot", True, 5 * TICK) == "spot"
-    assert not must_switch(run, now=15 * TICK, work_left=left)
-    assert must_switch(run, now=16 * TICK, work_left=left)
-    assert greedy(run, 16 * TICK, left, 0.0, "spot", True, 0.0) == "on-demand"

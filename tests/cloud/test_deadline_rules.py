@@ -13,7 +13,6 @@ from pipelines.cloud.deadline import (
     AFTER_TRAINING_SECONDS,
     DEADLINE,
     POLLING,
-    SPOT_LOSS_LIMIT,
     DeadlineRules,
     DeadlineWatch,
     changeover_seconds,
@@ -82,17 +81,10 @@ def test_no_handover_happens_shortly_before_the_end_or_before_the_speed_is_known
     assert not asked(0.5, 0.0, stage="evaluate").asked
 
 
-def test_a_standby_polls_while_another_poll_would_be_in_time_and_within_the_loss_limit() -> None:
-    ten_hours = 36_000.0  # $100 on demand, and $5 for the changeover before
-    rules = DeadlineRules(72_000.0, ten_hours, 1800.0, 5.0, on_demand_per_hour=10.0)
-    late = rules.deadline - rules.work - 3 * rules.changeover
-    assert rules.must_stop_polling(late, rules.work, 0.0) and not rules.must_stop_polling(late - 6, rules.work, 0.0)
-    limit = SPOT_LOSS_LIMIT * 105
-    assert rules.must_stop_polling(0.0, rules.work, limit + 0.01)
-    assert not rules.must_stop_polling(0.0, rules.work, limit - 0.01)
-    assert not rules.must_stop_polling(0.0, rules.work / 2, 50.0)  # half is done, at the price of on demand
-    unpriced = DeadlineRules(72_000.0, ten_hours, 1800.0, 5.0, on_demand_per_hour=0.0)
-    assert not unpriced.must_stop_polling(0.0, rules.work, 1000.0)
+def test_a_standby_polls_while_another_poll_would_be_in_time() -> None:
+    rules, left = DeadlineRules(72_000.0, 1800.0, 5.0), 36_000.0
+    late = rules.deadline - left - 3 * rules.changeover
+    assert rules.must_stop_polling(late, left) and not rules.must_stop_polling(late - 6, left)
 
 
 def test_the_speed_comes_from_the_same_machines_once_they_ran_long_enough() -> None:
@@ -153,7 +145,7 @@ def test_a_standby_exits_to_poll_or_hands_over_and_is_on_the_bill(tmp_path: Path
     project = Project(tmp_path / FOLDER_NAME)
     project.environment |= STANDBY | {DEADLINE: f"{time.time() + AFTER_TRAINING_SECONDS + 60:.0f}"}
     done = project.run("run", "tiny.yaml", "--stage", "train")
-    assert "handed over (deadline: 1 min of slack are left, no time or money to poll for spot again)" in done.stderr
+    assert "handed over (deadline: 1 min of slack are left, no time to poll for spot again)" in done.stderr
     (one,) = project.found("train/*/attempts/*/heartbeat.json")
     beat = json.loads(one.read_text())
     assert beat["progress"]["waiting"] and beat["state"] == "interrupted" and beat["price_per_hour"] == 0.1
@@ -184,12 +176,3 @@ def test_a_run_on_spot_without_slack_commits_its_last_step_and_hands_over(tmp_pa
     newest = project.found("train/*/checkpoints/*/COMMIT.json")[-1]
     assert json.loads(newest.read_text())["step"] == project.rows_committed() > 0
     assert project.report()["state"] == "interrupted" and not project.alive()
-    soon = project.environment.pop(DEADLINE)
-    with project.started("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000") as training:
-        project.wait_until(lambda: len(project.found("train/*/attempts/*/heartbeat.json")) == 2, training)
-        project.wait_until(lambda: project.heartbeats()[-1]["progress"].get("steps_done", 0) > 110, training)
-        training.terminate()
-        assert training.wait() == 75
-    project.environment[DEADLINE] = soon
-    done = project.run("run", "tiny.yaml", "--stage", "train", "--set", "train.max_steps=1000000")
-    assert "too few to train on spot" in done.stderr and "resumed_from" not in project.heartbeats()[-1]["progress"]
