@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 
-from pipelines.recipe import read_yaml
 from trainer.config import Section
 from trainer.errors import UserError
 from trainer.explained import explain
+from trainer.strict_yaml import read_yaml
 
 FILE = "skytrain.yaml"
 OFF = "off"

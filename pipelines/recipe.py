@@ -20,7 +20,7 @@ from trainer.config import RuntimeConfig, Section, TrainConfig
 from trainer.errors import UserError, cut, shown
 from trainer.explained import explain
 from trainer.family import AnyModel
-from trainer.strict_yaml import MOST_CHARACTERS, NotPlain, load_yaml
+from trainer.strict_yaml import NotPlain, load_yaml, read_yaml
 
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
 LLMC = "llmc://"  # before the place of shards that exist
@@ -465,18 +465,6 @@ def load_recipe(name_or_path: str, changes: Iterable[str] = ()) -> Recipe:
     if not isinstance(values, dict):
         raise UserError(f"{path}: a recipe has sections (name, tokens, model, train, …); none found")
     return changed_recipe(values, changes, name_or_path)
-
-
-def read_yaml(path: Path) -> Any:
-    """The plain values in a YAML file. UserError if it cannot be read, or has anything else."""
-    try:
-        with path.open(encoding="utf8") as file:
-            return load_yaml(file.read(MOST_CHARACTERS + 1))
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML passes errors of int() and date() on
-        what = "" if isinstance(error, NotPlain) else "not a YAML file: "
-        raise UserError(f"{path}: {what}{' '.join(str(error).split())}") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
 
 
 def changed_recipe(values: dict[str, Any], changes: Iterable[str], where: str) -> Recipe:

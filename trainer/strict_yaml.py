@@ -6,12 +6,13 @@ terabyte. Here they are errors, as are numbers beyond 64 bits and files that are
 
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
 from yaml.constructor import ConstructorError
 
-from trainer.errors import cut
+from trainer.errors import UserError, cut
 
 MOST_CHARACTERS = 200_000
 DEEPEST = 20  # sections in sections; a recipe has two
@@ -24,6 +25,18 @@ def load_yaml(text: str) -> Any:
     if len(text) > MOST_CHARACTERS:
         raise NotPlain(None, None, f"a recipe has at most {MOST_CHARACTERS:,} characters")
     return yaml.load(text, StrictLoader)  # a SafeLoader
+
+
+def read_yaml(path: Path) -> Any:
+    """The plain values in a YAML file. UserError if it cannot be read, or has anything else."""
+    try:
+        with path.open(encoding="utf8") as file:
+            return load_yaml(file.read(MOST_CHARACTERS + 1))
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML passes errors of int() and date() on
+        what = "" if isinstance(error, NotPlain) else "not a YAML file: "
+        raise UserError(f"{path}: {what}{' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
 
 
 class NotPlain(ConstructorError):
