@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 
-from trainer.config import Section
 from trainer.errors import UserError
 from trainer.explained import explain
+from trainer.model_config import Section
 from trainer.strict_yaml import read_yaml
 
 FILE = "skytrain.yaml"

@@ -23,11 +23,12 @@ from pipelines.text.columns import reason_of
 from pipelines.text.retry import with_retries
 from pipelines.tracking.origins import RUN, RUN_SOURCE, check_branch, check_model, find_other
 from trainer.commits import committed_folders
-from trainer.config import RUN_COMMIT, ModelConfig
+from trainer.config import RUN_COMMIT
 from trainer.errors import UserError
 from trainer.explained import explain
 from trainer.families.gpt2 import Gpt2Config
 from trainer.family import SECTIONS, family_in
+from trainer.model_config import ModelConfig
 from trainer.store import Store, sha256_of
 from trainer.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
 

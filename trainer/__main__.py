@@ -29,11 +29,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
-from trainer.config import RuntimeConfig, Section, TrainConfig, identity_of, identity_of_model
+from trainer.config import RuntimeConfig, TrainConfig, identity_of
 from trainer.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError, ending_of
 from trainer.explained import explain
 from trainer.family import AnyModel
 from trainer.health import StartWatch
+from trainer.model_config import Section, identity_of_model
 from trainer.process import StopSignal, die_with_parent
 from trainer.store import LocalStore
 from trainer.stored import decoded, typed

@@ -3,8 +3,9 @@
 from bisect import bisect_right
 from functools import lru_cache
 
-from trainer.config import ModelConfig, TrainConfig
+from trainer.config import TrainConfig
 from trainer.errors import UserError
+from trainer.model_config import ModelConfig
 
 
 @lru_cache

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from trainer.amounts import batch_stages
 from trainer.commits import TrainState
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.family import plain_model
 from trainer.fused import gemm
 from trainer.model import Branches, LanguageModel
+from trainer.model_config import ModelConfig
 from trainer.optim import Rates, optimizer_for
 from trainer.parallel import FlatGradients, World, autocast_on, precision_on
 from trainer.pieces import Piece, training_tensors

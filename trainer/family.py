@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Discriminator, Tag, TypeAdapter
 
-from trainer.config import ModelConfig
 from trainer.errors import UserError, shown
 from trainer.families.gpt2 import Gpt2Config
 from trainer.families.llama import LlamaConfig
 from trainer.families.modern import ModernConfig
+from trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trainer.amounts import micro_batch_of
-from trainer.config import ModelConfig
 from trainer.errors import UserError
+from trainer.model_config import ModelConfig
 from trainer.parallel import World
 
 Batch = tuple[Tensor, Tensor]

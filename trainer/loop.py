@@ -16,7 +16,7 @@ import torch
 from trainer.amounts import batch_tokens_at, check_shares, micro_batch_count, sequences_per_step, val_tokens
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data import PendingNumbers, TokenData
 from trainer.engine import Batches, Engine, device_name, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
@@ -26,6 +26,7 @@ from trainer.events import EventLog, Paced, RolledBack, Skipped, Slow, Started
 from trainer.fit import Fit, fit_micro_batch
 from trainer.health import Health, Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
+from trainer.model_config import ModelConfig
 from trainer.optim import Rates, rates_at
 from trainer.pace import Pace, Paces
 from trainer.parallel import Agreement, World

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.config import ModelConfig
+from trainer.model_config import ModelConfig
 
 HEAD_ROWS = 2048  # tokens whose logits are held at once without gradients: 1 GiB with copies in float32
 

@@ -8,13 +8,14 @@ from safetensors.torch import save_file
 
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, TrainConfig
 from trainer.data import More, TokenData
 from trainer.evaluation import Evaluation
 from trainer.events import Compared, Event, EventLog
 from trainer.health import STARTED
 from trainer.loop import train
 from trainer.metrics import PhaseClock
+from trainer.model_config import ModelConfig
 from trainer.parallel import World
 from trainer.process import StopSignal
 from trainer.shard_maps import Fetch

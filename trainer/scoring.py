@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.config import ModelConfig
 from trainer.data import PendingNumbers
 from trainer.model import HEAD_ROWS, Branches
+from trainer.model_config import ModelConfig
 from trainer.parallel import World
 
 TOKENS_AT_ONCE = {"cuda": 65_536}  # a GPU is busy with them for 30 ms (124M) to 0.5 s (1558M)

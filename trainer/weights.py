@@ -14,10 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import ModelConfig
 from trainer.errors import UserError, cut, shown
 from trainer.families.gpt2 import LAYER, layer_shape
 from trainer.family import SECTIONS, family_in, section_of_hf
+from trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

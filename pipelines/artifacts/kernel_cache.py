@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.commits import named
-from trainer.config import identity_of_model
+from trainer.model_config import identity_of_model
 from trainer.process import log_line
 from trainer.store import Store
 from trainer.stored import Stored, record_in

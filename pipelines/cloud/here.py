@@ -28,8 +28,8 @@ from pipelines.recipe import Recipe
 from pipelines.stage import STAGES
 from pipelines.tracking.ledger import attempts
 from trainer.amounts import state_bytes
-from trainer.config import ModelConfig
 from trainer.errors import UserError
+from trainer.model_config import ModelConfig
 from trainer.store import LocalStore, Store
 
 LONG_HOURS = 24.0  # what takes longer needs the user's consent

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from pipelines.bench.measurements import measurements
 from pipelines.recipe import Recipe
 from trainer.amounts import check_shares, micro_batch_of, sequences_per_step, state_bytes
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.metrics import PEAK_FLOPS
+from trainer.model_config import ModelConfig
 
 # Dense bf16 peak by SkyPilot's name of the GPU up to a hyphen, FLOP/s. Source: NVIDIA's data sheets.
 PEAKS = PEAK_FLOPS | {"B200": 2250e12, "L40S": 362e12, "A10": 125e12, "A10G": 70e12, "L4": 121e12, "A6000": 155e12}

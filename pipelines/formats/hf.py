@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.formats.weights import Weights, read_tensor, require, same
 from pipelines.text.tokenizer import tokenizer_files
-from trainer.config import ModelConfig
+from trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.formats.weights import Weights, require, same
-from trainer.config import ModelConfig
+from trainer.model_config import ModelConfig
 from trainer.process import die_with_parent
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import ModelConfig
 from trainer.errors import UserError
+from trainer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     import tiktoken

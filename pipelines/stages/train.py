@@ -35,7 +35,8 @@ from pipelines.tracking.origins import FIELDS, beginning_of
 from pipelines.weights import content_identity
 from trainer.amounts import check_shares, state_bytes
 from trainer.commits import TrainState, committed_state, series
-from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of, identity_of_model
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of
+from trainer.model_config import identity_of_model
 
 LOOK_SECONDS = 1.0  # between two looks for the first shards
 LOOK_AGAIN_SECONDS = 10.0  # between two looks whether somebody makes the tokens

@@ -16,8 +16,8 @@ from pipelines.recipe import Recipe
 from pipelines.tracking.account import Cost, cost_until
 from pipelines.tracking.runs import Run, find_run, full_name, read_record
 from trainer.commits import PIN, Commit, DamagedCommit, committed_folders, step_of
-from trainer.config import ModelConfig
 from trainer.errors import NotAFile, UserError
+from trainer.model_config import ModelConfig
 from trainer.store import Store
 from trainer.stored import typed
 

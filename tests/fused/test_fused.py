@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer_runs import Runner, weights
 
 from trainer.amounts import micro_batch_count
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import WIDEST_NORM, FusedEngine, PlainEngine, choose_engine, make_engine
 from trainer.errors import UserError
 from trainer.evaluation import Evaluation, Sampling
@@ -26,6 +26,7 @@ from trainer.family import ANY_MODEL, plain_model
 from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
 from trainer.model import LanguageModel
+from trainer.model_config import ModelConfig
 from trainer.optim import Rates, rates_of
 from trainer.parallel import World
 from trainer.scoring import Row, Scored, score_rows

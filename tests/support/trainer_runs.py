@@ -21,7 +21,7 @@ import yaml
 from trainer.__main__ import TrainerConfig
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState, committed_folders, series, step_of
-from trainer.config import RuntimeConfig, Section, TrainConfig
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data import TokenData
 from trainer.evaluation import Evaluation
 from trainer.events import Event, EventLog, read_events
@@ -30,6 +30,7 @@ from trainer.families.gpt2_module import GPT
 from trainer.loop import train
 from trainer.metrics import PhaseClock
 from trainer.model import LanguageModel
+from trainer.model_config import Section
 from trainer.parallel import World
 from trainer.process import StopSignal
 from trainer.shard_maps import Fetch

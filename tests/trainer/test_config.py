@@ -17,10 +17,11 @@ from trainer.amounts import (
     val_tokens,
     validations,
 )
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.explained import explain
 from trainer.families.gpt2 import Gpt2Config
+from trainer.model_config import ModelConfig
 
 GOOD: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "vocab_size": 257},

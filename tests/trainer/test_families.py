@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.__main__ import read_config
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig, identity_of_model
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import choose_engine
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
@@ -20,6 +20,7 @@ from trainer.families.llama import LlamaConfig
 from trainer.families.modern import ModernConfig
 from trainer.family import ANY_MODEL, from_hf, plain_model, section_of_hf, to_hf
 from trainer.model import LanguageModel
+from trainer.model_config import ModelConfig, identity_of_model
 from trainer.parallel import World
 from trainer.sample import Decoder, generate
 from trainer.scoring import Row, score_rows

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from trainer_runs import ALONE, Runner, configured, weights
 
 from pipelines.formats.hf import hf_config
-from trainer.config import ModelConfig
 from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.families.gpt2 import LAYER
 from trainer.families.gpt2_module import GPT
 from trainer.family import to_hf
+from trainer.model_config import ModelConfig
 from trainer.weights import Origin, open_weights
 
 _one_thread, data, runner = trainer_runs._one_thread, trainer_runs.data, trainer_runs.runner

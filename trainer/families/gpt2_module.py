@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import ModelConfig
 from trainer.model import Context, Embedding, LanguageModel, Linear, attention
+from trainer.model_config import ModelConfig
 
 
 class Attention(nn.Module):

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import ModelConfig
 from trainer.families.llama import EPSILON, LlamaConfig
 from trainer.families.rotary import RMSNorm, RotaryAttention, waves
 from trainer.model import Context, Embedding, LanguageModel, Linear
+from trainer.model_config import ModelConfig
 
 
 class Attention(RotaryAttention):

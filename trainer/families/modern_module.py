@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.config import ModelConfig
 from trainer.families.modern import EPSILON, GATE_WIDTH, SOFTCAP, ModernConfig
 from trainer.families.rotary import RotaryAttention, rms_norm, waves
 from trainer.model import Context, Embedding, LanguageModel, Linear
+from trainer.model_config import ModelConfig
 
 
 class Attention(RotaryAttention):

@@ -31,9 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer import muon
-from trainer.config import ModelConfig, RuntimeConfig, TrainConfig
+from trainer.config import RuntimeConfig, TrainConfig
 from trainer.family import plain_model
 from trainer.fused.owners import Exchange, Owners, Slice
+from trainer.model_config import ModelConfig
 from trainer.optim import Group, Rates, group_of
 from trainer.parallel import World
 from trainer.pieces import Piece

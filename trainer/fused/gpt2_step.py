@@ -10,13 +10,13 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from trainer.config import ModelConfig
 from trainer.fused import kernels
 from trainer.fused.attention import Attention, SavedAttention
 from trainer.fused.flat import FlatState
 from trainer.fused.kernels import Fp8Out
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
 from trainer.fused.step import FusedStep
+from trainer.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

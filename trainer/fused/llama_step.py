@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from trainer.config import ModelConfig
 from trainer.families.llama import EPSILON, LlamaConfig
 from trainer.fused import rotary
 from trainer.fused.products import Operand
 from trainer.fused.rotary_step import RotaryStep
+from trainer.model_config import ModelConfig
 
 
 class LlamaStep(RotaryStep[Operand]):

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
-from trainer.config import ModelConfig
 from trainer.families.grouped import GroupedHeads
 from trainer.families.rotary import waves
 from trainer.fused import kernels, rotary
@@ -23,6 +22,7 @@ from trainer.fused.flat import FlatState
 from trainer.fused.kernels import Fp8Out
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
 from trainer.fused.step import FusedStep
+from trainer.model_config import ModelConfig
 
 QKV, OUT = ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.o_proj"
 

@@ -25,10 +25,10 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
-from trainer.config import ModelConfig
 from trainer.fused.attention import Attention
 from trainer.fused.flat import FlatState
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
+from trainer.model_config import ModelConfig
 
 
 class FusedStep(ABC, Generic[Operand]):
