@@ -3,7 +3,7 @@
     python -m benchmarks.goodput --traces DIR
 
 Replays recorded spot markets. The run has a machine whenever one is available, and loses it without notice otherwise.
-(That is the worst case: with the cloud's notice, no step is redone at any interval.) trainer.loop.SaveClock gives the
+(That is the worst case: with the cloud's notice, no step is redone at any interval.) trainer.save_clock gives the
 interval, pipelines.tracking.ledger the estimate of the time between failures, from the attempts so far. Stalls,
 background saves and start-up are measured values (docs/measurements.md, one H200).
 """
@@ -14,7 +14,7 @@ from benchmarks import spot_traces
 from pipelines.tracking.ledger import seconds_between_failures
 from pipelines.tracking.records import Heartbeat
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
-from trainer.loop import SaveClock
+from trainer.save_clock import SaveClock
 
 RULES: tuple[float | str, ...] = ("auto", 1.0, 5.0, 10.0, 30.0, 60.0)  # runtime.checkpoint_minutes
 STARTS = 60  # of the short runs, in each trace

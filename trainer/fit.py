@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.amounts import micro_batch_of
+from trainer.amounts import micro_batch_of, sequences_per_step
+from trainer.commits import TrainState
+from trainer.config import RuntimeConfig, TrainConfig
+from trainer.engine import Engine, device_name
 from trainer.errors import UserError
 from trainer.model_config import ModelConfig
 from trainer.parallel import World
@@ -32,6 +35,36 @@ class Fit:
 
     micro_batch_size: int
     why: str
+
+
+def choose_micro_batch(
+    engine: Engine, model: ModelConfig, config: TrainConfig, runtime: RuntimeConfig, state: TrainState, world: World
+) -> Fit:
+    """The micro-batch size: the configured one; with `auto`, the largest that fits.
+
+    A run with `auto` that resumes on as many ranks and the same kinds of devices, with the same memory settings, keeps
+    its size: another size would add gradients in another order. A collective call.
+    """
+    if runtime.micro_batch_size != "auto":
+        return Fit(runtime.micro_batch_size, f"micro-batches of up to {runtime.micro_batch_size}, as configured")
+    fitted = (state.world_size, state.devices, state.memory_settings)
+    if state.micro_batch_size and fitted == (world.world_size, devices_of(world), memory_settings(engine, runtime)):
+        return Fit(state.micro_batch_size, f"micro-batches of {state.micro_batch_size}, as before the resume")
+    share = -(-sequences_per_step(model, config) // world.world_size)  # the largest
+    return fit_micro_batch(engine.accumulate, engine.loss, model, share, world)
+
+
+def devices_of(world: World) -> str:
+    """The kinds of devices of all ranks. A collective call."""
+    return " and ".join(sorted(set(world.gather(device_name(world.device)))))
+
+
+def memory_settings(engine: Engine, runtime: RuntimeConfig) -> str:
+    """The choices besides the device that decide how much memory a micro-batch takes."""
+    options = ", ".join(
+        f"{name} {getattr(runtime, name)}" for name in ("recompute", "data_parallel", "reduce_dtype", "deterministic")
+    )
+    return f"{engine.why}; {engine.precision}; {options}"
 
 
 def fit_micro_batch(

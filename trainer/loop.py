@@ -13,17 +13,17 @@ from functools import partial
 
 import torch
 
-from trainer.amounts import batch_tokens_at, check_shares, micro_batch_count, sequences_per_step, val_tokens
+from trainer.amounts import batch_tokens_at, check_shares, micro_batch_count, val_tokens
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
 from trainer.config import RuntimeConfig, TrainConfig
 from trainer.data import PendingNumbers, TokenData
-from trainer.engine import Batches, Engine, device_name, make_engine
+from trainer.engine import Batches, Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
 from trainer.evaluate import validation_loss
 from trainer.evaluation import Evaluation
 from trainer.events import EventLog, Paced, RolledBack, Skipped, Slow, Started
-from trainer.fit import Fit, fit_micro_batch
+from trainer.fit import Fit, choose_micro_batch, devices_of, memory_settings
 from trainer.health import Health, Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
 from trainer.model_config import ModelConfig
@@ -379,36 +379,6 @@ def probe(engine: Engine, data: TokenData, sequences: range, world: World) -> fl
 def ruined(name: str, loss: float | None) -> str | None:
     """The evidence that the weights are ruined, if a forward pass over them gave a loss that is not finite."""
     return None if loss is None or math.isfinite(loss) else f"{name} is {loss}, so the weights are ruined"
-
-
-def choose_micro_batch(
-    engine: Engine, model: ModelConfig, config: TrainConfig, runtime: RuntimeConfig, state: TrainState, world: World
-) -> Fit:
-    """The micro-batch size: the configured one; with `auto`, the largest that fits.
-
-    A run with `auto` that resumes on as many ranks and the same kinds of devices, with the same memory settings, keeps
-    its size: another size would add gradients in another order. A collective call.
-    """
-    if runtime.micro_batch_size != "auto":
-        return Fit(runtime.micro_batch_size, f"micro-batches of up to {runtime.micro_batch_size}, as configured")
-    fitted = (state.world_size, state.devices, state.memory_settings)
-    if state.micro_batch_size and fitted == (world.world_size, devices_of(world), memory_settings(engine, runtime)):
-        return Fit(state.micro_batch_size, f"micro-batches of {state.micro_batch_size}, as before the resume")
-    share = -(-sequences_per_step(model, config) // world.world_size)  # the largest
-    return fit_micro_batch(engine.accumulate, engine.loss, model, share, world)
-
-
-def devices_of(world: World) -> str:
-    """The kinds of devices of all ranks. A collective call."""
-    return " and ".join(sorted(set(world.gather(device_name(world.device)))))
-
-
-def memory_settings(engine: Engine, runtime: RuntimeConfig) -> str:
-    """The choices besides the device that decide how much memory a micro-batch takes."""
-    options = ", ".join(
-        f"{name} {getattr(runtime, name)}" for name in ("recompute", "data_parallel", "reduce_dtype", "deterministic")
-    )
-    return f"{engine.why}; {engine.precision}; {options}"
 
 
 def begin(

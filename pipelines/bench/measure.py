@@ -195,7 +195,7 @@ def measure(
     from trainer.amounts import check_shares, micro_batch_count
     from trainer.commits import TrainState
     from trainer.engine import make_engine
-    from trainer.loop import choose_micro_batch
+    from trainer.fit import choose_micro_batch
     from trainer.metrics import mfu, peak_flops
 
     model, train, runtime, device = recipe.model, recipe.train, recipe.runtime, world.device

@@ -15,8 +15,7 @@ from trainer.config import RuntimeConfig, TrainConfig
 from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
-from trainer.fit import fit_micro_batch, largest_that_fits, peak_bytes
-from trainer.loop import choose_micro_batch, memory_settings
+from trainer.fit import choose_micro_batch, fit_micro_batch, largest_that_fits, memory_settings, peak_bytes
 from trainer.parallel import World
 
 CPU = torch.device("cpu")
