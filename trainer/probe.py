@@ -1,7 +1,8 @@
 """A short test of this rank's device: a matrix product and an all-reduce whose results are known, and its time.
 
 The matrices hold small integers, so every engine and precision gives the same exact sums, and Freivalds' method
-(C·r = A·(B·r)) checks the product on the host with few operations.
+(C·r = A·(B·r)) checks the product on the host with few operations. A wrong sum of all ranks looks alike on every rank.
+So each rank also checks its own part, and if a sum is wrong, all pairs of ranks exchange their parts directly.
 """
 
 import time
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
 from trainer.parallel import World
 
@@ -24,7 +26,9 @@ class Probe:
 
     device: str
     seconds: float  # of one product, the median
-    wrong: str | None = None  # what is not as it must be
+    wrong: str | None = None  # what is not as it must be, and can only be this rank's fault
+    sum_is_wrong: bool = False  # the sum over all ranks, for which any of them or a link can be the cause
+    wrong_from: tuple[int, ...] = ()  # if any rank's sum is wrong: the ranks whose numbers arrive wrongly here
 
 
 def probe_device(world: World) -> Probe:
@@ -33,9 +37,13 @@ def probe_device(world: World) -> Probe:
     name = torch.cuda.get_device_name(world.device) if on_gpu else world.device.type
     size = SIZE_ON_GPU if on_gpu else SIZE_ON_CPU
     seconds, right = product(world.device, size, WARM_UP if on_gpu else 1, PRODUCTS_ON_GPU if on_gpu else 1)
-    if not all_reduce_is_right(world):
-        return Probe(name, seconds, "the sum of all ranks' numbers is wrong")
-    return Probe(name, seconds, None if right else f"a product of {size:,} x {size:,} matrices is wrong")
+    wrong = None if right else f"a product of {size:,} x {size:,} matrices is wrong"
+    part = numbers_of(world.rank, world.device)
+    if not torch.equal((part + part).cpu(), 2 * numbers_of(world.rank, torch.device("cpu"))):
+        wrong = wrong or "its own part of the sum of all ranks is wrong"
+    sum_is_wrong = not all_reduce_is_right(world, part.clone())
+    wrong_from = wrong_senders(world, part) if any(world.gather(sum_is_wrong)) else ()
+    return Probe(name, seconds, wrong, sum_is_wrong, wrong_from)
 
 
 def product(device: torch.device, size: int, warm_up: int, at_once: int) -> tuple[float, bool]:
@@ -57,14 +65,28 @@ def product(device: torch.device, size: int, warm_up: int, at_once: int) -> tupl
     return median(times[1:]), torch.equal(result.cpu().float() @ r, a @ (b @ r))
 
 
-def all_reduce_is_right(world: World) -> bool:
-    """Whether the sum of all ranks' numbers over their links is right. A collective call."""
-    if world.world_size == 1:
-        return True
-    numbers = (torch.arange(ALL_REDUCED, dtype=torch.float32, device=world.device) % 1024) * (world.rank + 1)
-    expected = (torch.arange(ALL_REDUCED, dtype=torch.float32) % 1024) * (world.world_size + 1) / 2
-    world.mean_(numbers)
-    return torch.equal(numbers.cpu(), expected)
+def numbers_of(rank: int, device: torch.device) -> torch.Tensor:
+    """A rank's part of the sum."""
+    return (torch.arange(ALL_REDUCED, dtype=torch.float32, device=device) % 1024) * (rank + 1)
+
+
+def all_reduce_is_right(world: World, part: torch.Tensor) -> bool:
+    """Whether the sum of all ranks' parts over their links is right; it overwrites `part`. A collective call."""
+    world.mean_(part)
+    return torch.equal(part.cpu(), numbers_of(0, torch.device("cpu")) * (world.world_size + 1) / 2)
+
+
+def wrong_senders(world: World, part: torch.Tensor) -> tuple[int, ...]:
+    """The ranks whose parts arrive wrongly at this rank, sent by each to each directly. A collective call."""
+    wrong, arrived, n = [], torch.empty_like(part), world.world_size
+    for shift in range(1, n):
+        target, source = (world.rank + shift) % n, (world.rank - shift) % n
+        both = [dist.P2POp(dist.isend, part, target), dist.P2POp(dist.irecv, arrived, source)]
+        for transfer in dist.batch_isend_irecv(both):
+            transfer.wait()
+        if not torch.equal(arrived.cpu(), numbers_of(source, torch.device("cpu"))):
+            wrong.append(source)
+    return tuple(sorted(wrong))
 
 
 def synchronize(device: torch.device) -> None:

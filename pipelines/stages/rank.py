@@ -103,7 +103,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         weights=recipe.tokens.weights,
         eot=eot,
         starting=starting,
-        compare=lambda world: compare_machines(world, shard_store, shard_key, folder, spec.leave_slow),
+        compare=lambda world: compare_machines(world, shard_store, shard_key, folder, cache.parent, spec.leave_slow),
         kept=kept_store(cache.parent, store),
         origin=partial(origin_of, spec, store, cache) if begins_elsewhere(recipe) else None,
     )
