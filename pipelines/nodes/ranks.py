@@ -153,7 +153,7 @@ def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
         return NodeResult(node, KILLED, f"torchrun on node {node} was killed by {signal_name(-exit_code)}")
     if not (faults := error_messages(folder, FAULT)):
         for message in error_messages(folder, PEER):
-            return NodeResult(node, PEER, f"{message} on node {node} ({platform.node()})")
+            return NodeResult(node, PEER, f"{message}, seen on node {node} ({platform.node()})")
     return NodeResult(node, FAULT, [*faults, "\n".join(log[-LOG_LINES:])][0])
 
 
