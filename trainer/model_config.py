@@ -118,6 +118,10 @@ class ModelConfig(Section, ABC):
         n += (self.padded_vocab_size - self.vocab_size) * self.n_embd
         return 6 * n + 12 * self.n_layer * self.n_embd * self.block_size
 
+    def kept_share(self, engine: str, recompute: bool) -> float:
+        """The numbers of a token that a layer's step keeps on this engine, as a share of a GPT-2's of this width."""
+        return 1.0
+
     # --- as Hugging Face's transformers has it
 
     @abstractmethod

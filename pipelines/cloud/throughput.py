@@ -11,7 +11,8 @@ our assumption is too low on A100. It is probably too high on small cards, whose
 and on several nodes where NCCL has only TCP between them.
 
 The memory has the form of the fused engine's: 18 bytes a parameter, of which the ranks share 12, and a number of bytes
-a token for each layer and for the head. These fit every measured peak within 6%.
+a token for each layer and for the head. These fit every measured peak within 6%. All of these are GPT-2's;
+another family's bytes for a layer follow from the tensors that its step keeps (`ModelConfig.kept_share`).
 """
 
 import math
@@ -180,6 +181,7 @@ def memory_gib(
     plain, sharded = engine.partition(" ")[0], state_bytes(model, train)
     state = 6 * model.parameters + sharded / ranks if plain == "fused" else 4 * model.parameters + sharded
     layer = (RECOMPUTED_BYTES if runtime.recompute else LAYER_BYTES)[engine] * model.n_layer * model.n_embd
+    layer *= model.kept_share(plain, runtime.recompute)
     head = HEAD_BYTES[plain] * model.padded_vocab_size
     return (state + micro_batch * model.block_size * (layer + head)) / 2**30
 

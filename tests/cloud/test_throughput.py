@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipelines.bench.measurements import Speed, measurements
 from pipelines.cloud.throughput import (
@@ -18,7 +20,9 @@ from pipelines.cloud.throughput import (
 from pipelines.recipe import load_recipe
 from trainer.config import RuntimeConfig
 from trainer.errors import UserError
+from trainer.family import ANY_MODEL, plain_model
 from trainer.metrics import mfu
+from trainer.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SKY = ROOT / "sky"
@@ -140,6 +144,47 @@ def test_the_expected_memory_is_within_six_percent_of_every_measured_peak(known:
     train = recipe.train.model_copy(update={"precision": known.precision})
     needed = memory_gib(recipe.model, train, runtime, known.gpus, ranks, size.micro_batch_size)
     assert needed == pytest.approx(known.memory_gib, rel=0.06)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "grouped llama", "modern"])
+def test_the_bytes_of_a_familys_layer_are_those_that_autograd_keeps(family: str) -> None:
+    sections: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": {}, "grouped llama": {"n_kv_head": 2}, "modern": {}}
+
+    def model_of(layers: int) -> ModelConfig:
+        size = {"n_layer": layers, "n_head": 4, "n_embd": 128, "block_size": 128, "vocab_size": 128}
+        return ANY_MODEL.validate_python({"family": family.split()[-1], **size, **sections[family]})
+
+    def kept(layers: int, sequences: int) -> int:
+        module, storages, alive = plain_model(model_of(layers)), {}, []
+        own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+                alive.append(tensor)  # so that no other tensor takes its place
+            return tensor
+
+        tokens = torch.zeros(sequences, 128, dtype=torch.long)
+        with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", dtype=torch.bfloat16):
+            module(tokens, tokens)
+        return sum(storages.values())
+
+    # Without the outer parts of the model, and without the copies of weights, which grow with no sequence.
+    more, fewer = (kept(3, sequences) - kept(1, sequences) for sequences in (4, 2))
+    expected = 36.1 * model_of(1).kept_share("eager", recompute=False)  # GPT-2's bytes for each of its width
+    assert (more - fewer) / 2 / 2 / (128 * 128) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_gate_costs_memory_and_shared_keys_save_it() -> None:
+    def share(engine: str, **fields: Any) -> float:
+        size = {"family": "llama", "n_layer": 2, "n_head": 4, "n_embd": 384, "block_size": 64, "vocab_size": 128}
+        return ANY_MODEL.validate_python(size | fields).kept_share(engine, recompute=False)
+
+    # x, two norms, attention's output, the stream between, queries: 6; keys and values: 2; gate and MLP: 16/3
+    assert share("fused") == pytest.approx((8 + 16 / 3) / 16)
+    assert share("fused", n_kv_head=1) == pytest.approx((6.5 + 16 / 3) / 16)
+    assert share("compiled", n_inner=1536) > 1 > share("compiled", n_inner=384)
 
 
 def test_muon_needs_no_memory_for_a_second_moment_of_the_blocks_matrices() -> None:

@@ -61,6 +61,14 @@ class ModernConfig(GroupedHeads):
     hf_constants: ClassVar[Mapping[str, tuple[Any, ...]]] = HF_CONSTANTS
 
     @property
+    def mlp_width(self) -> int:
+        return 4 * self.n_embd
+
+    @property
+    def eager_bytes(self) -> float:
+        return 42.3 * self.n_embd + 8 * self.kv_heads * self.head_size
+
+    @property
     def vocabulary_rows(self) -> tuple[str, ...]:
         return (*super().vocabulary_rows, *(f"ve.{i}.weight" for i in self.value_layers))
 
