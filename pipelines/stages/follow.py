@@ -300,7 +300,10 @@ def report_event(work: Work, event: Event) -> None:
         case Started():
             report_start(work, event)
         case Paced(_, seconds):
-            work.report(rank_seconds=tuple(seconds), straggler=straggler_of(work, tuple(seconds)))
+            slowest = straggler_of(work, tuple(seconds))
+            if slowest and not work.attempt.latest.progress.straggler:
+                screen.warn(f"all wait for the slowest: {slowest}")
+            work.report(rank_seconds=tuple(seconds), straggler=slowest)
         case Compared(speed, complaints):
             for complaint in complaints:
                 screen.warn(complaint)

@@ -190,12 +190,15 @@ def test_a_rented_machine_whose_hardware_failed_twice_is_left_and_an_own_one_is_
 
 def test_a_rank_that_all_others_wait_for_is_in_the_heartbeat_with_its_node(work: Callable[[str], Work]) -> None:
     train_work = work("train")
-    report_event(train_work, Paced(50, [1.0, 1.02, 1.0, 1.3]))
+    train_work.screen = cast(TerminalScreen, recorder := Recorder())
+    for step in (50, 100):
+        report_event(train_work, Paced(step, [1.0, 1.02, 1.0, 1.3]))
     progress, host = train_work.attempt.latest.progress, platform.node()
+    assert recorder.warnings == [f"all wait for the slowest: {progress.straggler}"]
     assert progress.straggler == f"rank 3 on node 0 ({host}) takes 29% longer than the median rank"
     beat = Heartbeat.from_json(train_work.attempt.latest.to_json())
     assert beat.progress.rank_seconds == (1.0, 1.02, 1.0, 1.3)
-    report_event(train_work, Paced(100, [1.0, 1.02, 1.0, 1.01]))
+    report_event(train_work, Paced(150, [1.0, 1.02, 1.0, 1.01]))
     assert train_work.attempt.latest.progress.straggler is None
 
 
