@@ -312,7 +312,7 @@ def cross_entropy_kernel(
 
 @triton.jit
 def _capped(z, CAP: tl.constexpr):
-    if CAP:
+    if CAP > 0:
         z = CAP * _tanh(z / CAP)
     return z
 
@@ -321,7 +321,7 @@ def _capped(z, CAP: tl.constexpr):
 def _slope(capped, CAP: tl.constexpr):
     """The derivative of a capped logit by its product."""
     slope = 1.0
-    if CAP:
+    if CAP > 0:
         slope = 1.0 - (capped / CAP) * (capped / CAP)
     return slope
 
