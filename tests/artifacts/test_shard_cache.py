@@ -171,7 +171,7 @@ def test_one_epoch_downloads_each_shard_once_with_room_for_three(tmp_path: Path)
         text.read(data, 10 * step, 10, upcoming=10 if step < 48 else 0)
     settled(data)
     assert sorted(set(text.bucket.downloads())) == [text.key(shard) for shard in range(50)]
-    assert len(text.bucket.downloads()) <= 51  # perhaps the first of the next epoch
+    assert len(text.bucket.downloads()) <= 52  # perhaps the first two of the next epoch
 
 
 def test_what_is_read_and_what_comes_next_stays_even_without_a_budget(tmp_path: Path) -> None:
