@@ -316,9 +316,7 @@ def choose_engine(
         raise UserError(f"train.precision: {train.precision} needs the fused engine: {reason}")
     if runtime.engine == "fused" and obstacle:
         raise UserError(f"runtime.engine: fused cannot run here: {obstacle}; use 'auto'")
-    wanted = (device.type == "cuda" and config.fused_by_default) or train.precision.startswith("fp8")
-    if not (obstacle or config.fused_by_default):
-        obstacle = f"its step for {config.family} has not run on a GPU yet; runtime.engine: fused tries it"
+    wanted = device.type == "cuda" or train.precision.startswith("fp8")
     if runtime.engine == "fused" or (runtime.engine == "auto" and wanted and not obstacle):
         return "fused", f"fused, {on}"
     if runtime.engine == "compiled" or (runtime.engine == "auto" and device.type == "cuda"):

@@ -43,7 +43,6 @@ class ModelConfig(Section, ABC):
     )
 
     title: ClassVar[str]  # of the architecture, for people
-    fused_by_default: ClassVar[bool] = False  # its fused step has been measured on GPUs, so the engine `auto` takes it
     added: ClassVar[tuple[str, ...]] = ()  # fields that are in no fingerprint while they have their default
 
     @property

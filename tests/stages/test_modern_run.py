@@ -93,13 +93,13 @@ def test_a_model_without_a_class_in_transformers_is_refused_by_the_export(tmp_pa
         export.build(changed)
 
 
-def test_a_family_that_was_never_measured_has_an_assumed_speed_that_says_so() -> None:
+def test_a_family_without_a_row_in_the_plan_has_an_assumed_speed_that_says_so() -> None:
     recipe = load_recipe("smoke-modern")
     speed = speed_on(recipe.model, recipe.runtime, "H100:1")
-    assert speed.kind == "assumed" and speed.source.endswith("no model of family modern was measured")
+    assert speed.kind == "assumed" and speed.source.endswith("docs/measurements.md has family modern on an H200")
     large = load_recipe("gpt2-124m", ["model.family=modern"])
-    assert engine_of(large.model, large.runtime, "auto") == "compiled"
-    assert "as a GPT-2 of this size on engine compiled" in speed_on(large.model, large.runtime, "H200:1").source
+    assert engine_of(large.model, large.runtime, "auto") == "fused"
+    assert "as a GPT-2 of this size on engine fused" in speed_on(large.model, large.runtime, "H200:1").source
 
 
 def test_weights_of_another_family_are_refused_by_name(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ class Gpt2Config(ModelConfig):
     )
 
     title: ClassVar[str] = "GPT-2"
-    fused_by_default: ClassVar[bool] = True
     added: ClassVar[tuple[str, ...]] = ("family",)  # GPT-2 was alone once
 
     @property
