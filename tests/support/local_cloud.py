@@ -2,13 +2,15 @@
 
 Everything listens on loopback and lies in one folder. Outside the folder it adds a login to /etc/passwd (a second root
 with another home, because other users cannot read the files of the tests), two names to /etc/hosts and a file to
-/etc/profile.d; `stop` removes them all. Needs root.
+/etc/profile.d; `stop` removes them all. One local cloud can be up at a time: it holds a lock, and removes the lines
+that a killed one left. Needs root.
 
 Differences from a real cloud: a GPU is a copy of /dev/null; there are no containers and no spot market; `scancel` plays
 the preemption; nodes do not install SkyPilot. Before SkyPilot accepts a preemption, it checks the network at two public
 addresses; here it checks a server of ours.
 """
 
+import fcntl
 import os
 import shutil
 import socket
@@ -35,6 +37,7 @@ PROGRAMS = {
 }
 PROFILE = Path("/etc/profile.d/skytrain-local-cloud.sh")
 HOSTS, PASSWORDS = Path("/etc/hosts"), Path("/etc/passwd")
+LOCK = Path("/run/skytrain-local-cloud.lock")
 HOST_LINES = "".join(f"127.0.1.{i} {node}\n" for i, node in enumerate(NODES, start=1))
 PRICE = 3.6  # dollars an hour and GPU: 8 of them cost 0.8 cents a second
 
@@ -200,6 +203,11 @@ class LocalCloud:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _change_machine(self) -> None:
+        lock = self._stack.enter_context(LOCK.open("w"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AssertionError(f"{LOCK} is held: another local cloud is up") from None
         self._stack.callback(self._end_processes)
         self.home.mkdir()
         self._add_lines(HOSTS, HOST_LINES)
@@ -215,10 +223,9 @@ class LocalCloud:
         PROFILE.write_text(f"case $HOME/ in {self.home}/*) export PATH={shims}:$PATH ;; esac\n")
 
     def _add_lines(self, file: Path, lines: str) -> None:
-        before = file.read_text()
-        assert NODES[0] not in before and LOGIN not in before, f"{file}: another local cloud is up, or was killed"
-        self._stack.callback(lambda: file.write_text(file.read_text().replace(lines, "")))
-        file.write_text(f"{before.rstrip()}\n{lines}")
+        self._stack.callback(remove_our_lines, file)
+        remove_our_lines(file)
+        file.write_text(f"{file.read_text().rstrip()}\n{lines}")
 
     def _start_slurm(self) -> None:
         folder, host = self.folder, socket.gethostname().partition(".")[0]
@@ -307,6 +314,12 @@ class LocalCloud:
             "sky.jobs.utils": {"JOB_STATUS_CHECK_GAP_SECONDS": 3, "JOB_STARTED_STATUS_CHECK_GAP_SECONDS": 1},
         }
         (self.client / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE.format(changes=changes))
+
+
+def remove_our_lines(file: Path) -> None:
+    """Removes the lines of this local cloud, or of a killed one, from /etc/hosts or /etc/passwd."""
+    kept = [line for line in file.read_text().splitlines(True) if not any(name in line for name in (LOGIN, *NODES))]
+    file.write_text("".join(kept))
 
 
 def run(*command: str | Path) -> None:
