@@ -6,8 +6,9 @@ position after them, so it overwrites the padding behind a short prompt before i
 
 A step reads every weight once, and on a CPU little else takes time: the bytes of the weights decide the speed. The
 products have three precisions. fp32 is the reference. bf16 rounds weights and inputs of the products, as training on a
-GPU does; norms, residual stream and logits stay in float32. int8 stores the weights of the products as
-whole numbers up to 127 with a scale for each row, and multiplies in bf16 (CPU only).
+GPU does; norms, residual stream and logits stay in float32. int8 (CPU only) stores the weights of the products as
+whole numbers up to 127 with a scale for each row. Where the processor multiplies 8 bits (AVX-512 VNNI), it rounds the
+inputs alike, with a scale for each token (dynamic quantization, as torchao's W8A8); elsewhere it multiplies in bf16.
 
 A text that outgrows block_size slides: the model forgets all but the last half of its context, and reads that again.
 """
@@ -49,6 +50,11 @@ def best_precision(device: torch.device) -> str:
     return "bf16" if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
+def multiplies_int8() -> bool:
+    """Whether this CPU multiplies 8 bits. Without VNNI, oneDNN adds products of 8 bits in 16, which can saturate."""
+    return bool(torch.cpu._is_vnni_supported())
+
+
 class Product(nn.Module):
     """x W^T + b in one of the PRECISIONS, for weights (out, in)."""
 
@@ -57,8 +63,14 @@ class Product(nn.Module):
         self.dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         self.bias = None if bias is None else bias.detach().to(self.dtype)
         self.scale: Tensor | None = None
+        self.packed: Tensor | None = None  # oneDNN's layout of 8-bit weights
         weight = weight.detach()
-        if precision == "int8":
+        if precision == "int8" and multiplies_int8():
+            scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
+            whole = (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+            self.packed = torch.ops.onednn.qlinear_prepack(whole, None)
+            self.scale, self.zero = scale, torch.zeros(len(scale), dtype=torch.int32)
+        elif precision == "int8":
             self.scale = (weight.abs().amax(1).clamp(min=1e-12) / 127).to(self.dtype)
             self.weight = (weight / self.scale[:, None]).round().clamp(-127, 127).to(torch.int8)
         else:
@@ -66,7 +78,10 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the product's precision; int8 gives bf16."""
-        shape, x = (*x.shape[:-1], -1), x.to(self.dtype).reshape(-1, x.size(-1))
+        shape, x = (*x.shape[:-1], -1), x.reshape(-1, x.size(-1))
+        if self.packed is not None:
+            return self._product_of_int8(x).view(shape)
+        x = x.to(self.dtype)
         if self.scale is not None:
             # torch's kernel for 8 bits reads beyond a row whose length is no multiple of 16.
             if len(x) > FEW_ROWS or x.size(-1) % 16:
@@ -79,6 +94,22 @@ class Product(nn.Module):
         if self.bias is None:
             return torch.mv(self.weight, x[0]).view(shape)
         return torch.addmv(self.bias, self.weight, x[0]).view(shape)
+
+    def _product_of_int8(self, x: Tensor) -> Tensor:
+        """(rows, in) -> (rows, out), of inputs rounded to 8 bits around 128: oneDNN takes no negative ones."""
+        x = x.float()
+        scale = x.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
+        whole = (x / scale).round_().add_(128).to(torch.uint8)
+        if len(x) == 1:  # oneDNN multiplies by a single scale itself, and adds the bias
+            return self._onednn(whole, float(scale), self.bias)
+        y = self._onednn(whole, 1.0, None) * scale.to(self.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def _onednn(self, whole: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+        weight = (self.packed, self.scale, self.zero)
+        bias = None if bias is None else bias.float()
+        rest = (1.0, 0, self.dtype, "none", list[float](), "")  # of the result: scale, zero, type, nothing after it
+        return torch.ops.onednn.qlinear_pointwise(whole, scale, 128, *weight, bias, *rest)
 
 
 class Cache:

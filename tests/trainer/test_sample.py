@@ -11,7 +11,7 @@ import trainer_runs
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
 from trainer.families.gpt2_module import GPT
-from trainer.sample import PRECISIONS, Decoder, Product, Sampling, draw, generate, nucleus, stream
+from trainer.sample import PRECISIONS, Decoder, Product, Sampling, draw, generate, multiplies_int8, nucleus, stream
 
 _one_thread = trainer_runs._one_thread
 
@@ -84,9 +84,15 @@ def test_the_narrow_formats_differ_from_float32_by_their_rounding_only(
     assert 1e-4 < float((narrow - exact).std() / exact.std()) < error
 
 
+@pytest.mark.parametrize("hardware", [True, False])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("rows", [1, 2, 40])
-def test_a_product_of_any_number_of_rows_is_a_linear_layer(precision: str, rows: int) -> None:
+def test_a_product_of_any_number_of_rows_is_a_linear_layer(
+    precision: str, rows: int, hardware: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hardware and not multiplies_int8():
+        pytest.skip("needs a processor with AVX-512 VNNI")
+    monkeypatch.setattr("trainer.sample.multiplies_int8", lambda: hardware)
     generator = torch.Generator().manual_seed(1)
     weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((48, 64), (48,), (rows, 1, 64)))
     for b in (bias, None):
