@@ -90,6 +90,7 @@ def main() -> None:
         "skytrain, int8": (ours(model, "int8"), "transformers, bf16"),
         f"transformers, bf16, batch of {BATCH}": (transformers(model, torch.bfloat16, BATCH), None),
         f"skytrain, bf16, batch of {BATCH}": (ours(model, "bf16", BATCH), f"transformers, bf16, batch of {BATCH}"),
+        f"skytrain, int8, batch of {BATCH}": (ours(model, "int8", BATCH), f"transformers, bf16, batch of {BATCH}"),
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     loads = [os.getloadavg()[0]]

@@ -65,14 +65,14 @@ class Product(nn.Module):
         self.scale: Tensor | None = None
         self.packed: Tensor | None = None  # oneDNN's layout of 8-bit weights
         weight = weight.detach()
-        if precision == "int8" and multiplies_int8():
-            scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
+        if precision == "int8":
+            scale = (weight.abs().amax(1).clamp(min=1e-12) / 127).to(self.dtype)
             whole = (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-            self.packed = torch.ops.onednn.qlinear_prepack(whole, None)
-            self.scale, self.zero = scale, torch.zeros(len(scale), dtype=torch.int32)
-        elif precision == "int8":
-            self.scale = (weight.abs().amax(1).clamp(min=1e-12) / 127).to(self.dtype)
-            self.weight = (weight / self.scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+            if multiplies_int8():
+                self.packed = torch.ops.onednn.qlinear_prepack(whole, None)
+                self.scale, self.zero = scale.float(), torch.zeros(len(scale), dtype=torch.int32)
+            else:
+                self.scale, self.weight = scale, whole
         else:
             self.weight = weight.to(self.dtype)
 
