@@ -5,7 +5,7 @@
 A GPT-2 of 124M with random weights continues a prompt of 64 tokens, greedily, on a CPU. Every way runs once in each
 round, in turn, so that another load of the machine meets all of them. The figures are tokens/s of single texts: the
 median over the rounds, and the best one. Rows with a batch add up its texts. `of transformers` is the ratio of medians
-to transformers in the same precision (int8: in bf16).
+to transformers in the same precision (int8 and int4: in bf16).
 """
 
 import argparse
@@ -88,9 +88,11 @@ def main() -> None:
         "transformers, bf16": (transformers(model, torch.bfloat16), None),
         "skytrain, bf16": (ours(model, "bf16"), "transformers, bf16"),
         "skytrain, int8": (ours(model, "int8"), "transformers, bf16"),
+        "skytrain, int4": (ours(model, "int4"), "transformers, bf16"),
         f"transformers, bf16, batch of {BATCH}": (transformers(model, torch.bfloat16, BATCH), None),
         f"skytrain, bf16, batch of {BATCH}": (ours(model, "bf16", BATCH), f"transformers, bf16, batch of {BATCH}"),
         f"skytrain, int8, batch of {BATCH}": (ours(model, "int8", BATCH), f"transformers, bf16, batch of {BATCH}"),
+        f"skytrain, int4, batch of {BATCH}": (ours(model, "int4", BATCH), f"transformers, bf16, batch of {BATCH}"),
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     loads = [os.getloadavg()[0]]

@@ -168,8 +168,8 @@ def load_text_model(
 
     run = read_run(store, name)
     device = World.alone(RuntimeConfig()).device
-    if precision == "int8" and device.type != "cpu":
-        raise UserError(f"--precision int8: for CPUs alone, and this machine has {device.type}; use bf16")
+    if precision in ("int8", "int4") and device.type != "cpu":
+        raise UserError(f"--precision {precision}: for CPUs alone, and this machine has {device.type}; use bf16")
     encoding = tokenizer_of(run.recipe.tokens, store, run.record.prefixes["tokenize"])
     model = plain_model(run.recipe.model)
     step = read_weights(store, cache, run, model, at)

@@ -5,10 +5,12 @@ before them. The rows of a batch have different lengths. Each row writes its key
 position after them, so it overwrites the padding behind a short prompt before it would see it.
 
 A step reads every weight once, and on a CPU little else takes time: the bytes of the weights decide the speed. The
-products have three precisions. fp32 is the reference. bf16 rounds weights and inputs of the products, as training on a
+products have four precisions. fp32 is the reference. bf16 rounds weights and inputs of the products, as training on a
 GPU does; norms, residual stream and logits stay in float32. int8 (CPU only) stores the weights of the products as
 whole numbers up to 127 with a scale for each row. Where the processor multiplies 8 bits (AVX-512 VNNI), it rounds the
 inputs alike, with a scale for each token (dynamic quantization, as torchao's W8A8); elsewhere it multiplies in bf16.
+int4 (CPU only) stores the weights of the blocks as 16 levels between the least and the greatest one of each GROUP, as
+torchao's int4 weight-only; the head stays in int8, as llama.cpp keeps more bits for it.
 
 A text that outgrows block_size slides: the model forgets all but the last half of its context, and reads that again.
 """
@@ -25,10 +27,11 @@ from trainer.errors import UserError
 from trainer.family import plain_model
 from trainer.model import LanguageModel, attention
 
-PRECISIONS = ("fp32", "bf16", "int8")
+PRECISIONS = ("fp32", "bf16", "int8", "int4")
 TOP_K = 50
 # Not cuDNN's: it plans 70 ms for every new length, and each step has one (H100, torch 2.11).
 ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+GROUP = 32  # int4 weights of a row that share a scale
 FEW_ROWS = 4  # of an input; with more, int8 weights are converted to bf16, which then costs less
 SCORED_ROWS = 256  # tokens of a text whose logits are held at once
 
@@ -55,39 +58,25 @@ def multiplies_int8() -> bool:
     return bool(torch.cpu._is_vnni_supported())
 
 
-class Product(nn.Module):
-    """x W^T + b in one of the PRECISIONS, for weights (out, in)."""
+def product(weight: Tensor, bias: Tensor | None, precision: str) -> nn.Module:
+    """The module x (..., in) -> x W^T + b (..., out) in one of the PRECISIONS, for weights (out, in)."""
+    weight = weight.detach()
+    if precision == "int4" and Product4.takes(weight):
+        return Product4(weight, bias)
+    if precision in ("int4", "int8"):
+        return Product8(weight, bias) if multiplies_int8() else Product8AsBf16(weight, bias)
+    return Product(weight, bias, torch.float32 if precision == "fp32" else torch.bfloat16)
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, precision: str) -> None:
+
+class Product(nn.Module):
+    """A product in the type of its weights."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        self.bias = None if bias is None else bias.detach().to(self.dtype)
-        self.scale: Tensor | None = None
-        self.packed: Tensor | None = None  # oneDNN's layout of 8-bit weights
-        weight = weight.detach()
-        if precision == "int8":
-            scale = (weight.abs().amax(1).clamp(min=1e-12) / 127).to(self.dtype)
-            whole = (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
-            if multiplies_int8():
-                self.packed = torch.ops.onednn.qlinear_prepack(whole, None)
-                self.scale, self.zero = scale.float(), torch.zeros(len(scale), dtype=torch.int32)
-            else:
-                self.scale, self.weight = scale, whole
-        else:
-            self.weight = weight.to(self.dtype)
+        self.weight, self.bias = weight.to(dtype), None if bias is None else bias.detach().to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out), in the product's precision; int8 gives bf16."""
-        shape, x = (*x.shape[:-1], -1), x.reshape(-1, x.size(-1))
-        if self.packed is not None:
-            return self._product_of_int8(x).view(shape)
-        x = x.to(self.dtype)
-        if self.scale is not None:
-            # torch's kernel for 8 bits reads beyond a row whose length is no multiple of 16.
-            if len(x) > FEW_ROWS or x.size(-1) % 16:
-                return F.linear(x, self.weight * self.scale[:, None], self.bias).view(shape)
-            y = torch._weight_int8pack_mm(x, self.weight, self.scale)
-            return (y if self.bias is None else y + self.bias).view(shape)
+        shape, x = (*x.shape[:-1], -1), x.reshape(-1, x.size(-1)).to(self.weight.dtype)
         if len(x) > 1:
             return F.linear(x, self.weight, self.bias).view(shape)
         # One row: the product with a vector reads bf16 weights up to twice as fast on a CPU.
@@ -95,21 +84,78 @@ class Product(nn.Module):
             return torch.mv(self.weight, x[0]).view(shape)
         return torch.addmv(self.bias, self.weight, x[0]).view(shape)
 
-    def _product_of_int8(self, x: Tensor) -> Tensor:
-        """(rows, in) -> (rows, out), of inputs rounded to 8 bits around 128: oneDNN takes no negative ones."""
-        x = x.float()
+
+def rounded_to_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers up to 127 (out, in), and the scale of each row (out,) in bf16."""
+    scale = (weight.abs().amax(1).clamp(min=1e-12) / 127).to(torch.bfloat16)
+    return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+class Product8(nn.Module):
+    """int8 weights and int8 inputs, multiplied by oneDNN."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        whole, scale = rounded_to_8_bits(weight)
+        self.packed = torch.ops.onednn.qlinear_prepack(whole, None)
+        self.scale, self.zero = scale.float(), torch.zeros(len(scale), dtype=torch.int32)
+        self.bias = None if bias is None else bias.detach().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, x = (*x.shape[:-1], -1), x.reshape(-1, x.size(-1)).float()
         scale = x.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 127
-        whole = (x / scale).round_().add_(128).to(torch.uint8)
+        whole = (x / scale).round_().add_(128).to(torch.uint8)  # around 128: oneDNN takes no negative inputs
         if len(x) == 1:  # oneDNN multiplies by a single scale itself, and adds the bias
-            return self._onednn(whole, float(scale), self.bias)
-        y = self._onednn(whole, 1.0, None) * scale.to(self.dtype)
-        return y if self.bias is None else y + self.bias
+            return self._onednn(whole, float(scale), self.bias).view(shape)
+        y = self._onednn(whole, 1.0, None) * scale.to(torch.bfloat16)
+        return (y if self.bias is None else y + self.bias.to(torch.bfloat16)).view(shape)
 
     def _onednn(self, whole: Tensor, scale: float, bias: Tensor | None) -> Tensor:
         weight = (self.packed, self.scale, self.zero)
-        bias = None if bias is None else bias.float()
-        rest = (1.0, 0, self.dtype, "none", list[float](), "")  # of the result: scale, zero, type, nothing after it
+        rest = (1.0, 0, torch.bfloat16, "none", list[float](), "")  # of the result: scale, zero, type, nothing after it
         return torch.ops.onednn.qlinear_pointwise(whole, scale, 128, *weight, bias, *rest)
+
+
+class Product8AsBf16(nn.Module):
+    """int8 weights, converted to bf16 as they are read."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.scale = rounded_to_8_bits(weight)
+        self.bias = None if bias is None else bias.detach().to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, x = (*x.shape[:-1], -1), x.reshape(-1, x.size(-1)).to(torch.bfloat16)
+        # torch's kernel for 8 bits reads beyond a row whose length is no multiple of 16.
+        if len(x) > FEW_ROWS or x.size(-1) % 16:
+            return F.linear(x, self.weight * self.scale[:, None], self.bias).view(shape)
+        y = torch._weight_int8pack_mm(x, self.weight, self.scale)
+        return (y if self.bias is None else y + self.bias).view(shape)
+
+
+class Product4(nn.Module):
+    """int4 weights, converted to bf16 as they are read."""
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether torch's kernel for 4 bits has the widths of weights (out, in)."""
+        return weight.size(0) % 16 == 0 and weight.size(1) % GROUP == 0
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        groups = weight.float().unflatten(1, (-1, GROUP))
+        low, high = groups.amin(2), groups.amax(2)
+        scale = ((high - low) / 15).clamp(min=1e-12)
+        whole = ((groups - low[..., None]) / scale[..., None]).round().to(torch.int32)
+        self.packed = torch._convert_weight_to_int4pack_for_cpu(whole.flatten(1), 1)
+        # The kernel's layout: for each group (in / GROUP, out, 2) the scale and the value of the whole number 8.
+        self.groups = torch.stack((scale, low + 8 * scale), -1).transpose(0, 1).contiguous().to(torch.bfloat16)
+        self.bias = None if bias is None else bias.detach().to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, x = (*x.shape[:-1], -1), x.reshape(-1, x.size(-1)).to(torch.bfloat16)
+        y = torch._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.groups)
+        return (y if self.bias is None else y + self.bias).view(shape)
 
 
 class Cache:
@@ -147,7 +193,7 @@ def for_decoding(model: LanguageModel, precision: str) -> LanguageModel:
     for module in list(copy.modules()):
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear) and name != "lm_head":
-                setattr(module, name, Product(layer.weight, layer.bias, precision))
+                setattr(module, name, product(layer.weight, layer.bias, precision))
     return copy
 
 
@@ -161,7 +207,8 @@ class Decoder:
         assert precision in PRECISIONS, precision
         self.config, self.precision, self.device = model.config, precision, model.wte.weight.device
         self.model = for_decoding(model, precision)
-        self.head = Product(model.head_weight[: ids or self.config.vocab_size], None, precision)
+        head = model.head_weight[: ids or self.config.vocab_size]
+        self.head = product(head, None, "int8" if precision == "int4" else precision)
         self.lengths = torch.zeros(0, dtype=torch.long)  # positions that each row has filled
         self.cache = Cache(0)
 

@@ -11,7 +11,18 @@ import trainer_runs
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
 from trainer.families.gpt2_module import GPT
-from trainer.sample import PRECISIONS, Decoder, Product, Sampling, draw, generate, multiplies_int8, nucleus, stream
+from trainer.sample import (
+    PRECISIONS,
+    Decoder,
+    Product4,
+    Sampling,
+    draw,
+    generate,
+    multiplies_int8,
+    nucleus,
+    product,
+    stream,
+)
 
 _one_thread = trainer_runs._one_thread
 
@@ -73,7 +84,7 @@ def test_a_padded_vocabulary_has_no_logits_of_its_padding(model: GPT) -> None:
     assert Decoder(model, ids=90).begin([[1], [2]]).shape == (2, 90)
 
 
-@pytest.mark.parametrize(("precision", "error"), [("bf16", 0.03), ("int8", 0.05)])
+@pytest.mark.parametrize(("precision", "error"), [("bf16", 0.03), ("int8", 0.05), ("int4", 0.3)])
 def test_the_narrow_formats_differ_from_float32_by_their_rounding_only(
     model: GPT, precision: str, error: float
 ) -> None:
@@ -96,10 +107,19 @@ def test_a_product_of_any_number_of_rows_is_a_linear_layer(
     generator = torch.Generator().manual_seed(1)
     weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((48, 64), (48,), (rows, 1, 64)))
     for b in (bias, None):
-        y = Product(weight, b, precision)(x)
+        y = product(weight, b, precision)(x)
         assert y.shape == (rows, 1, 48) and y.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
-        bound = {"fp32": 1e-5, "bf16": 0.2, "int8": 0.4}[precision]
+        bound = {"fp32": 1e-5, "bf16": 0.2, "int8": 0.4, "int4": 4.0}[precision]
         assert float((y.float() - F.linear(x, weight, b)).abs().max()) < bound
+
+
+def test_int4_weights_of_few_levels_are_kept_as_they_are() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randint(-8, 8, (32, 64), generator=generator).float()
+    weight[:, ::32], weight[:, 1::32] = -8, 7
+    module, x = product(weight, None, "int4"), torch.randint(-4, 5, (3, 64), generator=generator).float()
+    assert isinstance(module, Product4)
+    torch.testing.assert_close(module(x).float(), F.linear(x, weight), rtol=0.01, atol=0.01)
 
 
 # --- a batch
