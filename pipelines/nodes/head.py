@@ -36,7 +36,7 @@ from trainer.process import Background, StopSignal
 
 LEAVE_SECONDS = 10.0  # for the workers to receive the end
 DEATH_SECONDS = 15.0  # for the shell of a worker to report the death of its command: a start of Python, and the store
-EXIT_SECONDS = 5.0  # for their processes to end
+EXIT_SECONDS = 20.0  # for their processes to end: on a loaded machine, 5 were too few
 
 
 class Head:

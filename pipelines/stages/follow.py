@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -218,15 +218,21 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
         raise work.stop.interruption()
     for result in (result for result in results if result.kind == STUCK):
         raise Interrupted(result.message)
-    kinds = {result.kind for result in results}
-    for result in (one for one in results if one.kind == KILLED or (one.kind == PEER and FAULT not in kinds)):
-        cause = result.message if step is None else f"{result.message} after step {step:,}"
+    if death := cause_of_death(results):
+        cause = death if step is None else f"{death} after step {step:,}"
         work.report(killed=cause)
         raise after_death(work.store, work.plan.prefix, work.attempt.number, cause)
     messages = "\n".join(result.message for result in results if result.kind)
     raise RuntimeError(
         f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"
     )
+
+
+def cause_of_death(results: Iterable[NodeResult]) -> str | None:
+    """The message of a node whose rank was killed, before those of nodes whose ranks lost this peer; None if a fault
+    explains the lost peers."""
+    messages = {result.kind: result.message for result in reversed(list(results))}  # of each kind, the first
+    return messages.get(KILLED) or (None if FAULT in messages else messages.get(PEER))
 
 
 def after_gpu_fault(work: Work, result: NodeResult) -> Exception:

@@ -11,10 +11,11 @@ from typing import cast
 import pytest
 from stage_work import Recorder
 
+from pipelines.nodes.results import FAULT, KILLED, PEER, NodeResult
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import follow
-from pipelines.stages.follow import Follower, report_event, track_row
+from pipelines.stages.follow import Follower, cause_of_death, report_event, track_row
 from pipelines.stages.train import leave_marked_machines
 from pipelines.tracking.account import late_share
 from pipelines.tracking.ledger import claim
@@ -216,3 +217,11 @@ def test_a_store_whose_shards_come_late_is_named_and_again_when_the_wait_has_dou
     assert recorder.warnings == [f"the data was late: 3.1% {come}", f"the data was late: 3.1% {come}"]
     assert late_share({"train": 600.0, "redone": 90.0, "data": 310.0, "setup": 99.0}) == 0.31
     assert late_share({"train": 600.0}) == 0
+
+
+def test_a_killed_rank_is_the_cause_on_whichever_node_it_ran_and_lost_peers_only_without_another() -> None:
+    head, killed = NodeResult(0, PEER, "connection closed"), NodeResult(1, KILLED, "rank 1 was killed by SIGKILL")
+    assert cause_of_death([head, killed]) == cause_of_death([killed, head]) == "rank 1 was killed by SIGKILL"
+    assert cause_of_death([head, NodeResult(1, PEER, "reset by peer")]) == "connection closed"
+    assert cause_of_death([head, NodeResult(1, FAULT, "KeyError")]) is None
+    assert cause_of_death([NodeResult(0)]) is None
