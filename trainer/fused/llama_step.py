@@ -22,8 +22,8 @@ class LlamaStep(RotaryStep[Operand]):
     def norm_name(self, place: str | None) -> str | None:
         return "norm" if place is None else f"{place}_norm"
 
-    def activated(self, pre: Tensor) -> Tensor:
-        return rotary.swiglu(pre)
+    def activated(self, pre: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary.swiglu(pre), pre
 
-    def activated_backward(self, gradient: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary.swiglu_backward(gradient, pre)
+    def activated_backward(self, gradient: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary.swiglu_backward(gradient, saved)

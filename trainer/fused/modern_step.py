@@ -15,9 +15,10 @@ class ModernStep(RotaryStep[Operand]):
     norms_heads = norms_embedding = True
     cap = SOFTCAP
 
-    def activated(self, pre: Tensor) -> Tensor:
-        return rotary.relu2(pre)
+    def activated(self, pre: Tensor) -> tuple[Tensor, Tensor]:
+        rotary.relu2(pre)
+        return pre, pre
 
-    def activated_backward(self, gradient: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
-        act = rotary.relu2_backward(gradient, pre)
-        return gradient, act
+    def activated_backward(self, gradient: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
+        rotary.relu2_backward(gradient, saved)
+        return gradient, saved

@@ -6,8 +6,8 @@ Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inn
     rms_backward    8·M·C         dy, x and the residual gradient in, dx out; with weights also their gradient
     rotate          4·M·(C + K)   queries and keys (K columns) in place, with their norm
     rotate_back     6·M·(C + K)   their gradient in place
-    relu2           4·M·I         forward; 8·M·I backward, which makes the activation again for the weight gradient
-    swiglu          6·M·I         forward; 12·M·I backward, likewise
+    relu2           4·M·I         forward in place; 6·M·I backward, from the activation, which is all that is saved
+    swiglu          6·M·I         forward; 12·M·I backward, which makes the activation again for the weight gradient
 
 The launch shapes follow those of the measured kernels; they were not measured on a GPU themselves.
 """
@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from trainer.fused.kernels import Fp8Out, _check, _gelu_shape, _norm_backward_shape, _norm_shape
+from trainer.fused.kernels import Fp8Out, _check, _norm_backward_shape, _norm_shape
 from trainer.fused.rotary_triton import (
     relu2_kernel,
     rms_backward_kernel,
@@ -145,24 +145,20 @@ def _rotate(
     )  # fmt: skip
 
 
-def relu2(pre: Tensor) -> Tensor:
-    """relu(pre)², bf16, any shape (So et al. 2021, Primer)."""
-    act = torch.empty_like(pre)
-    _relu2(pre, act, None)
-    return act
+def relu2(x: Tensor) -> None:
+    """relu(x)² in place of x, bf16, any shape (So et al. 2021, Primer)."""
+    _relu2(x, None)
 
 
-def relu2_backward(dact: Tensor, pre: Tensor) -> Tensor:
-    """The gradient of `pre` in place of that of relu2(pre); returns relu2(pre)."""
-    act = torch.empty_like(pre)
-    _relu2(pre, act, dact)
-    return act
+def relu2_backward(gradient: Tensor, act: Tensor) -> None:
+    """From the gradient of act = relu(x)², in place, to that of x, which is 2·√act times it."""
+    _relu2(act, gradient)
 
 
-def _relu2(pre: Tensor, act: Tensor, gradient: Tensor | None) -> None:
-    _check(pre, act, gradient)
-    block, warps = _gelu_shape(pre.device)
-    relu2_kernel[(triton.cdiv(pre.numel(), block),)](pre, act, gradient, pre.numel(), BLOCK=block, num_warps=warps)
+def _relu2(x: Tensor, gradient: Tensor | None) -> None:
+    _check(x, gradient)
+    block, warps = _relu2_shape(x.device)
+    relu2_kernel[(triton.cdiv(x.numel(), block),)](x, gradient, x.numel(), BLOCK=block, num_warps=warps)
 
 
 def swiglu(pre: Tensor) -> Tensor:
@@ -195,6 +191,11 @@ def _rotary_shape(heads: int, device: torch.device) -> tuple[int, int, int]:
     if device.type != "cuda":
         return 64, min(4, triton.next_power_of_2(heads)), 4
     return 8, min(4, triton.next_power_of_2(heads)), 4
+
+
+def _relu2_shape(device: torch.device) -> tuple[int, int]:
+    """Elements a program, warps."""
+    return (4096, 8) if device.type == "cuda" else (65536, 4)
 
 
 def _swiglu_shape(device: torch.device) -> tuple[int, int, int]:

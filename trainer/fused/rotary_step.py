@@ -4,8 +4,8 @@ biases.
 Queries, keys and values are one product, as are the gate and the other half of SwiGLU: their weights lie side by side
 in the flat buffers. Rotary positions and the norm of queries and keys work on the packed projections in place, and the
 backward pass undoes them from the result. A block saves 12·C bf16 numbers a token, and 14·C with an inner width of
-8/3·C and a gate: the MLP before its activation, not after it; the backward pass makes the activation again in the pass
-that makes its gradient.
+8/3·C and a gate: the MLP on one side of its activation. ReLU² keeps its output, whose root is its input where that has a
+gradient; SwiGLU keeps its input, and the backward pass makes the output again in the pass that makes the gradient.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class Saved(Generic[Operand]):
     attended: Operand
     x_mid: Tensor  # (M, C), after attention
     norm2: Normed[Operand]
-    pre: Tensor  # the MLP before its activation
+    mlp: Tensor  # of the activation: its input or its output
 
 
 class RotaryStep(FusedStep[Operand]):
@@ -99,12 +99,12 @@ class RotaryStep(FusedStep[Operand]):
         """The name of the norm's weight before `place` ("h.3.attn", "h.3.mlp"; None: the head); None: it has none."""
         return None
 
-    def activated(self, pre: Tensor) -> Tensor:
-        """The input of the MLP's last layer."""
+    def activated(self, pre: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of the MLP's last layer, perhaps in place of `pre`, and the tensor for the backward pass."""
         raise NotImplementedError
 
-    def activated_backward(self, gradient: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of `pre` from that of `activated(pre)`, which it may overwrite; and `activated(pre)`."""
+    def activated_backward(self, gradient: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of `pre` from that of the layer's input, perhaps in its place; and this input again."""
         raise NotImplementedError
 
     # --- layers
@@ -177,12 +177,13 @@ class RotaryStep(FusedStep[Operand]):
         x_mid, norm2 = self._join(p, block.norm_2, x, delta)
         del delta
         assert norm2.y is not None
-        pre = p.linear(block.up, norm2.y)
-        delta = p.linear(block.down, p.input(block.down, self.activated(pre)))
+        act, mlp = self.activated(p.linear(block.up, norm2.y))
+        delta = p.linear(block.down, p.input(block.down, act))
+        del act
         if i + 1 < self.n_blocks:
             self.state.ready(i + 1)
         out, after = self._join(p, self.norms[2 * i + 2], x_mid, delta)
-        saved = Saved(x, norm1, qkv, rstd, attention, p.saved(attended), x_mid, norm2, pre)
+        saved = Saved(x, norm1, qkv, rstd, attention, p.saved(attended), x_mid, norm2, mlp)
         if p.recompute_norms:
             norm1.y = norm2.y = None
         return out, after, saved
@@ -201,7 +202,7 @@ class RotaryStep(FusedStep[Operand]):
         self, p: Products[Operand], i: int, grad: ResidualGrad[Operand], saved: Saved[Operand], B: int
     ) -> ResidualGrad[Operand]:
         block, add, s = self.blocks[i], not self.first, saved
-        dpre, act = self.activated_backward(p.input_grad(block.down, grad.dy), s.pre)
+        dpre, act = self.activated_backward(p.input_grad(block.down, grad.dy), s.mlp)
         p.weight_grad(block.down, grad.dy, p.saved(p.input(block.down, act)), add)
         del act
         dup = p.output_grad(block.up, dpre)

@@ -151,16 +151,17 @@ def rotary_kernel(
 
 
 @triton.jit
-def relu2_kernel(pre_ptr, act_ptr, gradient_ptr, n, BLOCK: tl.constexpr):
-    """act = relu(pre)². With gradient_ptr, that of act becomes that of pre, in place; act_ptr may then be None."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def relu2_kernel(x_ptr, gradient_ptr, n, BLOCK: tl.constexpr):
+    """x becomes relu(x)², in place. With gradient_ptr, x is that result, and its gradient becomes that of the input."""
+    at = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
-    root = tl.maximum(tl.load(pre_ptr + at, mask=mask, other=0.0).to(tl.float32), 0.0)
-    if act_ptr is not None:
-        tl.store(act_ptr + at, _bf16(root * root), mask=mask)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if gradient_ptr is not None:
         g = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(gradient_ptr + at, _bf16(2.0 * root * g), mask=mask)
+        tl.store(gradient_ptr + at, _bf16(2.0 * tl.sqrt(x) * g), mask=mask)
+    else:
+        root = tl.maximum(x, 0.0)
+        tl.store(x_ptr + at, _bf16(root * root), mask=mask)
 
 
 @triton.jit
