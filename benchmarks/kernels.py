@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 from unittest import mock
 
 import torch
@@ -30,7 +29,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The error of rounding to bf16 is at most 2^-8 and 0.0017 on average, to fp8 2^-4 (2^-3) and 0.026 (0.053); stochastic
 # rounding has a larger one. Sums in float32 and losses have a much smaller one.
 BOUND = {BF16: 0.003, E4M3: 0.03, E5M2: 0.12, torch.float32: 5e-5}
-Kind = Literal["plain", "gelu", "dgelu"]
+Kind = tuple[kernels.Activation | None, bool]  # an activation, or its gradient
 Results = dict[str, Tensor]
 Expected = dict[str, tuple[Tensor | slice, Tensor]]  # the rows that were computed, and their exact values
 
@@ -216,19 +215,24 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
     weight, bias = 1 + fresh(C, scale=0.1), fresh(C, scale=0.1)
     up, down = (kernels.Fp8Out(torch.full((1,), s, device=GPU), torch.zeros(1, device=GPU)) for s in (40.0, 3000.0))
     column_sums = torch.zeros(kernels.column_partials(GPU), N, device=GPU)
-    gelu_gradient = leaf(h)
-    F.gelu(gelu_gradient, approximate="tanh").backward(da.double())
-    assert gelu_gradient.grad is not None
-    exact: dict[Kind, Tensor] = {
-        "plain": h.double(),
-        "gelu": F.gelu(h.double(), approximate="tanh"),
-        "dgelu": gelu_gradient.grad,
+    activations: dict[kernels.Activation, Callable[[Tensor], Tensor]] = {
+        "gelu": partial(F.gelu, approximate="tanh"),
+        "relu2": lambda x: F.relu(x).square(),
     }
+    exact: dict[Kind, Tensor] = {(None, False): h.double()}
+    for name, of in activations.items():
+        exact[name, False] = of(h.double())
+        through = leaf(h)
+        of(through).backward(da.double())
+        assert through.grad is not None
+        exact[name, True] = through.grad
+        del through
 
     def cast(kind: Kind, transposed: bool) -> tuple[Tensor, Tensor | None]:
-        if kind == "dgelu":
-            return kernels.cast8(da, down, transposed, kind, h, column_sums, gradient=True)
-        return kernels.cast8(h, up, transposed, kind)
+        activation, backward = kind
+        if backward:
+            return kernels.cast8(da, down, transposed, activation, h, column_sums, gradient=True)
+        return kernels.cast8(h, up, transposed, activation)
 
     def both(kind: Kind) -> Results:
         column_sums.zero_()
@@ -241,21 +245,21 @@ def fp8_cases(M: int, C: int, tune: bool) -> Iterator[Case]:
         return {"x8": x8, "sum": sums}
 
     def expected(kind: Kind) -> Expected:
-        return all_rows(x8=(3000 if kind == "dgelu" else 40) * exact[kind])
+        return all_rows(x8=(3000 if kind[1] else 40) * exact[kind])
 
     for kind in exact:
         for transposed in (False, True):
             size = f"{M} x {N}" + (" T" if transposed else "")
             tiles = ((64, 128, 8, 1), (128, 64, 4, 1)) if transposed else ((8, 256, 4, 1), (4, 512, 4, 3))
             yield Case(
-                f"cast8 {kind}",
+                f"cast8 {kind[0] or 'plain'}{' gradient' if kind[1] else ''}",
                 size,
                 partial(both, kind),
                 partial(cast, kind, transposed),
                 partial(expected, kind),
-                (3 + transposed + (2 + transposed if kind == "dgelu" else 0)) * M * N,
+                (3 + transposed + (2 + transposed if kind[1] else 0)) * M * N,
                 "_cast8_shape",
-                tiles if tune and C > 1024 and not (transposed and kind == "dgelu") else (),
+                tiles if tune and C > 1024 and not (transposed and kind[1]) else (),
             )
     x8 = h.to(E4M3)
     yield Case(

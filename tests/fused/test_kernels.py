@@ -87,6 +87,19 @@ def test_gelu_agrees_with_float64(M: int, N: int) -> None:
     near(kernels.gelu(h), F.gelu(h.double(), approximate="tanh"), absolute=2**-10)
 
 
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_relu2_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
+    x, gradient = fresh(M, N), fresh(M, N)
+    exact = x.double().requires_grad_()
+    out = F.relu(exact).square()
+    out.backward(gradient.double())
+    assert exact.grad is not None
+    kernels.relu2(x)
+    near(x, out.detach())
+    kernels.relu2_backward(gradient, x)
+    near(gradient, exact.grad, 1.5 * ROUNDED)  # the root of a rounded result has half of its error
+
+
 @pytest.mark.parametrize(("M", "C"), SIZES)
 def test_column_sums_also_work_on_columns_of_a_wider_tensor(M: int, C: int) -> None:
     wide = fresh(M, 3 * C)
@@ -183,28 +196,35 @@ def test_fp8_casts_and_transposes_equal_torchs(M: int, N: int, gradient: bool, d
     assert torch.equal(kernels.transpose8(x8).view(torch.uint8), x8t.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("M", "N"), SIZES)
-def test_results_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:
+def agree(x8: Tensor, expected: Tensor, out: kernels.Fp8Out, relative: float, smallest: float) -> None:
     """The error is at most half of the format's precision, 2^-4 or 2^-3, or of its smallest number, 2^-9 or 2^-16."""
-    h, da, weight, bias = fresh(M, N, scale=2), fresh(M, N), fresh(N), fresh(N)
+    error = (x8.double() / out.scale.double() - expected).abs()
+    assert (error <= (relative + 0.001) * expected.abs() + smallest / out.scale.double() + 1e-3).all()
+    assert out.amax.item() == pytest.approx(max(0.125, expected.abs().max().item()), rel=2**-8)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu2"])
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_activations_and_their_gradients_in_fp8_are_rounded_once(
+    M: int, N: int, activation: kernels.Activation
+) -> None:
+    h, da = fresh(M, N, scale=2), fresh(M, N)
     exact = h.double().requires_grad_()
-    activation = F.gelu(exact, approximate="tanh")
-    activation.backward(da.double())
+    result = F.gelu(exact, approximate="tanh") if activation == "gelu" else F.relu(exact).square()
+    result.backward(da.double())
     assert exact.grad is not None
-
-    def agree(x8: Tensor, expected: Tensor, out: kernels.Fp8Out, relative: float, smallest: float) -> None:
-        error = (x8.double() / out.scale.double() - expected).abs()
-        assert (error <= (relative + 0.001) * expected.abs() + smallest / out.scale.double() + 1e-3).all()
-        assert out.amax.item() == pytest.approx(max(0.125, expected.abs().max().item()), rel=2**-8)
-
-    out = fp8_out(20.0)
-    agree(kernels.cast8(h, out, kind="gelu")[0], activation.detach(), out, 2**-4, 2**-10)
-    out, sums = fp8_out(1000.0), torch.zeros(kernels.column_partials(DEVICE), N, device=DEVICE)
-    dh8, dh8t = kernels.cast8(da, out, transposed=True, kind="dgelu", h=h, sums=sums, gradient=True)
+    out = fp8_out(5.0)
+    agree(kernels.cast8(h, out, activation=activation)[0], result.detach(), out, 2**-4, 2**-10)
+    out, sums = fp8_out(500.0), torch.zeros(kernels.column_partials(DEVICE), N, device=DEVICE)
+    dh8, dh8t = kernels.cast8(da, out, transposed=True, activation=activation, h=h, sums=sums, gradient=True)
     agree(dh8, exact.grad, out, 2**-3, 2**-17)
     assert dh8t is not None and torch.equal(dh8t.t().view(torch.uint8), dh8.view(torch.uint8))
     near(sums.double().sum(0), exact.grad.sum(0), 0, 1e-3)
 
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+def test_norms_in_fp8_are_the_exact_ones_rounded_once(M: int, N: int) -> None:
+    h, da, weight, bias = fresh(M, N, scale=2), fresh(M, N), fresh(N), fresh(N)
     out = fp8_out(30.0)
     normal = F.layer_norm(h.double(), (N,), weight.double(), bias.double())
     _, y8, mean, rstd = kernels.add_norm(h, torch.zeros_like(h), None, weight, bias, out)

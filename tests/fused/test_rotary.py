@@ -108,18 +108,6 @@ def test_rotary_positions_and_their_gradient_agree_with_float64(
 
 
 @pytest.mark.parametrize(("M", "N"), SIZES)
-def test_relu2_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
-    pre, dact = fresh(M, N), fresh(M, N)
-    exact = leaf(pre)
-    out = F.relu(exact).square()
-    out.backward(dact.double())
-    rotary.relu2(pre)
-    near(pre, out.detach())
-    rotary.relu2_backward(dact, pre)
-    near(dact, gradient(exact), 1.5 * 2**-8)  # the root of a rounded result has half of its error
-
-
-@pytest.mark.parametrize(("M", "N"), SIZES)
 def test_swiglu_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
     pre, dact = fresh(M, 2 * N, scale=2), fresh(M, N)
     exact = leaf(pre)

@@ -1,4 +1,5 @@
-"""Products in bf16: operands are plain bf16 tensors, sums are fp32, and the GELU rides on the MLP's products.
+"""Products in bf16: operands are plain bf16 tensors, sums are fp32, and the GELU rides on the MLP's products. ReLU²
+works in place; its output is all that is saved, since its root is the input where that has a gradient.
 
 A block saves 16·C bf16 numbers a token (x, norm, qkv 3, attention, x, norm, MLP 4 + 4). `recompute` leaves out the
 outputs of the norms and of the GELU (6·C); the backward pass makes them again.
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.fused import gemm, kernels
+from trainer.fused.kernels import Activation
 from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
 
 
@@ -15,7 +17,7 @@ class Bf16Products(Products[Tensor]):
     """The policy whose operands are bf16 tensors."""
 
     def __init__(self, device: torch.device, recompute: bool) -> None:
-        self.recompute_norms = self.recompute_gelu = recompute
+        self.recompute_norms = self.recompute_activation = recompute
         self.one = torch.ones(1, device=device)
 
     # --- operands
@@ -37,24 +39,43 @@ class Bf16Products(Products[Tensor]):
     def saved(self, x: Tensor) -> Tensor:
         return x
 
-    def gelu(self, layer: Linear, pre: Tensor) -> Tensor:
-        return kernels.gelu(pre)
+    def activated(self, layer: Linear, kept: Tensor, activation: Activation) -> Tensor:
+        return kernels.gelu(kept) if activation == "gelu" else kept
 
     # --- products
 
     def linear(self, layer: Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return gemm.linear(x, layer.weight, bias)
 
-    def linear_gelu(self, layer: Linear, x: Tensor, reader: Linear) -> tuple[Tensor, Tensor]:
-        assert layer.bias is not None
-        return gemm.linear_gelu(x, layer.weight, layer.bias)
+    def linear_activated(
+        self, layer: Linear, x: Tensor, reader: Linear, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
+        if activation == "gelu":
+            assert layer.bias is not None
+            return gemm.linear_gelu(x, layer.weight, layer.bias)
+        act = self.linear(layer, x, layer.bias)
+        kernels.relu2(act)
+        return act, act
 
     def input_grad(self, layer: Linear, dy: Tensor) -> Tensor:
         return gemm.input_grad(dy, layer.weight)
 
-    def input_grad_gelu(self, layer: Linear, dy: Tensor, pre: Tensor, writer: Linear, sums: Tensor) -> Tensor:
-        dpre = gemm.input_grad_gelu(dy, layer.weight, pre)
-        kernels.column_sums(dpre, sums)
+    def input_grad_activated(
+        self,
+        layer: Linear,
+        dy: Tensor,
+        kept: Tensor,
+        writer: Linear,
+        activation: Activation,
+        sums: Tensor | None = None,
+    ) -> Tensor:
+        if activation == "gelu":
+            dpre = gemm.input_grad_gelu(dy, layer.weight, kept)
+        else:
+            dpre = self.input_grad(layer, dy)
+            kernels.relu2_backward(dpre, kept)
+        if sums is not None:
+            kernels.column_sums(dpre, sums)
         return dpre
 
     def weight_grad(self, layer: Linear, dy: Tensor, x: Tensor, accumulate: bool) -> None:

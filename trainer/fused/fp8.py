@@ -14,8 +14,8 @@ to nearest, most of it would become 0, far below the target's. Sums in the backw
 forward pass cuBLAS may add up in fewer bits.
 
 A block saves 27·C bytes a token (x and the sum after attention 2 each, both norms 1 each, qkv 6, attention 2 + 1, the
-MLP 8 before its GELU and 4 after it). `recompute` leaves out the last 4; the backward pass makes them again, bit for
-bit.
+MLP 8 before its activation and 4 after it). `recompute` leaves out the last 4; the backward pass makes them again, bit
+for bit.
 
 The learning rate's warm-up runs in bf16: there the magnitudes change faster than their history. It recomputes all that
 `Bf16Products` can, so that it takes no more memory than the fp8 steps after it. Then the first micro-batch runs twice:
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from trainer.fused import gemm, kernels
 from trainer.fused.bf16 import Bf16Products
-from trainer.fused.kernels import Fp8Out
+from trainer.fused.kernels import Activation, Fp8Out
 from trainer.fused.products import Linear, NormBackwardKernel, Normed, NormKernel, Products, ResidualGrad, head_chunks
 from trainer.parallel import World
 from trainer.pieces import Piece
@@ -152,7 +152,7 @@ class Fp8Products(Products[Fp8Operand]):
         self, layers: list[list[str]], in_bf16: Collection[str], world: World, recompute: bool, warmup_steps: int
     ) -> None:
         self.world, self.in_bf16, self.warmup_steps = world, in_bf16, warmup_steps
-        self.recompute_gelu = recompute
+        self.recompute_activation = recompute
         self.bf16 = Bf16Products(world.device, recompute=True)
         self.scales = Scales(layers, world.device)
         self.weights: dict[str, Fp8Operand] = {}  # by layer, made once an update
@@ -223,8 +223,8 @@ class Fp8Products(Products[Fp8Operand]):
     def saved(self, x: Fp8Operand) -> Fp8Operand:
         return Fp8Operand(None, x.transposed, x.inverse)
 
-    def gelu(self, layer: Linear, pre: Tensor) -> Fp8Operand:
-        return self.saved(self._cast(self.scales.of("input", layer), pre, kind="gelu"))
+    def activated(self, layer: Linear, kept: Tensor, activation: Activation) -> Fp8Operand:
+        return self.saved(self._cast(self.scales.of("input", layer), kept, activation))
 
     # --- products
 
@@ -232,18 +232,28 @@ class Fp8Products(Products[Fp8Operand]):
         w = self._weight(layer)
         return gemm.linear8(x.plain, w.plain, x.inverse, w.inverse, bias)
 
-    def linear_gelu(self, layer: Linear, x: Fp8Operand, reader: Linear) -> tuple[Tensor, Fp8Operand]:
+    def linear_activated(
+        self, layer: Linear, x: Fp8Operand, reader: Linear, activation: Activation
+    ) -> tuple[Tensor, Fp8Operand]:
         pre = self.linear(layer, x, layer.bias)
         tensor = self.scales.of("input", reader)
-        return pre, self._cast(tensor, pre, kind="gelu", transposed=not self.recompute_gelu)
+        return pre, self._cast(tensor, pre, activation, transposed=not self.recompute_activation)
 
     def input_grad(self, layer: Linear, dy: Fp8Operand) -> Tensor:
         w = self._weight(layer)
         return gemm.input_grad8(dy.plain, w.transposed, dy.inverse, w.inverse)
 
-    def input_grad_gelu(self, layer: Linear, dy: Fp8Operand, pre: Tensor, writer: Linear, sums: Tensor) -> Fp8Operand:
+    def input_grad_activated(
+        self,
+        layer: Linear,
+        dy: Fp8Operand,
+        kept: Tensor,
+        writer: Linear,
+        activation: Activation,
+        sums: Tensor | None = None,
+    ) -> Fp8Operand:
         dact = self.input_grad(layer, dy)
-        return self._cast(self.scales.of("gradient", writer), dact, kind="dgelu", h=pre, sums=sums)
+        return self._cast(self.scales.of("gradient", writer), dact, activation, h=kept, sums=sums)
 
     def weight_grad(self, layer: Linear, dy: Fp8Operand, x: Fp8Operand, accumulate: bool) -> None:
         x_t = x.transposed
@@ -298,13 +308,13 @@ class Fp8Products(Products[Fp8Operand]):
         self,
         tensor: TensorScale,
         x: Tensor,
-        kind: Literal["plain", "gelu", "dgelu"] = "plain",
+        activation: Activation | None = None,
         h: Tensor | None = None,
         sums: Tensor | None = None,
         transposed: bool = True,
     ) -> Fp8Operand:
         def kernel(out: Fp8Out) -> tuple[Tensor, Tensor | None]:
-            return kernels.cast8(x, out, transposed, kind, h, sums, gradient=tensor.gradient)
+            return kernels.cast8(x, out, transposed, activation, h, sums, gradient=tensor.gradient)
 
         x8, x8t = self._rounded(tensor, kernel, 0)
         return Fp8Operand(x8, x8t, tensor.inverse)

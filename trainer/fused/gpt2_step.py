@@ -135,12 +135,12 @@ class Gpt2Step(FusedStep[Operand]):
         x_mid, norm2 = self._join(p, block.ln_2, x, delta)
         del delta
         assert norm2.y is not None
-        pre, act = p.linear_gelu(block.fc, norm2.y, block.fc_projection)
+        pre, act = p.linear_activated(block.fc, norm2.y, block.fc_projection, "gelu")
         delta = p.linear(block.fc_projection, act)
         if i + 1 < self.n_blocks:
             self.state.ready(i + 1)
         out, norm = self._join(p, self.norms[2 * i + 2], x_mid, delta)
-        saved_act = None if p.recompute_gelu else p.saved(act)
+        saved_act = None if p.recompute_activation else p.saved(act)
         saved = Saved(x, norm1, qkv, attention, p.saved(attended), x_mid, norm2, pre, saved_act)
         if p.recompute_norms:
             norm1.y = norm2.y = None
@@ -163,10 +163,10 @@ class Gpt2Step(FusedStep[Operand]):
         self, p: Products[Operand], i: int, grad: ResidualGrad[Operand], saved: Saved[Operand], B: int
     ) -> ResidualGrad[Operand]:
         block, add, s = self.blocks[i], not self.first, saved
-        act = p.gelu(block.fc_projection, s.pre) if s.act is None else s.act
+        act = p.activated(block.fc_projection, s.pre, "gelu") if s.act is None else s.act
         p.weight_grad(block.fc_projection, grad.dy, act, add)
         del act
-        dpre = p.input_grad_gelu(block.fc_projection, grad.dy, s.pre, block.fc, self.sums.fc[i])
+        dpre = p.input_grad_activated(block.fc_projection, grad.dy, s.pre, block.fc, "gelu", self.sums.fc[i])
         p.weight_grad(block.fc, dpre, self._normed(p, block.ln_2, s.x_mid, s.norm2), add)
         dinput = p.input_grad(block.fc, dpre)
         del dpre

@@ -1,4 +1,4 @@
-"""Launchers of the memory-bound kernels of the fused step: norms, GELU, cross-entropy, column sums, AdamW, fp8 casts.
+"""Launchers of the memory-bound kernels of the fused step: norms, activations, cross-entropy, sums, AdamW, fp8 casts.
 
 Next to the matrix products these do almost no arithmetic. Each costs the bytes that it moves, at about 4.2 TB/s on an
 H200 that sustains 400 to 600 TFLOP/s in the products. So each reads every operand once, writes every result once, 16
@@ -9,6 +9,7 @@ micro-batch of M tokens, bf16 activations of width C and V logits a token:
     norm_backward   8·M·C         dy, x and the residual gradient in, dx out; in the same pass column sums for the
                                   gradients of weight, bias and the next bias
     gelu            16·M·C        of 4C columns
+    relu2           16·M·C        in place; backward 24·M·C, from its output, which is all that is saved
     column_sums     2·M·C         of the output of a product or of cuDNN: gradients of biases
     cross_entropy   4·M·V         the gradient overwrites the logits; the second read of a row is from the L2 cache
     adamw           30 a parameter, once a step: master, both moments (read and written), gradient, bf16 weight
@@ -45,8 +46,11 @@ from trainer.fused.triton_kernels import (
     gelu_kernel,
     norm_backward_kernel,
     norm_kernel,
+    relu2_kernel,
     transpose8_kernel,
 )
+
+Activation = Literal["gelu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,22 @@ def gelu(h: Tensor) -> Tensor:
     return a
 
 
+def relu2(x: Tensor) -> None:
+    """relu(x)² in place of x, bf16, any shape (So et al. 2021, Primer)."""
+    _relu2(x, None)
+
+
+def relu2_backward(gradient: Tensor, act: Tensor) -> None:
+    """From the gradient of act = relu(x)², in place, to that of x, which is 2·√act times it."""
+    _relu2(act, gradient)
+
+
+def _relu2(x: Tensor, gradient: Tensor | None) -> None:
+    _check(x, gradient)
+    block, warps = _relu2_shape(x.device)
+    relu2_kernel[(triton.cdiv(x.numel(), block),)](x, gradient, x.numel(), BLOCK=block, num_warps=warps)
+
+
 def column_sums(x: Tensor, sums: Tensor) -> None:
     """Adds the column sums of x (M, N) bf16, which may be some columns of a wider one, to sums (P, N) fp32."""
     M, N = x.shape
@@ -238,17 +258,17 @@ def cast8(
     x: Tensor,
     fp8: Fp8Out,
     transposed: bool = False,
-    kind: Literal["plain", "gelu", "dgelu"] = "plain",
+    activation: Activation | None = None,
     h: Tensor | None = None,
     sums: Tensor | None = None,
     gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """x, gelu(x) or x · gelu'(h), (M, N) bf16, in fp8, and with `transposed` the same bytes as (N, M).
+    """x, activation(x), or with h x · activation'(h), (M, N) bf16, in fp8; with `transposed` the same bytes as (N, M).
 
     e4m3, or e5m2 for a `gradient`. Adds the column sums of the tensor that is cast to sums (P, N) fp32.
     """
     M, N = x.shape
-    assert (h is not None) == (kind == "dgelu") and (h is None or h.shape == x.shape)
+    assert h is None or (activation and h.shape == x.shape)
     _check(x, h, sums, fp8.scale, fp8.amax)
     dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
     x8 = torch.empty_like(x, dtype=dtype)
@@ -259,7 +279,7 @@ def cast8(
     assert sums is None or (sums.dtype == torch.float32 and sums.shape[1] == N)
     cast8_kernel[(triton.cdiv(N, BN), min(tiles, 128) if sums is None else sums.shape[0])](
         x, h, x8, x8t, sums, fp8.scale, fp8.amax, M, N, tiles,
-        GELU=kind == "gelu", GRADIENT=gradient, BM=BM, BN=BN, STAGES=stages, num_warps=warps,
+        KIND=activation, GRADIENT=gradient, BM=BM, BN=BN, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return x8, transpose8(x8) if transposed and gradient else x8t
 
@@ -347,6 +367,11 @@ def norm_warps(C: int, columns: int) -> int:
 def _gelu_shape(device: torch.device) -> tuple[int, int]:
     """Elements a program, warps."""
     return (4096, 8) if device.type == "cuda" else (65536, 4)
+
+
+def _relu2_shape(device: torch.device) -> tuple[int, int]:
+    """Elements a program, warps."""
+    return (2048, 4) if device.type == "cuda" else (65536, 4)
 
 
 def _adamw_shape(device: torch.device) -> tuple[int, int]:

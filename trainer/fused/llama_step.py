@@ -1,11 +1,9 @@
 """llama's part of a fused step: norms with weights, SwiGLU, a head that may be tied."""
 
-from torch import Tensor
-
 from trainer.families.llama import EPSILON, LlamaConfig
 from trainer.fused import rotary
-from trainer.fused.products import Operand
-from trainer.fused.rotary_step import RotaryStep
+from trainer.fused.products import Operand, Products
+from trainer.fused.rotary_step import Block, RotaryStep, SavedMlp
 from trainer.model_config import ModelConfig
 
 
@@ -22,8 +20,14 @@ class LlamaStep(RotaryStep[Operand]):
     def norm_name(self, place: str | None) -> str | None:
         return "norm" if place is None else f"{place}_norm"
 
-    def activated(self, pre: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary.swiglu(pre), pre
+    def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
+        pre = p.linear(block.up, y)
+        return p.input(block.down, rotary.swiglu(pre)), SavedMlp(pre, None)
 
-    def activated_backward(self, gradient: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary.swiglu_backward(gradient, saved)
+    def mlp_backward(
+        self, p: Products[Operand], block: Block, dy: Operand, saved: SavedMlp[Operand], add: bool
+    ) -> Operand:
+        dpre, act = rotary.swiglu_backward(p.input_grad(block.down, dy), saved.kept)
+        p.weight_grad(block.down, dy, p.saved(p.input(block.down, act)), add)
+        del act
+        return p.output_grad(block.up, dpre)

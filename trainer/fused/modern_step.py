@@ -1,11 +1,8 @@
 """modern's part of a fused step: nothing in a norm has weights, ReLU², capped logits."""
 
-from torch import Tensor
-
 from trainer.families.modern import EPSILON, SOFTCAP
-from trainer.fused import rotary
-from trainer.fused.products import Operand
-from trainer.fused.rotary_step import RotaryStep
+from trainer.fused.products import Operand, Products
+from trainer.fused.rotary_step import Block, RotaryStep, SavedMlp
 
 
 class ModernStep(RotaryStep[Operand]):
@@ -15,10 +12,13 @@ class ModernStep(RotaryStep[Operand]):
     norms_heads = norms_embedding = True
     cap = SOFTCAP
 
-    def activated(self, pre: Tensor) -> tuple[Tensor, Tensor]:
-        rotary.relu2(pre)
-        return pre, pre
+    def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
+        kept, act = p.linear_activated(block.up, y, block.down, "relu2")
+        return act, SavedMlp(kept, None if p.recompute_activation else p.saved(act))
 
-    def activated_backward(self, gradient: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
-        rotary.relu2_backward(gradient, saved)
-        return gradient, saved
+    def mlp_backward(
+        self, p: Products[Operand], block: Block, dy: Operand, saved: SavedMlp[Operand], add: bool
+    ) -> Operand:
+        act = p.activated(block.down, saved.kept, "relu2") if saved.act is None else saved.act
+        p.weight_grad(block.down, dy, act, add)
+        return p.input_grad_activated(block.down, dy, saved.kept, block.up, "relu2")

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from trainer.fused.kernels import Fp8Out
+from trainer.fused.kernels import Activation, Fp8Out
 from trainer.pieces import Piece
 
 LOGIT_BYTES = 1 << 31  # of a chunk of rows: the matrix products reach full speed from about 8,192 rows on
@@ -61,7 +61,7 @@ class Products(ABC, Generic[Operand]):
 
     # True: blocks do not save these outputs; the backward pass computes them again from the other saved tensors.
     recompute_norms: bool
-    recompute_gelu: bool
+    recompute_activation: bool
 
     # --- the schedule of a run
 
@@ -111,8 +111,8 @@ class Products(ABC, Generic[Operand]):
         """An input in the form that `weight_grad` reads: the backward pass needs no other."""
 
     @abstractmethod
-    def gelu(self, layer: Linear, pre: Tensor) -> Operand:
-        """GELU(pre (M, K)), recomputed for the backward pass: the input of `layer` as `saved` returns it."""
+    def activated(self, layer: Linear, kept: Tensor, activation: Activation) -> Operand:
+        """The input (M, K) of `layer` as `saved` returns it, recomputed from the tensor of `linear_activated`."""
 
     # --- products
 
@@ -121,23 +121,35 @@ class Products(ABC, Generic[Operand]):
         """x (M, K) @ weightᵀ + bias (N,) -> (M, N) in bf16."""
 
     @abstractmethod
-    def linear_gelu(self, layer: Linear, x: Operand, reader: Linear) -> tuple[Tensor, Operand]:
-        """pre (M, N) = x (M, K) @ weightᵀ + the layer's bias in bf16, and GELU(pre) as the input of `reader`."""
+    def linear_activated(
+        self, layer: Linear, x: Operand, reader: Linear, activation: Activation
+    ) -> tuple[Tensor, Operand]:
+        """The activation of x (M, K) @ weightᵀ + the layer's bias, as the input of `reader`; before it the tensor
+        (M, N) in bf16 that the backward pass needs."""
 
     @abstractmethod
     def input_grad(self, layer: Linear, dy: Operand) -> Tensor:
         """dy (M, N) @ weight -> (M, K) in bf16."""
 
     @abstractmethod
-    def input_grad_gelu(self, layer: Linear, dy: Operand, pre: Tensor, writer: Linear, sums: Tensor) -> Operand:
-        """(dy (M, N) @ weight) · GELU'(pre (M, K)) as the output gradient of `writer`; adds its column sums to `sums`.
+    def input_grad_activated(
+        self,
+        layer: Linear,
+        dy: Operand,
+        kept: Tensor,
+        writer: Linear,
+        activation: Activation,
+        sums: Tensor | None = None,
+    ) -> Operand:
+        """dy (M, N) @ weight, times the activation's slope (M, K), as the output gradient of `writer`; adds its column
+        sums to `sums`.
 
-        sums: (P, K) fp32 with P = kernels.column_partials.
+        kept: of `linear_activated`. sums: (P, K) fp32 with P = kernels.column_partials.
         """
 
     @abstractmethod
     def weight_grad(self, layer: Linear, dy: Operand, x: Operand, accumulate: bool) -> None:
-        """The layer's gradient (N, K) = or += dyᵀ @ x, in fp32. x is as `saved`, `gelu` or `norm` returned it."""
+        """The layer's gradient (N, K) = or += dyᵀ @ x, in fp32. x is as `saved`, `activated` or `norm` returned it."""
 
     @abstractmethod
     def head(

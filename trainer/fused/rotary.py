@@ -6,19 +6,17 @@ Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inn
     rms_backward    8·M·C         dy, x and the residual gradient in, dx out; with weights also their gradient
     rotate          4·M·(C + K)   queries and keys (K columns) in place, with their norm
     rotate_back     6·M·(C + K)   their gradient in place
-    relu2           4·M·I         forward in place; 6·M·I backward, from the activation, which is all that is saved
     swiglu          6·M·I         forward; 12·M·I backward, which makes the activation again for the weight gradient
 
-The launch shapes follow those of the measured kernels; they were not measured on a GPU themselves.
+The launch shapes are those that were fastest on an H200 at widths of 768 and 1536, with heads of 64 and 128.
 """
 
 import torch
 import triton
 from torch import Tensor
 
-from trainer.fused.kernels import Fp8Out, _check, _norm_backward_shape, _norm_shape
+from trainer.fused.kernels import Fp8Out, _check, norm_warps
 from trainer.fused.rotary_triton import (
-    relu2_kernel,
     rms_backward_kernel,
     rms_kernel,
     rotary_kernel,
@@ -76,7 +74,7 @@ def _rms(
     y = x.new_empty(M, C, dtype=x.dtype if fp8 is None else torch.float8_e4m3fn)
     rstd = x.new_empty(M, dtype=torch.float32) if rstd is None else rstd
     scale, amax = (None, None) if fp8 is None else (fp8.scale, fp8.amax)
-    R, programs, warps, stages = _norm_shape(C, fp8 is not None, x.device)
+    R, programs, warps, stages = _rms_shape(C, fp8 is not None, x.device)
     groups = triton.cdiv(M, R)
     rms_kernel[(min(groups, programs),)](
         x, tokens, delta, weight, added, y, rstd, embedded, scale, amax, M, C, groups, epsilon,
@@ -101,7 +99,7 @@ def rms_backward(
     (M, C) e5m2. Adds the gradient of the weight to sums (P, C) fp32, P = norm_partials(C, device).
     """
     M, C = dy.shape
-    R, programs, warps, stages = _norm_backward_shape(C, fp8 is not None, dy.device)
+    R, programs, warps, stages = _rms_backward_shape(C, fp8 is not None, weight is not None, dy.device)
     assert x.shape == dy.shape and (sums is None) == (weight is None)
     assert sums is None or (sums.dtype == torch.float32 and sums.shape[1] == C and programs <= len(sums))
     _check(dy, x, rstd, weight, residual, sums)
@@ -145,22 +143,6 @@ def _rotate(
     )  # fmt: skip
 
 
-def relu2(x: Tensor) -> None:
-    """relu(x)² in place of x, bf16, any shape (So et al. 2021, Primer)."""
-    _relu2(x, None)
-
-
-def relu2_backward(gradient: Tensor, act: Tensor) -> None:
-    """From the gradient of act = relu(x)², in place, to that of x, which is 2·√act times it."""
-    _relu2(act, gradient)
-
-
-def _relu2(x: Tensor, gradient: Tensor | None) -> None:
-    _check(x, gradient)
-    block, warps = _relu2_shape(x.device)
-    relu2_kernel[(triton.cdiv(x.numel(), block),)](x, gradient, x.numel(), BLOCK=block, num_warps=warps)
-
-
 def swiglu(pre: Tensor) -> Tensor:
     """silu(gate) · up of pre (M, 2I) = [gate, up], (M, I) bf16 (Shazeer 2020)."""
     act = pre.new_empty(len(pre), pre.shape[1] // 2)
@@ -186,16 +168,29 @@ def _swiglu(pre: Tensor, act: Tensor, dact: Tensor | None, dpre: Tensor | None) 
 # ── launch shapes, as in `trainer/fused/kernels.py` ──────────────────────────────────────────────────────────────
 
 
+def _rms_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
+    """Rows that a program handles at a time, programs, warps, stages of the load pipeline."""
+    if device.type != "cuda":
+        return 64, 2, 4, 1
+    if C <= 1024:
+        return (2, 1056, 1, 1) if fp8 else (2, 528, 1, 3)
+    return 1, 528 if fp8 else 1056, norm_warps(C, 64), 3
+
+
+def _rms_backward_shape(C: int, fp8: bool, weighted: bool, device: torch.device) -> tuple[int, int, int, int]:
+    """As `_rms_shape`; with a weight at most `norm_partials` programs."""
+    if device.type != "cuda":
+        return 32, 2, 4, 1
+    if fp8:
+        return 2, 528 if C <= 1024 and not weighted else 264, norm_warps(C, 16), 4
+    return (1, 660, 2, 4) if weighted and C <= 1024 else (2, 264, norm_warps(C, 8), 4)
+
+
 def _rotary_shape(heads: int, device: torch.device) -> tuple[int, int, int]:
     """Rows and heads of a tile, warps."""
     if device.type != "cuda":
         return 64, min(4, triton.next_power_of_2(heads)), 4
-    return 8, min(4, triton.next_power_of_2(heads)), 4
-
-
-def _relu2_shape(device: torch.device) -> tuple[int, int]:
-    """Elements a program, warps."""
-    return (4096, 8) if device.type == "cuda" else (65536, 4)
+    return 2, min(32, triton.next_power_of_2(heads)), 4
 
 
 def _swiglu_shape(device: torch.device) -> tuple[int, int, int]:

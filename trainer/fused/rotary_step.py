@@ -4,8 +4,8 @@ biases.
 Queries, keys and values are one product, as are the gate and the other half of SwiGLU: their weights lie side by side
 in the flat buffers. Rotary positions and the norm of queries and keys work on the packed projections in place, and the
 backward pass undoes them from the result. A block saves 12·C bf16 numbers a token, and 14·C with an inner width of
-8/3·C and a gate: the MLP on one side of its activation. ReLU² keeps its output, whose root is its input where that has a
-gradient; SwiGLU keeps its input, and the backward pass makes the output again in the pass that makes the gradient.
+8/3·C and a gate: the MLP on one side of its activation. SwiGLU keeps its input, and the backward pass makes the output
+again in the pass that makes the gradient.
 """
 
 from dataclasses import dataclass
@@ -51,6 +51,14 @@ class Block:
 
 
 @dataclass
+class SavedMlp(Generic[Operand]):
+    """The tensors that an MLP saves for its backward pass."""
+
+    kept: Tensor  # (M, I) or (M, 2·I): before the activation, or for ReLU² in bf16 after it
+    act: Operand | None  # the input of the last layer; None: made again
+
+
+@dataclass
 class Saved(Generic[Operand]):
     """The tensors that the forward pass of a block saves for its backward pass. M tokens, width C."""
 
@@ -62,7 +70,7 @@ class Saved(Generic[Operand]):
     attended: Operand
     x_mid: Tensor  # (M, C), after attention
     norm2: Normed[Operand]
-    mlp: Tensor  # of the activation: its input or its output
+    mlp: SavedMlp[Operand]
 
 
 class RotaryStep(FusedStep[Operand]):
@@ -99,12 +107,14 @@ class RotaryStep(FusedStep[Operand]):
         """The name of the norm's weight before `place` ("h.3.attn", "h.3.mlp"; None: the head); None: it has none."""
         return None
 
-    def activated(self, pre: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the MLP's last layer, perhaps in place of `pre`, and the tensor for the backward pass."""
+    def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
+        """The input of the MLP's last layer, from that of its first one."""
         raise NotImplementedError
 
-    def activated_backward(self, gradient: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of `pre` from that of the layer's input, perhaps in its place; and this input again."""
+    def mlp_backward(
+        self, p: Products[Operand], block: Block, dy: Operand, saved: SavedMlp[Operand], add: bool
+    ) -> Operand:
+        """The output gradient of the MLP's first layer from that of its last one, whose weight's gradient is made."""
         raise NotImplementedError
 
     # --- layers
@@ -177,8 +187,8 @@ class RotaryStep(FusedStep[Operand]):
         x_mid, norm2 = self._join(p, block.norm_2, x, delta)
         del delta
         assert norm2.y is not None
-        act, mlp = self.activated(p.linear(block.up, norm2.y))
-        delta = p.linear(block.down, p.input(block.down, act))
+        act, mlp = self.mlp(p, block, norm2.y)
+        delta = p.linear(block.down, act)
         del act
         if i + 1 < self.n_blocks:
             self.state.ready(i + 1)
@@ -202,11 +212,7 @@ class RotaryStep(FusedStep[Operand]):
         self, p: Products[Operand], i: int, grad: ResidualGrad[Operand], saved: Saved[Operand], B: int
     ) -> ResidualGrad[Operand]:
         block, add, s = self.blocks[i], not self.first, saved
-        dpre, act = self.activated_backward(p.input_grad(block.down, grad.dy), s.mlp)
-        p.weight_grad(block.down, grad.dy, p.saved(p.input(block.down, act)), add)
-        del act
-        dup = p.output_grad(block.up, dpre)
-        del dpre
+        dup = self.mlp_backward(p, block, grad.dy, s.mlp, add)
         p.weight_grad(block.up, dup, self._normed(p, block.norm_2, s.x_mid, s.norm2), add)
         dinput = p.input_grad(block.up, dup)
         del dup

@@ -151,20 +151,6 @@ def rotary_kernel(
 
 
 @triton.jit
-def relu2_kernel(x_ptr, gradient_ptr, n, BLOCK: tl.constexpr):
-    """x becomes relu(x)², in place. With gradient_ptr, x is that result, and its gradient becomes that of the input."""
-    at = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < n
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if gradient_ptr is not None:
-        g = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(gradient_ptr + at, _bf16(2.0 * tl.sqrt(x) * g), mask=mask)
-    else:
-        root = tl.maximum(x, 0.0)
-        tl.store(x_ptr + at, _bf16(root * root), mask=mask)
-
-
-@triton.jit
 def swiglu_kernel(pre_ptr, act_ptr, dact_ptr, dpre_ptr, M, N, tiles, BM: tl.constexpr, BN: tl.constexpr):
     """act = silu(gate) · up of pre = [gate, up], rows of 2N. With dact_ptr also dpre."""
     cols = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)

@@ -211,7 +211,7 @@ def norm_backward_kernel(
     _add_into(sums_ptr + 2 * P * C, dx_sum, used)
 
 
-# ── GELU ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── activations ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -219,6 +219,20 @@ def gelu_kernel(h_ptr, a_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     tl.store(a_ptr + at, _bf16(_gelu_of(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))), mask=mask)
+
+
+@triton.jit
+def relu2_kernel(x_ptr, gradient_ptr, n, BLOCK: tl.constexpr):
+    """x becomes relu(x)², in place. With gradient_ptr, x is that result, and its gradient becomes that of the input."""
+    at = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if gradient_ptr is not None:
+        g = tl.load(gradient_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(gradient_ptr + at, _bf16(2.0 * tl.sqrt(x) * g), mask=mask)
+    else:
+        root = tl.maximum(x, 0.0)
+        tl.store(x_ptr + at, _bf16(root * root), mask=mask)
 
 
 # ── column sums ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -375,9 +389,9 @@ def adamw_kernel(
 def cast8_kernel(
     x_ptr, h_ptr, x8_ptr, x8t_ptr, sums_ptr, scale_ptr, amax_ptr,
     M, N, tiles,
-    GELU: tl.constexpr, GRADIENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, GRADIENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BN columns a program, BM rows at a time. Casts x, or with h x·gelu'(h)."""
+    """BN columns a program, BM rows at a time. Casts x, KIND(x), or with h x·KIND'(h)."""
     cols = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     used = cols < N
     scale = tl.load(scale_ptr)
@@ -388,11 +402,16 @@ def cast8_kernel(
         mask = (rows < M)[:, None] & used[None, :]
         at = rows[:, None] * N + cols[None, :]
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if GELU:
-            x = _gelu_of(x)
         if h_ptr is not None:
-            slope = _gelu_slope(tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32))
-            x *= slope
+            h = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if KIND == "gelu":
+                x *= _gelu_slope(h)
+            else:
+                x *= 2.0 * tl.maximum(h, 0.0)
+        elif KIND == "gelu":
+            x = _gelu_of(x)
+        elif KIND == "relu2":
+            x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
         x8 = _fp8(x * scale, GRADIENT)
         tl.store(x8_ptr + at, x8, mask=mask)
         if x8t_ptr is not None:
