@@ -29,8 +29,9 @@ class Context(Protocol):
 
     positions: Tensor  # (B, T), of each token in its own sequence
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of (B, H, T, D) queries, with keys and values that may have fewer heads."""
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        """Attention of (B, H, T, D) queries, with keys and values that may have fewer heads; in a window of so many
+        tokens, the last of which is the query's own."""
         ...
 
 
@@ -43,19 +44,35 @@ class Branches:
     """
 
     def __init__(self, positions: Tensor, branch: Tensor, causal: int) -> None:
-        self.positions, self.causal = positions, causal
-        T = branch.size(1)
-        order = torch.arange(T, device=branch.device)
-        rest = branch[:, causal:, None]
-        own = (branch[:, None] == 0) | (branch[:, None] == rest)
-        self.mask = (own & (order <= order[causal:, None]))[:, None]  # (B, 1, T - causal, T)
+        self.positions, self.branch, self.causal = positions, branch, causal
+        self.masks: dict[int | None, Tensor] = {}  # by window; (B, 1, T - causal, T)
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mask(self, window: int | None) -> Tensor:
+        """Which tokens each one behind the first `causal` sees."""
+        if window not in self.masks:
+            n, order = self.causal, torch.arange(self.branch.size(1), device=self.branch.device)
+            own = (self.branch[:, None] == 0) | (self.branch[:, None] == self.branch[:, n:, None])
+            own &= order <= order[n:, None]
+            if window is not None:
+                own &= self.positions[:, n:, None] - self.positions[:, None] < window
+            self.masks[window] = own[:, None]
+        return self.masks[window]
+
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         n = self.causal
-        rest = attention(q[:, :, n:], k, v, mask=self.mask)
+        rest = attention(q[:, :, n:], k, v, mask=self.mask(window))
         if not n:
             return rest
-        return torch.cat((attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], causal=True), rest), 2)
+        near = None if window is None else band(n, window, q.device)
+        return torch.cat((attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], near, causal=near is None), rest), 2)
+
+
+def band(length: int, window: int, device: torch.device) -> Tensor:
+    """The mask (length, length) of causal attention in a window of so many tokens, the last of which is the query's
+    own: sliding windows (Beltagy et al. 2020)."""
+    order = torch.arange(length, device=device)
+    behind = order[:, None] - order
+    return (behind >= 0) & (behind < window)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:

@@ -105,9 +105,14 @@ class ModelConfig(Section, ABC):
         return sum(prod(shape) for name, shape in self.shapes.items() if name.startswith("h.") and len(shape) == 2)
 
     @property
+    def contexts(self) -> list[int]:
+        """The tokens that each layer's attention reaches, the token's own among them."""
+        return [self.block_size] * self.n_layer
+
+    @property
     def flops_per_token(self) -> int:
         """FLOPs of forward and backward: 6N + 12·L·C·T, N without embeddings that only are looked up, and with the
-        padded vocabulary of the head, whose rows are computed too.
+        padded vocabulary of the head, whose rows are computed too. A layer with a window has that for T.
 
         Source: PaLM (Chowdhery et al. 2022), appendix B. Attention is counted in full, not by its causal half.
         """
@@ -115,7 +120,7 @@ class ModelConfig(Section, ABC):
         looked_up = ("wpe.", "ve.") if tied else ("wpe.", "ve.", "wte.")
         n = sum(prod(shape) for name, shape in self.shapes.items() if not name.startswith(looked_up))
         n += (self.padded_vocab_size - self.vocab_size) * self.n_embd
-        return 6 * n + 12 * self.n_layer * self.n_embd * self.block_size
+        return 6 * n + 12 * self.n_embd * sum(self.contexts)
 
     def kept_share(self, engine: str, recompute: bool) -> float:
         """The numbers of a token that a layer's step keeps on this engine, as a share of a GPT-2's of this width."""

@@ -167,8 +167,9 @@ class Cache:
         self.positions = torch.zeros(0)  # (rows, T), of the tokens of this step
         self.seen = 0  # one more than the last of them
         self.mask: Tensor | None = None
+        self.windowed: dict[int, Tensor] = {}  # masks of this step, by window
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         rows, T = q.size(0), q.size(2)
         if layer not in self.layers:
             # Zeros: attention gives the weight 0 to a masked position, and 0 times nan is nan.
@@ -179,7 +180,21 @@ class Cache:
         else:
             row, at = torch.arange(rows, device=q.device), self.positions[:, 0]
             keys[row, :, at], values[row, :, at] = k[:, :, 0], v[:, :, 0]
-        return attention(q, keys[:, :, : self.seen], values[:, :, : self.seen], self.mask, causal=T > 1)
+        mask, first = self.mask, 0
+        if window is not None and rows == T == 1:
+            first = max(0, self.seen - window)
+        elif window is not None:
+            mask = self.in_window(window)
+        keys, values = keys[:, :, first : self.seen], values[:, :, first : self.seen]
+        return attention(q, keys, values, mask, causal=T > 1 and mask is None)
+
+    def in_window(self, window: int) -> Tensor:
+        """Which positions a token of this step sees, (rows or 1, 1, T, seen): rows that begin have equal positions."""
+        if window not in self.windowed:
+            at = self.positions[: 1 if self.positions.size(1) > 1 else None, None, :, None]
+            order = torch.arange(self.seen, device=at.device)
+            self.windowed[window] = (order <= at) & (order > at - window)
+        return self.windowed[window]
 
     def keep(self, rows: Tensor) -> None:
         self.layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.layers.items()}
@@ -266,7 +281,7 @@ class Decoder:
         single = rows > 1 and T == 1
         self.cache.mask = (torch.arange(seen) <= at)[:, None, None].to(self.device) if single else None
         self.lengths = self.lengths + counts
-        self.cache.positions = at.to(self.device)
+        self.cache.positions, self.cache.windowed = at.to(self.device), {}
         with sdpa_kernel(list(ATTENTION)):
             return self.model.hidden(tokens.to(self.device), self.cache)
 

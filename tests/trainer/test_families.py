@@ -41,6 +41,7 @@ WITHOUT_CLASS = {
     "modern, weighted": ModernConfig(**SIZES, residual_lambdas=True),
     "modern, values": ModernConfig(**{**SIZES, "n_layer": 4, "vocab_size": 257}, n_kv_head=2, value_embeddings=True),
     "modern, both": ModernConfig(**SIZES, residual_lambdas=True, value_embeddings=True),
+    "modern, windows": ModernConfig(**SIZES, n_kv_head=2, window=6),
 }
 EXPORTED = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 CONFIGS = {**CONFIGS, **WITHOUT_CLASS}
@@ -123,7 +124,7 @@ def test_shapes_parameters_and_flops_are_those_of_the_module(config: ModelConfig
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     vectors = sum(math.prod(shape) for shape in found.values() if len(shape) == 1)
-    attention = 12 * config.n_layer * config.n_embd * config.block_size  # torch counts none of a CPU's
+    attention = 12 * config.n_embd * sum(config.contexts)  # torch counts none of a CPU's
     assert counter.get_total_flops() == (config.flops_per_token - 6 * vectors - attention) * config.block_size
 
 
@@ -166,7 +167,7 @@ def test_recomputed_activations_give_the_same_gradients(config: ModelConfig) -> 
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", ["llama, QK-norm", "modern, grouped"])
+@pytest.mark.parametrize("name", ["llama, QK-norm", "modern, windows"])
 def test_a_module_compiles_as_one_graph(name: str) -> None:
     model, tokens = made(CONFIGS[name]), some_tokens(2, 21, CONFIGS[name])
     compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="eager")
@@ -195,6 +196,9 @@ def test_the_cached_decoder_gives_the_logits_of_the_module(config: ModelConfig) 
             for row, got in zip(rows, logits, strict=True):
                 expected = model(torch.tensor([row]))[0, -1, : config.vocab_size]
                 torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+        if step == 1:  # one row has its own way through attention
+            rows = rows[2:]
+            decoder.keep([2])
         for row in rows:
             row.append(7 * step + len(row))
         logits = decoder.step([row[-1] for row in rows])
@@ -224,8 +228,8 @@ def test_transformers_says_the_same_greedy_text(config: ModelConfig) -> None:
 @ALL
 def test_choices_that_share_their_beginning_score_as_they_do_alone(config: ModelConfig) -> None:
     model, world = made(config).eval(), World.alone(RuntimeConfig(device="cpu"))
-    start = some_tokens(1, 20, config)[0].tolist()
-    rows = [Row(start + some_tokens(1, n, config, n)[0].tolist(), 20) for n in (3, 9, 5)]
+    start = some_tokens(1, 33, config)[0].tolist()
+    rows = [Row(start + some_tokens(1, n, config, n)[0].tolist(), 33) for n in (3, 8, 5)]
     together, alone = score_rows(model, rows, world), [score_rows(model, [row], world)[0] for row in rows]
     for one, other in zip(together, alone, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5) and one.greedy == other.greedy
@@ -250,6 +254,58 @@ def test_what_modern_adds_has_no_class_in_transformers_and_starts_without_effect
     assert {name.split(".")[1] for name in state if name.startswith("ve.")} == {"0", "2"}  # the last of three layers
     assert not state["h.0.attn.ve_gate.weight"].any() and not state["ve.0.weight"][300:].any()
     assert state["resid_lambdas"].tolist() == [1.0] * 3 and state["x0_lambdas"].tolist() == pytest.approx([0.1] * 3)
+
+
+def test_short_layers_follow_their_pattern_and_the_last_layer_is_long() -> None:
+    def contexts(layers: int, pattern: str) -> list[int]:
+        return ModernConfig(**SIZES | {"n_layer": layers}, window=9, window_pattern=pattern).contexts
+
+    assert contexts(6, "SSSL") == [9, 9, 9, 40, 9, 40] and contexts(4, "S") == [9, 9, 9, 40]
+    assert ModernConfig(**SIZES).contexts == [40, 40, 40]
+
+
+@pytest.mark.parametrize("name", ["modern, grouped", "modern, windows"])
+def test_modern_is_a_naive_loop_over_its_tokens(name: str) -> None:
+    config = CONFIGS[name]
+    assert isinstance(config, ModernConfig)
+    model, tokens = made(config).eval(), some_tokens(1, 17, config)
+    with torch.no_grad():
+        hidden = model.hidden(tokens)[0]
+    expected = naive_hidden(config, {name: p.double() for name, p in model.state_dict().items()}, tokens[0].tolist())
+    torch.testing.assert_close(hidden.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def naive_hidden(config: ModernConfig, w: dict[str, Tensor], ids: list[int]) -> Tensor:
+    """The hidden states of one text: token by token, key by key."""
+    width, group = config.head_size, config.n_head // config.kv_heads
+
+    def norm(x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def placed(heads: Tensor, at: int) -> Tensor:
+        angle = at * config.rope_base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        a, b = heads.view(-1, width).chunk(2, -1)
+        return norm(torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), -1))
+
+    stream = [norm(w["wte.weight"][i]) for i in ids]
+    for layer in range(config.n_layer):
+        q, k, v, o, up, down = (w[f"h.{layer}.{name}.weight"] for name in MATRICES)
+        keys, values, out = [], [], []
+        for t, x in enumerate(stream):
+            keys.append(placed(k @ norm(x), t))
+            values.append((v @ norm(x)).view(-1, width))
+            attended = []
+            for head, query in enumerate(placed(q @ norm(x), t)):
+                near = range(max(0, t + 1 - config.contexts[layer]), t + 1)
+                scores = torch.stack([query @ keys[j][head // group] / math.sqrt(width) for j in near]).softmax(0)
+                attended.append(sum(score * values[j][head // group] for score, j in zip(scores, near, strict=True)))
+            x = x + o @ torch.cat(attended)
+            out.append(x + down @ (up @ norm(x)).relu().square())
+        stream = out
+    return norm(torch.stack(stream))
+
+
+MATRICES = (*(f"attn.{one}_proj" for one in "qkvo"), "mlp.up_proj", "mlp.down_proj")
 
 
 def test_gpt2s_fingerprint_has_no_family_and_the_others_have_it() -> None:
@@ -281,6 +337,11 @@ MISTAKES = [
         {"family": "modern", "n_head": 12}, "model: n_head 12 gives heads of the odd width 3, and rotary positions"
     ),
     Mistake({"family": "modern", "n_head": 5}, "model: n_embd 36 is not divisible by n_head 5; 35 would be"),
+    Mistake({"family": "modern", "window": 41}, "model: window 41 is longer than block_size 40; use at most that"),
+    Mistake(
+        {"family": "modern", "window_pattern": "SL"}, "model: window_pattern SL needs a window, and window is null"
+    ),
+    Mistake({"family": "modern", "window_pattern": "SM"}, "model.window_pattern: string should match pattern"),
     Mistake({"family": "llama", "rope_base": "x"}, "model.rope_base: input should be a valid number (got 'x')"),
 ]
 

@@ -6,9 +6,9 @@ The architecture is nanochat's (github.com/karpathy/nanochat, "d20" of October 2
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainer.errors import UserError, shown
 from trainer.families.grouped import GroupedHeads
@@ -54,7 +54,19 @@ class ModernConfig(GroupedHeads):
         "after modded-nanogpt); transformers has no class for it",
     )
 
-    added: ClassVar[tuple[str, ...]] = ("residual_lambdas", "value_embeddings")
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that a token sees in a short layer, the last of which is itself; null: no layer is short; "
+        "transformers has no class for it",
+    )
+    window_pattern: str = Field(
+        default="SSSL",
+        pattern="^[SL]+$",
+        description="Short (S) and long (L) layers in turn, with `window`; the last layer is always long (nanochat)",
+    )
+
+    added: ClassVar[tuple[str, ...]] = ("residual_lambdas", "value_embeddings", "window", "window_pattern")
     title: ClassVar[str] = "nanochat"
     hf_layer: ClassVar[Mapping[str, str]] = LAYER
     hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
@@ -77,15 +89,34 @@ class ModernConfig(GroupedHeads):
         """The blocks with embedded values."""
         return [i for i in range(self.n_layer) if i % 2 == (self.n_layer - 1) % 2] if self.value_embeddings else []
 
+    @model_validator(mode="after")
+    def _windows_fit(self) -> Self:
+        if self.window is None and self.window_pattern != type(self).model_fields["window_pattern"].default:
+            raise ValueError(f"window_pattern {self.window_pattern} needs a window, and window is null")
+        if self.window is not None and self.window > self.block_size:
+            raise ValueError(f"window {self.window} is longer than block_size {self.block_size}; use at most that")
+        return self
+
+    @property
+    def contexts(self) -> list[int]:
+        if self.window is None:
+            return super().contexts
+        short = [self.window_pattern[i % len(self.window_pattern)] == "S" for i in range(self.n_layer - 1)]
+        return [self.window if each else self.block_size for each in short] + [self.block_size]
+
+    @property
+    def used(self) -> str:
+        """The options that are on, in words."""
+        fields = type(self).model_fields
+        return " and ".join(f"model.{name}" for name in self.added if getattr(self, name) != fields[name].default)
+
     @property
     def why_not_fused(self) -> str | None:
-        used = [f"model.{name}" for name in self.added if getattr(self, name)]
-        return f"it has no step for {' and '.join(used)}" if used else super().why_not_fused
+        return f"it has no step for {self.used}" if self.used else super().why_not_fused
 
     @property
     def not_exported(self) -> str | None:
-        used = [f"model.{name}" for name in self.added if getattr(self, name)]
-        return f"transformers has no class for {' and '.join(used)}" if used else None
+        return f"transformers has no class for {self.used}" if self.used else None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -112,6 +143,7 @@ class ModernConfig(GroupedHeads):
             f"weights, QK-norm, ReLU², no biases, untied head, logits capped at {SOFTCAP:g}"
             + (", weighted residual stream" if self.residual_lambdas else "")
             + (", value embeddings" if self.value_embeddings else "")
+            + (f", windows of {self.window} tokens ({self.window_pattern})" if self.window else "")
         )
 
     def hf_config(self) -> dict[str, Any]:

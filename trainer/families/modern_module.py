@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from trainer.families.modern import EPSILON, GATE_WIDTH, SOFTCAP, ModernConfig
 from trainer.families.rotary import RotaryAttention, rms_norm, waves
-from trainer.model import Context, Embedding, LanguageModel, Linear
+from trainer.model import Context, Embedding, LanguageModel, Linear, band
 from trainer.model_config import ModelConfig
 
 
 class Attention(RotaryAttention):
-    """Attention that norms the queries and keys of each head; with embedded values if a block has them."""
+    """Attention that norms the queries and keys of each head; with embedded values and a window if a block has them."""
 
     def __init__(self, config: ModernConfig, layer: int) -> None:
         super().__init__(config, layer)
+        if config.contexts[layer] < config.block_size:
+            self.window = config.contexts[layer]
         if layer in config.value_layers:
             self.ve_gate = Linear(min(GATE_WIDTH, config.n_embd), config.kv_heads, bias=False)
 
@@ -59,11 +61,17 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, context: Context | None = None, embedded: Tensor | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: Context | None = None,
+        embedded: Tensor | None = None,
+        near: Tensor | None = None,
     ) -> Tensor:
         normed = rms_norm(x, EPSILON)
         more = None if embedded is None else self.attn.gated(normed, embedded)
-        x = x + self.attn(normed, cos, sin, context, more)
+        x = x + self.attn(normed, cos, sin, context, more, near)
         return x + self.mlp(rms_norm(x, EPSILON))
 
 
@@ -76,6 +84,7 @@ class Modern(LanguageModel):
         super().__init__(config, recompute)
         self.wte = Embedding(config.padded_vocab_size, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.short = [context < config.block_size for context in config.contexts]
         width = config.kv_heads * config.head_size
         self.ve = nn.ModuleDict({str(i): Embedding(config.padded_vocab_size, width) for i in config.value_layers})
         if config.residual_lambdas:
@@ -85,12 +94,15 @@ class Modern(LanguageModel):
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
         """The last layer's output after its norm."""
         cos, sin = waves(self.positions(tokens, context), self.config.head_size, self.config.rope_base)
+        near = None  # the mask of the short layers, one for all
+        if context is None and self.config.window is not None:
+            near = band(tokens.size(1), self.config.window, tokens.device)
         x = first = rms_norm(self.wte(tokens), EPSILON)
         for i, block in enumerate(self.h):
             if self.config.residual_lambdas:
                 x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * first
             embedded = self.ve[str(i)](tokens) if str(i) in self.ve else None
-            x = self.through(block, x, cos, sin, context, embedded)
+            x = self.through(block, x, cos, sin, context, embedded, near if self.short[i] else None)
         return rms_norm(x, EPSILON)
 
     @property

@@ -24,7 +24,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RotaryAttention(nn.Module):
-    """Attention over (B, T, C) with positions as angles. A family adds its norms of queries and keys."""
+    """Attention over (B, T, C) with positions as angles. A family adds its norms of queries and keys, and windows."""
+
+    window: int | None = None  # the tokens that a token sees, itself the last; None: all before it
 
     def __init__(self, config: GroupedHeads, layer: int) -> None:
         super().__init__()
@@ -40,15 +42,27 @@ class RotaryAttention(nn.Module):
         return turned(q, cos, sin), turned(k, cos, sin)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, context: Context | None = None, more: Tensor | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: Context | None = None,
+        more: Tensor | None = None,
+        band: Tensor | None = None,
     ) -> Tensor:
-        """`more` (B, T, kv_heads, head_size) is added to the values."""
+        """`more` (B, T, kv_heads, head_size) is added to the values; `band` (T, T) is the mask of the window, for rows
+        without a context."""
         B, T, C = x.shape
         q = self.q_proj(x).view(B, T, self.n_head, -1).transpose(1, 2)
         k, v = (made(x).view(B, T, self.kv_heads, -1).transpose(1, 2) for made in (self.k_proj, self.v_proj))
         q, k = self.placed(q, k, cos, sin)
         v = v if more is None else v + more.transpose(1, 2).type_as(v)
-        y = context.attention(self.layer, q, k, v) if context else attention(q, k, v, causal=True)
+        if context:
+            y = context.attention(self.layer, q, k, v, self.window)
+        else:
+            if band is not None:  # with a mask, CUDA's attention in little memory takes no grouped keys
+                k, v = (heads.repeat_interleave(self.n_head // self.kv_heads, 1) for heads in (k, v))
+            y = attention(q, k, v, band, causal=band is None)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
