@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SENSOR_SECONDS = 0.1
 
-# The first class with a pattern that matches a kernel's name. Names: ours (trainer/fused/triton_kernels.py), those of
+# The first class with a pattern that matches a kernel's name. Names: ours (trainer/fused/*_triton.py and triton_kernels.py), those of
 # cuBLAS (nvjet, xmma, cutlass), cuDNN and torch, and those that torch.compile derives from the operations.
 KERNEL_CLASSES = {
     "communication": r"nccl",
@@ -23,8 +23,9 @@ KERNEL_CLASSES = {
     "gemm": r"gemm|nvjet|xmma|cutlass|cublas|splitk|gemv|wgmma|_mm_|_bmm_",
     "optimizer": r"adam|multi_tensor|normtwo|norm_two|vector_norm|lpnorm",
     "cross-entropy": r"cross_entropy|softmax|nll_loss",
-    "norm": r"norm|rowwisemoments|gammabeta",
-    "gelu": r"gelu",
+    "norm": r"norm|rowwisemoments|gammabeta|rms",
+    "activation": r"gelu|relu|silu|swiglu",
+    "rotary positions": r"rotary",
     "embedding": r"embedding|indexselect|index_select|gather|scatter|indexing_backward",
     "casts and copies": r"memcpy|memset|copy|cast|transpose|fill|pack|column_sums",
 }

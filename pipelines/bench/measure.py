@@ -358,6 +358,7 @@ def bench_result(
     on_gpu = world.device.type == "cuda"
     figures = measurements()
     size = figures.size_of(recipe.model.family, recipe.model.n_layer, recipe.model.n_embd) if peers else None
+    others = {trainer: speeds[size] for trainer, speeds in figures.peers().items() if size in speeds}
     return BenchResult(
         recipe=name,
         device=torch.cuda.get_device_name(world.device) if on_gpu else "CPU",
@@ -369,7 +370,7 @@ def bench_result(
         formula=MFU_FORMULA,
         measured=measured,
         not_measured=not_measured,
-        peers={trainer: speeds[size] for trainer, speeds in figures.peers().items()} if size else {},
-        peers_source=PEERS_SOURCE if size else None,
+        peers=others,
+        peers_source=PEERS_SOURCE if others else None,
         left_out=[] if on_gpu else ["memory, clock, power, MFU and kernels: only CUDA devices report them"],
     )

@@ -22,8 +22,9 @@ class Record(BaseModel):
 
 
 class Size(Record):
-    """A model size, and the batch of its measurements; T = 1024."""
+    """A model, and the batch of its measurements."""
 
+    family: str = "gpt2"
     parameters: float
     n_layer: int
     n_embd: int
@@ -99,10 +100,9 @@ class Measurements(Record):
         return speeds
 
     def size_of(self, family: str, n_layer: int, n_embd: int) -> str | None:
-        """The name of the measured size with this shape, None if it is another one. All are GPT-2s."""
-        if family != "gpt2":
-            return None
-        return next((name for name, s in self.sizes.items() if (s.n_layer, s.n_embd) == (n_layer, n_embd)), None)
+        """The name of the measured model with this shape, None if it is another one."""
+        shape = (family, n_layer, n_embd)
+        return next((name for name, s in self.sizes.items() if (s.family, s.n_layer, s.n_embd) == shape), None)
 
 
 @cache

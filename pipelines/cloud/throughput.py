@@ -71,7 +71,7 @@ class MeasuredRun:
 
 SOURCE = "docs/measurements.md: torch 2.11, CUDA 13"
 FIGURES = measurements()
-MEASURED = tuple(
+ALL_MEASURED = tuple(
     MeasuredRun(
         FIGURES.sizes[speed.size].parameters,
         speed.gpus,
@@ -80,10 +80,12 @@ MEASURED = tuple(
         speed.mfu,
         speed.tokens_per_second,
         SOURCE,
+        FIGURES.sizes[speed.size].family,
     )
     for speed in FIGURES.speeds
     if speed.plan and speed.mfu is not None
 )
+MEASURED = tuple(known for known in ALL_MEASURED if known.family == "gpt2")  # the estimates start from these
 MFU_AT_124M = {known.engine: known.mfu for known in MEASURED if known.parameters < 2e8 and known.gpu == "H200:1"}
 EAGER = MFU_AT_124M["eager"] / MFU_AT_124M["compiled"]  # of the compiled speed; taken for all sizes
 # The share of the speed that is left with a fixed order of additions (124M), and with recomputed activations (1558M
@@ -229,25 +231,29 @@ def speed_on(
     """Tokens a second on `nodes` nodes with these GPUs. UserError for an unknown GPU.
 
     `own` are measurements of this run, or of one with the same model and runtime. On the same machines they are the
-    result; on others they correct the estimate by its error there.
+    result; on others they correct the estimate by its error there. So do the measured runs of this model, if it is no
+    GPT-2.
     """
+    engine = engine_of(model, runtime, precision, accelerators)
+    plain = not (runtime.deterministic or runtime.recompute)
+    same = [
+        known
+        for known in (ALL_MEASURED if plain else ())
+        if known.family == model.family and known.engine == engine and abs(known.parameters / model.parameters - 1) < 0.01
+    ]
     own = list(own)
-    for known in own:
+    for known in (*own, *same):
         if (known.gpu, known.nodes) == (accelerators, nodes):
             return Throughput(known.tokens_per_second, "measured", known.source)
-    plain = not (runtime.deterministic or runtime.recompute)
-    for known in MEASURED if plain else ():
-        engine = engine_of(model, runtime, precision, accelerators)
-        same = abs(known.parameters / model.parameters - 1) < 0.01 and known.engine == engine
-        same = same and known.family == model.family
-        if same and (known.gpu, known.nodes) == (accelerators, nodes):
-            return Throughput(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
-    if other := next((known for known in own if peak_of(known.gpu)), None):
+    corrections = own if model.family == "gpt2" else [*own, *same]
+    if other := next((known for known in corrections if peak_of(known.gpu)), None):
         estimated = estimate(model, runtime, other.gpu, other.nodes, precision)
         factor = other.tokens_per_second / estimated.tokens_per_second
         source = f"{speed.source}; times {factor:.2f}, as {other.source}"
         return replace(speed, tokens_per_second=factor * speed.tokens_per_second, source=source)
+    if model.family != "gpt2":
+        return replace(speed, kind="assumed", source=f"{speed.source}, as a GPT-2 of this size")
     return speed
 
 
@@ -263,11 +269,6 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
     basis = f"{mfu:.0%} MFU, as on {REFERENCE}" if tokens_per_second < most else PER_LAYER
-    if all(known.family != model.family for known in MEASURED):
-        basis = basis if tokens_per_second == most else f"{mfu:.0%} MFU, as a GPT-2 of this size on engine {engine}"
-        return Throughput(
-            tokens_per_second, "assumed", f"{basis}; docs/measurements.md has family {model.family} on an H200"
-        )
     if any(gpu_of(known.gpu) == gpu for known in MEASURED):
         source = PER_LAYER if tokens_per_second == most else f"{mfu:.0%} MFU, from 1 x {gpu} and 4 x {REFERENCE}"
         return Throughput(tokens_per_second, "estimated", source)

@@ -98,9 +98,10 @@ def test_the_engines_are_compared_in_a_precision_they_share() -> None:
 
 
 def test_every_own_kernel_has_a_class_and_the_shares_sum_to_one() -> None:
-    source = (Path(__file__).resolve().parents[2] / "trainer" / "fused" / "triton_kernels.py").read_text()
+    fused = Path(__file__).resolve().parents[2] / "trainer" / "fused"
+    source = "".join((fused / name).read_text() for name in ("triton_kernels.py", "rotary_triton.py"))
     ours = re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)
-    assert len(ours) >= 8
+    assert len(ours) >= 13
     classes = {kernel: class_of(kernel) for kernel in ours}
     assert "other" not in classes.values(), classes
     assert classes["norm_backward_kernel"] == "norm" and classes["adamw_kernel"] == "optimizer"
@@ -117,7 +118,7 @@ def test_every_own_kernel_has_a_class_and_the_shares_sum_to_one() -> None:
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float>": "cross-entropy",
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>": "norm",
         "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&)>": (
-            "gelu"
+            "activation"
         ),
         "Memcpy HtoD (Pinned -> Device)": "casts and copies",
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >": "other",
