@@ -123,7 +123,8 @@ class ModelConfig(Section, ABC):
         return 6 * n + 12 * self.n_embd * sum(self.contexts)
 
     def kept_share(self, engine: str, recompute: bool) -> float:
-        """The numbers of a token that a layer's step keeps on this engine, as a share of a GPT-2's of this width."""
+        """The numbers of a token that a layer's step keeps on this engine, such as "fused fp8", as a share of a GPT-2's
+        of this width."""
         return 1.0
 
     # --- as Hugging Face's transformers has it

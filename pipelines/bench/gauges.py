@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 SENSOR_SECONDS = 0.1
 
-# The first class with a pattern that matches a kernel's name. Names: ours (trainer/fused/*_triton.py and triton_kernels.py), those of
-# cuBLAS (nvjet, xmma, cutlass), cuDNN and torch, and those that torch.compile derives from the operations.
+# The first class with a pattern that matches a kernel's name. Names: ours (trainer/fused/triton_kernels.py and
+# rotary_triton.py), those of cuBLAS (nvjet, xmma, cutlass), cuDNN and torch, and those that torch.compile derives from
+# the operations.
 KERNEL_CLASSES = {
     "communication": r"nccl",
     "attention": r"flash|fmha|sdpa|attention|mha_",

@@ -183,7 +183,7 @@ def memory_gib(
     plain, sharded = engine.partition(" ")[0], state_bytes(model, train)
     state = 6 * model.parameters + sharded / ranks if plain == "fused" else 4 * model.parameters + sharded
     layer = (RECOMPUTED_BYTES if runtime.recompute else LAYER_BYTES)[engine] * model.n_layer * model.n_embd
-    layer *= model.kept_share(plain, runtime.recompute)
+    layer *= model.kept_share(engine, runtime.recompute)
     head = HEAD_BYTES[plain] * model.padded_vocab_size
     return (state + micro_batch * model.block_size * (layer + head)) / 2**30
 
@@ -239,7 +239,8 @@ def speed_on(
     same = [
         known
         for known in (ALL_MEASURED if plain else ())
-        if known.family == model.family and known.engine == engine and abs(known.parameters / model.parameters - 1) < 0.01
+        if (known.family, known.engine) == (model.family, engine)
+        and abs(known.parameters / model.parameters - 1) < 0.01
     ]
     own = list(own)
     for known in (*own, *same):

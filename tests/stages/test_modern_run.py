@@ -10,7 +10,7 @@ from pipeline_runs import FOLDER_NAME, TINY, Project, assert_as_undisturbed, com
 from safetensors.torch import save_file
 from stage_work import tiny_work
 
-from pipelines.cloud.throughput import engine_of, speed_on
+from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import load_recipe
 from pipelines.stages import export
 from pipelines.tracking.origins import check_model
@@ -93,13 +93,17 @@ def test_a_model_without_a_class_in_transformers_is_refused_by_the_export(tmp_pa
         export.build(changed)
 
 
-def test_a_family_without_a_row_in_the_plan_has_an_assumed_speed_that_says_so() -> None:
-    recipe = load_recipe("smoke-modern")
-    speed = speed_on(recipe.model, recipe.runtime, "H100:1")
-    assert speed.kind == "assumed" and speed.source.endswith("docs/measurements.md has family modern on an H200")
-    large = load_recipe("gpt2-124m", ["model.family=modern"])
-    assert engine_of(large.model, large.runtime, "auto") == "fused"
-    assert "as a GPT-2 of this size on engine fused" in speed_on(large.model, large.runtime, "H200:1").source
+def test_the_speed_of_a_measured_model_corrects_other_machines_and_another_model_is_assumed_to_be_as_gpt2() -> None:
+    recipe = load_recipe("modern-d24")
+    one, eight, h100 = (
+        speed_on(recipe.model, recipe.runtime, gpus, precision="fp8_head") for gpus in ("H200:1", "H200:8", "H100:8")
+    )
+    assert one.kind == "measured" and (eight.kind, h100.kind) == ("estimated", "estimated")
+    assert 7 < eight.tokens_per_second / one.tokens_per_second < 8 and "; times " in eight.source
+    assert h100.tokens_per_second < eight.tokens_per_second
+    other = load_recipe("modern-d24", ["model.n_layer=20"])
+    speed = speed_on(other.model, other.runtime, "H200:1", precision="fp8_head")
+    assert speed.kind == "assumed" and speed.source.endswith("as a GPT-2 of this size")
 
 
 def test_weights_of_another_family_are_refused_by_name(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class GroupedHeads(ModelConfig, ABC):
         numbers = 6 * c + 2 * self.kv_heads * self.head_size + self.mlp_width
         if engine == "eager":
             return self.eager_bytes / (36.1 * c)
-        if engine == "fused":
+        if engine.startswith("fused"):
             return (numbers - 2 * c) / (10 * c) if recompute else numbers / (16 * c)
         return numbers / (12 * c)
 

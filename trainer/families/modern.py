@@ -80,6 +80,10 @@ class ModernConfig(GroupedHeads):
     def eager_bytes(self) -> float:
         return 42.3 * self.n_embd + 8 * self.kv_heads * self.head_size
 
+    def kept_share(self, engine: str, recompute: bool) -> float:
+        """In fp8 the fused step keeps as many bytes as GPT-2's: the MLP before ReLU² in bf16, and after it in fp8."""
+        return 1.0 if engine.startswith("fused fp8") else super().kept_share(engine, recompute)
+
     @property
     def vocabulary_rows(self) -> tuple[str, ...]:
         return (*super().vocabulary_rows, *(f"ve.{i}.weight" for i in self.value_layers))
