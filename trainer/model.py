@@ -34,6 +34,10 @@ class Context(Protocol):
         tokens, the last of which is the query's own."""
         ...
 
+    def previous(self, x: Tensor) -> Tensor:
+        """What `x` (B, T, C) has for the token before each one in its sequence; 0 for a first token."""
+        ...
+
 
 class Branches:
     """Rows of several sequences that share their beginning: the beginning once, then the rest of each, one after the
@@ -65,6 +69,13 @@ class Branches:
             return rest
         near = None if window is None else band(n, window, q.device)
         return torch.cat((attention(q[:, :, :n], k[:, :, :n], v[:, :, :n], near, causal=near is None), rest), 2)
+
+    def previous(self, x: Tensor) -> Tensor:
+        order = torch.arange(x.size(1), device=x.device)
+        last = (self.branch == 0).sum(1, keepdim=True) - 1  # of each beginning
+        goes_on = F.pad(self.branch[:, 1:] == self.branch[:, :-1], (1, 0))
+        at = torch.where(goes_on, order - 1, last).clamp(min=0)
+        return x.gather(1, at[..., None].expand_as(x)) * (self.positions > 0)[..., None]
 
 
 def band(length: int, window: int, device: torch.device) -> Tensor:

@@ -32,6 +32,7 @@ TOP_K = 50
 # Not cuDNN's: it plans 70 ms for every new length, and each step has one (H100, torch 2.11).
 ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 GROUP = 32  # int4 weights of a row that share a scale
+BEFORE_LAYERS = -1  # the cache's number of the layers' input
 FEW_ROWS = 4  # of an input; with more, int8 weights are converted to bf16, which then costs less
 SCORED_ROWS = 256  # tokens of a text whose logits are held at once
 
@@ -163,7 +164,7 @@ class Cache:
 
     def __init__(self, room: int) -> None:
         self.room = room  # positions
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # of (rows, heads, room, width)
+        self.layers: dict[int, tuple[Tensor, ...]] = {}  # of (rows, heads, room, width)
         self.positions = torch.zeros(0)  # (rows, T), of the tokens of this step
         self.seen = 0  # one more than the last of them
         self.mask: Tensor | None = None
@@ -171,15 +172,7 @@ class Cache:
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         rows, T = q.size(0), q.size(2)
-        if layer not in self.layers:
-            # Zeros: attention gives the weight 0 to a masked position, and 0 times nan is nan.
-            self.layers[layer] = tuple(t.new_zeros((*t.shape[:2], self.room, t.size(3))) for t in (k, v))  # type: ignore[assignment]
-        keys, values = self.layers[layer]
-        if rows == 1 or T > 1:
-            keys[:, :, self.seen - T : self.seen], values[:, :, self.seen - T : self.seen] = k, v
-        else:
-            row, at = torch.arange(rows, device=q.device), self.positions[:, 0]
-            keys[row, :, at], values[row, :, at] = k[:, :, 0], v[:, :, 0]
+        keys, values = self.kept(layer, k, v)
         mask, first = self.mask, 0
         if window is not None and rows == T == 1:
             first = max(0, self.seen - window)
@@ -187,6 +180,25 @@ class Cache:
             mask = self.in_window(window)
         keys, values = keys[:, :, first : self.seen], values[:, :, first : self.seen]
         return attention(q, keys, values, mask, causal=T > 1 and mask is None)
+
+    def kept(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of a layer (rows, heads, room, width), after those of this step (rows, heads, T, width)."""
+        rows, T = self.positions.shape
+        if layer not in self.layers:
+            # Zeros: attention gives the weight 0 to a masked position, and 0 times nan is nan.
+            self.layers[layer] = tuple(t.new_zeros((*t.shape[:2], self.room, t.size(3))) for t in new)
+        row, at = torch.arange(rows, device=self.positions.device), self.positions[:, 0]
+        for t, part in zip(self.layers[layer], new, strict=True):
+            if rows == 1 or T > 1:
+                t[:, :, self.seen - T : self.seen] = part
+            else:
+                t[row, :, at] = part[:, :, 0]
+        return self.layers[layer]
+
+    def previous(self, x: Tensor) -> Tensor:
+        (past,) = self.kept(BEFORE_LAYERS, x[:, None])
+        row = torch.arange(len(x), device=x.device)[:, None]
+        return past[row, 0, (self.positions - 1).clamp(min=0)] * (self.positions > 0)[..., None]
 
     def in_window(self, window: int) -> Tensor:
         """Which positions a token of this step sees, (rows or 1, 1, T, seen): rows that begin have equal positions."""
@@ -197,7 +209,7 @@ class Cache:
         return self.windowed[window]
 
     def keep(self, rows: Tensor) -> None:
-        self.layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.layers.items()}
+        self.layers = {layer: tuple(t[rows] for t in kept) for layer, kept in self.layers.items()}
 
 
 def for_decoding(model: LanguageModel, precision: str) -> LanguageModel:

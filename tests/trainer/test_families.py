@@ -42,6 +42,11 @@ WITHOUT_CLASS = {
     "modern, values": ModernConfig(**{**SIZES, "n_layer": 4, "vocab_size": 257}, n_kv_head=2, value_embeddings=True),
     "modern, both": ModernConfig(**SIZES, residual_lambdas=True, value_embeddings=True),
     "modern, windows": ModernConfig(**SIZES, n_kv_head=2, window=6),
+    "modern, smear": ModernConfig(**SIZES, smear=True),
+    "modern, backout": ModernConfig(**SIZES, backout=True),
+    "modern, all": ModernConfig(
+        **SIZES, residual_lambdas=True, value_embeddings=True, window=6, smear=True, backout=True
+    ),
 }
 EXPORTED = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 CONFIGS = {**CONFIGS, **WITHOUT_CLASS}
@@ -167,7 +172,7 @@ def test_recomputed_activations_give_the_same_gradients(config: ModelConfig) -> 
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", ["llama, QK-norm", "modern, windows"])
+@pytest.mark.parametrize("name", ["llama, QK-norm", "modern, all"])
 def test_a_module_compiles_as_one_graph(name: str) -> None:
     model, tokens = made(CONFIGS[name]), some_tokens(2, 21, CONFIGS[name])
     compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="eager")
@@ -248,11 +253,13 @@ def test_the_fused_engine_has_no_step_for_what_modern_adds_and_says_so() -> None
 def test_what_modern_adds_has_no_class_in_transformers_and_starts_without_effect_on_its_values() -> None:
     assert {name for name, config in CONFIGS.items() if config.not_exported} == set(WITHOUT_CLASS)
     assert CONFIGS["modern, values"].not_exported == "transformers has no class for model.value_embeddings"
-    model = plain_model(CONFIGS["modern, both"])
+    model = plain_model(CONFIGS["modern, all"])
     model.initialize(1)
     state = model.state_dict()
     assert {name.split(".")[1] for name in state if name.startswith("ve.")} == {"0", "2"}  # the last of three layers
     assert not state["h.0.attn.ve_gate.weight"].any() and not state["ve.0.weight"][300:].any()
+    assert state["smear_lambda"].item() == 0 and state["backout_lambda"].item() == pytest.approx(0.2)
+    assert state["smear_gate"].min() > 0 and state["smear_gate"].max() < 0.02
     assert state["resid_lambdas"].tolist() == [1.0] * 3 and state["x0_lambdas"].tolist() == pytest.approx([0.1] * 3)
 
 
@@ -264,7 +271,7 @@ def test_short_layers_follow_their_pattern_and_the_last_layer_is_long() -> None:
     assert ModernConfig(**SIZES).contexts == [40, 40, 40]
 
 
-@pytest.mark.parametrize("name", ["modern, grouped", "modern, windows"])
+@pytest.mark.parametrize("name", ["modern, grouped", "modern, windows", "modern, smear", "modern, backout"])
 def test_modern_is_a_naive_loop_over_its_tokens(name: str) -> None:
     config = CONFIGS[name]
     assert isinstance(config, ModernConfig)
@@ -288,6 +295,9 @@ def naive_hidden(config: ModernConfig, w: dict[str, Tensor], ids: list[int]) -> 
         return norm(torch.cat((a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()), -1))
 
     stream = [norm(w["wte.weight"][i]) for i in ids]
+    if config.smear:
+        gates = [w["smear_lambda"] / (1 + (-(w["smear_gate"] @ x[:24])).exp()) for x in stream]
+        stream = [x + gate * before for gate, x, before in zip(gates, stream, [0 * stream[0], *stream], strict=False)]
     for layer in range(config.n_layer):
         q, k, v, o, up, down = (w[f"h.{layer}.{name}.weight"] for name in MATRICES)
         keys, values, out = [], [], []
@@ -302,7 +312,9 @@ def naive_hidden(config: ModernConfig, w: dict[str, Tensor], ids: list[int]) -> 
             x = x + o @ torch.cat(attended)
             out.append(x + down @ (up @ norm(x)).relu().square())
         stream = out
-    return norm(torch.stack(stream))
+        if config.backout and layer == config.n_layer // 2:
+            middle = torch.stack(stream)
+    return norm(torch.stack(stream) - (w["backout_lambda"] * middle if config.backout else 0))
 
 
 MATRICES = (*(f"attn.{one}_proj" for one in "qkvo"), "mlp.up_proj", "mlp.down_proj")

@@ -15,6 +15,7 @@ from trainer.families.grouped import GroupedHeads
 
 EPSILON = 1e-6  # of every RMSNorm
 GATE_WIDTH = 32  # the first numbers of the residual stream decide how much of a value embedding is added
+SMEAR_WIDTH = 24  # the first numbers of an embedding decide how much of the one before it is added
 SOFTCAP = 15.0  # logits are SOFTCAP · tanh(z / SOFTCAP), as in Gemma 2 (2024)
 # Ours in a block, and transformers'.
 LAYER = {
@@ -66,7 +67,20 @@ class ModernConfig(GroupedHeads):
         description="Short (S) and long (L) layers in turn, with `window`; the last layer is always long (nanochat)",
     )
 
-    added: ClassVar[tuple[str, ...]] = ("residual_lambdas", "value_embeddings", "window", "window_pattern")
+    smear: bool = Field(
+        default=False,
+        description="Adds a gated part of the previous token's embedding to each token's (nanochat, after "
+        "modded-nanogpt); transformers has no class for it",
+    )
+    backout: bool = Field(
+        default=False,
+        description="Takes a learned part of the middle block's output from the last one's (nanochat, after "
+        "modded-nanogpt); transformers has no class for it",
+    )
+
+    added: ClassVar[tuple[str, ...]] = (
+        *("residual_lambdas", "value_embeddings", "window", "window_pattern", "smear", "backout"),
+    )
     title: ClassVar[str] = "nanochat"
     hf_layer: ClassVar[Mapping[str, str]] = LAYER
     hf_outside: ClassVar[Mapping[str, str]] = OUTSIDE
@@ -129,8 +143,13 @@ class ModernConfig(GroupedHeads):
             **{"attn.q_proj": (c, c), "attn.k_proj": (kv, c), "attn.v_proj": (kv, c), "attn.o_proj": (c, c)},
             **{"mlp.up_proj": (4 * c, c), "mlp.down_proj": (c, 4 * c)},
         }
-        scalars = ("resid_lambdas", "x0_lambdas") if self.residual_lambdas else ()
-        shapes: dict[str, tuple[int, ...]] = {name: (self.n_layer,) for name in scalars}
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.residual_lambdas:
+            shapes |= {"resid_lambdas": (self.n_layer,), "x0_lambdas": (self.n_layer,)}
+        if self.smear:
+            shapes |= {"smear_gate": (min(SMEAR_WIDTH, c),), "smear_lambda": (1,)}
+        if self.backout:
+            shapes["backout_lambda"] = (1,)
         shapes["wte.weight"] = (self.vocab_size, c)
         for i in range(self.n_layer):
             shapes |= {f"h.{i}.{name}.weight": shape for name, shape in layer.items() if name.startswith("attn.")}
@@ -148,6 +167,8 @@ class ModernConfig(GroupedHeads):
             + (", weighted residual stream" if self.residual_lambdas else "")
             + (", value embeddings" if self.value_embeddings else "")
             + (f", windows of {self.window} tokens ({self.window_pattern})" if self.window else "")
+            + (", smear" if self.smear else "")
+            + (", backout" if self.backout else "")
         )
 
     def hf_config(self) -> dict[str, Any]:

@@ -5,6 +5,11 @@ At the start every block adds nothing: projections into the residual stream are 
 embedding normal 0.8, head normal 0.001, queries, keys and values uniform up to sqrt(3/C), which has the deviation
 1/sqrt(C), and the MLP's first matrix 0.4 of that. Value embeddings are drawn as
 values are.
+
+The options, each off by default, are those of nanochat's gpt.py (2026), which has them from modded-nanogpt's records:
+weights of the residual stream and of the embedding, value embeddings with a gate (after Zhou et al. 2024), short
+layers, smear (a token's embedding gets a gated part of the one before it, none at the start), and backout (the last
+block's output loses a part, first 0.2, of the middle one's, whose features the head does not need).
 """
 
 import math
@@ -13,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.families.modern import EPSILON, GATE_WIDTH, SOFTCAP, ModernConfig
+from trainer.families.modern import EPSILON, GATE_WIDTH, SMEAR_WIDTH, SOFTCAP, ModernConfig
 from trainer.families.rotary import RotaryAttention, rms_norm, waves
 from trainer.model import Context, Embedding, LanguageModel, Linear, band
 from trainer.model_config import ModelConfig
+
+# First values.
+SCALARS = {"resid_lambdas": 1.0, "x0_lambdas": 0.1, "smear_lambda": 0.0, "backout_lambda": 0.2}
 
 
 class Attention(RotaryAttention):
@@ -89,6 +97,11 @@ class Modern(LanguageModel):
         self.ve = nn.ModuleDict({str(i): Embedding(config.padded_vocab_size, width) for i in config.value_layers})
         if config.residual_lambdas:
             self.resid_lambdas, self.x0_lambdas = (nn.Parameter(torch.empty(config.n_layer)) for _ in range(2))
+        if config.smear:
+            self.smear_gate = nn.Parameter(torch.empty(min(SMEAR_WIDTH, config.n_embd)))
+            self.smear_lambda = nn.Parameter(torch.empty(1))
+        if config.backout:
+            self.backout_lambda = nn.Parameter(torch.empty(1))
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor, context: Context | None = None) -> Tensor:
@@ -97,13 +110,25 @@ class Modern(LanguageModel):
         near = None  # the mask of the short layers, one for all
         if context is None and self.config.window is not None:
             near = band(tokens.size(1), self.config.window, tokens.device)
-        x = first = rms_norm(self.wte(tokens), EPSILON)
+        x = rms_norm(self.wte(tokens), EPSILON)
+        if self.config.smear:
+            x = self.smeared(x, context)
+        first = middle = x
         for i, block in enumerate(self.h):
             if self.config.residual_lambdas:
                 x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * first
             embedded = self.ve[str(i)](tokens) if str(i) in self.ve else None
             x = self.through(block, x, cos, sin, context, embedded, near if self.short[i] else None)
+            middle = x if i == self.config.n_layer // 2 else middle
+        if self.config.backout:
+            x = x - self.backout_lambda * middle
         return rms_norm(x, EPSILON)
+
+    def smeared(self, x: Tensor, context: Context | None) -> Tensor:
+        """Embeddings (B, T, C) with a part of the one before each."""
+        before = context.previous(x) if context else F.pad(x[:, :-1], (0, 0, 1, 0))
+        gate = torch.sigmoid((x[..., :SMEAR_WIDTH] * self.smear_gate).sum(-1, keepdim=True))
+        return x + self.smear_lambda * gate * before
 
     @property
     def head_weight(self) -> Tensor:
@@ -115,8 +140,10 @@ class Modern(LanguageModel):
     @staticmethod
     def initial(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
         bound = math.sqrt(3 / config.n_embd)
-        if name.endswith("lambdas"):
-            p.fill_(1.0 if name == "resid_lambdas" else 0.1)
+        if name in SCALARS:
+            p.fill_(SCALARS[name])
+        elif name == "smear_gate":
+            p.copy_(torch.empty(p.shape).uniform_(0.0, 0.02, generator=generator))
         elif name.endswith(("o_proj.weight", "down_proj.weight", "ve_gate.weight")):
             p.zero_()
         elif name == "wte.weight":
