@@ -147,13 +147,14 @@ def test_the_expected_memory_is_within_six_percent_of_every_measured_peak(known:
     assert needed == pytest.approx(known.memory_gib, rel=0.06)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "grouped llama", "modern"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "grouped llama", "modern", "all options of modern"])
 def test_the_bytes_of_a_familys_layer_are_those_that_autograd_keeps(family: str) -> None:
-    sections: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": {}, "grouped llama": {"n_kv_head": 2}, "modern": {}}
+    options = {"residual_lambdas": True, "value_embeddings": True, "window": 64, "smear": True, "n_kv_head": 2}
+    sections: dict[str, dict[str, Any]] = {"grouped llama": {"n_kv_head": 2}, "all options of modern": options}
 
     def model_of(layers: int) -> ModelConfig:
         size = {"n_layer": layers, "n_head": 4, "n_embd": 128, "block_size": 128, "vocab_size": 128}
-        return ANY_MODEL.validate_python({"family": family.split()[-1], **size, **sections[family]})
+        return ANY_MODEL.validate_python({"family": family.split()[-1], **size, **sections.get(family, {})})
 
     def kept(layers: int, sequences: int) -> int:
         module, storages, alive = plain_model(model_of(layers)), {}, []
@@ -173,7 +174,8 @@ def test_the_bytes_of_a_familys_layer_are_those_that_autograd_keeps(family: str)
 
     # Without the outer parts of the model, and without the copies of weights, which grow with no sequence.
     more, fewer = (kept(3, sequences) - kept(1, sequences) for sequences in (4, 2))
-    expected = 36.1 * model_of(1).kept_share("eager", recompute=False)  # GPT-2's bytes for each of its width
+    three, one = (layers * model_of(layers).kept_share("eager", recompute=False) for layers in (3, 1))
+    expected = 36.1 * (three - one) / 2  # GPT-2's bytes for each of its width
     assert (more - fewer) / 2 / 2 / (128 * 128) == pytest.approx(expected, rel=0.03)
 
 

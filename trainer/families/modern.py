@@ -92,7 +92,10 @@ class ModernConfig(GroupedHeads):
 
     @property
     def eager_bytes(self) -> float:
-        return 42.3 * self.n_embd + 8 * self.kv_heads * self.head_size
+        c, kv, layers = self.n_embd, self.kv_heads * self.head_size, self.n_layer
+        short = sum(context < self.block_size for context in self.contexts)  # their keys and values are not grouped
+        more = 4 * c * self.residual_lambdas + 4 * kv * len(self.value_layers) / layers + 4 * (c - kv) * short / layers
+        return 42.3 * c + 8 * kv + more
 
     def kept_share(self, engine: str, recompute: bool) -> float:
         """In fp8 the fused step keeps as many bytes as GPT-2's: the MLP before ReLU² in bf16, and after it in fp8."""
