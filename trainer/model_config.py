@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -97,7 +98,7 @@ class ModelConfig(Section, ABC):
     @property
     def parameters(self) -> int:
         """All parameters, without the padding of the vocabulary; a tied head is counted once."""
-        return sum(prod(shape) for shape in self.shapes.values())
+        return _parameters(self)
 
     @property
     def matrix_parameters(self) -> int:
@@ -158,3 +159,9 @@ def identity_of_model(model: ModelConfig) -> dict[str, Any]:
     """The section as it decides the weights, without added fields that have their default."""
     fields = type(model).model_fields
     return {k: v for k, v in model.model_dump().items() if k not in model.added or v != fields[k].default}
+
+
+@lru_cache
+def _parameters(model: ModelConfig) -> int:
+    # A plan asks for hundreds of offers.
+    return sum(prod(shape) for shape in model.shapes.values())

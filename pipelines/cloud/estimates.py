@@ -1,6 +1,7 @@
 """The expected time and cost of a run's stages on a machine, in closed form.
 
-A stage has its work, its start-up, and on spot the work that preemptions undo. `plan.py` compares the machines.
+A stage has its work, its start-up, and on spot the work that preemptions undo. `usd_per_useful_hour` is the score of a
+place: `plan.py` compares machines by it, and a launch tries them in its order.
 """
 
 import math
@@ -13,6 +14,7 @@ from pipelines.artifacts.manifest import ArtifactPlan, find
 from pipelines.artifacts.traffic import GB
 from pipelines.cloud.catalog import Offer
 from pipelines.cloud.egress import Place, TrafficPrice, place_of, traffic_price
+from pipelines.cloud.lifetimes import Lived, Market, hours_between, lifetimes
 from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.cloud.throughput import (
     MeasuredRun,
@@ -25,11 +27,11 @@ from pipelines.cloud.throughput import (
 )
 from pipelines.recipe import Recipe
 from pipelines.text.sources import declared_tokens
-from pipelines.tracking.ledger import attempts, prior_seconds_between_failures
-from pipelines.tracking.records import Machine
+from pipelines.tracking.ledger import attempts
 from pipelines.weights import relative_size
 from trainer.amounts import state_bytes, tokens_before, val_tokens
 from trainer.commits import checkpoint_seconds, committed_state, rows_of
+from trainer.errors import UserError
 from trainer.store import Store
 
 FIRST_STEP_SECONDS = 34.1  # measured, 124M compiled on an H200 with empty caches; the fused engine has none to fill
@@ -38,6 +40,7 @@ LEAST_STALL_SECONDS = 0.1  # the least delay that the trainer assumes for a save
 TOKENS_PER_CORE_SECOND = 4.8e6  # tiktoken on English text: 4.8 to 5.5 M
 BYTES_PER_TOKEN = 4.3  # of English text
 BYTES_PER_SECOND = 100e6  # between the Hub or a bucket and a node
+NEAR_BYTES_PER_SECOND = 1e9  # of a checkpoint from a bucket in the region; from a local disk 2.3 GB/s were measured
 
 OffersByStage = Mapping[str, list[Offer]]  # in the order of the stages
 
@@ -50,6 +53,11 @@ class StageWork:
     segment: float  # the work between two commits, the most that a preemption undoes
     stall: float = 0.0  # the delay of a commit
     start: float = START_SECONDS / 3600
+    fetch: float = 0.0  # of the last checkpoint, after each preemption
+
+    @property
+    def restart(self) -> float:
+        return self.start + self.fetch
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,7 @@ class Workload:
     own_on_cpu: list[MeasuredRun] = field(default_factory=list)
     installs: bool = False  # a node without an image installs the packages first
     place: Place | None = None  # of the store
+    lived: Mapping[Market, Lived] = field(default_factory=dict)  # how long spot machines lasted, where that is known
 
 
 def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], installs: bool = False) -> Workload:
@@ -97,7 +106,7 @@ def workload(recipe: Recipe, store: Store, plans: dict[str, ArtifactPlan], insta
             steps_left = 0 if state.has_ended(recipe.train) else recipe.train.max_steps - state.step
     own = measurements_of_run(recipe, store, prefix)
     on_gpus, on_cpu = [known for known in own if known.gpu], [known for known in own if not known.gpu]
-    return Workload(recipe, stages, steps_left, on_gpus, on_cpu, installs, place_of(store))
+    return Workload(recipe, stages, steps_left, on_gpus, on_cpu, installs, place_of(store), lifetimes(store))
 
 
 def measurements_of_run(recipe: Recipe, store: Store, prefix: str) -> list[MeasuredRun]:
@@ -136,9 +145,7 @@ def estimate_stages(
             estimates[stage] = StageEstimate(None, 0.0, 0.0)
         elif found:
             offer, nodes = min(found, key=lambda o: o.usd_per_hour), node_counts.get(stage, 1)
-            job = stage_work(stage, work, offer, nodes)
-            job = replace(job, start=job.start + (INSTALL_SECONDS / 3600 if work.installs else 0.0))
-            estimates[stage] = with_traffic(estimate_stage(job, offer, nodes), stage, work, job)
+            estimates[stage] = estimate_stage(stage, work, offer, nodes)
     return estimates
 
 
@@ -157,51 +164,78 @@ def speed_of(work: Workload, offer: Offer, nodes: int) -> Throughput:
     return found
 
 
-def estimate_stage(work: StageWork, offer: Offer, nodes: int) -> StageEstimate:
-    """The expected hours and dollars of a stage's work on `nodes` of an offer."""
-    time = expected_time(work, hours_between(offer, nodes))
-    return StageEstimate(offer, time.hours, time.billed_hours * nodes * offer.usd_per_hour, time.preemptions, nodes)
+def usd_per_useful_hour(
+    job: StageWork, usd_per_hour: float, between: float, usd_per_save: float = 0.0, usd_per_restart: float = 0.0
+) -> float:
+    """Expected dollars for an hour of work that is kept, at a place where all machines of the job cost `usd_per_hour`
+    and one of them is lost every `between` hours on average; without the first start-up."""
+    if not job.segment:
+        return 0.0
+    billed = billed_per_useful_hour(job, between)
+    return billed * (usd_per_hour + usd_per_restart / between) + usd_per_save / job.segment
 
 
-def with_traffic(estimate: StageEstimate, stage: str, work: Workload, job: StageWork) -> StageEstimate:
-    """The estimate with the dollars of the stage's traffic."""
-    assert estimate.offer
-    price = price_of_traffic(estimate.offer, work.place)
-    parameters, state = work.recipe.model.parameters, state_bytes(work.recipe.model, work.recipe.train)
-    sent, received = 0.0, 4.0 * parameters  # the weights, in float32
+def estimate_stage(stage: str, work: Workload, offer: Offer, nodes: int) -> StageEstimate:
+    """The expected hours and dollars of a stage on `nodes` of an offer. UserError for an unknown GPU."""
+    job = stage_work(stage, work, offer, nodes)
+    job = replace(job, start=job.start + (INSTALL_SECONDS / 3600 if work.installs else 0.0))
+    between, usd_per_hour = hours_between(offer, nodes, work.lived), nodes * offer.usd_per_hour
+    time = expected_time(job, between)
+    price = price_of_traffic(offer, work.place)
+    per_gb_sent, per_gb_received = (price.sent or 0.0) / GB, (price.received or 0.0) / GB
+    state = state_bytes(work.recipe.model, work.recipe.train) if stage == "train" else 0.0
+    sent, received = traffic_once(stage, work)
+    once = sent * per_gb_sent + received * per_gb_received
+    save, restart = state * per_gb_sent, state * per_gb_received
+
+    def usd(save: float, restart: float) -> float:
+        start = job.start * (usd_per_hour + restart / between)
+        return start + job.work * usd_per_useful_hour(job, usd_per_hour, between, save, restart)
+
+    traffic = once + usd(save, restart) - usd(0.0, 0.0)
+    return StageEstimate(offer, time.hours, once + usd(save, restart), time.preemptions, nodes, traffic)
+
+
+def traffic_once(stage: str, work: Workload) -> tuple[float, float]:
+    """Bytes that a stage sends to the store and receives from it, without those of checkpoints."""
+    weights = 4.0 * work.recipe.model.parameters  # in float32
     if stage == "tokenize":
-        sent, received = 2 * tokens_of(work.recipe), 0.0
-    elif stage == "export":
-        sent = 4.0 * parameters
-    elif stage == "train":
-        saves = job.work / job.segment if job.segment else 0.0
-        sent = saves * state + 4 * parameters
-        received = estimate.preemptions * state + 2 * training_tokens(work)  # a token has two bytes
-    usd = (sent * (price.sent or 0.0) + received * (price.received or 0.0)) / GB
-    return replace(estimate, usd=estimate.usd + usd, traffic_usd=usd)
+        return 2.0 * tokens_of(work.recipe), 0.0
+    if stage == "train":
+        return weights, 2 * training_tokens(work)  # a token has two bytes
+    return weights if stage == "export" else 0.0, weights
+
+
+def usd_to_train(work: Workload, nodes: int, offer: Offer) -> float:
+    """The expected dollars of the rest of the training at an offer's place; infinite on GPUs of unknown speed."""
+    try:
+        return estimate_stage("train", work, offer, nodes).usd
+    except UserError:
+        return math.inf
 
 
 def price_of_traffic(offer: Offer, place: Place | None) -> TrafficPrice:
     return traffic_price(Place(offer.cloud, offer.region), place)
 
 
-def hours_between(offer: Offer, nodes: int) -> float:
-    """Mean time between interruptions: the loss of any node interrupts all of them."""
-    return prior_seconds_between_failures(Machine(cloud=offer.cloud, spot=offer.spot), nodes) / 3600
-
-
 def expected_time(job: StageWork, m: float, wait: float = WAIT_SECONDS / 3600) -> ExpectedTime:
     """Work on machines that are lost at random, on average after `m` hours.
 
-    Source of the billed hours: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
-    dumps": M · e^(S/M) · (e^((I+s)/M) - 1) · W/I for work W in segments I, each followed by a stall s, on machines
-    that last M and need S to start. For large M this is W · (1 + s/I). Preemptions are billed hours / M, and
-    each of them costs a wait that is not billed.
+    Preemptions are billed hours / M, and each of them costs a wait that is not billed.
     """
-    segments = job.work / job.segment if job.segment else 0.0
-    billed = job.start + m * math.exp(job.start / m) * math.expm1((job.segment + job.stall) / m) * segments
+    billed = job.start + (job.work * billed_per_useful_hour(job, m) if job.segment else 0.0)
     preemptions = billed / m
     return ExpectedTime(billed + wait * (1 + preemptions), billed, preemptions)
+
+
+def billed_per_useful_hour(job: StageWork, m: float) -> float:
+    """Expected billed hours for an hour of work that is kept, on machines that last `m` hours on average.
+
+    Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps":
+    M · e^(S/M) · (e^((I+s)/M) - 1) / I for work in segments I, each followed by a stall s, on machines that last M and
+    need S to start. For large M this is 1 + s/I.
+    """
+    return m * math.exp(job.restart / m) * math.expm1((job.segment + job.stall) / m) / job.segment
 
 
 def stage_work(stage: str, work: Workload, offer: Offer, nodes: int) -> StageWork:
@@ -246,7 +280,7 @@ def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
     gpus = nodes * gpu_count(offer.accelerators or ":1")
     stall = state_bytes(recipe.model, train) / gpus / STALL_BYTES_PER_SECOND
     if runtime.checkpoint_minutes == "auto":
-        between = 3600 * hours_between(offer, nodes)
+        between = 3600 * hours_between(offer, nodes, work.lived)
         usd = state_bytes(recipe.model, train) / GB * (price_of_traffic(offer, work.place).sent or 0.0)
         traffic = usd / (nodes * offer.usd_per_hour) * 3600 if offer.usd_per_hour else 0.0
         segment = checkpoint_seconds(max(LEAST_STALL_SECONDS, stall), between, traffic_seconds=traffic) / 3600
@@ -255,7 +289,9 @@ def train_work(work: Workload, offer: Offer, nodes: int) -> StageWork:
     hours = tokens / speed_of(work, offer, nodes).tokens_per_second / 3600
     engine = engine_of(recipe.model, runtime, train.precision, offer.accelerators or "")
     start = START_SECONDS + (FIRST_STEP_SECONDS if engine == "compiled" else 0)
-    return StageWork(hours, min(segment, hours), stall / 3600, start / 3600)
+    near = work.place in (None, Place(offer.cloud, offer.region))
+    fetch = state_bytes(recipe.model, train) / (NEAR_BYTES_PER_SECOND if near else BYTES_PER_SECOND)
+    return StageWork(hours, min(segment, hours), stall / 3600, start / 3600, fetch / 3600)
 
 
 def training_tokens(work: Workload) -> float:

@@ -1,22 +1,25 @@
 """The expected time and cost of a run on rented machines: `skytrain plan RECIPE --cloud`.
 
-A candidate is a machine for training in one market of one cloud, where it is cheapest there. The other stages run on
-the cheapest machine that is large enough. `estimates.py` has the hours and dollars of each stage. ASSUMED names every
-number that was not measured, and the plan shows it. The ledger keeps the run's actual cost; nothing here enters it.
+A candidate is a machine for training in one market of one cloud, in the place where training is expected to cost least,
+and in the one with the lowest price. The other stages run on the cheapest machine that is large enough. `estimates.py`
+has the hours and dollars of each stage. ASSUMED names every number that was not measured, and the plan shows it. The
+ledger keeps the run's actual cost; nothing here enters it.
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.catalog import CLOUDS, Offer, account_errors, offers
-from pipelines.cloud.egress import Place, place_of
+from pipelines.cloud.egress import Place
 from pipelines.cloud.estimates import (
     BYTES_PER_SECOND,
+    NEAR_BYTES_PER_SECOND,
     OffersByStage,
     StageEstimate,
     Workload,
@@ -24,8 +27,10 @@ from pipelines.cloud.estimates import (
     price_of_traffic,
     speed_of,
     totals,
+    usd_to_train,
     workload,
 )
+from pipelines.cloud.lifetimes import lifetime_notes
 from pipelines.cloud.preflight import text_is_only_here
 from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.cloud.throughput import (
@@ -140,7 +145,9 @@ def cloud_plan(
     clouds, single = list(clouds), list(dict.fromkeys(f"{node.partition(':')[0]}:1" for node in train_nodes))
     small_nodes = (node for kinds in SMALL_NODES.values() for node in kinds)
     found, notes = offers_by_node(dict.fromkeys([*train_nodes, *single, *small_nodes]), clouds)
-    for_training = cheapest_offers((offer for node in train_nodes for offer in found[node]), place_of(store))
+    work = workload(recipe, store, plans or plans_of(recipe), installs)
+    usd = partial(usd_to_train, work, nodes)
+    for_training = best_offers((offer for node in train_nodes for offer in found[node]), usd)
     if not for_training:
         raise UserError(f"plan --cloud: none of {', '.join(clouds)} offers {', '.join(train_nodes)}")
     by_stage = dict.fromkeys(STAGES, for_training)
@@ -150,14 +157,13 @@ def cloud_plan(
     if text_is_only_here(recipe, clouds):  # `launch` tokenizes it here
         del by_stage["tokenize"]
     node_counts = {"tokenize": recipe.tokens.parts, "train": nodes}
-    work = workload(recipe, store, plans or plans_of(recipe), installs)
     on_demand = [offer for offer in for_training if not offer.spot]
     if limits.hours and "train" in work.stages and on_demand and len(on_demand) < len(for_training):
         by_stage["evaluate"], node_counts["evaluate"] = on_demand, nodes
     plan = compare_offers(work, by_stage, node_counts, limits, notes)
     if nodes > 1 or set(single) <= set(train_nodes):
         return plan
-    alone = cheapest_offers(offer for node in single for offer in found[node] if offer.cloud in WITHOUT_QUOTA)
+    alone = best_offers((offer for node in single for offer in found[node] if offer.cloud in WITHOUT_QUOTA), usd)
     return replace(plan, notes=(*plan.notes, *single_gpu_note(work, alone, by_stage, node_counts, limits)))
 
 
@@ -195,7 +201,8 @@ def compare_offers(
     if not candidates:
         raise UserError("; ".join(dict.fromkeys(unfit)))
     plan = choose(sorted(candidates, key=lambda c: (c.usd, c.hours)), limits, [*notes, *dict.fromkeys(unfit)])
-    plan = replace(plan, notes=(*plan.notes, *traffic_notes(work, plan.candidates)))
+    lives = lifetime_notes((one.offer for one in plan.candidates), work.lived)
+    plan = replace(plan, notes=(*plan.notes, *traffic_notes(work, plan.candidates), *lives))
     guessed = nodes > 1 and any(c.speed.kind != "measured" for c in plan.candidates)
     between = (ASSUMED_BETWEEN_NODES,) if guessed else ()
     return replace(plan, assumed=(*memory_lines(work.recipe, plan.candidates), *assumptions(work), *between))
@@ -214,7 +221,11 @@ def traffic_notes(work: Workload, candidates: Iterable[Candidate]) -> Iterator[s
 
 
 def assumptions(work: Workload) -> tuple[str, ...]:
-    priced = (f"traffic with the bucket in {work.place}, at the price of the first terabytes of a month",)
+    priced = (
+        f"traffic with the bucket in {work.place}, at the price of the first terabytes of a month",
+        f"after a preemption the checkpoint comes at {NEAR_BYTES_PER_SECOND / 1e6:.0f} MB/s in the bucket's region, "
+        f"from elsewhere at {BYTES_PER_SECOND / 1e6:.0f} MB/s",
+    )
     return (*ASSUMED, *((ASSUMED_INSTALL,) if work.installs else ()), *(priced if work.place else ()))
 
 
@@ -258,15 +269,17 @@ def offers_by_node(kinds: Iterable[str], clouds: Iterable[str]) -> tuple[dict[st
     return found, [*map(str, errors), *account_errors.values()]
 
 
-def cheapest_offers(found: Iterable[Offer], place: Place | None = None) -> list[Offer]:
-    """The cheapest offer of each machine in each market, and the cheapest one at `place`."""
-    best: dict[tuple[str, str, bool, bool], Offer] = {}
+def best_offers(found: Iterable[Offer], usd: Callable[[Offer], float]) -> list[Offer]:
+    """Of each machine in each market of a cloud: the offer of lowest `usd`, and the one of the lowest price."""
+    groups: dict[tuple[str, str, bool], list[Offer]] = {}
     for offer in found:
-        near = Place(offer.cloud, offer.region) == place
-        key = (offer.cloud, offer.instance, offer.spot, near)
-        if key not in best or offer.usd_per_hour < best[key].usd_per_hour:
-            best[key] = offer
-    return list(best.values())
+        groups.setdefault((offer.cloud, offer.instance, offer.spot), []).append(offer)
+    best = (min(group, key=key) for group in groups.values() for key in (usd, price_of))
+    return list(dict.fromkeys(best))
+
+
+def price_of(offer: Offer) -> float:
+    return offer.usd_per_hour
 
 
 def candidate(work: Workload, offer: Offer, by_stage: OffersByStage, node_counts: Mapping[str, int]) -> Candidate:

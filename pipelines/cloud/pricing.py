@@ -11,15 +11,16 @@ from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.catalog import Offer, account_errors, offers
 from pipelines.cloud.checks import Finding
 from pipelines.cloud.deadline import least_slack_seconds
-from pipelines.cloud.egress import Place, place_of, traffic_price
-from pipelines.cloud.estimates import workload
+from pipelines.cloud.egress import Place, traffic_price
+from pipelines.cloud.estimates import usd_to_train, workload
 from pipelines.cloud.plan import (
     CloudPlan,
     Limits,
     PlanWithoutTraining,
-    cheapest_offers,
+    best_offers,
     compare_offers,
     plan_without_training,
+    price_of,
 )
 from pipelines.cloud.prices import PriceRow, prices_json
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
@@ -30,6 +31,7 @@ from pipelines.tracking.runs import find_run
 from trainer.errors import UserError
 from trainer.store import Store
 
+MOST_REGIONS = 5  # of a cloud, before the whole cloud: every trial takes its time
 Report = Callable[[Finding | CloudPlan | PlanWithoutTraining], None]
 
 
@@ -47,10 +49,7 @@ def within_limits(
     """Report the plan for the machines that have a price list. With a deadline or budget, the job keeps the training
     machines that are expected to meet it; UserError if none is."""
     limits = limits_of(request, store)
-    place = place_of(store)
-    offered = {
-        task.name: list(dict.fromkeys(o for m in task.rented for o in offers_or_none(m, place))) for task in job.tasks
-    }
+    offered = {task.name: list(dict.fromkeys(o for m in task.rented for o in offers_or_none(m))) for task in job.tasks}
     train = job.task("train")
     if limits.hours is not None and train and not offered["train"]:
         infras = ", ".join(dict.fromkeys(machine.infra for machine in train.machines))
@@ -68,6 +67,8 @@ def within_limits(
                 f"launch: {', '.join(rest.estimates)}: expected to take {needs}, which is not within {limits}"
             )
         return job
+    usd = partial(usd_to_train, work, train.num_nodes)
+    offered["train"] = best_offers(offered["train"], usd)
     try:
         plan = compare_offers(work, offered, node_counts, limits)
     except UserError as error:
@@ -78,29 +79,31 @@ def within_limits(
     report(plan)
     machines = train.machines
     if str(limits):
-        machines = affordable_machines(train, plan, limits, request, place)
+        machines = affordable_machines(train, plan, limits, request)
         if set(machines) <= set(train.standbys):
             raise UserError(f"launch: {plan.notes[-1] if plan.notes else f'no machine is within {limits}'}")
-    train = replace(train, machines=tuple(near_bucket_first(machines, plan, place)))
+    train = replace(train, machines=tuple(best_places_first(machines, usd)), ordered=True)
     return replace(job, tasks=tuple(train if task.name == "train" else task for task in job.tasks))
 
 
-def near_bucket_first(
-    machines: Iterable[MachineRequest], plan: CloudPlan, place: Place | None
-) -> Iterator[MachineRequest]:
-    """The machines, before each of a whole cloud the same in the bucket's region where the training is expected to
-    cost no more there, traffic included."""
+def best_places_first(machines: Iterable[MachineRequest], usd: Callable[[Offer], float]) -> Iterator[MachineRequest]:
+    """The machines in the order of the dollars that training is expected to cost on them; those without a price list
+    last. SkyPilot tries a cloud's regions by price, so regions that promise to be cheaper come before their cloud.
+    """
+    scored: list[tuple[float, MachineRequest]] = []
     for machine in machines:
-        alike = [
-            one
-            for one in plan.candidates
-            if (one.offer.cloud, one.offer.spot, one.offer.accelerators)
-            == (machine.infra, machine.use_spot, machine.accelerators)
-        ]
-        there = [one.usd for one in alike if Place(one.offer.cloud, one.offer.region) == place]
-        if there and min(there) <= min(one.usd for one in alike):
-            yield replace(machine, infra=str(place))
-        yield machine
+        by_region: dict[str, float] = {}
+        for offer in (found := offers_or_none(machine)):
+            by_region[offer.region] = min(usd(offer), by_region.get(offer.region, math.inf))
+        first = usd(min(found, key=price_of)) if found else math.inf
+        better = sorted((region for region in by_region if by_region[region] < first), key=lambda one: by_region[one])
+        if machine.infra == machine.cloud:
+            scored += [
+                (by_region[region], replace(machine, infra=f"{machine.cloud}/{region}"))
+                for region in better[:MOST_REGIONS]
+            ]
+        scored.append((first, machine))
+    return (machine for _, machine in sorted(scored, key=lambda one: one[0]))
 
 
 def limits_of(request: LaunchRequest, store: Store) -> Limits:
@@ -117,7 +120,7 @@ def limits_of(request: LaunchRequest, store: Store) -> Limits:
 
 
 def affordable_machines(
-    train: Task, plan: CloudPlan, limits: Limits, request: LaunchRequest, place: Place | None = None
+    train: Task, plan: CloudPlan, limits: Limits, request: LaunchRequest
 ) -> tuple[MachineRequest, ...]:
     """The rented machines of train that are expected to meet the limits, all own machines, and all standbys."""
     # A spot machine may be lost before any part of the job has checked the deadline.
@@ -127,7 +130,7 @@ def affordable_machines(
     no_spot = request.spot is None and slack_hours < least_hours
     met = (c.offer for c in plan.candidates if limits.met_by(c.hours, c.usd))
     good = {offer for offer in met if not (offer.spot and no_spot)}
-    beyond = [machine for machine in train.rented if good.isdisjoint(offers_or_none(machine, place))]
+    beyond = [machine for machine in train.rented if good.isdisjoint(offers_or_none(machine))]
     return tuple(machine for machine in train.machines if machine not in beyond)
 
 
@@ -153,8 +156,7 @@ def with_prices(job: ManagedJob, request: LaunchRequest, report: Report, place: 
     """
     tasks = []
     unpriced: dict[str, list[str]] = {}  # tasks by reason: equal complaints are one
-    trial_price = partial(price_of_trial, place)
-    for task in (in_trial_order(task, trial_price) for task in job.tasks):
+    for task in (in_trial_order(task, lowest_price) for task in job.tasks):
         rows: list[PriceRow] = []
         for machine in task.machines:
             try:
@@ -177,12 +179,6 @@ def with_traffic(row: PriceRow, store: Place | None) -> PriceRow:
     """A row with the price of traffic between its machine and the store."""
     price = traffic_price(Place(row.cloud, row.region), store)
     return replace(row, usd_per_gb_sent=price.sent, usd_per_gb_received=price.received)
-
-
-def price_of_trial(place: Place | None, machine: MachineRequest) -> float:
-    """The price that decides when SkyPilot tries a machine. In the bucket's region it is that of its whole cloud, whose
-    other regions come next."""
-    return lowest_price(replace(machine, infra=machine.cloud) if machine.infra == str(place) else machine)
 
 
 def lowest_price(machine: MachineRequest) -> float:
@@ -211,9 +207,8 @@ def offers_for(machine: MachineRequest) -> list[Offer]:
     return fitting
 
 
-def offers_or_none(machine: MachineRequest, place: Place | None = None) -> list[Offer]:
-    """The cheapest offer of each instance type, and the cheapest one at `place`; none where no price is known, which
-    `with_prices` reports."""
+def offers_or_none(machine: MachineRequest) -> list[Offer]:
+    """A cloud's offers for one of a task's machines; none where no price is known, which `with_prices` reports."""
     with suppress(UserError):
-        return cheapest_offers(offers_for(machine), place)
+        return offers_for(machine)
     return []

@@ -226,8 +226,9 @@ def deadline_tasks(train: Task, evaluate: Task, deadline: float) -> dict[str, Ta
 
 
 def in_trial_order(task: Task, cheapest: Callable[[MachineRequest], float]) -> Task:
-    """A task with its machines in the order in which SkyPilot is to try them: own, then rented ones and standbys,
-    each with the `cheapest` first. With standbys it has no on-demand machines; without spot machines no standbys.
+    """A task with its machines in the order in which SkyPilot is to try them: own, then rented ones and standbys. The
+    `cheapest` come first, or those that an ordered task has first. With standbys it has no on-demand machines; without
+    spot machines no standbys.
 
     SkyPilot's optimizer takes the cheapest of `any_of`. But the controller of managed jobs (0.14.1) makes a list of
     that set and tries it in arbitrary order.
@@ -237,7 +238,8 @@ def in_trial_order(task: Task, cheapest: Callable[[MachineRequest], float]) -> T
         spot = tuple(machine for machine in rented if machine.use_spot)
         rented, standbys = (spot, standbys) if spot else (rented, ())
     own = (machine for machine in task.machines if machine.is_own)
-    ordered = (*own, *sorted(rented, key=cheapest), *sorted(standbys, key=cheapest))
+    rented = rented if task.ordered else tuple(sorted(rented, key=cheapest))
+    ordered = (*own, *rented, *sorted(standbys, key=cheapest))
     return replace(task, machines=ordered, ordered=True)
 
 

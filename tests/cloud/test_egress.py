@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import boto3
@@ -10,18 +11,19 @@ from botocore.stub import Stubber
 
 from pipelines.artifacts.store import S3Store
 from pipelines.artifacts.traffic import GB
-from pipelines.cloud import estimates
+from pipelines.cloud import estimates, pricing
 from pipelines.cloud import plan as cloud_plans
 from pipelines.cloud.catalog import Offer
 from pipelines.cloud.egress import Place, place_of, traffic_price, usd_per_gb
+from pipelines.cloud.lifetimes import Lived, Market, hours_between, lived
 from pipelines.cloud.prices import PriceRow, billing_here, prices_json
-from pipelines.cloud.pricing import near_bucket_first
+from pipelines.cloud.pricing import best_places_first
 from pipelines.cloud.tasks import MachineRequest
 from pipelines.recipe import load_recipe
 from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.clusters import Interval, with_cluster_hours
 from pipelines.tracking.ledger import traffic_seconds
-from pipelines.tracking.records import Heartbeat, Progress
+from pipelines.tracking.records import Heartbeat, Machine, Progress
 from trainer.store import LocalStore
 
 EAST = Place("aws", "us-east-1")
@@ -99,15 +101,15 @@ def offers(cloud: str, node: str, region: str | None = None) -> list[Offer]:
     return [Offer(cloud, name, None, "big", True, usd, 60.0, node, 192) for name, usd in regions.items()]
 
 
-def test_a_plan_counts_the_traffic_and_prefers_the_side_of_the_bucket(
+def test_a_plan_and_a_launch_weigh_traffic_and_lifetimes_of_places(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cloud_plans, "offers", offers)
+    monkeypatch.setattr(pricing, "offers", offers)
     recipe, clouds = load_recipe("gpt2-1558m"), ("aws", "gcp")
 
     def planned(place: Place | None) -> cloud_plans.CloudPlan:
         monkeypatch.setattr(estimates, "place_of", lambda store: place)
-        monkeypatch.setattr(cloud_plans, "place_of", lambda store: place)
         return cloud_plans.cloud_plan(recipe, LocalStore(tmp_path), train_nodes=["H100:8"], clouds=clouds)
 
     assert planned(None).candidates[0].offer.cloud == "gcp"  # the cheapest machine
@@ -120,8 +122,44 @@ def test_a_plan_counts_the_traffic_and_prefers_the_side_of_the_bucket(
 
     whole = [MachineRequest(cloud, True, "H100:8") for cloud in clouds]
     near = MachineRequest("aws/us-east-1", True, "H100:8")
-    assert list(near_bucket_first(whole, plan, EAST)) == [near, *whole]
-    assert list(near_bucket_first(whole, planned(None), None)) == whole
+
+    def order(place: Place | None, known: dict[Market, Lived]) -> list[MachineRequest]:
+        work = estimates.Workload(recipe, frozenset({"train"}), 32_000, place=place, lived=known)
+        return list(best_places_first(whole, partial(estimates.usd_to_train, work, 1)))
+
+    assert order(EAST, {}) == [near, *whole]
+    assert order(None, {}) == whole[::-1]  # by price
+    gcp, west = ("gcp", "us-central1", "H100:8"), ("aws", "us-west-2", "H100:8")
+    short: dict[Market, Lived] = {gcp: Lived(2.0, 20), west: Lived(30.0, 20)}
+    assert order(None, short) == [near, *whole]
+    steady: dict[Market, Lived] = {gcp: Lived(500.0, 2)}
+    assert order(None, steady) == whole[::-1]
+    assert order(EAST, steady) == [whole[1], near, whole[0]]  # a machine that lasts needs few saves over the network
+
+
+def test_lifetimes_come_from_spot_attempts_that_the_market_took_away() -> None:
+    east = Machine("aws", "us-east-1", spot=True, accelerators="H100:8")
+
+    def beat(number: int, state: str, where: Machine = east) -> StoredHeartbeat:
+        one = Heartbeat("run", "train", number, state, 1e4 * number, 1e4 * number + 3600, 1.0, nodes=2, machine=where)
+        return StoredHeartbeat("train/x", one)
+
+    beats = [
+        beat(1, "interrupted"),
+        beat(2, "running"),  # superseded, so lost
+        beat(3, "stopped"),
+        beat(4, "interrupted", replace(east, spot=False)),
+        beat(5, "interrupted", replace(east, region="us-west-2")),
+        beat(6, "done"),
+    ]
+    found = lived(account("run", beats).attempts)
+    assert found == {
+        ("aws", "us-east-1", "H100:8"): Lived(8.0, 2),
+        ("aws", "us-west-2", "H100:8"): Lived(2.0, 1),
+    }
+    (offer,) = [one for one in offers("aws", "H100:8") if one.region == "us-east-1"]
+    assert hours_between(offer, 1, {}) == 2 and hours_between(offer, 2, found) == pytest.approx((2 + 8) / 3 / 2)
+    assert hours_between(replace(offer, spot=False), 1, found) > 24
 
 
 def test_saves_are_rarer_where_their_traffic_costs(tmp_path: Path) -> None:
