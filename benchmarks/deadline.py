@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import spot_traces
-from pipelines.cloud.deadline import POLL_SECONDS, DeadlineRules
+from pipelines.cloud.deadline import POLL_SECONDS, RETRAINED_SECONDS, DeadlineRules, changeover_seconds
 
 TICK = 200.0  # about
 HOURS = 24.0
@@ -32,6 +32,7 @@ SPOT, ON_DEMAND = 0.3, 1.0  # dollars an hour: AWS lists p5.48xlarge spot at 30 
 SLACKS = (1.1, 1.25, 1.5)  # deadline / work
 CHANGEOVER_TICKS = (1, 4)
 STARTS = 40  # of each trace
+UP = RETRAINED_SECONDS / changeover_seconds(installs=True)  # the last part of a changeover: steps are done again
 STANDBY = 0.005  # dollars an hour: a machine of two CPUs costs $0.1, 8 H100s cost $24 to $55
 
 Machine = Literal["spot", "on-demand"]
@@ -44,7 +45,7 @@ class Race(DeadlineRules):
 
     work: float
     on_demand_per_hour: float
-    spot_per_hour: float
+    spot_per_hour: tuple[float, ...]  # of each zone
 
     @property
     def on_demand_usd(self) -> float:
@@ -60,7 +61,8 @@ class Launched:
     """The rules of `launch --deadline`. It has state: call it in the order of time.
 
     SkyPilot replaces a lost spot machine, or starts a standby machine, without asking. A poll that finds nothing takes
-    one changeover, until the next standby machine is up. Only a standby machine decides to poll again.
+    one changeover, until the next standby machine is up. Only a machine that is up decides: one that is about to train
+    is up before it is where the last one was.
     """
 
     def __init__(self, standby: bool = True) -> None:
@@ -73,9 +75,9 @@ class Launched:
     ) -> Decision:
         if on == "spot":
             self.standby_since = None
-            self.only_on_demand |= until_ready == 0 and race.must_leave_spot(now, work_left)
+            self.only_on_demand |= until_ready <= UP * race.changeover and race.must_go_on_demand(now, work_left)
         elif on is None and self.standby_since is not None and now >= self.standby_since:
-            self.only_on_demand |= race.must_stop_polling(now, work_left)
+            self.only_on_demand |= race.must_go_on_demand(now, work_left)
         self.only_on_demand |= on is None and not available and not self.standby
         if self.only_on_demand or on == "on-demand":
             return "on-demand"
@@ -88,14 +90,31 @@ class Launched:
         return "standby"
 
 
-def replay(policy: Policy, race: Race, available: NDArray[np.bool_]) -> tuple[float, float]:
-    """Dollars, and the time of the end. After the end of `available` there is no spot."""
+# (race, hours on each zone's machines so far, machines lost there, the zones with spot): the zone to take
+Choice = Callable[[Race, list[float], list[int], list[int]], int]
+
+
+def first_zone(race: Race, hours: list[float], losses: list[int], zones: list[int]) -> int:
+    return zones[0]
+
+
+def replay(
+    policy: Policy, race: Race, available: NDArray[np.bool_], choose: Choice = first_zone
+) -> tuple[float, float]:
+    """Dollars, and the time of the end. `available`: zones x ticks; after its end there is no spot.
+
+    A run keeps its spot machine until that is lost; then any zone may give the next one.
+    """
     on: Machine | None = None
+    zones, ticks = available.shape
+    zone, hours, losses = 0, [0.0] * zones, [0] * zones
     tick, now, work_left, spent, until_ready = race.tick, 0.0, race.work, 0.0, 0.0
     while work_left > 1e-6:
         number = round(now / tick)
-        has_spot = number < len(available) and bool(available[number])
-        on = None if on == "spot" and not has_spot else on
+        open_zones = [z for z in range(zones) if number < ticks and available[z, number]]
+        if on == "spot" and zone not in open_zones:
+            on, losses[zone] = None, losses[zone] + 1
+        has_spot = bool(open_zones)
         wanted = policy(race, now, work_left, on, has_spot, until_ready if on else 0.0)
         assert wanted != "spot" or has_spot, "there is no spot"
         if wanted == "wait" or wanted == "standby":
@@ -104,7 +123,10 @@ def replay(policy: Policy, race: Race, available: NDArray[np.bool_]) -> tuple[fl
         else:
             if wanted != on:
                 on, until_ready = wanted, race.changeover
-            spent += tick / 3600 * (race.spot_per_hour if on == "spot" else race.on_demand_per_hour)
+                zone = choose(race, hours, losses, open_zones) if on == "spot" else zone
+            if on == "spot":
+                hours[zone] += tick / 3600
+            spent += tick / 3600 * (race.spot_per_hour[zone] if on == "spot" else race.on_demand_per_hour)
             if until_ready > 0:
                 until_ready = max(0.0, until_ready - tick)
             else:
@@ -114,24 +136,29 @@ def replay(policy: Policy, race: Race, available: NDArray[np.bool_]) -> tuple[fl
 
 
 def bound(race: Race, available: NDArray[np.bool_]) -> float:
-    """Dollars of the cheapest schedule with full knowledge of the future."""
-    work, change, ticks = round(race.work / race.tick), round(race.changeover / race.tick), len(available)
-    spot, on_demand = race.spot_per_hour * race.tick / 3600, race.on_demand_per_hour * race.tick / 3600
-    spot_left = np.zeros(ticks + 1, dtype=int)  # ticks of spot from here on
+    """Dollars of the cheapest schedule with full knowledge of the future; `available`: zones x ticks."""
+    zones, ticks = available.shape
+    work, change = round(race.work / race.tick), round(race.changeover / race.tick)
+    spot = [usd * race.tick / 3600 for usd in race.spot_per_hour]
+    on_demand = race.on_demand_per_hour * race.tick / 3600
+    spot_left = np.zeros((zones, ticks + 1), dtype=int)  # ticks of spot from here on
     for t in reversed(range(ticks)):
-        spot_left[t] = spot_left[t + 1] + 1 if available[t] else 0
+        spot_left[:, t] = np.where(available[:, t], spot_left[:, t + 1] + 1, 0)
     late = np.full(work + 1, np.inf)  # dollars to finish by work left
     late[0] = 0.0
-    from_none, from_spot, from_on_demand = ([late] * (ticks + change + 1) for _ in range(3))  # by the tick
+    from_none, from_on_demand = [late] * (ticks + change + 1), [late] * (ticks + change + 1)  # by the tick
+    from_spot = [[late] * (ticks + change + 1) for _ in range(zones)]
     for t in reversed(range(ticks)):
         best = np.minimum(from_none[t + 1], change * on_demand + from_on_demand[t + change])
-        if spot_left[t] >= change:
-            best = np.minimum(best, change * spot + from_spot[t + change])
+        for z in range(zones):
+            if spot_left[z, t] >= change:
+                best = np.minimum(best, change * spot[z] + from_spot[z][t + change])
         best[0] = 0.0
-        from_none[t] = from_spot[t] = best
+        from_none[t] = best
         from_on_demand[t] = np.append(0.0, np.minimum(best[1:], on_demand + from_on_demand[t + 1][:-1]))
-        if available[t]:
-            from_spot[t] = np.append(0.0, np.minimum(best[1:], spot + from_spot[t + 1][:-1]))
+        for z in range(zones):
+            stay = spot[z] + from_spot[z][t + 1][:-1]
+            from_spot[z][t] = np.append(0.0, np.minimum(best[1:], stay)) if available[z, t] else best
     return float(from_none[0][work])
 
 
@@ -177,10 +204,10 @@ def costs_on(trace: spot_traces.Trace, slack: float, change: int) -> dict[str, l
     tick, available = grid(trace)
     work = round(HOURS * 3600 / tick) * tick
     ticks = int(slack * work / tick)
-    race = Race(ticks * tick, change * tick, tick, work, ON_DEMAND, SPOT)
+    race = Race(ticks * tick, change * tick, tick, work, ON_DEMAND, (SPOT,))
     costs: dict[str, list[float]] = {name: [] for name in ("bound", *POLICIES)}
     for start in trace.starts(STARTS, margin=race.deadline + tick):
-        window = available[int(start / tick) :][:ticks]
+        window = available[None, int(start / tick) :][:, :ticks]
         costs["bound"].append(bound(race, window) / race.on_demand_usd)
         for name, policy in POLICIES.items():
             usd, done = replay(policy(), race, window)

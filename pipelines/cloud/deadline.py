@@ -4,31 +4,27 @@ A managed job can't change its market. But it is a chain of tasks, and `skytrain
 `launch --deadline` gives the task train, in this order, spot machines and a small machine without GPUs, the standby. It
 gives the task evaluate on-demand machines as large as train's, and the task train the deadline (SKYTRAIN_DEADLINE, unix
 seconds). Uniform Progress (Wu et al., "Can't Be Late", NSDI'24) waits without a machine. Here a process has to decide
-during the wait, and it runs on the standby:
+during the wait, and it runs on the standby, which SkyPilot rents when no cloud has spot machines: after POLL_SECONDS
+train exits with code 75, and SkyPilot tries all of train's machines again.
 
-- On spot: once another lost machine could make the run late, train commits and exits with code 0. Evaluate first
-  finishes the training.
-- On the standby, which SkyPilot rents when no cloud has spot machines: after POLL_SECONDS train exits with code 75, and
-  SkyPilot tries all of train's machines again. Train exits with code 0 once another poll could make the run late.
-
-benchmarks/deadline.py measures the savings, with the standby and without it. `DeadlineRules` has the rules, for the
-benchmark and the job.
+One rule holds on both, before and while train trains: once the slack is too short, train commits and exits with code 0.
+Evaluate first finishes the training. benchmarks/deadline.py and regions.py measure the savings.
 """
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from pipelines.cloud.prices import prices_from_environment
 from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import LONGEST_POLL_SECONDS, AttemptAccount
-from pipelines.tracking.forecast import TRAINING_PHASES, training_seconds
+from pipelines.tracking.account import LONGEST_POLL_SECONDS, AttemptAccount, StoredHeartbeat, account
+from pipelines.tracking.forecast import training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
-from pipelines.tracking.records import Billing, Heartbeat
+from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import read_run
 from trainer.amounts import tokens_before
 from trainer.commits import committed_state
@@ -41,12 +37,12 @@ if TYPE_CHECKING:
 
 DEADLINE = "SKYTRAIN_DEADLINE"
 RETRAINED_SECONDS = 300.0  # at most the interval between two commits
-FEWEST_STEPS_HERE = 10  # to measure the speed of this machine: the first step compiles
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is up
 POLL_SECONDS = 600.0  # on the standby, until SkyPilot tries to get spot again
 POLLING = "polling for spot again"  # the end of the notice of a standby attempt
 FEWEST_STEPS = 100  # to forecast the whole training: an estimate that is too low makes the run late
-ESTIMATE_MARGIN = 1.25  # factor on the estimated time of training, where it is not measured
+FEWEST_STEPS_HERE = 10  # to compare this attempt with the deadline: the first step compiles
+ESTIMATE_MARGIN = 1.25  # on the standby: factor on the estimated time of training, where it is not measured
 
 
 def changeover_seconds(installs: bool) -> float:
@@ -60,17 +56,17 @@ def installs_here() -> bool:
 
 
 def least_slack_seconds(installs: bool) -> float:
-    """The slack with which a job may start on spot, or poll for it."""
-    return 3 * changeover_seconds(installs)
+    """The slack with which a job may start on spot: after a changeover it is still long enough."""
+    return 4 * changeover_seconds(installs)
 
 
 @dataclass(frozen=True)
 class DeadlineRules:
-    """When to leave spot, and when to stop polling for it. All in seconds."""
+    """When to go on demand, to the end. All in seconds."""
 
     deadline: float
     # At most, from the decision or from the loss of a machine until the next one trains: provisioning, setup, start-up,
-    # and the steps since the last commit.
+    # and the steps since the last commit. A poll takes as long, even if it finds no machine.
     changeover: float
     tick: float  # between two decisions, at most
 
@@ -78,12 +74,9 @@ class DeadlineRules:
         """Seconds that may still pass without training, if `work_left` seconds of training are left."""
         return self.deadline - now - work_left
 
-    def must_leave_spot(self, now: float, work_left: float) -> bool:
-        """Whether the slack is too short for two changeovers: to another spot machine, and to one on demand."""
-        return self.slack(now, work_left) < 2 * self.changeover + self.tick
-
-    def must_stop_polling(self, now: float, work_left: float) -> bool:
-        """Whether the time for another poll is gone. A poll takes a changeover, even if it finds no machine."""
+    def must_go_on_demand(self, now: float, work_left: float) -> bool:
+        """Whether the slack is too short for three changeovers: two, to machines of which the first is lost before it
+        trains, or a poll and a machine that it finds; and one to a machine on demand."""
         return self.slack(now, work_left) < 3 * self.changeover + self.tick
 
 
@@ -103,88 +96,78 @@ def deadline_here() -> float | None:
         ) from None
 
 
-# On a spot machine
-
-
-def deadline_watch(billing: Billing, recipe: Recipe, stop: StopSignal) -> "DeadlineWatch | None":
-    """None without a deadline, and on a machine that is not spot."""
-    deadline = deadline_here()
-    return DeadlineWatch(deadline, recipe, stop) if deadline and billing.machine.spot else None
-
-
 class DeadlineWatch:
-    """Compares the training with the deadline. Call `watch` with every heartbeat."""
+    """Compares the training with the deadline (unix seconds), on a spot machine or on the standby. Call `before_ranks`
+    before the training, and `watch` with every heartbeat."""
 
     def __init__(self, deadline: float, recipe: Recipe, stop: StopSignal) -> None:
         self.deadline, self.recipe, self.stop = deadline, recipe, stop
 
-    def watch(self, beat: Heartbeat) -> None:
-        """Ask the run to stop once the slack is too short for another lost machine."""
-        train, done = self.recipe.train, beat.progress.steps_done or 0
-        step = beat.progress.step or 0
-        if beat.stage != "train" or done < FEWEST_STEPS_HERE or not step:
+    def before_ranks(self, work: "Work") -> None:
+        """Raise HandedOver if the slack is too short. On the standby, wait, and raise Interrupted so that SkyPilot
+        tries spot again; after another request to stop, the error of that request."""
+        standby = is_standby()
+        if standby:
+            work.report(waiting=True)
+        try:
+            rules, work_left = rules_for(work, self.deadline)
+        except UserError as error:
+            if standby:  # a failed task would end the whole launch
+                raise HandedOver(str(error)) from error
             return
-        # The mean over all steps, with validation and checkpoints between them: a single step may be slow.
-        seconds = sum(beat.phases.get(phase, 0.0) for phase in TRAINING_PHASES)
-        before, whole = tokens_before(step, train), tokens_before(train.max_steps, train)
-        per_token = seconds / (before - tokens_before(max(0, step - done), train))
-        now, work_left = time.time(), (whole - before) * per_token
-        rules = DeadlineRules(self.deadline, changeover_seconds(installs_here()), HEARTBEAT_SECONDS)
-        if work_left > rules.changeover and rules.must_leave_spot(now, work_left):
-            reason = f"{slack_text(rules.slack(now, work_left))}, too few to lose another spot machine"
+        poll_at = time.time() + POLL_SECONDS
+        if standby:
+            slack = slack_text(rules.slack(time.time(), work_left))
+            work.screen.note(f"  {slack}: waiting for spot; SkyPilot polls again in 10 min")
+        with work.clock.phase("idle" if standby else "setup"):
+            while True:
+                self._compare(rules, work_left)
+                if standby and time.time() > poll_at:
+                    self.stop.ask(f"{slack_text(rules.slack(time.time(), work_left))}: {POLLING}")
+                work.check()
+                if not standby:
+                    return
+                time.sleep(1)
+
+    def watch(self, beat: Heartbeat) -> None:
+        """Ask the run to stop once the slack is too short, by the speed of this attempt."""
+        train, step = self.recipe.train, beat.progress.step
+        if beat.stage == "train" and step:
+            ours, gpus = account(beat.run, [StoredHeartbeat("train", beat)]).attempts, beat.machine.accelerators or ""
+            if per_token := seconds_per_token(train, [gpus], beat.nodes, ours, FEWEST_STEPS_HERE):
+                to_come = tokens_before(train.max_steps, train) - tokens_before(step, train)
+                rules = DeadlineRules(self.deadline, changeover_seconds(installs_here()), HEARTBEAT_SECONDS)
+                self._compare(rules, to_come * per_token)
+
+    def _compare(self, rules: DeadlineRules, work_left: float) -> None:
+        now = time.time()
+        ends_here = not is_standby() and work_left <= rules.changeover
+        if rules.must_go_on_demand(now, work_left) and not ends_here:
+            reason = f"{slack_text(rules.slack(now, work_left))}, too few to lose a spot machine or to poll for one"
             self.stop.ask(reason, HandedOver)
 
 
-# On the standby
-
-
-def poll_for_spot(work: "Work") -> NoReturn:
-    """On the standby: exit after POLL_SECONDS, so that SkyPilot tries spot again. Exit for on-demand machines if the
-    rules demand it, or can't be applied.
-
-    Raises Interrupted or HandedOver; after another request to stop, the error of that request.
-    """
-    work.report(waiting=True)
-    try:
-        rules, work_left = rules_for(work)
-    except UserError as error:  # a failed task would end the whole launch
-        raise HandedOver(str(error)) from error
-    work.screen.note(
-        f"  {slack_text(rules.slack(time.time(), work_left))}: waiting for spot; SkyPilot polls again in 10 min"
-    )
-    with work.clock.phase("idle"):
-        poll_at = time.time() + POLL_SECONDS
-        while True:
-            now = time.time()
-            if rules.must_stop_polling(now, work_left):
-                reason = f"{slack_text(rules.slack(now, work_left))}, no time to poll for spot again"
-                work.stop.ask(reason, HandedOver)
-            elif now > poll_at:
-                work.stop.ask(f"{slack_text(rules.slack(now, work_left))}: {POLLING}")
-            work.check()
-            time.sleep(1)
-
-
-def rules_for(work: "Work") -> tuple[DeadlineRules, float]:
+def rules_for(work: "Work", deadline: float) -> tuple[DeadlineRules, float]:
     """The rules, and the seconds of training that are left. UserError if these can't be known."""
     from pipelines.cloud.throughput import speed_on  # reads the measured figures
 
-    recipe, train, nodes = work.recipe, work.recipe.train, work.attempt.latest.nodes
-    account = read_run(work.store, work.attempt.latest.run).account
-    attempts = [attempt for attempt in account.attempts if attempt.stage == "train"]
-    gpus = [row.accelerators for row in prices_from_environment() if row.accelerators]
+    recipe, train, here = work.recipe, work.recipe.train, work.attempt.latest
+    attempts = [one for one in read_run(work.store, here.run).account.attempts if one.stage == "train"]
+    margin, gpus = 1.0, [here.machine.accelerators or ""]  # as launch expects it
+    if is_standby():
+        margin, gpus = ESTIMATE_MARGIN, [row.accelerators for row in prices_from_environment() if row.accelerators]
     state, whole = committed_state(work.store, work.plan.prefix), tokens_before(train.max_steps, train)
     done = state.step if state else train.first_step
     to_come = 0 if state and state.has_ended(train) else whole - tokens_before(done, train)
-    if measured := seconds_per_token(train, gpus, nodes, attempts):
+    if measured := seconds_per_token(train, gpus, here.nodes, attempts):
         work_left = to_come * measured
     elif gpus:
-        speeds = (speed_on(recipe.model, recipe.runtime, kind, nodes, precision=train.precision) for kind in gpus)
-        work_left = ESTIMATE_MARGIN * to_come / min(speed.tokens_per_second for speed in speeds)
+        speeds = (speed_on(recipe.model, recipe.runtime, kind, here.nodes, precision=train.precision) for kind in gpus)
+        work_left = margin * to_come / min(speed.tokens_per_second for speed in speeds)
     else:
         raise UserError(f"{DEADLINE}: SKYTRAIN_PRICES has no machine with GPUs to wait for")
     changeover = max([changeover_seconds(installs_here()), *poll_seconds(attempts)])
-    return DeadlineRules(deadline_here() or 0.0, changeover, HEARTBEAT_SECONDS), work_left
+    return DeadlineRules(deadline, changeover, HEARTBEAT_SECONDS), work_left
 
 
 def poll_seconds(attempts: list[AttemptAccount]) -> Iterator[float]:
@@ -195,18 +178,20 @@ def poll_seconds(attempts: list[AttemptAccount]) -> Iterator[float]:
             yield min(ready - standby.ended, LONGEST_POLL_SECONDS)
 
 
-def seconds_per_token(train: TrainConfig, gpus: list[str], nodes: int, attempts: list[AttemptAccount]) -> float | None:
-    """The measured speed on so many nodes with such GPUs; None before FEWEST_STEPS."""
+def seconds_per_token(
+    train: TrainConfig, gpus: list[str], nodes: int, attempts: Iterable[AttemptAccount], fewest: int = FEWEST_STEPS
+) -> float | None:
+    """The measured speed on so many nodes with such GPUs; None before the `fewest` steps."""
     steps, tokens, seconds = 0, 0, 0.0
     for one in attempts:
         first, last = one.resumed_from, one.step
-        if one.nodes != nodes or one.machine.accelerators not in gpus or first is None or last is None:
+        if one.nodes != nodes or (one.machine.accelerators or "") not in gpus or first is None or last is None:
             continue
         if last > first:  # the first step is in the phase "compile"
             steps += last - first - 1
             tokens += tokens_before(last, train) - tokens_before(first + 1, train)
             seconds += training_seconds(one)
-    return seconds / tokens if steps >= FEWEST_STEPS else None
+    return seconds / tokens if steps >= fewest else None
 
 
 def slack_text(slack: float) -> str:

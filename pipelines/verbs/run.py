@@ -224,7 +224,7 @@ def pipeline_here(
     stop: "StopSignal",
 ) -> "Pipeline":
     """The pipeline of a run on this machine, with its watches."""
-    from pipelines.cloud.deadline import deadline_watch, is_standby, poll_for_spot
+    from pipelines.cloud.deadline import DeadlineWatch, deadline_here, is_standby
     from pipelines.cloud.prices import billing_here
     from pipelines.nodes.address import this_node
     from pipelines.nodes.head import Head
@@ -235,25 +235,23 @@ def pipeline_here(
     from pipelines.tracking.mlflow.tracker import Tracker
     from pipelines.tracking.stop_request import watch_stop_request
 
-    name, node = run_name(plans), this_node()
-    pipeline = Pipeline(
+    name, node, billing, deadline = run_name(plans), this_node(), billing_here(price_per_hour), deadline_here()
+    timed = DeadlineWatch(deadline, recipe, stop) if deadline and (billing.machine.spot or is_standby()) else None
+    return Pipeline(
         recipe,
         store,
         home(),
-        billing_here(price_per_hour),
+        billing,
         Tracker(home() / "tracking" / name, name, default_uri=default_tracking_uri()),
         screen,
         stop,
         plans,
-        watches=[watch_stop_request(store, name)],
+        watches=[watch_stop_request(store, name), *([timed.watch] if timed else [])],
         head=Head(node, name, stop, exit_code) if node.count > 1 else None,
-        before_ranks=poll_for_spot if is_standby() else None,
+        before_ranks=timed.before_ranks if timed else None,
         began=process_began(),
         report_page=lambda run: render([run]),
     )
-    if watch := deadline_watch(pipeline.billing, recipe, stop):
-        pipeline.watches.append(watch.watch)
-    return pipeline
 
 
 def budget_of(pipeline: "Pipeline", usd: float) -> "Budget":
