@@ -6,12 +6,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelines.show.console import cell, console
-from pipelines.text.inspect import ShardContents, ShardSet
+from pipelines.text.inspect import Documents, ShardContents
 
 BAR = 40  # characters of the longest bar
 
 
-def print_shards(shards: Sequence[ShardContents], sums: ShardSet) -> None:
+def print_shards(shards: Sequence[ShardContents], documents: Documents) -> None:
     table = Table(*("shard", "tokens", "documents", "largest id", "begins with"), box=None, pad_edge=False)
     for shard in shards:
         numbers = (f"{shard.tokens:,}", f"{shard.documents:,}", f"{shard.largest_id:,}")
@@ -19,12 +19,19 @@ def print_shards(shards: Sequence[ShardContents], sums: ShardSet) -> None:
         table.add_row(cell(shard.path.name), *numbers, cell(f"{begin}{shard.peek[:40]!r}"))
     out = console()
     out.print(table)
-    share = f" ({sums.duplicates / sums.documents:.2%})" if sums.documents else ""
-    out.print(f"{sums.tokens:,} tokens in {sums.documents:,} documents, {sums.duplicates:,} of them again{share}")
-    out.print(f"lengths of documents, in tokens; the longest has {sums.longest:,}")
-    most = max(count for _, count in sums.lengths) or 1
-    for name, count in sums.lengths:
+    out.print(f"{sum(shard.tokens for shard in shards):,} tokens in {repeated(documents)}")
+    out.print(f"lengths of documents, in tokens; the longest has {documents.longest:,}")
+    lengths = documents.lengths()
+    most = max(count for _, count in lengths) or 1
+    for name, count in lengths:
         out.print(f"  {name:>16}  {count:>12,}  {'▒' * -(-BAR * count // most)}")
+
+
+def repeated(documents: Documents) -> str:
+    """The number of documents, and how many of them are equal to an earlier one."""
+    total, again = sum(documents.counts), documents.repeats.count()
+    share = f" ({again / total:.2%})" if total else ""
+    return f"{total:,} documents, {again:,} of them again{share}"
 
 
 def print_faults(faults: Sequence[tuple[str, str]]) -> None:

@@ -1,16 +1,21 @@
 """A look into token shards in llm.c's format: what they hold, and whether they can be trained on.
 
 The files may come from `tokenize` or from llm.c. A document begins with <|endoftext|>. One that lies in two shards is
-counted where it begins, with its length in that shard, and not compared with others.
+counted where it begins, with its length in that shard, and not compared with others. Two documents are equal if 64 bits
+of their hashes are.
+
+Memory does not grow with the shards: CHUNK_TOKENS of one file, and the hashes of `Repeats`.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pipelines.text.repeats import Repeats
 from trainer.errors import UserError
 from trainer.store import sha256_of
 
@@ -18,7 +23,10 @@ if TYPE_CHECKING:
     import numpy as np
     import tiktoken
 
+    from trainer.shards import Shard
+
 PEEK_TOKENS = 60
+CHUNK_TOKENS = 1 << 22  # that are in memory at a time
 LENGTH_BOUNDS = (16, 64, 256, 1024, 4096, 16_384)  # of the histogram [tokens]
 
 
@@ -32,9 +40,7 @@ class ShardContents:
     begins_inside: bool  # its first tokens belong to the last document of the shard before
     largest_id: int
     peek: str  # the begin of its first document
-    lengths: "np.ndarray[Any, Any]" = field(repr=False)  # of the documents that begin here, in tokens
-    digests: "np.ndarray[Any, Any]" = field(repr=False)  # uint64, of the documents that lie here as a whole
-    faults: tuple[str, ...] = ()
+    faults: tuple[str, ...]
 
 
 def shard_paths(path: Path) -> list[Path]:
@@ -49,57 +55,125 @@ def shard_paths(path: Path) -> list[Path]:
     return [path]
 
 
-def contents_of(path: Path, encoding: "tiktoken.Encoding") -> ShardContents:
-    """Read a shard whole. UserError if it is no shard, or truncated.
+class Documents:
+    """The documents of all shards: the histogram of their lengths [tokens], and how many came before."""
+
+    def __init__(self, repeats: Repeats | None = None) -> None:
+        self.repeats = repeats or Repeats()
+        self.counts = [0] * (len(LENGTH_BOUNDS) + 1)
+        self.longest = 0
+
+    def add_lengths(self, lengths: "np.ndarray") -> None:
+        """Count documents of these lengths (n,)."""
+        import numpy as np
+
+        for place, count in enumerate(np.bincount(np.searchsorted(LENGTH_BOUNDS, lengths, side="right")).tolist()):
+            self.counts[place] += count
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
+
+    def lengths(self) -> list[tuple[str, int]]:
+        """The histogram: a range in tokens, and its number of documents."""
+        bounds = (0, *LENGTH_BOUNDS)
+        names = [f"{a:,} to {b - 1:,}" for a, b in zip(bounds, bounds[1:], strict=False)] + [f"{bounds[-1]:,} or more"]
+        return list(zip(names, self.counts, strict=True))
+
+
+def contents_of(path: Path, encoding: "tiktoken.Encoding", documents: Documents) -> ShardContents:
+    """Read a shard whole, and add its documents. UserError if it is no shard, or truncated.
 
     Its faults: an id that the tokenizer does not have, and no document at all.
     """
     import numpy as np
 
-    from trainer.shards import read_shard, shard_at
+    from trainer.shards import shard_at
 
     shard = shard_at(path)
-    tokens = read_shard(path, shard.header)
-    starts = np.flatnonzero(tokens == encoding.eot_token)
-    ends = np.append(starts[1:], len(tokens))
-    largest = int(tokens.max(initial=0))
+    open_one = OpenDocument(encoding.eot_token, documents)
+    count = largest = outside = 0
+    first, first_outside = -1, ""
+    for at in range(0, shard.tokens, CHUNK_TOKENS):
+        tokens = tokens_of(path, shard, at, CHUNK_TOKENS)
+        starts = np.flatnonzero(tokens == encoding.eot_token)
+        open_one.read(tokens, starts)
+        if count == 0 and len(starts):
+            first = at + int(starts[0])
+        count += len(starts)
+        largest = max(largest, int(tokens.max()))
+        if largest >= encoding.n_vocab:
+            wrong = np.flatnonzero(tokens >= encoding.n_vocab)
+            if len(wrong) and not outside:
+                first_outside = f"the first {tokens[wrong[0]]} at token {at + int(wrong[0]):,}"
+            outside += len(wrong)
+    open_one.end()
     faults = []
-    if largest >= encoding.n_vocab:
-        outside = np.flatnonzero(tokens >= encoding.n_vocab)
-        first_one = f"the first {tokens[outside[0]]} at token {outside[0]:,}"
-        faults.append(f"{len(outside):,} ids outside the {encoding.n_vocab:,} of the tokenizer, {first_one}")
-    if len(starts) == 0:
+    if outside:
+        faults.append(f"{outside:,} ids outside the {encoding.n_vocab:,} of the tokenizer, {first_outside}")
+    if count == 0:
         faults.append(f"no document begins here: no token {encoding.eot_token} (<|endoftext|>)")
-    first = int(starts[0]) + 1 if len(starts) else 0
-    known = [int(i) for i in tokens[first : first + PEEK_TOKENS] if i < encoding.n_vocab]
-    return ShardContents(
-        path,
-        len(tokens),
-        len(starts),
-        len(tokens) > 0 and (len(starts) == 0 or int(starts[0]) > 0),
-        largest,
-        encoding.decode(known),
-        ends - starts,
-        # The last document may go on in the next shard.
-        np.fromiter((_digest(tokens[a:b]) for a, b in zip(starts[:-1], ends[:-1], strict=True)), np.uint64),
-        tuple(faults),
-    )
+    known = [int(i) for i in tokens_of(path, shard, first + 1, PEEK_TOKENS) if i < encoding.n_vocab]
+    begins_inside = shard.tokens > 0 and first != 0
+    return ShardContents(path, shard.tokens, count, begins_inside, largest, encoding.decode(known), tuple(faults))
 
 
-def _digest(document: "np.ndarray[Any, Any]") -> int:
-    return int.from_bytes(blake2b(document.tobytes(), digest_size=8).digest(), "little")
-
-
-def contents_of_all(paths: Iterable[Path], encoding: "tiktoken.Encoding") -> Iterator[ShardContents]:
-    """The contents of shards, in order; a file that is no sound shard has its fault instead of contents."""
+def tokens_of(path: Path, shard: "Shard", first: int, count: int) -> "np.ndarray":
+    """Up to `count` tokens of a shard from number `first` on. A map of the file would count as memory."""
     import numpy as np
 
-    empty = np.empty(0, np.uint64)
+    from trainer.shards import HEADER_BYTES
+
+    offset = HEADER_BYTES * shard.header + shard.token_bytes * first
+    return np.fromfile(path, f"<u{shard.token_bytes}", count, offset=offset)
+
+
+class OpenDocument:
+    """The document that goes on in the next tokens of a shard; the documents that end are added to `documents`."""
+
+    def __init__(self, eot: int, documents: Documents) -> None:
+        self.eot, self.documents = eot, documents
+        self._length = 0  # in tokens; 0: no document has begun in this shard
+        self._hash = hash_of(b"")
+
+    def read(self, tokens: "np.ndarray", starts: "np.ndarray") -> None:
+        """Read the next tokens, in which documents begin at `starts`."""
+        import numpy as np
+
+        content, width = tokens.data.cast("B"), tokens.itemsize
+        bounds = [*starts.tolist(), len(tokens)]
+        if self._length:
+            self._length += bounds[0]
+            self._hash.update(content[: width * bounds[0]])
+        if not len(starts):
+            return
+        digests = [hash_of(content[width * a : width * b]).digest() for a, b in pairwise(bounds[:-1])]
+        if self._length:
+            digests.append(self._hash.digest())
+            self.documents.add_lengths(np.array([self._length]))
+        self.documents.add_lengths(np.diff(starts))
+        self.documents.repeats.add(np.frombuffer(b"".join(digests), np.uint64))
+        self._length = bounds[-1] - bounds[-2]
+        self._hash = hash_of(content[width * bounds[-2] :])
+
+    def end(self) -> None:
+        """The shard has ended. Its last document may go on in the next one."""
+        import numpy as np
+
+        if self._length:
+            self.documents.add_lengths(np.array([self._length]))
+
+
+def hash_of(document: "bytes | memoryview") -> blake2b:
+    return blake2b(document, digest_size=8)
+
+
+def contents_of_all(
+    paths: Iterable[Path], encoding: "tiktoken.Encoding", documents: Documents
+) -> Iterator[ShardContents]:
+    """The contents of shards, in order; a file that is no sound shard has its fault instead of contents."""
     for path in paths:
         try:
-            yield contents_of(path, encoding)
+            yield contents_of(path, encoding, documents)
         except UserError as error:
-            yield ShardContents(path, 0, 0, False, 0, "", empty, empty, (str(error).removeprefix(f"{path}: "),))
+            yield ShardContents(path, 0, 0, False, 0, "", (str(error).removeprefix(f"{path}: "),))
 
 
 def faults_by_manifest(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
@@ -124,31 +198,3 @@ def faults_by_manifest(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
                 yield path, "MANIFEST.json does not name it"
             elif sha256_of(path) != named[path.name]:
                 yield path, "its sha256 is not that of MANIFEST.json"
-
-
-@dataclass(frozen=True)
-class ShardSet:
-    """Sums over all shards."""
-
-    tokens: int
-    documents: int
-    duplicates: int  # documents that are equal to an earlier one
-    lengths: tuple[tuple[str, int], ...]  # of the documents: a range in tokens, and their number
-    longest: int
-
-
-def sums_of(shards: Sequence[ShardContents]) -> ShardSet:
-    import numpy as np
-
-    lengths = np.concatenate([shard.lengths for shard in shards])
-    digests = np.concatenate([shard.digests for shard in shards])
-    counts = np.bincount(np.searchsorted(LENGTH_BOUNDS, lengths, side="right"), minlength=len(LENGTH_BOUNDS) + 1)
-    bounds = (0, *LENGTH_BOUNDS)
-    names = [f"{a:,} to {b - 1:,}" for a, b in zip(bounds, bounds[1:], strict=False)] + [f"{bounds[-1]:,} or more"]
-    return ShardSet(
-        sum(shard.tokens for shard in shards),
-        sum(shard.documents for shard in shards),
-        len(digests) - len(np.unique(digests)),
-        tuple(zip(names, counts.tolist(), strict=True)),
-        int(lengths.max(initial=0)),
-    )

@@ -20,14 +20,17 @@ Tokenizer = Annotated[
 
 @shards_app.command()
 def inspect(paths: Paths, tokenizer: Tokenizer = "gpt2", as_json: Json = False) -> None:
-    """Show what the shards hold: tokens, documents and their lengths, duplicates, a look at the text."""
+    """Show what the shards hold: tokens, documents and their lengths, duplicates, a look at the text.
+
+    It takes less than 200 MB of memory up to 4 billion documents, and 8 bytes a document in the temporary folder.
+    """
     from pipelines.show.shards import print_faults, print_shards
-    from pipelines.text.inspect import contents_of_all, shard_paths, sums_of
+    from pipelines.text.inspect import Documents, contents_of_all, shard_paths
     from pipelines.text.tokenizer import named_tokenizer
 
-    encoding = named_tokenizer(tokenizer)
-    found = list(contents_of_all((shard for path in paths for shard in shard_paths(path)), encoding))
-    sums, faults = sums_of(found), [(str(shard.path), fault) for shard in found for fault in shard.faults]
+    encoding, documents = named_tokenizer(tokenizer), Documents()
+    found = list(contents_of_all((shard for path in paths for shard in shard_paths(path)), encoding, documents))
+    faults = [(str(shard.path), fault) for shard in found for fault in shard.faults]
     if as_json:
         rows = [
             {
@@ -41,26 +44,35 @@ def inspect(paths: Paths, tokenizer: Tokenizer = "gpt2", as_json: Json = False) 
             }
             for shard in found
         ]
-        values: dict[str, Any] = {"tokens": sums.tokens, "documents": sums.documents, "duplicates": sums.duplicates}
-        print(json.dumps({"shards": rows, **values, "longest": sums.longest, "lengths": dict(sums.lengths)}))
+        values: dict[str, Any] = {
+            "tokens": sum(shard.tokens for shard in found),
+            "documents": sum(documents.counts),
+            "duplicates": documents.repeats.count(),
+        }
+        values |= {"longest": documents.longest, "lengths": dict(documents.lengths())}
+        print(json.dumps({"shards": rows} | values))
     else:
-        print_shards(found, sums)
+        print_shards(found, documents)
         print_faults(faults)
 
 
 @shards_app.command()
 def verify(paths: Paths, tokenizer: Tokenizer = "gpt2") -> None:
-    """Verify header, size, ids and documents, and sha256 by a MANIFEST.json beside them: exit 1 if one is wrong."""
+    """Verify header, size, ids and documents, and sha256 by a MANIFEST.json beside them: exit 1 if one is wrong.
+
+    It counts equal documents too, which are no fault. Memory as for inspect.
+    """
     from pipelines.show.console import say
-    from pipelines.show.shards import print_faults
-    from pipelines.text.inspect import contents_of_all, faults_by_manifest, shard_paths
+    from pipelines.show.shards import print_faults, repeated
+    from pipelines.text.inspect import Documents, contents_of_all, faults_by_manifest, shard_paths
     from pipelines.text.tokenizer import named_tokenizer
 
-    encoding = named_tokenizer(tokenizer)
+    encoding, documents = named_tokenizer(tokenizer), Documents()
     found = [shard for path in paths for shard in shard_paths(path)]
-    faults = [(str(one.path), fault) for one in contents_of_all(found, encoding) for fault in one.faults]
+    contents = contents_of_all(found, encoding, documents)
+    faults = [(str(one.path), fault) for one in contents for fault in one.faults]
     faults += [(str(path), fault) for path, fault in faults_by_manifest(found)]
     print_faults(faults)
+    say(f"{'wrong' if faults else 'sound'}: {len(found)} shard(s), {repeated(documents)}")
     if faults:
         raise typer.Exit(1)
-    say(f"sound: {len(found)} shard(s)")

@@ -15,7 +15,7 @@ from pipelines.gc import collect
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work
 from pipelines.stages import tokenize
-from pipelines.text.inspect import contents_of_all, shard_paths
+from pipelines.text.inspect import Documents, contents_of_all, shard_paths
 from pipelines.text.tokenizer import tokenizer
 from trainer.data import TokenData
 from trainer.errors import UserError
@@ -187,5 +187,5 @@ def test_nanogpt_shards_are_trained_on_without_the_pipeline_and_inspected(tmp_pa
     shards = local_shards(folder, "train")
     assert shards == [Shard("train.bin", len(text(1)), header=False)]
     assert TokenData(shards, folder.joinpath, 8, 0).windows([(0, 0)]).tolist() == [text(1)[:9].tolist()]
-    (found, _) = contents_of_all(shard_paths(folder), tokenizer("bytes"))
+    (found, _) = contents_of_all(shard_paths(folder), tokenizer("bytes"), Documents())
     assert (found.tokens, found.documents, found.faults) == (len(text(1)), 60, ())

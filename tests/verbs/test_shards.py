@@ -56,6 +56,18 @@ def test_shards_of_a_large_vocabulary_are_inspected_too(tmp_path: Path, capsys: 
     assert shard["faults"] == ["1 ids outside the 257 of the tokenizer, the first 100000 at token 3"]
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 10])
+def test_any_number_of_tokens_read_at_a_time_gives_the_same_contents(
+    shards: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    write_shard(shards / "train_000002.bin", np.array([7, 8, 256, 256, 300, 256, 1, 2, 256], np.uint32))
+    inspect([shards], "bytes", as_json=True)
+    undivided = capsys.readouterr().out
+    monkeypatch.setattr("pipelines.text.inspect.CHUNK_TOKENS", tokens)
+    inspect([shards], "bytes", as_json=True)
+    assert capsys.readouterr().out == undivided
+
+
 def test_sound_shards_are_verified_with_and_without_a_manifest(
     shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,7 +75,7 @@ def test_sound_shards_are_verified_with_and_without_a_manifest(
     verify([first], "bytes")
     (shards / "MANIFEST.json").write_text(json.dumps({"files": [{"name": first.name, "sha256": sha256_of(first)}]}))
     verify([first], "bytes")
-    assert capsys.readouterr().out == "sound: 1 shard(s)\n" * 2
+    assert capsys.readouterr().out == "sound: 1 shard(s), 5 documents, 1 of them again (20.00%)\n" * 2
 
 
 @pytest.mark.parametrize(
