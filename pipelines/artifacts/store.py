@@ -39,7 +39,7 @@ from pipelines.artifacts.s3_answers import (
     sound,
     status_of,
 )
-from pipelines.artifacts.traffic import count
+from pipelines.artifacts.traffic import count, count_request
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import (
@@ -439,9 +439,11 @@ def client_from_environment(uri: str, time_limit_s: float) -> Any:
     )
     try:
         # A session of our own: two threads must not build boto3's default session at once.
-        return boto3.session.Session().client("s3", config=config)
+        client = boto3.session.Session().client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
         raise UserError(f"{uri}: {error}; correct the AWS_* environment or ~/.aws/config") from error
+    client.meta.events.register("before-send.s3", count_request)
+    return client
 
 
 def _body(answer: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""The bytes that the processes of this machine exchange with buckets: clouds bill them.
+"""The bytes that the processes of this machine exchange with buckets, and their requests: clouds bill both.
 
 Every process counts in a file of its own in one folder, which SKYTRAIN_TRAFFIC names to child processes. The file is
 mapped into memory, so a killed process takes no byte of the bill with it.
@@ -12,42 +12,44 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add, sub
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 FOLDER = "SKYTRAIN_TRAFFIC"
-NUMBERS = struct.Struct("<QQ")
+NUMBERS = struct.Struct("<QQQQ")
 GB = 1 << 30  # as clouds bill it
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of bodies, without headers, with those of repeated requests."""
+    """Bytes of bodies, without headers, and requests; with those of repeated requests."""
 
-    sent: int = 0  # to buckets
-    received: int = 0  # from buckets
+    sent: int = 0  # bytes to buckets
+    received: int = 0  # bytes from buckets
+    writes: int = 0  # requests that write or list
+    reads: int = 0  # requests that read
 
     def __add__(self, other: Self) -> "Traffic":
-        return Traffic(self.sent + other.sent, self.received + other.received)
+        return Traffic(*map(add, astuple(self), astuple(other)))
 
     def __sub__(self, other: Self) -> "Traffic":
-        return Traffic(self.sent - other.sent, self.received - other.received)
+        return Traffic(*map(sub, astuple(self), astuple(other)))
 
 
 class _Counter:
-    """The bytes of this process; in its file, if there is a folder that takes one."""
+    """The traffic of this process; in its file, if there is a folder that takes one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: mmap.mmap | bytearray = bytearray(NUMBERS.size)
         self._place: tuple[str, int] | None = None  # the folder and the process of `_numbers`
 
-    def add(self, sent: int, received: int) -> None:
+    def add(self, more: Traffic) -> None:
         with self._lock:
             self._settle()
-            before = Traffic(*NUMBERS.unpack_from(self._numbers))
-            NUMBERS.pack_into(self._numbers, 0, before.sent + sent, before.received + received)
+            NUMBERS.pack_into(self._numbers, 0, *astuple(Traffic(*NUMBERS.unpack_from(self._numbers)) + more))
 
     def read(self) -> Traffic:
         with self._lock:
@@ -71,11 +73,20 @@ _counter = _Counter()
 
 def count(sent: int = 0, received: int = 0) -> None:
     """Count bytes of this process."""
-    _counter.add(sent, received)
+    _counter.add(Traffic(sent, received))
+
+
+def count_request(event_name: str, **_: Any) -> None:
+    """Count a request of this process, by boto3's event before it is sent. Clouds ask nothing for removals."""
+    operation = event_name.rpartition(".")[2]
+    if operation.startswith(("Get", "Head")):
+        _counter.add(Traffic(reads=1))
+    elif not operation.startswith(("Delete", "Abort")):
+        _counter.add(Traffic(writes=1))
 
 
 def traffic_here() -> Traffic:
-    """The bytes so far of all processes that count in this one's folder; without a folder, those of this process."""
+    """The traffic so far of all processes that count in this one's folder; without a folder, those of this process."""
     own = _counter.read()
     try:
         bodies = [file.read_bytes() for file in Path(os.environ[FOLDER]).iterdir()]

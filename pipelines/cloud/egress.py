@@ -1,4 +1,4 @@
-"""The price of traffic between rented machines and the store.
+"""The price of traffic between rented machines and the store, and of requests to it.
 
 The cloud that the bytes leave charges for them: a machine's cloud for uploads, the bucket's for downloads. Inside a
 region they are free. The price to the internet is SkyPilot's, of the first terabytes of a month; larger volumes are
@@ -23,6 +23,10 @@ BETWEEN_REGIONS = {"aws": 0.02, "gcp": 0.02, "azure": 0.02}
 # Sources, read on 2026-11-23: https://developers.cloudflare.com/r2/pricing/, https://lambda.ai/pricing,
 # https://docs.runpod.io/pods/pricing.
 FREE = ("cloudflare", "lambda", "runpod")
+# Dollars for 1,000 requests that write or list, and for 1,000 that read; removals are free. Standard storage.
+# Sources, read on 2026-11-23: https://aws.amazon.com/s3/pricing/ (us-east-1), https://cloud.google.com/storage/pricing
+# (a single region), https://developers.cloudflare.com/r2/pricing/.
+PER_1000 = {"aws": (0.005, 0.0004), "gcp": (0.005, 0.0004), "cloudflare": (0.0045, 0.00036)}
 HOSTS = {"amazonaws.com": "aws", "storage.googleapis.com": "gcp", "r2.cloudflarestorage.com": "cloudflare"}
 
 
@@ -39,10 +43,12 @@ class Place:
 
 @dataclass(frozen=True)
 class TrafficPrice:
-    """Dollars a GB between a machine and the store; None: unknown."""
+    """Dollars a GB between a machine and the store, and for 1,000 requests to it; None: unknown."""
 
     sent: float | None
     received: float | None
+    writes: float | None = None
+    reads: float | None = None
 
 
 def place_of(store: Store) -> Place | None:
@@ -63,7 +69,9 @@ def traffic_price(machine: Place, store: Place | None) -> TrafficPrice:
     """The price of bytes from a machine to the bucket at `store`, and back; unknown without a bucket."""
     if store is None:
         return TrafficPrice(None, None)
-    return TrafficPrice(usd_per_gb(machine, store), usd_per_gb(store, machine))
+    return TrafficPrice(
+        usd_per_gb(machine, store), usd_per_gb(store, machine), *PER_1000.get(store.cloud or "", (None, None))
+    )
 
 
 def usd_per_gb(origin: Place, target: Place) -> float | None:

@@ -4,7 +4,8 @@
 `billing_here` finds the rows that fit this machine. A price that it can't find is unknown, and never counts as 0.
 
 SKYTRAIN_PRICES: a JSON list of {cloud, region, zone, instance, spot, usd_per_hour, on_demand_usd_per_hour,
-accelerators, usd_per_gb_sent, usd_per_gb_received}. Null or no value in one of the first five fits every machine.
+accelerators, usd_per_gb_sent, usd_per_gb_received, usd_per_1000_writes, usd_per_1000_reads}. Null or no value in one of
+the first five fits every machine.
 """
 
 import json
@@ -21,7 +22,7 @@ from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
 
 IDENTITY = ("cloud", "region", "zone", "instance", "spot")  # the fields of a row that identify a machine
-TRAFFIC = ("usd_per_gb_sent", "usd_per_gb_received")
+TRAFFIC = ("usd_per_gb_sent", "usd_per_gb_received", "usd_per_1000_writes", "usd_per_1000_reads")
 METADATA: dict[str, Callable[[Metadata], NoticeSource]] = {"aws": Ec2, "gcp": Gce, "azure": Azure}
 TRIES = 3  # the cost of a whole attempt depends on the answer
 
@@ -40,6 +41,8 @@ class PriceRow:
     accelerators: str | None = None  # "H100:8"; None: no GPU
     usd_per_gb_sent: float | None = None  # dollars of traffic to the store; None: unknown
     usd_per_gb_received: float | None = None
+    usd_per_1000_writes: float | None = None  # dollars of requests to the store
+    usd_per_1000_reads: float | None = None
 
     @property
     def gpus(self) -> int:

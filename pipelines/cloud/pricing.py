@@ -178,7 +178,8 @@ def with_prices(job: ManagedJob, request: LaunchRequest, report: Report, place: 
 def with_traffic(row: PriceRow, store: Place | None) -> PriceRow:
     """A row with the price of traffic between its machine and the store."""
     price = traffic_price(Place(row.cloud, row.region), store)
-    return replace(row, usd_per_gb_sent=price.sent, usd_per_gb_received=price.received)
+    row = replace(row, usd_per_gb_sent=price.sent, usd_per_gb_received=price.received)
+    return replace(row, usd_per_1000_writes=price.writes, usd_per_1000_reads=price.reads)
 
 
 def lowest_price(machine: MachineRequest) -> float:

@@ -144,8 +144,8 @@ def message_to_json(message: Message) -> bytes:
 def message_from_json(body: bytes) -> Message:
     """ValueError or TypeError for anything that `message_to_json` does not write."""
     match json.loads(body):
-        case {"sent": int(sent), "received": int(received)}:
-            return KeepAlive(Traffic(sent, received))
+        case {"sent": int(sent), "received": int(received), "writes": int(writes), "reads": int(reads)}:
+            return KeepAlive(Traffic(sent, received, writes, reads))
         case {"node": int(node), "run": str(run), "processes": int(processes), "host": str(host)}:
             return Hello(node, run, processes, host)
         case {"died": int(node), "run": str(run), "cause": str(cause)}:

@@ -63,9 +63,10 @@ def print_bill(account: Account, began: Beginning | None = None) -> None:
 
 
 def traffic_text(traffic: TrafficCost) -> str:
-    """The bytes between the machines and the store, and their price."""
+    """The bytes and requests between the machines and the store, and their price."""
     text = f"{traffic.usd:,.2f} dollars of traffic" if traffic.unpriced_bytes == 0 else "traffic"
     text += f": {traffic.sent_bytes / GB:,.2f} GB to the store, {traffic.received_bytes / GB:,.2f} GB from it"
+    text += f", {traffic.requests:,} requests" if traffic.requests else ""
     if traffic.unpriced_bytes and traffic.usd:
         return f"{text}; {traffic.usd:,.2f} dollars, without {traffic.unpriced_bytes / GB:,.2f} GB of unknown price"
     return f"{text}; their price is unknown" if traffic.unpriced_bytes else text

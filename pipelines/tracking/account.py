@@ -49,8 +49,9 @@ class TrafficCost:
 
     sent_bytes: int = 0
     received_bytes: int = 0
-    usd: float = 0.0  # of the bytes of known price
+    usd: float = 0.0  # of the bytes and requests of known price
     unpriced_bytes: int = 0  # the bytes of unknown price
+    requests: int = 0  # that write, list or read
 
 
 @dataclass(frozen=True)
@@ -286,15 +287,19 @@ def total_traffic(several: Iterable[TrafficCost]) -> TrafficCost:
         sum(one.received_bytes for one in listed),
         math.fsum(one.usd for one in listed),
         sum(one.unpriced_bytes for one in listed),
+        sum(one.requests for one in listed),
     )
 
 
 def traffic_of(beat: Heartbeat) -> TrafficCost:
-    """The bytes of an attempt between its machines and the store, by its last heartbeat."""
-    sent, received = beat.progress.bytes_sent or 0, beat.progress.bytes_received or 0
-    priced = [(sent, beat.machine.usd_per_gb_sent), (received, beat.machine.usd_per_gb_received)]
+    """The traffic of an attempt between its machines and the store, by its last heartbeat."""
+    progress, machine = beat.progress, beat.machine
+    sent, received = progress.bytes_sent or 0, progress.bytes_received or 0
+    writes, reads = progress.write_requests or 0, progress.read_requests or 0
+    priced = [(sent, machine.usd_per_gb_sent), (received, machine.usd_per_gb_received)]
     usd = math.fsum(count / GB * price for count, price in priced if price is not None)
-    return TrafficCost(sent, received, usd, sum(count for count, price in priced if price is None))
+    usd += writes / 1000 * (machine.usd_per_1000_writes or 0.0) + reads / 1000 * (machine.usd_per_1000_reads or 0.0)
+    return TrafficCost(sent, received, usd, sum(count for count, price in priced if price is None), writes + reads)
 
 
 def _sums(named: Iterable[tuple[str, Cost]]) -> dict[str, Cost]:

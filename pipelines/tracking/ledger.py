@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.artifacts.traffic import GB, traffic_here
+from pipelines.artifacts.traffic import GB, Traffic, traffic_here
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import StaleAttempt, UserError
@@ -212,8 +212,9 @@ class Attempt:
         key = f"{self.prefix}/attempts/{self.number:04d}/heartbeat.json"
         with self._reporting:
             now, traffic = time.time(), self.traffic() - self._traffic_before
-            if traffic.sent or traffic.received:
+            if traffic != Traffic():
                 self.report(bytes_sent=traffic.sent, bytes_received=traffic.received)
+                self.report(write_requests=traffic.writes, read_requests=traffic.reads)
             self.update(time=now, phases=self.phases(now))
             latest = self.latest
             self.store.put(key, latest.to_json())

@@ -26,6 +26,8 @@ class Machine(Stored):
     cluster: str | None = None  # SkyPilot's name of the cluster
     usd_per_gb_sent: float | None = None  # dollars of traffic from it to the store; None: unknown
     usd_per_gb_received: float | None = None  # dollars of traffic from the store to it
+    usd_per_1000_writes: float | None = None  # dollars of requests to the store that write or list; None: unknown
+    usd_per_1000_reads: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return without_none(asdict(self))
@@ -60,6 +62,8 @@ class Progress(Stored):
     finishing: bool | None = None  # about to create the manifest: gc leaves the files of the artifact alone
     bytes_sent: int | None = None  # to the store, by all processes of its nodes
     bytes_received: int | None = None  # from the store
+    write_requests: int | None = None  # to the store, that write or list
+    read_requests: int | None = None
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
     killed: str | None = None  # the cause, if a signal ended a process of the attempt

@@ -53,9 +53,12 @@ def test_every_body_to_and_from_a_bucket_counts_shown_on_motos_imitation(
     with counted_together():
         s3_store.upload(file, "large")
         s3_store.put("small", b"123")
-        assert traffic_here() == Traffic(sent=size + 3)
+        writes = 1 + 3 + 1 + 1  # begin, three parts, complete; a put
+        assert traffic_here() == Traffic(size + 3, 0, writes, 0)
         s3_store.download("large", tmp_path / "copy")
         assert s3_store.get("small") == b"123" and s3_store.read_into("small", 1, memoryview(bytearray(9))) == 2
         (found,) = s3_store.objects("large")
         s3_store.read(found, 10, 20)
-        assert traffic_here() == Traffic(size + 3, size + 3 + 2 + 20)
+        s3_store.delete("small")
+        # A listing is as dear as a put. Three parts are read, and three other ranges.
+        assert traffic_here() == Traffic(size + 3, size + 3 + 2 + 20, writes + 1, 3 + 3)

@@ -47,6 +47,7 @@ EAST = Place("aws", "us-east-1")
 def test_the_cloud_that_bytes_leave_charges_for_them(origin: Place, target: Place, usd: float | None) -> None:
     assert usd_per_gb(origin, target) == usd
     assert traffic_price(target, origin).received == usd
+    assert traffic_price(origin, target).writes == {"aws": 0.005, "cloudflare": 0.0045}.get(target.cloud or "")
 
 
 def store_at(url: str) -> S3Store:
@@ -69,7 +70,7 @@ def test_the_endpoint_names_the_place_of_a_bucket_shown_with_a_stubbed_answer(tm
 
 
 def test_traffic_is_a_part_of_the_bill_of_every_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = PriceRow(8.0, "gcp", "us-central1", instance="a3", spot=True, usd_per_gb_sent=0.12)
+    row = PriceRow(8.0, "gcp", "us-central1", instance="a3", spot=True, usd_per_gb_sent=0.12, usd_per_1000_writes=0.005)
     monkeypatch.setenv("SKYTRAIN_PRICES", prices_json([row]))
     monkeypatch.setenv("SKYTRAIN_NOTICE", "off")
     monkeypatch.setenv(
@@ -80,12 +81,16 @@ def test_traffic_is_a_part_of_the_bill_of_every_sum(monkeypatch: pytest.MonkeyPa
 
     now = time.time()
     beat = Heartbeat("run", "train", 1, "done", now - 3600, now, billing.price_per_hour, machine=billing.machine)
-    beat = replace(beat, phases={"train": 3600.0}, progress=Progress(bytes_sent=100 * GB, bytes_received=GB))
+    beat = replace(
+        beat,
+        phases={"train": 3600.0},
+        progress=Progress(bytes_sent=100 * GB, bytes_received=GB, write_requests=200_000),
+    )
     read = Heartbeat.from_json(beat.to_json())
     assert read == beat
     bill = account("run", [StoredHeartbeat("train/x", read)])
-    assert bill.total.usd == pytest.approx(8 + 12) and bill.total.hours == pytest.approx(1)
-    assert (bill.traffic.usd, bill.traffic.unpriced_bytes) == (pytest.approx(12), GB)
+    assert bill.total.usd == pytest.approx(8 + 12 + 1) and bill.total.hours == pytest.approx(1)
+    assert (bill.traffic.usd, bill.traffic.unpriced_bytes) == (pytest.approx(12 + 1), GB)
     for sums in (bill.by_stage, bill.by_phase, bill.by_market):
         assert sum(cost.usd for cost in sums.values()) == pytest.approx(bill.total.usd)
     cluster = [Interval("c", 1, now - 7200, now)]

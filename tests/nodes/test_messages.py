@@ -31,7 +31,7 @@ FILE = "rank-00000-of-00001.safetensors"
 @pytest.mark.parametrize(
     ("message", "wire"),
     [
-        (KeepAlive(), {"sent": 0, "received": 0}),
+        (KeepAlive(), {"sent": 0, "received": 0, "writes": 0, "reads": 0}),
         (Hello(1, "tiny-0123", 4, "n1"), {"node": 1, "run": "tiny-0123", "processes": 4, "host": "n1"}),
         (CommandDied(1, "tiny-0123", "killed"), {"died": 1, "run": "tiny-0123", "cause": "killed"}),
         (PartsProgress(500, 100), {"there": 500, "new": 100}),
