@@ -5,28 +5,55 @@ nanoGPT reads a file of torch.save, which is a pickle. This one has nothing but 
 it.
 """
 
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import ZipFile, ZipInfo
 
 from pipelines.formats.weights import Weights, require, same
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FILE = "ckpt.pt"
+FILE, HOLLOW = "ckpt.pt", "ckpt.hollow"  # torch.save names the archive's folder after the file
+LOCAL_HEADER, ALIGNMENT = 30, 64  # bytes: of a zip entry before its name, and of torch's bodies
 HEAD = "lm_head.weight"  # tied to the token embedding, stored once
 
 
 def write(weights: Weights, folder: Path) -> list[Path]:
-    """Write ckpt.pt. The tensors are mapped from the file of the training, except for the token embedding."""
-    import torch
+    """Write ckpt.pt, a tensor at a time: a zip archive with the entries that torch.save gives it.
 
-    state: dict[str, Tensor] = {}
-    for name, tensor in weights.each(torch.float32):
-        state[f"transformer.{name}"] = tensor.clone() if name == "wte.weight" else tensor
+    torch.save first makes the same archive with holes in place of the numbers.
+    """
+    path, hollow, names = folder / FILE, folder / HOLLOW, list(weights.shapes)
+    save_hollow(weights, hollow)
+    with ZipFile(hollow) as entries, path.open("wb") as file, ZipFile(file, "w") as archive:
+        for name in entries.namelist():
+            info, (place, _, number) = ZipInfo(name), name.rpartition("/")
+            # As in torch's archives, an extra field fills the gap before an entry's body.
+            gap = -(file.tell() + LOCAL_HEADER + len(name) + 4) % ALIGNMENT
+            info.extra = struct.pack("<2sH", b"FB", gap) + bytes(gap)
+            if place.endswith("/data"):  # the tensors, in the order of the model
+                archive.writestr(info, weights.tensor(names[int(number)]).contiguous().numpy().data.cast("B"))
+            else:
+                archive.writestr(info, entries.read(name))
+    hollow.unlink()
+    return [path]
+
+
+def save_hollow(weights: Weights, path: Path) -> None:
+    """Save a checkpoint without numbers."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config, state = weights.config, {}
+    with FakeTensorMode():
+        for name, shape in weights.shapes.items():
+            rows = (config.vocab_size, *shape[1:]) if name in config.vocabulary_rows else shape
+            state[f"transformer.{name}"] = torch.empty(rows, dtype=torch.float32)
     state[HEAD] = state["transformer.wte.weight"]
-    torch.save({"model": state, "model_args": model_args(weights)}, folder / FILE)
-    return [folder / FILE]
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save({"model": state, "model_args": model_args(weights)}, path)
 
 
 def model_args(weights: Weights) -> dict[str, Any]:

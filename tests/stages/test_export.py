@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -383,6 +384,18 @@ def test_a_model_of_nanogpts_names_loads_the_checkpoint_and_gives_the_same_logit
     tokens = torch.randint(269, (2, 40), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(theirs(tokens), model(tokens)[..., :269], rtol=0, atol=1e-4)
     assert path.stat().st_size < 1.1 * weights.path.stat().st_size  # the tied head is stored once
+    torch.save(checkpoint, tmp_path / "own.pt")
+    with ZipFile(path) as ours, ZipFile(tmp_path / "own.pt") as own:
+        assert ours.testzip() is None  # sums of torch's own entries
+        assert [name.partition("/")[2] for name in ours.namelist()] == [n.partition("/")[2] for n in own.namelist()]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in mapped(path).values())
+    assert sorted(tmp_path.glob("ckpt*")) == [path]
+
+
+def mapped(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint where they lie in the file, mapped at the begin of a page."""
+    state: dict[str, torch.Tensor] = torch.load(path, mmap=True, weights_only=True)["model"]
+    return state
 
 
 # --- every format
@@ -430,7 +443,7 @@ def test_each_format_has_a_folder_in_the_artifact(tmp_path: Path) -> None:
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from pipelines.formats import hf, llmc
+from pipelines.formats import hf, llmc, nanogpt
 from pipelines.formats.weights import Weights
 from pipelines.text.tokenizer import tokenizer
 from trainer.families.gpt2 import Gpt2Config
@@ -442,7 +455,8 @@ def peak():
 trained, folder = map(Path, sys.argv[1:])
 config = Gpt2Config(n_layer=20, n_head=8, n_embd=512, block_size=32, vocab_size=257)
 before, weights = peak(), Weights(trained, config, tokenizer("bytes"), "tiny")
-hf.write(weights, folder, "bfloat16"), hf.verify(weights, folder, "bfloat16"), llmc.write(weights, folder)
+hf.write(weights, folder, "bfloat16"), hf.verify(weights, folder, "bfloat16")
+llmc.write(weights, folder), nanogpt.write(weights, folder)
 print(peak() - before)
 """
 
