@@ -85,7 +85,7 @@ def fetch_to(store: Store, manifest: Manifest, file: File, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         download_verified(store, key, file, arriving)
         arriving.rename(path)
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+    except (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose another folder") from error
     except OSError as error:
         if is_full(error):

@@ -441,7 +441,7 @@ def vocab_size_of(tokenizer: str) -> int:
         near = difflib.get_close_matches(tokenizer.lower(), VOCAB_SIZES, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         known = " and ".join(VOCAB_SIZES)
-        raise UserError(f"tokens.tokenizer: no tokenizer '{tokenizer}'; {hint}There are {known}")
+        raise UserError(f"tokens.tokenizer: no tokenizer '{tokenizer}'; {hint}there are {known}")
     return VOCAB_SIZES[tokenizer]
 
 

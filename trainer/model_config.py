@@ -27,11 +27,14 @@ class Section(BaseModel):
         return value
 
 
+LAYERS = 10_000  # at most: the names of all tensors are in memory
+
+
 class ModelConfig(Section, ABC):
     """The architecture and its size. The fields of all families; each adds its own (trainer/families/)."""
 
     family: str = Field(default="gpt2", description="Architecture")
-    n_layer: int = Field(ge=1, description="Number of transformer blocks")
+    n_layer: int = Field(ge=1, le=LAYERS, description="Number of transformer blocks")
     n_head: int = Field(ge=1, description="Number of attention heads; must divide n_embd")
     n_embd: int = Field(ge=1, description="Width of the residual stream; a multiple of n_head")
     block_size: int = Field(ge=1, description="Length of a training sequence, T, and of the context [tokens]")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError, cut, shown
 from trainer.families.gpt2 import LAYER, layer_shape
 from trainer.family import SECTIONS, family_in, section_of_hf
-from trainer.model_config import ModelConfig
+from trainer.model_config import LAYERS, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,6 +184,8 @@ def transposed(stored: Stored) -> Stored:
 
 def stored_tensors(path: Path, where: str) -> Iterator[tuple[str, Stored]]:
     """The tensors of a safetensors file by name. UserError if it is truncated, damaged or a pickle."""
+    if not path.is_file():
+        raise UserError(f"{where}: no file; fetch it again")
     refuse_pickle(path, where)
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -258,7 +260,7 @@ def open_llmc(path: Path, where: str) -> WeightsFile:
     if version not in LLMC_DTYPES:
         raise UserError(f"{where}: version {version} of llm.c's format; 3 (float32) and 5 (bfloat16) can be read")
     block_size, vocab_size, layers, heads, c, rows = numbers
-    if min(numbers) < 1 or layers > 10_000 or rows < vocab_size:
+    if min(numbers) < 1 or layers > LAYERS or rows < vocab_size:
         raise UserError(f"{where}: damaged: its header describes no GPT-2 ({numbers})")
     shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, c), "wpe.weight": (block_size, c)}
     for name in LAYER:

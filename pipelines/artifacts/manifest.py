@@ -226,7 +226,10 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
         return manifest
     winner = read_manifest(store, manifest.prefix)
     if winner is None:
-        assert lost, f"{key_of(manifest.prefix)} was removed"
+        if not lost:
+            raise DamagedArtifact(
+                f"{store.uri}/{key_of(manifest.prefix)}: is in the way of a manifest, and is none; remove it"
+            )
         raise StoreUnavailable(f"{store.uri}/{lost[0]}: removed before {key_of(manifest.prefix)} was written")
     return winner
 

@@ -74,11 +74,9 @@ def build(work: Work) -> Built:
     evaluation cannot be had."""
     recipe, cache = work.recipe, work.home / "cache"
     work.clock.enter("download")
-    fetch_inputs(recipe, cache)
+    check_inputs(recipe, cache)
     for source in recipe.evaluate.baselines:
         bring(source, work.store, cache, "evaluate.baselines")
-    if recipe.evaluate.lm_eval:
-        verify_tasks(recipe.evaluate.lm_eval)
     weights = work.fetch("train", "model.safetensors")
     processes = processes_on_this_node(recipe.runtime)
     measured = measured_here(work, weights) if processes == 1 else measured_on_ranks(work, weights, processes)
@@ -89,6 +87,13 @@ def build(work: Work) -> Built:
     path = work.folder / "report.json"
     path.write_text(json.dumps({"run": work.attempt.latest.run, **measured}, indent=1))
     return Built([work.upload(path)], measured)
+
+
+def check_inputs(recipe: Recipe, cache: Path) -> None:
+    """UserError if an item of HellaSwag or CORE cannot be read, or if the harness does not know a task."""
+    fetch_inputs(recipe, cache)
+    if recipe.evaluate.lm_eval:
+        verify_tasks(recipe.evaluate.lm_eval)
 
 
 def measured_here(work: Work, weights: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Memory does not grow with the shards: CHUNK_TOKENS of one file, and the hashes o
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from trainer.shards import Shard
 
+MANIFEST, ATTEMPT = "MANIFEST.json", re.compile(r"a\d{4,}")  # of an artifact, and the folders beside it
 PEEK_TOKENS = 60
 CHUNK_TOKENS = 1 << 22  # that are in memory at a time
 LENGTH_BOUNDS = (16, 64, 256, 1024, 4096, 16_384)  # of the histogram [tokens]
@@ -44,9 +46,11 @@ class ShardContents:
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """The shard of a path, or all of a folder in order. UserError without any."""
+    """The shard of a path, or all of a folder in order: those that lie there, and those that the manifest of an
+    artifact names. UserError without any."""
     if path.is_dir():
-        paths = sorted(p for p in path.glob("*.bin") if p.is_file())
+        here = {p for p in path.glob("*.bin") if p.is_file()}
+        paths = sorted(here | {p for p in digests_by_manifest(path) if p.suffix == ".bin"})
         if not paths:
             raise UserError(f"{path}: contains no .bin shards; name a shard, or a folder with shards")
         return paths
@@ -171,30 +175,43 @@ def contents_of_all(
     """The contents of shards, in order; a file that is no sound shard has its fault instead of contents."""
     for path in paths:
         try:
+            if not path.exists():
+                raise UserError("missing, and its MANIFEST.json names it; run tokenize again")
             yield contents_of(path, encoding, documents)
         except UserError as error:
             yield ShardContents(path, 0, 0, False, 0, "", (str(error).removeprefix(f"{path}: "),))
 
 
 def faults_by_manifest(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
-    """The shards whose sha256 is not that of the MANIFEST.json in their folder, or that it does not name.
+    """The shards whose sha256 is not that of their MANIFEST.json, or that it does not name.
 
     UserError for a manifest that cannot be read. Without a manifest there is nothing to compare with.
     """
     for folder in sorted({path.parent for path in paths}):
-        manifest = folder / "MANIFEST.json"
-        if not manifest.is_file():
-            continue
-        try:
-            named = {file["name"]: file["sha256"] for file in json.loads(manifest.read_bytes())["files"]}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"{manifest}: not a manifest ({type(error).__name__}); remove it or bring it again"
-            ) from error
+        named = digests_by_manifest(folder)
         for path in paths:
-            if path.parent != folder:
+            if path.parent != folder or not path.is_file():
                 continue
-            if path.name not in named:
-                yield path, "MANIFEST.json does not name it"
-            elif sha256_of(path) != named[path.name]:
+            if path in named and sha256_of(path) != named[path]:
                 yield path, "its sha256 is not that of MANIFEST.json"
+            elif path not in named and (named or (folder / MANIFEST).is_file()):
+                yield path, "MANIFEST.json does not name it"
+
+
+def digests_by_manifest(folder: Path) -> dict[Path, str]:
+    """The sha256 of each file that a MANIFEST.json names: the one in the folder, whose files lie beside it or, in a
+    store, in the folders of attempts; or the one above such a folder. UserError if it cannot be read."""
+    own = (folder / MANIFEST).is_file()
+    manifest = (folder if own else folder.parent) / MANIFEST
+    if not own and not (ATTEMPT.fullmatch(folder.name) and manifest.is_file()):
+        return {}
+    try:
+        # Shards elsewhere (`at`) belong to another artifact.
+        files = [file for file in json.loads(manifest.read_bytes())["files"] if not file.get("at")]
+        stored = {manifest.parent / file.get("key", file["name"]): file["sha256"] for file in files}
+        beside = {folder / file["name"]: file["sha256"] for file in files}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{manifest}: not a manifest ({type(error).__name__}); remove it or bring it again") from error
+    if own:
+        return stored if any(path.parent.is_dir() for path in stored if path.parent != folder) else beside
+    return {path: digest for path, digest in stored.items() if path.parent == folder}

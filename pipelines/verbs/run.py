@@ -4,7 +4,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,7 +82,6 @@ def run(
     from pipelines.show.card import print_card
     from pipelines.show.console import TerminalScreen
     from pipelines.stage import STAGES, check_export, missing, run_name
-    from pipelines.stages.export import check_packages
     from trainer.process import StopSignal
 
     if exited is not None and not 128 < exited <= 192:
@@ -98,8 +97,7 @@ def run(
             sys.exit(0)  # the head's exit code counts
         raise after_signal(exited - 128, opened, plans, stage, price_per_hour, unless_stopped)
     writable_home()
-    if stage == "export" and loaded.export.other_formats and missing(opened, plans, stage):
-        check_packages(loaded.export.other_formats)  # before hours of training
+    refuse_what_ends_late(loaded, lambda: missing(opened, plans, stage), launched=unless_stopped or bool(node.rank))
     if not unless_stopped:  # a managed job: its user has seen the plan
         refuse_a_long_run(recipe, loaded, plans, opened, stage, node.count, screen, yes)
     apply_stop_request(opened, run_name(plans), unless_stopped)
@@ -139,6 +137,21 @@ def load(
         if unless_stopped:  # otherwise the job would rent such a machine again and again
             raise UserError(f"{error}; this machine has never reached it") from error
         raise
+
+
+def refuse_what_ends_late(recipe: "Recipe", missing: Callable[[], list[str]], launched: bool) -> None:
+    """UserError, before hours of training, for an input or a package that evaluate or export would refuse after it.
+    `launch` has checked the inputs before it rented a machine."""
+    from pipelines.stages.evaluate import check_inputs
+    from pipelines.stages.export import check_packages
+
+    formats, of = recipe.export.other_formats, recipe.evaluate
+    inputs = not launched and bool(of.hellaswag or of.core or of.lm_eval)
+    todo = missing() if formats or inputs else []
+    if "export" in todo:
+        check_packages(formats)
+    if inputs and {"train", "evaluate"} <= set(todo):
+        check_inputs(recipe, home() / "cache")
 
 
 def refuse_a_long_run(

@@ -28,8 +28,8 @@ def inspect(paths: Paths, tokenizer: Tokenizer = "gpt2", as_json: Json = False) 
     from pipelines.text.inspect import Documents, contents_of_all, shard_paths
     from pipelines.text.tokenizer import named_tokenizer
 
-    encoding, documents = named_tokenizer(tokenizer), Documents()
-    found = list(contents_of_all((shard for path in paths for shard in shard_paths(path)), encoding, documents))
+    named, documents = [shard for path in paths for shard in shard_paths(path)], Documents()
+    found = list(contents_of_all(named, named_tokenizer(tokenizer), documents))
     faults = [(str(shard.path), fault) for shard in found for fault in shard.faults]
     if as_json:
         rows = [
@@ -58,7 +58,7 @@ def inspect(paths: Paths, tokenizer: Tokenizer = "gpt2", as_json: Json = False) 
 
 @shards_app.command()
 def verify(paths: Paths, tokenizer: Tokenizer = "gpt2") -> None:
-    """Verify header, size, ids and documents, and sha256 by a MANIFEST.json beside them: exit 1 if one is wrong.
+    """Verify header, size, ids and documents, and sha256 by their MANIFEST.json: exit 1 if one is wrong.
 
     It counts equal documents too, which are no fault. Memory as for inspect.
     """
@@ -67,9 +67,8 @@ def verify(paths: Paths, tokenizer: Tokenizer = "gpt2") -> None:
     from pipelines.text.inspect import Documents, contents_of_all, faults_by_manifest, shard_paths
     from pipelines.text.tokenizer import named_tokenizer
 
-    encoding, documents = named_tokenizer(tokenizer), Documents()
-    found = [shard for path in paths for shard in shard_paths(path)]
-    contents = contents_of_all(found, encoding, documents)
+    found, documents = [shard for path in paths for shard in shard_paths(path)], Documents()
+    contents = contents_of_all(found, named_tokenizer(tokenizer), documents)
     faults = [(str(one.path), fault) for one in contents for fault in one.faults]
     faults += [(str(path), fault) for path, fault in faults_by_manifest(found)]
     print_faults(faults)

@@ -116,6 +116,13 @@ def test_no_manifest_names_a_file_that_the_store_lost(store: Store, tmp_path: Pa
     assert commit(store, manifest_of(PLAN, (file,))) == other
 
 
+def test_a_folder_in_the_place_of_a_manifest_is_named(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.path_of(f"{PLAN.prefix}/MANIFEST.json").mkdir(parents=True)
+    with pytest.raises(DamagedArtifact, match="MANIFEST.json: is in the way of a manifest, and is none; remove it"):
+        commit(store, manifest_of(PLAN))
+
+
 def test_attempts_never_overwrite_each_others_files(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     for attempt in (1, 2):

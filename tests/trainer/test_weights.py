@@ -161,6 +161,9 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
             assert "truncated" in complaint(hf if path.suffix == ".safetensors" else path)
     (hf / "model.safetensors").write_bytes(b"")
     assert "no safetensors file" in complaint(hf)
+    (hf / "model.safetensors").unlink()
+    (hf / "model.safetensors").mkdir()
+    assert complaint(hf) == f"{hf}/model.safetensors: no file; fetch it again"
 
 
 def test_a_pickle_is_refused_and_never_loaded(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def test_a_file_of_the_user_is_never_overwritten(store: LocalStore, run: str, tm
     assert files_in(tmp_path / "out") == {"gguf/a-q8_0.gguf": b"9"}
     with pytest.raises(UserError, match=r"out/.*: cannot be written \(File exists\); choose another folder"):
         list(pull_run(store, run, mine, "hf"))
+    with pytest.raises(UserError, match=r"/proc/.*: cannot be written \(No such file.*; choose another folder"):
+        list(pull_run(store, run, Path("/proc/out"), "hf"))
 
 
 def test_a_damaged_file_never_gets_its_name(store: LocalStore, run: str, tmp_path: Path) -> None:

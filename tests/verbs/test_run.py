@@ -1,10 +1,17 @@
-"""`skytrain run` is on the bill before it does anything that takes long."""
+"""`skytrain run` is on the bill before it does anything that takes long, and refuses in time."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from core_bundle import make_bundle
 from pipeline_runs import Project
+
+from pipelines.recipe import load_recipe
+from pipelines.stage import STAGES
+from pipelines.verbs.run import refuse_what_ends_late
+from trainer.errors import UserError
 
 HEAVY = ("torch", "numpy", "boto3", "mlflow", "sky", "datasets", "pipelines.cloud.plan", "pipelines.bench.measurements")
 AT_THE_FIRST_HEARTBEAT = f"""
@@ -31,3 +38,18 @@ def test_the_first_heartbeat_of_a_job_waits_for_no_heavy_import(tmp_path: Path) 
         timeout=60,
     )
     assert done.stdout.split() == ["1"], done.stdout + done.stderr
+
+
+def test_inputs_that_evaluate_cannot_read_are_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path / "home"))
+    bundle, items = make_bundle(tmp_path / "core"), tmp_path / "hellaswag.jsonl"
+    for path in (bundle / "eval_data" / "all" / "copa.jsonl", items):
+        path.write_text("no item\n")
+    for field, path in (("core", bundle), ("hellaswag", items)):
+        recipe = load_recipe("smoke", [f"evaluate.{field}={path}"])
+        with pytest.raises(UserError, match=r"copa.jsonl: line 1|hellaswag.jsonl: not a jsonl file"):
+            refuse_what_ends_late(recipe, lambda: list(STAGES), launched=False)
+        refuse_what_ends_late(recipe, lambda: list(STAGES), launched=True)
+        refuse_what_ends_late(recipe, lambda: ["evaluate", "export"], launched=False)

@@ -114,10 +114,30 @@ def test_a_wrong_shard_is_named_with_its_fault_and_exit_code_1(
     assert message in " ".join(shown.split()) and path.name in "".join(shown.split())
 
 
+def test_the_shards_of_an_artifact_in_a_store_are_verified_by_its_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a0001").mkdir()
+    artifact, first = tmp_path, write(tmp_path / "a0001" / "train_000000.bin", [256, 65, 66])
+    file = {"name": first.name, "key": f"a0001/{first.name}", "sha256": sha256_of(first)}
+    (artifact / "MANIFEST.json").write_text(json.dumps({"files": [file]}))
+    verify([artifact], "bytes")
+    assert capsys.readouterr().out.startswith("sound: 1 shard(s), 1 document")
+    write(first, [256, 65, 67])
+    for path in (artifact, first.parent, first):
+        with pytest.raises(typer.Exit):
+            verify([path], "bytes")
+        assert "its sha256 is not that of MANIFEST.json" in " ".join(capsys.readouterr().out.split())
+    first.unlink()
+    with pytest.raises(typer.Exit):
+        verify([artifact], "bytes")
+    assert "missing, and its MANIFEST.json names it" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("name", ["missing", "."])
 def test_a_path_without_shards_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="name a shard, or a folder with shards"):
-        verify([tmp_path / name], "bytes")
+        verify([tmp_path / name], "no tokenizer")
 
 
 def test_a_manifest_that_cannot_be_read_is_refused(shards: Path) -> None:
