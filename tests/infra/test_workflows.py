@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,11 @@ def test_the_workflows_keep_githubs_schema_and_their_scripts_parse() -> None:
             done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=60, check=False)
             assert done.returncode == 0, f"{workflow.name}: {name}: {done.stderr}"
             assert "${{ inputs" not in script, f"{workflow.name}: {name}: an input in a script can be a command"
+
+
+def test_every_action_is_pinned_by_its_commit_because_a_tag_can_be_moved() -> None:
+    used = [line for workflow in WORKFLOWS for line in workflow.read_text().splitlines() if "uses:" in line]
+    assert used and all(re.search(r"uses: [\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+$", line) for line in used)
 
 
 def test_the_workflow_that_launches_has_no_keys_and_a_budget() -> None:
