@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, Beginning, Manifest, differences, find, read_manifest
-from pipelines.recipe import Recipe, load_recipe, shipped
+from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.text.amounts import SourcePlan, sources_planned
 from pipelines.tracking.ledger import GC, attempts
@@ -14,10 +14,6 @@ from pipelines.tracking.origins import beginning_of
 from pipelines.tracking.records import without_none
 from trainer.amounts import val_share, val_tokens, validations
 from trainer.store import Store
-
-# The node of `skytrain recipes`: 8xH100 at half of their dense bf16 peak, at Lambda's on-demand price.
-# Sources: NVIDIA's data sheet for the peak; SkyPilot's catalog, read 2026-11, for the price.
-NODE_FLOPS, ASSUMED_MFU, NODE_USD_PER_HOUR = 8 * 989e12, 0.50, 31.92
 
 
 @dataclass(frozen=True)
@@ -76,18 +72,6 @@ class RunPlan:
         stages = {name: stage.to_json() for name, stage in self.stages.items()}
         began = self.began and asdict(self.began)
         return vars(self) | {"stages": stages, "text": self.text and asdict(self.text), "began": began}
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The training of a shipped recipe on one 8xH100 node."""
-
-    recipe: str
-    parameters: int
-    tokens: int
-    flops: float
-    node_hours: float
-    usd: float
 
 
 def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | None = None) -> RunPlan:
@@ -159,17 +143,6 @@ def nearest_sibling(store: Store, plan: ArtifactPlan) -> tuple[Manifest | None, 
     siblings = [manifest for manifest in found if manifest.label == plan.label]
     compared = [(m, differences(plan.identity, m.identity)) for m in siblings]
     return min(compared, key=lambda pair: len(pair[1]), default=(None, {}))
-
-
-def shipped_estimates() -> list[Estimate]:
-    """Size, tokens, FLOPs, hours and dollars of each shipped recipe."""
-    estimates = []
-    for name in shipped():
-        recipe = load_recipe(name)
-        hours = recipe.train_flops / (NODE_FLOPS * ASSUMED_MFU) / 3600
-        size = recipe.model.parameters, recipe.train_tokens, recipe.train_flops
-        estimates.append(Estimate(name, *size, hours, hours * NODE_USD_PER_HOUR))
-    return estimates
 
 
 def shortened(value: Any) -> str:

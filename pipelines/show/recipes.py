@@ -4,23 +4,29 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from pipelines.plan import ASSUMED_MFU, NODE_USD_PER_HOUR, Estimate
+from pipelines.cloud.shipped import NODE_USD_PER_HOUR, ShippedRecipe
 from pipelines.show.console import console
 
 
-def print_recipes(estimates: Iterable[Estimate]) -> None:
-    table = Table("recipe", "parameters", "tokens", "FLOPs", "time", "dollars", box=None, pad_edge=False)
-    for estimate in estimates:
+def print_recipes(recipes: Iterable[ShippedRecipe]) -> None:
+    table = Table("recipe", "parameters", "tokens", "FLOPs", "time, $", "in fp8_head", box=None, pad_edge=False)
+    for one in recipes:
         table.add_row(
-            estimate.recipe,
-            f"{estimate.parameters / 1e6:,.1f}M",
-            f"{estimate.tokens / 1e9:,.2f}B",
-            f"{estimate.flops:.1e}",
-            f"{estimate.node_hours:,.1f} h" if estimate.node_hours >= 1 else f"{60 * estimate.node_hours:,.0f} min",
-            f"{estimate.usd:,.0f}",
+            one.recipe,
+            f"{one.parameters / 1e6:,.1f}M",
+            f"{one.tokens / 1e9:,.2f}B",
+            f"{one.flops:.1e}",
+            cost(one.node_hours, one.usd),
+            cost(one.fp8_head_node_hours, one.fp8_head_usd),
         )
     console().print(table)
     console().print(
-        f"[dim]time = tokens x (6N + 12·L·C·T) / (8 x 989 TFLOP/s x {ASSUMED_MFU:.0%} MFU, assumed) on 8xH100; "
-        f"dollars at ${NODE_USD_PER_HOUR}/h[/]"
+        f"[dim]time and dollars: training alone on 8xH100 at ${NODE_USD_PER_HOUR}/h, by the speeds in "
+        f"docs/measurements.md; `plan RECIPE --cloud` has the whole run[/]"
     )
+
+
+def cost(hours: float, usd: float) -> str:
+    """ "4.8 min, 2.53" or "17.1 h, 544"."""
+    time = f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:,.1f} min"
+    return f"{time}, {usd:,.0f}" if usd >= 100 else f"{time}, {usd:,.2f}"
