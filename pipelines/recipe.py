@@ -179,6 +179,11 @@ class TokensConfig(Section):
         return " + ".join(f"{share:.0%} {one.named}" for share, one in zip(shares, self.each(), strict=True))
 
     @property
+    def streams(self) -> int:
+        """The number of nodes that can make tokens at once: the parts of all texts that are not adopted."""
+        return sum(one.parts for one in self.each() if not one.adopts)
+
+    @property
     def weights(self) -> tuple[float, ...]:
         """Of the sources of a mixture; none of a single text."""
         return tuple(one.weight for one in self.sources or ())

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,8 @@ from pipelines.nodes.ranks import kill_ranks, result_of_ranks, start_torchrun, w
 from pipelines.nodes.results import NodeResult, kind_and_message
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
-from pipelines.text.parts import PartsJob, make_parts, parts_in_order
+from pipelines.text.mixture import texts_of
+from pipelines.text.parts import PartsJob, PartsProgress, make_parts, parts_in_order
 from trainer.errors import Interrupted
 from trainer.process import StopSignal
 from trainer.store import Store
@@ -71,7 +72,7 @@ def run_worker(
     `standby` machine has no GPUs and starts no ranks. `head_recorded_death` tells, once the head is gone,
     whether its machine lives and gives the exit code.
     """
-    shared = [plans["tokenize"]] if recipe.tokens.parts > 1 else []
+    shared = [plans["tokenize"]] if recipe.tokens.streams > 1 else []
     if until != "tokenize":
         shared.append(plans["train"])
 
@@ -186,25 +187,31 @@ class Worker:
             self.parts.leave()
 
     def _make_parts(self, request: MakeParts) -> "Parts":
-        plan, config = self.plans["tokenize"], self.recipe.tokens
-        folder = self._fresh_folder(plan, request.attempt)
+        rank, nodes = self.address.rank, self.address.count
+        folder = self._fresh_folder(self.plans["tokenize"], request.attempt)
 
-        def job(check: Callable[[], None]) -> PartsJob:
-            return PartsJob(
-                config,
-                plan,
-                self.store,
-                parts_in_order(self.address.rank, self.address.count, config.parts),
-                folder,
-                partial(upload, self.store, plan.prefix, request.attempt),
-                check,
-                self.screen.note,
-                row_tokens=self.recipe.row_tokens,
-                attempt=request.attempt,
-                waits=False,
-            )
+        def jobs(check: Callable[[], None]) -> Iterator[PartsJob]:
+            texts = texts_of(self.recipe, self.plans["tokenize"])
+            first = rank % len(texts)
+            for recipe, plan in [*texts[first:], *texts[:first]]:
+                if recipe.tokens.adopts or find(self.store, plan):
+                    continue
+                yield PartsJob(
+                    recipe.tokens,
+                    plan,
+                    self.store,
+                    parts_in_order(rank, nodes, recipe.tokens.parts),
+                    folder,
+                    partial(upload, self.store, plan.prefix, request.attempt),
+                    check,
+                    self.screen.note,
+                    row_tokens=recipe.row_tokens,
+                    attempt=request.attempt,
+                    waits=False,
+                    shared=True,
+                )
 
-        return Parts(self.address.rank, request.round, job, self.connection)
+        return Parts(rank, request.round, folder, jobs, self.connection)
 
     def _start_ranks(self, request: StartRanks) -> Ranks:
         forget_kept(kept_store(self.home, self.store), request.spec.prefix)  # it is committed, or of no use
@@ -249,15 +256,21 @@ class Worker:
 
 
 class Parts:
-    """This node's parts of the text. A thread makes them, so that the node handles messages of the head meanwhile."""
+    """This node's parts of the text, or of each text of a mixture. A thread makes them, so that the node handles
+    messages of the head meanwhile."""
 
     def __init__(
-        self, node: int, round_: int, job: Callable[[Callable[[], None]], PartsJob], connection: NodeConnection
+        self,
+        node: int,
+        round_: int,
+        folder: Path,
+        jobs: Callable[[Callable[[], None]], Iterator[PartsJob]],
+        connection: NodeConnection,
     ) -> None:
-        self.node, self.round, self.connection = node, round_, connection
+        self.node, self.round, self.folder, self.connection = node, round_, folder, connection
         self.made = threading.Event()  # as far as this node can make them
         self._leaving = threading.Event()
-        self.job = job(self._check)
+        self._jobs = jobs(self._check)
         # A daemon thread: a slow source of text must not delay the exit of the node.
         self._thread = threading.Thread(target=self._make, daemon=True, name="parts")
         self._thread.start()
@@ -266,7 +279,7 @@ class Parts:
         """Stop where the next attempt can resume."""
         self._leaving.set()
         self._thread.join(PARTS_SECONDS)
-        shutil.rmtree(self.job.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _check(self) -> None:
         if self._leaving.is_set():
@@ -274,11 +287,15 @@ class Parts:
 
     def _make(self) -> None:
         result = NodeResult(self.node)
+        before = progress = PartsProgress(0, 0)
         try:
-            for progress in make_parts(self.job):
-                self.connection.send(progress)
+            for job in self._jobs:
+                for own in make_parts(job):
+                    progress = PartsProgress(before.stored + own.stored, before.new + own.new)
+                    self.connection.send(progress)
+                before = progress
         except Exception as error:  # the head must learn of any error
-            result = NodeResult(self.node, *kind_and_message(error, self.job.folder))
+            result = NodeResult(self.node, *kind_and_message(error, self.folder))
         if not self._leaving.is_set():
             self.connection.send(WorkDone(self.round, result))
         if result.kind is None:

@@ -18,8 +18,8 @@ from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, TokensConfig
 from pipelines.screen import Bar
 from pipelines.stage import Built, Work
-from pipelines.text.adopted import adopted_shards, identity_of_shards, label_of, shards_found
-from pipelines.text.mixture import mixed_facts, mixed_files, recipes_of_sources
+from pipelines.text.adopted import adopted_shards, identity_of_shards, shards_found
+from pipelines.text.mixture import mixed_facts, mixed_files, plan_of_text, recipes_of_sources, texts_of
 from pipelines.text.parts import (
     PartsJob,
     PartsProgress,
@@ -32,7 +32,7 @@ from pipelines.text.parts import (
     parts_in_order,
     rows_in,
 )
-from pipelines.text.sources import open_source, source_identity, source_label
+from pipelines.text.sources import open_source
 from pipelines.text.split import SplitShard, split_text
 from pipelines.text.tokenizer import TOKENIZER_FILE, kept_tokenizer, tokenizer_of
 from pipelines.tracking.ledger import attempts
@@ -44,49 +44,52 @@ POLL_SECONDS = 0.2  # between two checks of the workers' progress
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     """The identity of the tokens. UserError for a text that cannot be read or is not pinned."""
-    t = recipe.tokens
-    if t.sources:
-        made_of = [plan(one, {}).fingerprint for one in recipes_of_sources(recipe)]
-        return ArtifactPlan("tokenize", "mixture", {"stage": "tokenize", "sources": made_of})
-    identity: dict[str, Any]
-    if t.adopts:
-        identity = {"stage": "tokenize", "text": identity_of_shards(t), "tokenizer": t.tokenizer_identity}
-        return ArtifactPlan("tokenize", label_of(t), identity | recipe.packing_identity)
-    identity = {
-        "stage": "tokenize",
-        "text": source_identity(t.source, t.subset, t.revision, t.text_column, parts=t.parts),
-        "tokenizer": t.tokenizer_identity,
-        "shard_tokens": t.shard_tokens,
-        "max_tokens": t.max_tokens,
-        **t.split_identity(),
-        **recipe.packing_identity,
-    }
-    if t.parts > 1:  # a text in one part keeps the fingerprint that it had before parts existed
-        identity["parts"] = t.parts
-    return ArtifactPlan("tokenize", source_label(t.source, t.subset), identity)
+    if not recipe.tokens.sources:
+        return plan_of_text(recipe)
+    made_of = [plan_of_text(one).fingerprint for one in recipes_of_sources(recipe)]
+    return ArtifactPlan("tokenize", "mixture", {"stage": "tokenize", "sources": made_of})
 
 
 def build(work: Work) -> Built:
     """Make the shards on all nodes. UserError for a text that is too small. A node that is gone is replaced by the
     others, before the next stage asks for it."""
-    config = work.recipe.tokens
-    if config.sources:
-        return mix(work)
-    if config.adopts:
-        return adopt(work)
-    forget_removed_artifact(work.store, work.plan)
-    # One part is the head's task alone: it does not wait for the workers.
-    head = work.head if config.parts > 1 else None
+    # A single stream is the head's task alone: it does not wait for the workers.
+    head = work.head if work.recipe.tokens.streams > 1 else None
+    texts = [works_on(work, *text, head) for text in texts_of(work.recipe, work.plan)]
+    for one in texts:
+        if not one.recipe.tokens.adopts:
+            forget_removed_artifact(work.store, one.plan)
     if head:
         head.wait_for_workers(0)
         head.make_parts(work.attempt.number)
     work.clock.enter("tokenize")
-    make_all_parts(work, head)
-    parts = [part for n in range(config.parts) if (part := finished_part(work.store, work.plan, n)) is not None]
-    assert len(parts) == config.parts, f"{work.plan.prefix}/parts/ has {len(parts)} lists of {config.parts}"
-    work.report(tokens=sum(receipt.tokens for part in parts for receipt in part))
+    if work.recipe.tokens.sources:
+        return mix(work, texts, head)
+    (one,) = texts
+    if one.recipe.tokens.adopts:
+        return adopt(one)
+    make_all_parts(one)
     if head:
         head.end_parts()
+    built = finish(one)
+    work.report(tokens=built.facts["tokens"])
+    return built
+
+
+def works_on(work: Work, recipe: Recipe, plan: ArtifactPlan, head: Head | None) -> Work:
+    """The work on one text: all of it, or a source of a mixture."""
+    if plan == work.plan:
+        return replace(work, head=head)
+    if (tokenizer := work.store.get(f"{work.plan.prefix}/{TOKENIZER_FILE}")) is not None:
+        work.store.create(f"{plan.prefix}/{TOKENIZER_FILE}", tokenizer)
+    return replace(work, plan=plan, recipe=recipe, head=head, scratch_of=work.plan)
+
+
+def finish(work: Work) -> Built:
+    """The split and the facts of a text whose parts are finished."""
+    config = work.recipe.tokens
+    parts = [part for n in range(config.parts) if (part := finished_part(work.store, work.plan, n)) is not None]
+    assert len(parts) == config.parts, f"{work.plan.prefix}/parts/ has {len(parts)} lists of {config.parts}"
     eot = tokenizer_of(config, work.store, work.plan.prefix).eot_token
     shards = split_text(
         parts,
@@ -106,26 +109,41 @@ def build(work: Work) -> Built:
     return Built(files, facts | about)
 
 
-def mix(work: Work) -> Built:
-    """The tokens of all sources, each an artifact that other runs find again. This node alone makes them."""
-    recipes = recipes_of_sources(work.recipe)
-    made = [tokens_of_source(work, recipe) for recipe in recipes]
-    assert [one.fingerprint for one in made] == work.plan.identity["sources"], work.plan.prefix
+def mix(work: Work, texts: list[Work], head: Head | None) -> Built:
+    """The tokens of all sources, each an artifact that other runs find again.
+
+    All nodes make parts of all sources. This one makes what it can before it waits for the others.
+    """
+    own = 0
+    for text in texts if head else ():
+        if not text.recipe.tokens.adopts and not find(text.store, text.plan):
+            own += make_all_parts(text, waits=False, before=own)
+    made = [tokens_of_source(text) for text in texts]
+    if head:
+        head.end_parts()
+    names = [text.recipe.tokens.named for text in texts]
+    facts = mixed_facts(made, names)
+    work.report(tokens=facts["tokens"])
     work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, work.recipe.tokens.named)
     files = mixed_files(made) + kept_tokenizer(work.recipe.tokens, work.store, work.plan.prefix)
-    return Built(files, mixed_facts(made, [recipe.tokens.named for recipe in recipes]))
+    return Built(files, facts)
 
 
-def tokens_of_source(work: Work, recipe: Recipe) -> Manifest:
+def tokens_of_source(work: Work) -> Manifest:
     """The artifact of one source of a mixture, found or made. Two mixtures may make it at once: the same bytes."""
-    own = plan(recipe, {})
+    own, named = work.plan, work.recipe.tokens.named
     if made := find(work.store, own):
-        work.screen.note(f"  {own.prefix} exists: {recipe.tokens.named}")
+        work.screen.note(f"  {own.prefix} exists: {named}")
         return made
-    work.screen.note(f"  {own.prefix}: {recipe.tokens.named}")
-    if (tokenizer := work.store.get(f"{work.plan.prefix}/{TOKENIZER_FILE}")) is not None:
-        work.store.create(f"{own.prefix}/{TOKENIZER_FILE}", tokenizer)
-    built = build(replace(work, plan=own, recipe=recipe, head=None, scratch_of=work.plan))
+    work.screen.note(f"  {own.prefix}: {named}")
+    if work.recipe.tokens.adopts:
+        built = adopt(work)
+    else:
+        make_all_parts(work)
+        if made := find(work.store, own):  # of another mixture
+            return made
+        built = finish(work)
+    assert work.scratch_of
     manifest = Manifest(
         stage=own.stage,
         label=own.label,
@@ -133,7 +151,7 @@ def tokens_of_source(work: Work, recipe: Recipe) -> Manifest:
         identity=own.identity,
         inputs={},
         files=tuple(built.files),
-        provenance={"mixture": work.plan.prefix},
+        provenance={"mixture": work.scratch_of.prefix},
         facts=built.facts,
         run=work.attempt.latest.run,
         attempt=work.attempt.number,
@@ -147,7 +165,6 @@ def tokens_of_source(work: Work, recipe: Recipe) -> Manifest:
 def adopt(work: Work) -> Built:
     """Read shards that exist once, and name them in place. UserError for shards that cannot be trained on."""
     recipe, config = work.recipe, work.recipe.tokens
-    work.clock.enter("tokenize")
     if identity_of_shards(config) != work.plan.identity["text"]:
         raise UserError(f"tokens.source: '{config.source}' changed after its artifact was planned; run again")
     encoding = tokenizer_of(config, work.store, work.plan.prefix)
@@ -182,9 +199,13 @@ def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
         forget_receipts(store, plan, max(done))
 
 
-def make_all_parts(work: Work, head: Head | None) -> None:
-    """Make the parts that no other node makes, until all are finished."""
-    config, address = work.recipe.tokens, head.address if head else NodeAddress()
+def make_all_parts(work: Work, waits: bool = True, before: int = 0) -> int:
+    """Make the parts that no other node makes, and wait until all are finished if it `waits`.
+
+    Returns their tokens on this node's account, beside those of its texts `before`.
+    """
+    config, head = work.recipe.tokens, work.head
+    address = head.address if head else NodeAddress()
     size = None if head else size_of_text(config)
     with work.screen.bar("tokenize", config.max_tokens or size) as bar:
         shown = ReadingBar(bar, Reading(), config.max_tokens, size, head.parts_progress if head else list)
@@ -205,12 +226,15 @@ def make_all_parts(work: Work, head: Head | None) -> None:
             shown.reading,
             work.recipe.row_tokens,
             work.attempt.number,
+            waits,
+            head is not None,
         )
 
         def report(own: PartsProgress) -> None:
             progress = [own, *shown.others()]
             speed = sum(one.new for one in progress) / (time.monotonic() - shown.started)
-            work.report(tokens=sum(one.stored for one in progress), tokens_per_second=speed)
+            tokens = max(work.attempt.latest.progress.tokens or 0, before + sum(one.stored for one in progress))
+            work.report(tokens=tokens, tokens_per_second=speed)
 
         own = PartsProgress(0, 0)
         for own in make_parts(job):
@@ -218,6 +242,7 @@ def make_all_parts(work: Work, head: Head | None) -> None:
             report(own)
         check(work)
         shown.end()
+    return own.stored
 
 
 @dataclass

@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipelines.artifacts.manifest import HERE, File, Manifest
+from pipelines.artifacts.manifest import HERE, ArtifactPlan, File, Manifest
 from pipelines.recipe import Recipe
+from pipelines.text.adopted import identity_of_shards, label_of
+from pipelines.text.sources import source_identity, source_label
+from trainer.errors import UserError
 
 SUMS = ("tokens", "train_tokens", "val_tokens", "documents", "cropped_tokens", "invalid_documents")  # facts to add up
 BY_SHARD = ("shards", "max_ids", "rows")
@@ -19,6 +22,44 @@ BY_SHARD = ("shards", "max_ids", "rows")
 def recipes_of_sources(recipe: Recipe) -> list[Recipe]:
     """The recipe with each source of its mixture as the only text."""
     return [recipe.model_copy(update={"tokens": tokens}) for tokens in recipe.tokens.each()]
+
+
+def plan_of_text(recipe: Recipe) -> ArtifactPlan:
+    """The identity of the tokens of one text. UserError for a text that cannot be read or is not pinned."""
+    t = recipe.tokens
+    identity: dict[str, Any]
+    if t.adopts:
+        identity = {"stage": "tokenize", "text": identity_of_shards(t), "tokenizer": t.tokenizer_identity}
+        return ArtifactPlan("tokenize", label_of(t), identity | recipe.packing_identity)
+    identity = {
+        "stage": "tokenize",
+        "text": source_identity(t.source, t.subset, t.revision, t.text_column, parts=t.parts),
+        "tokenizer": t.tokenizer_identity,
+        "shard_tokens": t.shard_tokens,
+        "max_tokens": t.max_tokens,
+        **t.split_identity(),
+        **recipe.packing_identity,
+    }
+    if t.parts > 1:  # a text in one part keeps the fingerprint that it had before parts existed
+        identity["parts"] = t.parts
+    return ArtifactPlan("tokenize", source_label(t.source, t.subset), identity)
+
+
+def texts_of(recipe: Recipe, plan: ArtifactPlan) -> list[tuple[Recipe, ArtifactPlan]]:
+    """Each text of the tokens under `plan` alone, with its own plan: one, or the sources of a mixture.
+
+    UserError for a source that has changed since.
+    """
+    if not recipe.tokens.sources:
+        return [(recipe, plan)]
+    texts = [(one, plan_of_text(one)) for one in recipes_of_sources(recipe)]
+    for (one, own), planned in zip(texts, plan.identity["sources"], strict=True):
+        if own.fingerprint != planned:
+            raise UserError(
+                f"tokens.sources: '{one.tokens.named}' changed after its artifact was planned; run again, and do not "
+                "change a text while it is read"
+            )
+    return texts
 
 
 def mixed_name(source: int, name: str) -> str:

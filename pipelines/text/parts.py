@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pipelines.artifacts.manifest import ArtifactPlan, File
+from pipelines.artifacts.manifest import ArtifactPlan, File, find
 from pipelines.recipe import TokensConfig
 from pipelines.text.encode import EncodersDiffer, encoder_name, token_stream
 from pipelines.text.leases import Lease, PartTaken, take
@@ -102,6 +102,7 @@ class PartsJob:
     row_tokens: int | None = None  # of packed rows, which are counted
     attempt: int = 1
     waits: bool = True  # until all parts are finished; else the node leaves when no part is left for it
+    shared: bool = False  # other nodes look for parts of this text, too; always so for a text in several parts
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
                 stored += sum(receipt.tokens for receipt in receipts)
                 yield PartsProgress(stored, new)
             try:
-                if finished_part(job.store, job.plan, part) is None:
+                # A finished mixture forgets the lists of its sources' parts.
+                if finished_part(job.store, job.plan, part) is None and find(job.store, job.plan) is None:
                     text = text or text_of(job)
                     with closing(make_part(mine, text, part, receipts)) as shards_made:
                         for receipt in shards_made:
@@ -165,8 +167,11 @@ def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
 
 
 def lease_of(job: PartsJob, part: int) -> "Lease | NoLease | None":
-    """The right to work on a part; None while another node works on it. A text in one part is made by one node."""
-    return take(job.store, job.plan.prefix, part, job.attempt, uuid.uuid4().hex) if job.config.parts > 1 else NoLease()
+    """The right to work on a part; None while another node works on it. One node alone makes a text in one part, unless
+    it is a source of a mixture."""
+    if not (job.shared or job.config.parts > 1):
+        return NoLease()
+    return take(job.store, job.plan.prefix, part, job.attempt, uuid.uuid4().hex)
 
 
 class NoLease(nullcontext[None]):

@@ -120,6 +120,31 @@ def test_the_part_of_a_node_that_is_killed_is_taken_over_without_its_finished_sh
 
 
 @pytest.mark.slow
+def test_nodes_share_the_sources_of_a_mixture_and_take_over_that_of_a_killed_one(tmp_path: Path) -> None:
+    tokens = {key: value for key, value in TINY["tokens"].items() if key not in ("source", "max_tokens")}
+    sources = [{"source": f"texts/[{of}].txt", "weight": 1} for of in ("01", "2", "3")]
+    recipe = TINY | {"tokens": tokens | {"sources": sources}}
+    alone = Project(tmp_path / "alone", recipe)
+    alone.run(*TOKENIZE)
+    head, other = several_nodes(tmp_path / "nodes", 2, recipe)
+    (tmp_path / "tokenize").touch()
+    other.environment[DRILL] = str(tmp_path)  # it halts after the first shard of its first source, the second one
+    with other.started(*TOKENIZE) as second, head.started(*TOKENIZE) as first:
+        head.wait_until(lambda: (tmp_path / "tokenize.here").exists() and head.artifacts("tokenize"), first)
+        assert len(head.found("tokens/*/parts/*")) == 1  # the head's second source is the third one
+        other.kill_all(second)
+        _, output = first.communicate(timeout=90)
+    assert first.returncode == 0 and "1 shards exist from an earlier attempt" in output, output
+    made, expected = (
+        next(one for one in project.artifacts("tokenize") if "sources" in one.facts) for project in (head, alone)
+    )
+    assert sums(made) == sums(expected) and made.facts == expected.facts
+    (beat,) = head.heartbeats()
+    assert beat["progress"]["tokens"] == made.facts["tokens"]
+    assert not head.found("tokens/*/parts/*")  # finished sources forget them
+
+
+@pytest.mark.slow
 def test_the_head_reports_the_damaged_text_of_a_worker(tmp_path: Path) -> None:
     lines = PARTS | {"tokens": PARTS["tokens"] | {"source": "texts/*.jsonl", "parts": 2}}
     head, other = several_nodes(tmp_path / "nodes", 2, lines)

@@ -118,7 +118,7 @@ def test_the_bar_of_own_files_moves_within_a_shard_and_ends_full(
         "smoke", [*SMALL, *(f"tokens.{k}={'null' if v is None else v}" for k, v in tokens.items())]
     )
     work.plan = tokenize.plan(work.recipe, {})
-    tokenize.make_all_parts(work, None)
+    tokenize.make_all_parts(work)
     (size,) = screen.totals
     done = [completed for completed, _ in screen.shown]
     assert size == pytest.approx(sum(len(text.encode()) for text in texts), rel=0.1)
