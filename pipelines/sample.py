@@ -11,10 +11,11 @@ from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.text.encode import encode
 from pipelines.text.tokenizer import tokenizer_of
-from pipelines.tracking.runs import Run, read_run
+from pipelines.tracking.runs import Run, key_of, read_run
 from trainer.commits import Commit, DamagedCommit, committed_folders, step_of
 from trainer.errors import NotAFile, UserError
 from trainer.store import Store
+from trainer.weights import open_weights
 
 if TYPE_CHECKING:
     import tiktoken
@@ -184,7 +185,13 @@ def read_weights(store: Store, cache: Path, run: Run, model: "LanguageModel", at
     if manifest and at in (None, run.recipe.train.max_steps):
         from safetensors.torch import load_file
 
-        model.load_state_dict(load_file(fetch(store, manifest.prefix, manifest.file("model.safetensors"), cache)))
+        path = fetch(store, manifest.prefix, manifest.file("model.safetensors"), cache)
+        try:
+            open_weights(path).check(model.config)
+        except UserError as error:
+            where = f"{store.uri}/{key_of(run.name)}"
+            raise UserError(f"{where}: has another model ({error}); run its recipe to write it again") from error
+        model.load_state_dict(load_file(path))
         return None
     folders = committed_folders(store, prefix) if prefix else []
     if not folders:

@@ -133,6 +133,16 @@ def test_a_run_without_weights_and_a_damaged_commit_are_named(
         load_text_model(store, tmp_path / "cache", RUN)
 
 
+def test_a_record_with_another_model_than_the_weights_is_named(store: LocalStore, tmp_path: Path) -> None:
+    text_runs.finish(store, tmp_path, text_runs.speaking_model())
+    path = store.path_of(f"runs/{RUN}.json")
+    values = json.loads(path.read_text())
+    values["recipe"]["model"]["n_layer"] += 1
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=rf"runs/{RUN}.json: has another model \(.*its n_layer is .*write it again"):
+        load_text_model(store, tmp_path / "cache", RUN)
+
+
 # --- the text
 
 
