@@ -289,6 +289,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
             "train: batch_ramp_from is given without batch_ramp_tokens; a ramp needs both, a constant batch neither",
         ),
         ("model.n_head=3", "my.yaml: model: n_embd 128 is not divisible by n_head 3; 126 would be"),
+        ("model.n_layer=1000000000000", "my.yaml: model.n_layer: input should be less than or equal to 10000"),
         (
             "model.vocab_size=256",
             "model.vocab_size 256 is smaller than the 257 ids of tokens.tokenizer 'bytes'; use 257",
