@@ -195,6 +195,41 @@ def test_a_run_stopped_in_its_last_validation_commits_its_steps_and_the_next_com
     assert "val/loss" in run.series[-1] and project.rows_committed() == STEPS
 
 
+SLOW_SAMPLE = """
+import time
+from trainer import sample
+generate = sample.generate
+def slow(*arguments, check, **named):
+    def drawn():
+        with open("drawn", "a") as file:
+            file.write(".")
+        time.sleep(0.1)
+        check()
+    return generate(*arguments, check=drawn, **named)
+sample.generate = slow
+"""
+
+
+@pytest.mark.slow
+def test_an_evaluation_stopped_while_it_samples_draws_no_more_than_a_few_tokens(
+    tmp_path: Path, undisturbed: Callable[[int], Project]
+) -> None:
+    project = undisturbed(1).copy(tmp_path / FOLDER_NAME)
+    (project.folder / "sitecustomize.py").write_text(SLOW_SAMPLE)
+    project.environment["PYTHONPATH"] += os.pathsep + str(project.folder)
+
+    def drawn() -> int:
+        return sum(len(file.read_text()) for file in tmp_path.rglob("drawn"))
+
+    with project.started("run", "tiny.yaml", "--set", "evaluate.val_tokens=2048") as process:
+        project.wait_until(lambda: drawn() >= 3, process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert 3 <= drawn() < 100 and not project.alive()  # of 200, each of a tenth of a second
+    assert len(project.artifacts("evaluate")) == 1  # the undisturbed one
+
+
 @pytest.mark.slow
 def test_a_run_stopped_while_torch_makes_the_graph_of_onnx_ends_and_the_next_command_exports(project: Project) -> None:
     pytest.importorskip("onnxscript", reason="needs onnxscript (pip)")
