@@ -3,35 +3,47 @@
     python -m benchmarks.deadline --traces DIR
 
 Replays recorded spot markets on a grid of about 200 s. (A tick of a finer trace has spot if all its probes have.)
-A run trains 24 h and starts at many points of each trace. Spot costs 30% of the on-demand price. Every second on a
-machine is billed. A changeover takes one tick (3.3 min) or four (13 min). All times are seconds on one clock, costs are
-dollars.
+A run trains 24 h and starts at many points. Spot costs 30% of the on-demand price. Every second on a machine is billed.
+A changeover takes one tick (3.3 min) or four (13 min). All times are seconds on one clock, costs are dollars.
 
 - launched: `launch --deadline`, by the rules of pipelines.cloud.deadline. It takes spot if a poll finds some. Without
   spot it waits on a standby machine at STANDBY of the on-demand price, and polls every ten minutes; a poll that finds
-  nothing takes a changeover (in steps of the grid). When the rules say so, it takes on-demand to the end.
-- alone: the same rules without a standby. Once there is no spot, it takes on-demand to the end.
+  nothing takes a changeover (in steps of the grid). When the rules say so, it takes on-demand to the end. Of several
+  zones with a machine it takes the one of the best score, as `launch` does: pipelines.cloud.estimates has it. The life
+  of a zone's machines is that of this run's ledger.
+- by price: the same, but it takes the zone with the lowest price.
+- alone: launched without a standby. Once there is no spot, it takes on-demand to the end.
 - bound: the cheapest schedule with full knowledge of the future, changeovers included, on the same grid: the shortest
   path through (tick, work left, machine), by dynamic programming.
+
+Markets: one zone at a time; the zones that were recorded at one time, at the same instant; and all zones, each from a
+random point of its record. The records have no prices: zones have one price, or prices that differ by up to SPREAD,
+drawn anew for each run.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import spot_traces
+from benchmarks.spot_traces import Trace
 from pipelines.cloud.deadline import POLL_SECONDS, RETRAINED_SECONDS, DeadlineRules, changeover_seconds
+from pipelines.cloud.estimates import StageWork, usd_per_useful_hour
+from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 
 TICK = 200.0  # about
 HOURS = 24.0
 SPOT, ON_DEMAND = 0.3, 1.0  # dollars an hour: AWS lists p5.48xlarge spot at 30 to 50% of on-demand, p3 at 30%
 SLACKS = (1.1, 1.25, 1.5)  # deadline / work
 CHANGEOVER_TICKS = (1, 4)
-STARTS = 40  # of each trace
+STARTS, STARTS_OF_ALL = 40, 280  # for each deadline and changeover: 1,680 runs over one zone each, and over all zones
+SPREAD = 0.2  # of the price, up and down
+SEGMENT_HOURS = 1 / 60  # between two commits
 UP = RETRAINED_SECONDS / changeover_seconds(installs=True)  # the last part of a changeover: steps are done again
 STANDBY = 0.005  # dollars an hour: a machine of two CPUs costs $0.1, 8 H100s cost $24 to $55
 
@@ -94,13 +106,22 @@ class Launched:
 Choice = Callable[[Race, list[float], list[int], list[int]], int]
 
 
-def first_zone(race: Race, hours: list[float], losses: list[int], zones: list[int]) -> int:
-    return zones[0]
+def by_score(race: Race, hours: list[float], losses: list[int], zones: list[int]) -> int:
+    """The zone with the least expected dollars for a useful hour."""
+    job = StageWork(HOURS, SEGMENT_HOURS, start=race.changeover / 3600)
+
+    def score(zone: int) -> float:
+        between = (PRIOR_SECONDS_BETWEEN_FAILURES / 3600 + hours[zone]) / (1 + losses[zone])
+        return usd_per_useful_hour(job, race.spot_per_hour[zone], between)
+
+    return min(zones, key=score)
 
 
-def replay(
-    policy: Policy, race: Race, available: NDArray[np.bool_], choose: Choice = first_zone
-) -> tuple[float, float]:
+def by_price(race: Race, hours: list[float], losses: list[int], zones: list[int]) -> int:
+    return min(zones, key=lambda zone: race.spot_per_hour[zone])
+
+
+def replay(policy: Policy, race: Race, available: NDArray[np.bool_], choose: Choice = by_score) -> tuple[float, float]:
     """Dollars, and the time of the end. `available`: zones x ticks; after its end there is no spot.
 
     A run keeps its spot machine until that is lost; then any zone may give the next one.
@@ -162,67 +183,87 @@ def bound(race: Race, available: NDArray[np.bool_]) -> float:
     return float(from_none[0][work])
 
 
-def grid(trace: spot_traces.Trace) -> tuple[float, NDArray[np.bool_]]:
+def grid(trace: Trace) -> NDArray[np.bool_]:
     """The trace in ticks of about TICK seconds."""
     available, gap = np.array(trace.available), trace.gap_seconds
     if gap >= TICK:
-        parts = round(gap / TICK)
-        return gap / parts, np.repeat(available, parts)
+        return np.repeat(available, round(gap / TICK))
     together = round(TICK / gap)
-    whole = len(available) // together * together
-    return gap * together, np.all(available[:whole].reshape(-1, together), axis=1)
+    return np.all(available[: len(available) // together * together].reshape(-1, together), axis=1)
+
+
+def drawn(
+    zones: list[Trace], slack: float, change: int, spread: float, starts: int, together: bool = True
+) -> list[tuple[Race, NDArray[np.bool_]]]:
+    """Races and their markets. `together`: the zones at the same instant of their records."""
+    grids, draw = [grid(zone) for zone in zones], random.Random(f"{zones[0].name} {len(zones)}")
+    work = round(HOURS * 3600 / TICK)
+    ticks, found = int(slack * work), []
+    for _ in range(starts):
+        first = draw.randrange(min(map(len, grids)) - ticks)
+        offsets = [first if together else draw.randrange(len(one) - ticks) for one in grids]
+        market = np.stack([one[at : at + ticks] for one, at in zip(grids, offsets, strict=True)])
+        prices = tuple(SPOT * draw.uniform(1 - spread, 1 + spread) for _ in zones)
+        found.append((Race(ticks * TICK, change * TICK, TICK, work * TICK, ON_DEMAND, prices), market))
+    return found
+
+
+WAYS: dict[str, tuple[Callable[[], Policy], Choice]] = {
+    "launched": (Launched, by_score),
+    "by price": (Launched, by_price),
+    "alone": (lambda: Launched(standby=False), by_score),
+}
+
+
+class Tally:
+    """The cost of each run, as a fraction of on-demand only, and the late ones."""
+
+    def __init__(self) -> None:
+        self.least: list[float] = []
+        self.paid: dict[str, list[float]] = {name: [] for name in WAYS}
+        self.late = dict.fromkeys(WAYS, 0)
+
+    def add(self, races: list[tuple[Race, NDArray[np.bool_]]]) -> None:
+        for race, market in races:
+            self.least.append(bound(race, market) / race.on_demand_usd)
+            for name, (policy, choose) in WAYS.items():
+                usd, done = replay(policy(), race, market, choose)
+                self.paid[name].append(usd / race.on_demand_usd)
+                self.late[name] += done > race.deadline + 1e-6
+
+    def __str__(self) -> str:
+        best = float(np.mean(self.least))
+        cells = []
+        for name, usd in self.paid.items():
+            above = sum(one > 1 + 1e-9 for one in usd)
+            mean = float(np.mean(usd))
+            cells.append(f"{mean:8.3f} ({mean / best:5.3f}) [{above:4d} {max(usd):5.3f}]{self.late[name]:3d}")
+        return f"{len(self.least):6d}{best:8.3f}" + "".join(cells)
 
 
 def main() -> None:
     options = spot_traces.arguments(__doc__.splitlines()[0]).parse_args()
     traces = spot_traces.load(options.traces)
-    print(f"mean cost, on-demand only = 1; in brackets: runs of {STARTS} that cost more than 1, and the highest cost\n")
+    print(
+        "mean cost, on-demand only = 1 (relative to the bound) [runs that cost more than 1, the highest cost] late runs"
+    )
+    print(f"{'':52}  runs   bound" + "".join(f"{name:>34}" for name in WAYS))
+    by_time = [list(group) for _, group in groupby(traces, key=lambda trace: trace.name.partition("_")[0])]
     for change in CHANGEOVER_TICKS:
-        everywhere: list[dict[str, list[float]]] = []
-        print(
-            f"changeover {change * TICK / 60:.1f} min; slack{'':31}{'bound':>9}" + "".join(f"{n:>19}" for n in POLICIES)
-        )
-        for slack, trace in product(SLACKS, traces):
-            costs = costs_on(trace, slack, change)
-            print(f"{f'{slack:.2f}   {trace.name} ({trace.share:.0%} spot)':58}{row(costs)}", flush=True)
-            everywhere.append(costs)
-        every = {name: [usd for costs in everywhere for usd in costs[name]] for name in everywhere[0]}
-        print(f"{'all':58}{row(every)}")
-        pairs = list(zip(every["bound"], every["launched"], strict=True))
-        excess = np.mean([usd - best for best, usd in pairs])
-        could = [usd for best, usd in pairs if best < 0.99]
-        cheaper = f"{sum(usd < 1 for usd in could)} of {len(could)} runs in which the bound saves 1%"
-        print(f"launched: {excess:.3f} of the on-demand cost above the bound; cheaper than on-demand in {cheaper}")
-        means = [np.mean(costs["launched"]) for costs in everywhere]
-        print(
-            f"launched: mean cost below 1 in {sum(m < 1 for m in means)} of {len(means)} lines, max {max(means):.3f}\n"
-        )
-
-
-def costs_on(trace: spot_traces.Trace, slack: float, change: int) -> dict[str, list[float]]:
-    """The cost of each policy at each start, as a fraction of on-demand only. Fails if any run is late."""
-    tick, available = grid(trace)
-    work = round(HOURS * 3600 / tick) * tick
-    ticks = int(slack * work / tick)
-    race = Race(ticks * tick, change * tick, tick, work, ON_DEMAND, (SPOT,))
-    costs: dict[str, list[float]] = {name: [] for name in ("bound", *POLICIES)}
-    for start in trace.starts(STARTS, margin=race.deadline + tick):
-        window = available[None, int(start / tick) :][:, :ticks]
-        costs["bound"].append(bound(race, window) / race.on_demand_usd)
-        for name, policy in POLICIES.items():
-            usd, done = replay(policy(), race, window)
-            assert done <= race.deadline + 1e-6, f"{name} is late on {trace.name} from {start:.0f} s"
-            costs[name].append(usd / race.on_demand_usd)
-    return costs
-
-
-def row(costs: dict[str, list[float]]) -> str:
-    above = {name: sum(usd > 1 + 1e-9 for usd in costs[name]) for name in POLICIES}
-    cells = (f"{np.mean(costs[name]):7.3f} [{above[name]:3d} {max(costs[name]):5.3f}]" for name in POLICIES)
-    return f"{np.mean(costs['bound']):9.3f}" + "".join(cells)
-
-
-POLICIES: dict[str, Callable[[], Policy]] = {"launched": Launched, "alone": lambda: Launched(standby=False)}
+        print(f"changeover {change * TICK / 60:.1f} min")
+        every = Tally()
+        for trace in traces:
+            for slack in SLACKS:
+                every.add(drawn([trace], slack, change, 0.0, STARTS))
+        print(f"{'each zone':52}{every}", flush=True)
+        for zones in (*by_time, traces):
+            for spread in (0.0, SPREAD):
+                several = Tally()
+                for slack in SLACKS:
+                    starts = STARTS_OF_ALL if zones is traces else STARTS
+                    several.add(drawn(zones, slack, change, spread, starts, zones is not traces))
+                name = f"{len(zones)} zones from {zones[0].name}, prices ± {spread:.0%}"
+                print(f"{name:52}{several}", flush=True)
 
 
 if __name__ == "__main__":

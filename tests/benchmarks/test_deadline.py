@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from benchmarks import deadline as simulation
 from benchmarks import spot_traces
 from benchmarks.deadline import Decision, Launched, Machine, Race, replay
-from benchmarks.regions import by_score
 
 TICK = 60.0
 
@@ -41,7 +40,7 @@ def markets(draw: st.DrawFn, least: int = 1) -> tuple[Race, np.ndarray]:
 @given(markets(least=3))
 def test_a_launched_run_is_on_time(standby: bool, drawn: tuple[Race, np.ndarray]) -> None:
     run, available = drawn
-    usd, done = replay(Launched(standby), run, available, by_score)
+    usd, done = replay(Launched(standby), run, available)
     if len(available) == 2:
         # Nobody can promise to be on time where one machine after another is lost before it trains.
         assert simulation.bound(run, available) <= simulation.bound(run, available[:1]) + 1e-9
@@ -53,16 +52,18 @@ def test_a_launched_run_is_on_time(standby: bool, drawn: tuple[Race, np.ndarray]
 @pytest.mark.slow
 @pytest.mark.parametrize("change", simulation.CHANGEOVER_TICKS)
 def test_on_every_recorded_market_a_launched_run_costs_less_than_on_demand_on_average(
-    change: int, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+    change: int, shared_data: Path
 ) -> None:
-    monkeypatch.setattr(simulation, "STARTS", 10)
-    for trace in spot_traces.load(shared_data / "spot-traces"):
-        costs = simulation.costs_on(trace, slack=min(simulation.SLACKS), change=change)  # fails if a run is late
-        assert np.mean(costs["launched"]) < 1
-        assert np.mean(costs["launched"]) < np.mean(costs["alone"]) + 0.02  # the standby pays
-        assert max(costs["launched"]) <= 1.02
-        for name in simulation.POLICIES:
-            assert all(best <= usd + 1e-9 for best, usd in zip(costs["bound"], costs[name], strict=True))
+    traces = spot_traces.load(shared_data / "spot-traces")
+    for zones in (*([one] for one in traces), traces):
+        tally, slack = simulation.Tally(), min(simulation.SLACKS)
+        tally.add(simulation.drawn(zones, slack, change, 0.0, 10, together=False))
+        assert tally.late["launched"] == 0
+        assert np.mean(tally.paid["launched"]) < 1
+        assert np.mean(tally.paid["launched"]) < np.mean(tally.paid["alone"]) + 0.02  # the standby pays
+        assert max(tally.paid["launched"]) <= 1.02
+        for paid in tally.paid.values():
+            assert all(best <= usd + 1e-9 for best, usd in zip(tally.least, paid, strict=True))
 
 
 DECISIONS: tuple[Decision, ...] = ("spot", "on-demand", "wait")
