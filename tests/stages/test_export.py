@@ -441,23 +441,24 @@ def test_each_format_has_a_folder_in_the_artifact(tmp_path: Path) -> None:
 
 
 MEMORY = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from pipelines.formats import hf, llmc, nanogpt
 from pipelines.formats.weights import Weights
 from pipelines.text.tokenizer import tokenizer
 from trainer.families.gpt2 import Gpt2Config
-import safetensors.torch
-
-def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
 trained, folder = map(Path, sys.argv[1:])
-config = Gpt2Config(n_layer=20, n_head=8, n_embd=512, block_size=32, vocab_size=257)
-before, weights = peak(), Weights(trained, config, tokenizer("bytes"), "tiny")
-hf.write(weights, folder, "bfloat16"), hf.verify(weights, folder, "bfloat16")
-llmc.write(weights, folder), nanogpt.write(weights, folder)
-print(peak() - before)
+
+def peak_of_export(n_layer):
+    config = Gpt2Config(n_layer=n_layer, n_head=8, n_embd=512, block_size=32, vocab_size=257)
+    weights = Weights(trained, config, tokenizer("bytes"), "tiny")
+    hf.write(weights, folder, "bfloat16"), hf.verify(weights, folder, "bfloat16")
+    llmc.write(weights, folder), nanogpt.write(weights, folder)
+    # Not ru_maxrss: a process inherits that of its parent.
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+imports = peak_of_export(1)
+print(peak_of_export(20) - imports)
 """
 
 
