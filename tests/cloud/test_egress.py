@@ -9,13 +9,14 @@ import boto3
 import pytest
 from botocore.stub import Stubber
 
+from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.artifacts.store import S3Store
 from pipelines.artifacts.traffic import GB
 from pipelines.cloud import estimates, pricing
 from pipelines.cloud import plan as cloud_plans
 from pipelines.cloud.catalog import Offer
 from pipelines.cloud.egress import Place, place_of, traffic_price, usd_per_gb
-from pipelines.cloud.lifetimes import Lived, Market, hours_between, lived
+from pipelines.cloud.lifetimes import Lived, Market, hours_between, lifetimes, lived
 from pipelines.cloud.prices import PriceRow, billing_here, prices_json
 from pipelines.cloud.pricing import best_places_first
 from pipelines.cloud.tasks import MachineRequest
@@ -24,6 +25,7 @@ from pipelines.tracking.account import StoredHeartbeat, account
 from pipelines.tracking.clusters import Interval, with_cluster_hours
 from pipelines.tracking.ledger import traffic_seconds
 from pipelines.tracking.records import Heartbeat, Machine, Progress
+from pipelines.tracking.runs import record
 from trainer.store import LocalStore
 
 EAST = Place("aws", "us-east-1")
@@ -165,6 +167,20 @@ def test_lifetimes_come_from_spot_attempts_that_the_market_took_away() -> None:
     (offer,) = [one for one in offers("aws", "H100:8") if one.region == "us-east-1"]
     assert hours_between(offer, 1, {}) == 2 and hours_between(offer, 2, found) == pytest.approx((2 + 8) / 3 / 2)
     assert hours_between(replace(offer, spot=False), 1, found) > 24
+
+
+def test_lifetimes_are_read_from_the_launched_runs_of_a_store(tmp_path: Path) -> None:
+    store, plan = LocalStore(tmp_path), ArtifactPlan("train", "tiny", {"stage": "train"})
+    spot = Machine("aws", "us-east-1", spot=True, accelerators="H100:8")
+    for run in ("launched", "here", "damaged"):
+        record(store, run, load_recipe("smoke"), {"train": plan}, "train")
+    for number, run in enumerate(("launched", "here"), 1):
+        beat = Heartbeat(run, "train", number, "interrupted", 1e9, 1e9 + 3600, 1.0, machine=spot)
+        store.put(f"{plan.prefix}/attempts/{number:04d}/heartbeat.json", beat.to_json())
+    store.put("runs/damaged.json", b"{")
+    for run in ("launched", "damaged", "gone"):
+        store.put(f"launches/{run}.json", b"")
+    assert lifetimes(store) == {("aws", "us-east-1", "H100:8"): Lived(1.0, 1)}
 
 
 def test_saves_are_rarer_where_their_traffic_costs(tmp_path: Path) -> None:
