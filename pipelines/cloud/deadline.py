@@ -41,7 +41,6 @@ AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is u
 POLL_SECONDS = 600.0  # on the standby, until SkyPilot tries to get spot again
 POLLING = "polling for spot again"  # the end of the notice of a standby attempt
 FEWEST_STEPS = 100  # to forecast the whole training: an estimate that is too low makes the run late
-FEWEST_STEPS_HERE = 10  # to compare this attempt with the deadline: the first step compiles
 ESTIMATE_MARGIN = 1.25  # on the standby: factor on the estimated time of training, where it is not measured
 
 
@@ -134,7 +133,7 @@ class DeadlineWatch:
         train, step = self.recipe.train, beat.progress.step
         if beat.stage == "train" and step:
             ours, gpus = account(beat.run, [StoredHeartbeat("train", beat)]).attempts, beat.machine.accelerators or ""
-            if per_token := seconds_per_token(train, [gpus], beat.nodes, ours, FEWEST_STEPS_HERE):
+            if per_token := seconds_per_token(train, [gpus], beat.nodes, ours):
                 to_come = tokens_before(train.max_steps, train) - tokens_before(step, train)
                 rules = DeadlineRules(self.deadline, changeover_seconds(installs_here()), HEARTBEAT_SECONDS)
                 self._compare(rules, to_come * per_token)
@@ -179,9 +178,9 @@ def poll_seconds(attempts: list[AttemptAccount]) -> Iterator[float]:
 
 
 def seconds_per_token(
-    train: TrainConfig, gpus: list[str], nodes: int, attempts: Iterable[AttemptAccount], fewest: int = FEWEST_STEPS
+    train: TrainConfig, gpus: list[str], nodes: int, attempts: Iterable[AttemptAccount]
 ) -> float | None:
-    """The measured speed on so many nodes with such GPUs; None before the `fewest` steps."""
+    """The measured speed on so many nodes with such GPUs; None before FEWEST_STEPS."""
     steps, tokens, seconds = 0, 0, 0.0
     for one in attempts:
         first, last = one.resumed_from, one.step
@@ -191,7 +190,7 @@ def seconds_per_token(
             steps += last - first - 1
             tokens += tokens_before(last, train) - tokens_before(first + 1, train)
             seconds += training_seconds(one)
-    return seconds / tokens if steps >= fewest else None
+    return seconds / tokens if steps >= FEWEST_STEPS else None
 
 
 def slack_text(slack: float) -> str:

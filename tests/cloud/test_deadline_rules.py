@@ -77,7 +77,7 @@ def test_without_an_image_a_changeover_takes_the_installation_of_the_packages_to
 
 def test_no_handover_happens_shortly_before_the_end_or_before_the_speed_is_known() -> None:
     assert not asked(1 - 0.5 * CHANGEOVER_SECONDS / SECONDS, 0.0).asked  # the changeover would take longer
-    assert not asked(0.5, 0.0, steps_done=9).asked
+    assert not asked(0.5, 0.0, steps_done=99).asked
     assert not asked(0.5, 0.0, stage="evaluate").asked
 
 
