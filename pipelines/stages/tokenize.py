@@ -57,8 +57,7 @@ def build(work: Work) -> Built:
     head = work.head if work.recipe.tokens.streams > 1 else None
     texts = [works_on(work, *text, head) for text in texts_of(work.recipe, work.plan)]
     for one in texts:
-        if not one.recipe.tokens.adopts:
-            forget_removed_artifact(work.store, one.plan)
+        forget_removed_artifact(work.store, one.plan)
     if head:
         head.wait_for_workers(0)
         head.make_parts(work.attempt.number)
@@ -172,7 +171,8 @@ def adopt(work: Work) -> Built:
     documents = done = 0
     with work.screen.bar("adopt", sum(one.size for one in shards_found(config))) as bar:
         vocabulary = (encoding.n_vocab, encoding.eot_token, recipe.row_tokens)
-        with closing(adopted_shards(config, *vocabulary, work.store, work.folder, work.upload)) as adopted:
+        found = adopted_shards(config, *vocabulary, work.store, work.plan.prefix, work.folder, work.upload)
+        with closing(found) as adopted:
             for one in adopted:
                 work.check()
                 shards.append(one.shard)

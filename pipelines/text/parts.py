@@ -38,6 +38,7 @@ from trainer.stored import Count, DamagedRecord, Stored, decoded, typed
 if TYPE_CHECKING:
     import numpy as np
 
+RECORDS = "adopted"  # the folder of the records of adopted shards (adopted.py)
 WAIT_SECONDS = 1.0  # between two looks for a part to take
 
 
@@ -360,13 +361,15 @@ def finished_part(
 
 
 def forget_receipts(store: Store, plan: ArtifactPlan, until_attempt: int) -> None:
-    """Remove the receipts of the shards that this attempt and earlier ones made."""
+    """Remove the receipts of the shards that this attempt and earlier ones made, and the records of adopted ones."""
     # The lists first: without its list, a finished part is still known by its shards' receipts.
     for folder in ("parts", "shards"):
         for entry in store.entries(f"{plan.prefix}/{folder}/"):
             receipts = _receipts_in(store, entry.key) or []
             if all(receipt.attempt <= until_attempt for receipt in receipts):
                 store.delete(entry.key)
+    for entry in store.entries(f"{plan.prefix}/{RECORDS}/"):
+        store.delete(entry.key)
 
 
 def _receipts_in(store: Store, key: str, note: Callable[[str], None] = lambda line: None) -> list[ShardReceipt] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from pipelines.gc import collect
 from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import Work
 from pipelines.stages import tokenize
+from pipelines.text import adopted as adopted_module
 from pipelines.text.inspect import Documents, contents_of_all, shard_paths
 from pipelines.text.tokenizer import tokenizer
 from trainer.data import TokenData
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.shards import Shard, local_shards, read_shard, write_shard
-from trainer.store import Store
+from trainer.store import LocalStore, Store
 
 EOT = 256
 
@@ -121,6 +123,34 @@ def test_shards_in_s3_are_adopted_in_place_and_fetched_from_there(
     copied = adopted(mine, str(tmp_path / "shards"), store=store)
     assert tokens_of(mine, copied, "train") == [text(1).tolist(), text(2).tolist()]
     assert {file.at for file in copied.files} == {None}
+
+
+def test_an_adoption_that_ended_early_goes_on_behind_the_shards_that_it_has_read(
+    work: Callable[[str], Work], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, mine = llmc_shards(tmp_path / "shards"), work("tokenize")
+    whole = adopted(mine, str(source), store=LocalStore(tmp_path / "undisturbed"))
+    mine.store, real, read, most = LocalStore(tmp_path / "store"), adopted_module.read_once, list[str](), 2
+    monkeypatch.setattr(adopted_module, "AT_ONCE", 1)
+
+    def read_once(path: Path, *rest: Any) -> tuple[int, int, int | None, int]:
+        if len(read) == most:
+            raise Interrupted("asked to stop")
+        read.append(path.name)
+        return real(path, *rest)
+
+    monkeypatch.setattr(adopted_module, "read_once", read_once)
+    with pytest.raises(Interrupted):
+        adopted(mine, str(source))
+    assert len(read) == 2
+    most = 99
+    again = adopted(mine, str(source))
+    assert sorted(read) == sorted(path.name for path in source.glob("*.bin"))  # each once
+    assert (again.facts, again.files) == (whole.facts, whole.files)
+    # Another place with the same contents is read: its records name other files.
+    mine.store.delete(f"{again.prefix}/MANIFEST.json")
+    moved = source.rename(tmp_path / "elsewhere")
+    assert adopted(mine, str(moved)).facts == whole.facts and len(read) == 6
 
 
 def test_adopted_shards_can_be_packed(work: Callable[[str], Work], tmp_path: Path) -> None:
