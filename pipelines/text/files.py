@@ -42,6 +42,7 @@ COLUMN_BYTES = 8 << 20  # of text, decoded at once
 BUFFER_BYTES = 1 << 20  # of a file
 SETTLED_SECONDS = 5.0
 _DIGESTS: dict[tuple[str, tuple[int, ...] | None], str] = {}  # of local files, by path and state
+_FOOTERS: dict[tuple[str, str, str], tuple[int, int]] = {}  # of remote files, by path, column and version
 ENCODING = "utf-8-sig"  # UTF-8 that accepts the byte order mark of some editors
 
 
@@ -102,7 +103,7 @@ class Files:
         if self.pinned is not None or any(path.endswith(PACKED) for path in self.paths):
             return None
         if self.kind == "parquet":
-            return sum(map(self._column_bytes, self.paths))
+            return sum(self._footer(path)[1] for path in self.paths)
         if self.objects:
             return sum(one.size for one in self.objects)
         size = sum(os.path.getsize(path) for path in self.paths)
@@ -141,7 +142,7 @@ class Files:
 
     def _parquet(self, paths: tuple[str, ...], start: int) -> Iterator[TextBatch]:
         with ThreadPoolExecutor(8) as pool:
-            rows = list(pool.map(self._count_rows, paths))
+            rows = [rows for rows, _ in pool.map(self._footer, paths)]
         ends = list(itertools.accumulate(rows))
         first = next((index for index, end in enumerate(ends) if end > start), None)
         if first is None:
@@ -177,13 +178,22 @@ class Files:
         size = sum(_column_of(groups, i, self.column).total_uncompressed_size for i in range(groups.num_row_groups))
         return max(1, min(groups.num_rows, groups.num_rows * COLUMN_BYTES // max(1, size)))
 
-    def _count_rows(self, path: str) -> int:
-        """Rows of a parquet file, by its footer. UserError unless it has the text column."""
+    def _footer(self, path: str) -> tuple[int, int]:
+        """Rows of a parquet file, and bytes of its text column before compression, by its footer. UserError unless it
+        has that column. The footer of a remote file is read once for its plan, its size and its text."""
+        version = next((one.etag for at, one in zip(self.paths, self.objects, strict=False) if at == path), self.pinned)
+        known = _FOOTERS.get((path, self.column, version or ""))
+        found = known or self._read_footer(path)
+        if version is not None:
+            _FOOTERS[path, self.column, version] = found
+        return found
+
+    def _read_footer(self, path: str) -> tuple[int, int]:
         import pyarrow as pa
 
         try:
             with parquet_file(path) as parquet:
-                schema, rows = parquet.schema_arrow, parquet.metadata.num_rows
+                schema, groups = parquet.schema_arrow, parquet.metadata
         except (OSError, ImportError, pa.ArrowInvalid) as error:
             raise UserError(f"tokens.source: '{path}' cannot be read as parquet ({reason_of(error)})") from error
         except Exception as error:
@@ -191,14 +201,8 @@ class Files:
                 raise
             raise UserError(f"tokens.source: '{path}' cannot be read as parquet ({reason_of(error)})") from error
         check_column(schema, self.column, path)
-        return rows
-
-    def _column_bytes(self, path: str) -> int:
-        """Bytes of the text column of a parquet file before compression, by its footer."""
-        with parquet_file(path) as parquet:
-            groups = parquet.metadata
-            columns = (_column_of(groups, i, self.column) for i in range(groups.num_row_groups))
-            return sum(column.total_uncompressed_size for column in columns)
+        columns = (_column_of(groups, i, self.column) for i in range(groups.num_row_groups))
+        return groups.num_rows, sum(column.total_uncompressed_size for column in columns)
 
     def _share_of_text(self, path: str) -> float:
         """The text's share of the bytes of a local jsonl file, by its first lines: the rest is fields and escapes."""

@@ -17,6 +17,7 @@ from pipelines.artifacts.store import S3Store
 from pipelines.cloud.preflight import texts_reachable
 from pipelines.recipe import TokensConfig, load_recipe
 from pipelines.text import columns
+from pipelines.text.files import Files
 from pipelines.text.objects import store_of
 from pipelines.text.parts import PartsJob, finished_part, make_parts
 from pipelines.text.sources import documents, estimated_tokens, source_identity
@@ -64,6 +65,28 @@ def test_every_kind_of_file_in_s3_gives_the_documents_of_a_local_file(bucket: S3
     assert store_of.cache_info().misses == 1, "a client of boto3 for each thread is slow"
     assert read(f"{uri}/lines.jsonl") == TEXTS == read(f"{uri}/packed/*.jsonl.gz")
     assert read(f"{uri}/txt/*.txt") == [text.replace("\r\n", "\n") for text in TEXTS[:2]]
+
+
+def test_the_footers_of_parquet_are_read_once_for_plan_and_text(
+    bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_texts(bucket, tmp_path)
+    source, asked = f"s3://{bucket.bucket}/some texts/**/*.parquet", list[str]()
+    real = Files._read_footer
+
+    def read_footer(text: Files, path: str) -> tuple[int, int]:
+        asked.append(path)
+        return real(text, path)
+
+    monkeypatch.setattr(Files, "_read_footer", read_footer)
+    identity(source)
+    config = TokensConfig(source=source, tokenizer="bytes")
+    assert (estimated_tokens(config) or 0) > 0
+    assert read(source) == TEXTS and read(source, start=2100) == TEXTS[2100:]
+    assert len(asked) == 2
+    pq.write_table(pa.table({"text": ["another"]}), tmp_path / "rows.parquet")
+    bucket.upload(tmp_path / "rows.parquet", "some texts/part=1/rows [1].parquet")
+    assert read(source) == [*TEXTS[:2000], "another"] and len(asked) == 3
 
 
 def test_the_identity_of_text_in_s3_is_its_contents_and_needs_no_revision(bucket: S3Store, tmp_path: Path) -> None:

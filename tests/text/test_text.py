@@ -581,7 +581,7 @@ def test_an_unreachable_server_is_reported_after_retries(monkeypatch: pytest.Mon
     monkeypatch.setattr(fsspec, "open", noted)
     monkeypatch.setattr(retry, "RETRY_SECONDS", 2.0)
     with pytest.raises(UserError, match="cannot be read as parquet"):
-        Files("parquet", (), "text", "where")._count_rows(f"http://127.0.0.1:{free_ports(1)[0]}/0.parquet")
+        Files("parquet", (), "text", "where")._footer(f"http://127.0.0.1:{free_ports(1)[0]}/0.parquet")
     assert len(asked) > 1
 
 
