@@ -84,6 +84,8 @@ def build(work: Work) -> Built:
     following = None if tokens.files else FollowedTokens(work)
     if following:
         following.await_first_shards()
+        if work.before_ranks:  # the wait took some of the slack
+            work.before_ranks(work)
     else:
         for split in ("train", "val"):
             check_ids(shards_in(tokens, split), recipe.model.vocab_size)

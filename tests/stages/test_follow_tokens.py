@@ -17,14 +17,16 @@ from cloud_support import Signal
 from pipeline_runs import SHIPPED_CLI, TINY, Project
 from stage_work import tiny_work
 
+from pipelines.artifacts.manifest import key_of
 from pipelines.recipe import load_recipe
+from pipelines.stage import Work
 from pipelines.stages import train
 from pipelines.text.growing import MAKER_BEGINS_BY, unfinished
 from pipelines.tracking.audit import audit
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing
 from pipelines.tracking.runs import read_runs
-from trainer.errors import UserError
+from trainer.errors import HandedOver, UserError
 
 # Half of a second epoch: 24 training shards of 63 windows, and 60 steps of 32.
 RECIPE: dict[str, Any] = copy.deepcopy(TINY)
@@ -106,6 +108,22 @@ def test_a_run_that_follows_its_tokens_equals_one_that_found_them_whole(tmp_path
 def test_a_text_whose_split_is_known_at_its_end_cannot_be_followed() -> None:
     with pytest.raises(UserError, match=r"train.follow_tokens needs a validation split .* set tokens.val_shards to 1"):
         load_recipe("smoke", ["train.follow_tokens=true", "tokens.val_shards=null"])
+
+
+def test_a_deadline_is_compared_again_once_the_first_shards_are_there(tmp_path: Path) -> None:
+    work = tiny_work(tmp_path, "train")
+    tokens, calls = work.inputs["tokenize"], list[Work]()
+
+    def before_ranks(seen: Work) -> None:
+        calls.append(seen)
+        if len(calls) == 2:
+            raise HandedOver("too few to lose a spot machine")
+        seen.store.create(key_of(tokens.prefix), tokens.to_json())
+
+    work = replace(work, inputs={"tokenize": unfinished(tokens.prefix)}, before_ranks=before_ranks)
+    with pytest.raises(HandedOver):
+        train.build(work)
+    assert len(calls) == 2
 
 
 def test_training_waits_for_a_maker_that_is_to_come_and_for_none_that_has_failed(

@@ -94,7 +94,7 @@ def test_gpt2_ids_equal_openais(gpt2: tiktoken.Encoding) -> None:
 
 @pytest.mark.parametrize("ask", [vocab_size_of, tokenizer])
 def test_an_unknown_tokenizer_is_refused_with_the_known_ones(ask: Any) -> None:
-    with pytest.raises(UserError, match=r"'gpt-2'; did you mean 'gpt2'\? There are gpt2 and bytes"):
+    with pytest.raises(UserError, match=r"'gpt-2'; did you mean 'gpt2'\? there are gpt2 and bytes"):
         ask("gpt-2")
 
 
