@@ -36,7 +36,7 @@ from pipelines.text.sources import open_source
 from pipelines.text.split import SplitShard, split_text
 from pipelines.text.tokenizer import TOKENIZER_FILE, kept_tokenizer, tokenizer_of
 from pipelines.tracking.ledger import attempts
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.store import Store
 
 POLL_SECONDS = 0.2  # between two checks of the workers' progress
@@ -88,7 +88,9 @@ def finish(work: Work) -> Built:
     """The split and the facts of a text whose parts are finished."""
     config = work.recipe.tokens
     parts = [part for n in range(config.parts) if (part := finished_part(work.store, work.plan, n)) is not None]
-    assert len(parts) == config.parts, f"{work.plan.prefix}/parts/ has {len(parts)} lists of {config.parts}"
+    if len(parts) < config.parts:  # this process stood still for so long that gc took it for dead
+        work.attempt.check()
+        raise Interrupted(f"{work.plan.prefix}/parts/ has {len(parts)} lists of {config.parts}: gc removed the others")
     eot = tokenizer_of(config, work.store, work.plan.prefix).eot_token
     shards = split_text(
         parts,
