@@ -73,6 +73,7 @@ def test_a_target_that_an_evaluation_passes_ends_the_run_as_an_artifact(finished
     assert (status["state"], status["step"], status["max_steps"], status["to_come"]) == ("done", 15, 15, None)
 
 
+@pytest.mark.slow
 def test_two_ranks_evaluate_to_the_same_facts_as_one(finished: Project, tmp_path: Path) -> None:
     project = finished.copy(tmp_path / FOLDER_NAME)
     alone = project.artifact("evaluate")

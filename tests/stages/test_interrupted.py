@@ -251,10 +251,8 @@ def test_a_run_stopped_while_torch_makes_the_graph_of_onnx_ends_and_the_next_com
     assert made["attempts"] == 2 and not made["artifacts"]["export"]["skipped"]
 
 
-@pytest.mark.parametrize(
-    ("number", "processes", "as_json"),
-    [(signal.SIGINT, 1, True), pytest.param(signal.SIGTERM, 2, False, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "processes", "as_json"), [(signal.SIGINT, 1, True), (signal.SIGTERM, 2, False)])
 def test_a_stopped_run_commits_its_last_step_and_resumes_after_it(
     project: Project, undisturbed: Callable[[int], Project], number: signal.Signals, processes: int, as_json: bool
 ) -> None:

@@ -110,6 +110,7 @@ def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Cal
         assert rows[1] == pytest.approx(one[1], rel=1e-5)  # before rounding has had time to add up
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_fewer_and_with_more_ranks(
     data: Path, tmp_path: Path, undisturbed: Callable[[int], Command]
 ) -> None:
