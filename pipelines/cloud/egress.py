@@ -24,8 +24,8 @@ BETWEEN_REGIONS = {"aws": 0.02, "gcp": 0.02, "azure": 0.02}
 # https://docs.runpod.io/pods/pricing.
 FREE = ("cloudflare", "lambda", "runpod")
 # Dollars for 1,000 requests that write or list, and for 1,000 that read; removals are free. Standard storage.
-# Sources, read on 2026-11-23: https://aws.amazon.com/s3/pricing/ (us-east-1), https://cloud.google.com/storage/pricing
-# (a single region), https://developers.cloudflare.com/r2/pricing/.
+# Sources: https://aws.amazon.com/s3/pricing/ (us-east-1), https://cloud.google.com/storage/pricing (a single region),
+# https://developers.cloudflare.com/r2/pricing/; the first two as other pages cited them on 2026-11-23.
 PER_1000 = {"aws": (0.005, 0.0004), "gcp": (0.005, 0.0004), "cloudflare": (0.0045, 0.00036)}
 HOSTS = {"amazonaws.com": "aws", "storage.googleapis.com": "gcp", "r2.cloudflarestorage.com": "cloudflare"}
 

@@ -334,7 +334,7 @@ def test_without_gpus_a_job_with_a_deadline_waits_on_a_standby_and_polls_again(
     user.wait_until(lambda: user.summary.state == "done")
     waited, trained = (a for a in user.bill.attempts if a.stage == "train")
     assert (waited.waited, waited.machine.accelerators, waited.state) == (True, None, "interrupted")
-    assert (trained.waited, trained.machine.accelerators, trained.state) == (False, "H100:8", "done")
+    assert (trained.waited, trained.machine.accelerators, trained.state) == (False, "H100:1", "done")
     user.skytrain("down", user.record.run)
 
 
