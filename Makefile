@@ -37,17 +37,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	.venv/bin/skytrain run smoke
 
-# Three workers on two cores: the tests wait for servers and processes half of the time. A worker takes a whole module,
+# More workers than cores: the tests wait for servers and processes part of the time. A worker takes a whole module,
 # because the tests of a module share servers and clouds. tests/conftest.py sets the order: the longest module first.
-PYTEST := $(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+PYTEST := $(PY) -m pytest --dist loadscope --no-loadscope-reorder
 
 # One marker decides: `slow` leaves a test to `make test-all`. `.venv/bin/python -m pytest -m slow --collect-only -q`
 # lists those tests. `make test test-all` runs each test once; so does CI.
 test: install
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -n 4 -m "not slow"
 
 test-all: test
-	$(PYTEST) -m slow
+	$(PYTEST) -n 3 -m slow
 
 format: install
 	$(PY) -m ruff format .
