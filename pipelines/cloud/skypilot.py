@@ -6,6 +6,7 @@ Importing SkyPilot takes about 4 s, so every function imports it itself.
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -322,6 +323,9 @@ def clusters() -> list[Cluster]:
 
 
 def take_down(cluster: str) -> None:
+    """Remove a cluster; one that a job's controller removes meanwhile is gone, too."""
     from sky.client import sdk
+    from sky.exceptions import ClusterDoesNotExist
 
-    sdk.get(sdk.down(cluster))
+    with suppress(ClusterDoesNotExist):
+        sdk.get(sdk.down(cluster))

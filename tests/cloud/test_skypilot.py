@@ -19,6 +19,7 @@ from cloud_support import KEYS
 from sky_catalog import ROWS, Row, sky_environment, write_catalog
 
 from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.skypilot import take_down
 from pipelines.cloud.tasks import ManagedJob, in_trial_order, managed_job
 from pipelines.stage import STAGES
 
@@ -393,3 +394,17 @@ def test_a_launch_without_train_is_planned_and_obeys_its_limits_too(answers: dic
         "a deadline without a price list": "--deadline: can't be kept where train's machines have no price list (aws, ",
     }.items():
         assert reason in answers[asked]["error"]
+
+
+def test_a_cluster_that_its_job_removes_at_the_same_time_is_down_with_skypilots_answer_mocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sky.client import sdk
+    from sky.exceptions import ClusterDoesNotExist
+
+    def gone(request: object) -> None:
+        raise ClusterDoesNotExist("Cluster 'export-2' does not exist.")
+
+    monkeypatch.setattr(sdk, "down", lambda cluster: cluster)
+    monkeypatch.setattr(sdk, "get", gone)
+    take_down("export-2")
