@@ -21,6 +21,7 @@ from trainer_runs import (
     CONFIG,
     LONG,
     REPOSITORY,
+    STEPS,
     Command,
     configured,
     flip_a_byte,
@@ -61,7 +62,7 @@ def test_a_run_killed_at_any_time_ends_with_the_same_losses(
             kill_tree(process)
             assert process.returncode == -signal.SIGKILL, "it finished before it was killed"
     command.finish(ranks)
-    assert command.rows_logged() > 48  # some steps were redone
+    assert command.rows_logged() > STEPS  # some steps were redone
     assert command.rows() == undisturbed(ranks).rows()
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
@@ -102,7 +103,7 @@ def test_a_signal_in_a_validation_is_heard_before_its_end(data: Path, tmp_path: 
 @pytest.mark.slow
 def test_any_number_of_ranks_reads_the_same_and_learns_the_same(undisturbed: Callable[[int], Command]) -> None:
     one, *others = (undisturbed(ranks).rows() for ranks in (1, 2, 3, 5))  # 8 sequences a step
-    assert [row["step"] for row in one] == list(range(49))
+    assert [row["step"] for row in one] == list(range(STEPS + 1))
     for rows in others:
         assert [row.get("data/digest") for row in rows] == [row.get("data/digest") for row in one]
         for a, b in zip(one, rows, strict=True):
@@ -124,7 +125,7 @@ def test_a_run_resumes_with_fewer_and_with_more_ranks(
     flip_a_byte(command.commits()[-1].parent)
     output = command.finish(2)
     assert output.count("DAMAGED checkpoint") == 1
-    assert "step 48 of 48 (100%)  train loss" in output  # a log shows the progress
+    assert f"step {STEPS} of {STEPS} (100%)  train loss" in output  # a log shows the progress
     starts = command.events_of(Started)
     assert [e.world_size for e in starts] == [3, 1, 2]
     assert [e.step > 0 for e in starts] == [False, True, True]
@@ -146,9 +147,9 @@ def test_sigterm_commits_the_step_it_came_in(
     assert process.returncode == (75 if ranks == 1 else 1), output  # torchrun's own code
     (commit,) = (command.out / "run/checkpoints").glob("*/COMMIT.json")
     step = Commit.decode(commit.read_bytes(), str(commit.parent)).step
-    assert 9 <= step == command.rows_logged() < 48
+    assert 9 <= step == command.rows_logged() < STEPS
     command.finish(ranks)
-    assert command.rows_logged() == 48  # no step was done twice
+    assert command.rows_logged() == STEPS  # no step was done twice
     assert command.rows() == undisturbed(ranks).rows()
     assert command.model_sha256() == undisturbed(ranks).model_sha256()
 
