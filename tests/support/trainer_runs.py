@@ -315,7 +315,7 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-# A checkpoint about every 30 ms: most of the time a save is in progress, where a kill is most harmful. So many steps outlast
-# the saves that a test waits for, on a slow disk too.
+# A checkpoint about every 30 ms: most of the time a save is in progress, where a kill is most harmful. So many steps
+# outlast the saves that a test waits for, on a slow disk too.
 STEPS = 144
 LONG = {"max_steps": STEPS, "checkpoint_minutes": 0.0005}
