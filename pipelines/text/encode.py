@@ -2,8 +2,8 @@
 
 gigatoken (https://github.com/marcelroed/gigatoken) encodes GPT-2's BPE some 25 times as fast as tiktoken, which is the
 reference. Both were compared over all code points: their ids differ only around the characters that Unicode 17 added,
-which gigatoken knows and tiktoken does not, so texts with these go to tiktoken. And while a text is read, samples of it
-are encoded by both: after the first difference everything goes to tiktoken.
+which gigatoken knows and tiktoken does not, so texts with these go to tiktoken. And while a text is read, a sample of
+each batch is encoded by both: after the first difference everything goes to tiktoken.
 """
 
 import base64
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     Ids = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
-SAMPLED_BATCHES = 8  # one of so many has a text that both encode: some 2% of the time for texts of 4,000 characters
-SAMPLED_BYTES = 4_096  # the longest text that is a sample
+SAMPLE_BYTES = 2_000  # of each batch, which both encode; at most twice as many, up to the end of a word
 COPY_IDS = 300  # a copy of so many ids takes the time of one step of a loop
 # gigatoken keeps every word that it has met. New words take the time, so time bounds its memory: random words
 # added 90 MB a second, the words of a Wikipedia less than 10.
@@ -44,11 +43,13 @@ LONG_BYTES = 1 << 20  # a longer document is encoded in pieces: text for tiktoke
 BORDER = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 
 # The UTF-8 of all code points around which the two differ, and of some near them. tests/text/test_encode.py compares
-# all code points. The first bytes alone are searched for ten times as fast, and most texts have none of them.
-DIFFERENT = re.compile(
-    rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)|\xea\x9f[\x8e-\xb1]|\xf0[\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3]"
-)
-FIRST_BYTES = (b"\xe0", b"\xea", b"\xf0")
+# all code points. Most texts lack the first bytes, whose search is fast. One pattern for all three takes
+# five times as long.
+DIFFERENT = {
+    b"\xe0": re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
+    b"\xea": re.compile(rb"\xea\x9f[\x8e-\xb1]"),
+    b"\xf0": re.compile(rb"\xf0[\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3]"),
+}
 
 
 class EncodersDiffer(Exception):
@@ -99,10 +100,8 @@ def token_stream(
     pending: deque[Future[TokenBatch]] = deque()
     with ThreadPoolExecutor(threads, "tokenize") as pool, closing(read_ahead(texts)) as batches:
         try:
-            for number, batch in enumerate(batches):
-                pending.append(
-                    pool.submit(_encode_batch, encoding, encoder, batch, sampled=number % SAMPLED_BATCHES == 0)
-                )
+            for batch in batches:
+                pending.append(pool.submit(_encode_batch, encoding, encoder, batch))
                 if len(pending) >= 2 * threads:
                     yield pending.popleft().result()
             while pending:
@@ -112,14 +111,12 @@ def token_stream(
                 future.cancel()
 
 
-def _encode_batch(
-    encoding: "tiktoken.Encoding", encoder: "FastEncoder | Reference", texts: TextBatch, sampled: bool
-) -> TokenBatch:
+def _encode_batch(encoding: "tiktoken.Encoding", encoder: "FastEncoder | Reference", texts: TextBatch) -> TokenBatch:
     import numpy as np
 
     from trainer.shards import token_dtype
 
-    ids, bounds = encoder.encode(texts, sampled)
+    ids, bounds = encoder.encode(texts)
     tokens = np.empty(len(ids) + len(texts), token_dtype(encoding.n_vocab))
     starts = bounds[:-1] + np.arange(len(texts))
     if len(texts) * COPY_IDS > len(ids):
@@ -145,7 +142,7 @@ class Reference(threading.local):
             special_tokens=encoding._special_tokens,
         )
 
-    def encode(self, texts: TextBatch, sampled: bool) -> "tuple[Ids, np.ndarray]":
+    def encode(self, texts: TextBatch) -> "tuple[Ids, np.ndarray]":
         """As FastEncoder.encode."""
         import numpy as np
 
@@ -160,41 +157,45 @@ class FastEncoder:
         self.encoding = encoding
         self._of_thread = threading.local()
 
-    def encode(self, texts: TextBatch, sampled: bool) -> "tuple[Ids, np.ndarray]":
+    def encode(self, texts: TextBatch) -> "tuple[Ids, np.ndarray]":
         """The ids of all documents, one behind the other, and their bounds (documents + 1,).
 
-        EncodersDiffer if a sample of the documents has other ids than by tiktoken.
+        EncodersDiffer if their sample has other ids than by tiktoken.
         """
         import numpy as np
 
         if int(np.diff(texts.bounds).max(initial=0)) > LONG_BYTES:
             pieces, first = in_pieces(texts)
-            ids, bounds = self._encode(pieces, sampled)
+            ids, bounds = self._encode(pieces)
             return ids, bounds[first]
-        return self._encode(texts, sampled)
+        return self._encode(texts)
 
-    def _encode(self, texts: TextBatch, sampled: bool) -> "tuple[Ids, np.ndarray]":
+    def _encode(self, texts: TextBatch) -> "tuple[Ids, np.ndarray]":
         import numpy as np
 
         started = time.thread_time()
-        encoded = self._encoder().encode_batch(as_awkward(texts), parallel=False)
+        documents = [texts.content[start:end] for start, end in itertools.pairwise(texts.bounds.tolist())]
+        encoded = self._encoder().encode_batch(documents, parallel=False)
         self._of_thread.seconds += time.thread_time() - started
         ids, bounds = np.asarray(encoded.layout.content.data), np.asarray(encoded.layout.offsets.data)
         rows = {number: encode(self.encoding, texts.text(number)) for number in may_differ(texts)}
-        if sampled:
-            sizes = np.diff(texts.bounds)
-            sample = int(np.argmax((sizes > 0) & (sizes <= SAMPLED_BYTES)))
-            if 0 < sizes[sample] <= SAMPLED_BYTES and sample not in rows:
-                self._compare(texts.text(sample), ids[bounds[sample] : bounds[sample + 1]])
+        sample = next((n for n, document in enumerate(documents) if document and n not in rows), None)
+        if sample is not None:
+            self._compare(documents[sample], ids[bounds[sample] : bounds[sample + 1]])
         if not rows:
             return ids, bounds
         pieces = [rows[n] if n in rows else ids[bounds[n] : bounds[n + 1]] for n in range(len(texts))]
         return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
 
-    def _compare(self, text: str, ids: "Ids") -> None:
+    def _compare(self, document: bytes, ids: "Ids") -> None:
+        """EncodersDiffer if the document, or the beginning of a long one, has other ids by tiktoken."""
         import numpy as np
 
-        if not np.array_equal(ids, encode(self.encoding, text)):
+        if is_long := len(document) > 2 * SAMPLE_BYTES:
+            border = BORDER.search(document, SAMPLE_BYTES, 2 * SAMPLE_BYTES)
+            document = document[: border.end()] if border else b""
+        expected = encode(self.encoding, document.decode())
+        if not np.array_equal(ids[: len(expected)] if is_long else ids, expected):
             raise EncodersDiffer(f"{encoder_name(self.encoding)} gave other ids than tiktoken")
 
     def _encoder(self) -> Any:
@@ -218,7 +219,7 @@ def several_encoder(encoding: "tiktoken.Encoding", threads: int) -> "Callable[[S
         nonlocal fast
         if fast and texts:
             try:
-                ids, bounds = fast.encode(batch_of([utf8(text) for text in texts]), sampled=True)
+                ids, bounds = fast.encode(batch_of([utf8(text) for text in texts]))
             except EncodersDiffer:
                 fast = None
             else:
@@ -253,21 +254,10 @@ def in_pieces(texts: TextBatch) -> "tuple[TextBatch, np.ndarray]":
     return TextBatch(texts.content, np.array(bounds, np.int64)), np.array(first)
 
 
-def as_awkward(texts: TextBatch) -> Any:
-    """The same bytes as an array of bytestrings, gigatoken's input without an object for each document."""
-    import awkward
-    import numpy as np
-
-    content = awkward.contents.NumpyArray(np.frombuffer(texts.content, np.uint8), parameters={"__array__": "byte"})
-    bounds = awkward.index.Index64(texts.bounds)
-    return awkward.Array(awkward.contents.ListOffsetArray(bounds, content, parameters={"__array__": "bytestring"}))
-
-
 def may_differ(texts: TextBatch) -> list[int]:
     """The documents that the two libraries may give other ids."""
-    if not any(first in texts.content for first in FIRST_BYTES):
-        return []
-    found = (match.start() for match in DIFFERENT.finditer(texts.content))
+    patterns = (pattern for first, pattern in DIFFERENT.items() if first in texts.content)
+    found = (match.start() for pattern in patterns for match in pattern.finditer(texts.content))
     return sorted({int(texts.bounds.searchsorted(place, side="right")) - 1 for place in found})
 
 

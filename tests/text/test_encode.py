@@ -137,7 +137,7 @@ def test_both_libraries_agree_on_random_texts(gpt2: tiktoken.Encoding) -> None:
     @settings(max_examples=300, deadline=None, derandomize=True)
     @given(st.lists(st.one_of(st.text(max_size=8), pieces), max_size=30).map("".join))
     def check(text: str) -> None:
-        ids, bounds = fast.encode(one_batch(text), sampled=False)
+        ids, bounds = fast.encode(one_batch(text))
         assert ids.tolist() == encode.encode(gpt2, text).tolist() and bounds.tolist() == [0, len(ids)]
 
     check()
@@ -186,7 +186,7 @@ def test_a_full_cache_is_given_up_without_a_change_of_ids(
     fast, text = FastEncoder(gpt2), "some words, again and again"
     encoders = set()
     for _ in range(3):
-        ids, _ = fast.encode(one_batch(text), sampled=True)
+        ids, _ = fast.encode(one_batch(text))
         assert ids.tolist() == gpt2.encode_ordinary(text)
         encoders.add(id(fast._of_thread.encoder))
     assert fast._of_thread.seconds > 0
@@ -196,7 +196,6 @@ def test_after_the_first_difference_tiktoken_encodes_from_the_last_stored_shard_
     gpt2: tiktoken.Encoding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(columns, "BATCH_TEXTS", 1)
-    monkeypatch.setattr(encode, "SAMPLED_BATCHES", 1)
     monkeypatch.setattr(parts.os, "cpu_count", lambda: 1)
     (tmp_path / "text").mkdir()
     files = FourFiles(tmp_path / "text")
@@ -216,7 +215,7 @@ def test_after_the_first_difference_tiktoken_encodes_from_the_last_stored_shard_
 
     class Erring:
         def encode_batch(self, texts: Any, parallel: bool) -> Any:
-            return encoder.encode_batch([text.replace(b"2", b"7") for text in texts.to_list()], parallel=parallel)
+            return encoder.encode_batch([text.replace(b"2", b"7") for text in texts], parallel=parallel)
 
     def erring(self: FastEncoder) -> Any:
         self._of_thread.seconds = 0.0
@@ -231,7 +230,10 @@ def test_after_the_first_difference_tiktoken_encodes_from_the_last_stored_shard_
     assert [note for note in wrong[2] if "gave other ids than tiktoken" in note]
 
 
-def test_a_difference_is_an_error_of_the_stream(gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("texts", [["two words"], ["", "\u088f", "two words " * 10_000]])
+def test_a_difference_in_any_batch_is_an_error_of_the_stream(
+    gpt2: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch, texts: list[str]
+) -> None:
     monkeypatch.setattr(encode, "encode", lambda encoding, text: np.array([1], np.uint32))
     with pytest.raises(EncodersDiffer, match="gave other ids than tiktoken"):
-        rows(gpt2, ["two words"])
+        rows(gpt2, texts)
