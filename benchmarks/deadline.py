@@ -73,8 +73,8 @@ class Launched:
     """The rules of `launch --deadline`. It has state: call it in the order of time.
 
     SkyPilot replaces a lost spot machine, or starts a standby machine, without asking. A poll that finds nothing takes
-    one changeover, until the next standby machine is up. Only a machine that is up decides: one that is about to train
-    is up before it is where the last one was.
+    one changeover, until the next standby machine is up. Only a machine that is up decides, and it does so at once:
+    one that is about to train is up before it is where the last one was, maybe between two ticks.
     """
 
     def __init__(self, standby: bool = True) -> None:
@@ -87,7 +87,10 @@ class Launched:
     ) -> Decision:
         if on == "spot":
             self.standby_since = None
-            self.only_on_demand |= until_ready <= UP * race.changeover and race.must_go_on_demand(now, work_left)
+            up = now + max(0.0, until_ready - UP * race.changeover)
+            self.only_on_demand |= up < now + race.tick and race.must_go_on_demand(up, work_left)
+            if up > now:
+                return on  # until the next tick
         elif on is None and self.standby_since is not None and now >= self.standby_since:
             self.only_on_demand |= race.must_go_on_demand(now, work_left)
         self.only_on_demand |= on is None and not available and not self.standby
