@@ -108,13 +108,14 @@ def run(config: TrainerConfig, data: Path, out: Path, log_every: int | None = No
         raise UserError(
             "train.stop_at: python -m trainer measures the validation loss alone; use {val_loss: …}, or skytrain run"
         )
-    stop = StopSignal()  # first: importing torch takes seconds
+    stop = StopSignal()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that outlive torchrun would hold the GPUs and continue to train
         die_with_parent()
-    from trainer.commits import series
-    from trainer.progress import LINES, Progress
-    from trainer.rank import RankJob, run_rank
-    from trainer.shards import local_shards
+    with stop.leaving_at_once():
+        from trainer.commits import series
+        from trainer.progress import LINES, Progress
+        from trainer.rank import RankJob, run_rank
+        from trainer.shards import local_shards
 
     every = log_every or max(1, config.train.max_steps // LINES)
     progress = Progress(config.train.max_steps, every, sys.stderr if sys.stderr.isatty() else None)

@@ -20,7 +20,7 @@ from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.screen import Screen
 from pipelines.stage import Built, Work
-from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
+from pipelines.stages.follow import EVENTS_FILE, follow_events, held, pass_on_stop, raise_error_of_ranks
 from pipelines.stages.harness import harness_facts, harness_identity, verify_tasks
 from pipelines.stages.measures import (
     core_facts,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 SAMPLE_TOKENS = 200
 VAL_BATCH = 8  # sequences
-EVENTS_FILE, FACTS_FILE = "events.jsonl", "facts.json"  # that rank 0 writes
+FACTS_FILE = "facts.json"  # that rank 0 writes
 
 
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
@@ -98,6 +98,7 @@ def check_inputs(recipe: Recipe, cache: Path) -> None:
 
 def measured_here(work: Work, weights: Path) -> dict[str, Any]:
     """The facts, measured by this process."""
+    work.import_torch()
     from trainer.parallel import World
 
     val = validation_data(work.recipe, work.inputs["tokenize"], work.store, work.home / "cache")
@@ -135,7 +136,7 @@ def measured_on_ranks(work: Work, weights: Path, processes: int) -> dict[str, An
                     bars.update(what, done, whole)
                 case Row():
                     work.report(event.metrics)
-            stopping = stopping or pass_on_stop(work, torchrun)
+            stopping = stopping or pass_on_stop(work, torchrun, nothing_to_lose=True)
         exit_code = torchrun.wait()
         if exit_code < 0:
             wait_for_orphans(work.folder, work.stop.grace_seconds)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.nodes.head import Head
-from pipelines.nodes.ranks import LOG_FILE, result_of_ranks, wait_for_orphans, wait_or_kill
+from pipelines.nodes.ranks import LOG_FILE, kill_ranks, result_of_ranks, wait_for_orphans, wait_or_kill
 from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, NodeResult
 from pipelines.screen import Bar
 from pipelines.stage import Work
@@ -44,6 +44,7 @@ from trainer.events import (
 )
 from trainer.health import straggler as slowest_rank
 
+EVENTS_FILE = "events.jsonl"  # that rank 0 writes
 POLL_SECONDS = 0.1
 UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
 FULL_BYTES = 1 << 16  # more than an error message, less than any other file: with less free space, the disk is full
@@ -57,7 +58,7 @@ def follow(work: Work, torchrun: subprocess.Popen[bytes], watch: Callable[[], No
     follower = Follower(work, torchrun)
     exit_code: int | None = None
     with work.screen.bar("train", work.recipe.train.max_steps) as bar:
-        for event in follow_events(work.folder / "events.jsonl", torchrun):
+        for event in follow_events(work.folder / EVENTS_FILE, torchrun):
             follower.handle(event, bar)
             if watch:
                 watch()
@@ -88,13 +89,17 @@ def held(work: Work, torchrun: subprocess.Popen[bytes]) -> Iterator[None]:
         raise
 
 
-def pass_on_stop(work: Work, torchrun: subprocess.Popen[bytes]) -> bool:
-    """Let the ranks leave once this process is to stop. Whether it is."""
+def pass_on_stop(work: Work, torchrun: subprocess.Popen[bytes], nothing_to_lose: bool) -> bool:
+    """Let the ranks leave once this process is to stop. Whether it is. Ranks with `nothing_to_lose` are killed: while
+    they import torch or load a state, they would hear a signal only seconds later."""
     if not (work.stop.asked or work.attempt.lost):
         return False
-    torchrun.send_signal(signal.SIGTERM)
     if work.stop.reason:
         work.report(notice=work.stop.reason)  # now: this machine may be gone soon
+    if nothing_to_lose:
+        kill_ranks(torchrun)
+    else:
+        torchrun.send_signal(signal.SIGTERM)
     return True
 
 
@@ -131,8 +136,11 @@ class Follower:
             report_event(self.work, event)
 
     def pass_on_stop(self) -> None:
-        """Let the ranks finish their step, commit and leave, once this process is to stop."""
-        self.stop_sent = self.stop_sent or pass_on_stop(self.work, self.torchrun)
+        """Let the ranks finish their step, commit and leave, once this process is to stop. The ranks of several nodes
+        hear it after their start."""
+        if not self.stop_sent:
+            unstarted = self.work.head is None and not have_started(self.work.folder / EVENTS_FILE)
+            self.stop_sent = pass_on_stop(self.work, self.torchrun, nothing_to_lose=unstarted)
 
     def _checkpoint_failed(self, reason: str, ended: bool) -> None:
         """Ask the run to stop once the store has taken no checkpoint for too long: nobody could resume from the work
@@ -190,6 +198,12 @@ def follow_events(path: Path, process: subprocess.Popen[bytes]) -> Iterator[Even
             if not lines:
                 time.sleep(POLL_SECONDS)
                 yield None
+
+
+def have_started(path: Path) -> bool:
+    """Whether ranks with this file of events are ready to train, or train: only then can they lose a step."""
+    written = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return any(isinstance(event_from_json(line), Started) for line in written if line.endswith("\n"))
 
 
 def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Head | None) -> None:

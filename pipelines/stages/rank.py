@@ -21,7 +21,8 @@ from pipelines.nodes.health_check import compare_machines
 from pipelines.nodes.kept import kept_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
-from pipelines.stages.evaluate import EVENTS_FILE, FACTS_FILE, Measurement, validation_data
+from pipelines.stages.evaluate import FACTS_FILE, Measurement, validation_data
+from pipelines.stages.follow import EVENTS_FILE
 from pipelines.stages.measures import evaluation_in_training
 from pipelines.text.growing import GrowingTokens
 from pipelines.text.tokenizer import tokenizer_of

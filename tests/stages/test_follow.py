@@ -22,7 +22,18 @@ from pipelines.tracking.ledger import claim
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat, Machine
 from trainer.errors import Interrupted
-from trainer.events import Checkpointed, CheckpointFailed, Event, Paced, RolledBack, Row, Slow, Started
+from trainer.events import (
+    Checkpointed,
+    CheckpointFailed,
+    Event,
+    Paced,
+    PhaseChanged,
+    RolledBack,
+    Row,
+    Slow,
+    Started,
+    event_to_json,
+)
 from trainer.store import LocalStore
 
 
@@ -137,8 +148,23 @@ def test_a_stop_is_passed_on_while_committed_rows_are_still_read(
 
     monkeypatch.setattr(LocalStore, "get", asked_to_stop_in_the_third)
     torchrun = Torchrun(read)
+    (train_work.folder / follow.EVENTS_FILE).write_text(event_to_json(START) + "\n")
     follow.Follower(train_work, cast(subprocess.Popen[bytes], torchrun))
     assert torchrun.signals == [(signal.SIGTERM, 3)] and len(read) == 8
+
+
+def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:
+    train_work = work("train")
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as torchrun:
+        assert torchrun.stdout and torchrun.stdout.readline()  # it ignores SIGTERM now
+        (train_work.folder / follow.EVENTS_FILE).write_text(event_to_json(PhaseChanged({}, "download")) + "\n")
+        for name in ("train.log", "spec.json"):
+            (train_work.folder / name).touch()
+        train_work.stop.ask("SIGTERM")
+        with pytest.raises(Interrupted):
+            follow.follow(train_work, torchrun)
+        assert torchrun.returncode == -signal.SIGKILL
 
 
 def test_a_run_whose_store_takes_no_checkpoint_for_too_long_is_asked_to_stop(

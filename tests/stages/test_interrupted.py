@@ -195,6 +195,47 @@ def test_a_run_stopped_in_its_last_validation_commits_its_steps_and_the_next_com
     assert "val/loss" in run.series[-1] and project.rows_committed() == STEPS
 
 
+SLOW_IMPORT = """
+import os, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and {where}:
+            open("importing", "w").close()
+            end = time.monotonic() + 100
+            while time.monotonic() < end:
+                time.sleep(0.01)
+            open("imported", "w").close()
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "changed"),
+    [
+        ("'RANK' not in os.environ and 'run' in sys.argv", ("evaluate.val_tokens=2048",)),
+        ("'RANK' not in os.environ and 'run' in sys.argv", ("export.dtype=bfloat16",)),
+        ("'RANK' in os.environ", ("evaluate.val_tokens=2048", "runtime.processes=2")),
+        ("'RANK' in os.environ", ("train.seed=2",)),
+    ],
+    ids=["evaluate", "export", "ranks of evaluate", "ranks of train"],
+)
+def test_a_run_stopped_while_torch_is_imported_does_not_wait_for_it(
+    tmp_path: Path, undisturbed: Callable[[int], Project], where: str, changed: tuple[str, ...]
+) -> None:
+    project = undisturbed(1).copy(tmp_path / FOLDER_NAME)
+    (project.folder / "sitecustomize.py").write_text(SLOW_IMPORT.format(where=where))
+    project.environment["PYTHONPATH"] += os.pathsep + str(project.folder)
+    settings = [text for one in changed for text in ("--set", one)]
+    with project.started("run", "tiny.yaml", *settings) as process:
+        project.wait_until(lambda: any(tmp_path.rglob("importing")), process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and err.endswith(INTERRUPTED), err
+    assert not any(tmp_path.rglob("imported")) and not project.alive()
+    assert [beat["state"] for beat in project.heartbeats()].count("interrupted") == 1
+
+
 SLOW_SAMPLE = """
 import time
 from trainer import sample
