@@ -15,8 +15,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from pipelines.artifacts.manifest import ArtifactPlan, fetch, read_manifest
 from pipelines.recipe import Recipe, vocab_size_of
 from pipelines.text.columns import reason_of
@@ -25,9 +23,7 @@ from pipelines.tracking.origins import RUN, RUN_SOURCE, check_branch, check_mode
 from trainer.commits import committed_folders
 from trainer.config import RUN_COMMIT
 from trainer.errors import UserError
-from trainer.explained import explain
 from trainer.families.gpt2 import Gpt2Config
-from trainer.family import SECTIONS, family_in
 from trainer.model_config import ModelConfig
 from trainer.store import Store, sha256_of
 from trainer.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
@@ -140,14 +136,10 @@ def relative_size(text: str, recipe: Recipe) -> float:
 
 
 def model_of(weights: WeightsFile) -> ModelConfig:
-    """The model that weights were made with. UserError if they do not tell it, or are incomplete."""
-    section = SECTIONS[family_in(weights.fields)]
-    try:
-        model = section.model_validate(dict(weights.fields))
-    except ValidationError as error:
-        raise explain(error, section, weights.where) from error
-    weights.check(model)
-    return model
+    """The model that weights were made with. UserError if they do not tell it, or are damaged."""
+    if model := weights.own_model():
+        return model
+    raise UserError(f"{weights.where}: does not tell its model; name a folder with {CONFIG_FILE}, or a .bin of llm.c")
 
 
 def name_of(text: str) -> str:

@@ -14,7 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from trainer.errors import UserError, cut, shown
+from trainer.explained import explain
 from trainer.families.gpt2 import LAYER, layer_shape
 from trainer.family import SECTIONS, family_in, section_of_hf
 from trainer.model_config import LAYERS, ModelConfig
@@ -64,15 +67,45 @@ class WeightsFile:
     tensors: Mapping[str, Stored] = field(repr=False)
 
     def check(self, model: ModelConfig) -> None:
-        """UserError, with the field and the value that would fit, if the weights are not of this model."""
-        told = shape_fields(self.tensors) | {"family": family_in(self.fields), **self.fields} if self.fields else {}
-        for name, value in sorted((told or shape_fields(self.tensors)).items(), key=lambda pair: pair[0] != "family"):
+        """UserError, with the values that would fit, if the weights are not of this model; and if they are damaged."""
+        self.own_model()
+        told = shape_fields(self.tensors)
+        told |= {"family": family_in(self.fields), **self.fields} if self.fields else {}
+        if other := {name: value for name, value in told.items() if not self.fits(model, name, value)}:
+            name = "family" if "family" in other else min(other)
+            sets = " ".join(f"--set model.{one}={other[one]}" for one in sorted(other, key=lambda one: one != name))
             ours = effective(model, name)
-            if value != ours and not (name == "vocab_size" and name not in self.fields and value >= ours):
-                raise UserError(
-                    f"{self.where}: its {name} is {value}, and model.{name} is {ours}; "
-                    f"--set model.{name}={value} would fit"
-                )
+            raise UserError(f"{self.where}: its {name} is {other[name]}, and model.{name} is {ours}; {sets} would fit")
+        self.check_tensors(model, "this model's is")
+
+    def fits(self, model: ModelConfig, name: str, value: Any) -> bool:
+        """Whether a model may have this value of the file: its own; the rows of a vocabulary that a file padded; or a
+        longer context, unless positions have weights."""
+        ours = effective(model, name)
+        longer = (name == "vocab_size" and name not in self.fields) or (
+            name == "block_size" and "wpe.weight" not in self.tensors
+        )
+        return bool(value == ours or (longer and value >= ours))
+
+    def own_model(self) -> ModelConfig | None:
+        """The model that the weights were made with; None if they do not tell it. UserError if what they tell can't be
+        a model, or is not that of their tensors."""
+        if not self.fields:
+            return None
+        family, damaged = family_in(self.fields), f"{self.where}: damaged: its configuration"
+        for name, seen in shape_fields(self.tensors).items():
+            if (told := self.fields[name]) != seen and not (name == "vocab_size" and told < seen):
+                raise UserError(f"{damaged} has {name} {told}, and its tensors have {seen}; fetch it again")
+        try:
+            model = SECTIONS[family].model_validate(dict(self.fields))
+        except ValidationError as error:
+            reason = str(explain(error, SECTIONS[family], "")).partition("\n")[0].partition(";")[0]
+            raise UserError(f"{damaged} is no model of family {family} ({reason}); fetch it again") from error
+        self.check_tensors(model, "its configuration has")
+        return model
+
+    def check_tensors(self, model: ModelConfig, whose: str) -> None:
+        """UserError for missing and unknown tensors, and for one of another shape."""
         expected, ours = model.shapes, f"model of family {model.family}"
         if missing := sorted(expected.keys() - self.tensors.keys()):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -84,7 +117,7 @@ class WeightsFile:
             padded = name in model.vocabulary_rows and found and found[0] >= model.vocab_size
             if found != (found[:1] if padded else shape[:1]) + shape[1:]:
                 where = self.tensors[name].where
-                raise UserError(f"{where}: {name} has the shape {list(found)}; this model's is {list(shape)}")
+                raise UserError(f"{where}: {name} has the shape {list(found)}; {whose} {list(shape)}")
 
     def fill(self, pieces: "Mapping[str, Piece]", model: ModelConfig) -> None:
         """Fill the pieces `model.…` of a rank. UserError if a weight is not finite."""

@@ -18,7 +18,8 @@ from trainer.engine import make_engine
 from trainer.errors import UserError
 from trainer.families.gpt2 import LAYER
 from trainer.families.gpt2_module import GPT
-from trainer.family import to_hf
+from trainer.families.llama import LlamaConfig
+from trainer.family import plain_model, to_hf
 from trainer.model_config import ModelConfig
 from trainer.weights import Origin, open_weights
 
@@ -148,8 +149,52 @@ def test_another_shape_is_refused_with_the_field_and_the_value_that_would_fit(tm
             assert complaint(path, **{field: value}) == (
                 f"{path}: its {field} is {fits}, and model.{field} is {value}; --set model.{field}={fits} would fit"
             )
-    hf_folder(hf, drawn(), n_layer=1)
-    assert complaint(hf, n_layer=1).startswith(f"{hf}: the tensor 'h.1.")
+    assert complaint(bin_, n_head=4, n_embd=64).endswith("--set model.n_embd=32 --set model.n_head=2 would fit")
+
+
+def test_a_damaged_configuration_is_named_and_advises_no_field(tmp_path: Path) -> None:
+    from pipelines.weights import model_of
+
+    gpt2 = {
+        "n_layer": (1, "has n_layer 1, and its tensors have 2"),
+        "n_embd": (10**9, "has n_embd 1000000000, and its tensors have 32"),
+        "n_positions": (-1, "has block_size -1, and its tensors have"),
+        "vocab_size": (10**6, "has vocab_size 1000000, and its tensors have"),
+        "n_head": (3, "is no model of family gpt2 (n_embd 32 is not divisible by n_head 3)"),
+    }
+    llama = {
+        "num_hidden_layers": (0, "has n_layer 0, and its tensors have 2"),
+        "num_key_value_heads": (7, "is no model of family llama (n_kv_head 7 does not divide n_head 2)"),
+        "rope_theta": (-1.0, "is no model of family llama (rope_base: input should be greater than 1 (got -1.0))"),
+        "max_position_embeddings": (-5, "is no model of family llama (block_size: input should be greater than"),
+    }
+    other = LlamaConfig(n_layer=2, n_head=2, n_embd=32, block_size=MODEL.block_size, vocab_size=MODEL.vocab_size)
+    for model, cases in ((MODEL, gpt2), (other, llama)):
+        folder, module = tmp_path / model.family, plain_model(model)
+        folder.mkdir()
+        save_file(to_hf(module.state_dict(), model), folder / "model.safetensors")
+        config = model.hf_config()
+        for name, (value, words) in cases.items():
+            changed = config | {name: value} | ({"rope_parameters": None} if name == "rope_theta" else {})
+            (folder / "config.json").write_text(json.dumps(changed))
+            for check in (lambda weights, model=model: weights.check(model), model_of):
+                with pytest.raises(UserError) as mistake:
+                    check(open_weights(folder))
+                text = str(mistake.value)
+                assert text.startswith(f"{folder}: damaged: its configuration {words}"), text
+                assert text.endswith("; fetch it again") and "\n" not in text
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
+    with pytest.raises(UserError, match=r"has the shape \[128, 32\]; its configuration has \[100, 32\]"):
+        open_weights(folder).check(other)
+
+
+def test_rotary_positions_serve_a_shorter_context_and_no_longer_one(tmp_path: Path) -> None:
+    model = LlamaConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=97)
+    save_file(to_hf(plain_model(model).state_dict(), model), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(model.hf_config()))
+    open_weights(tmp_path).check(model.model_copy(update={"block_size": 16}))
+    with pytest.raises(UserError, match="its block_size is 32, and model.block_size is 64; --set model.block_size=32"):
+        open_weights(tmp_path).check(model.model_copy(update={"block_size": 64}))
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
