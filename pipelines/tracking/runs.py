@@ -63,6 +63,9 @@ class RunRecord(Stored):
             for prefix in [*found.earlier.get(stage, ()), *filter(None, [found.prefixes.get(stage)])]:
                 if not re.fullmatch(f"{FOLDERS[stage]}/[^/]+", prefix):
                     raise DamagedRecord(where, f"{shown(prefix)} is no artifact of {stage}")
+        asked = list(FOLDERS)[: list(FOLDERS).index(found.until) + 1]
+        if missing := [stage for stage in asked if stage not in found.prefixes]:
+            raise DamagedRecord(where, f"it names no artifact of {missing[0]}")
         return found
 
 
@@ -331,7 +334,10 @@ def found_again(store: Store, run: str, recipe: Recipe, plans: dict[str, Artifac
             earlier[stage] = [prefix for prefix in worked if prefix != prefixes[stage]]
     if not prefixes:
         return None
-    return RunRecord(run, recipe.model_dump(), list(prefixes)[-1], prefixes, 0.0, earlier)
+    until = list(prefixes)[-1]
+    # A stage without attempts found its artifact made by another run.
+    reached = {stage: prefixes.get(stage, plans[stage].prefix) for stage in list(plans)[: list(plans).index(until) + 1]}
+    return RunRecord(run, recipe.model_dump(), until, reached, 0.0, earlier)
 
 
 def read_record(store: Store, run: str) -> RunRecord | None:

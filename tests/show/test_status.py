@@ -86,7 +86,7 @@ def test_status_of_all_runs_leaves_an_unreadable_one_out_loudly_and_shows_the_ot
 ) -> None:
     done_run(store)
     values = json.loads(store.get(f"runs/{RUN}.json") or b"")
-    other = values | {"run": "other-12345678", "prefixes": {"train": "train/other-12345678"}}
+    other = values | {"run": "other-12345678", "prefixes": values["prefixes"] | {"train": "train/other-12345678"}}
     store.put("runs/other-12345678.json", json.dumps(other).encode())
     store.put(key, body)
     status(None, store=store.uri, as_json=True)

@@ -156,7 +156,7 @@ def test_a_run_is_found_by_the_beginning_of_its_name() -> None:
 
 def test_all_runs_are_read_oldest_first(store: LocalStore) -> None:
     for name, updated in (("b-1", 2.0), ("a-1", 3.0), ("c-1", 1.0)):
-        body = asdict(RunRecord(name, RECIPE.model_dump(), "export", {}, updated))
+        body = asdict(RunRecord(name, RECIPE.model_dump(), "tokenize", {"tokenize": "tokens/t-0"}, updated))
         store.put(f"runs/{name}.json", json.dumps(body).encode())
     assert [r.run for r in read_records(store)] == ["c-1", "b-1", "a-1"]
     assert [r.run for r in read_records(store, ["a", "b-1"])] == ["b-1", "a-1"]
@@ -195,6 +195,16 @@ def test_running_its_recipe_mends_a_damaged_record_as_its_message_says(store: Lo
         read_run(store, RUN)
     recorded(store)
     assert replace(read_run(store, RUN).record, updated=made.updated) == made
+
+
+def test_a_record_without_an_artifact_of_a_stage_is_damaged_and_mended(store: LocalStore) -> None:
+    made = recorded(store)
+    body = asdict(replace(made, prefixes={k: v for k, v in made.prefixes.items() if k != "train"}))
+    store.put(f"runs/{RUN}.json", json.dumps(body).encode())
+    with pytest.raises(UserError, match="damaged .it names no artifact of train.; run its recipe to write it again"):
+        read_run(store, RUN)
+    recorded(store)
+    assert read_run(store, RUN).record.prefixes == made.prefixes
 
 
 def test_a_mended_record_has_the_artifacts_that_the_run_worked_on_before(store: LocalStore) -> None:

@@ -29,7 +29,8 @@ def run(store: LocalStore, tmp_path: Path) -> str:
         store,
         Manifest("export", "a", plan.fingerprint, plan.identity, {}, tuple(files), {}, {}, "a-1", 1, 1.0),
     )
-    record = RunRecord("a-1", {}, "export", {"export": plan.prefix}, 1.0)
+    others = {"tokenize": "tokens/t-0", "train": "train/a-0", "evaluate": "evaluate/a-0"}
+    record = RunRecord("a-1", {}, "export", others | {"export": plan.prefix}, 1.0)
     store.put(key_of("a-1"), record.to_json())
     return "a-1"
 
