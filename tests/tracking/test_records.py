@@ -75,7 +75,8 @@ HEARTBEAT = CLAIM | {
 }
 TOKENIZE = CLAIM | {"stage": "tokenize", "progress": {"tokens": 0, "tokens_per_second": 0.0}}
 STANDBY = CLAIM | {"progress": {"waiting": True, "watch_failed": "ValueError()"}}
-RUN = {"run": "a-1", "recipe": {"name": "a"}, "until": "train", "prefixes": {"train": "train/a-1"}, "updated": 1.5}
+PREFIXES = {"tokenize": "tokens/t-0", "train": "train/a-1"}
+RUN = {"run": "a-1", "recipe": {"name": "a"}, "until": "train", "prefixes": PREFIXES, "updated": 1.5}
 FILE = {"name": "train_000000.bin", "key": "a0001/train_000000.bin", "size": 4001024, "sha256": "3abd" * 16}
 MANIFEST = {
     "attempt": 1,
