@@ -23,7 +23,7 @@ from pipelines.cloud.skypilot import (
     take_down,
 )
 from pipelines.cloud.tasks import run_label
-from pipelines.tracking.account import StoredHeartbeat
+from pipelines.tracking.account import StoredHeartbeat, location
 from pipelines.tracking.clusters import Interval, clusters_key, record_intervals
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, SILENT_SECONDS
@@ -55,6 +55,7 @@ class Status:
     train_loss: float | None
     val_loss: float | None
     attempts: int
+    places: list[str]  # of the rented machines, in the order of time, each once
     recoveries: int  # by SkyPilot, of the last launch
     usd: float
     unpriced_hours: float
@@ -77,6 +78,7 @@ class Status:
 def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Status:
     """The status of a run at `now` (unix seconds), from its snapshot and SkyPilot's tasks; None: not known yet."""
     tasks = known_tasks or []
+    machines = [attempt.machine for attempt in run.account.attempts]
     summary, total, train = run.summary, run.account.total, run.recipe.train
     present = run.record.prefixes.values()
     beats = [one for one in run.heartbeats if one.prefix in present]
@@ -103,6 +105,7 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
         train_loss=summary.train_loss,
         val_loss=summary.val_loss,
         attempts=summary.attempts,
+        places=list(dict.fromkeys(f"{m.cloud}/{location(m)}" for m in machines if m.cloud and location(m))),
         recoveries=sum(task.recoveries for task in tasks),
         usd=total.usd,
         unpriced_hours=total.unpriced_hours,

@@ -25,7 +25,16 @@ from pipelines.show.beginning import changes_text
 from pipelines.show.card import TARGET_NAMES, baseline_texts, passed_text
 from pipelines.show.console import money, say
 from pipelines.show.overlay import Overlay, read_overlay
-from pipelines.tracking.account import Account, AttemptAccount, Cost, cost_until, late_share, market_of, merge_waits
+from pipelines.tracking.account import (
+    Account,
+    AttemptAccount,
+    Cost,
+    cost_until,
+    late_share,
+    location,
+    market_of,
+    merge_waits,
+)
 from pipelines.tracking.origins import beginning_of_run
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import Run
@@ -313,9 +322,9 @@ def attempt_data(number: str, one: AttemptAccount, account: Account) -> dict[str
 
 
 def machine_name(one: AttemptAccount) -> str:
-    """Market, instance type and zone of a rented machine; the host name of an own machine."""
+    """Market, instance type and place of a rented machine; the host name of an own machine."""
     machine = one.machine
-    parts = [machine.instance or machine.accelerators, machine.zone or machine.region]
+    parts = [machine.instance or machine.accelerators, location(machine)]
     return ", ".join([market_of(machine), *(part for part in parts if part)]) if machine.cloud else one.host
 
 

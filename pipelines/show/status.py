@@ -26,8 +26,11 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         speed = f"{run.tokens_per_second:,.0f} tokens/s" if run.tokens_per_second else None
         losses = [f"{n} loss {v:.4f}" for n, v in (("train", run.train_loss), ("val", run.val_loss)) if v is not None]
         out.print("  " + "  ".join(filter(None, [f"step {run.step:,} of {run.max_steps:,}", speed, *losses])))
+        where = f" on {shown(', then '.join(run.places))}" if run.places else ""
         recovered = f", {run.recoveries} recovered by SkyPilot" if run.tasks else ""
-        out.print(f"  ${money(run.usd, run.unpriced_hours)} so far, in {several(run.attempts, 'attempt')}{recovered}")
+        out.print(
+            f"  ${money(run.usd, run.unpriced_hours)} so far, in {several(run.attempts, 'attempt')}{where}{recovered}"
+        )
         if run.to_come:
             out.print(f"  {to_go(run.to_come)}")
             if math.isfinite(run.to_come.hours.middle):

@@ -131,6 +131,7 @@ def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
         {"setup": 500.0, "train": 3000.0},
         Progress(50, highest_step=50, resumed_from=0, metrics={"train/loss": 2.5, "perf/tokens_per_second": 1e3}),
         nodes=2,
+        machine=Machine(cloud="slurm", region="north", zone="gpu"),
     )
     store.put(f"train/{RUN}/attempts/0001/heartbeat.json", beat.to_json())
     request = request_stop(store, RUN, "enough")
@@ -143,8 +144,11 @@ def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
     assert status.silent_seconds == pytest.approx(100, abs=60)
     assert status.stop_request == request
     assert status.to_come and status.to_come.hours.middle >= 50 * 60 / 3600  # at the speed so far
-    print_status([status])
-    assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", capsys.readouterr().out)
+    print_status([status, replace(status, places=["slurm/north", "aws/us-east-1a"])])
+    text = capsys.readouterr().out
+    assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", text)
+    assert "in 1 attempt on slurm/north, 2 recovered by SkyPilot\n" in text
+    assert "in 1 attempt on slurm/north, then aws/us-east-1a, 2 recovered" in text
 
 
 def test_a_status_shouts_that_no_checkpoint_is_saved_and_names_resume_after_the_job(

@@ -16,6 +16,7 @@ from pipelines.tracking.account import (
     account_table,
     account_tags,
     cost_metrics,
+    location,
     market_of,
     merge_waits,
     settled_phases,
@@ -77,6 +78,8 @@ def test_dollars_are_divided_by_stage_by_phase_and_by_market() -> None:
     assert bill.savings_usd == 2.0  # an hour of spot at 1 instead of 3
     assert bill.goodput == pytest.approx(1.75 / 3)
     assert market_of(Machine(cloud="gcp")) == "gcp"
+    machines = [Machine("aws", "us-east-1", "us-east-1a"), Machine("slurm", "north", "gpu"), Machine("aws"), Machine()]
+    assert [location(machine) for machine in machines] == ["us-east-1a", "north", None, None]
     assert account_tags(bill)["usd_by_market"] == "aws on demand 3.0000, aws spot 1.0000, own machine 1.0000"
 
 
