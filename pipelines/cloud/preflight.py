@@ -18,7 +18,8 @@ from pipelines.cloud.checks import (
     store_commits,
 )
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
-from pipelines.cloud.tasks import CLUSTERS, ManagedJob
+from pipelines.cloud.skypilot import seconds_in_queue
+from pipelines.cloud.tasks import CLUSTERS, ManagedJob, cloud_of
 from pipelines.cloud.throughput import check_gpus
 from pipelines.recipe import LLMC, Recipe, TokensConfig
 from pipelines.stages.export import NEEDS
@@ -76,6 +77,7 @@ def preflight(
         yield Finding(
             "mlflow", "none", "note", "the store keeps all metrics; set MLFLOW_TRACKING_URI to mirror them to a server"
         )
+    yield from queues(job)
     yield from quotas(job)
 
 
@@ -236,6 +238,17 @@ def endpoints(request: LaunchRequest, remote: bool) -> Iterator[Finding]:
             )
         elif remote and "://" in value and is_private(value):
             yield Finding("network", f"{name}={value}", "note", "a private address: the nodes must be in its network")
+
+
+def queues(job: ManagedJob) -> Iterator[Finding]:
+    """The Slurm clusters in whose queue a job that has other places, too, would wait for a day."""
+    several = (infras for task in job.tasks if len(infras := {machine.infra for machine in task.machines}) > 1)
+    clusters = {infra for infras in several for infra in infras if cloud_of(infra) == "slurm"}
+    if full := sorted(one for one in clusters if seconds_in_queue(one) is None):
+        seen = (
+            f"while {' or '.join(full)} is full, the job waits there for 24 hours before SkyPilot tries another place"
+        )
+        yield Finding("queue", seen, "note", "slurm: {provision_timeout: 300} in ~/.sky/config.yaml, in seconds")
 
 
 def quotas(job: ManagedJob) -> Iterator[Finding]:

@@ -173,6 +173,17 @@ def cluster_usd_per_hour(machine: MachineRequest) -> float:
     return float(common.get_hourly_cost_from_pricing(pricing, cpus, memory, gpu or None, int(count or 0)))
 
 
+def seconds_in_queue(infra: str) -> int | None:
+    """How long a job waits in the queue of a Slurm cluster ("slurm/NAME") before SkyPilot tries another place:
+    `provision_timeout` in ~/.sky/config.yaml. None: it is not set, and SkyPilot (0.14.1) waits for 24 hours, because it
+    asks for one partition after the other."""
+    from sky import skypilot_config
+
+    region, keys = [*infra.split("/"), None][1], ("provision_timeout",)
+    seconds: int | None = skypilot_config.get_effective_region_config(cloud="slurm", region=region, keys=keys)
+    return seconds
+
+
 # Managed jobs
 
 

@@ -32,7 +32,7 @@ MORE = (
 )
 ASKING = """
 import contextlib, io, json, sys
-from pipelines.cloud import pricing, skypilot
+from pipelines.cloud import preflight, pricing, skypilot
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
@@ -79,6 +79,8 @@ def priced(options, stages, spent=0.0):
     with contextlib.redirect_stdout(io.StringIO()) as output:
         job = pricing.within_limits(job, request, recipe, plans_of(recipe), store, print_launch_report)
         job = pricing.with_prices(job, request, print_launch_report)
+        for finding in preflight.queues(job):
+            print_launch_report(finding)
     tasks = {
         task.name: [[m.to_yaml() for m in task.machines], json.loads(task.envs["SKYTRAIN_PRICES"])]
         for task in job.tasks
@@ -153,6 +155,7 @@ QUESTIONS |= {
     "prices": to_price(STAGES),
     "prices in one region": to_price(infra="aws/us-west-2"),
     "prices on slurm": to_price(("tokenize", "train"), infra="slurm/local"),
+    "two slurm clusters": to_price(("train",), infra="slurm/local,slurm/south"),
     "prices of an unpriced cluster": to_price(infra="kubernetes/mine"),
     "a budget on an unpriced cluster": to_price(infra="kubernetes/mine", budget=5.0),
     "a budget that spot keeps": to_price(budget=16.0),
@@ -175,8 +178,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("sky", reason="needs skypilot (pip install '.[cloud]')")
     home = tmp_path_factory.mktemp("sky-home")
     write_catalog(home, ROWS + MORE)
-    pricing = {"slurm": {"cluster_configs": {"local": {"pricing": {"cpu": 0.01, "accelerators": {"H100": 3.5}}}}}}
-    (home / ".sky" / "config.yaml").write_text(yaml.safe_dump(pricing))
+    local = {"pricing": {"cpu": 0.01, "accelerators": {"H100": 3.5}}, "provision_timeout": 60}
+    (home / ".sky" / "config.yaml").write_text(yaml.safe_dump({"slurm": {"cluster_configs": {"local": local}}}))
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKY", "AWS_"))}
     deadlines = {
         "a deadline that all keep": to_price(("train", "evaluate"), deadline=time.time() + 48 * 3600),
@@ -327,6 +330,11 @@ def test_an_own_cluster_has_the_price_of_skypilots_configuration(answers: dict[s
     assert (train["cloud"], train["region"], train["usd_per_hour"]) == ("slurm", "local", 28.0)
     (tokenize,) = rows(answers["prices on slurm"], "tokenize")
     assert (tokenize["usd_per_hour"], tokenize["accelerators"]) == (0.16, None)
+
+
+def test_a_cluster_in_whose_queue_a_job_would_wait_for_a_day_is_named(answers: dict[str, Any]) -> None:
+    assert "while slurm/south is full, the job waits there for 24 hours" in answers["two slurm clusters"]["output"]
+    assert "is full" not in answers["prices on slurm"]["output"]
 
 
 def test_an_unknown_price_is_reported_and_refused_with_a_budget(answers: dict[str, Any]) -> None:
