@@ -17,7 +17,7 @@ import boto3
 import psutil
 import pytest
 import yaml
-from local_cloud import NODES, PRICE, LocalCloud, what_is_missing
+from local_cloud import DEARER, PRICE, LocalCloud, what_is_missing
 from pipeline_runs import TINY, runs_in_mlflow, write_texts
 from servers import MlflowServer, S3Account
 
@@ -163,8 +163,7 @@ class User:
     def preempted_in_mid_training(self, cloud: LocalCloud) -> float:
         """Preempt the machines in a step after the attempt's first commit; returns the time."""
         with self.held_in_mid_training():
-            jobs = [line.split() for line in cloud.slurm("squeue", "-h", "-o", "%i %j").splitlines()]
-            (training,) = [number for number, name in jobs if name.startswith("train-")]
+            (training,) = jobs_of_training(cloud)
             cloud.slurm("scancel", training)
         return time.time()
 
@@ -284,6 +283,50 @@ def test_a_launch_trains_beside_the_tokens_that_it_follows_and_a_stop_ends_both(
     assert cloud.slurm("squeue", "-h") == ""
 
 
+@pytest.mark.skipif("SKYTRAIN_LONG_TESTS" not in os.environ, reason="needs five minutes: SKYTRAIN_LONG_TESTS=1")
+def test_a_run_preempted_in_one_region_continues_in_another_one_from_its_commit(
+    tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = User(tmp_path, cloud, s3_server)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    user.skytrain("run", str(user.recipe), "--stage", "tokenize")
+    assert "is launched as managed job" in user.launch("--infra", "slurm/local,slurm/other", "--stage", "train")
+    with user.held_in_mid_training():
+        others_take(cloud)
+        cloud.slurm("scancel", *jobs_of_training(cloud))
+    undisturbed = S3Store(user.bucket, "undisturbed")  # while SkyPilot waits for the first region's machines
+    user.skytrain("run", str(user.recipe), "--stage", "train", "--store", undisturbed.uri)
+    user.wait_until(lambda: user.summary.state == "done")
+    cloud.slurm("scancel", "--name=others")
+
+    first, second = (a for a in user.bill.attempts if a.stage == "train")
+    assert (first.machine.region, first.price_per_hour, first.state) == ("local", 8 * PRICE, "interrupted")
+    assert (second.machine.region, second.price_per_hour, second.state) == ("other", 8 * DEARER, "done")
+    assert second.resumed_from
+    assert losses(user.store, user.record) == losses(undisturbed, user.record)
+    assert weights(user.store, user.record, "train") == weights(undisturbed, user.record, "train")
+    assert "in 2 attempts on slurm/local, then slurm/other" in user.skytrain("status")
+    report = user.skytrain("report", user.record.run)
+    assert "28.80 (catalog slurm/local)" in report and "36.00 (catalog slurm/other)" in report
+    user.skytrain("down", user.record.run)
+    assert cloud.jobs == ""
+
+
+def others_take(cloud: LocalCloud) -> None:
+    """Other users' jobs take all GPUs of the first cluster, those in use as soon as they are free."""
+    for node in cloud.local.nodes:
+        taken = ("--gres=gpu:8", "--mem=1G", "--cpus-per-task=1", "--output=/dev/null", "--wrap", "sleep 3600")
+        cloud.slurm("sbatch", "--job-name=others", "--nodelist", node, *taken)
+
+
+def jobs_of_training(cloud: LocalCloud) -> list[str]:
+    """The numbers of the first cluster's jobs that are machines of the stage train. SkyPilot gives a job's only task
+    the job's name."""
+    jobs = (line.split() for line in cloud.slurm("squeue", "-h", "-o", "%i %j").splitlines())
+    return [number for number, name in jobs if name.startswith(("train-", "e2e-"))]
+
+
 # `launch --deadline` refuses clusters that have no spot market; so machines that are taken are made to play spot.
 SUBMIT = """
 import sys
@@ -320,9 +363,7 @@ def test_without_gpus_a_job_with_a_deadline_waits_on_a_standby_and_polls_again(
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     user.skytrain("run", str(user.recipe), "--stage", "tokenize")
-    for node in NODES:
-        taken = ("--gres=gpu:8", "--mem=1G", "--cpus-per-task=1", "--output=/dev/null", "--wrap", "sleep 3600")
-        cloud.slurm("sbatch", "--job-name=others", "--nodelist", node, *taken)
+    others_take(cloud)
     deadline = f"{time.time() + 36_000:.0f}"
     arguments = [user.environment["SKYTRAIN_STORE"], str(user.recipe), deadline]
     subprocess.run([sys.executable, "-c", SUBMIT, *arguments], env=user.environment, check=True, timeout=LIMIT_S)

@@ -1,7 +1,9 @@
-"""Real SkyPilot without a cloud: its API server, and two Slurm nodes with simulated GPUs on this machine.
+"""Real SkyPilot without a cloud: its API server, and two Slurm clusters with simulated GPUs on this machine.
 
-Everything listens on loopback and lies in one folder. Outside the folder it adds a login to /etc/passwd (a second root
-with another home, because other users cannot read the files of the tests), two names to /etc/hosts and a file to
+SkyPilot takes each cluster for a region of the cloud Slurm. Each has its own controller, nodes, login and home folder.
+
+Everything listens on loopback and lies in one folder. Outside the folder it adds the logins to /etc/passwd (roots with
+other homes, because other users cannot read the files of the tests), the nodes to /etc/hosts and a file to
 /etc/profile.d; `stop` removes them all. One local cloud can be up at a time: it holds a lock, and removes the lines
 that a killed one left. Needs root.
 
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import sysconfig
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -25,8 +28,7 @@ import yaml
 from servers import LOOPBACK, Daemon, free_ports, wait_until
 from sky_catalog import sky_environment, write_catalog
 
-LOGIN = "skytrain-cloud"
-NODES = ("st-n1", "st-n2")
+LOGIN = "skytrain-cloud"  # with the name of a cluster after it
 PROGRAMS = {
     "slurmctld": "slurm-wlm",
     "slurmd": "slurm-wlm",
@@ -38,8 +40,8 @@ PROGRAMS = {
 PROFILE = Path("/etc/profile.d/skytrain-local-cloud.sh")
 HOSTS, PASSWORDS = Path("/etc/hosts"), Path("/etc/passwd")
 LOCK = Path("/run/skytrain-local-cloud.lock")
-HOST_LINES = "".join(f"127.0.1.{i} {node}\n" for i, node in enumerate(NODES, start=1))
 PRICE = 3.6  # dollars an hour and GPU: 8 of them cost 0.8 cents a second
+DEARER = 4.5  # in the second cluster
 
 # Nodes would download uv, a Python and SkyPilot. These shims give them this Python and its SkyPilot. Otherwise every
 # cluster copies half a gigabyte of packages, which takes longer on two cores than the whole test.
@@ -59,11 +61,11 @@ esac
 exec "$@"
 """,
 }
-SLURM_CONF = """ClusterName=local
+SLURM_CONF = """ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={munge}
 CredType=cred/munge
 SlurmctldPort={port}
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -116,19 +118,58 @@ def what_is_missing() -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class SlurmCluster:
+    """A Slurm cluster: a region for SkyPilot. Its files lie in `folder`."""
+
+    name: str
+    nodes: tuple[str, ...]
+    price: float  # dollars an hour and GPU
+    folder: Path
+    ports: list[int]  # of the controller, and of each node
+
+    @property
+    def login(self) -> str:
+        return f"{LOGIN}-{self.name}"
+
+    @property
+    def home(self) -> Path:
+        """Of its jobs, on all its nodes."""
+        return self.folder / "home"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def write(self, munge: Path, gpus: Path) -> None:
+        """Its files of configuration. `munge`: a socket; `gpus`: a folder of devices."""
+        for name in ("state", "spool"):
+            (self.folder / name).mkdir()
+        host = socket.gethostname().partition(".")[0]
+        port, *node_ports = self.ports
+        nodes = [NODE.format(name=n, host=host, port=p) for n, p in zip(self.nodes, node_ports, strict=True)]
+        names = ",".join(self.nodes)
+        values = {"name": self.name, "names": names, "nodes": "\n".join(nodes), "host": host, "port": port}
+        slurm_conf = SLURM_CONF.format(**values, folder=self.folder, munge=munge)
+        (self.folder / "slurm.conf").write_text(slurm_conf)
+        (self.folder / "gres.conf").write_text(f"NodeName={names} Name=gpu Type=h100 File={gpus}/gpu[0-7]\n")
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+
 class LocalCloud:
     """Runs between `start` and `stop`. With `environment`, SkyPilot and `skytrain launch` use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.client = self.folder / "client"  # home folder of SkyPilot's client and API server
-        self.home = self.folder / "home"  # of the jobs, on all nodes
-        self.probe_port, self.ssh_port, self.api_port, self.slurm_port, *self.node_ports = free_ports(6)
+        self.probe_port, self.ssh_port, self.api_port, *ports = free_ports(8)
+        self.local = SlurmCluster("local", ("st-n1", "st-n2"), PRICE, folder / "local", ports[:3])
+        self.other = SlurmCluster("other", ("st-n3",), DEARER, folder / "other", ports[3:])
+        self.clusters = (self.local, self.other)
         self.environment = {
             **sky_environment(self.client),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{Path(__file__).resolve().parents[2]}:{self.client / 'site'}",
-            "SLURM_CONF": str(self.folder / "slurm.conf"),
             "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.api_port),
             "SKYPILOT_POD_MEMORY_GB_LIMIT": "6",  # limits the number of the API server's workers
         }
@@ -147,11 +188,17 @@ class LocalCloud:
     def stop(self) -> None:
         self._stack.close()
 
-    def slurm(self, *command: str) -> str:
-        """The output of one of Slurm's commands."""
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | self.environment, timeout=60)
+    def slurm(self, *command: str, cluster: SlurmCluster | None = None) -> str:
+        """The output of one of Slurm's commands, in the cluster `local` or in another one."""
+        environment = os.environ | (cluster or self.local).environment
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    @property
+    def jobs(self) -> str:
+        """A line for each job of both clusters."""
+        return "".join(self.slurm("squeue", "-h", cluster=cluster) for cluster in self.clusters)
 
     def sky(self, *words: str, expect: int | None = 0) -> str:
         """The output of SkyPilot's command line."""
@@ -167,7 +214,9 @@ class LocalCloud:
 
     def _start(self) -> None:
         self._change_machine()
-        self._start_slurm()
+        self._start_munge()
+        for cluster in self.clusters:
+            self._start_slurm(cluster)
         self._start_sshd()
         self._daemon([sys.executable, "-m", "http.server", str(self.probe_port), "--bind", LOOPBACK], "probe")
         self._write_client()
@@ -183,18 +232,19 @@ class LocalCloud:
     def _end_jobs(self) -> None:
         """Ends the jobs first: Slurm's job processes outlive its daemons, and nothing identifies them then."""
         with suppress(AssertionError, TimeoutError, subprocess.TimeoutExpired):
-            self.slurm("scancel", "--partition=gpu")
-            wait_until(lambda: not self.slurm("squeue", "-h"), "the end of Slurm's jobs", 30)
+            for cluster in self.clusters:
+                self.slurm("scancel", "--partition=gpu", cluster=cluster)
+            wait_until(lambda: not self.jobs, "the end of Slurm's jobs", 30)
 
     def _end_processes(self) -> None:
         """Kills the processes that SkyPilot leaves: those with HOME or SLURM_CONF in our folder, and those of sshd's
-        connections, which show the name of our login instead of their environment."""
+        connections, which show the name of a login instead of their environment."""
         ours = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 environment = process.environ()
                 at_home = [Path(environment.get(name, "/")) for name in ("HOME", "SLURM_CONF")]
-                connection = "".join(process.cmdline()).startswith(f"sshd: {LOGIN}@")
+                connection = "".join(process.cmdline()).startswith(f"sshd: {LOGIN}-")
                 if connection or any(path.is_relative_to(self.folder) for path in at_home):
                     process.kill()
                     ours.append(process)
@@ -209,9 +259,11 @@ class LocalCloud:
         except BlockingIOError:
             raise AssertionError(f"{LOCK} is held: another local cloud is up") from None
         self._stack.callback(self._end_processes)
-        self.home.mkdir()
-        self._add_lines(HOSTS, HOST_LINES)
-        self._add_lines(PASSWORDS, f"{LOGIN}:*:0:0::{self.home}:/bin/bash\n")
+        for cluster in self.clusters:
+            cluster.home.mkdir(parents=True)
+        nodes = [node for cluster in self.clusters for node in cluster.nodes]
+        self._add_lines(HOSTS, "".join(f"127.0.1.{i} {node}\n" for i, node in enumerate(nodes, start=1)))
+        self._add_lines(PASSWORDS, "".join(f"{one.login}:*:0:0::{one.home}:/bin/bash\n" for one in self.clusters))
         shims = self.folder / "shims"
         shims.mkdir()
         values = {"shims": shims, "python": sys.executable, "packages": sysconfig.get_path("purelib")}
@@ -220,73 +272,59 @@ class LocalCloud:
             path.write_text("#!/bin/bash\n" + text.format(**values))
             path.chmod(0o755)
         self._stack.callback(PROFILE.unlink, missing_ok=True)
-        PROFILE.write_text(f"case $HOME/ in {self.home}/*) export PATH={shims}:$PATH ;; esac\n")
+        PROFILE.write_text(f"case $HOME/ in {self.folder}/*) export PATH={shims}:$PATH ;; esac\n")
 
     def _add_lines(self, file: Path, lines: str) -> None:
         self._stack.callback(remove_our_lines, file)
         remove_our_lines(file)
         file.write_text(f"{file.read_text().rstrip()}\n{lines}")
 
-    def _start_slurm(self) -> None:
-        folder, host = self.folder, socket.gethostname().partition(".")[0]
-        for name in ("state", "spool", "munge", "gpus"):
-            (folder / name).mkdir()
-        (folder / "munge" / "key").write_bytes(os.urandom(1024))
-        (folder / "munge" / "key").chmod(0o600)
-        munged = [
-            "munged",
-            "--foreground",
-            "--force",
-            f"--key-file={folder}/munge/key",
-            f"--socket={folder}/munge/socket",
-        ]
-        munged += [f"--{name}-file={folder}/munge/{name}" for name in ("pid", "log", "seed")]
-        munge = self._daemon(munged, "munge")
-        munge.wait_until((folder / "munge" / "socket").exists)
+    def _start_munge(self) -> None:
+        """One for both clusters."""
+        folder = self.folder / "munge"
+        folder.mkdir()
+        (folder / "key").write_bytes(os.urandom(1024))
+        (folder / "key").chmod(0o600)
+        munged = ["munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/socket"]
+        munged += [f"--{name}-file={folder}/{name}" for name in ("pid", "log", "seed")]
+        self._daemon(munged, "munge").wait_until((folder / "socket").exists)
+        (self.folder / "gpus").mkdir()
         for i in range(8):
-            os.mknod(folder / "gpus" / f"gpu{i}", 0o20666, os.makedev(1, 3))
-        (folder / "gres.conf").write_text(
-            f"NodeName={','.join(NODES)} Name=gpu Type=h100 File={folder}/gpus/gpu[0-7]\n"
-        )
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        nodes = [NODE.format(name=n, host=host, port=p) for n, p in zip(NODES, self.node_ports, strict=True)]
-        (folder / "slurm.conf").write_text(
-            SLURM_CONF.format(
-                host=host, folder=folder, port=self.slurm_port, nodes="\n".join(nodes), names=",".join(NODES)
-            )
-        )
-        environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
-        self._daemon(["slurmctld", "-D", "-c"], "slurmctld", environment)
-        for node in NODES:
-            daemon = self._daemon(["slurmd", "-D", "-N", node], node, environment)
-        daemon.wait_until(lambda: self._sinfo().count("idle") == len(NODES))
+            os.mknod(self.folder / "gpus" / f"gpu{i}", 0o20666, os.makedev(1, 3))
         self._stack.callback(self._end_jobs)
 
-    def _sinfo(self) -> str:
-        done = subprocess.run(
-            ["sinfo", "-hN", "-o", "%T"], capture_output=True, text=True, env=os.environ | self.environment
-        )
-        return done.stdout
+    def _start_slurm(self, cluster: SlurmCluster) -> None:
+        cluster.write(self.folder / "munge" / "socket", self.folder / "gpus")
+        environment = os.environ | cluster.environment
+        daemon = self._daemon(["slurmctld", "-D", "-c"], f"slurmctld-{cluster.name}", environment)
+        for node in cluster.nodes:
+            daemon = self._daemon(["slurmd", "-D", "-N", node], node, environment)
+        daemon.wait_until(lambda: self._sinfo(environment).count("idle") == len(cluster.nodes))
+
+    def _sinfo(self, environment: dict[str, str]) -> str:
+        return subprocess.run(["sinfo", "-hN", "-o", "%T"], capture_output=True, text=True, env=environment).stdout
 
     def _start_sshd(self) -> None:
         for name in ("host", "client"):
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / f"{name}-key")
-        authorized = self.home / ".ssh" / "authorized_keys"
-        authorized.parent.mkdir(mode=0o700)
-        shutil.copy(self.folder / "client-key.pub", authorized)
         Path("/run/sshd").mkdir(exist_ok=True)  # of sshd; the service of its package would make it
-        sshd = [str(shutil.which("sshd")), "-D", "-e", "-f", os.devnull, "-p", str(self.ssh_port)]
         options = {
+            "Port": self.ssh_port,
             "ListenAddress": LOOPBACK,
             "HostKey": self.folder / "host-key",
+            "AuthorizedKeysFile": self.folder / "client-key.pub",
             "PidFile": "none",
             "StrictModes": "no",
             "PasswordAuthentication": "no",
             "MaxStartups": "100",
             "MaxSessions": "100",
-            "SetEnv": f"SLURM_CONF={self.folder}/slurm.conf",  # rsync runs without a login shell
         }
-        daemon = self._daemon([*sshd, *(f"-o{name}={value}" for name, value in options.items())], "sshd")
+        lines = [f"{name} {value}" for name, value in options.items()]
+        for cluster in self.clusters:  # rsync runs without a login shell
+            lines += [f"Match User {cluster.login}", f"SetEnv SLURM_CONF={cluster.environment['SLURM_CONF']}"]
+        (self.folder / "sshd_config").write_text("\n".join(lines) + "\n")
+        sshd = [str(shutil.which("sshd")), "-D", "-e", "-f", str(self.folder / "sshd_config")]
+        daemon = self._daemon(sshd, "sshd")
         daemon.wait_until(lambda: listens(self.ssh_port))
 
     def _write_client(self) -> None:
@@ -296,15 +334,16 @@ class LocalCloud:
         (self.client / ".sky" / "user_hash").write_text(self.user_hash)
         (self.client / "none").touch()  # AWS's files in sky_environment: on Slurm, SkyPilot opens them
         (self.client / ".slurm" / "config").write_text(
-            f"Host local\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {LOGIN}\n"
-            f"  IdentityFile {self.folder}/client-key\n  IdentitiesOnly yes\n"
+            "".join(
+                f"Host {cluster.name}\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {cluster.login}\n"
+                f"  IdentityFile {self.folder}/client-key\n  IdentitiesOnly yes\n"
+                for cluster in self.clusters
+            )
         )
+        pricing = {one.name: {"pricing": {"accelerators": {"H100": one.price}}} for one in self.clusters}
         config = {
             "allowed_clouds": ["slurm"],
-            "slurm": {
-                "provision_timeout": 60,
-                "cluster_configs": {"local": {"pricing": {"accelerators": {"H100": PRICE}}}},
-            },
+            "slurm": {"provision_timeout": 60, "cluster_configs": pricing},
             "jobs": {"controller": {"consolidation_mode": True}, "force_disable_cloud_bucket": True},
         }
         (self.client / ".sky" / "config.yaml").write_text(yaml.safe_dump(config))
@@ -318,7 +357,7 @@ class LocalCloud:
 
 def remove_our_lines(file: Path) -> None:
     """Removes the lines of this local cloud, or of a killed one, from /etc/hosts or /etc/passwd."""
-    kept = [line for line in file.read_text().splitlines(True) if not any(name in line for name in (LOGIN, *NODES))]
+    kept = [line for line in file.read_text().splitlines(True) if not any(name in line for name in (LOGIN, " st-n"))]
     file.write_text("".join(kept))
 
 
