@@ -10,6 +10,7 @@ import pytest
 from cloud_support import Signal
 from pipeline_runs import FOLDER_NAME, Project
 
+from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.deadline import (
     AFTER_TRAINING_SECONDS,
     DEADLINE,
@@ -127,7 +128,8 @@ def test_a_spot_machine_that_comes_too_late_hands_over_before_it_trains(
     left: float, work: Callable[[str], Work]
 ) -> None:
     late = replace(work("train"), recipe=RECIPE, stop=Signal())
-    record(late.store, late.attempt.latest.run, RECIPE, {"train": late.plan}, "train")
+    plans = {"tokenize": ArtifactPlan("tokenize", "tiny", {"stage": "tokenize"}), "train": late.plan}
+    record(late.store, late.attempt.latest.run, RECIPE, plans, "train")
     late.attempt.update(machine=Machine(cloud="aws", spot=True, accelerators="H100:8"))
     whole = rules_for(late, 0.0)[1]
     watch = DeadlineWatch(time.time() + whole + left, RECIPE, late.stop)

@@ -171,9 +171,10 @@ def test_lifetimes_come_from_spot_attempts_that_the_market_took_away() -> None:
 
 def test_lifetimes_are_read_from_the_launched_runs_of_a_store(tmp_path: Path) -> None:
     store, plan = LocalStore(tmp_path), ArtifactPlan("train", "tiny", {"stage": "train"})
+    tokens = ArtifactPlan("tokenize", "tiny", {"stage": "tokenize"})
     spot = Machine("aws", "us-east-1", spot=True, accelerators="H100:8")
     for run in ("launched", "here", "damaged"):
-        record(store, run, load_recipe("smoke"), {"train": plan}, "train")
+        record(store, run, load_recipe("smoke"), {"tokenize": tokens, "train": plan}, "train")
     for number, run in enumerate(("launched", "here"), 1):
         beat = Heartbeat(run, "train", number, "interrupted", 1e9, 1e9 + 3600, 1.0, machine=spot)
         store.put(f"{plan.prefix}/attempts/{number:04d}/heartbeat.json", beat.to_json())
