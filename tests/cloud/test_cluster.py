@@ -70,7 +70,7 @@ def mlflow_uri(tmp_path: Path) -> Iterator[str]:
 class User:
     """A user at a shell, with a recipe and a bucket."""
 
-    def __init__(self, folder: Path, cloud: LocalCloud, account: S3Account, **environment: str) -> None:
+    def __init__(self, folder: Path, cloud: LocalCloud, account: S3Account) -> None:
         self.recipe, self.failpoints = folder / "e2e.yaml", folder / "failpoints"
         self.failpoints.mkdir()
         write_texts(folder / "texts")
@@ -83,7 +83,6 @@ class User:
         }
         self.recipe.write_text(yaml.safe_dump(recipe))
         self.bucket = f"e2e-{os.urandom(4).hex()}"
-        self.account = account
         credentials = {"aws_access_key_id": account.access_key, "aws_secret_access_key": account.secret_key}
         boto3.client("s3", endpoint_url=account.endpoint, region_name="us-east-1", **credentials).create_bucket(
             Bucket=self.bucket
@@ -97,7 +96,6 @@ class User:
             "SKYTRAIN_HOME": str(folder / "home"),
             "SKYTRAIN_NOTICE": "off",
             "OMP_NUM_THREADS": "1",
-            **environment,
         }
 
     def skytrain(self, *words: str, expect: int = 0, **environment: str) -> str:
@@ -179,17 +177,23 @@ class User:
             reached(failpoint).unlink()
 
 
+@pytest.fixture
+def user(tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch) -> User:
+    """A user whose store this process reads with the same account."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return User(tmp_path, cloud, s3_server)
+
+
 def reached(failpoint: Path) -> Path:
     """The file of an armed failpoint once a process has reached it."""
     return failpoint.with_name(f"{failpoint.name}.here")
 
 
 def test_a_launched_run_stopped_by_its_budget_preempted_and_killed_ends_as_the_undisturbed_one(
-    tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, mlflow_uri: str, monkeypatch: pytest.MonkeyPatch
+    user: User, cloud: LocalCloud, mlflow_uri: str
 ) -> None:
-    user = User(tmp_path, cloud, s3_server, MLFLOW_TRACKING_URI=mlflow_uri)
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
+    user.environment["MLFLOW_TRACKING_URI"] = mlflow_uri
     assert "error: launch: no machine fits" in user.launch("--gpus", "A100:8", expect=2)
 
     budget = 2 * BUDGET_S / 3600 * 8 * PRICE
@@ -239,12 +243,7 @@ def test_a_launched_run_stopped_by_its_budget_preempted_and_killed_ends_as_the_u
 
 
 @pytest.mark.skipif("SKYTRAIN_LONG_TESTS" not in os.environ, reason="needs four minutes: SKYTRAIN_LONG_TESTS=1")
-def test_a_launch_trains_beside_the_tokens_that_it_follows_and_a_stop_ends_both(
-    tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user = User(tmp_path, cloud, s3_server)
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
+def test_a_launch_trains_beside_the_tokens_that_it_follows_and_a_stop_ends_both(user: User, cloud: LocalCloud) -> None:
     recipe = yaml.safe_load(user.recipe.read_text())
     recipe["train"] |= {"follow_tokens": True, "max_steps": 60}
     recipe["tokens"] |= {"parts": 1}
@@ -284,12 +283,7 @@ def test_a_launch_trains_beside_the_tokens_that_it_follows_and_a_stop_ends_both(
 
 
 @pytest.mark.skipif("SKYTRAIN_LONG_TESTS" not in os.environ, reason="needs five minutes: SKYTRAIN_LONG_TESTS=1")
-def test_a_run_preempted_in_one_region_continues_in_another_one_from_its_commit(
-    tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user = User(tmp_path, cloud, s3_server)
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
+def test_a_run_preempted_in_one_region_continues_in_another_one_from_its_commit(user: User, cloud: LocalCloud) -> None:
     user.skytrain("run", str(user.recipe), "--stage", "tokenize")
     assert "is launched as managed job" in user.launch("--infra", "slurm/local,slurm/other", "--stage", "train")
     with user.held_in_mid_training():
@@ -356,12 +350,7 @@ submit(launch, [dag_of(replace(job, tasks=(train,)), launch.secrets)])
 
 
 @pytest.mark.skipif("SKYTRAIN_LONG_TESTS" not in os.environ, reason="needs five minutes: SKYTRAIN_LONG_TESTS=1")
-def test_without_gpus_a_job_with_a_deadline_waits_on_a_standby_and_polls_again(
-    tmp_path: Path, cloud: LocalCloud, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user = User(tmp_path, cloud, s3_server)
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
+def test_without_gpus_a_job_with_a_deadline_waits_on_a_standby_and_polls_again(user: User, cloud: LocalCloud) -> None:
     user.skytrain("run", str(user.recipe), "--stage", "tokenize")
     others_take(cloud)
     deadline = f"{time.time() + 36_000:.0f}"
