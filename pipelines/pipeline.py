@@ -136,7 +136,7 @@ class Pipeline:
             self.stop.check()
             self.skipped[stage] = False
             if stage == "tokenize" and last != stage and self._can_follow_tokens():
-                self.made[stage] = unfinished(self.plans[stage].prefix)
+                self.made[stage] = unfinished(self.plans[stage].prefix, identity=self.plans[stage].identity)
                 continue
             self.made[stage] = self._existing(stage) or self._make(stage)
             if stage == "train" and self.head:

@@ -6,7 +6,7 @@ millisecond. A separate stream copies them in the form of the file, 2 or 4 bytes
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,10 +20,20 @@ from torch import Tensor
 from trainer.amounts import micro_batch_count
 from trainer.packing import packed
 from trainer.shard_maps import MOST_MAPPED, PREFETCHED_SHARDS, Fetch, ShardMaps
-from trainer.shards import GrowingOrder, Shard, check_ids, order_of, parts_of_mixture, sequence_digest, slices
+from trainer.shards import (
+    GrowingMixture,
+    GrowingOrder,
+    Shard,
+    check_ids,
+    growing_order,
+    order_of,
+    parts_of_mixture,
+    sequence_digest,
+    slices,
+)
 
 T = TypeVar("T")
-More = Callable[[int], tuple[list[Shard], bool]]
+More = Callable[[int], tuple[list[Shard], Collection[int]]]
 LARGE_SHARDS_AHEAD = 2  # their tokens are there before they are read
 MOST_PREFETCHED = 100  # shards, where many small ones have as many tokens
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
@@ -35,7 +45,8 @@ class TokenData:
     case.
 
     `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards. `more` gives the
-    shards of a text that grows while it is read, behind a number of known ones, and whether they are the last.
+    shards of a text that grows while it is read, behind a number of known ones, and the sources that get no others: {0}
+    of a single text.
     UserError for a shard with an id outside the vocabulary: here, or before its first token is read. For `fetch`, see
     `ShardMaps`.
     """
@@ -57,8 +68,8 @@ class TokenData:
         self.weights = weights
         self._most_windows = self._windows_of_largest(shards)
         self._budget = math.inf if budget_gb == "auto" else budget_gb * 1e9  # bytes
-        assert more is None or not (shards or weights), "a growing text is one text, and begins without shards"
-        self.order = GrowingOrder(block_size, seed) if more else order_of(shards, block_size, seed, weights)
+        assert more is None or not shards, "a growing text begins without shards"
+        self.order = growing_order(block_size, seed, weights) if more else order_of(shards, block_size, seed, weights)
         assert eot is not None or all(shard.rows is None for shard in shards), "packed shards need their <|endoftext|>"
         pack = partial(packed, eot=eot or 0, row_tokens=block_size + 1)
         self._maps = ShardMaps(shards, fetch, vocab_size, pack, MOST_MAPPED + 2 * len(weights))
@@ -69,7 +80,7 @@ class TokenData:
     @property
     def is_whole(self) -> bool:
         """Whether all shards of the text are known."""
-        return not isinstance(self.order, GrowingOrder) or self.order.whole
+        return self.order.whole
 
     def lacks(self, sequences: range) -> bool:
         """Whether the text has not grown to the end of these sequences yet."""
@@ -77,16 +88,17 @@ class TokenData:
 
     def runs_short(self, sequences: range) -> bool:
         """Whether fewer than three shards are known behind these sequences, of a text that grows."""
-        return not self.is_whole and len(list(islice(self.order.visits(sequences[-1]), 4))) < 4
+        enough = 3 + max(1, len(self.weights))
+        return not self.is_whole and len(list(islice(self.order.visits(sequences[-1]), enough))) < enough
 
-    def grow(self, shards: Sequence[Shard], whole: bool) -> None:
+    def grow(self, shards: Sequence[Shard], ended: Collection[int]) -> None:
         """Add the shards that `more` has found. UserError for an id outside the vocabulary."""
-        assert isinstance(self.order, GrowingOrder)
+        assert isinstance(self.order, GrowingOrder | GrowingMixture)
         check_ids(shards, self.vocab_size)
         self.shards.extend(shards)
         self._most_windows = max(self._most_windows, self._windows_of_largest(shards))
         self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in self.shards) else np.uint16
-        self.order.grow(shards, whole)
+        self.order.grow(shards, ended)
 
     def windows(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
         """The tokens of windows, each given as (shard index, window index): (len(places), block_size + 1), uint16, or

@@ -1,6 +1,6 @@
 """One rank of a training run: its parts are assembled here, for `python -m trainer` and for the stage `train`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,10 +72,10 @@ class Outcome:
     weights: Path | None
 
 
-def whole_text(shards: list[Shard]) -> More:
-    """A text that has stopped growing."""
-    ordered = reading_order(shards)
-    return lambda known: (ordered[known:], True)
+def whole_text(shards: list[Shard], block_size: int, weights: Sequence[float]) -> More:
+    """A text, or a mixture, that has stopped growing."""
+    ordered = reading_order(shards, block_size, weights)
+    return lambda known: (ordered[known:], range(max(1, len(weights))))
 
 
 def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
@@ -86,8 +86,8 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     model, seed, budget = job.model, job.train.seed, job.runtime.data_cache_gb
     of_both = (job.fetch, model.block_size, seed, model.vocab_size)
     if job.train.follow_tokens:
-        more = job.more or whole_text(job.train_shards)
-        train_data = TokenData([], *of_both, eot=job.eot, more=more, budget_gb=budget)
+        more = job.more or whole_text(job.train_shards, model.block_size, job.weights)
+        train_data = TokenData([], *of_both, weights=job.weights, eot=job.eot, more=more, budget_gb=budget)
     else:
         train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot, budget_gb=budget)
     val_data = TokenData(job.val_shards, *of_both, weights=job.weights, budget_gb=0)  # it is small

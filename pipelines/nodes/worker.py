@@ -34,7 +34,7 @@ from pipelines.nodes.results import NodeResult, kind_and_message
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
 from pipelines.text.mixture import texts_of
-from pipelines.text.parts import PartsJob, PartsProgress, make_parts, parts_in_order
+from pipelines.text.parts import PartsJob, PartsProgress, make_parts, make_texts, parts_in_order
 from trainer.errors import Interrupted
 from trainer.process import StopSignal
 from trainer.store import Store
@@ -190,18 +190,19 @@ class Worker:
         rank, nodes = self.address.rank, self.address.count
         folder = self._fresh_folder(self.plans["tokenize"], request.attempt)
 
-        def jobs(check: Callable[[], None]) -> Iterator[PartsJob]:
-            texts = texts_of(self.recipe, self.plans["tokenize"])
-            first = rank % len(texts)
-            for recipe, plan in [*texts[first:], *texts[:first]]:
+        def make(check: Callable[[], None]) -> Iterator[PartsProgress]:
+            recipes_and_plans = texts_of(self.recipe, self.plans["tokenize"])
+            first, texts, weights = rank % len(recipes_and_plans), [], []
+            for n, (recipe, plan) in sorted(enumerate(recipes_and_plans), key=lambda one: (one[0] < first, one[0])):
                 if recipe.tokens.adopts or find(self.store, plan):
                     continue
-                yield PartsJob(
+                (folder / plan.name).mkdir(exist_ok=True)
+                job = PartsJob(
                     recipe.tokens,
                     plan,
                     self.store,
                     parts_in_order(rank, nodes, recipe.tokens.parts),
-                    folder,
+                    folder / plan.name,
                     partial(upload, self.store, plan.prefix, request.attempt),
                     check,
                     self.screen.note,
@@ -210,8 +211,11 @@ class Worker:
                     waits=False,
                     shared=True,
                 )
+                texts.append(make_parts(job))
+                weights.append((self.recipe.tokens.weights or (1.0,))[n])
+            yield from make_texts(texts, weights if self.recipe.train.follow_tokens else None)
 
-        return Parts(rank, request.round, folder, jobs, self.connection)
+        return Parts(rank, request.round, folder, make, self.connection)
 
     def _start_ranks(self, request: StartRanks) -> Ranks:
         forget_kept(kept_store(self.home, self.store), request.spec.prefix)  # it is committed, or of no use
@@ -264,13 +268,13 @@ class Parts:
         node: int,
         round_: int,
         folder: Path,
-        jobs: Callable[[Callable[[], None]], Iterator[PartsJob]],
+        make: Callable[[Callable[[], None]], Iterator[PartsProgress]],
         connection: NodeConnection,
     ) -> None:
         self.node, self.round, self.folder, self.connection = node, round_, folder, connection
         self.made = threading.Event()  # as far as this node can make them
         self._leaving = threading.Event()
-        self._jobs = jobs(self._check)
+        self._make_all = make
         # A daemon thread: a slow source of text must not delay the exit of the node.
         self._thread = threading.Thread(target=self._make, daemon=True, name="parts")
         self._thread.start()
@@ -287,13 +291,9 @@ class Parts:
 
     def _make(self) -> None:
         result = NodeResult(self.node)
-        before = progress = PartsProgress(0, 0)
         try:
-            for job in self._jobs:
-                for own in make_parts(job):
-                    progress = PartsProgress(before.stored + own.stored, before.new + own.new)
-                    self.connection.send(progress)
-                before = progress
+            for progress in self._make_all(self._check):
+                self.connection.send(progress)
         except Exception as error:  # the head must learn of any error
             result = NodeResult(self.node, *kind_and_message(error, self.folder))
         if not self._leaving.is_set():

@@ -24,7 +24,7 @@ from pipelines.recipe import Recipe
 from pipelines.stages.evaluate import FACTS_FILE, Measurement, validation_data
 from pipelines.stages.follow import EVENTS_FILE
 from pipelines.stages.measures import evaluation_in_training
-from pipelines.text.growing import GrowingTokens
+from pipelines.text.growing import GrowingSources, GrowingTokens, growing_tokens
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
 from pipelines.tracking.origins import find_other
@@ -62,9 +62,9 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
 
     recipe, store = spec.recipe, open_store(spec.store)
     clock = PhaseClock(started=spec.started)
-    tokens: Manifest | GrowingTokens | None
+    tokens: Manifest | GrowingTokens | GrowingSources | None
     if recipe.train.follow_tokens:
-        tokens = GrowingTokens(store, spec.tokens, recipe.tokens)
+        tokens = growing_tokens(store, spec.tokens, recipe, spec.sources)
         train_shards, val_shards, more = [], tokens.val_shards(), tokens.more
         eot = tokenizer_of(recipe.tokens, store, spec.tokens).eot_token if recipe.row_tokens else None
     else:

@@ -6,7 +6,7 @@ The head makes its parts here in `build`; each worker makes its own in pipelines
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +28,7 @@ from pipelines.text.parts import (
     finished_part,
     forget_receipts,
     make_parts,
+    make_texts,
     part_prefix,
     parts_in_order,
     rows_in,
@@ -115,10 +116,14 @@ def mix(work: Work, texts: list[Work], head: Head | None) -> Built:
 
     All nodes make parts of all sources. This one makes what it can before it waits for the others.
     """
-    own = 0
-    for text in texts if head else ():
-        if not text.recipe.tokens.adopts and not find(text.store, text.plan):
-            own += make_all_parts(text, waits=False, before=own)
+    follows = work.recipe.train.follow_tokens
+    for text in texts:
+        if follows and text.recipe.tokens.adopts:
+            tokens_of_source(text)  # first: training finds adopted shards once their artifact is there
+    missing = [n for n, text in enumerate(texts) if not text.recipe.tokens.adopts and not find(text.store, text.plan)]
+    if head or follows:
+        weights = [work.recipe.tokens.weights[n] for n in missing] if follows else None
+        report(work, make_texts([parts_made(texts[n], waits=False) for n in missing], weights), head)
     made = [tokens_of_source(text) for text in texts]
     if head:
         head.end_parts()
@@ -201,14 +206,29 @@ def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
         forget_receipts(store, plan, max(done))
 
 
-def make_all_parts(work: Work, waits: bool = True, before: int = 0) -> int:
-    """Make the parts that no other node makes, and wait until all are finished if it `waits`.
+def make_all_parts(work: Work) -> None:
+    """Make the parts that no other node makes, and wait until all are finished."""
+    report(work, parts_made(work, waits=True), work.head)
 
-    Returns their tokens on this node's account, beside those of its texts `before`.
-    """
+
+def report(work: Work, made: Iterable[PartsProgress], head: Head | None) -> None:
+    """Report the progress of all nodes while this one makes parts."""
+    started = time.monotonic()
+    for own in made:
+        progress = [own, *(head.parts_progress() if head else ())]
+        speed = sum(one.new for one in progress) / (time.monotonic() - started)
+        tokens = max(work.attempt.latest.progress.tokens or 0, sum(one.stored for one in progress))
+        work.report(tokens=tokens, tokens_per_second=speed)
+    check(work)
+
+
+def parts_made(work: Work, waits: bool) -> Generator[PartsProgress, None, None]:
+    """As `make_parts`, for this node's parts of a text, with a bar."""
     config, head = work.recipe.tokens, work.head
     address = head.address if head else NodeAddress()
     size = None if head else size_of_text(config)
+    folder = work.folder / work.plan.name  # sources that are made in step have shards of the same names
+    folder.mkdir(exist_ok=True)
     with work.screen.bar("tokenize", config.max_tokens or size) as bar:
         shown = ReadingBar(bar, Reading(), config.max_tokens, size, head.parts_progress if head else list)
 
@@ -221,7 +241,7 @@ def make_all_parts(work: Work, waits: bool = True, before: int = 0) -> int:
             work.plan,
             work.store,
             parts_in_order(address.rank, address.count, config.parts),
-            work.folder,
+            folder,
             partial(upload, work.store, work.plan.prefix, work.attempt.number),
             look,
             work.screen.note,
@@ -231,20 +251,10 @@ def make_all_parts(work: Work, waits: bool = True, before: int = 0) -> int:
             waits,
             head is not None,
         )
-
-        def report(own: PartsProgress) -> None:
-            progress = [own, *shown.others()]
-            speed = sum(one.new for one in progress) / (time.monotonic() - shown.started)
-            tokens = max(work.attempt.latest.progress.tokens or 0, before + sum(one.stored for one in progress))
-            work.report(tokens=tokens, tokens_per_second=speed)
-
-        own = PartsProgress(0, 0)
         for own in make_parts(job):
             shown.before = own.stored - own.new
-            report(own)
-        check(work)
+            yield own
         shown.end()
-    return own.stored
 
 
 @dataclass

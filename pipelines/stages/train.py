@@ -22,7 +22,8 @@ from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
 from pipelines.text.amounts import sources_planned
 from pipelines.text.core_bundle import core_identity
-from pipelines.text.growing import GrowingTokens, maker_begins_by
+from pipelines.text.growing import growing_tokens, maker_begins_by
+from pipelines.text.mixture import prefixes_of_sources
 from pipelines.tracking.deaths import after_death, faults_of, marked_machine
 from pipelines.tracking.ledger import (
     attempts,
@@ -136,11 +137,10 @@ class FollowedTokens:
     def await_first_shards(self) -> None:
         """Wait until the validation split and the first training shard are there."""
         work = self.work
-        tokens = GrowingTokens(work.store, self.prefix, work.recipe.tokens)
+        tokens = growing_tokens(work.store, self.prefix, work.recipe, followed_sources(work))
         with work.clock.phase("data"):
             while True:
-                shards, whole = tokens.more(0)
-                if shards or whole:
+                if any(tokens.more(0)):
                     tokens.val_shards()
                     return
                 self.watch(waiting=True)
@@ -184,12 +184,19 @@ def rank_spec(work: Work) -> RankSpec:
         recipe=work.recipe,
         store=work.store.uri,
         tokens=work.inputs["tokenize"].prefix,
+        sources=followed_sources(work),
         prefix=work.plan.prefix,
         attempt=work.attempt.number,
         leave_slow=bool(own.machine.cluster) and not any(beat.progress.faulty_host for beat in earlier),
         between_failures=seconds_between_failures((b for b in earlier if not b.progress.waiting), prior),
         traffic_seconds=traffic_seconds(state_bytes(work.recipe.model, work.recipe.train), own),
     )
+
+
+def followed_sources(work: Work) -> list[str]:
+    """The prefixes of the tokens of a mixture's sources, if the run follows them."""
+    follows = work.recipe.train.follow_tokens
+    return prefixes_of_sources(work.recipe, work.inputs["tokenize"].identity) if follows else []
 
 
 def store_result(work: Work, state: TrainState) -> Built:
@@ -228,10 +235,9 @@ def store_result(work: Work, state: TrainState) -> Built:
 
 def tokens_by_source(work: Work, state: TrainState) -> list[int]:
     """The tokens that the run read of each source of its mixture."""
-    from trainer.shards import Mixture, sequences_of
+    from trainer.shards import Interleaving, sequences_of
 
-    recipe, shards = work.recipe, shards_in(work.inputs["tokenize"], "train")
-    order = Mixture(shards, recipe.model.block_size, recipe.train.seed, recipe.tokens.weights)
+    recipe, order = work.recipe, Interleaving(work.recipe.tokens.weights)
     end = sequences_of(state.data_step, recipe.model, recipe.train, 0, 1).start
     first = 0 if state.text_from else sequences_of(recipe.train.first_step, recipe.model, recipe.train, 0, 1).start
     counts = (order.read_before(end, n) - order.read_before(first, n) for n in range(len(order.shares)))

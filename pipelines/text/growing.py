@@ -2,17 +2,21 @@
 
 A shard counts once its receipt is in the store. Training reads the first shards of all parts, then the second ones, and
 so on: each part grows in this order. A part that has ended, by its list of receipts, is left out from there on. So the
-order does not depend on when it is asked for; the manifest, once there, gives the same one.
+order does not depend on when it is asked for; the manifest, once there, gives the same one. The sources of a mixture
+grow so, each alone, and training reads them by their weights.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipelines.artifacts.manifest import File, Manifest, read_manifest
 from pipelines.artifacts.shard_cache import shards_in
-from pipelines.recipe import TokensConfig
+from pipelines.recipe import Recipe, TokensConfig
+from pipelines.text.mixture import mixed_file, mixed_name, name_in_source
 from pipelines.text.parts import ShardReceipt, finished_key, receipt_key
 from trainer.config import seconds_from_environment
 from trainer.errors import StoreUnavailable
@@ -44,11 +48,11 @@ class GrowingTokens:
         self._next = (0, 0)  # number in the part, and part, of the next shard
         self._ends: dict[int, int] = {}  # by part that has ended: its number of training shards
 
-    def more(self, known: int) -> "tuple[list[Shard], bool]":
-        """The training shards behind the first `known` ones, and whether there will be no more."""
+    def more(self, known: int) -> "tuple[list[Shard], Collection[int]]":
+        """The training shards behind the first `known` ones, and {0} if there will be no more."""
         if not self._whole:
             self._look()
-        return self._shards[known:], self._whole
+        return self._shards[known:], {0} if self._whole else set()
 
     def val_shards(self) -> "list[Shard]":
         """The validation split, which comes first. StoreUnavailable if it is not there yet."""
@@ -143,6 +147,48 @@ class GrowingTokens:
         return self.config.val_whole_shards if part == 0 else 0
 
 
+class GrowingSources:
+    """The tokens of a mixture under `prefix`, whole or not, as those of one text. `prefixes`: of its sources."""
+
+    files: Sequence[File] = ()
+
+    def __init__(self, store: Store, prefix: str, recipe: Recipe, prefixes: Sequence[str]) -> None:
+        self.prefix, self.block_size, self.weights = prefix, recipe.model.block_size, recipe.tokens.weights
+        each = zip(prefixes, recipe.tokens.each(), strict=True)
+        self.sources = [GrowingTokens(store, one, config) for one, config in each]
+
+    def more(self, known: int) -> "tuple[list[Shard], Collection[int]]":
+        """The training shards behind the first `known` ones, as far as training knows in which order it reads them; and
+        the sources that get no more. None before each source has its first one, with its validation split."""
+        from trainer.shards import known_order
+
+        found = [source.more(0) for source in self.sources]
+        if not all(map(any, found)):
+            return [], set()
+        texts = [self._mixed(n, shards) for n, (shards, _) in enumerate(found)]
+        ended = [n for n, (_, ended) in enumerate(found) if ended]
+        shards = known_order(texts, ended, self.block_size, self.weights)
+        there = Counter(shard.source for shard in shards)
+        return shards[known:], {n for n in ended if there[n] == len(texts[n])}
+
+    def val_shards(self) -> "list[Shard]":
+        """As `GrowingTokens.val_shards`, of all sources."""
+        return [one for n, source in enumerate(self.sources) for one in self._mixed(n, source.val_shards())]
+
+    def file(self, name: str) -> File:
+        """As `GrowingTokens.file`."""
+        number, own = name_in_source(name)
+        return mixed_file(number, self.sources[number].prefix, self.sources[number].file(own))
+
+    def _mixed(self, source: int, shards: "Iterable[Shard]") -> "list[Shard]":
+        return [replace(shard, name=mixed_name(source, shard.name), source=source) for shard in shards]
+
+
+def growing_tokens(store: Store, prefix: str, recipe: Recipe, sources: Sequence[str]) -> GrowingTokens | GrowingSources:
+    """The tokens of a recipe under `prefix`, with the prefixes of its `sources` if it is a mixture."""
+    return GrowingSources(store, prefix, recipe, sources) if sources else GrowingTokens(store, prefix, recipe.tokens)
+
+
 def shards_of(prefix: str, receipts: Iterable[ShardReceipt]) -> "list[Shard]":
     """The shards of receipts."""
     known = list(receipts)
@@ -154,7 +200,12 @@ def shards_of(prefix: str, receipts: Iterable[ShardReceipt]) -> "list[Shard]":
     return shards_in(unfinished(prefix, tuple(receipt.file for receipt in known), facts), "")
 
 
-def unfinished(prefix: str, files: tuple[File, ...] = (), facts: Mapping[str, Any] | None = None) -> Manifest:
+def unfinished(
+    prefix: str,
+    files: tuple[File, ...] = (),
+    facts: Mapping[str, Any] | None = None,
+    identity: Mapping[str, Any] | None = None,
+) -> Manifest:
     """The manifest of tokens that are not finished, which is never stored."""
     label, _, fingerprint = prefix.partition("/")[2].rpartition("-")
-    return Manifest("tokenize", label, fingerprint, {}, {}, files, {}, dict(facts or {}), "", 0, 0.0)
+    return Manifest("tokenize", label, fingerprint, dict(identity or {}), {}, files, {}, dict(facts or {}), "", 0, 0.0)

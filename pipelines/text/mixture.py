@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipelines.artifacts.manifest import HERE, ArtifactPlan, File, Manifest
-from pipelines.recipe import Recipe
+from pipelines.artifacts.manifest import HERE, ArtifactPlan, File, Manifest, prefix_of
+from pipelines.recipe import Recipe, TokensConfig
 from pipelines.text.adopted import identity_of_shards, label_of
 from pipelines.text.sources import source_identity, source_label
 from trainer.errors import UserError
@@ -30,7 +30,7 @@ def plan_of_text(recipe: Recipe) -> ArtifactPlan:
     identity: dict[str, Any]
     if t.adopts:
         identity = {"stage": "tokenize", "text": identity_of_shards(t), "tokenizer": t.tokenizer_identity}
-        return ArtifactPlan("tokenize", label_of(t), identity | recipe.packing_identity)
+        return ArtifactPlan("tokenize", label_of_text(t), identity | recipe.packing_identity)
     identity = {
         "stage": "tokenize",
         "text": source_identity(t.source, t.subset, t.revision, t.text_column, parts=t.parts),
@@ -42,7 +42,23 @@ def plan_of_text(recipe: Recipe) -> ArtifactPlan:
     }
     if t.parts > 1:  # a text in one part keeps the fingerprint that it had before parts existed
         identity["parts"] = t.parts
-    return ArtifactPlan("tokenize", source_label(t.source, t.subset), identity)
+    return ArtifactPlan("tokenize", label_of_text(t), identity)
+
+
+def label_of_text(config: TokensConfig) -> str:
+    """The label of the tokens of one text."""
+    return label_of(config) if config.adopts else source_label(config.source, config.subset)
+
+
+def prefixes_of_sources(recipe: Recipe, identity: Mapping[str, Any]) -> list[str]:
+    """Where the tokens of each source lie in the store, by the identity of a mixture's tokens; none for a single text.
+    Reads no text."""
+    if not recipe.tokens.sources:
+        return []
+    return [
+        prefix_of("tokenize", label_of_text(one), fingerprint)
+        for one, fingerprint in zip(recipe.tokens.each(), identity["sources"], strict=True)
+    ]
 
 
 def texts_of(recipe: Recipe, plan: ArtifactPlan) -> list[tuple[Recipe, ArtifactPlan]]:
@@ -68,12 +84,22 @@ def mixed_name(source: int, name: str) -> str:
     return f"{split}_s{source:02d}_{rest}"
 
 
+def name_in_source(name: str) -> tuple[int, str]:
+    """The source, and the name there, of a name of the mixture."""
+    split, source, rest = name.split("_", 2)
+    return int(source.removeprefix("s")), f"{split}_{rest}"
+
+
+def mixed_file(source: int, prefix: str, file: File) -> File:
+    """A shard of the source whose tokens are under `prefix`, as a file of the mixture."""
+    name = mixed_name(source, file.name)
+    return replace(file, name=name) if file.at else replace(file, name=name, key=f"{prefix}/{file.key}", at=HERE)
+
+
 def mixed_files(sources: Sequence[Manifest]) -> list[File]:
     """The shards of all sources, where they lie in the store."""
     return [
-        replace(file, name=mixed_name(n, file.name))
-        if file.at
-        else replace(file, name=mixed_name(n, file.name), key=f"{made.prefix}/{file.key}", at=HERE)
+        mixed_file(n, made.prefix, file)
         for n, made in enumerate(sources)
         for file in made.files
         if file.name in made.fact("shards")
@@ -96,7 +122,7 @@ def mixed_facts(sources: Sequence[Manifest], names: Sequence[str]) -> dict[str, 
     for made in sources:
         encoders.update(made.facts.get("encoders", {}))
     facts["sources"] = [
-        {"source": name, "tokens": made.prefix, **{k: made.facts[k] for k in SUMS if k in made.facts}}
+        {"source": name, **{k: made.facts[k] for k in SUMS if k in made.facts}}
         for name, made in zip(names, sources, strict=True)
     ]
     return facts | {"encoders": dict(encoders)}

@@ -21,7 +21,7 @@ def test_training_sees_the_shards_in_one_order_while_they_are_made_and_after(par
     files = FourFiles(tmp_path)
     config, store = files.config.model_copy(update={"parts": parts}), LocalStore(tmp_path / "store")
     growing = GrowingTokens(store, files.plan.prefix, config)
-    assert growing.more(0) == ([], False)
+    assert growing.more(0) == ([], set())
     with pytest.raises(StoreUnavailable, match="has no validation split yet"):
         growing.val_shards()
     seen: list[Shard] = []
@@ -30,9 +30,9 @@ def test_training_sees_the_shards_in_one_order_while_they_are_made_and_after(par
         for maker in list(makers):
             if next(maker, None) is None:
                 makers.remove(maker)
-            more, whole = growing.more(len(seen))
+            more, ended = growing.more(len(seen))
             seen += more
-            assert whole == (not makers)
+            assert ended == (set() if makers else {0})
             assert GrowingTokens(store, files.plan.prefix, config).more(0)[0] == seen  # after a kill
     receipts = [finished_part(store, files.plan, part) or [] for part in range(parts)]
     shards = split_text(receipts, config, lambda file: Path(), lambda path: receipts[0][0].file, tmp_path)
@@ -47,4 +47,4 @@ def test_training_sees_the_shards_in_one_order_while_they_are_made_and_after(par
         for entry in list(store.entries(f"{manifest.prefix}/{folder}/")):
             store.delete(entry.key)
     late = GrowingTokens(store, files.plan.prefix, config)
-    assert late.more(0) == (seen, True) and {name: late.file(name) for name in named} == named
+    assert late.more(0) == (seen, {0}) and {name: late.file(name) for name in named} == named
