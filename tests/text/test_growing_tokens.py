@@ -67,7 +67,7 @@ def test_training_sees_the_shards_of_a_mixture_in_one_order_while_its_sources_ar
     def look() -> GrowingSources:
         return GrowingSources(store, "tokens/mixture-1", recipe, prefixes)
 
-    growing, seen, ended, read = look(), list[Shard](), set[int](), list[int]()
+    growing, seen, read = look(), list[Shard](), list[int]()
     jobs = [text.job(range(1), store.root, config=text.config) for text in texts]
     assert growing.more(0) == ([], set())
     order = GrowingMixture(block, 1, weights)
