@@ -199,11 +199,14 @@ class Checkpointer:
         log_line(f"checkpoint of step {save.state.step} FAILED ({error!r}); training continues")
 
     def finish(self, log: EventLog) -> None:
-        """Wait for the last save. Raises its error, after this machine's disk has got the state."""
+        """Wait for the last save. Raises its error, after the disks of the nodes have got the state: StoreUnavailable
+        if they have, because the same command commits it, even if the store refused it as a mistake of the user."""
         kept = self._keep()  # if the save before failed: a store that hangs takes longer than a stop may last
         self.settle(log, wait=True)
-        if not kept:
-            self._keep()
+        kept = kept or self._keep()
+        if kept and self._last and self._store_error():
+            where = f"step {self._last.state.step:,} is kept on this machine's disk"
+            raise StoreUnavailable(f"{self._error}; {where}") from self._error
         if self._error:
             raise self._error
 
@@ -238,7 +241,7 @@ class Checkpointer:
     def _keep(self) -> bool:
         """Put the last save on the disks of the nodes, if the last one to end failed on any rank. A collective call.
 
-        Each node gets the files of its ranks, and a COMMIT.json that names those of all ranks.
+        Each node gets the files of its ranks, and a COMMIT.json that names those of all ranks. Whether all have them.
         """
         if self.kept is None or not any(self.world.gather(self._error is not None)):
             return False
@@ -250,14 +253,18 @@ class Checkpointer:
         if self.world.rank == 0 and len(receipts) == self.world.world_size and save.proof.result():
             segment = Segment.of(self.prefix, save.state.step, self.attempt, save.rows, b"")
             commit = segment, self._commit_of(save.state, segment, tuple(receipts)).encode()
-            log_line(f"step {save.state.step} is KEPT in {self.kept.uri}: the store took no checkpoint")
         commit = self.world.gather(commit)[0]
+        held = commit is not None and self.world.local_rank > 0
         if commit and self.world.local_rank == 0:
             segment, body = commit
             with suppress(Exception):
                 self.kept.put(segment.key, segment.body)
                 self.kept.create(f"{save.folder}/COMMIT.json", body)
-        return True
+                held = True
+        held = all(self.world.gather(held))
+        if held and self.world.rank == 0:
+            log_line(f"step {save.state.step} is KEPT in {self.kept.uri}: the store took no checkpoint")
+        return held
 
     def _upload_and_commit(self, save: Save, copy: HostCopy) -> None:
         """In the thread: upload this rank's file and its receipt. Rank 0 commits."""

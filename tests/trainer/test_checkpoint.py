@@ -78,6 +78,10 @@ class Interfering(LocalStore):
         self._tell("write", key)
         super().write(parts, key)
 
+    def put(self, key: str, body: bytes) -> None:
+        self._tell("put", key)
+        super().put(key, body)
+
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         self._tell("read", key)
         self.bytes_read = getattr(self, "bytes_read", 0) + len(buffer)
@@ -162,11 +166,15 @@ def test_a_rank_that_cannot_upload_reports_it_and_no_rank_waits_or_commits(
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_last_state_is_kept_on_the_disk_if_the_store_takes_no_checkpoint(tmp_path: Path, before: bool) -> None:
-    """The save before may have failed, too; then the store is not waited for."""
+@pytest.mark.parametrize("refusal", [StoreUnavailable("refused"), UserError("not writable")])
+def test_the_last_state_is_kept_on_the_disk_if_the_store_takes_no_checkpoint(
+    tmp_path: Path, before: bool, refusal: Exception
+) -> None:
+    """The save before may have failed, too; then the store is not waited for. The same command commits the state, also
+    where the store's refusal is a mistake of the user."""
 
     def refuse(key: str) -> None:
-        raise StoreUnavailable("refused")
+        raise refusal
 
     store, kept = Interfering(tmp_path / "store", write=refuse), LocalStore(tmp_path / "kept")
     ranks = some_ranks([store, store], kept=kept)
@@ -178,10 +186,25 @@ def test_the_last_state_is_kept_on_the_disk_if_the_store_takes_no_checkpoint(tmp
         rank.save(TrainState(step=7), same, log)
         rank.finish(log)
 
-    assert {type(error) for error in each(ranks, saving)} <= {StoreUnavailable, OSError}
+    for error in each(ranks, saving):
+        assert type(error) is StoreUnavailable and "; step 7 is kept on this machine's disk" in str(error)
     assert committed_steps(store) == [] and committed_steps(kept) == [7]
     assert each(some_ranks([kept, kept]), loaded) == [(7, 7.0)] * 2
     assert series(kept, "run")[-1]["step"] == 7
+
+
+@pytest.mark.parametrize("method", ["write", "put"])
+def test_a_state_that_the_disk_does_not_take_either_is_not_called_kept(
+    tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(key: str) -> None:
+        raise UserError("not writable")
+
+    kept = Interfering(tmp_path / "kept", **{method: refuse})
+    ranks = some_ranks([Interfering(tmp_path / "store", write=refuse)] * 2, kept=kept)
+    first, _ = each(ranks, save(7, 7.0))
+    assert type(first) is UserError and str(first) == "not writable"
+    assert committed_steps(kept) == [] and "KEPT" not in capsys.readouterr().out
 
 
 def test_each_node_keeps_the_files_of_its_ranks_and_the_commit_that_names_all(tmp_path: Path) -> None:
