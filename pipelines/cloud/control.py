@@ -62,7 +62,7 @@ class Status:
     to_come: Forecast | None  # of training
     stop_request: StopRequest | None
     notice: str | None  # why the newest attempt was asked to stop
-    killed: str | None  # the cause, if a signal ended a process of the newest attempt
+    killed: str | None  # the cause, if a signal or the watchdog ended a process of the newest attempt
     straggler: str | None  # the rank that all others wait for
     unsound: str | None  # machines that compute wrongly or slowly
     unsaved_seconds: float | None  # since the store takes no checkpoint of the newest attempt, up to its last heartbeat

@@ -231,7 +231,8 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
     if work.stop.asked:
         raise work.stop.interruption()
     for result in (result for result in results if result.kind == STUCK):
-        raise Interrupted(result.message)
+        work.report(killed=result.message)
+        raise after_death(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
     if death := cause_of_death(results):
         cause = death if step is None else f"{death} after step {step:,}"
         work.report(killed=cause)
@@ -256,7 +257,7 @@ def after_gpu_fault(work: Work, result: NodeResult) -> Exception:
     marked = marked_machine({result.host: [*(n for n in earlier if n != number), number]})
     cause = f"{result.message}; {marked}" if marked else result.message
     work.report(killed=cause, faulty_host=result.host)
-    return after_death(store, prefix, number, cause, hardware=True)
+    return after_death(store, prefix, number, cause, may_start_over=True)
 
 
 def track_committed(work: Work, before_request: Callable[[], None] = lambda: None) -> dict[str, int]:

@@ -121,7 +121,7 @@ def leave_marked_machines(work: Work) -> None:
     marked = marked_machine(faults_of(work.store, work.plan.prefix, hosts))
     if marked and work.attempt.latest.machine.cluster:
         work.report(killed=marked)
-        raise after_death(work.store, work.plan.prefix, work.attempt.number, marked, hardware=True)
+        raise after_death(work.store, work.plan.prefix, work.attempt.number, marked, may_start_over=True)
     if marked:
         work.screen.warn(marked)
 

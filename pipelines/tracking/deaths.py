@@ -1,4 +1,5 @@
-"""Deaths by a signal (kill -9, lack of memory, a crash): of a rank, of torchrun, or of `skytrain run` itself.
+"""Deaths by a signal (kill -9, lack of memory, a crash) of a rank, of torchrun, or of `skytrain run` itself; and ranks
+that the watchdog ended.
 
 A death is an interruption, after which the same command resumes: if training has a commit to resume from, and at most
 MOST_DEATHS times in a row without a new commit. The attempts in the store hold the count, so it outlives the machine.
@@ -15,13 +16,15 @@ MOST_DEATHS = 3
 MOST_FAULTS = 2  # of one machine's hardware, until a run leaves it
 
 
-def after_death(store: Store, prefix: str, attempt: int, cause: str, hardware: bool = False) -> Interrupted | Died:
+def after_death(
+    store: Store, prefix: str, attempt: int, cause: str, may_start_over: bool = False
+) -> Interrupted | Died:
     """The exception that ends an attempt on the artifact `prefix` after a death of this cause.
 
-    After a fault of the `hardware`, another machine can also do what has no commit yet.
+    After a fault of the hardware or a hang, the same command also `may_start_over` without a commit.
     """
     commit = newest_commit(store, prefix)
-    if prefix.startswith("train/") and commit is None and not hardware:
+    if prefix.startswith("train/") and commit is None and not may_start_over:
         return Died(f"{cause}; there is no commit to resume from")
     since = commit.attempt if commit else 0
     died = [beat.attempt for beat in attempts(store, prefix) if since < beat.attempt < attempt and beat.progress.killed]

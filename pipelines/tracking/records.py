@@ -66,7 +66,7 @@ class Progress(Stored):
     read_requests: int | None = None
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
-    killed: str | None = None  # the cause, if a signal ended a process of the attempt
+    killed: str | None = None  # the cause, if a signal or the watchdog ended a process of the attempt
     faulty_host: str | None = None  # the machine whose hardware failed, then `killed` has the fault
     rank_seconds: tuple[float, ...] | None = None  # of each rank's own work in a step
     straggler: str | None = None  # the rank that all others wait for

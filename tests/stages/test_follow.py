@@ -15,13 +15,14 @@ from pipelines.nodes.results import FAULT, KILLED, PEER, NodeResult
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import follow
-from pipelines.stages.follow import Follower, cause_of_death, report_event, track_row
+from pipelines.stages.follow import Follower, cause_of_death, raise_error_of_ranks, report_event, track_row
 from pipelines.stages.train import leave_marked_machines
 from pipelines.tracking.account import late_share
+from pipelines.tracking.deaths import MOST_DEATHS
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat, Machine
-from trainer.errors import Interrupted
+from trainer.errors import Died, Interrupted
 from trainer.events import (
     Checkpointed,
     CheckpointFailed,
@@ -213,6 +214,27 @@ def test_a_rented_machine_whose_hardware_failed_twice_is_left_and_an_own_one_is_
     else:
         leave_marked_machines(train_work)
         assert recorder.warnings == [f"the hardware of {host} failed in attempts 2, 3: another machine must go on"]
+
+
+def test_ranks_that_hang_again_and_again_without_a_commit_end_the_run(
+    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "SIGNALS_SECONDS", 0)
+    train_work = work("train")
+    stuck = "rank 0: no progress in phase 'first exchange' for 600 s; exiting"
+    endings = []
+    for number in range(1, MOST_DEATHS + 2):
+        (train_work.folder / "train.log").write_text(f"starting\n{stuck}\nThread 0x1 (most recent call first):\n")
+        (train_work.folder / "spec.json").touch()
+        with pytest.raises((Interrupted, Died)) as ended:
+            raise_error_of_ranks(train_work, 1, None, None)
+        endings.append((ended.type, str(ended.value)))
+        later = claim(train_work.store, train_work.plan.prefix, "tiny-1", "train", number + 1, Billing())
+        with train_work.attempt as attempt:
+            assert later and attempt.latest.progress.killed == stuck
+        train_work.attempt = later
+    assert endings[:-1] == [(Interrupted, stuck)] * MOST_DEATHS  # the same command starts over
+    assert endings[-1] == (Died, f"{stuck}; so did attempts 1, 2, 3 end, and none of them made a commit")
 
 
 def test_a_rank_that_all_others_wait_for_is_in_the_heartbeat_with_its_node(work: Callable[[str], Work]) -> None:
