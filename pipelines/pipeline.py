@@ -38,7 +38,7 @@ from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, RunRecord, read_run, record
 from trainer.amounts import tokens_of_steps
-from trainer.errors import Interrupted, StaleAttempt, Stopped, UserError
+from trainer.errors import Interrupted, StaleAttempt, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
 
@@ -272,7 +272,7 @@ class Pipeline:
             manifest = commit(self.store, self._manifest(plan, attempt, built))
         except BaseException as raised:
             error = self._counted(attempt, raised)
-            interrupted = isinstance(error, Interrupted | StaleAttempt | KeyboardInterrupt)
+            interrupted = isinstance(error, Interrupted | StaleAttempt | StoreUnavailable | KeyboardInterrupt)
             if not isinstance(error, StaleAttempt):
                 attempt.update(state=state_after(error))
             if interrupted and self.stop.reason:
@@ -388,4 +388,4 @@ def state_after(error: BaseException) -> str:
     """The state of an attempt that `error` ended."""
     if isinstance(error, Stopped):
         return "stopped"
-    return "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+    return "interrupted" if isinstance(error, Interrupted | StoreUnavailable | KeyboardInterrupt) else "failed"

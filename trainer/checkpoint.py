@@ -12,6 +12,7 @@ needs (trainer/loading.py); if one is damaged, it reports that and uses the chec
 """
 
 import json
+import platform
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -205,7 +206,7 @@ class Checkpointer:
         self.settle(log, wait=True)
         kept = kept or self._keep()
         if kept and self._last and self._store_error():
-            where = f"step {self._last.state.step:,} is kept on this machine's disk"
+            where = f"step {self._last.state.step:,} is kept on the disk of {', '.join(kept)}"
             raise StoreUnavailable(f"{self._error}; {where}") from self._error
         if self._error:
             raise self._error
@@ -238,13 +239,14 @@ class Checkpointer:
             return None
         return repr(self._error) if isinstance(self._error, OSError | UserError) else ""
 
-    def _keep(self) -> bool:
+    def _keep(self) -> list[str]:
         """Put the last save on the disks of the nodes, if the last one to end failed on any rank. A collective call.
 
-        Each node gets the files of its ranks, and a COMMIT.json that names those of all ranks. Whether all have them.
+        Each node gets the files of its ranks, and a COMMIT.json that names those of all ranks. Returns the nodes; none
+        unless all of them have it.
         """
         if self.kept is None or not any(self.world.gather(self._error is not None)):
-            return False
+            return []
         save, receipt, commit = self._last, None, None
         assert save and self._copy
         with suppress(Exception):  # a full disk: no commit, as without this
@@ -261,10 +263,11 @@ class Checkpointer:
                 self.kept.put(segment.key, segment.body)
                 self.kept.create(f"{save.folder}/COMMIT.json", body)
                 held = True
-        held = all(self.world.gather(held))
+        hosts = self.world.gather(platform.node() if held else None)
+        held = None not in hosts
         if held and self.world.rank == 0:
             log_line(f"step {save.state.step} is KEPT in {self.kept.uri}: the store took no checkpoint")
-        return held
+        return list(dict.fromkeys(hosts)) if held else []
 
     def _upload_and_commit(self, save: Save, copy: HostCopy) -> None:
         """In the thread: upload this rank's file and its receipt. Rank 0 commits."""

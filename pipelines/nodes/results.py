@@ -8,10 +8,11 @@ from pathlib import Path
 from pipelines.nodes.gpu_faults import hardware_error, peer_error
 from trainer.errors import FULL, Diverged, FaultyMachine, StoreUnavailable, SuspectNetwork, UserError, is_full
 
+UNAVAILABLE = "unavailable"  # kind: the store took no checkpoint, or did not answer
 # Errors of a rank or a node that the head re-raises with their original type, by kind. The order is their priority.
 RERAISED: dict[str, type[Exception]] = {
     "mistake": UserError,
-    "unavailable": StoreUnavailable,
+    UNAVAILABLE: StoreUnavailable,
     "diverged": Diverged,
 }
 GPU = "gpu"  # kind: the hardware of a node failed

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipelines.nodes.head import Head
 from pipelines.nodes.ranks import LOG_FILE, kill_ranks, result_of_ranks, wait_for_orphans, wait_or_kill
-from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, NodeResult
+from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, UNAVAILABLE, NodeResult
 from pipelines.screen import Bar
 from pipelines.stage import Work
 from pipelines.tracking.account import late_share
@@ -221,7 +221,7 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
         results += head.wait_for_results()
     for kind in RERAISED:
         for result in (result for result in results if result.kind == kind):
-            raise result.error
+            raise after_outage(work, result) if kind == UNAVAILABLE else result.error
     if not exit_code:
         return
     for result in (result for result in results if result.kind == GPU):
@@ -241,6 +241,16 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
     raise RuntimeError(
         f"the processes of {work.plan.stage} failed; their output is in {work.folder / LOG_FILE}:\n{messages}"
     )
+
+
+def after_outage(work: Work, result: NodeResult) -> Exception:
+    """The exception that ends an attempt whose store took no checkpoint. `status` has its message, which says where the
+    state is. A stop of the whole run stays one."""
+    if work.attempt.latest.progress.unsaved_since:
+        work.report(unsaved_because=result.message)
+    if work.stop.ending is Interrupted:
+        return result.error
+    return work.stop.ending(f"{work.stop.reason}; {result.message}")
 
 
 def cause_of_death(results: Iterable[NodeResult]) -> str | None:

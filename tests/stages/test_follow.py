@@ -12,6 +12,7 @@ import pytest
 from stage_work import Recorder
 
 from pipelines.nodes.results import FAULT, KILLED, PEER, NodeResult
+from pipelines.pipeline import state_after
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import follow
@@ -22,7 +23,7 @@ from pipelines.tracking.deaths import MOST_DEATHS
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing, Heartbeat, Machine
-from trainer.errors import Died, Interrupted
+from trainer.errors import Died, Interrupted, Stopped, StoreUnavailable
 from trainer.events import (
     Checkpointed,
     CheckpointFailed,
@@ -214,6 +215,21 @@ def test_a_rented_machine_whose_hardware_failed_twice_is_left_and_an_own_one_is_
     else:
         leave_marked_machines(train_work)
         assert recorder.warnings == [f"the hardware of {host} failed in attempts 2, 3: another machine must go on"]
+
+
+@pytest.mark.parametrize(("ending", "raised"), [(Interrupted, StoreUnavailable), (Stopped, Stopped)])
+def test_a_run_whose_store_takes_no_checkpoint_is_interrupted_or_stopped_and_names_the_disk_in_its_status(
+    work: Callable[[str], Work], ending: type[Interrupted], raised: type[Exception]
+) -> None:
+    train_work, message = work("train"), "not writable; step 7 is kept on the disk of here"
+    train_work.report(unsaved_since=1.0, unsaved_because="not writable")
+    train_work.stop.ask("me: skytrain stop", ending)
+    (train_work.folder / "unavailable-0.txt").write_text(message)
+    with pytest.raises(raised, match=message) as ended:
+        raise_error_of_ranks(train_work, 1, None, None)
+    assert type(ended.value) is raised and ("me: skytrain stop; " in str(ended.value)) == (ending is Stopped)
+    assert state_after(ended.value) == ("stopped" if ending is Stopped else "interrupted")
+    assert train_work.attempt.latest.progress.unsaved_because == message
 
 
 def test_ranks_that_hang_again_and_again_without_a_commit_end_the_run(
