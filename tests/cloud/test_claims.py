@@ -75,7 +75,7 @@ def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: Local
     claimed = store.create
 
     def create_together(key: str, body: bytes) -> bool:
-        both_in.wait(10)  # both have seen that there is no job
+        both_in.wait(60)  # both have seen that there is no job
         return claimed(key, body)
 
     store.create = create_together  # type: ignore[method-assign]
@@ -90,7 +90,7 @@ def test_of_two_launches_at_once_one_submits_and_the_other_names_it(store: Local
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert list(sky.jobs) == [8]
     (refusal,) = refusals
     assert f"skytrain status {RUN}" in refusal and newest(store).by in refusal

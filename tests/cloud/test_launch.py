@@ -271,7 +271,7 @@ def test_missing_requirements_of_a_launch_are_reported_within_seconds_with_remed
     began = time.monotonic()
     arguments = ["launch", "tiny.yaml", "--store", store.uri, "--infra", "slurm/here", "--image", "none", "--yes"]
     output = skytrain(texts, *arguments, *(word.format(registry=registry) for word in options), **account, expect=2)
-    assert time.monotonic() - began < 30  # on a busy machine; each server got one request
+    assert time.monotonic() - began < 110  # each server got one request; patience with one of them takes 120 s
     assert remedy.format(registry=registry) in output
     assert output.splitlines()[-1].startswith("error: ") and "Traceback" not in output
 

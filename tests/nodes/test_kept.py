@@ -79,7 +79,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
             ended = threads.submit(run_worker, worker, RUN, "train", recipe, plans, store, home, stop, screen, False)
             head.wait_for_workers(2)
             yield head
-        assert ended.result(20) == 0
+        assert ended.result(60) == 0
 
 
 @pytest.mark.parametrize("damage", [None, "missing", "changed"])

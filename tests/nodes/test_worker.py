@@ -43,7 +43,7 @@ def working(tmp_path: Path, stop: StopSignal) -> Iterator[tuple[Socket, "Future[
             run_worker, node, "tiny-0123", "train", recipe, plans, store, tmp_path, stop, screen, False
         )
         with listener.accept() as head:
-            assert receive(head, 10) == Hello(1, "tiny-0123", 1)
+            assert receive(head, 60) == Hello(1, "tiny-0123", 1)
             yield head, result
 
 
@@ -51,7 +51,7 @@ def test_a_worker_leaves_resumable_when_the_head_is_gone(working: tuple[Any, "Fu
     head, result = working
     head.close()
     with pytest.raises(Interrupted, match="the head is gone"):
-        result.result(10)
+        result.result(60)
 
 
 def test_a_worker_that_is_asked_to_stop_leaves_the_stop_to_the_head(
@@ -62,7 +62,7 @@ def test_a_worker_that_is_asked_to_stop_leaves_the_stop_to_the_head(
     assert next_message(head) == StopNotice("GCE: preempted")
     assert not result.done()
     send(head, End(75, "node 1: GCE: preempted"))
-    assert result.result(10) == 0  # its exit code counts for all
+    assert result.result(60) == 0  # its exit code counts for all
 
 
 def test_a_worker_makes_the_parts_that_nobody_makes_and_reports_its_progress(
@@ -77,7 +77,7 @@ def test_a_worker_makes_the_parts_that_nobody_makes_and_reports_its_progress(
     send(head, MakeParts(2, 5))  # it was stale, and the rival is gone
     assert [next_message(head), next_message(head)] == [PartsProgress(0, 0), WorkDone(2, NodeResult(1))]
     send(head, End(0, "done"))
-    assert result.result(10) == 0 and not list(tmp_path.glob("work/*/tokens/*/*"))
+    assert result.result(60) == 0 and not list(tmp_path.glob("work/*/tokens/*/*"))
 
 
 def test_a_worker_without_a_head_leaves_its_part_for_the_next_attempt(
@@ -88,11 +88,11 @@ def test_a_worker_without_a_head_leaves_its_part_for_the_next_attempt(
     assert next_message(head) == PartsProgress(0, 0)
     head.close()
     with pytest.raises(Interrupted, match="the head is gone"):
-        result.result(15)
+        result.result(60)
     assert not [thread for thread in threading.enumerate() if thread.name == "parts"]
 
 
 def test_a_worker_leaves_once_the_run_is_trained(working: tuple[Socket, "Future[int]"]) -> None:
     head, result = working
     send(head, Trained())
-    assert result.result(10) == 0
+    assert result.result(60) == 0

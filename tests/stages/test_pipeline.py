@@ -199,7 +199,7 @@ def test_an_s3_server_that_stays_away_is_reported_and_interrupts(project: Projec
     ended = project.run(
         *["run", "tiny.yaml", "--store", "s3://bucket/prefix", *(["--json"] if as_json else [])], expect=75
     )
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 110  # with the default patience it takes 120
     *_, last = ended.stderr.splitlines()
     assert re.match(rf"error: .*{port}.*no success within 2 s.*run the same command to resume", last), ended.stderr
     assert "Traceback" not in ended.stderr and ended.stdout == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,14 +80,8 @@ def log_losses(tracker: Tracker, steps: int) -> None:
         tracker.metrics("train", step, 1.8e9 + step, {"train/loss": loss})
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextmanager
-def mlflow_server(folder: Path, port: int) -> Iterator[str]:
+def mlflow_server(folder: Path, port: int | None = None) -> Iterator[str]:
     """The URI of a tracking server that runs inside the block."""
     server = MlflowServer(folder, port)
     server.start()

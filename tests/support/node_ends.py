@@ -27,7 +27,7 @@ def send(connection: Socket, message: Message) -> None:
 
 def next_message(connection: Socket) -> Message | None:
     """The next message but heartbeats."""
-    while isinstance(message := receive(connection, 10), KeepAlive):
+    while isinstance(message := receive(connection, 60), KeepAlive):
         pass
     return message
 
@@ -37,7 +37,7 @@ def spec(attempt: int) -> RankSpec:
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

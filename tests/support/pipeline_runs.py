@@ -183,7 +183,7 @@ class Project:
 
     # --- watching and killing
 
-    def wait_until(self, condition: Callable[[], object], process: subprocess.Popen[str], limit_s: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], object], process: subprocess.Popen[str], limit_s: float = 240) -> None:
         """Poll every 5 ms, so that a kill comes right after the condition. Polling takes at most a fifth of the time:
         the command needs the processor."""
         deadline = time.monotonic() + limit_s

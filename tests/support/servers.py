@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import http.server
 import os
+import random
 import shutil
 import signal
 import socket
@@ -29,12 +30,18 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Free ports, all different: each one stays bound until the last one is found."""
+    """Free ports, all different: each one stays bound until the last one is found.
+
+    They lie below those that Linux gives to outgoing connections: none of these takes a port before its server starts.
+    """
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
+        found: list[int] = []
+        while len(found) < count:
+            probe, port = held.enter_context(socket.socket()), random.SystemRandom().randrange(10_000, 32_768)
+            with contextlib.suppress(OSError):  # somebody has it
+                probe.bind((LOOPBACK, port))
+                found.append(port)
+        return found
 
 
 def wait_until(answers: Callable[[], bool], what: str, limit_s: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import time
 from pathlib import Path
 
 import pytest
@@ -56,10 +55,8 @@ def test_a_rebuild_gives_up_on_a_server_that_is_down(tmp_path: Path, monkeypatch
     tracker = written(tmp_path)
     tracker.metrics(None, 0, 1.9e9, {"cost/usd": 2.0})
     tracker.keep_journal(store)
-    began = time.monotonic()
     with pytest.raises(UserError, match=f"http://127.0.0.1:{port} has taken nothing for 2 s .*start it, or name"):
         rebuild(store, RUN, f"http://127.0.0.1:{port}")
-    assert time.monotonic() - began < 30
 
 
 def test_a_line_that_a_crash_truncated_loses_only_itself(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def beat(**changes: Any) -> Heartbeat:
     return replace(Heartbeat("tiny-1a2b3c4d", "train", 1, "running", now, now, 0.0, this_process()), **changes)
 
 
-def until(reached: Callable[[], bool], what: str, seconds: float = 20) -> None:
+def until(reached: Callable[[], bool], what: str, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -339,7 +339,7 @@ def test_an_attempt_killed_in_the_middle_is_billed_up_to_its_last_heartbeat_and_
     finally:
         os.kill(child.pid, signal.SIGKILL)
     # A zombie until its exit code is read.
-    until(lambda: is_alive(attempts(store, PREFIX)[0]) is False, "a process that nobody has reaped is dead", 5)
+    until(lambda: is_alive(attempts(store, PREFIX)[0]) is False, "a process that nobody has reaped is dead")
     child.wait()
     killed = time.time()
     time.sleep(0.3)
@@ -435,7 +435,7 @@ def test_the_first_attempt_pays_for_setting_up_the_machine_and_the_next_for_the_
         pass
     assert first.latest.started == pytest.approx(up, abs=1)
     assert set(first.latest.phases) == {"provision", "setup"}
-    assert sum(first.latest.phases.values()) == pytest.approx(time.time() - up, abs=2)
+    assert sum(first.latest.phases.values()) == pytest.approx(first.latest.time - up, abs=2)
     assert first.latest.phases["provision"] == pytest.approx(1000, abs=2)
     time.sleep(0.1)
     with claimed(store, 2) as second:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from mlflow_runs import RUN as NAME
-from mlflow_runs import Seen, free_port, mlflow_server, remove_tracking_settings, ship, sqlite_uri, written
+from mlflow_runs import Seen, mlflow_server, remove_tracking_settings, ship, sqlite_uri, written
 from run_records import RUN, done_run, finished, recorded
 
 from pipelines.tracking.mlflow import registry
@@ -32,7 +32,7 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow"), free_port()) as uri:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as uri:
         yield uri
 
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from mlflow_runs import free_port, remove_tracking_settings, until
+from mlflow_runs import remove_tracking_settings, until
+from servers import free_ports
 
 from pipelines.cloud.checks import mlflow_answers
 from pipelines.tracking.mlflow import shipper as shipping
@@ -34,7 +35,7 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_file_of_a_tracked_run_holds_the_servers_password(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    uri = f"{scheme}://ann:{QUOTED}@127.0.0.1:{free_port()}/db"
+    uri = f"{scheme}://ann:{QUOTED}@127.0.0.1:{free_ports(1)[0]}/db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0.1")
     tracker = Tracker(tmp_path / "work", "run-1", default_uri="sqlite:///d")

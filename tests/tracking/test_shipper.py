@@ -21,7 +21,6 @@ import pytest
 from mlflow_runs import (
     RUN,
     Seen,
-    free_port,
     log_losses,
     losses,
     mlflow_server,
@@ -32,6 +31,7 @@ from mlflow_runs import (
     until,
     written,
 )
+from servers import free_ports
 
 from pipelines.cloud.checks import mlflow_answers
 from pipelines.tracking.mlflow import shipper as shipping
@@ -46,7 +46,7 @@ def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow"), free_port()) as uri:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as uri:
         yield uri
 
 
@@ -292,7 +292,7 @@ def test_a_killed_shipper_loses_and_doubles_nothing(tmp_path: Path, server: str)
 
 @pytest.mark.slow
 def test_a_server_that_starts_late_gets_everything(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     tracker = started(tmp_path, f"http://127.0.0.1:{port}")
     tracker.stage_started("train", {}, {})
     log_losses(tracker, 10)
@@ -307,7 +307,7 @@ def test_a_server_that_starts_late_gets_everything(tmp_path: Path) -> None:
 def test_records_that_no_server_took_are_shipped_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "2")
     first = started(tmp_path, f"http://127.0.0.1:{port}")
     first.stage_started(None, {}, {})  # not "train": its system metrics would be counted too
@@ -379,7 +379,7 @@ def test_a_work_folder_deleted_meanwhile_is_a_notice_and_no_error(
 ) -> None:
     monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0")
     tracker = started(tmp_path, sqlite_uri(tmp_path))
-    until(tracker.shipper_log.exists, 10, "the shipper has started")
+    until(tracker.shipper_log.exists, 60, "the shipper has started")
     shutil.rmtree(tracker.log.parent)
     log_losses(tracker, 2)
     assert str(tracker.close()).startswith("MLflow: records are lost")
