@@ -180,7 +180,7 @@ def test_a_damaged_artifact_stops_the_run_before_anything_is_built(
     [
         (RuntimeError("boom"), "failed"),
         (UserError("no such column"), "failed"),
-        (StoreUnavailable("away"), "failed"),
+        (StoreUnavailable("away"), "interrupted"),
         (Interrupted(), "interrupted"),
         (KeyboardInterrupt(), "interrupted"),
     ],
