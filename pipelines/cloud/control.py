@@ -81,10 +81,11 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
     machines = [attempt.machine for attempt in run.account.attempts]
     summary, total, train = run.summary, run.account.total, run.recipe.train
     present = run.record.prefixes.values()
-    beats = [one for one in run.heartbeats if one.prefix in present]
+    # The last attempt of each stage: an earlier one that was killed says for ever that it runs.
+    last = {one.prefix: one for one in sorted(run.heartbeats, key=lambda one: one.beat.attempt)}
     # While training follows its tokens, two attempts run.
     stored = max(
-        beats,
+        (one for prefix, one in last.items() if prefix in present),
         key=lambda one: (one.beat.stage == "train" and one.beat.state == "running", one.beat.started),
         default=None,
     )

@@ -176,6 +176,9 @@ def test_silence_is_measured_by_the_clock_of_the_store(store: LocalStore, monkey
         assert status_of(run, [], now + skew).silent_seconds == 4000.0
         assert control.idle_reason(run, now + skew - 9000, now + skew) == "no heartbeat of the run for 67 min"
         assert control.idle_reason(run, now + skew - 60, now + skew) is None  # it has the machine for a minute
+    beat = Heartbeat(RUN, "train", 2, "done", now - 3000, now - 1000, 10.0, ELSEWHERE)
+    store.put(f"train/{RUN}/attempts/0002/heartbeat.json", beat.to_json())
+    assert status_of(Run(store, record), [], now).silent_seconds is None  # the first one was killed
 
 
 def orphans_of(store: LocalStore, now: float) -> list[Orphan]:
