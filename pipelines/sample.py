@@ -194,6 +194,8 @@ def read_weights(store: Store, cache: Path, run: Run, model: "LanguageModel", at
         model.load_state_dict(load_file(path))
         return None
     folders = committed_folders(store, prefix) if prefix else []
+    if not folders and manifest:
+        raise UserError(f"--at {at}: {run.name} has no commit any more, only its final weights; leave out --at")
     if not folders:
         raise UserError(f"{run.name}: the run has no trained weights yet, and no commit; `skytrain run` trains it")
     steps = sorted({step_of(folder) for folder in folders})

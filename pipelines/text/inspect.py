@@ -10,6 +10,7 @@ Memory does not grow with the shards: CHUNK_TOKENS of one file, and the hashes o
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.text.repeats import Repeats
+from pipelines.text.tokenizer import TOKENIZER_FILE
 from trainer.errors import UserError
 from trainer.store import sha256_of
 
@@ -201,9 +203,8 @@ def faults_by_manifest(paths: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 def digests_by_manifest(folder: Path) -> dict[Path, str]:
     """The sha256 of each file that a MANIFEST.json names: the one in the folder, whose files lie beside it or, in a
     store, in the folders of attempts; or the one above such a folder. UserError if it cannot be read."""
-    own = (folder / MANIFEST).is_file()
-    manifest = (folder if own else folder.parent) / MANIFEST
-    if not own and not (ATTEMPT.fullmatch(folder.name) and manifest.is_file()):
+    manifest = manifest_of(folder)
+    if manifest is None:
         return {}
     try:
         # Shards elsewhere (`at`) belong to another artifact.
@@ -212,6 +213,21 @@ def digests_by_manifest(folder: Path) -> dict[Path, str]:
         beside = {folder / file["name"]: file["sha256"] for file in files}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{manifest}: not a manifest ({type(error).__name__}); remove it or bring it again") from error
-    if own:
+    if manifest.parent == folder:
         return stored if any(path.parent.is_dir() for path in stored if path.parent != folder) else beside
     return {path: digest for path, digest in stored.items() if path.parent == folder}
+
+
+def manifest_of(folder: Path) -> Path | None:
+    """The MANIFEST.json in a folder, or the one above the folder of an attempt."""
+    own, above = folder / MANIFEST, folder.parent / MANIFEST
+    return own if own.is_file() else above if ATTEMPT.fullmatch(folder.name) and above.is_file() else None
+
+
+def tokenizer_by_manifest(shard: Path) -> str:
+    """The tokenizer of a shard by its MANIFEST.json: a name, or the path of a file. Without one "gpt2", as in llm.c."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a damaged one
+        if manifest := manifest_of(shard.parent):
+            named = json.loads(manifest.read_bytes())["identity"]["tokenizer"]
+            return named if isinstance(named, str) else str(manifest.parent / TOKENIZER_FILE)
+    return "gpt2"

@@ -51,8 +51,10 @@ def tokenizer(name: str) -> "tiktoken.Encoding":
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a damaged file is a ValueError
+        asked = getattr(getattr(error, "request", None), "url", None)
+        why = f"no answer from {asked}" if asked and getattr(error, "response", None) is None else str(error)
         raise UserError(
-            f"tokens.tokenizer: the vocabulary of '{name}' could not be loaded ({error!r}); "
+            f"the vocabulary of the tokenizer '{name}' could not be loaded ({why}); "
             "allow the download once, or set TIKTOKEN_CACHE_DIR to a folder where tiktoken has cached it"
         ) from error
 

@@ -14,22 +14,27 @@ shards_app = typer.Typer(
 
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="Shards, or folders with shards.")]
 Tokenizer = Annotated[
-    str, typer.Option(help="gpt2, bytes, or the file of your own: whose ids and documents the shards have.")
+    str | None,
+    typer.Option(
+        help="Whose ids and documents the shards have: gpt2, bytes, or a file [that of the MANIFEST.json; gpt2]",
+        show_default=False,
+    ),
 ]
 
 
 @shards_app.command()
-def inspect(paths: Paths, tokenizer: Tokenizer = "gpt2", as_json: Json = False) -> None:
+def inspect(paths: Paths, tokenizer: Tokenizer = None, as_json: Json = False) -> None:
     """Show what the shards hold: tokens, documents and their lengths, duplicates, a look at the text.
 
     It takes less than 200 MB of memory up to 4 billion documents, and 8 bytes a document in the temporary folder.
     """
     from pipelines.show.shards import print_faults, print_shards
-    from pipelines.text.inspect import Documents, contents_of_all, shard_paths
+    from pipelines.text.inspect import Documents, contents_of_all, shard_paths, tokenizer_by_manifest
     from pipelines.text.tokenizer import named_tokenizer
 
     named, documents = [shard for path in paths for shard in shard_paths(path)], Documents()
-    found = list(contents_of_all(named, named_tokenizer(tokenizer), documents))
+    encoding = named_tokenizer(tokenizer or tokenizer_by_manifest(named[0]))
+    found = list(contents_of_all(named, encoding, documents))
     faults = [(str(shard.path), fault) for shard in found for fault in shard.faults]
     if as_json:
         rows = [
@@ -57,18 +62,24 @@ def inspect(paths: Paths, tokenizer: Tokenizer = "gpt2", as_json: Json = False) 
 
 
 @shards_app.command()
-def verify(paths: Paths, tokenizer: Tokenizer = "gpt2") -> None:
+def verify(paths: Paths, tokenizer: Tokenizer = None) -> None:
     """Verify header, size, ids and documents, and sha256 by their MANIFEST.json: exit 1 if one is wrong.
 
     It counts equal documents too, which are no fault. Memory as for inspect.
     """
     from pipelines.show.console import say
     from pipelines.show.shards import print_faults, repeated
-    from pipelines.text.inspect import Documents, contents_of_all, faults_by_manifest, shard_paths
+    from pipelines.text.inspect import (
+        Documents,
+        contents_of_all,
+        faults_by_manifest,
+        shard_paths,
+        tokenizer_by_manifest,
+    )
     from pipelines.text.tokenizer import named_tokenizer
 
     found, documents = [shard for path in paths for shard in shard_paths(path)], Documents()
-    contents = contents_of_all(found, named_tokenizer(tokenizer), documents)
+    contents = contents_of_all(found, named_tokenizer(tokenizer or tokenizer_by_manifest(found[0])), documents)
     faults = [(str(one.path), fault) for one in contents for fault in one.faults]
     faults += [(str(path), fault) for path, fault in faults_by_manifest(found)]
     print_faults(faults)

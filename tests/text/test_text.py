@@ -18,6 +18,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import requests
 import tiktoken
 from servers import free_ports
 from texts import ODD_TEXTS
@@ -99,11 +100,9 @@ def test_an_unknown_tokenizer_is_refused_with_the_known_ones(ask: Any) -> None:
 
 
 def test_the_error_for_an_unavailable_vocabulary_names_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
-    with pytest.raises(UserError, match=r"no route to host.*TIKTOKEN_CACHE_DIR"):
+    url = f"http://127.0.0.1:{free_ports(1)[0]}/vocab.bpe"
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: requests.get(url))
+    with pytest.raises(UserError, match=rf"'gpt2' could not be loaded \(no answer from {url}\); .*TIKTOKEN_CACHE_DIR"):
         tokenizer.__wrapped__("gpt2")
 
 

@@ -120,8 +120,8 @@ def test_the_shards_of_an_artifact_in_a_store_are_verified_by_its_manifest(
     (tmp_path / "a0001").mkdir()
     artifact, first = tmp_path, write(tmp_path / "a0001" / "train_000000.bin", [256, 65, 66])
     file = {"name": first.name, "key": f"a0001/{first.name}", "sha256": sha256_of(first)}
-    (artifact / "MANIFEST.json").write_text(json.dumps({"files": [file]}))
-    verify([artifact], "bytes")
+    (artifact / "MANIFEST.json").write_text(json.dumps({"files": [file], "identity": {"tokenizer": "bytes"}}))
+    verify([artifact])
     assert capsys.readouterr().out.startswith("sound: 1 shard(s), 1 document")
     write(first, [256, 65, 67])
     for path in (artifact, first.parent, first):
