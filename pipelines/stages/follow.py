@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from pipelines.tracking.ledger import process_started
 from pipelines.tracking.records import ProcessId
 from trainer.commits import segments
 from trainer.config import seconds_from_environment
-from trainer.errors import FULL, Interrupted, UserError
+from trainer.errors import FULL, Died, Interrupted, UserError
 from trainer.events import (
     Checkpointed,
     CheckpointFailed,
@@ -245,12 +245,19 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
 
 def after_outage(work: Work, result: NodeResult) -> Exception:
     """The exception that ends an attempt whose store took no checkpoint. `status` has its message, which says where the
-    state is. A stop of the whole run stays one."""
-    if work.attempt.latest.progress.unsaved_since:
+    state is. A stop of the whole run stays one. Rented machines take their states with them, so a run that leaves them
+    again and again ends, as after deaths."""
+    unsaved = work.attempt.latest.progress.unsaved_since
+    if unsaved:
         work.report(unsaved_because=result.message)
-    if work.stop.ending is Interrupted:
-        return result.error
-    return work.stop.ending(f"{work.stop.reason}; {result.message}")
+    if work.stop.ending is not Interrupted:
+        return work.stop.ending(f"{work.stop.reason}; {result.message}")
+    with suppress(OSError, UserError):  # the store does not answer: uncounted
+        prefix, number = work.plan.prefix, work.attempt.number
+        ending = after_death(work.store, prefix, number, result.message, may_start_over=True)
+        if unsaved and isinstance(ending, Died):
+            return ending
+    return result.error
 
 
 def cause_of_death(results: Iterable[NodeResult]) -> str | None:

@@ -232,25 +232,43 @@ def test_a_run_whose_store_takes_no_checkpoint_is_interrupted_or_stopped_and_nam
     assert train_work.attempt.latest.progress.unsaved_because == message
 
 
-def test_ranks_that_hang_again_and_again_without_a_commit_end_the_run(
-    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
+STUCK_LINE = "rank 0: no progress in phase 'first exchange' for 600 s; exiting"
+
+
+@pytest.mark.parametrize(
+    ("file", "cause", "interruption"),
+    [
+        ("train.log", STUCK_LINE, Interrupted),
+        ("unavailable-0.txt", "step 7 is kept on the disk of n1", StoreUnavailable),
+    ],
+)
+def test_ranks_that_hang_or_cannot_save_again_and_again_without_a_commit_end_the_run(
+    work: Callable[[str], Work],
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    cause: str,
+    interruption: type[Exception],
 ) -> None:
     monkeypatch.setattr(follow, "SIGNALS_SECONDS", 0)
     train_work = work("train")
-    stuck = "rank 0: no progress in phase 'first exchange' for 600 s; exiting"
     endings = []
     for number in range(1, MOST_DEATHS + 2):
-        (train_work.folder / "train.log").write_text(f"starting\n{stuck}\nThread 0x1 (most recent call first):\n")
-        (train_work.folder / "spec.json").touch()
-        with pytest.raises((Interrupted, Died)) as ended:
+        for name in ("train.log", "spec.json"):
+            (train_work.folder / name).touch()
+        (train_work.folder / file).write_text(cause)
+        if interruption is StoreUnavailable:
+            train_work.report(unsaved_since=1.0)
+        with pytest.raises((interruption, Died)) as ended:
             raise_error_of_ranks(train_work, 1, None, None)
         endings.append((ended.type, str(ended.value)))
         later = claim(train_work.store, train_work.plan.prefix, "tiny-1", "train", number + 1, Billing())
         with train_work.attempt as attempt:
-            assert later and attempt.latest.progress.killed == stuck
+            progress = attempt.latest.progress
+            assert later and cause in (progress.killed, progress.unsaved_because)
+            attempt.update(state="interrupted")
         train_work.attempt = later
-    assert endings[:-1] == [(Interrupted, stuck)] * MOST_DEATHS  # the same command starts over
-    assert endings[-1] == (Died, f"{stuck}; so did attempts 1, 2, 3 end, and none of them made a commit")
+    assert endings[:-1] == [(interruption, cause)] * MOST_DEATHS  # the same command starts over
+    assert endings[-1] == (Died, f"{cause}; so did attempts 1, 2, 3 end, and none of them made a commit")
 
 
 def test_a_rank_that_all_others_wait_for_is_in_the_heartbeat_with_its_node(work: Callable[[str], Work]) -> None:
