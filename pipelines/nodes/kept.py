@@ -6,7 +6,7 @@ made a commit meanwhile: each node stores the files that it has exactly as COMMI
 commit only if no file is missing then. Otherwise the attempt resumes from the newest commit.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from pipelines.artifacts.manifest import scratch
@@ -28,13 +28,7 @@ def commit_kept_state(
     `check` raises if this attempt must end.
     """
     kept = kept_store(home, store)
-    for folder in committed_folders(kept, prefix):
-        try:
-            commit = Commit.decode(kept.get(f"{folder}/COMMIT.json") or b"", folder)
-        except ValueError:
-            continue
-        if not is_newer(commit, newest_commit(store, prefix)):
-            continue
+    for folder, commit in usable_states(kept, store, prefix):
         store_held_files(kept, store, folder, commit.files)
         if head and (missing := missing_files(store, folder, commit.files)):
             head.store_kept(folder, missing, check)
@@ -47,6 +41,17 @@ def commit_kept_state(
         disks = "these machines' disks" if head else "this machine's disk"
         note(f"  step {commit.step:,} was kept on {disks}, and is now in the store")
     forget_kept(kept, prefix)
+
+
+def usable_states(kept: LocalStore, store: Store, prefix: str) -> Iterator[tuple[str, Commit]]:
+    """The states of a run that this node kept and that are newer than every commit in the store, with their folders."""
+    for folder in committed_folders(kept, prefix):
+        try:
+            commit = Commit.decode(kept.get(f"{folder}/COMMIT.json") or b"", folder)
+        except ValueError:
+            continue
+        if is_newer(commit, newest_commit(store, prefix)):
+            yield folder, commit
 
 
 def is_newer(kept: Commit, newest: Commit | None) -> bool:
