@@ -69,6 +69,7 @@ class Status:
     unsaved_because: str | None  # the last error
     tasks: list[TaskStatus]
     silent_seconds: float | None  # since the last heartbeat of a running attempt
+    stepless_seconds: float | None  # of a training that runs, from its last row to its last heartbeat
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self) | {"tasks": [task.to_json() for task in self.tasks]}
@@ -120,6 +121,7 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
         unsaved_because=progress.unsaved_because,
         tasks=tasks,
         silent_seconds=silence(run, stored) if stored else None,
+        stepless_seconds=stepless(newest) if newest and summary.steps < run.last_step else None,
     )
 
 
@@ -128,6 +130,12 @@ def silence(run: Run, newest: StoredHeartbeat) -> float | None:
     if newest.beat.state != "running":
         return None
     return max(0.0, run.store.clock() - (newest.stored or 0.0))
+
+
+def stepless(newest: Heartbeat) -> float | None:
+    """Seconds without a new row of a running training, by the clock of its machine; None before its first row."""
+    running = newest.stage == "train" and newest.state == "running"
+    return newest.time - newest.progress.time if running and newest.progress.time else None
 
 
 def training_to_come(run: Run, train: TrainConfig, now: float) -> Forecast | None:

@@ -15,6 +15,7 @@ from pipelines.tracking.records import Heartbeat
 
 # Units of a forecast: the seconds of one, and the largest number of them that a person still likes to read.
 UNITS = ((1.0, 90.0, "second"), (60.0, 90.0, "minute"), (3600.0, 48.0, "hour"), (86_400.0, math.inf, "day"))
+STEPLESS_SECONDS = 120.0  # without a row, before `status` says so
 ENDLESS = "endless"  # instead of an infinite number
 
 
@@ -37,6 +38,8 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
                 out.print(f"  {expected_end(run, run.to_come)}")
         if run.silent_seconds and run.silent_seconds > SILENT_SECONDS:
             out.print(f"  [yellow]no heartbeat for {duration(run.silent_seconds)}[/]")
+        if run.stepless_seconds and run.stepless_seconds > STEPLESS_SECONDS:
+            out.print(f"  [yellow]no new step for {duration(run.stepless_seconds)}[/]")
         if run.unsaved_seconds is not None:
             since = duration(run.unsaved_seconds)
             out.print(f"  [bold red]NO CHECKPOINT IS SAVED for {since}:[/] {shown(run.unsaved_because or '')}")

@@ -129,7 +129,9 @@ def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
         10.0,
         ELSEWHERE,
         {"setup": 500.0, "train": 3000.0},
-        Progress(50, highest_step=50, resumed_from=0, metrics={"train/loss": 2.5, "perf/tokens_per_second": 1e3}),
+        Progress(
+            50, now - 400, highest_step=50, resumed_from=0, metrics={"train/loss": 2.5, "perf/tokens_per_second": 1e3}
+        ),
         nodes=2,
         machine=Machine(cloud="slurm", region="north", zone="gpu"),
     )
@@ -148,6 +150,7 @@ def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
     text = capsys.readouterr().out
     assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", text)
     assert "in 1 attempt on slurm/north, 2 recovered by SkyPilot\n" in text
+    assert text.count("  no new step for 5 min 00 s\n") == 2
     assert "in 1 attempt on slurm/north, then aws/us-east-1a, 2 recovered" in text
 
 
