@@ -88,7 +88,7 @@ def train(
         every = evaluation.every if evaluation else None
         saved_here = -1  # the step that this attempt saved last
         failure: Exception | None = None  # of this rank: the next step lacks data
-        pace, paces = Pace(world.device), Paces()
+        pace, paces, check = Pace(world.device), Paces(), partial(check_all, world, stop, watchdog)
         data.waiting = partial(log.clock.phase, "data")
         log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
         failpoint("first-step")
@@ -96,7 +96,7 @@ def train(
             # A stop leaves no time for measurements: the next attempt does them, even after the last step.
             if state.val_is_due(config) and not agreed.stop and not evidence:
                 tokens, size = val_tokens(model_config, config), fit.micro_batch_size
-                val_loss = validate(engine, val_data, state, tokens, size, world, stop, watchdog, log)
+                val_loss = validate(engine, val_data, state, tokens, size, world, check, log)
                 agreed = replace(agreed, stop=val_loss is None)
                 evidence = ruined("val/loss", val_loss)
             evaluating = state.evaluation_is_due(every, config) and not agreed.stop and not evidence
@@ -124,7 +124,7 @@ def train(
                         save_clock.saved(save(engine, state, checkpointer, log, proven))
                     saved, saved_here = state.measured, state.step
             if evaluating and evaluation:
-                complete = evaluate(engine, evaluation, state, world, stop, watchdog, log)
+                complete = evaluate(engine, evaluation, state, world, check, log)
                 agreed = replace(agreed, stop=not complete, save=False)
                 continue
             if ending:
@@ -306,23 +306,16 @@ def validate(
     max_tokens: int,
     batch_size: int,
     world: World,
-    stop: StopSignal,
-    watchdog: Watchdog,
+    check: Callable[[], None],
     log: EventLog,
 ) -> float | None:
     """Measure the validation loss; a finite one goes into the log and into `state`.
 
-    None if any rank was asked to stop before its end: then all ranks leave, and the next attempt measures it.
+    None if `check` was Interrupted before its end: then all ranks leave, and the next attempt measures it.
     """
-
-    def before_batch() -> None:
-        watchdog.progress()
-        if world.sum(stop.asked)[0]:
-            raise Interrupted
-
     with log.clock.phase("evaluate"):
         try:
-            loss = validation_loss(engine.loss, data, max_tokens, batch_size, world, before_batch)
+            loss = validation_loss(engine.loss, data, max_tokens, batch_size, world, check)
         except Interrupted:
             return None
         if math.isfinite(loss):
@@ -336,20 +329,13 @@ def evaluate(
     evaluation: Evaluation,
     state: TrainState,
     world: World,
-    stop: StopSignal,
-    watchdog: Watchdog,
+    check: Callable[[], None],
     log: EventLog,
 ) -> bool:
     """Evaluate the weights in place; the scores go into the log and into `state`, the texts into the log.
 
-    False if any rank was asked to stop before its end: then all ranks leave, and the next attempt evaluates.
+    False if `check` was Interrupted before its end: then all ranks leave, and the next attempt evaluates.
     """
-
-    def check() -> None:
-        watchdog.progress()
-        if world.sum(stop.asked)[0]:
-            raise Interrupted
-
     with log.clock.phase("evaluate"):
         failpoint("scores")
         try:
@@ -362,6 +348,13 @@ def evaluate(
         if texts:
             log.samples(state.step, texts)
     return True
+
+
+def check_all(world: World, stop: StopSignal, watchdog: Watchdog) -> None:
+    """Interrupted on all ranks once one was asked to stop. A collective call, before a batch that is no step."""
+    watchdog.progress()
+    if world.sum(stop.asked)[0]:
+        raise Interrupted
 
 
 def asked_meanwhile(stop: StopSignal, watchdog: Watchdog) -> bool:

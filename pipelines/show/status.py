@@ -16,6 +16,7 @@ from pipelines.tracking.records import Heartbeat
 # Units of a forecast: the seconds of one, and the largest number of them that a person still likes to read.
 UNITS = ((1.0, 90.0, "second"), (60.0, 90.0, "minute"), (3600.0, 48.0, "hour"), (86_400.0, math.inf, "day"))
 STEPLESS_SECONDS = 120.0  # without a row, before `status` says so
+ENDED = ("failed", "interrupted", "lost", "stopped")  # states in which nobody trains
 ENDLESS = "endless"  # instead of an infinite number
 
 
@@ -34,7 +35,7 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
         )
         if run.to_come:
             out.print(f"  {to_go(run.to_come)}")
-            if math.isfinite(run.to_come.hours.middle):
+            if math.isfinite(run.to_come.hours.middle) and run.state not in ENDED:
                 out.print(f"  {expected_end(run, run.to_come)}")
         if run.silent_seconds and run.silent_seconds > SILENT_SECONDS:
             out.print(f"  [yellow]no heartbeat for {duration(run.silent_seconds)}[/]")

@@ -151,6 +151,8 @@ def test_a_status_has_done_and_pending_stages_and_skypilots_jobs(
     assert re.search(r"  trained about \w{3} \d\d \w{3} \d\d:\d\d, \$[\d.,]+ in all\n", text)
     assert "in 1 attempt on slurm/north, 2 recovered by SkyPilot\n" in text
     assert text.count("  no new step for 5 min 00 s\n") == 2
+    print_status([replace(status, state="lost")])  # nobody trains: no time of its end
+    assert "to go" in (lost := capsys.readouterr().out) and "trained about" not in lost
     assert "in 1 attempt on slurm/north, then aws/us-east-1a, 2 recovered" in text
 
 
