@@ -225,7 +225,8 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
     if not exit_code:
         return
     for result in (result for result in results if result.kind == GPU):
-        raise after_gpu_fault(work, result)
+        fault = after_gpu_fault(work, result)
+        raise fault if work.stop.ending is Interrupted else work.stop.interruption()
     if head and (lost := head.lost_nodes()) and work.stop.ending is Interrupted:
         raise Interrupted(f"node {lost[0]} is gone")
     if work.stop.asked:

@@ -232,6 +232,20 @@ def test_a_run_whose_store_takes_no_checkpoint_is_interrupted_or_stopped_and_nam
     assert train_work.attempt.latest.progress.unsaved_because == message
 
 
+@pytest.mark.parametrize("ending", [Interrupted, Stopped])
+def test_a_stopped_run_whose_gpu_fails_meanwhile_is_stopped_and_the_machine_is_on_record(
+    work: Callable[[str], Work], ending: type[Interrupted]
+) -> None:
+    train_work, fault = work("train"), "CUDA error: uncorrectable ECC error encountered"
+    train_work.stop.ask("me: skytrain stop", ending)
+    (train_work.folder / "train.log").write_text(fault)
+    (train_work.folder / "spec.json").touch()
+    with pytest.raises(Interrupted, match="me: skytrain stop" if ending is Stopped else fault) as ended:
+        raise_error_of_ranks(train_work, 1, None, None)
+    assert ended.type is ending
+    assert train_work.attempt.latest.progress.faulty_host == platform.node()
+
+
 STUCK_LINE = "rank 0: no progress in phase 'first exchange' for 600 s; exiting"
 
 
