@@ -116,17 +116,8 @@ class S3Store:
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         def attempt(_: int) -> int:
-            done = 0
-            try:
-                where = {"Bucket": self.bucket, "Key": self._full(key)}
-                answer = sound(self._client.get_object(**where, Range=_range(start, len(buffer))), "ETag")
-            except self._client.exceptions.ClientError as error:
-                if code_of(error) == "NoSuchKey":
-                    raise FileNotFoundError(2, "no such object", self._uri_of(key)) from None
-                if code_of(error) == "InvalidRange":  # the object ends before it
-                    return 0
-                raise
-            for chunk in answer["Body"].iter_chunks(CHUNK_BYTES):
+            done, answer = 0, self._get_range(key, start, len(buffer))
+            for chunk in answer["Body"].iter_chunks(CHUNK_BYTES) if answer else ():
                 count(received=len(chunk))
                 taken = chunk[: len(buffer) - done]  # a server may ignore the range
                 buffer[done : done + len(taken)] = taken
@@ -152,9 +143,9 @@ class S3Store:
         self._upload_from(read, sum(len(part) for part in parts), key)
 
     def download(self, key: str, path: Path, arrived: Arrived | None = None) -> None:
-        where = {"Bucket": self.bucket, "Key": self._full(key)}
+        where = self._where(key)
         with replacing(Path(path)) as file:
-            size, etag = self._until_answered(f"get {self._uri_of(key)}", lambda _: self._first_range(where, file, key))
+            size, etag = self._until_answered(f"get {self._uri_of(key)}", lambda _: self._first_range(file, key))
             begun = os.fstat(file.fileno()).st_size  # the first part; all of it from a server that ignores the range
             there = _InOrder(file, size or begun, arrived).there if arrived else lambda start: None
             for start in range(0, begun, PART_BYTES):
@@ -208,8 +199,7 @@ class S3Store:
         return self._until_answered(what, attempt)
 
     def delete(self, key: str) -> None:
-        where = {"Bucket": self.bucket, "Key": self._full(key)}
-        self._until_answered(f"delete {self._uri_of(key)}", lambda _: self._client.delete_object(**where))
+        self._until_answered(f"delete {self._uri_of(key)}", lambda _: self._client.delete_object(**self._where(key)))
 
     def clock(self) -> float:
         request = {"Bucket": self.bucket, "Prefix": self.prefix, "MaxKeys": 1}
@@ -228,39 +218,43 @@ class S3Store:
         answer = self._until_answered(what, lambda _: self._client.head_bucket(Bucket=self.bucket))
         return answer.get("BucketRegion")
 
-    def _full(self, key: str) -> str:
-        return self.prefix + checked_key(key)
+    def _where(self, key: str) -> dict[str, str]:
+        return {"Bucket": self.bucket, "Key": self.prefix + checked_key(key)}
 
     def _uri_of(self, key: str) -> str:
         return f"{self.uri}/{key}"
 
     def _put_object(self, key: str, body: bytes, **conditions: str) -> None:
         # The server compares the MD5 before it stores: a damaged body never becomes an object.
-        where = {"Bucket": self.bucket, "Key": self._full(key)}
         count(sent=len(body))
-        sound(self._client.put_object(**where, Body=body, ContentMD5=_md5(body), **conditions), "ETag")
+        sound(self._client.put_object(**self._where(key), Body=body, ContentMD5=_md5(body), **conditions), "ETag")
 
-    def _get_object(self, key: str, **options: str) -> bytes | None:
+    def _get_object(self, key: str) -> bytes | None:
         try:
-            answer = self._client.get_object(Bucket=self.bucket, Key=self._full(key), **options)
-            if not options:
-                refuse_huge(self._uri_of(key), answer.get("ContentLength", 0))
+            answer = self._client.get_object(**self._where(key))
+            refuse_huge(self._uri_of(key), answer.get("ContentLength", 0))
             return _body(sound(answer, "ETag"))
         except self._client.exceptions.ClientError as error:
             if code_of(error) == "NoSuchKey":
                 return None
             raise
 
-    def _first_range(self, where: dict[str, str], file: Any, key: str) -> tuple[int, str]:
-        """Fetch the start of the object; returns its whole size and the ETag that later ranges must match."""
+    def _get_range(self, key: str, start: int, size: int) -> Any:
+        """The answer for a range; None if the object ends before it. FileNotFoundError without the object."""
         try:
-            answer = sound(self._client.get_object(**where, Range=_range(0)), "ETag")
+            return sound(self._client.get_object(**self._where(key), Range=_range(start, size)), "ETag")
         except self._client.exceptions.ClientError as error:
             if code_of(error) == "NoSuchKey":
                 raise FileNotFoundError(2, "no such object", self._uri_of(key)) from None
-            if code_of(error) == "InvalidRange":  # no first byte: the object is empty
-                return 0, ""
+            if code_of(error) == "InvalidRange":
+                return None
             raise
+
+    def _first_range(self, file: Any, key: str) -> tuple[int, str]:
+        """Fetch the start of the object; returns its whole size and the ETag that later ranges must match."""
+        answer = self._get_range(key, 0, PART_BYTES)
+        if answer is None:  # the object is empty
+            return 0, ""
         _copy_range(answer, file, 0)
         return int(answer.get("ContentRange", "/0").rpartition("/")[2]), answer["ETag"]
 
@@ -272,7 +266,7 @@ class S3Store:
             self._upload_parts(read, size, key)
 
     def _upload_parts(self, read: Callable[[int, int], bytes], size: int, key: str) -> None:
-        where = {"Bucket": self.bucket, "Key": self._full(key)}
+        where = self._where(key)
         # Marks the object as the result of this upload, in case the answer to the last request is lost.
         token = uuid.uuid4().hex
         what = f"put {self._uri_of(key)}"
