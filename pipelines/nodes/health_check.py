@@ -43,7 +43,8 @@ class Findings:
     host: str
     rank: int
     probe: "Probe"
-    gpus: tuple[str, ...] = ()  # complaints of nvidia-smi
+    gpus: tuple[str, ...] = ()  # faults that nvidia-smi reports
+    throttled: tuple[str, ...] = ()  # GPUs that it calls slowed down
     disk_seconds: float | None = None  # for TRANSFER_BYTES
     store_seconds: float | None = None
 
@@ -55,11 +56,13 @@ def compare_machines(
     wrong, or slow and may be left, or the network is suspect, which ends all. A collective call."""
     from trainer.probe import probe_device
 
-    first = first_counts(home, ask_gpus()) if world.local_rank == 0 else {}
+    on_gpus = world.device.type == "cuda"  # else the machine's GPUs, if any, do not matter
+    first = first_counts(home, ask_gpus()) if world.local_rank == 0 and on_gpus else {}
     probe, host = probe_device(world), platform.node()
     if world.local_rank == 0:
-        gpus = gpu_complaints(ask_gpus(), first)
-        mine = Findings(host, world.rank, probe, gpus, disk_seconds(folder), store_seconds(store, key))
+        answer = ask_gpus() if on_gpus else ""
+        of_gpus = gpu_faults(answer, first), throttled_gpus(answer)
+        mine = Findings(host, world.rank, probe, *of_gpus, disk_seconds(folder), store_seconds(store, key))
     else:
         mine = Findings(host, world.rank, probe)
     found: list[Findings] = world.gather(mine)
@@ -111,6 +114,7 @@ def slow_machines(found: Sequence[Findings]) -> list[tuple[str, str]]:
         ratio = one.probe.seconds / median(times)
         if ratio >= SLOW and one.probe.device != "cpu":
             slow.append((one.host, f"rank {one.rank}: {100 * ratio - 100:.0f}% slower than the median of all GPUs"))
+        slow += [(one.host, complaint) for complaint in one.throttled]
     for what in ("disk", "store"):
         each = [(one.host, getattr(one, f"{what}_seconds")) for one in found]
         known = [(host, seconds) for host, seconds in each if seconds is not None]
@@ -152,19 +156,24 @@ def first_counts(home: Path, answer: str) -> dict[str, int]:
     return first
 
 
-def gpu_complaints(answer: str, first: dict[str, int]) -> tuple[str, ...]:
-    """The GPUs with faults in an answer to QUERY: more errors than their `first` count, and throttling.
+def gpu_faults(answer: str, first: dict[str, int]) -> tuple[str, ...]:
+    """The GPUs with more errors than their `first` count in an answer to QUERY. "[N/A]" is no complaint."""
+    counts = [
+        (index, address, int(n) - first.get(gpu, int(n)))
+        for index, address, gpu, n, _ in fields_of(answer)
+        if n.isdecimal()
+    ]
+    text = "GPU {} ({}): {:,} new uncorrectable ECC errors since the first run on this machine"
+    return tuple(text.format(*one) for one in counts if one[2] > 0)
 
-    Fields that say nothing ("[N/A]") are no complaint.
-    """
+
+def throttled_gpus(answer: str) -> tuple[str, ...]:
+    """The GPUs that cooling or power slows down in an answer to QUERY, each with the reason."""
     complaints = []
-    for index, address, gpu, errors, reasons in fields_of(answer):
-        where = f"GPU {index} ({address})"
-        if errors.isdecimal() and (new := int(errors) - first.get(gpu, int(errors))) > 0:
-            complaints.append(f"{where}: {new:,} new uncorrectable ECC errors since the first run on this machine")
+    for index, address, _, _, reasons in fields_of(answer):
         with suppress(ValueError):
             active = int(reasons, 16)
-            complaints += [f"{where}: {why}" for bit, why in THROTTLED.items() if active & bit]
+            complaints += [f"GPU {index} ({address}): {why}" for bit, why in THROTTLED.items() if active & bit]
     return tuple(complaints)
 
 

@@ -13,10 +13,12 @@ import torch
 from pipelines.nodes.health_check import (
     FIRST_COUNTS,
     Findings,
+    ask_gpus,
     compare_machines,
     first_counts,
-    gpu_complaints,
+    gpu_faults,
     slow_machines,
+    throttled_gpus,
     wrong_machines,
 )
 from pipelines.nodes.results import PEER, kind_and_message
@@ -56,23 +58,36 @@ def test_a_recorded_answer_of_nvidia_smi_names_new_ecc_errors_and_throttling() -
 2, 00000000:4C:00.0, GPU-c, [N/A], 0x0000000000000048
 3, 00000000:5D:00.0, GPU-d, [Unknown Error], [Unknown Error]
 """
-    assert gpu_complaints(answer, {"GPU-a": 2, "GPU-b": 2}) == (
-        "GPU 1 (00000000:3B:00.0): 3 new uncorrectable ECC errors since the first run on this machine",
-        "GPU 2 (00000000:4C:00.0): slowed down by its hardware",
-        "GPU 2 (00000000:4C:00.0): too hot",
-    )
+    new = "GPU 1 (00000000:3B:00.0): 3 new uncorrectable ECC errors since the first run on this machine"
+    assert (faults := gpu_faults(answer, {"GPU-a": 2, "GPU-b": 2})) == (new,)
+    hot = tuple(f"GPU 2 (00000000:4C:00.0): {why}" for why in ("slowed down by its hardware", "too hot"))
+    assert throttled_gpus(answer) == hot
+    each = [found("a", 0, 1.0, gpus=faults, throttled=hot)]
+    assert wrong_machines(each) == ([("a", new)], None) and slow_machines(each) == [("a", why) for why in hot]
+
+
+def test_a_training_on_a_cpu_does_not_ask_for_gpus_here_a_script_in_place_of_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '0, 00000000:19:00.0, GPU-a, 0, 0x0000000000000048'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert throttled_gpus(ask_gpus())
+    compared, error = compare_machines(ALONE, LocalStore(tmp_path), "no/shard", tmp_path, tmp_path, leave_slow=True)
+    assert compared.complaints == [] and error is None
 
 
 def test_errors_of_an_earlier_tenant_in_recorded_answers_are_no_fault_and_later_ones_stay_one(tmp_path: Path) -> None:
     tenants = answer_of_nvidia_smi("0", "7", "[N/A]")
-    assert gpu_complaints(tenants, first_counts(tmp_path, tenants)) == ()
+    assert gpu_faults(tenants, first_counts(tmp_path, tenants)) == ()
     more = answer_of_nvidia_smi("0", "9", "[N/A]")
     for _ in range(2):  # in this start, and in the next ones
-        (complaint,) = gpu_complaints(more, first_counts(tmp_path, more))
+        (complaint,) = gpu_faults(more, first_counts(tmp_path, more))
         assert "GPU 1 (00000000:19:00.0): 2 new uncorrectable" in complaint
     restarted = answer_of_nvidia_smi("0", "0", "[N/A]")  # the driver
-    assert gpu_complaints(restarted, first_counts(tmp_path, restarted)) == ()
-    (complaint,) = gpu_complaints(answer_of_nvidia_smi("0", "1"), first_counts(tmp_path, ""))
+    assert gpu_faults(restarted, first_counts(tmp_path, restarted)) == ()
+    (complaint,) = gpu_faults(answer_of_nvidia_smi("0", "1"), first_counts(tmp_path, ""))
     assert "1 new" in complaint
 
 
