@@ -3,16 +3,17 @@
 import json
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_runs import STEPS, TINY, Project, sums
+from pipeline_runs import SHIPPED_CLI, STEPS, TINY, Project, sums
 from servers import LOOPBACK, Fault, FaultyProxy, S3Account, free_ports
 
-from pipelines.artifacts.manifest import read_manifest
+from pipelines.artifacts.manifest import Manifest, read_manifest
 from pipelines.artifacts.store import S3Store
 from pipelines.tracking.runs import read_records
 from trainer.commits import newest_commit
@@ -52,19 +53,38 @@ def test_after_the_death_of_any_node_all_leave_resumable_and_the_losses_stay_equ
 
 PARTS = TINY | {"tokens": TINY["tokens"] | {"parts": 3}}
 TOKENIZE = ("run", "tiny.yaml", "--stage", "tokenize")
+# Leases of 3 s, and 150 ms more a shard, or until the gate opens: then a signal finds all at work.
+PATIENT = f"""
+import os, time
+from pipelines.text import leases, parts
+
+def failpoint(name):
+    time.sleep(0.15)
+    while os.path.exists(os.environ["GATE"]):
+        time.sleep(0.05)
+
+parts.failpoint = failpoint
+leases.RENEW_SECONDS, leases.SILENT_SECONDS = 0.5, 3.0
+{SHIPPED_CLI}
+"""
+
+
+def content(manifest: Manifest) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """All of a manifest but the record of who made it, and when."""
+    return manifest.fingerprint, manifest.facts, sums(manifest)
 
 
 @pytest.fixture(scope="module")
-def three_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The shards that one node makes of a text in three parts."""
+def three_parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """The tokens that one node makes of a text in three parts."""
     alone = Project(tmp_path_factory.mktemp("alone") / "project", PARTS)
     alone.run(*TOKENIZE)
-    return sums(alone.artifact("tokenize"))
+    return content(alone.artifact("tokenize"))
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_nodes_tokenizes_to_the_same_shards(
-    count: int, tmp_path: Path, three_parts: dict[str, str]
+    count: int, tmp_path: Path, three_parts: tuple[str, dict[str, Any], dict[str, str]]
 ) -> None:
     head, *others = several_nodes(tmp_path / "nodes", count, PARTS)
     with ExitStack() as stack:
@@ -72,7 +92,7 @@ def test_any_number_of_nodes_tokenizes_to_the_same_shards(
         output = [process.communicate(timeout=90) for process in processes]
     assert [process.returncode for process in processes] == [0] * count, output
     made = head.artifact("tokenize")
-    assert sums(made) == three_parts
+    assert content(made) == three_parts
     (beat,) = head.heartbeats()
     assert (beat["state"], beat["nodes"]) == ("done", count)
     assert beat["progress"]["tokens"] == made.facts["tokens"]  # of all nodes
@@ -83,27 +103,67 @@ def test_any_number_of_nodes_tokenizes_to_the_same_shards(
 
 
 @pytest.mark.slow
-def test_nodes_that_tokenize_share_only_a_bucket(
-    tmp_path: Path, three_parts: dict[str, str], s3_store: S3Store
+def test_nodes_that_are_killed_frozen_and_refused_by_their_bucket_make_the_manifest_of_one_node(
+    tmp_path: Path, three_parts: tuple[str, dict[str, Any], dict[str, str]], s3_store: S3Store, s3_server: S3Account
 ) -> None:
-    nodes = several_nodes(tmp_path / "all", 3, PARTS)
-    for rank, node in enumerate(nodes):
-        node.environment["SKYTRAIN_STORE"] = s3_store.uri
+    nodes = several_nodes(tmp_path / "all", 4, PARTS)
+    gate, proxy = tmp_path / "gate", FaultyProxy(s3_server.endpoint)
+    proxy.start()
+    for rank, node in enumerate(nodes):  # they share only the bucket
+        node.environment |= {"SKYTRAIN_STORE": s3_store.uri, "AWS_ENDPOINT_URL": proxy.endpoint, "GATE": str(gate)}
         node.folder = tmp_path / str(rank)
         shutil.copytree(tmp_path / "all", node.folder)
     shutil.rmtree(tmp_path / "all")
+
+    def keys(pattern: str) -> list[str]:
+        return [one.key for one in s3_store.entries("tokens/") if re.search(pattern, one.key)]
+
+    def refuse() -> None:
+        proxy.fail(Fault(503, "SlowDown"), Fault(twice=True), Fault(damage=True), Fault(reset_at=50), method="PUT")
+        proxy.fail(Fault(body_bytes=10), Fault(), Fault(500, "InternalError"), method="GET")
+
+    parts: dict[int, str] = {}  # the first one of each worker that has one
+
+    def two_work() -> bool:
+        for rank in (1, 2, 3):
+            for shard in Path(nodes[rank].environment["SKYTRAIN_HOME"]).rglob("*.bin"):
+                parts.setdefault(rank, shard.name.split("_")[1])
+        return len(parts) > 1
+
     with ExitStack() as stack:
-        processes = [stack.enter_context(node.started(*TOKENIZE)) for node in reversed(nodes)]
-        output = [process.communicate(timeout=90) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], output
-    (key,) = (e.key for e in s3_store.entries("tokens/") if e.key.endswith("MANIFEST.json"))
+        stack.callback(proxy.stop)
+        running = [stack.enter_context(node.started(*TOKENIZE, code=PATIENT)) for node in nodes]
+
+        def start(rank: int) -> None:
+            running[rank] = stack.enter_context(nodes[rank].started(*TOKENIZE, code=PATIENT))
+
+        nodes[0].wait_until(two_work, running[0])
+        frozen, victim = list(parts)[:2]
+        running[frozen].send_signal(signal.SIGSTOP)
+        refuse()
+        nodes[victim].kill_all(running[victim])
+        start(victim)
+        nodes[0].wait_until(lambda: keys(f"/leases/{parts[frozen]}/0002.json"), running[0])
+        running[frozen].send_signal(signal.SIGCONT)
+        nodes[0].wait_until(lambda: len(keys(f"/shards/{parts[frozen]}_")) > 2, running[0])
+        gate.touch()
+        for node, process in zip(nodes, running, strict=True):
+            node.kill_all(process)
+        gate.unlink()
+        assert not keys("MANIFEST.json")
+        refuse()
+        for rank in range(4):
+            start(rank)
+        ended = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0] * 4, ended
+    (key,) = keys("MANIFEST.json")
     made = read_manifest(s3_store, key.removesuffix("/MANIFEST.json"))
-    assert made and sums(made) == three_parts
+    assert made and content(made) == three_parts
 
 
 @pytest.mark.slow
 def test_the_part_of_a_node_that_is_killed_is_taken_over_without_its_finished_shards(
-    tmp_path: Path, three_parts: dict[str, str]
+    tmp_path: Path, three_parts: tuple[str, dict[str, Any], dict[str, str]]
 ) -> None:
     head, other = several_nodes(tmp_path / "nodes", 2, PARTS)
     (tmp_path / "tokenize").touch()
@@ -116,7 +176,7 @@ def test_the_part_of_a_node_that_is_killed_is_taken_over_without_its_finished_sh
         other.kill_all(second)
         _, output = first.communicate(timeout=90)
     assert first.returncode == 0 and "1 shards exist from an earlier attempt" in output, output
-    assert sums(head.artifact("tokenize")) == three_parts
+    assert content(head.artifact("tokenize")) == three_parts
 
 
 @pytest.mark.slow
