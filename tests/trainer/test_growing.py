@@ -54,7 +54,7 @@ def test_a_sequence_has_its_place_before_the_text_is_whole(sizes: list[int], see
     assert [growing[g] for g in range(3 * count)] == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(SIZES.filter(lambda sizes: max(sizes) > BLOCK), min_size=2, max_size=3),
     st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3),
