@@ -292,7 +292,8 @@ class FusedEngine:
 
     def warnings(self) -> list[str]:
         slow = [f"cuBLASLt cannot compute {product}; torch does" for product in gemm.refused()]
-        new = [line for line in slow + self.step.attention.refused() if line not in self.warned]
+        slow += [line for attention in self.step.attentions for line in attention.refused()]
+        new = [line for line in slow if line not in self.warned]
         self.warned.update(new)
         return new
 

@@ -128,12 +128,16 @@ class ModernConfig(GroupedHeads):
     @property
     def used(self) -> str:
         """The options that are on, in words."""
+        return self._on(*self.added)
+
+    def _on(self, *names: str) -> str:
         fields = type(self).model_fields
-        return " and ".join(f"model.{name}" for name in self.added if getattr(self, name) != fields[name].default)
+        return " and ".join(f"model.{name}" for name in names if getattr(self, name) != fields[name].default)
 
     @property
     def why_not_fused(self) -> str | None:
-        return f"it has no step for {self.used}" if self.used else super().why_not_fused
+        used = self._on("residual_lambdas", "value_embeddings", "smear", "backout")
+        return f"it has no step for {used}" if used else super().why_not_fused
 
     @property
     def not_exported(self) -> str | None:

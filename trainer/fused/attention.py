@@ -9,6 +9,8 @@ torch returns three separate gradients, and the next product needs them side by 
 604 MB at 124M and M=65536, 0.16 ms. cuDNN's own frontend takes the strides of every head, so its graphs, two for every
 shape, write the packed tensor themselves. They also have a backward pass that adds up in a fixed order, which torch
 does not offer: it costs 1% of a step and, at 124M, 1.5 GiB of scratch memory; FlashAttention-2 costs 5% and more.
+
+A sliding window is a band of cuDNN's graph. Where cuDNN has none, plain PyTorch runs with a mask.
 """
 
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from trainer.model import band
 
 ATEN = torch.ops.aten
 
@@ -33,17 +37,25 @@ class Attention:
     """Attention of `n_head` heads over packed projections -> (B·T, C).
 
     The projections are (B·T, (n_head + 2·kv_heads)·D): queries, keys, values. Each of the `kv_heads` heads of keys and
-    values serves n_head / kv_heads heads of queries; without `kv_heads`, one.
+    values serves n_head / kv_heads heads of queries; without `kv_heads`, one. With a `window`, a token reaches so many
+    tokens, itself among them (sliding windows, Beltagy et al. 2020).
     """
 
     def __init__(
-        self, n_head: int, width: int, device: torch.device, deterministic: bool, kv_heads: int | None = None
+        self,
+        n_head: int,
+        width: int,
+        device: torch.device,
+        deterministic: bool,
+        kv_heads: int | None = None,
+        window: int | None = None,
     ) -> None:
         self.n_head, self.width, self.head, self.deterministic = n_head, width, width // n_head, deterministic
-        self.kv_heads = kv_heads or n_head
+        self.kv_heads, self.window = kv_heads or n_head, window
         self.cudnn = _frontend() if device.type == "cuda" else None
         self.graphs: dict[tuple[int, int], Graphs | None] = {}
-        self.kernel = "math" if device.type != "cuda" else "flash" if deterministic else self._fastest(device)
+        plain = device.type != "cuda" or window is not None
+        self.kernel = "math" if plain else "flash" if deterministic else self._fastest(device)
 
     def _fastest(self, device: torch.device) -> str:
         """torch's own kernel for shapes that the frontend does not support."""
@@ -65,7 +77,8 @@ class Attention:
         else:
             q, k, v = inputs = [t.detach().float().requires_grad_() for t in (q, k, v)]
             with torch.enable_grad():
-                exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                mask = None if self.window is None else band(q.size(2), self.window, q.device)
+                exact = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
             output, rest = exact.detach().to(qkv.dtype), [exact, inputs]
         return self._rows(output), SavedAttention(output, tuple(rest))
 
@@ -117,8 +130,9 @@ class Attention:
     def refused(self) -> list[str]:
         """The shapes so far for which cuDNN has no graph, in a line each."""
         shapes = [shape for shape, graphs in self.graphs.items() if graphs is None]
+        within = "" if self.window is None else f" in windows of {self.window}"
         return [
-            f"cuDNN has no packed attention for {B} x {T} tokens; torch's {self.kernel} kernel runs instead"
+            f"cuDNN has no packed attention for {B} x {T} tokens{within}; torch's {self.kernel} kernel runs instead"
             for B, T in shapes
         ]
 
@@ -130,7 +144,7 @@ class Attention:
         if shape not in self.graphs:
             try:
                 heads = self._heads(torch.empty_like(qkv, device="meta"), B)
-                self.graphs[shape] = Graphs(self.cudnn, heads, qkv.device, self.deterministic)
+                self.graphs[shape] = Graphs(self.cudnn, heads, qkv.device, self.deterministic, self.window)
             except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
                 # Re-raise out-of-memory errors; otherwise the choice of kernel would depend on free memory.
                 if isinstance(error, torch.cuda.OutOfMemoryError) or "ALLOC_FAILED" in str(error):
@@ -143,10 +157,14 @@ class Attention:
 class Graphs:
     """Forward and backward graph of cuDNN for one shape: heads (B, H, T, D) with the strides of `packed`."""
 
-    def __init__(self, cudnn: Any, packed: list[Tensor], device: torch.device, deterministic: bool) -> None:
+    def __init__(
+        self, cudnn: Any, packed: list[Tensor], device: torch.device, deterministic: bool, window: int | None
+    ) -> None:
         self.cudnn, self.device = cudnn, device
         B, H, T, D = packed[0].shape
         options = {"attn_scale": D**-0.5, "use_causal_mask": True}
+        if window is not None and window < T:
+            options["diagonal_band_left_bound"] = window
         output, lse = self._outputs(packed[0])
         with torch.cuda.device(self.device):
             self.handle = cudnn.create_handle()

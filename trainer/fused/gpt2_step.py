@@ -84,6 +84,7 @@ class Gpt2Step(FusedStep[Operand]):
     def __init__(self, config: ModelConfig, state: FlatState, products: Products[Any], deterministic: bool) -> None:
         super().__init__(config, state, products, deterministic)
         self.attention = Attention(config.n_head, config.n_embd, self.device, deterministic)
+        self.attentions = [self.attention]
         self.sums = PartialSums(config, self.device)
         self.head = self._linear(self.head_name(config))
         self.blocks = self._blocks()

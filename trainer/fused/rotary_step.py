@@ -87,7 +87,11 @@ class RotaryStep(FusedStep[Operand]):
 
     def __init__(self, config: GroupedHeads, state: FlatState, products: Products[Any], deterministic: bool) -> None:
         super().__init__(config, state, products, deterministic)
-        self.attention = Attention(config.n_head, config.n_embd, self.device, deterministic, config.kv_heads)
+        shape = (config.n_head, config.n_embd, self.device, deterministic, config.kv_heads)
+        reaches = {reach: None if reach == config.block_size else reach for reach in config.contexts}
+        kinds = {reach: Attention(*shape, window) for reach, window in reaches.items()}
+        self.attentions = list(kinds.values())
+        self.attention_of = [kinds[reach] for reach in config.contexts]  # each block's
         self.turning = config.n_head + config.kv_heads  # heads with positions
         P = kernels.norm_partials(config.n_embd, self.device)
         self.sums = torch.zeros(2 * config.n_layer + 1, P, config.n_embd, device=self.device)
@@ -181,7 +185,7 @@ class RotaryStep(FusedStep[Operand]):
         qkv = p.linear(block.qkv, norm1.y)
         cos, sin = self._waves(len(x) // B)
         rstd = rotary.rotate(qkv, cos, sin, self.turning, self.norms_heads, self.EPSILON)
-        output, attention = self.attention.forward(qkv, B)
+        output, attention = self.attention_of[i].forward(qkv, B)
         attended = p.input(block.out, output)
         delta = p.linear(block.out, attended)
         x_mid, norm2 = self._join(p, block.norm_2, x, delta)
@@ -219,7 +223,7 @@ class RotaryStep(FusedStep[Operand]):
         grad = self._norm_backward(p, block.norm_2, dinput, s.x_mid, s.norm2, grad.dx)
         p.weight_grad(block.out, grad.dy, s.attended, add)
         dinput = p.input_grad(block.out, grad.dy)
-        packed = self.attention.backward(dinput, s.qkv, B, s.attention)
+        packed = self.attention_of[i].backward(dinput, s.qkv, B, s.attention)
         cos, sin = self._waves(len(packed) // B)
         rotary.rotate_back(packed, s.qkv, cos, sin, s.rstd, self.norms_heads)
         dqkv = p.output_grad(block.qkv, packed)

@@ -39,7 +39,7 @@ class FusedStep(ABC, Generic[Operand]):
 
     BLOCK_LAYERS: ClassVar[tuple[str, ...]]  # those of a block
     head: Linear
-    attention: Attention
+    attentions: list[Attention]  # one for each window
     cap: float | None = None  # logits are cap · tanh(z / cap) of the head's products z
 
     def __init__(self, config: ModelConfig, state: FlatState, products: Products[Any], deterministic: bool) -> None:
