@@ -22,7 +22,7 @@ KERNEL_CLASSES = {
     "communication": r"nccl",
     "attention": r"flash|fmha|sdpa|attention|mha_",
     "gemm": r"gemm|nvjet|xmma|cutlass|cublas|splitk|gemv|wgmma|_mm_|_bmm_",
-    "optimizer": r"adam|multi_tensor|normtwo|norm_two|vector_norm|lpnorm",
+    "optimizer": r"adam|muon|multi_tensor|normtwo|norm_two|vector_norm|lpnorm",
     "cross-entropy": r"cross_entropy|softmax|nll_loss",
     "norm": r"norm|rowwisemoments|gammabeta|rms",
     "activation": r"gelu|relu|silu|swiglu",

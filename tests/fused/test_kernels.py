@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton (pip)")
 
+from trainer import muon  # noqa: E402
 from trainer.fused import kernels  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -170,6 +171,36 @@ def test_adamw_changes_nothing_if_a_number_is_not_finite_or_apply_is_0(grad_scal
     numbers = torch.tensor([0.01, 1.0, 1.0, grad_scale, apply], device=DEVICE)
     kernels.adamw(weights16, state[0], state[1], state[2], fresh(100), numbers, 0.1, 0.9, 0.95, 1e-8)
     assert all(torch.equal(now, then) for now, then in zip(state, before, strict=True)) and not weights16.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_muons_kernels_equal_its_module_and_skip_a_step(dtype: torch.dtype) -> None:
+    n, around = 1003, 8
+    inside = slice(around, around + n)
+    buffers = [torch.full((n + 2 * around,), 9.0, device=DEVICE) for _ in range(2)]
+    narrow = [torch.full((n + 2 * around,), 9.0, device=DEVICE, dtype=BF16) for _ in range(2)]
+    momentum, master = (buffer[inside] for buffer in buffers)
+    ahead, weights16 = (buffer[inside] for buffer in narrow)
+    for state in (momentum, master):
+        state.copy_(fresh(n))
+    grad, directions = fresh(n).to(dtype), fresh(n).to(BF16)
+    exact, exact_master, exact_grad = momentum.double(), master.double(), grad.double() * 0.5
+    muon.look_ahead(exact, exact_grad, 0.9)
+    muon.move_(exact_master, directions, 0.02, 0.3)
+    numbers = torch.tensor([0.02, 1.0, 1.0, 0.5, 1.0], device=DEVICE)
+    kernels.look_ahead(ahead, momentum, grad, numbers, 0.9)
+    kernels.move(weights16, master, directions, numbers, 0.3)
+    near(momentum, exact, 1e-6)
+    near(ahead, exact_grad.lerp(exact, 0.9))
+    near(master, exact_master, 1e-6)
+    assert torch.equal(weights16, master.to(BF16))
+    assert all((t[:around] == 9).all() and (t[-around:] == 9).all() for t in (*buffers, *narrow))
+    before = momentum.clone(), master.clone(), weights16.clone()
+    numbers[3:] = torch.tensor([torch.nan, 0.0])
+    kernels.look_ahead(ahead, momentum, torch.full_like(grad, torch.nan), numbers, 0.9)
+    kernels.move(weights16, master, directions, numbers, 0.3)
+    assert all(torch.equal(now, then) for now, then in zip((momentum, master, weights16), before, strict=True))
+    assert torch.equal(ahead, momentum.to(BF16))
 
 
 def fp8_out(scale: float) -> kernels.Fp8Out:

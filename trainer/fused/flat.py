@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -185,7 +185,7 @@ class FlatState:
         by_muon = train.optimizer == "muon"
         self._numbers: dict[Group, Tensor] = {g: rows[i * by_muon] for i, g in enumerate(get_args(Group))}
         self._with_numbers: tuple[Group, ...] = get_args(Group) if by_muon else ("vector",)
-        self._adamw = adamw_for(device)
+        self._kernels = Kernels.of(device)
         self.rehearsing = False
         self._reduces: list[dist.Work] = []
         self._gathers: dict[int, dist.Work] = {}
@@ -265,7 +265,7 @@ class FlatState:
             exchange.finish(apply * (1 - (self.train.muon_beta2 or 0.0)))
             for index, bucket in enumerate(self.layout.buckets):
                 if bucket.muon:
-                    self._update_by_muon(bucket, exchange.buffer, apply * rates.matrix, rates.matrix_decay)
+                    self._update_by_muon(bucket, exchange.buffer, rates.matrix_decay)
                     self._begin_gather(index)
 
     def _set_numbers(self, rates: Rates, step: int, loss_and_norm: Tensor) -> None:
@@ -291,28 +291,26 @@ class FlatState:
                 buffers = self._weights[full], self.master[self._at(bucket, first, last)], *moments, self._reduced[full]
                 decay = 0.0 if segment.group == "vector" else train.weight_decay
                 numbers = self._numbers[segment.group]
-                self._adamw(*buffers, numbers, decay, train.beta1, train.beta2, train.epsilon)
+                self._kernels.adamw(*buffers, numbers, decay, train.beta1, train.beta2, train.epsilon)
 
     def _look_ahead(self, m: float) -> Exchange:
         """Add the gradients of the matrices to the momentum, and begin to send it to the owners."""
         ahead = torch.empty_like(self.momentum, dtype=torch.bfloat16)
-        _, _, _, scale, apply = self._numbers["matrix"]
         for bucket in self.layout.buckets:
             start, end = bucket.shard(self.shard_index, self.shards, "muon")
             if start < end:
                 held = self._at(bucket, start, end, "muon")
-                momentum, gradient = self.momentum[held], self._reduced[bucket.start + start : bucket.start + end]
-                # A momentum that takes itself for the gradient stays as it is.
-                gradient = torch.where(apply != 0, gradient.float() * scale, momentum)
-                ahead[held] = muon.look_ahead(momentum, gradient, m)
+                gradient = self._reduced[bucket.start + start : bucket.start + end]
+                self._kernels.look_ahead(ahead[held], self.momentum[held], gradient, self._numbers["matrix"], m)
         return self.owners.begin(ahead)
 
-    def _update_by_muon(self, bucket: Bucket, directions: Tensor, rate: Tensor, decay: float) -> None:
+    def _update_by_muon(self, bucket: Bucket, directions: Tensor, decay: float) -> None:
         start, end = bucket.shard(self.shard_index, self.shards, "muon")
         if start < end:
+            weights = self._weights[bucket.start + start : bucket.start + end]
             master = self.master[self._at(bucket, start, end)]
-            muon.move_(master, directions[self._at(bucket, start, end, "muon")], rate, decay)
-            self._weights[bucket.start + start : bucket.start + end].copy_(master)
+            along = directions[self._at(bucket, start, end, "muon")]
+            self._kernels.move(weights, master, along, self._numbers["matrix"], decay)
 
     def _begin_gather(self, index: int) -> None:
         if self.shards > 1:
@@ -388,13 +386,20 @@ class FlatState:
         return {s.name: Piece(s.of(buffer), s.start, slots[s.name].shape, replicated) for s in slices}
 
 
-def adamw_for(device: torch.device) -> Callable[..., None]:
-    """The function that updates flat slices: one kernel on a GPU, torch's operations elsewhere."""
-    if device.type == "cuda":
-        from trainer.fused.kernels import adamw
+class Kernels(NamedTuple):
+    """The functions that update flat slices: a kernel each on a GPU, torch's operations elsewhere."""
 
-        return adamw
-    return adamw_in_torch
+    adamw: Callable[..., None]
+    look_ahead: Callable[..., None]
+    move: Callable[..., None]
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Kernels":
+        if device.type == "cuda":
+            from trainer.fused import kernels
+
+            return cls(kernels.adamw, kernels.look_ahead, kernels.move)
+        return cls(adamw_in_torch, look_ahead_in_torch, move_in_torch)
 
 
 def adamw_in_torch(
@@ -418,4 +423,17 @@ def adamw_in_torch(
     exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     master.mul_(1 - learning_rate * weight_decay)
     master.addcdiv_(exp_avg, (exp_avg_sq * correction2).sqrt_().add_(epsilon), value=-learning_rate * correction1)
+    weights.copy_(master)
+
+
+def look_ahead_in_torch(ahead: Tensor, momentum: Tensor, gradient: Tensor, numbers: Tensor, m: float) -> None:
+    """kernels.look_ahead on the CPU."""
+    _, _, _, scale, apply = numbers
+    # A momentum that takes itself for the gradient stays as it is.
+    ahead.copy_(muon.look_ahead(momentum, torch.where(apply != 0, gradient.float() * scale, momentum), m))
+
+
+def move_in_torch(weights: Tensor, master: Tensor, directions: Tensor, numbers: Tensor, decay: float) -> None:
+    """kernels.move on the CPU."""
+    muon.move_(master, directions, numbers[0] * numbers[4], decay)
     weights.copy_(master)

@@ -1,4 +1,4 @@
-"""Launchers of the memory-bound kernels of the fused step: norms, activations, cross-entropy, sums, AdamW, fp8 casts.
+"""Launchers of the memory-bound kernels of the fused step: norms, activations, cross-entropy, sums, AdamW, Muon, fp8.
 
 Next to the matrix products these do almost no arithmetic. Each costs the bytes that it moves, at about 4.2 TB/s on an
 H200 that sustains 400 to 600 TFLOP/s in the products. So each reads every operand once, writes every result once, 16
@@ -13,6 +13,7 @@ micro-batch of M tokens, bf16 activations of width C and V logits a token:
     column_sums     2·M·C         of the output of a product or of cuDNN: gradients of biases
     cross_entropy   4·M·V         the gradient overwrites the logits; the second read of a row is from the L2 cache
     adamw           30 a parameter, once a step: master, both moments (read and written), gradient, bf16 weight
+    look_ahead      14 or 16 a parameter of Muon's, once a step; move 12
     cast8           3·M·N, or 4·M·N with the transpose; cross_entropy8 3·M·V; transpose8 2·M·N
 
 At GPT-2's 124M and 65,536 tokens that is 0.1 ms a norm and 3.1 ms of cross-entropy. Measured on an H200: 3.4 to
@@ -44,6 +45,8 @@ from trainer.fused.triton_kernels import (
     column_sums_kernel,
     cross_entropy_kernel,
     gelu_kernel,
+    muon_look_ahead_kernel,
+    muon_move_kernel,
     norm_backward_kernel,
     norm_kernel,
     relu2_kernel,
@@ -324,6 +327,36 @@ def adamw(
         weights16, master, exp_avg, exp_avg_sq, grad, numbers,
         n, weight_decay, 1 - beta1, 1 - beta2, epsilon, BLOCK=block, num_warps=warps,
     )  # fmt: skip
+
+
+def look_ahead(ahead: Tensor, momentum: Tensor, grad: Tensor, numbers: Tensor, m: float) -> None:
+    """Muon's momentum m, and its look ahead (trainer/muon.py), over flat slices of n elements.
+
+    momentum (n,) fp32, in place; grad (n,) fp32 or bf16; ahead (n,) bf16 is overwritten. numbers as `adamw` takes them:
+    if its last one is 0, the momentum stays, and `ahead` is the same.
+    """
+    n = momentum.numel()
+    assert momentum.dtype == numbers.dtype == torch.float32 and ahead.dtype == torch.bfloat16
+    assert all(t.shape == (n,) for t in (ahead, momentum, grad)) and numbers.shape == (5,)
+    _check(ahead, momentum, grad, numbers)
+    block, warps = _adamw_shape(momentum.device)
+    muon_look_ahead_kernel[(triton.cdiv(n, block),)](ahead, momentum, grad, numbers, n, m, BLOCK=block, num_warps=warps)
+
+
+def move(weights16: Tensor, master: Tensor, directions: Tensor, numbers: Tensor, decay: float) -> None:
+    """Move flat slices of n weights along Muon's directions with cautious weight decay (trainer/muon.py).
+
+    master (n,) fp32, in place; directions (n,) bf16; weights16 (n,) bf16 becomes the new master, rounded. numbers as
+    `adamw` takes them: the first is the rate, and if the last is 0, nothing changes.
+    """
+    n = master.numel()
+    assert master.dtype == numbers.dtype == torch.float32 and weights16.dtype == directions.dtype == torch.bfloat16
+    assert all(t.shape == (n,) for t in (weights16, master, directions)) and numbers.shape == (5,)
+    _check(weights16, master, directions, numbers)
+    block, warps = _adamw_shape(master.device)
+    muon_move_kernel[(triton.cdiv(n, block),)](
+        weights16, master, directions, numbers, n, decay, BLOCK=block, num_warps=warps
+    )
 
 
 def _check(*tensors: Tensor | None) -> None:

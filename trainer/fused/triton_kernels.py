@@ -382,6 +382,35 @@ def adamw_kernel(
             tl.store(weights16_ptr + at, _bf16(w), mask=mask)
 
 
+# ── Muon ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def muon_look_ahead_kernel(ahead_ptr, momentum_ptr, grad_ptr, numbers_ptr, n, m, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    momentum = tl.load(momentum_ptr + at, mask=mask, other=0.0)
+    ahead = momentum
+    if tl.load(numbers_ptr + 4) != 0.0:
+        g = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32) * tl.load(numbers_ptr + 3)
+        momentum += (g - momentum) * (1 - m)
+        ahead = g + (momentum - g) * m
+        tl.store(momentum_ptr + at, momentum, mask=mask)
+    tl.store(ahead_ptr + at, _bf16(ahead), mask=mask)
+
+
+@triton.jit
+def muon_move_kernel(weights16_ptr, master_ptr, directions_ptr, numbers_ptr, n, decay, BLOCK: tl.constexpr):
+    if tl.load(numbers_ptr + 4) != 0.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < n
+        w = tl.load(master_ptr + at, mask=mask, other=0.0)
+        d = tl.load(directions_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        w -= tl.load(numbers_ptr) * tl.where(d * w >= 0, d + decay * w, d)
+        tl.store(master_ptr + at, w, mask=mask)
+        tl.store(weights16_ptr + at, _bf16(w), mask=mask)
+
+
 # ── fp8 ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
