@@ -64,7 +64,7 @@ SHARED = [
     "train.precision=bf16",
 ]
 MUON = ["train.optimizer=muon", "train.learning_rate=3e-3", "train.muon_momentum_warmup_steps=100"]
-MUON_RATES = ("train.muon_learning_rate", (0.01, 0.02, 0.04))
+MUON_RATES = ("train.muon_learning_rate", (0.005, 0.01, 0.02, 0.04, 0.08))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def drawn(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator,
 MODERN_MUON = "modern + muon"
 # nanochat's rates of its untied embedding and head, which no other family has so large.
 MODERN = ["model.family=modern", "train.embedding_learning_rate=0.3", "train.head_learning_rate=0.008"]
-ADAMW_RATES = ("train.learning_rate", (1.5e-3, 3e-3, 6e-3))
+ADAMW_RATES = ("train.learning_rate", (7.5e-4, 1.5e-3, 3e-3, 6e-3))
 ARMS = {
     "gpt2 + adamw": Arm([], *ADAMW_RATES),
     "gpt2 + muon": Arm(MUON, *MUON_RATES),
