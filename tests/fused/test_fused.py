@@ -51,6 +51,8 @@ SHAPES = {  # family, layers, heads, width, tokens, vocabulary, sequences, micro
     "modern": ({"family": "modern"}, 2, 4, 64, 37, 300, 3, 1),
     "modern, grouped": ({"family": "modern", "n_kv_head": 1}, 1, 3, 72, 11, 257, 1, 2),
     "modern, short and long layers": ({"family": "modern", "window": 5}, 2, 2, 32, 13, 130, 1, 2),
+    "modern, embedded values": ({"family": "modern", "value_embeddings": True}, 3, 2, 48, 11, 130, 2, 3),
+    "modern, few embedded": ({"family": "modern", "value_embeddings": True, "n_kv_head": 1}, 1, 3, 72, 11, 257, 1, 2),
     "llama": ({"family": "llama"}, 2, 3, 48, 13, 130, 2, 2),
     "llama, grouped and tied": ({"family": "llama", "n_kv_head": 2, "tied_head": True}, 2, 4, 64, 11, 257, 1, 2),
 }

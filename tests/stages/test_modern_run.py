@@ -62,7 +62,7 @@ def test_smoke_modern_is_smokes_text_and_size_with_another_family_and_optimizer(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["train.precision=fp8", "model.value_embeddings=true"], "train.precision: fp8 needs the fused engine, and it"),
+        (["train.precision=fp8", "model.smear=true"], "train.precision: fp8 needs the fused engine, and it"),
         (["runtime.engine=fused", "model.residual_lambdas=true"], "runtime.engine: fused needs the fused engine, and"),
         (
             ["export.formats=[hf, nanogpt]"],

@@ -246,7 +246,7 @@ def test_the_fused_engine_has_no_step_for_what_modern_adds_and_says_so() -> None
         engine, why = choose_engine(config, train, RuntimeConfig(), torch.device("cpu"))
         assert engine == "eager", why
     runtime = RuntimeConfig(engine="fused")
-    with pytest.raises(UserError, match="it has no step for model.residual_lambdas and model.value_embeddings; use"):
+    with pytest.raises(UserError, match="it has no step for model.residual_lambdas; use"):
         choose_engine(CONFIGS["modern, both"], train, runtime, torch.device("cpu"))
 
 

@@ -136,7 +136,7 @@ class ModernConfig(GroupedHeads):
 
     @property
     def why_not_fused(self) -> str | None:
-        used = self._on("residual_lambdas", "value_embeddings", "smear", "backout")
+        used = self._on("residual_lambdas", "smear", "backout")
         return f"it has no step for {used}" if used else super().why_not_fused
 
     @property

@@ -121,6 +121,12 @@ class RotaryStep(FusedStep[Operand]):
         """The output gradient of the MLP's first layer from that of its last one, whose weight's gradient is made."""
         raise NotImplementedError
 
+    def add_values(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand]) -> None:
+        """Add to block `i`'s values in `qkv`, in place; `norm` is that of the block's input x."""
+
+    def add_values_backward(self, i: int, dqkv: Tensor, x: Tensor, norm: Normed[Operand], dinput: Tensor) -> None:
+        """Add the gradients of what was added to those of its parameters and, in place, of the norm's output."""
+
     # --- layers
 
     def _packed(self, name: str, parts: tuple[str, ...]) -> Linear:
@@ -183,6 +189,7 @@ class RotaryStep(FusedStep[Operand]):
         block, norm1 = self.blocks[i], norm
         assert norm1.y is not None
         qkv = p.linear(block.qkv, norm1.y)
+        self.add_values(i, qkv, x, norm1)
         cos, sin = self._waves(len(x) // B)
         rstd = rotary.rotate(qkv, cos, sin, self.turning, self.norms_heads, self.EPSILON)
         output, attention = self.attention_of[i].forward(qkv, B)
@@ -229,6 +236,7 @@ class RotaryStep(FusedStep[Operand]):
         dqkv = p.output_grad(block.qkv, packed)
         p.weight_grad(block.qkv, dqkv, self._normed(p, block.norm_1, s.x, s.norm1), add)
         dinput = p.input_grad(block.qkv, dqkv)
+        self.add_values_backward(i, packed, s.x, s.norm1, dinput)
         return self._norm_backward(p, block.norm_1, dinput, s.x, s.norm1, grad.dx)
 
     def _last_norm_backward(
