@@ -165,7 +165,8 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0, train:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "family"), [("adamw", {}), ("muon", {"family": "modern"}), ("muon", {"family": "llama"})]
+    ("optimizer", "family"),
+    [("adamw", {}), ("muon", {"family": "modern", "value_embeddings": True}), ("muon", {"family": "llama"})],
 )
 def test_updates_follow_the_reference(optimizer: str, family: dict[str, Any]) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer})
