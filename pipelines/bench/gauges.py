@@ -27,7 +27,7 @@ KERNEL_CLASSES = {
     "norm": r"norm|rowwisemoments|gammabeta|rms",
     "activation": r"gelu|relu|silu|swiglu",
     "rotary positions": r"rotary",
-    "embedding": r"embedding|indexselect|index_select|gather|scatter|indexing_backward",
+    "embedding": r"embedding|add_rows|values|indexselect|index_select|gather|scatter|indexing_backward",
     "casts and copies": r"memcpy|memset|copy|cast|transpose|fill|pack|column_sums",
 }
 

@@ -101,6 +101,14 @@ def test_relu2_and_its_gradient_agree_with_float64(M: int, N: int) -> None:
     near(gradient, exact.grad, 1.5 * ROUNDED)  # the root of a rounded result has half of its error
 
 
+@pytest.mark.parametrize(("M", "N", "V"), [(77, 40, 5), (1, 72, 9), (200, 264, 1), (130, 200, 400)])
+def test_rows_are_added_to_those_of_their_tokens(M: int, N: int, V: int) -> None:
+    rows, tokens, table = fresh(M, N), torch.randint(V, (M,), device=DEVICE), fresh(V, N).float()
+    expected = table.double().index_add_(0, tokens, rows.double())
+    kernels.add_rows(table, *torch.sort(tokens), rows)
+    near(table, expected, 1e-6, 1e-6)
+
+
 @pytest.mark.parametrize(("M", "C"), SIZES)
 def test_column_sums_also_work_on_columns_of_a_wider_tensor(M: int, C: int) -> None:
     wide = fresh(M, 3 * C)

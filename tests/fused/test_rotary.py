@@ -145,3 +145,26 @@ def test_capped_logits_have_the_losses_and_the_gradient_of_float64() -> None:
     near(d8.float() / 1024, F.pad(gradient(exact), (0, V - vocab_size)), 2**-2, 2**-10)
     kernels.cross_entropy(logits, targets, vocab_size, scale, found, backward=True, cap=cap)
     near(logits, F.pad(gradient(exact), (0, V - vocab_size)), absolute=2**-9)
+
+
+@pytest.mark.parametrize(("M", "C", "heads", "D", "G"), [(77, 40, 3, 8, 32), (1, 24, 1, 72, 24), (130, 72, 6, 16, 32)])
+def test_embedded_values_and_their_gradients_agree_with_float64(M: int, C: int, heads: int, D: int, G: int) -> None:
+    K, V = heads * D, 50
+    qkv, x, table, dqkv, dinput = fresh(M, K + 16), fresh(M, C), fresh(V, K), fresh(M, K + 16), fresh(M, C)
+    weight, tokens, rstd = fresh(heads, G, scale=0.1), torch.randint(V, (M,), device=DEVICE), fresh(M).float().exp()
+    front = (x[:, :G].double() * rstd[:, None].double()).requires_grad_()
+    exact_weight, rows = leaf(weight), leaf(table[tokens])
+    gate = 2 * torch.sigmoid(front @ exact_weight.T)
+    added = (gate[..., None] * rows.unflatten(1, (heads, D))).flatten(1)
+    added.backward(dqkv[:, -K:].double())
+
+    after = qkv.clone()
+    rotary.add_values(after, x, rstd, weight, tokens, table)
+    assert torch.equal(after[:, :-K], qkv[:, :-K])
+    near(after[:, -K:], qkv[:, -K:].double() + added.detach())
+    before = dinput.clone()
+    drows, dweight = rotary.values_backward(dinput, dqkv, x, rstd, weight, tokens, table)
+    near(drows, gradient(rows))
+    near(dweight, gradient(exact_weight), 0, 1e-4)
+    assert torch.equal(dinput[:, G:], before[:, G:])
+    near(dinput[:, :G], before[:, :G].double() + gradient(front), absolute=1e-4)

@@ -216,7 +216,7 @@ class Gpt2Step(FusedStep[Operand]):
 
     def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: None, B: int) -> None:
         g = self.state.gradients
-        g["wte.weight"].index_add_(0, tokens, dx.float())
+        self._add_rows("wte.weight", tokens, dx)
         positions = dx.view(B, -1, self.config.n_embd).sum(0, dtype=torch.float32)
         g["wpe.weight"][: len(positions)] += positions
 

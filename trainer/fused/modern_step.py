@@ -1,15 +1,15 @@
 """modern's part of a fused step: nothing in a norm has weights, ReLU², capped logits, embedded values.
 
-Value embeddings are plain PyTorch. Nothing of them is saved but the token ids: the backward pass gathers the rows again
-and makes the gates again from the first numbers of the norm.
+Nothing of the value embeddings is saved but the token ids: the backward pass gathers the rows again and makes the gates
+again from the first numbers of the norm.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer.families.modern import EPSILON, SOFTCAP, ModernConfig
+from trainer.fused import rotary
 from trainer.fused.flat import FlatState
 from trainer.fused.products import Normed, Operand, Products
 from trainer.fused.rotary_step import Block, RotaryStep, SavedMlp
@@ -54,41 +54,20 @@ class ModernStep(RotaryStep[Operand]):
 
     def add_values(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand]) -> None:
         if i in self.tables:
-            _, gate = self._gate(i, x, norm)
-            values = self._values(qkv)
-            values += gate[..., None] * self._embedded(i)
+            rotary.add_values(qkv, *self._embedded(i, x, norm))
 
     def add_values_backward(self, i: int, dqkv: Tensor, x: Tensor, norm: Normed[Operand], dinput: Tensor) -> None:
-        if i not in self.tables:
-            return
-        weight, gradient = (of[self._gate_name(i)] for of in (self.state.weights, self.state.gradients))
-        front, gate = self._gate(i, x, norm)
-        dvalues = self._values(dqkv)
-        rows = (gate[..., None] * dvalues).flatten(1)
-        self.state.gradients[self.tables[i]].index_add_(0, self.tokens, rows)
-        dgate = (dvalues.float() * self._embedded(i)).sum(-1)
-        dlogit = dgate * gate * (1 - gate / 2)  # (M, kv_heads), of the sigmoid's input
-        gradient.copy_(dlogit.T @ front if self.first else gradient + dlogit.T @ front)
-        dinput[:, : front.size(1)] += dlogit @ weight.float()
+        if i in self.tables:
+            drows, dweight = rotary.values_backward(dinput, dqkv, *self._embedded(i, x, norm))
+            self._add_rows(self.tables[i], self.tokens, drows)
+            gradient = self.state.gradients[self._gate_name(i)]
+            gradient.copy_(dweight if self.first else gradient + dweight)
 
-    def _values(self, qkv: Tensor) -> Tensor:
-        """The values of packed projections (M, kv_heads, D), a view."""
-        heads = self.config.kv_heads
-        return qkv[:, -heads * self.config.head_size :].unflatten(1, (heads, -1))
-
-    def _embedded(self, i: int) -> Tensor:
-        """The tokens' rows in block `i`'s table, (M, kv_heads, D)."""
-        rows = self.state.weights[self.tables[i]][self.tokens]
-        return rows.unflatten(1, (self.config.kv_heads, -1))
-
-    def _gate(self, i: int, x: Tensor, norm: Normed[Operand]) -> tuple[Tensor, Tensor]:
-        """The first numbers of the norm's output (M, GATE_WIDTH), and the weights 0 to 2 of block `i`'s embedded values
-        (M, kv_heads); fp32.
-        """
-        weight = self.state.weights[self._gate_name(i)].float()
+    def _embedded(self, i: int, x: Tensor, norm: Normed[Operand]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The input of block `i`'s norm and its statistic, the gate's weight, the tokens and their table."""
         (rstd,) = norm.statistics
-        front = x[:, : weight.size(1)].float() * rstd[:, None]
-        return front, 2 * torch.sigmoid(front @ weight.T)
+        weights = self.state.weights
+        return x, rstd, weights[self._gate_name(i)], self.tokens, weights[self.tables[i]]
 
     @staticmethod
     def _gate_name(i: int) -> str:

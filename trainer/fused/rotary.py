@@ -6,6 +6,7 @@ Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inn
     rms_backward    8·M·C         dy, x and the residual gradient in, dx out; with weights also their gradient
     rotate          4·M·(C + K)   queries and keys (K columns) in place, with their norm
     rotate_back     6·M·(C + K)   their gradient in place
+    add_values      6·M·K         embedded values added to K columns in place; values_backward 6·M·K
     swiglu          6·M·I         forward; 12·M·I backward, which makes the activation again for the weight gradient
 
 The launch shapes are those that were fastest on an H200 at widths of 768 and 1536, with heads of 64 and 128.
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from trainer.fused.kernels import Fp8Out, _check, norm_warps
 from trainer.fused.rotary_triton import (
+    add_values_kernel,
     rms_backward_kernel,
     rms_kernel,
     rotary_kernel,
     swiglu_kernel,
+    values_backward_kernel,
 )
 
 
@@ -143,6 +146,54 @@ def _rotate(
     )  # fmt: skip
 
 
+def add_values(qkv: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, tokens: Tensor, table: Tensor) -> None:
+    """Add 2·sigmoid(weight · front) · table[token] to the values of packed projections (M, N) bf16, in place: the value
+    embeddings of nanochat, with a gate for each head.
+
+    front: the first G numbers of x·rstd, the norm of x (M, C) bf16; weight (kv_heads, G) bf16, tokens (M,) int64, table
+    (V, kv_heads·D) bf16. The values are the last kv_heads·D columns of qkv.
+    """
+    values, shape = _values(qkv, x, rstd, weight, tokens, table)
+    (M, C), heads = x.shape, len(weight)
+    R, _, warps = _values_shape(x.device)
+    add_values_kernel[(triton.cdiv(M, R),)](
+        values, x, rstd, weight, tokens, table, M, C, heads, qkv.shape[1], R=R, **shape, num_warps=warps
+    )
+
+
+def values_backward(
+    dinput: Tensor, dqkv: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, tokens: Tensor, table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the table's rows (M, kv_heads·D) bf16 and of the gate's weight (kv_heads, G) fp32. That of the
+    norm's output is added to `dinput` (M, C), in place. `dqkv`: that of the result of `add_values`, which is also the
+    gradient of its input.
+    """
+    values, shape = _values(dqkv, x, rstd, weight, tokens, table)
+    _check(x, dinput)
+    (M, C), heads = x.shape, len(weight)
+    R, programs, warps = _values_shape(x.device)
+    groups = triton.cdiv(M, R)
+    programs = min(programs, groups)
+    drows, sums = x.new_empty(M, table.shape[1]), rstd.new_empty(programs, *weight.shape)
+    values_backward_kernel[(programs,)](
+        values, x, rstd, weight, tokens, table, drows, dinput, sums, M, C, heads, dqkv.shape[1], groups,
+        R=R, **shape, num_warps=warps,
+    )  # fmt: skip
+    return drows, sums.sum(0)
+
+
+def _values(
+    qkv: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, tokens: Tensor, table: Tensor
+) -> tuple[Tensor, dict[str, int]]:
+    """The values of packed projections, a view, and the sizes of the kernels' blocks."""
+    (heads, G), K, M = weight.shape, table.shape[1], len(x)
+    assert len(qkv) == len(rstd) == len(tokens) == M and K % heads == 0 and x.shape[1] >= G
+    _check(qkv, x, rstd, weight, tokens, table)
+    D = K // heads
+    blocks = {name: triton.next_power_of_2(size) for name, size in (("H", heads), ("G", G), ("D", D))}
+    return qkv[:, -K:], {**blocks, "WIDTH": G, "HEAD": D}
+
+
 def swiglu(pre: Tensor) -> Tensor:
     """silu(gate) · up of pre (M, 2I) = [gate, up], (M, I) bf16 (Shazeer 2020)."""
     act = pre.new_empty(len(pre), pre.shape[1] // 2)
@@ -191,6 +242,11 @@ def _rotary_shape(heads: int, device: torch.device) -> tuple[int, int, int]:
     if device.type != "cuda":
         return 64, min(4, triton.next_power_of_2(heads)), 4
     return 2, min(32, triton.next_power_of_2(heads)), 4
+
+
+def _values_shape(device: torch.device) -> tuple[int, int, int]:
+    """Rows that a program handles at a time, programs of the backward pass, warps."""
+    return (2, 2112, 2) if device.type == "cuda" else (64, 2, 4)
 
 
 def _swiglu_shape(device: torch.device) -> tuple[int, int, int]:

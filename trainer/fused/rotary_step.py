@@ -271,7 +271,7 @@ class RotaryStep(FusedStep[Operand]):
     def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: tuple[Tensor, Tensor], B: int) -> None:
         if self.norms_embedding:
             dx, _ = rotary.rms_backward(dx, *saved, None, None, None, normed=True)
-        self.state.gradients["wte.weight"].index_add_(0, tokens, dx.float())
+        self._add_rows("wte.weight", tokens, dx)
 
     def _complete(self, i: int) -> None:
         for norm in self.norms[2 * i : 2 * i + 2]:

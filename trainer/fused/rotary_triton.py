@@ -147,6 +147,73 @@ def rotary_kernel(
     tl.store(x_ptr + at + HALF, _bf16(second), mask=mask)
 
 
+# ── value embeddings ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _value_gate(x_ptr, rstd_ptr, weight_ptr, rows, M, C, heads, H: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr):
+    """The first numbers of the norm's output (R, 1, G), the gate's weights (1, H, G), and the gates (R, H)."""
+    head, col = tl.arange(0, H), tl.arange(0, G)
+    mask = (rows < M)[:, None] & (col < WIDTH)[None, :]
+    rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+    front = tl.load(x_ptr + rows[:, None] * C + col[None, :], mask=mask, other=0.0).to(tl.float32) * rstd[:, None]
+    used = (head < heads)[:, None] & (col < WIDTH)[None, :]
+    weight = tl.load(weight_ptr + head[:, None] * WIDTH + col[None, :], mask=used, other=0.0).to(tl.float32)
+    front, weight = front[:, None, :], weight[None, :, :]
+    return front, weight, 2.0 / (1.0 + tl.exp(-tl.sum(front * weight, 2)))
+
+
+@triton.jit
+def add_values_kernel(
+    values_ptr, x_ptr, rstd_ptr, weight_ptr, tokens_ptr, table_ptr, M, C, heads, width,
+    R: tl.constexpr, H: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """R rows: values += gate · table[token], in place. `width`: of the rows in which the values lie."""
+    rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    head, col = tl.arange(0, H), tl.arange(0, D)
+    _, _, gate = _value_gate(x_ptr, rstd_ptr, weight_ptr, rows, M, C, heads, H, G, WIDTH)
+    mask = (rows < M)[:, None, None] & (head < heads)[None, :, None] & (col < HEAD)[None, None, :]
+    within = (head * HEAD)[None, :, None] + col[None, None, :]
+    tokens = tl.load(tokens_ptr + rows, mask=rows < M, other=0)
+    embedded = tl.load(table_ptr + (tokens * heads * HEAD)[:, None, None] + within, mask=mask, other=0.0)
+    at = values_ptr + rows[:, None, None] * width + within
+    values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, _bf16(values + gate[:, :, None] * embedded.to(tl.float32)), mask=mask)
+
+
+@triton.jit
+def values_backward_kernel(
+    dvalues_ptr, x_ptr, rstd_ptr, weight_ptr, tokens_ptr, table_ptr, drows_ptr, dinput_ptr, sums_ptr,
+    M, C, heads, width, groups,
+    R: tl.constexpr, H: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Groups of R rows: gradients of the table's rows, of the gate's input (added), and partial sums of its weight."""
+    head, col, front_col = tl.arange(0, H), tl.arange(0, D), tl.arange(0, G)
+    within = (head * HEAD)[None, :, None] + col[None, None, :]
+    dweight = tl.zeros([H, G], tl.float32)
+    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+        rows = (group * R + tl.arange(0, R)).to(tl.int64)
+        inside = rows < M
+        front, weight, gate = _value_gate(x_ptr, rstd_ptr, weight_ptr, rows, M, C, heads, H, G, WIDTH)
+        mask = inside[:, None, None] & (head < heads)[None, :, None] & (col < HEAD)[None, None, :]
+        tokens = tl.load(tokens_ptr + rows, mask=inside, other=0)
+        embedded = tl.load(table_ptr + (tokens * heads * HEAD)[:, None, None] + within, mask=mask, other=0.0)
+        at = rows[:, None, None] * width + within
+        dvalues = tl.load(dvalues_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        drow = drows_ptr + (rows * heads * HEAD)[:, None, None] + within
+        tl.store(drow, _bf16(gate[:, :, None] * dvalues), mask=mask)
+        dgate = tl.sum(dvalues * embedded.to(tl.float32), 2)
+        dlogit = (dgate * gate * (1.0 - gate / 2))[:, :, None]
+        dweight += tl.sum(dlogit * front, 0)
+        dfront = dinput_ptr + rows[:, None] * C + front_col[None, :]
+        used = inside[:, None] & (front_col < WIDTH)[None, :]
+        old = tl.load(dfront, mask=used, other=0.0).to(tl.float32)
+        tl.store(dfront, _bf16(old + tl.sum(dlogit * weight, 1)), mask=used)
+    used = (head < heads)[:, None] & (front_col < WIDTH)[None, :]
+    partial = sums_ptr + tl.program_id(0) * heads * WIDTH + head[:, None] * WIDTH + front_col[None, :]
+    tl.store(partial, dweight, mask=used)
+
+
 # ── activations ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
+from trainer.fused import kernels
 from trainer.fused.attention import Attention
 from trainer.fused.flat import FlatState
 from trainer.fused.products import Linear, Normed, Operand, Products, ResidualGrad
@@ -50,6 +51,7 @@ class FusedStep(ABC, Generic[Operand]):
         self.number = 0  # of the current update
         self.current = products  # the policy of the current update
         self.first = True  # the next micro-batch overwrites the gradients
+        self.order: tuple[Tensor, Tensor] | None = None  # a micro-batch's tokens, sorted, and their places
 
     @classmethod
     def layer_names(cls, config: ModelConfig) -> list[list[str]]:
@@ -107,6 +109,13 @@ class FusedStep(ABC, Generic[Operand]):
     def _linear(self, name: str) -> Linear:
         weights, gradients = self.state.weights, self.state.gradients
         return Linear(name, weights[f"{name}.weight"], gradients[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def _add_rows(self, name: str, tokens: Tensor, rows: Tensor) -> None:
+        """Add rows (M, N) bf16 to the gradient of the embedding `name`, at their tokens (M,)."""
+        if self.order is None:
+            self.state.gradients[name].index_add_(0, tokens, rows.float())
+        else:
+            kernels.add_rows(self.state.gradients[name], *self.order, rows)
 
     def begin(self, number: int) -> None:
         """Begin update `number` (from 1; 0: a rehearsal, whose gradients are not used): its micro-batches follow."""
@@ -166,6 +175,7 @@ class FusedStep(ABC, Generic[Operand]):
             x, norm, block = self._forward(p, i, x, norm, B)
             saved.append(block)
         losses, dy = self._head(p, norm, targets, factor)
+        self.order = None if self.deterministic else torch.sort(tokens)
         norm.y = None  # from here on only its statistics are needed
         grad = self._last_norm_backward(p, dy, x, norm)
         del dy, x, norm, block

@@ -105,6 +105,29 @@ def _add_into(sums_ptr, values, mask):
     tl.store(sums_ptr, tl.load(sums_ptr, mask=mask, other=0.0) + values, mask=mask)
 
 
+# ── embeddings ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def add_rows_kernel(
+    table_ptr, rows_ptr, tokens_ptr, order_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """table[tokens[i]] += rows[order[i]], tokens sorted: the rows of equal ones of BM neighbours are summed first."""
+    at = tl.program_id(0) * BM + tl.arange(0, BM)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = at < M
+    tokens = tl.load(tokens_ptr + at, mask=inside, other=-1)
+    first = inside & (
+        (tl.arange(0, BM) == 0) | (tl.load(tokens_ptr + at - 1, mask=inside & (at > 0), other=-1) != tokens)
+    )
+    source = tl.load(order_ptr + at, mask=inside, other=0)
+    mask = inside[:, None] & (cols < N)[None, :]
+    rows = tl.load(rows_ptr + source[:, None] * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    equal = (tokens[:, None] == tokens[None, :]).to(tl.float32)
+    sums = tl.dot(equal, rows, input_precision="tf32")  # exact products: 0 or 1 times bf16
+    tl.atomic_add(table_ptr + tokens[:, None] * N + cols[None, :], sums, mask=mask & first[:, None], sem="relaxed")
+
+
 # ── norms ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
