@@ -177,6 +177,12 @@ class Project:
             return sum(log.read_text().count('"train/loss"') for log in self.home.glob("work/**/events.jsonl"))
         return 0
 
+    def has_unsaved_state(self) -> bool:
+        """Whether a store refused a checkpoint of an attempt that still has a work folder."""
+        with suppress(FileNotFoundError):
+            return any("checkpoint_failed" in log.read_text() for log in self.home.glob("work/**/events.jsonl"))
+        return False
+
     def rows_committed(self) -> int:
         """Steps in the committed series of all attempts; a redone step counts twice."""
         return sum(path.read_text().count('"train/loss"') for path in self.found("train/*/metrics/*.jsonl"))
