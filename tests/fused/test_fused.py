@@ -22,6 +22,7 @@ from trainer.errors import UserError
 from trainer.evaluation import Evaluation, Sampling
 from trainer.events import Slow
 from trainer.families.gpt2 import Gpt2Config
+from trainer.families.modern_module import SCALARS
 from trainer.family import ANY_MODEL, plain_model
 from trainer.fused.flat import FlatState
 from trainer.fused.gemm import DEFAULT, Request
@@ -44,6 +45,7 @@ data, runner = trainer_runs.data, trainer_runs.runner  # fixtures
 ALONE = World(0, 0, 1, torch.device("cpu"))
 TRAIN = TrainConfig(batch_tokens=64, max_steps=10, learning_rate=1e-3, weight_decay=0.1)
 SHORT: dict[str, Any] = {"max_steps": 6, "val_every": 3, "val_tokens": 64, "batch_tokens": 64}
+OPTIONS = dict.fromkeys(("residual_lambdas", "value_embeddings", "smear", "backout"), True)
 SHAPES = {  # family, layers, heads, width, tokens, vocabulary, sequences, micro-batches
     "25 heads, one sequence": ({}, 2, 25, 200, 19, 257, 1, 2),
     "a prime number of tokens": ({}, 2, 4, 64, 37, 300, 3, 1),
@@ -53,6 +55,10 @@ SHAPES = {  # family, layers, heads, width, tokens, vocabulary, sequences, micro
     "modern, short and long layers": ({"family": "modern", "window": 5}, 2, 2, 32, 13, 130, 1, 2),
     "modern, embedded values": ({"family": "modern", "value_embeddings": True}, 3, 2, 48, 11, 130, 2, 3),
     "modern, few embedded": ({"family": "modern", "value_embeddings": True, "n_kv_head": 1}, 1, 3, 72, 11, 257, 1, 2),
+    "modern, weighted stream": ({"family": "modern", "residual_lambdas": True}, 2, 2, 48, 11, 130, 2, 3),
+    "modern, smear": ({"family": "modern", "smear": True}, 1, 2, 48, 11, 130, 3, 2),
+    "modern, backout": ({"family": "modern", "backout": True}, 4, 2, 48, 11, 130, 2, 2),
+    "modern, all options": ({"family": "modern", "window": 5, **OPTIONS}, 3, 3, 72, 13, 257, 2, 2),
     "llama": ({"family": "llama"}, 2, 3, 48, 13, 130, 2, 2),
     "llama, grouped and tied": ({"family": "llama", "n_kv_head": 2, "tied_head": True}, 2, 4, 64, 11, 257, 1, 2),
 }
@@ -65,7 +71,7 @@ def a_model(
     sizes = {"n_layer": layers, "n_head": heads, "n_embd": width, "block_size": tokens, "vocab_size": vocabulary}
     config, weights = ANY_MODEL.validate_python(sizes | more), {}
     for name, w in plain_model(config).state_dict().items():
-        norm = w.dim() == 1 and name.endswith("weight")
+        norm = name == "resid_lambdas" or (w.dim() == 1 and name.endswith("weight"))  # around 1
         weights[name] = (torch.randn(w.shape) * 0.1 + norm).bfloat16().float()
     for name in config.vocabulary_rows:
         if name in weights:
@@ -129,12 +135,15 @@ def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
     plain_loss, plain = gradients(rounded_model, batches, autocast=True)
     assert sum(losses) == pytest.approx(exact_loss, abs=0.01 + 2 * abs(plain_loss - exact_loss))
     for name, gradient in exact.items():
-        assert error(state.gradients[name], gradient) < 2 * error(plain[name], gradient) + 0.01, name
+        if name in SCALARS:  # sums over all tokens that nearly cancel
+            assert torch.allclose(state.gradients[name].double(), gradient, rtol=0, atol=0.01), name
+        else:
+            assert error(state.gradients[name], gradient) < 2 * error(plain[name], gradient) + 0.01, name
     assert float(step.loss(*batches[0])) == pytest.approx(count * losses[0], rel=1e-5)
 
 
 def engines(train: TrainConfig = TRAIN, **family: Any) -> tuple[FusedEngine, PlainEngine]:
-    config, weights = a_model(2, 2, 32, 16, 140, **family)
+    config, weights = a_model(family.pop("n_layer", 2), 2, 32, 16, 140, **family)
     ways = [RuntimeConfig(engine=way) for way in ("fused", "eager")]
     one, other = (make_engine(config, train, way, ALONE) for way in ways)
     assert isinstance(one, FusedEngine) and isinstance(other, PlainEngine)
@@ -166,7 +175,7 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0, train:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "family"),
-    [("adamw", {}), ("muon", {"family": "modern", "value_embeddings": True}), ("muon", {"family": "llama"})],
+    [("adamw", {}), ("muon", {"family": "modern", "n_layer": 3, **OPTIONS}), ("muon", {"family": "llama"})],
 )
 def test_updates_follow_the_reference(optimizer: str, family: dict[str, Any]) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer})

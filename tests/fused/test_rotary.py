@@ -65,6 +65,31 @@ def test_an_rms_norm_and_its_gradient_agree_with_float64(M: int, C: int, weighte
         near(sums.double().sum(0) - len(sums), gradient(exact_weight), 0, 1e-4)
 
 
+@pytest.mark.parametrize("keep", [1.25, -0.5, 0.0])
+@pytest.mark.parametrize(("M", "C"), SIZES)
+def test_a_norm_of_a_mixed_stream_and_its_gradients_agree_with_float64(M: int, C: int, keep: float) -> None:
+    x, delta, other, dy, beside, before = (fresh(M, C) for _ in range(6))
+    numbers = torch.tensor([keep, 0.25], device=DEVICE)
+    mix = rotary.Mix(numbers, other)
+    total, y, rstd = rotary.add_rms(x, delta, None, EPSILON, mix=mix)
+    stream, mixed, weights = leaf(x), leaf(other), leaf(numbers)
+    exact = weights[0] * (stream + delta.double()) + weights[1] * mixed
+    out = F.rms_norm(exact, (C,), None, EPSILON)
+    near(total, exact.detach(), absolute=1e-6)
+    near(y, out.detach(), 2**-7, 2**-8)  # the mix was rounded
+    assert torch.equal(rotary.rms_again(total, rstd, None), y)
+
+    (out * dy.double() + exact * beside.double()).sum().backward()
+    into = rotary.MixGradients(before.clone(), torch.zeros(kernels.norm_partials(C, DEVICE), 2, device=DEVICE))
+    dx, _ = rotary.rms_backward(dy, total, rstd, None, beside, None, mix=mix, into=into)
+    near(dx, gradient(stream), 2**-7, 2**-7)
+    near(into.other, before.double() + gradient(mixed), 2**-7, 2**-7)
+    dkeep, dadd = rotary.mix_gradients(numbers[None], into.sums[None])
+    size = float(exact.detach().norm() * (dy.double().norm() + beside.double().norm()))
+    assert float(dadd) == pytest.approx(float(gradient(weights)[1]), abs=1e-3 * size)
+    assert float(dkeep) == (pytest.approx(float(gradient(weights)[0]), abs=4e-3 * size) if keep else 0)
+
+
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_an_embedding_and_its_norms_agree_with_float64(norm_first: bool) -> None:
     V, C, M = 50, 72, 33

@@ -59,11 +59,14 @@ def test_smoke_modern_is_smokes_text_and_size_with_another_family_and_optimizer(
     assert modern.model.parameters == pytest.approx(smoke.model.parameters, rel=0.1)
 
 
+TWO_LAYERS = ["model.n_layer=2", "model.backout=true"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["train.precision=fp8", "model.smear=true"], "train.precision: fp8 needs the fused engine, and it"),
-        (["runtime.engine=fused", "model.residual_lambdas=true"], "runtime.engine: fused needs the fused engine, and"),
+        ([*TWO_LAYERS, "train.precision=fp8"], "train.precision: fp8 needs the fused engine, and it has no step for"),
+        ([*TWO_LAYERS, "runtime.engine=fused"], "runtime.engine: fused needs the fused engine, and it has no step for"),
         (
             ["export.formats=[hf, nanogpt]"],
             "export.formats: nanogpt holds no model.family modern, only gpt2",

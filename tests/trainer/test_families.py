@@ -240,14 +240,15 @@ def test_choices_that_share_their_beginning_score_as_they_do_alone(config: Model
         assert one.loss == pytest.approx(other.loss, rel=1e-5) and one.greedy == other.greedy
 
 
-def test_the_fused_engine_has_no_step_for_what_modern_adds_and_says_so() -> None:
+def test_the_fused_engine_has_no_step_for_backout_in_two_layers_and_says_so() -> None:
     train = TrainConfig(batch_tokens=40, max_steps=1, learning_rate=1e-3)
     for config in CONFIGS.values():
         engine, why = choose_engine(config, train, RuntimeConfig(), torch.device("cpu"))
         assert engine == "eager", why
     runtime = RuntimeConfig(engine="fused")
-    with pytest.raises(UserError, match="it has no step for model.residual_lambdas; use"):
-        choose_engine(CONFIGS["modern, both"], train, runtime, torch.device("cpu"))
+    config = ModernConfig(**SIZES | {"n_layer": 2}, backout=True)
+    with pytest.raises(UserError, match="it has no step for model.backout with fewer than 3 layers; use"):
+        choose_engine(config, train, runtime, torch.device("cpu"))
 
 
 def test_what_modern_adds_has_no_class_in_transformers_and_starts_without_effect_on_its_values() -> None:

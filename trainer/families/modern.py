@@ -128,16 +128,14 @@ class ModernConfig(GroupedHeads):
     @property
     def used(self) -> str:
         """The options that are on, in words."""
-        return self._on(*self.added)
-
-    def _on(self, *names: str) -> str:
         fields = type(self).model_fields
-        return " and ".join(f"model.{name}" for name in names if getattr(self, name) != fields[name].default)
+        return " and ".join(f"model.{name}" for name in self.added if getattr(self, name) != fields[name].default)
 
     @property
     def why_not_fused(self) -> str | None:
-        used = self._on("residual_lambdas", "smear", "backout")
-        return f"it has no step for {used}" if used else super().why_not_fused
+        if self.backout and self.n_layer < 3:
+            return "it has no step for model.backout with fewer than 3 layers"
+        return super().why_not_fused
 
     @property
     def not_exported(self) -> str | None:

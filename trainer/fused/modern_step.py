@@ -1,18 +1,23 @@
-"""modern's part of a fused step: nothing in a norm has weights, ReLU², capped logits, embedded values.
+"""modern's part of a fused step: nothing in a norm has weights, ReLU², capped logits, and the options of the family.
 
 Nothing of the value embeddings is saved but the token ids: the backward pass gathers the rows again and makes the gates
-again from the first numbers of the norm.
+again from the first numbers of the norm. The weights of the residual stream, and backout, change the sum before a norm.
+So they ride on the norms' kernels, and a block saves nothing for them. Smear comes once in a micro-batch, in PyTorch.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from trainer.families.modern import EPSILON, SOFTCAP, ModernConfig
-from trainer.fused import rotary
+from trainer.families.modern import EPSILON, SMEAR_WIDTH, SOFTCAP, ModernConfig
+from trainer.fused import kernels, rotary
 from trainer.fused.flat import FlatState
-from trainer.fused.products import Normed, Operand, Products
-from trainer.fused.rotary_step import Block, RotaryStep, SavedMlp
+from trainer.fused.kernels import Fp8Out
+from trainer.fused.products import Normed, Operand, Products, ResidualGrad
+from trainer.fused.rotary import Mix, MixGradients
+from trainer.fused.rotary_step import Block, Norm, RotaryStep, SavedMlp
 
 
 class ModernStep(RotaryStep[Operand]):
@@ -25,8 +30,21 @@ class ModernStep(RotaryStep[Operand]):
 
     def __init__(self, config: ModernConfig, state: FlatState, products: Products[Any], deterministic: bool) -> None:
         super().__init__(config, state, products, deterministic)
+        L, C = config.n_layer, config.n_embd
         self.tables = {i: f"ve.{i}.weight" for i in config.value_layers}
-        self.tokens: Tensor  # (M,), of the micro-batch
+        # A row for each block's first norm, and one for the head's: the numbers of a Mix; 32 bytes keep each aligned.
+        self.mixes = torch.zeros(L + 1, 8, device=self.device)[:, :2]
+        self.mixes[:, 0] = 1
+        self.mix_sums = torch.zeros(L + 1, kernels.norm_partials(C, self.device), 2, device=self.device)
+        self.last = 2 * L  # the index of the head's norm
+        self.after_middle = 2 * (L // 2 + 1) if config.backout else None  # of the norm after the block of `middle`
+        # Of the micro-batch: its tokens (M,); the residual stream (M, C) before all blocks and after the middle one,
+        # and their gradients, without what comes through the blocks.
+        self.tokens: Tensor
+        self.start: Tensor
+        self.middle: Tensor
+        self.dstart: Tensor
+        self.dmiddle: Tensor
 
     def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
         kept, act = p.linear_activated(block.up, y, block.down, "relu2")
@@ -39,18 +57,123 @@ class ModernStep(RotaryStep[Operand]):
         p.weight_grad(block.down, dy, act, add)
         return p.input_grad_activated(block.down, dy, saved.kept, block.up, "relu2")
 
-    # --- value embeddings
-
     def _zero(self) -> None:
         super()._zero()
-        for table in self.tables.values():
-            self.state.gradients[table].zero_()
+        self.mix_sums.zero_()
+        for name in (*self.tables.values(), "smear_gate", "smear_lambda"):
+            if name in self.state.gradients:
+                self.state.gradients[name].zero_()
+
+    # --- the residual stream: its weights, backout and smear
 
     def _embed(
         self, p: Products[Operand], tokens: Tensor, B: int
     ) -> tuple[Tensor, Normed[Operand], tuple[Tensor, Tensor]]:
-        self.tokens = tokens
-        return super()._embed(p, tokens, B)
+        self.tokens, config, w, norm = tokens, self.config, self.state.weights, self.norms[0]
+        if not (any(self._mixing) or config.smear):
+            return super()._embed(p, tokens, B)
+        self.state.ready(self.embeddings)
+        self.state.ready(0)
+        if config.residual_lambdas:
+            self.mixes[:-1] = torch.stack((w["resid_lambdas"], w["x0_lambdas"]), 1)
+        if config.backout:
+            self.mixes[-1, 1] = -w["backout_lambda"][0]
+        embedded, _, rstd, _ = rotary.embed_rms(tokens, w["wte.weight"], None, self.EPSILON, norm_first=True)
+        self.start = self._smear(embedded, B) if config.smear else embedded
+
+        def kernel(out: Fp8Out | None) -> tuple[Tensor, ...]:
+            return self.add_rms(norm, self.start, None, out)
+
+        return *p.norm(norm.reader, kernel), (embedded, rstd)
+
+    @property
+    def _mixing(self) -> tuple[bool, bool]:
+        """Whether the embedding is mixed into the residual stream, and the middle block's output."""
+        return self.config.residual_lambdas, self.config.backout
+
+    def _mix(self, norm: Norm) -> Mix | None:
+        numbers = self.mixes[norm.index // 2]
+        if norm.index == self.last:
+            return Mix(numbers, self.middle) if self.config.backout else None
+        return Mix(numbers, self.start) if self.config.residual_lambdas and norm.index % 2 == 0 else None
+
+    def add_rms(self, norm: Norm, x: Tensor, delta: Tensor | None, out: Fp8Out | None) -> tuple[Tensor, Tensor, Tensor]:
+        return rotary.add_rms(x, delta, None, self.EPSILON, out, self._mix(norm))
+
+    def _join(self, p: Products[Operand], norm: Norm, x: Tensor, delta: Tensor) -> tuple[Tensor, Normed[Operand]]:
+        if norm.index == self.after_middle:
+            self.middle = x + delta
+        return super()._join(p, norm, x, delta)
+
+    def rms_backward(
+        self, norm: Norm, dy: Tensor, x: Tensor, rstd: Tensor, residual: Tensor | None, out: Fp8Out | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if norm.index == self.last:  # the backward pass begins
+            self.dstart, self.dmiddle = (torch.zeros_like(dy) if on else dy for on in self._mixing)
+        mix, of_other = self._mix(norm), self.dmiddle if norm.index == self.last else self.dstart
+        into = MixGradients(of_other, self.mix_sums[norm.index // 2]) if mix else None
+        return rotary.rms_backward(dy, x, rstd, None, residual, None, out, mix=mix, into=into)
+
+    def _norm_backward(
+        self,
+        p: Products[Operand],
+        norm: Norm,
+        dy: Tensor,
+        x: Tensor,
+        normed: Normed[Operand],
+        residual: Tensor | None,
+    ) -> ResidualGrad[Operand]:
+        if norm.index == self.after_middle:
+            assert norm.writer is not None
+            dx = super()._norm_backward(p, replace(norm, writer=None), dy, x, normed, residual).dx
+            dx += self.dmiddle
+            return ResidualGrad(dx, p.output_grad(norm.writer, dx))
+        return super()._norm_backward(p, norm, dy, x, normed, residual)
+
+    def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: tuple[Tensor, Tensor], B: int) -> None:
+        if self.config.residual_lambdas:
+            dx += self.dstart
+        if self.config.smear:
+            dx = self._smear_backward(saved[0], dx, B)
+        super()._embed_backward(tokens, dx, saved, B)
+
+    def _complete_rest(self) -> None:
+        if any(self._mixing):
+            keep, add = rotary.mix_gradients(self.mixes, self.mix_sums)
+            found = {"resid_lambdas": keep[:-1], "x0_lambdas": add[:-1], "backout_lambda": -add[-1:]}
+            for name in found.keys() & self.state.gradients.keys():
+                self.state.gradients[name].copy_(found[name])
+        super()._complete_rest()
+
+    def _gates(self, x: Tensor, B: int) -> Tensor:
+        """The part of the token before that each token gets, without smear's weight: (M,) fp32 of its embedding."""
+        gates = torch.sigmoid(x[:, :SMEAR_WIDTH].float() @ self.state.weights["smear_gate"].float())
+        gates.view(B, -1)[:, 0] = 0
+        return gates
+
+    def _smear(self, x: Tensor, B: int) -> Tensor:
+        """Embeddings (M, C), each with a part of the one before it in its sequence."""
+        scale = (self._gates(x, B) * self.state.weights["smear_lambda"]).to(x.dtype)
+        smeared = x.clone()
+        smeared[1:].addcmul_(x[:-1], scale[1:, None])
+        return smeared
+
+    def _smear_backward(self, x: Tensor, grad: Tensor, B: int) -> Tensor:
+        """The gradient of `_smear`'s input x from that of its output."""
+        weights, gradients, gates = self.state.weights, self.state.gradients, self._gates(x, B)
+        scale = gates * weights["smear_lambda"]
+        dx = grad.clone()
+        dx[:-1].addcmul_(grad[1:], scale[1:, None].to(x.dtype))
+        dscale = torch.zeros_like(gates)
+        dscale[1:] = (grad[1:] * x[:-1]).sum(1, dtype=torch.float32)
+        gradients["smear_lambda"] += dscale @ gates
+        dlogit = dscale * scale * (1 - gates)
+        front = dx[:, :SMEAR_WIDTH]
+        gradients["smear_gate"] += dlogit @ x[:, :SMEAR_WIDTH].float()
+        front += dlogit[:, None] * weights["smear_gate"]
+        return dx
+
+    # --- value embeddings
 
     def add_values(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand]) -> None:
         if i in self.tables:

@@ -4,6 +4,7 @@ Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inn
 
     add_rms         8·M·C bytes   residual sum and RMSNorm: 2 reads, 2 writes
     rms_backward    8·M·C         dy, x and the residual gradient in, dx out; with weights also their gradient
+                                  with a mix 10·M·C and 14·M·C: what is mixed in, and its gradient in place
     rotate          4·M·(C + K)   queries and keys (K columns) in place, with their norm
     rotate_back     6·M·(C + K)   their gradient in place
     add_values      6·M·K         embedded values added to K columns in place; values_backward 6·M·K
@@ -11,6 +12,8 @@ Bytes of one micro-batch of M tokens, bf16 activations of width C, an MLP of inn
 
 The launch shapes are those that were fastest on an H200 at widths of 768 and 1536, with heads of 64 and 128.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,6 +28,33 @@ from trainer.fused.rotary_triton import (
     swiglu_kernel,
     values_backward_kernel,
 )
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A norm's input is keep · s + add · other, with s the residual stream."""
+
+    numbers: Tensor  # (2,) fp32: keep, add
+    other: Tensor  # (M, C) bf16
+
+
+@dataclass(frozen=True)
+class MixGradients:
+    """The tensors to which `rms_backward` adds for a mix."""
+
+    other: Tensor  # (M, C) bf16
+    sums: Tensor  # (P, 2) fp32, P = norm_partials(C, device): of du·u and of du·other, u the norm's input
+
+
+def mix_gradients(numbers: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `keep` and `add`, (N,) fp32, from the `numbers` (N, 2) and the `sums` (N, P, 2) of N mixes.
+
+    That of `keep` is the sum of du·s, and s = (u - add·other) / keep, so s need not be saved. The rounding of u, which
+    this divides by `keep`, shows where keep·s is a small part of u. Below 1/128 the division is damped.
+    """
+    keep, add = numbers.unbind(1)
+    with_u, with_other = sums.sum(1).unbind(1)
+    return (with_u - add * with_other) * keep / (keep.square() + 2.0**-14), with_other
 
 
 def embed_rms(
@@ -45,11 +75,17 @@ def embed_rms(
 
 
 def add_rms(
-    x: Tensor, delta: Tensor, weight: Tensor | None, epsilon: float, fp8: Fp8Out | None = None
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor | None,
+    epsilon: float,
+    fp8: Fp8Out | None = None,
+    mix: Mix | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta, rounded to bf16, and the RMSNorm y of that; all (M, C). Returns both, and rstd (M,) fp32."""
-    assert delta.shape == x.shape
-    return _rms(x, weight, epsilon, fp8, *x.shape, delta=delta, total=True)
+    """x + delta, or the mix of it, rounded to bf16, and the RMSNorm y of that; all (M, C). Returns both, and rstd (M,)
+    fp32."""
+    assert delta is None or delta.shape == x.shape
+    return _rms(x, weight, epsilon, fp8, *x.shape, delta=delta, total=True, mix=mix)
 
 
 def rms_again(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
@@ -70,8 +106,10 @@ def _rms(
     total: bool = False,
     rstd: Tensor | None = None,
     embedded: Tensor | None = None,
+    mix: Mix | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, tokens, delta, weight, rstd)
+    other, numbers = _parts(mix, M, C)
+    _check(x, tokens, delta, other, numbers, weight, rstd)
     known = rstd is not None
     added = x.new_empty(M, C) if total else None
     y = x.new_empty(M, C, dtype=x.dtype if fp8 is None else torch.float8_e4m3fn)
@@ -80,7 +118,7 @@ def _rms(
     R, programs, warps, stages = _rms_shape(C, fp8 is not None, x.device)
     groups = triton.cdiv(M, R)
     rms_kernel[(min(groups, programs),)](
-        x, tokens, delta, weight, added, y, rstd, embedded, scale, amax, M, C, groups, epsilon,
+        x, tokens, delta, other, numbers, weight, added, y, rstd, embedded, scale, amax, M, C, groups, epsilon,
         KNOWN=known, R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return x if added is None else added, y, rstd
@@ -95,25 +133,40 @@ def rms_backward(
     sums: Tensor | None,
     fp8: Fp8Out | None = None,
     normed: bool = False,
+    mix: Mix | None = None,
+    into: MixGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of x, (M, C) bf16, through its RMSNorm, plus `residual`: the gradient that skips the norm.
 
     With `normed`, x is the norm's output (without weights) instead. With `fp8`, the second result is the gradient as
-    (M, C) e5m2. Adds the gradient of the weight to sums (P, C) fp32, P = norm_partials(C, device).
+    (M, C) e5m2. Adds the gradient of the weight to sums (P, C) fp32, P = norm_partials(C, device). With a mix, x is
+    mixed, and the result is the gradient of the residual stream in it; adds the others to `into`.
     """
     M, C = dy.shape
     R, programs, warps, stages = _rms_backward_shape(C, fp8 is not None, weight is not None, dy.device)
     assert x.shape == dy.shape and (sums is None) == (weight is None)
     assert sums is None or (sums.dtype == torch.float32 and sums.shape[1] == C and programs <= len(sums))
-    _check(dy, x, rstd, weight, residual, sums)
+    other, numbers = _parts(mix, M, C)
+    dother, dots = (into.other, into.sums) if into else (None, None)
+    assert (mix is None) == (dots is None)
+    assert dots is None or (dots.shape[1:] == (2,) and dots.dtype == torch.float32 and programs <= len(dots))
+    _check(dy, x, rstd, weight, residual, other, dother, numbers, sums, dots)
     dx, dx8, scale, amax = torch.empty_like(dy), None, None, None
     if fp8:
         dx8, scale, amax = torch.empty_like(dy, dtype=torch.float8_e5m2), fp8.scale, fp8.amax
     rms_backward_kernel[(programs,)](
-        dy, x, rstd, weight, residual, dx, dx8, scale, amax, sums, M, C, triton.cdiv(M, R),
+        dy, x, rstd, weight, residual, other, dother, numbers, dx, dx8, scale, amax, sums, dots,
+        M, C, triton.cdiv(M, R),
         NORMED=normed, R=R, BC=triton.next_power_of_2(C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dx, dx8
+
+
+def _parts(mix: Mix | None, M: int, C: int) -> tuple[Tensor | None, Tensor | None]:
+    if mix is None:
+        return None, None
+    assert mix.other.shape == (M, C) and mix.numbers.shape == (2,) and mix.numbers.dtype == torch.float32
+    return mix.other, mix.numbers
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, norm: bool, epsilon: float) -> Tensor:

@@ -31,6 +31,7 @@ QKV, OUT = ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.o_proj"
 class Norm:
     """An RMSNorm and its place in the model."""
 
+    index: int  # in the order of the forward pass: two norms a block, then the head's
     name: str | None  # of its weight; None: it has none
     weight: Tensor | None  # (C,)
     writer: Linear | None  # the layer whose output is added to the residual stream just before the norm
@@ -121,6 +122,16 @@ class RotaryStep(FusedStep[Operand]):
         """The output gradient of the MLP's first layer from that of its last one, whose weight's gradient is made."""
         raise NotImplementedError
 
+    def add_rms(self, norm: Norm, x: Tensor, delta: Tensor | None, out: Fp8Out | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The norm's input, from the residual stream x to which `delta` is added; its output, and its statistic."""
+        return rotary.add_rms(x, delta, norm.weight, self.EPSILON, out)
+
+    def rms_backward(
+        self, norm: Norm, dy: Tensor, x: Tensor, rstd: Tensor, residual: Tensor | None, out: Fp8Out | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """From the gradient of the norm's output, and that which skips the norm, to that of the residual stream."""
+        return rotary.rms_backward(dy, x, rstd, norm.weight, residual, norm.sums, out)
+
     def add_values(self, i: int, qkv: Tensor, x: Tensor, norm: Normed[Operand]) -> None:
         """Add to block `i`'s values in `qkv`, in place; `norm` is that of the block's input x."""
 
@@ -137,7 +148,7 @@ class RotaryStep(FusedStep[Operand]):
 
     def _norm(self, name: str | None, index: int, writer: Linear | None, reader: Linear) -> Norm:
         weight = None if name is None else self.state.weights[f"{name}.weight"]
-        return Norm(name, weight, writer, reader, None if name is None else self.sums[index])
+        return Norm(index, name, weight, writer, reader, None if name is None else self.sums[index])
 
     def _blocks(self) -> list[Block]:
         blocks: list[Block] = []
@@ -213,7 +224,7 @@ class RotaryStep(FusedStep[Operand]):
         """The residual stream with `delta` added, and the norm of it."""
 
         def kernel(out: Fp8Out | None) -> tuple[Tensor, ...]:
-            return rotary.add_rms(x, delta, norm.weight, self.EPSILON, out)
+            return self.add_rms(norm, x, delta, out)
 
         return p.norm(norm.reader, kernel)
 
@@ -264,7 +275,7 @@ class RotaryStep(FusedStep[Operand]):
         (rstd,) = normed.statistics
 
         def kernel(out: Fp8Out | None) -> tuple[Tensor, Tensor | None]:
-            return rotary.rms_backward(dy, x, rstd, norm.weight, residual, norm.sums, out)
+            return self.rms_backward(norm, dy, x, rstd, residual, out)
 
         return p.norm_backward(norm.writer, kernel)
 

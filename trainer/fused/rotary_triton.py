@@ -11,11 +11,13 @@ from trainer.fused.triton_kernels import _add_into, _bf16, _fp8
 
 @triton.jit
 def rms_kernel(
-    x_ptr, tokens_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, embedded_ptr, scale_ptr, amax_ptr,
+    x_ptr, tokens_ptr, delta_ptr, other_ptr, mix_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, embedded_ptr,
+    scale_ptr, amax_ptr,
     M, C, groups, epsilon,
     KNOWN: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Groups of R whole rows. With tokens, x is the table; with embedded_ptr, its rows are normed first."""
+    """Groups of R whole rows. With tokens, x is the table; with embedded_ptr, its rows are normed first. With mix_ptr,
+    the sum is mix[0] · (x + delta) + mix[1] · other."""
     cols = tl.arange(0, BC)
     used = cols < C
     if weight_ptr is not None:
@@ -39,6 +41,9 @@ def rms_kernel(
             x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
             if delta_ptr is not None:
                 x += tl.load(delta_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if mix_ptr is not None:
+            other = tl.load(other_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(mix_ptr) * x + tl.load(mix_ptr + 1) * other
         if sum_ptr is not None:
             rounded = _bf16(x)
             tl.store(sum_ptr + at, rounded, mask=mask)
@@ -62,16 +67,22 @@ def rms_kernel(
 
 @triton.jit
 def rms_backward_kernel(
-    dy_ptr, x_ptr, rstd_ptr, weight_ptr, residual_ptr, dx_ptr, dx8_ptr, scale_ptr, amax_ptr, sums_ptr,
+    dy_ptr, x_ptr, rstd_ptr, weight_ptr, residual_ptr, other_ptr, dother_ptr, mix_ptr, dx_ptr, dx8_ptr,
+    scale_ptr, amax_ptr, sums_ptr, dots_ptr,
     M, C, groups,
     NORMED: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """NORMED: x is the norm's output without its weight. The column sums stay in registers to the end."""
+    """NORMED: x is the norm's output without its weight. The column sums stay in registers to the end. With mix_ptr,
+    the gradient goes on to both parts of x, and its products with x and with `other` are added up in dots_ptr."""
     cols = tl.arange(0, BC)
     used = cols < C
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=used, other=0.0)[None, :].to(tl.float32)
         dweight = tl.zeros([BC], tl.float32)
+    if mix_ptr is not None:
+        keep, add = tl.load(mix_ptr), tl.load(mix_ptr + 1)
+        with_x = tl.zeros([BC], tl.float32)
+        with_other = tl.zeros([BC], tl.float32)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
         largest = tl.zeros([BC], tl.float32)
@@ -81,18 +92,25 @@ def rms_backward_kernel(
         mask = inside[:, None] & used[None, :]
         at = rows[:, None] * C + cols[None, :]
         g = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        normal = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
+        if mix_ptr is not None:
+            other = tl.load(other_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            dother = tl.load(dother_ptr + at, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
-        if not NORMED:
-            normal *= rstd
+        normal = x if NORMED else x * rstd
         if weight_ptr is not None:
             dweight += tl.sum(g * normal, 0)
             g *= weight
         dx = rstd * (g - normal * (tl.sum(g * normal, 1) / C)[:, None])
         if residual_ptr is not None:
             dx += residual.to(tl.float32)
+        if mix_ptr is not None:
+            tl.store(dother_ptr + at, _bf16(dother + add * dx), mask=mask)
+            with_x += tl.sum(dx * x, 0)
+            with_other += tl.sum(dx * other, 0)
+            dx *= keep
         tl.store(dx_ptr + at, _bf16(dx), mask=mask)
         if scale_ptr is not None:
             tl.store(dx8_ptr + at, _fp8(dx * scale, True), mask=mask)
@@ -101,6 +119,10 @@ def rms_backward_kernel(
         tl.atomic_max(amax_ptr, tl.max(largest, 0))
     if weight_ptr is not None:
         _add_into(sums_ptr + tl.program_id(0) * C + cols, dweight, used)
+    if mix_ptr is not None:
+        dots_ptr += 2 * tl.program_id(0)
+        tl.store(dots_ptr, tl.load(dots_ptr) + tl.sum(with_x, 0))
+        tl.store(dots_ptr + 1, tl.load(dots_ptr + 1) + tl.sum(with_other, 0))
 
 
 # ── rotary positions ─────────────────────────────────────────────────────────────────────────────────────────────
