@@ -4,11 +4,16 @@
 with the engine of this machine. Windows of S seconds alternate: one without a save, one with a save at its start.
 Hashing, writing and committing run during the steps. The cost of a save is the extra time of its window's steps; `call`
 is the time that the loop waits in `save` itself. Results are printed as they come, then median and [min … max].
+
+    torchrun --standalone --nproc-per-node 8 -m benchmarks.checkpoint_stall gpt2-1558m --folder /dev/shm
+
+does the same with several ranks, of which each saves its part; rank 0 prints its own times.
 """
 
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -39,7 +44,7 @@ class Training:
         self.recipe, self.engine, self.checkpointer, self.world = recipe, engine, checkpointer, world
         model, train, runtime = recipe.model, recipe.train, recipe.runtime
         self.size = runtime.micro_batch_size if isinstance(runtime.micro_batch_size, int) else 8
-        self.count = train.batch_tokens // (model.block_size * self.size)
+        self.count = train.batch_tokens // (model.block_size * self.size * world.world_size)
         self.tokens = torch.randint(0, model.vocab_size, (self.size, model.block_size), device=world.device)
         self.done = 0
 
@@ -92,7 +97,9 @@ def summary(times: list[float]) -> str:
 
 
 def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
-    world = World.alone(recipe.runtime)
+    world = World.start(recipe.runtime)
+    if world.rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     engine = make_engine(recipe.model, recipe.train, recipe.runtime, world)
     engine.initialize(recipe.train.seed)
     log = EventLog(None, PhaseClock())
@@ -104,11 +111,11 @@ def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
     started = time.perf_counter()
     checkpointer.prepare(engine.pieces())
     training.step()
-    while time.perf_counter() - started < WARM_SECONDS:
+    while world.sum(time.perf_counter() - started)[0] < WARM_SECONDS * world.world_size:
         training.step()
     checkpointer.save(TrainState(step=training.done), engine.pieces(), log)  # the first waits for pinned memory
     checkpointer.finish(log)
-    count = max(1, round(seconds / (training.steps(2) / 2)))
+    count = max(1, round(2 * seconds * world.world_size / world.sum(training.steps(2))[0]))
     print(f"windows of {count} steps; the first save was done after {time.perf_counter() - started:.1f} s", flush=True)
 
     call, until_commit, cost = [], [], []
@@ -128,6 +135,9 @@ def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
     share = statistics.median(cost) / interval
     print(f"  share of training at the interval that `auto` chooses, {interval:.0f} s: {share:.2%}")
     training.wait()
+    if world.world_size > 1:
+        world.close()
+        return
     blocking = blocking_save(engine, folder / "blocking.pt")
     print(
         f"  blocking torch.save with fsync        {blocking:8.3f}: {blocking / statistics.median(cost):.0f} times that"
@@ -142,8 +152,11 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--folder", type=Path, help="folder for the checkpoints")
     options = parser.parse_args()
+    recipe = load_recipe(options.recipe, [f"train.batch_tokens={options.batch_tokens}"])
+    if run := os.environ.get("TORCHELASTIC_RUN_ID"):  # the ranks share a folder, which stays
+        measure(recipe, options.saves, options.seconds, (options.folder or Path(tempfile.gettempdir())) / run)
+        return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        recipe = load_recipe(options.recipe, [f"train.batch_tokens={options.batch_tokens}"])
         measure(recipe, options.saves, options.seconds, Path(folder))
 
 

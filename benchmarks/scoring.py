@@ -2,13 +2,15 @@
 
     python -m benchmarks.scoring --hellaswag hellaswag_val.jsonl
     python -m benchmarks.scoring --hellaswag hellaswag_val.jsonl --weights bf16 --rounds 3
+    torchrun --standalone --nproc-per-node 8 -m benchmarks.scoring --hellaswag hellaswag_val.jsonl --no-core
 
 It needs no network: TIKTOKEN_CACHE_DIR has GPT-2's vocabulary. The weights are random, which changes no time. CORE's
 items are made of random words, as many and as long as the real ones: SIZES. With `--core FOLDER` it scores that bundle.
 
-A round is the whole work: read the file, tokenize, score, on one device. The first round also loads the libraries'
-kernels. It prints the seconds of every round, of the host's part alone, tokens a second and the shapes of the batches.
-`--weights float32` is the stage's way: bf16 products by autocast over float32 weights (float32 on a CPU).
+A round is the whole work: read the file, tokenize, score, on one device or shared by torchrun's ranks. The first round
+also loads the libraries' kernels. It prints the seconds of every round, of the host's part alone, tokens a second and
+the shapes of the batches (under torchrun those of rank 0). `--weights float32` is the stage's way: bf16 products by
+autocast over float32 weights (float32 on a CPU).
 """
 
 import argparse
@@ -18,6 +20,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from pipelines.stages.measures import encoder
 from pipelines.text.tokenizer import tokenizer
+from trainer.config import RuntimeConfig
 from trainer.core import Kind, _parts, core, read_bundle
 from trainer.families.gpt2 import Gpt2Config
 from trainer.families.gpt2_module import GPT
@@ -227,11 +231,13 @@ def main() -> None:
     options = parser.parse_args()
 
     encoding = tokenizer("gpt2")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    world = World(0, 0, 1, device)
+    world = World.start(RuntimeConfig())
+    device = world.device
+    if world.rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     encode = encoder(encoding, world)
     config = Gpt2Config.model_validate(MODELS[options.model] | {"block_size": 1024, "vocab_size": 50_257})
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    name = f"{world.world_size} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}"
     print(
         f"{options.model} on {name}, torch {torch.__version__}, weights in {options.weights}, {os.cpu_count()} CPUs",
         flush=True,

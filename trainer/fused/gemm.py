@@ -54,10 +54,14 @@ REDUCE_IN_FP32 = 2
 
 # Tile and cluster (cublasLtMatmulTile_t, cublasLtClusterShape_t: 24 is 256 x 128, 29 is 128 x 160; 3 is 2 x 1, 5 is
 # 1 x 2) of the fastest candidate on a hot H200, where the first was slower by 1% or more. The key: bytes of an element
-# of an operand, epilogue, inner dimension and columns of a bf16 output, for any number of rows. Used on sm_90 only.
+# of an operand, epilogue, inner dimension and columns of a bf16 output, for any number of rows; of a weight gradient,
+# in fp32, bytes, WEIGHT and its own rows and columns. Used on sm_90 only.
+WEIGHT = -1
 VOCAB = 50_304
 PREFERRED = {
     (2, DEFAULT, 768, 768): (29, 3),
+    (2, DEFAULT, 768, 2304): (29, 3),
+    (2, DEFAULT, 768, 3072): (29, 3),
     (2, DEFAULT, 2304, 768): (29, 3),
     (2, DEFAULT, 3072, 768): (29, 3),
     (2, GELU_AUX_BIAS, 768, 3072): (28, 3),
@@ -73,11 +77,24 @@ PREFERRED = {
     (2, GELU_AUX_BIAS, 1280, 5120): (28, 3),
     (2, DGELU, 1280, 5120): (20, 5),
     (2, DEFAULT, 1280, VOCAB): (201, 5),
+    (2, DEFAULT, 1536, 1536): (29, 3),
+    (2, DEFAULT, 1536, 4608): (29, 3),
+    (2, DEFAULT, 1536, 6144): (29, 3),
+    (2, DEFAULT, 4608, 1536): (29, 3),
+    (2, DEFAULT, 6144, 1536): (29, 3),
+    (2, DEFAULT, 1536, VOCAB): (201, 5),
     (2, BIAS, 1600, 4800): (24, 5),
     (2, DEFAULT, 1600, VOCAB): (201, 5),
     (1, DEFAULT, 768, 768): (29, 3),
+    (1, DEFAULT, 768, 2304): (29, 3),
+    (1, DEFAULT, 768, 3072): (29, 3),
     (1, DEFAULT, 3072, 768): (29, 3),
     (1, DEFAULT, 768, VOCAB): (201, 5),
+    (1, DEFAULT, 1536, 1536): (29, 3),
+    (1, DEFAULT, 1536, 4608): (29, 3),
+    (1, DEFAULT, 1536, 6144): (29, 3),
+    (1, DEFAULT, 6144, 1536): (29, 3),
+    (1, DEFAULT, 1536, VOCAB): (201, 5),
     (1, BIAS, 1600, 4800): (24, 5),
     (1, DEFAULT, 1600, 1600): (20, 5),
     (1, DEFAULT, 4800, 1600): (247, 5),
@@ -131,10 +148,10 @@ class Request(NamedTuple):
     fast: bool
 
     @property
-    def key(self) -> tuple[int, int, int, int] | None:
-        """Its key in PREFERRED; None for weight gradients, which are fp32 and not in it."""
+    def key(self) -> tuple[int, int, int, int]:
+        """Its key in PREFERRED."""
         if self.out[0] != torch.bfloat16:
-            return None
+            return self.left[0].itemsize, WEIGHT, *self.out[1]
         inner = self.left[1][0 if self.transposes[0] else 1]
         return self.left[0].itemsize, self.epilogue, inner, self.out[1][1]
 
@@ -246,10 +263,17 @@ class Lt:
 
     def plan(self, request: Request, inverses: Inverses | None) -> ProductPlan | None:
         """The plan with the preferred algorithm, else with the heuristic's first; None if cuBLASLt has none."""
+        plans = self.candidates(request, inverses)
+        wanted = PREFERRED.get(request.key) if self.is_measured else None
+        preferred = (each for each in plans if wanted and self.tile_and_cluster(each.algorithm) == wanted)
+        return next(preferred, plans[0] if plans else None)
+
+    def candidates(self, request: Request, inverses: Inverses | None) -> list[ProductPlan]:
+        """The plans with each algorithm that the heuristic names, in its order."""
         if not all(is_supported(matrix) for matrix in (request.left, request.right, request.out)):
-            return None
+            return []
         if request.aux not in (None, request.out):
-            return None  # the plan takes its stride from the output
+            return []  # the plan takes its stride from the output
         operation = self.operation(request, inverses)
         a, b, d = (self.layout(matrix) for matrix in (request.right, request.left, request.out))
         count, candidates = ctypes.c_int(), (Algorithm * CANDIDATES)()
@@ -259,12 +283,8 @@ class Lt:
         if status != NOT_SUPPORTED:
             self.check(status, f"no algorithm for {request}")
         usable = [] if status else [candidate for candidate in candidates[: count.value] if not candidate.status]
-        if not usable:
-            return None
-        wanted = PREFERRED.get(request.key) if request.key and self.is_measured else None
-        preferred = (each for each in usable if wanted and self.tile_and_cluster(each) == wanted)
-        algorithm = next(preferred, usable[0])
-        return ProductPlan(operation, a, b, d, self.one_address if request.accumulate else self.zero_address, algorithm)
+        beta = self.one_address if request.accumulate else self.zero_address
+        return [ProductPlan(operation, a, b, d, beta, algorithm) for algorithm in usable]
 
     def tile_and_cluster(self, algorithm: Algorithm) -> tuple[int, int] | None:
         """Tile and cluster of an algorithm; None if cuBLASLt does not report them."""

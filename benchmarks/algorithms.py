@@ -1,0 +1,168 @@
+"""cuBLASLt's algorithms for the products of a recipe's fused step, on a hot card: the source of gemm.PREFERRED.
+
+    python -m benchmarks.algorithms modern-d24 --micro-batch 16 --precision fp8_head
+
+The algorithm that is fastest in a short burst is not the fastest on a card at its power limit (trainer/fused/gemm.py).
+So a product heats the card for ten seconds. Then, for each product of a micro-batch, all candidates of cuBLASLt's
+heuristic take turns, each for some milliseconds, on random operands. A line has the product, how often a micro-batch
+has it, and the time of each candidate by tile and cluster, the heuristic's first at the front. `now` marks the one that
+the trainer takes. The last lines are entries for PREFERRED: the fastest candidate where it gains at least 1%.
+"""
+
+import argparse
+import statistics
+import time
+from collections import Counter, defaultdict
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from pipelines.bench.measure import bench_recipe
+from pipelines.recipe import Recipe
+from trainer.engine import make_engine
+from trainer.fused import gemm
+from trainer.fused.gemm import ALIGNMENT_BYTES, BIAS_POINTER, Lt, Matrix, ProductPlan, Request
+from trainer.parallel import World
+
+HEAT_SECONDS, ROUNDS, BURST_SECONDS = 10.0, 9, 0.01
+GAIN = 0.01  # of a product's time: less is noise
+
+
+def products_of(recipe: Recipe, world: World, sequences: int) -> Counter[Request]:
+    """The products of a micro-batch of a recipe, and how often it has each."""
+    engine: Any = make_engine(recipe.model, recipe.train, recipe.runtime, world)
+    engine.initialize(1)
+    T = recipe.model.block_size
+    tokens = torch.randint(0, recipe.model.vocab_size, (sequences, T + 1), device=world.device)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    engine.accumulate(iter([batch]), 1, sequences, 1)  # makes all plans, and calibrates fp8
+    lt, launch, count = lt_of(world), Lt.launch, Counter[Request]()
+    requests = {id(plan): request for request, plan in lt.plans.items()}
+
+    def counted(self: Lt, plan: ProductPlan, left: int, right: int, out: int) -> int:
+        count[requests[id(plan)]] += 1
+        return launch(self, plan, left, right, out)
+
+    with mock.patch.object(Lt, "launch", counted):
+        engine.accumulate(iter([batch]), 1, sequences, 2)
+    torch.cuda.synchronize()
+    return count
+
+
+def lt_of(world: World) -> Lt:
+    lt = gemm._lt(world.device.index or 0)
+    assert lt is not None, gemm.why_not()
+    return lt
+
+
+class Product:
+    """A product on random operands, with a plan for each candidate."""
+
+    def __init__(self, lt: Lt, request: Request) -> None:
+        self.lt, self.request = lt, request
+        self.left, self.right, self.out = (operand(matrix) for matrix in request[:3])
+        self.extra = operand(request.out)  # a bias, or the second output
+        one = torch.ones(4, device=self.out.device)
+        self.inverses = (one[:1], one[:1]) if self.left.itemsize == 1 else None
+        self.plans = lt.candidates(request, self.inverses)
+        self.names = [lt.tile_and_cluster(plan.algorithm) for plan in self.plans]
+        for plan in self.plans:
+            for attribute in (BIAS_POINTER, gemm.AUX_POINTER):
+                if request.epilogue != gemm.DEFAULT:
+                    lt.point(plan.operation, attribute, self.extra.data_ptr())
+            if self.inverses:
+                lt.point_inverses(plan.operation, self.inverses)
+
+    def run(self, plan: ProductPlan, times: int = 1) -> None:
+        for _ in range(times):
+            status = self.lt.launch(plan, self.left.data_ptr(), self.right.data_ptr(), self.out.data_ptr())
+            self.lt.check(status, str(self.request))
+
+    def milliseconds(self) -> list[float]:
+        """The median time of each candidate; they take turns."""
+        times = max(2, round(BURST_SECONDS / seconds(lambda: self.run(self.plans[0], 4)) * 4))
+        found: list[list[float]] = [[] for _ in self.plans]
+        for _ in range(ROUNDS):
+            for plan, each in zip(self.plans, found, strict=True):
+                each.append(1e3 * seconds(partial(self.run, plan, times)) / times)
+        return [statistics.median(each) for each in found]
+
+
+def operand(matrix: Matrix) -> Tensor:
+    """Random numbers of a matrix's type, shape and strides."""
+    dtype, (rows, columns), (stride, _) = matrix
+    whole = torch.randn(rows, stride, device="cuda", dtype=torch.bfloat16).to(dtype)
+    assert whole.data_ptr() % ALIGNMENT_BYTES == 0
+    return whole[:, :columns]
+
+
+def seconds(work: Any) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("--micro-batch", type=int, required=True, help="sequences")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--set", action="append", default=[], help="field=value")
+    chosen = parser.parse_args()
+    size = chosen.micro_batch
+    recipe = bench_recipe(
+        chosen.recipe,
+        [
+            f"train.precision={chosen.precision}",
+            f"runtime.micro_batch_size={size}",
+            "runtime.engine=fused",
+            *chosen.set,
+        ],
+    )
+    world = World.start(recipe.runtime)
+    counts = products_of(recipe, world, size)
+    torch.cuda.empty_cache()
+    lt, ended = lt_of(world), time.perf_counter() + HEAT_SECONDS
+    heater = Product(lt, max(counts, key=lambda request: counts[request]))
+    while time.perf_counter() < ended:
+        seconds(lambda: heater.run(heater.plans[0], 100))
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    by_key: dict[Any, list[tuple[int, dict[Any, float]]]] = defaultdict(list)
+    total = gained = 0.0
+    for request, count in counts.items():
+        product = Product(lt, request)
+        times, now = product.milliseconds(), lt.plan(request, product.inverses)
+        assert now is not None
+        taken = lt.tile_and_cluster(now.algorithm)
+        best: dict[Any, float] = {}
+        for name, each in zip(product.names, times, strict=True):
+            best.setdefault(name, each)  # the trainer takes the first of a name
+        by_key[request.key].append((count, best))
+        shown = "  ".join(f"{name}{' now' if name == taken else ''} {ms:.4f}" for name, ms in best.items())
+        print(f"{count:4} x {request}: {shown}", flush=True)
+        total += count * best[taken]
+        gained += count * (best[taken] - min(best.values()))
+        del product
+    print(f"products of a micro-batch: {total:.1f} ms; {gained:.2f} ms less with the fastest of each")
+    print("entries:")
+    for key, products in by_key.items():
+        # Forward and backward may share a key. A product that lacks a candidate takes its own first.
+        first = sum(count * next(iter(best.values())) for count, best in products)
+        names = {
+            name: sum(count * best.get(name, next(iter(best.values()))) for count, best in products)
+            for _, each in products
+            for name in each
+        }
+        fastest = min(names, key=lambda name: names[name])
+        if names[fastest] < (1 - GAIN) * first:
+            print(f"    {key}: {fastest},  # {names[fastest] / first - 1:+.1%} of {first:.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
