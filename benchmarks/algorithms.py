@@ -24,7 +24,7 @@ from pipelines.bench.measure import bench_recipe
 from pipelines.recipe import Recipe
 from trainer.engine import make_engine
 from trainer.fused import gemm
-from trainer.fused.gemm import ALIGNMENT_BYTES, BIAS_POINTER, Lt, Matrix, ProductPlan, Request
+from trainer.fused.gemm import ALIGNMENT_BYTES, Lt, Matrix, ProductPlan, Request
 from trainer.parallel import World
 
 HEAT_SECONDS, ROUNDS, BURST_SECONDS = 10.0, 9, 0.01
@@ -70,9 +70,10 @@ class Product:
         self.plans = lt.candidates(request, self.inverses)
         self.names = [lt.tile_and_cluster(plan.algorithm) for plan in self.plans]
         for plan in self.plans:
-            for attribute in (BIAS_POINTER, gemm.AUX_POINTER):
-                if request.epilogue != gemm.DEFAULT:
-                    lt.point(plan.operation, attribute, self.extra.data_ptr())
+            if request.epilogue in (gemm.BIAS, gemm.GELU_AUX_BIAS):
+                lt.point(plan.operation, gemm.BIAS_POINTER, self.extra.data_ptr())
+            if request.epilogue in (gemm.GELU_AUX_BIAS, gemm.DGELU):
+                lt.point(plan.operation, gemm.AUX_POINTER, self.extra.data_ptr())
             if self.inverses:
                 lt.point_inverses(plan.operation, self.inverses)
 
@@ -143,7 +144,8 @@ def main() -> None:
         best: dict[Any, float] = {}
         for name, each in zip(product.names, times, strict=True):
             best.setdefault(name, each)  # the trainer takes the first of a name
-        by_key[request.key].append((count, best))
+        if request.key:
+            by_key[request.key].append((count, best))
         shown = "  ".join(f"{name}{' now' if name == taken else ''} {ms:.4f}" for name, ms in best.items())
         print(f"{count:4} x {request}: {shown}", flush=True)
         total += count * best[taken]

@@ -19,8 +19,9 @@ forward, where it is on, and 3 to 9% backward, where it is off: a weight gradien
 from the exact sum instead of 1e-4.
 
 Only a hot card shows the fastest of cuBLASLt's candidates: chosen by short bursts at full clock they lost 0.1% of the
-speed of whole steps; chosen at the power limit (H200, 693 W, ~1600 MHz) they won 0.8 to 1.7%. PREFERRED has those; for
-other products it is the heuristic's first. Nothing is timed at the start, so two runs on one machine are alike.
+speed of whole steps; chosen at the power limit (693 W, ~1600 MHz) they won 0.8 to 1.7% of GPT-2's and 3.5% of
+modern-d24's. PREFERRED has those (`python -m benchmarks.algorithms` finds them); for other products it is the
+heuristic's first. Nothing is timed at the start, so two runs on one machine are alike.
 
 cuBLASLt's matrices are column-major, so every row-major tensor is transposed for it: out = left @ right becomes
 outᵀ = rightᵀ @ leftᵀ, which needs no copy. The numbers below are those of cublasLt.h, the same in CUDA 12.8 and 13.0.
@@ -53,15 +54,18 @@ WORKSPACE_BYTES = 64 << 20  # partial sums of a split product: 1558M's largest w
 REDUCE_IN_FP32 = 2
 
 # Tile and cluster (cublasLtMatmulTile_t, cublasLtClusterShape_t: 24 is 256 x 128, 29 is 128 x 160; 3 is 2 x 1, 5 is
-# 1 x 2) of the fastest candidate on a hot H200, where the first was slower by 1% or more. The key: bytes of an element
-# of an operand, epilogue, inner dimension and columns of a bf16 output, for any number of rows; of a weight gradient,
-# in fp32, bytes, WEIGHT and its own rows and columns. Used on sm_90 only.
-WEIGHT = -1
+# 1 x 2) of the fastest candidate on a hot H200 (for GPT-2) or H100 (for the other families), where the first was slower
+# by 1% or more. The key: bytes of an element of an operand, epilogue, inner dimension and columns of a bf16 output, for
+# any number of rows. Used on sm_90 only.
 VOCAB = 50_304
 PREFERRED = {
     (2, DEFAULT, 768, 768): (29, 3),
     (2, DEFAULT, 768, 2304): (29, 3),
     (2, DEFAULT, 768, 3072): (29, 3),
+    (2, DEFAULT, 768, 4096): (29, 3),
+    (2, DEFAULT, 768, 2048): (29, 3),
+    (2, DEFAULT, 2048, 768): (29, 3),
+    (2, DEFAULT, 4096, 768): (29, 3),
     (2, DEFAULT, 2304, 768): (29, 3),
     (2, DEFAULT, 3072, 768): (29, 3),
     (2, GELU_AUX_BIAS, 768, 3072): (28, 3),
@@ -88,6 +92,8 @@ PREFERRED = {
     (1, DEFAULT, 768, 768): (29, 3),
     (1, DEFAULT, 768, 2304): (29, 3),
     (1, DEFAULT, 768, 3072): (29, 3),
+    (1, DEFAULT, 768, 4096): (29, 3),
+    (1, DEFAULT, 2048, 768): (29, 3),
     (1, DEFAULT, 3072, 768): (29, 3),
     (1, DEFAULT, 768, VOCAB): (201, 5),
     (1, DEFAULT, 1536, 1536): (29, 3),
@@ -148,10 +154,10 @@ class Request(NamedTuple):
     fast: bool
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
-        """Its key in PREFERRED."""
+    def key(self) -> tuple[int, int, int, int] | None:
+        """Its key in PREFERRED; None for weight gradients, which are fp32 and not in it."""
         if self.out[0] != torch.bfloat16:
-            return self.left[0].itemsize, WEIGHT, *self.out[1]
+            return None
         inner = self.left[1][0 if self.transposes[0] else 1]
         return self.left[0].itemsize, self.epilogue, inner, self.out[1][1]
 
@@ -264,7 +270,7 @@ class Lt:
     def plan(self, request: Request, inverses: Inverses | None) -> ProductPlan | None:
         """The plan with the preferred algorithm, else with the heuristic's first; None if cuBLASLt has none."""
         plans = self.candidates(request, inverses)
-        wanted = PREFERRED.get(request.key) if self.is_measured else None
+        wanted = PREFERRED.get(request.key) if request.key and self.is_measured else None
         preferred = (each for each in plans if wanted and self.tile_and_cluster(each.algorithm) == wanted)
         return next(preferred, plans[0] if plans else None)
 
