@@ -247,6 +247,7 @@ def speed_on(
         if (known.gpu, known.nodes) == (accelerators, nodes):
             return Throughput(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
+    same.sort(key=lambda known: gpu_of(known.gpu) != gpu_of(accelerators))  # the same GPU first
     corrections = own if model.family == "gpt2" else [*own, *same]
     if other := next((known for known in corrections if peak_of(known.gpu)), None):
         estimated = estimate(model, runtime, other.gpu, other.nodes, precision)
