@@ -22,8 +22,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from pipelines.bench.gauges import Sensors, Spread, kernel_seconds, others, shares
 from pipelines.bench.measurements import PEERS_DATE, measurements
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from trainer.engine import Engine
     from trainer.parallel import World
 
+Mark: TypeAlias = "float | torch.cuda.Event"  # of the host's clock, or of a GPU's stream
 WARM_SECONDS = 10.0
 PROFILED_STEPS = 2
 ZIPF_TOKENS = 1 << 22
@@ -57,6 +59,7 @@ class Measurement:
     accumulated: int  # micro-batches of a rank in a step
     batch_tokens: int
     step_seconds: Spread
+    update_seconds: Spread  # of these, the optimizer's update; gathers of ZeRO-1 run beside the next forward pass
     tokens_per_second: Spread  # of all ranks together
     sustained_tokens_per_second: float  # over all timed steps as a whole
     mfu: float | None  # of the median step
@@ -211,8 +214,10 @@ def measure(
     warm(run, world)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
+    run.engine.updates.clear()
     with Sensors(device) as sensors:
         seconds = timed(run, steps, device)
+    updates = [seconds_between(*marks) for marks in run.engine.updates]
     memory = (
         (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) if on_gpu else (None,) * 2
     )
@@ -228,6 +233,7 @@ def measure(
         accumulated=micro_batch_count(len(run.sequences_at(0)), fit.micro_batch_size),
         batch_tokens=train.batch_tokens,
         step_seconds=Spread.of(seconds),
+        update_seconds=Spread.of(updates),
         tokens_per_second=speeds,
         sustained_tokens_per_second=steps * train.batch_tokens / math.fsum(seconds),
         mfu=mfu(speeds.median, model, world.world_size, peak) if peak else None,
@@ -245,13 +251,31 @@ def measure(
     )
 
 
+class TimedUpdates:
+    """An engine that marks the beginning and the end of each update."""
+
+    def __init__(self, engine: "Engine", device: "torch.device") -> None:
+        self.engine, self.device = engine, device
+        self.updates: list[tuple[Mark, Mark]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def update(self, *arguments: Any, **options: Any) -> bool:
+        before = mark(self.device)
+        applied = self.engine.update(*arguments, **options)
+        self.updates.append((before, mark(self.device)))
+        return applied
+
+
 class Steps:
     """Steps of the training loop. Each returns this rank's own loss: the ranks exchange no numbers after a step."""
 
     def __init__(
         self, recipe: "Recipe", engine: "Engine", data: "TokenData", world: "World", micro_batch_size: int
     ) -> None:
-        self.recipe, self.engine, self.data, self.world = recipe, engine, data, world
+        self.recipe, self.data, self.world = recipe, data, world
+        self.engine = TimedUpdates(engine, world.device)
         self.micro_batch_size = micro_batch_size
         self.done, self.loss = 0, math.nan
 
@@ -269,7 +293,7 @@ class Steps:
 
         sequences, upcoming = self.sequences_at(self.done), self.sequences_at(self.done + 1)
         verdict, _ = step(
-            self.engine,
+            cast("Engine", self.engine),
             self.data.micro_batches(sequences, self.micro_batch_size, self.world.device, upcoming),
             micro_batch_count(len(sequences), self.micro_batch_size),
             self.recipe.train.batch_tokens / self.recipe.model.block_size / self.world.world_size,
@@ -311,24 +335,32 @@ def timed(run: Steps, steps: int, device: "torch.device") -> list[float]:
     """Seconds of each of `steps` steps. A GPU's own clock measures from the end of one step to the end of the next."""
     import torch
 
-    if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            run.step()
-            marks.append(time.perf_counter())
-        return [after - before for before, after in zip(marks, marks[1:], strict=False)]
-
-    def mark() -> "torch.cuda.Event":
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    events = [mark()]
+    marks = [mark(device)]
     for _ in range(steps):
         run.step()
-        events.append(mark())
-    torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+        marks.append(mark(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return [seconds_between(before, after) for before, after in pairwise(marks)]
+
+
+def mark(device: "torch.device") -> Mark:
+    """Now: by the host's clock, or when a GPU's stream comes to this place."""
+    import torch
+
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(before: Mark, after: Mark) -> float:
+    """The seconds between two marks that are past."""
+    if isinstance(before, float) or isinstance(after, float):
+        assert isinstance(before, float) and isinstance(after, float)
+        return after - before
+    return before.elapsed_time(after) / 1e3
 
 
 def process_seconds() -> float:

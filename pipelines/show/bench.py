@@ -31,6 +31,8 @@ def lines_of(row: Measurement, flops_per_token: int) -> Iterator[str]:
     yield f"  speed    {speed.median:,.0f} tokens/s, the median step; half of the steps {spread(speed)}"
     yield f"           {row.sustained_tokens_per_second:,.0f} tokens/s over all steps"
     yield f"  step     {1e3 * step.median:,.1f} ms ({1e3 * step.least:,.1f} to {1e3 * step.most:,.1f})"
+    update = row.update_seconds.median
+    yield f"  update   {1e3 * update:,.1f} ms, {update / step.median:.1%} of it"
     if row.mfu is not None:
         yield f"  MFU      {row.mfu:.1%} at {flops_per_token / 1e9:.3f} GFLOP a token"
     if row.allocated_bytes is not None and row.reserved_bytes is not None:
