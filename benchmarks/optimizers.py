@@ -17,7 +17,7 @@ to reach the first arm's loss: its losses at its lengths, interpolated over the 
 out (GPT-2's takes its place, or nothing), or turns an option on, at the rate of `modern` with Muon. Its table has the
 difference of each arm's loss, by pairs of equal seeds, and the share of its tokens at which plain `modern` is expected
 to reach the arm's loss: above 1, the arm saves tokens. These arms have a size of their own, for a GPU. They run eager:
-the fused steps have all ingredients, but not all options. --set changes the recipe of all arms.
+only the plain module can leave an ingredient out. --set changes the recipe of all arms.
 
 Each run appends a line to --json, and a run that has one is not repeated. Time is not measured.
 """
