@@ -3,6 +3,7 @@
 import os
 import pwd
 import re
+import shlex
 import shutil
 import ssl
 import subprocess
@@ -23,7 +24,7 @@ VALUE = re.compile(r"\$\{(\w+)(?::[?-][^}]*)?\}")
 class TeamMlflow:
     """`start` and `stop` bring everything up and down; `lose_database` is a new and empty disk."""
 
-    PROGRAMS = ("caddy", "openssl", "aws", "psql", "bash")
+    PROGRAMS = ("caddy", "openssl", "psql", "bash")
 
     def __init__(self, folder: Path, s3: S3Account, store: str) -> None:
         self.store = store
@@ -56,6 +57,7 @@ class TeamMlflow:
 
     def start(self) -> None:
         try:
+            self._make_aws()
             self._make_certificate()
             self.start_database()
             self.start_mlflow()
@@ -91,7 +93,7 @@ class TeamMlflow:
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 
     def aws(self, *arguments: str, text: str = "") -> None:
-        command = ["aws", "--endpoint-url", self._values["AWS_ENDPOINT_URL"], "s3", *arguments]
+        command = [sys.executable, "-m", "awscli", "--endpoint-url", self._values["AWS_ENDPOINT_URL"], "s3", *arguments]
         subprocess.run(command, env=self._environment("backup"), input=text, text=True, check=True, timeout=120)
 
     def _environment(self, service: str) -> dict[str, str]:
@@ -100,11 +102,19 @@ class TeamMlflow:
         values = {name: self._filled(text) if text else self._values.get(name, "") for name, text in named.items()}
         here = {"PGHOST": LOOPBACK, "PGPORT": str(self._database_port), "HOME": str(self.folder)}
         system = {name: os.environ[name] for name in ("PATH", "LANG", "PYTHONPATH") if name in os.environ}
+        system["PATH"] = f"{self.folder / 'bin'}:{system['PATH']}"
         shared = {name: self._values[name] for name in self._values if name.startswith("AWS_")}
         return system | shared | {name: text for name, text in values.items() if text} | here
 
     def _filled(self, text: str) -> str:
         return VALUE.sub(lambda match: self._values.get(match[1], ""), text)
+
+    def _make_aws(self) -> None:
+        """`aws` as backup.sh calls it. The one of a virtual environment does not start where its path has a space."""
+        program = self.folder / "bin" / "aws"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m awscli "$@"\n')
+        program.chmod(0o755)
 
     def _make_certificate(self) -> None:
         subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
