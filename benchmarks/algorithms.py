@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -29,16 +30,19 @@ from trainer.parallel import World
 
 HEAT_SECONDS, ROUNDS, BURST_SECONDS = 10.0, 9, 0.01
 GAIN = 0.01  # of a product's time: less is noise
+Key = tuple[int, int, int, int]  # in PREFERRED
+Name = tuple[int, int] | None  # tile and cluster
+Counted = tuple[int, dict[Name, float]]  # how often a micro-batch has a product, and the times of its candidates
 
 
 def products_of(recipe: Recipe, world: World, sequences: int) -> Counter[Request]:
-    """The products of a micro-batch of a recipe, and how often it has each."""
+    """The products of a later micro-batch of a step, and how often it has each."""
     engine: Any = make_engine(recipe.model, recipe.train, recipe.runtime, world)
     engine.initialize(1)
     T = recipe.model.block_size
     tokens = torch.randint(0, recipe.model.vocab_size, (sequences, T + 1), device=world.device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    engine.accumulate(iter([batch]), 1, sequences, 1)  # makes all plans, and calibrates fp8
+    engine.accumulate(iter([batch] * 2), 2, 2 * sequences, 1)  # makes all plans, and calibrates fp8
     lt, launch, count = lt_of(world), Lt.launch, Counter[Request]()
     requests = {id(plan): request for request, plan in lt.plans.items()}
 
@@ -46,8 +50,13 @@ def products_of(recipe: Recipe, world: World, sequences: int) -> Counter[Request
         count[requests[id(plan)]] += 1
         return launch(self, plan, left, right, out)
 
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        yield batch
+        count.clear()  # the first micro-batch overwrites gradients, all others add to them
+        yield batch
+
     with mock.patch.object(Lt, "launch", counted):
-        engine.accumulate(iter([batch]), 1, sequences, 2)
+        engine.accumulate(batches(), 2, 2 * sequences, 2)
     torch.cuda.synchronize()
     return count
 
@@ -66,30 +75,38 @@ class Product:
         self.left, self.right, self.out = (operand(matrix) for matrix in request[:3])
         self.extra = operand(request.out)  # a bias, or the second output
         one = torch.ones(4, device=self.out.device)
-        self.inverses = (one[:1], one[:1]) if self.left.itemsize == 1 else None
-        self.plans = lt.candidates(request, self.inverses)
+        inverses = (one[:1], one[:1]) if self.left.itemsize == 1 else None
+        self.plans = lt.candidates(request, inverses)
         self.names = [lt.tile_and_cluster(plan.algorithm) for plan in self.plans]
-        for plan in self.plans:
-            if request.epilogue in (gemm.BIAS, gemm.GELU_AUX_BIAS):
-                lt.point(plan.operation, gemm.BIAS_POINTER, self.extra.data_ptr())
-            if request.epilogue in (gemm.GELU_AUX_BIAS, gemm.DGELU):
-                lt.point(plan.operation, gemm.AUX_POINTER, self.extra.data_ptr())
-            if self.inverses:
-                lt.point_inverses(plan.operation, self.inverses)
+        chosen = lt.plan(request, inverses)
+        assert chosen is not None
+        self.taken = lt.tile_and_cluster(chosen.algorithm)
+        operation = self.plans[0].operation  # of all candidates
+        if request.epilogue in (gemm.BIAS, gemm.GELU_AUX_BIAS):
+            lt.point(operation, gemm.BIAS_POINTER, self.extra.data_ptr())
+        if request.epilogue in (gemm.GELU_AUX_BIAS, gemm.DGELU):
+            lt.point(operation, gemm.AUX_POINTER, self.extra.data_ptr())
+        if inverses:
+            lt.point_inverses(operation, inverses)
 
     def run(self, plan: ProductPlan, times: int = 1) -> None:
         for _ in range(times):
             status = self.lt.launch(plan, self.left.data_ptr(), self.right.data_ptr(), self.out.data_ptr())
             self.lt.check(status, str(self.request))
 
-    def milliseconds(self) -> list[float]:
-        """The median time of each candidate; they take turns."""
-        times = max(2, round(BURST_SECONDS / seconds(lambda: self.run(self.plans[0], 4)) * 4))
+    def milliseconds(self) -> dict[Name, float]:
+        """The median time of each candidate; they take turns. The trainer takes the first of a name."""
+        for plan in self.plans:
+            self.run(plan)  # loads its kernel
+        times = max(2, round(BURST_SECONDS / seconds(partial(self.run, self.plans[0], 4)) * 4))
         found: list[list[float]] = [[] for _ in self.plans]
         for _ in range(ROUNDS):
             for plan, each in zip(self.plans, found, strict=True):
                 each.append(1e3 * seconds(partial(self.run, plan, times)) / times)
-        return [statistics.median(each) for each in found]
+        best: dict[Name, float] = {}
+        for name, each in zip(self.names, found, strict=True):
+            best.setdefault(name, statistics.median(each))
+        return best
 
 
 def operand(matrix: Matrix) -> Tensor:
@@ -100,7 +117,7 @@ def operand(matrix: Matrix) -> Tensor:
     return whole[:, :columns]
 
 
-def seconds(work: Any) -> float:
+def seconds(work: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()
@@ -109,61 +126,59 @@ def seconds(work: Any) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+def heat(product: Product) -> None:
+    ended = time.perf_counter() + HEAT_SECONDS
+    while time.perf_counter() < ended:
+        seconds(partial(product.run, product.plans[0], 100))
+
+
+def measure(lt: Lt, counts: Counter[Request]) -> dict[Key, list[Counted]]:
+    """Print each product's times; those of bf16 outputs by their key in PREFERRED."""
+    by_key: dict[Key, list[Counted]] = defaultdict(list)
+    total = gained = 0.0
+    for request, count in counts.items():
+        product = Product(lt, request)
+        best = product.milliseconds()
+        shown = "  ".join(f"{name}{' now' if name == product.taken else ''} {ms:.4f}" for name, ms in best.items())
+        print(f"{count:4} x {request}: {shown}", flush=True)
+        total += count * best[product.taken]
+        gained += count * (best[product.taken] - min(best.values()))
+        if request.key:
+            by_key[request.key].append((count, best))
+    print(f"products of a micro-batch: {total:.1f} ms; {gained:.2f} ms less with the fastest of each")
+    return by_key
+
+
+def print_entries(by_key: dict[Key, list[Counted]]) -> None:
+    """The fastest candidate of each key. Forward and backward may share one; a product that lacks a candidate takes its
+    own first."""
+    print("entries:")
+    for key, products in by_key.items():
+        names = dict.fromkeys(name for _, best in products for name in best)
+        times = {n: sum(c * best.get(n, next(iter(best.values()))) for c, best in products) for n in names}
+        first = sum(count * next(iter(best.values())) for count, best in products)
+        fastest = min(times, key=lambda name: times[name])
+        if times[fastest] < (1 - GAIN) * first:
+            print(f"    {key}: {fastest},  # {times[fastest] / first - 1:+.1%} of {first:.2f} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe")
     parser.add_argument("--micro-batch", type=int, required=True, help="sequences")
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--set", action="append", default=[], help="field=value")
-    chosen = parser.parse_args()
-    size = chosen.micro_batch
-    recipe = bench_recipe(
-        chosen.recipe,
-        [
-            f"train.precision={chosen.precision}",
-            f"runtime.micro_batch_size={size}",
-            "runtime.engine=fused",
-            *chosen.set,
-        ],
-    )
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
+    options = parser.parse_args()
+    fixed = [f"train.precision={options.precision}", "runtime.engine=fused"]
+    fixed += [f"runtime.micro_batch_size={options.micro_batch}"]
+    recipe = bench_recipe(options.recipe, [*fixed, *options.changes])
     world = World.start(recipe.runtime)
-    counts = products_of(recipe, world, size)
+    counts = products_of(recipe, world, options.micro_batch)
     torch.cuda.empty_cache()
-    lt, ended = lt_of(world), time.perf_counter() + HEAT_SECONDS
-    heater = Product(lt, max(counts, key=lambda request: counts[request]))
-    while time.perf_counter() < ended:
-        seconds(lambda: heater.run(heater.plans[0], 100))
+    lt = lt_of(world)
+    heat(Product(lt, max(counts, key=lambda request: counts[request])))
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    by_key: dict[Any, list[tuple[int, dict[Any, float]]]] = defaultdict(list)
-    total = gained = 0.0
-    for request, count in counts.items():
-        product = Product(lt, request)
-        times, now = product.milliseconds(), lt.plan(request, product.inverses)
-        assert now is not None
-        taken = lt.tile_and_cluster(now.algorithm)
-        best: dict[Any, float] = {}
-        for name, each in zip(product.names, times, strict=True):
-            best.setdefault(name, each)  # the trainer takes the first of a name
-        if request.key:
-            by_key[request.key].append((count, best))
-        shown = "  ".join(f"{name}{' now' if name == taken else ''} {ms:.4f}" for name, ms in best.items())
-        print(f"{count:4} x {request}: {shown}", flush=True)
-        total += count * best[taken]
-        gained += count * (best[taken] - min(best.values()))
-        del product
-    print(f"products of a micro-batch: {total:.1f} ms; {gained:.2f} ms less with the fastest of each")
-    print("entries:")
-    for key, products in by_key.items():
-        # Forward and backward may share a key. A product that lacks a candidate takes its own first.
-        first = sum(count * next(iter(best.values())) for count, best in products)
-        names = {
-            name: sum(count * best.get(name, next(iter(best.values()))) for count, best in products)
-            for _, each in products
-            for name in each
-        }
-        fastest = min(names, key=lambda name: names[name])
-        if names[fastest] < (1 - GAIN) * first:
-            print(f"    {key}: {fastest},  # {names[fastest] / first - 1:+.1%} of {first:.2f} ms")
+    print_entries(measure(lt, counts))
 
 
 if __name__ == "__main__":

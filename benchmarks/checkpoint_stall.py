@@ -7,24 +7,26 @@ is the time that the loop waits in `save` itself. Results are printed as they co
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.checkpoint_stall gpt2-1558m --folder /dev/shm
 
-does the same with several ranks, of which each saves its part; rank 0 prints its own times.
+does the same with several ranks, of which each saves its part; rank 0 prints its own times, without the blocking save.
 """
 
 import argparse
 import os
+import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.ranks import rank_0_prints
 from pipelines.recipe import Recipe, load_recipe
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState, checkpoint_seconds
 from trainer.data import PendingNumbers
 from trainer.engine import Engine, make_engine
+from trainer.errors import UserError
 from trainer.events import EventLog
 from trainer.health import Health
 from trainer.loop import Verdict, step
@@ -43,8 +45,12 @@ class Training:
     def __init__(self, recipe: Recipe, engine: Engine, checkpointer: Checkpointer, world: World) -> None:
         self.recipe, self.engine, self.checkpointer, self.world = recipe, engine, checkpointer, world
         model, train, runtime = recipe.model, recipe.train, recipe.runtime
-        self.size = runtime.micro_batch_size if isinstance(runtime.micro_batch_size, int) else 8
-        self.count = train.batch_tokens // (model.block_size * self.size * world.world_size)
+        configured = runtime.micro_batch_size if isinstance(runtime.micro_batch_size, int) else 8
+        share = train.batch_tokens // (model.block_size * world.world_size)
+        self.size = min(configured, share)
+        if not self.size:
+            raise UserError(f"--batch-tokens {train.batch_tokens}: less than a sequence for each of the ranks")
+        self.count = share // self.size
         self.tokens = torch.randint(0, model.vocab_size, (self.size, model.block_size), device=world.device)
         self.done = 0
 
@@ -98,8 +104,7 @@ def summary(times: list[float]) -> str:
 
 def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
     world = World.start(recipe.runtime)
-    if world.rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    rank_0_prints(world)
     engine = make_engine(recipe.model, recipe.train, recipe.runtime, world)
     engine.initialize(recipe.train.seed)
     log = EventLog(None, PhaseClock())
@@ -136,7 +141,10 @@ def measure(recipe: Recipe, saves: int, seconds: float, folder: Path) -> None:
     print(f"  share of training at the interval that `auto` chooses, {interval:.0f} s: {share:.2%}")
     training.wait()
     if world.world_size > 1:
+        world.sum(0)  # until all ranks are here
         world.close()
+        if not world.rank:
+            shutil.rmtree(folder)
         return
     blocking = blocking_save(engine, folder / "blocking.pt")
     print(
@@ -153,7 +161,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder for the checkpoints")
     options = parser.parse_args()
     recipe = load_recipe(options.recipe, [f"train.batch_tokens={options.batch_tokens}"])
-    if run := os.environ.get("TORCHELASTIC_RUN_ID"):  # the ranks share a folder, which stays
+    if run := os.environ.get("TORCHELASTIC_RUN_ID"):  # the ranks share a folder
         measure(recipe, options.saves, options.seconds, (options.folder or Path(tempfile.gettempdir())) / run)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -1,12 +1,13 @@
 """A run of several ranks that is killed in several ways, against the same run left alone: losses, data and weights.
 
-    python -m benchmarks.killed_ranks SHARDS gpt2-124m --gpus 8 --steps 60 --set runtime.micro_batch_size=16
-    python -m benchmarks.killed_ranks SHARDS gpt2-124m --gpus 8 --steps 60 --elastic 8 4 8
+    python -m benchmarks.killed_ranks SHARDS gpt2-124m --gpus 8 --steps 400
+    python -m benchmarks.killed_ranks SHARDS gpt2-124m --gpus 8 --steps 400 --elastic 8 4 8
 
 It trains with `python -m trainer` under torchrun. The killed run ends once by SIGKILL of one rank, once by SIGKILL of
 torchrun, and once by SIGTERM to torchrun, each time after --between new steps and a new commit; then it runs to its
 end. With `runtime.deterministic`, which is set here, all its losses, gradient norms, data digests and weights must
-equal the other run's, bit for bit; exit code 1 if one differs. With --elastic the run is killed as a whole between
+equal the other run's, bit for bit; exit code 1 if one differs. The first commit of a run comes some ten seconds after
+its first step. With --elastic the run is killed as a whole between
 these numbers of ranks. Then the data must be equal, and the largest difference of a loss is printed. Without GPUs the
 ranks share the CPU.
 """
@@ -31,7 +32,8 @@ from pipelines.recipe import load_recipe
 from trainer.errors import EXIT_DONE, EXIT_FAILED
 
 LIMIT_SECONDS = 300.0
-SAME = ("train/loss", "train/grad_norm", "val/loss", "data/digest")
+LOSS, DIGEST = "train/loss", "data/digest"
+SAME = (LOSS, "train/grad_norm", "val/loss", DIGEST)
 
 
 class Run:
@@ -42,8 +44,8 @@ class Run:
         self.data, self.out, self.config = data, folder / "out", folder / "config.yaml"
         self.config.write_text(yaml.safe_dump(sections))
 
-    def attempt(self, ranks: int, end: str | None = None, after: int = 0) -> None:
-        """Start it; end it after so many new steps and a new commit, or let it finish."""
+    def attempt(self, ranks: int, way: str | None = None, after: int = 0) -> None:
+        """Start it; kill it in a way after so many new steps and a new commit, or let it finish."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [sys.executable, *torchrun, "-m", "trainer", str(self.config)]
         steps, commits, started = self.steps(), self.commits(), time.monotonic()
@@ -52,27 +54,33 @@ class Run:
             while process.poll() is None:
                 if time.monotonic() > started + LIMIT_SECONDS:
                     raise SystemExit(f"no end of an attempt in {LIMIT_SECONDS:.0f} s")
-                if end and self.steps() >= steps + after and self.commits() - commits:
-                    self.end(process, end)
+                if way and self.steps() >= steps + after and self.commits() - commits:
+                    self.kill(process, way)
                     break
                 time.sleep(0.02)
+            else:
+                if way:
+                    raise SystemExit("the run ended before it was killed, without a new commit: give more --steps")
         finally:
             kill_ranks(process)
-        if not end and process.returncode:
+        if not way and process.returncode:
             raise SystemExit(f"the trainer ended with exit code {process.returncode}")
-        print(f"{ranks} ranks, {end or 'done'}: {self.steps()} steps made, {len(self.commits())} commits", flush=True)
+        print(f"{ranks} ranks, {way or 'done'}: {self.steps()} steps made, {len(self.commits())} commits", flush=True)
 
     @staticmethod
-    def end(process: subprocess.Popen[bytes], end: str) -> None:
-        if end == "rank":
-            psutil.Process(process.pid).children()[-1].kill()
-        elif end == "torchrun":
+    def kill(process: subprocess.Popen[bytes], way: str) -> None:
+        """Kill torchrun or its ranks, and wait until no process is left."""
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        if way == "rank":
+            ranks[-1].kill()
+        elif way == "torchrun":
             process.kill()
-        elif end == "SIGTERM":
+        elif way == "SIGTERM":
             process.send_signal(signal.SIGTERM)
         else:
             kill_ranks(process)
         process.wait(LIMIT_SECONDS)
+        psutil.wait_procs(ranks, LIMIT_SECONDS)
 
     def steps(self) -> int:
         """Steps of all attempts, with those that were made again."""
@@ -92,12 +100,16 @@ class Run:
 
 def compare(whole: Run, killed: Run, elastic: bool) -> bool:
     """Print what differs; True if it is as promised."""
-    pairs = list(zip(whole.rows(), killed.rows(), strict=True))
+    rows, others = whole.rows(), killed.rows()
+    if len(rows) != len(others):
+        print(f"{len(rows)} rows against {len(others)}")
+        return False
+    pairs = list(zip(rows, others, strict=True))
     different = {name for name in SAME if any(a.get(name) != b.get(name) for a, b in pairs)}
     if elastic:
-        apart = max(abs(a[name] - b[name]) for a, b in pairs for name in SAME[:1] if name in a)
-        print(f"data {'differs' if SAME[-1] in different else 'equal'}; largest difference of a loss {apart:.5f}")
-        return SAME[-1] not in different
+        apart = max(abs(a[LOSS] - b[LOSS]) for a, b in pairs if LOSS in a)
+        print(f"data {'differs' if DIGEST in different else 'equal'}; largest difference of a loss {apart:.5f}")
+        return DIGEST not in different
     if whole.sha256() != killed.sha256():
         different.add("the weights' sha256")
     print(f"{len(pairs)} rows: " + (f"different: {', '.join(sorted(different))}" if different else "all equal"))
@@ -126,8 +138,8 @@ def main() -> int:
                 killed.attempt(ranks, "all killed", options.between)
             killed.attempt(options.elastic[-1])
         else:
-            for end in ("rank", "torchrun", "SIGTERM"):
-                killed.attempt(options.gpus, end, options.between)
+            for way in ("rank", "torchrun", "SIGTERM"):
+                killed.attempt(options.gpus, way, options.between)
             killed.attempt(options.gpus)
         return EXIT_DONE if compare(whole, killed, bool(options.elastic)) else EXIT_FAILED
 

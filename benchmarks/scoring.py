@@ -20,7 +20,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.ranks import rank_0_prints
 from pipelines.stages.measures import encoder
 from pipelines.text.tokenizer import tokenizer
 from trainer.config import RuntimeConfig
@@ -233,8 +233,7 @@ def main() -> None:
     encoding = tokenizer("gpt2")
     world = World.start(RuntimeConfig())
     device = world.device
-    if world.rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    rank_0_prints(world)
     encode = encoder(encoding, world)
     config = Gpt2Config.model_validate(MODELS[options.model] | {"block_size": 1024, "vocab_size": 50_257})
     name = f"{world.world_size} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}"
@@ -288,6 +287,7 @@ def main() -> None:
                     return f"CORE {score.core:.4f}; {longest}"
 
                 timed("CORE", options.rounds, counted, device, core_work)
+    world.close()
 
 
 if __name__ == "__main__":

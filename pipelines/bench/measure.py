@@ -357,9 +357,10 @@ def mark(device: "torch.device") -> Mark:
 
 def seconds_between(before: Mark, after: Mark) -> float:
     """The seconds between two marks that are past."""
-    if isinstance(before, float) or isinstance(after, float):
-        assert isinstance(before, float) and isinstance(after, float)
+    if isinstance(before, float):
+        assert isinstance(after, float)
         return after - before
+    assert not isinstance(after, float)
     return before.elapsed_time(after) / 1e3
 
 

@@ -231,8 +231,8 @@ def speed_on(
     """Tokens a second on `nodes` nodes with these GPUs. UserError for an unknown GPU.
 
     `own` are measurements of this run, or of one with the same model and runtime. On the same machines they are the
-    result; on others they correct the estimate by its error there. So do the measured runs of this model, if it is no
-    GPT-2.
+    result; on others they correct the estimate by its error there. So do the measured runs of this model, those on the
+    same GPU first, if it is no GPT-2.
     """
     engine = engine_of(model, runtime, precision, accelerators)
     plain = not (runtime.deterministic or runtime.recompute)
@@ -247,8 +247,8 @@ def speed_on(
         if (known.gpu, known.nodes) == (accelerators, nodes):
             return Throughput(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
-    same.sort(key=lambda known: gpu_of(known.gpu) != gpu_of(accelerators))  # the same GPU first
-    corrections = own if model.family == "gpt2" else [*own, *same]
+    nearest = sorted(same, key=lambda known: gpu_of(known.gpu) != gpu_of(accelerators))
+    corrections = own if model.family == "gpt2" else [*own, *nearest]
     if other := next((known for known in corrections if peak_of(known.gpu)), None):
         estimated = estimate(model, runtime, other.gpu, other.nodes, precision)
         factor = other.tokens_per_second / estimated.tokens_per_second

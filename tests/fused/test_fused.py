@@ -135,8 +135,9 @@ def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
     plain_loss, plain = gradients(rounded_model, batches, autocast=True)
     assert sum(losses) == pytest.approx(exact_loss, abs=0.01 + 2 * abs(plain_loss - exact_loss))
     for name, gradient in exact.items():
-        if name in SCALARS:  # sums over all tokens that nearly cancel
-            assert torch.allclose(state.gradients[name].double(), gradient, rtol=0, atol=0.01), name
+        if name in SCALARS:  # sums over all tokens that nearly cancel, so their error is absolute
+            apart, plains = ((g.double() - gradient).abs().max() for g in (state.gradients[name], plain[name]))
+            assert apart < 2 * plains + 0.01 * gradient.abs().max() + 0.005, name
         else:
             assert error(state.gradients[name], gradient) < 2 * error(plain[name], gradient) + 0.01, name
     assert float(step.loss(*batches[0])) == pytest.approx(count * losses[0], rel=1e-5)

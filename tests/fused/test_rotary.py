@@ -68,7 +68,8 @@ def test_an_rms_norm_and_its_gradient_agree_with_float64(M: int, C: int, weighte
 @pytest.mark.parametrize("keep", [1.25, -0.5, 0.0])
 @pytest.mark.parametrize(("M", "C"), SIZES)
 def test_a_norm_of_a_mixed_stream_and_its_gradients_agree_with_float64(M: int, C: int, keep: float) -> None:
-    x, delta, other, dy, beside, before = (fresh(M, C) for _ in range(6))
+    x, delta, other, dy, before = (fresh(M, C) for _ in range(5))
+    beside = x + delta + other + fresh(M, C)  # so that the sums over all numbers do not cancel
     numbers = torch.tensor([keep, 0.25], device=DEVICE)
     mix = rotary.Mix(numbers, other)
     total, y, rstd = rotary.add_rms(x, delta, None, EPSILON, mix=mix)
@@ -86,8 +87,10 @@ def test_a_norm_of_a_mixed_stream_and_its_gradients_agree_with_float64(M: int, C
     near(into.other, before.double() + gradient(mixed), 2**-7, 2**-7)
     dkeep, dadd = rotary.mix_gradients(numbers[None], into.sums[None])
     size = float(exact.detach().norm() * (dy.double().norm() + beside.double().norm()))
-    assert float(dadd) == pytest.approx(float(gradient(weights)[1]), abs=1e-3 * size)
-    assert float(dkeep) == (pytest.approx(float(gradient(weights)[0]), abs=4e-3 * size) if keep else 0)
+    of_keep, of_add = gradient(weights).tolist()
+    assert float(dadd) == pytest.approx(of_add, rel=0.01, abs=1e-3 * size)
+    assert float(dkeep) == (pytest.approx(of_keep, rel=0.02, abs=1e-3 * size) if keep else 0)
+    assert not keep or min(abs(of_keep), abs(of_add)) > 0.02 * size
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

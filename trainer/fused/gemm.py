@@ -19,9 +19,9 @@ forward, where it is on, and 3 to 9% backward, where it is off: a weight gradien
 from the exact sum instead of 1e-4.
 
 Only a hot card shows the fastest of cuBLASLt's candidates: chosen by short bursts at full clock they lost 0.1% of the
-speed of whole steps; chosen at the power limit (693 W, ~1600 MHz) they won 0.8 to 1.7% of GPT-2's and 3.5% of
-modern-d24's. PREFERRED has those (`python -m benchmarks.algorithms` finds them); for other products it is the
-heuristic's first. Nothing is timed at the start, so two runs on one machine are alike.
+speed of whole steps; chosen at the power limit (H200, 693 W, ~1600 MHz) they won 0.8 to 1.7%, and on an H100 3.5% of
+modern-d24 in fp8_head. PREFERRED has those (`python -m benchmarks.algorithms` finds them); for other products it is
+the heuristic's first. Nothing is timed at the start, so two runs on one machine are alike.
 
 cuBLASLt's matrices are column-major, so every row-major tensor is transposed for it: out = left @ right becomes
 outᵀ = rightᵀ @ leftᵀ, which needs no copy. The numbers below are those of cublasLt.h, the same in CUDA 12.8 and 13.0.
@@ -54,9 +54,9 @@ WORKSPACE_BYTES = 64 << 20  # partial sums of a split product: 1558M's largest w
 REDUCE_IN_FP32 = 2
 
 # Tile and cluster (cublasLtMatmulTile_t, cublasLtClusterShape_t: 24 is 256 x 128, 29 is 128 x 160; 3 is 2 x 1, 5 is
-# 1 x 2) of the fastest candidate on a hot H200 (for GPT-2) or H100 (for the other families), where the first was slower
-# by 1% or more. The key: bytes of an element of an operand, epilogue, inner dimension and columns of a bf16 output, for
-# any number of rows. Used on sm_90 only.
+# 1 x 2) of the fastest candidate on a hot card, where the first was slower by 1% or more: for GPT-2 an H200, for the
+# other families an H100. The key: bytes of an element of an operand, epilogue, inner dimension and columns of a bf16
+# output, for any number of rows. Used on sm_90 only.
 VOCAB = 50_304
 PREFERRED = {
     (2, DEFAULT, 768, 768): (29, 3),

@@ -2,7 +2,8 @@
 
 Nothing of the value embeddings is saved but the token ids: the backward pass gathers the rows again and makes the gates
 again from the first numbers of the norm. The weights of the residual stream, and backout, change the sum before a norm.
-So they ride on the norms' kernels, and a block saves nothing for them. Smear comes once in a micro-batch, in PyTorch.
+So they ride on the norms' kernels, and a block saves nothing for them. Smear, and backout's part in the middle of the
+model, come once in a micro-batch, in PyTorch.
 """
 
 from dataclasses import replace
@@ -38,13 +39,13 @@ class ModernStep(RotaryStep[Operand]):
         self.mix_sums = torch.zeros(L + 1, kernels.norm_partials(C, self.device), 2, device=self.device)
         self.last = 2 * L  # the index of the head's norm
         self.after_middle = 2 * (L // 2 + 1) if config.backout else None  # of the norm after the block of `middle`
-        # Of the micro-batch: its tokens (M,); the residual stream (M, C) before all blocks and after the middle one,
-        # and their gradients, without what comes through the blocks.
-        self.tokens: Tensor
-        self.start: Tensor
-        self.middle: Tensor
-        self.dstart: Tensor
-        self.dmiddle: Tensor
+        self.tokens: Tensor  # (M,), of the micro-batch
+        # What is mixed in, (M, C): the residual stream before all blocks and after the middle one; and their gradients,
+        # without what comes through the blocks.
+        self.start: Tensor | None = None
+        self.middle: Tensor | None = None
+        self.dstart: Tensor | None = None
+        self.dmiddle: Tensor | None = None
 
     def mlp(self, p: Products[Operand], block: Block, y: Operand) -> tuple[Operand, SavedMlp[Operand]]:
         kept, act = p.linear_activated(block.up, y, block.down, "relu2")
@@ -79,10 +80,11 @@ class ModernStep(RotaryStep[Operand]):
         if config.backout:
             self.mixes[-1, 1] = -w["backout_lambda"][0]
         embedded, _, rstd, _ = rotary.embed_rms(tokens, w["wte.weight"], None, self.EPSILON, norm_first=True)
-        self.start = self._smear(embedded, B) if config.smear else embedded
+        start = self._smear(embedded, B) if config.smear else embedded
+        self.start = start if config.residual_lambdas else None
 
         def kernel(out: Fp8Out | None) -> tuple[Tensor, ...]:
-            return self.add_rms(norm, self.start, None, out)
+            return self.add_rms(norm, start, None, out)
 
         return *p.norm(norm.reader, kernel), (embedded, rstd)
 
@@ -92,10 +94,12 @@ class ModernStep(RotaryStep[Operand]):
         return self.config.residual_lambdas, self.config.backout
 
     def _mix(self, norm: Norm) -> Mix | None:
-        numbers = self.mixes[norm.index // 2]
-        if norm.index == self.last:
-            return Mix(numbers, self.middle) if self.config.backout else None
-        return Mix(numbers, self.start) if self.config.residual_lambdas and norm.index % 2 == 0 else None
+        other = self.middle if norm.index == self.last else self.start if norm.index % 2 == 0 else None
+        return None if other is None else Mix(self.mixes[norm.index // 2], other)
+
+    def _mix_gradients(self, norm: Norm) -> MixGradients | None:
+        of_other = self.dmiddle if norm.index == self.last else self.dstart if norm.index % 2 == 0 else None
+        return None if of_other is None else MixGradients(of_other, self.mix_sums[norm.index // 2])
 
     def add_rms(self, norm: Norm, x: Tensor, delta: Tensor | None, out: Fp8Out | None) -> tuple[Tensor, Tensor, Tensor]:
         return rotary.add_rms(x, delta, None, self.EPSILON, out, self._mix(norm))
@@ -109,9 +113,8 @@ class ModernStep(RotaryStep[Operand]):
         self, norm: Norm, dy: Tensor, x: Tensor, rstd: Tensor, residual: Tensor | None, out: Fp8Out | None
     ) -> tuple[Tensor, Tensor | None]:
         if norm.index == self.last:  # the backward pass begins
-            self.dstart, self.dmiddle = (torch.zeros_like(dy) if on else dy for on in self._mixing)
-        mix, of_other = self._mix(norm), self.dmiddle if norm.index == self.last else self.dstart
-        into = MixGradients(of_other, self.mix_sums[norm.index // 2]) if mix else None
+            self.dstart, self.dmiddle = (torch.zeros_like(dy) if on else None for on in self._mixing)
+        mix, into = self._mix(norm), self._mix_gradients(norm)
         return rotary.rms_backward(dy, x, rstd, None, residual, None, out, mix=mix, into=into)
 
     def _norm_backward(
@@ -123,16 +126,17 @@ class ModernStep(RotaryStep[Operand]):
         normed: Normed[Operand],
         residual: Tensor | None,
     ) -> ResidualGrad[Operand]:
-        if norm.index == self.after_middle:
-            assert norm.writer is not None
+        if norm.index == self.after_middle:  # the middle's gradient is added before the writer reads the sum
+            assert norm.writer is not None and self.dmiddle is not None
             dx = super()._norm_backward(p, replace(norm, writer=None), dy, x, normed, residual).dx
             dx += self.dmiddle
             return ResidualGrad(dx, p.output_grad(norm.writer, dx))
         return super()._norm_backward(p, norm, dy, x, normed, residual)
 
     def _embed_backward(self, tokens: Tensor, dx: Tensor, saved: tuple[Tensor, Tensor], B: int) -> None:
-        if self.config.residual_lambdas:
+        if self.dstart is not None:
             dx += self.dstart
+        self.start = self.middle = self.dstart = self.dmiddle = None
         if self.config.smear:
             dx = self._smear_backward(saved[0], dx, B)
         super()._embed_backward(tokens, dx, saved, B)

@@ -282,7 +282,7 @@ def _rms_shape(C: int, fp8: bool, device: torch.device) -> tuple[int, int, int, 
 
 
 def _rms_backward_shape(C: int, fp8: bool, weighted: bool, device: torch.device) -> tuple[int, int, int, int]:
-    """As `_rms_shape`; with a weight at most `norm_partials` programs."""
+    """As `_rms_shape`; with a weight, or a mix, at most `norm_partials` programs."""
     if device.type != "cuda":
         return 32, 2, 4, 1
     if fp8:
