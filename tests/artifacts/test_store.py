@@ -85,6 +85,7 @@ class TestEveryStore:
         store.delete("commit")
         assert store.create("commit", b"third") is True
 
+    @pytest.mark.parametrize("store", ["local", "radosgw"], indirect=True)  # moto looks and writes in two steps
     def test_create_has_exactly_one_winner_among_racing_threads(self, store: Store) -> None:
         racers, rounds = 12, 5
         for number in range(rounds):
