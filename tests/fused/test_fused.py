@@ -63,6 +63,8 @@ SHAPES = {  # family, layers, heads, width, tokens, vocabulary, sequences, micro
     "llama, grouped and tied": ({"family": "llama", "n_kv_head": 2, "tied_head": True}, 2, 4, 64, 11, 257, 1, 2),
 }
 
+MARKS = dict.fromkeys(("modern, embedded values", "modern, weighted stream", "modern, smear"), pytest.mark.slow)
+
 
 def a_model(
     layers: int, heads: int, width: int, tokens: int, vocabulary: int, **more: Any
@@ -109,7 +111,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param(s, id=n, marks=MARKS.get(n, ())) for n, s in SHAPES.items()])
 def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
     shape: tuple[Any, ...], recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

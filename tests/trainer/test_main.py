@@ -49,7 +49,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return run
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 4), pytest.param(2, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_time_ends_with_the_same_losses(
     data: Path, tmp_path: Path, undisturbed: Callable[[int], Command], ranks: int, kills: int
 ) -> None:
