@@ -9,14 +9,14 @@ A step of the hidden matrix W with the gradient G, in this order:
     U <- m·M + (1 - m)·G                     Nesterov's look ahead, rounded to bf16
     D <- orthogonal(U)·√max(1, rows/cols)    so that tall and wide matrices change an input's size alike
     W <- W - rate·(D + decay·W where D·W >= 0)    cautious weight decay (Chen et al. 2025)
-With `beta2` the rows of orthogonal(U) are also divided by the root of their mean squares over time, and the result is
-scaled back to its norm (NorMuon, Li et al. 2025).
+With `beta2` the rows of D are also divided by the root of their mean squares over time, and the result is scaled back
+to its norm (NorMuon, Li et al. 2025).
 
 torch.optim.Muon has the first two and the factor, other polynomials (Jordan's, whose singular values end between 0.7
 and 1.2), and a weight decay that is not cautious; tests compare it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import sqrt
 
 import torch
@@ -36,16 +36,35 @@ SMALLEST = 1e-20  # a norm, and a mean square: far below those of any gradient, 
 
 BATCH_ELEMENTS = 1 << 26  # of matrices that are made orthogonal at once: 128 MiB of bf16, and three copies of it
 
+Polynomial = tuple[float, float, float]
+Squared = Callable[[Tensor, Polynomial | None], Tensor]
 
-def orthogonal(matrices: Tensor, polynomials: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS) -> Tensor:
-    """About U V' of each matrix U S V': (N, rows, columns), of any scale -> the same shape in bf16."""
-    x = (matrices / (_norms(matrices) * SAFETY).clamp_min(SMALLEST)).bfloat16()
+
+def squared(x: Tensor, polynomial: Polynomial | None) -> Tensor:
+    """The xx' of matrices x: (N, n, m) -> (N, n, n). With (a, b, c) and symmetric x: a·I + b·x + c·xx'."""
+    if polynomial is None:
+        return x @ x.mT
+    a, b, c = polynomial
+    result = torch.baddbmm(x, x, x, beta=b, alpha=c)
+    result.diagonal(dim1=-2, dim2=-1).add_(a)
+    return result
+
+
+def orthogonal(
+    matrices: Tensor,
+    scale: float = 1.0,
+    polynomials: tuple[Polynomial, ...] = POLAR_EXPRESS,
+    squared: Squared = squared,
+) -> Tensor:
+    """About scale·U V' of each matrix U S V': (N, rows, columns), however large S -> the same shape in bf16."""
+    norms = (_norms(matrices) * SAFETY).clamp_min(SMALLEST)
+    x = (matrices * norms.reciprocal().to(matrices.dtype)).bfloat16()
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    for a, b, c in polynomials:
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    *first, last = polynomials
+    for polynomial in (*first, (scale * last[0], scale * last[1], scale * last[2])):
+        x = squared(squared(x, None), polynomial) @ x
     return x.mT if tall else x
 
 
@@ -63,12 +82,15 @@ def parts_of(name: str, rows: int, columns: int) -> list[int]:
 
 
 def to_directions_(
-    matrices: Mapping[str, Tensor], squares: Mapping[str, Tensor] | None = None, new: Tensor | float = 0.0
+    matrices: Mapping[str, Tensor],
+    squares: Mapping[str, Tensor] | None = None,
+    new: Tensor | float = 0.0,
+    squared: Squared = squared,
 ) -> None:
     """Replace matrices (rows, columns) in bf16, by parameter name, by the directions D of their parameters.
 
     squares: the rows' mean squares over time (rows,) fp32, which this changes, for NorMuon; None: without.
-    new: the weight of this step in them, 1 - beta2.
+    new: the weight of this step in them, 1 - beta2. squared: a faster function of the same meaning.
     """
     shapes: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
     for name, matrix in matrices.items():
@@ -78,14 +100,14 @@ def to_directions_(
             shapes.setdefault(pair[0].shape, []).append(pair)
     for shape, pairs in shapes.items():
         at_once = max(1, BATCH_ELEMENTS // shape.numel())
+        scale = sqrt(max(1.0, shape[0] / shape[1]))
         for first in range(0, len(pairs), at_once):
             parts, rows_of_parts = zip(*pairs[first : first + at_once], strict=True)
-            directions = orthogonal(torch.stack(parts))
+            directions = orthogonal(torch.stack(parts), scale, squared=squared)
             if squares is not None:
                 over_time = torch.stack(rows_of_parts)
                 directions = _even_rows(directions, over_time, new)
                 torch._foreach_copy_(rows_of_parts, over_time.unbind())
-            directions = directions * sqrt(max(1.0, shape[0] / shape[1]))
             torch._foreach_copy_(parts, directions.unbind())
 
 

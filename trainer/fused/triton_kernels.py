@@ -434,6 +434,44 @@ def muon_move_kernel(weights16_ptr, master_ptr, directions_ptr, numbers_ptr, n, 
         tl.store(weights16_ptr + at, _bf16(w), mask=mask)
 
 
+@triton.jit
+def muon_squared_kernel(
+    x_ptr, out_ptr,
+    n, m, of_matrix, of_row, of_column, a, b, c,
+    POLYNOMIAL: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """A tile of xx' a program, and its mirror image. Above the diagonal a program does nothing."""
+    if tl.program_id(1) <= tl.program_id(0):
+        matrix = tl.program_id(2).to(tl.int64)
+        x_ptr += matrix * of_matrix
+        out_ptr += matrix * n * n
+        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inner = tl.arange(0, INNER)
+        left = x_ptr + rows[:, None] * of_row + inner[None, :] * of_column
+        right = x_ptr + cols[None, :] * of_row + inner[:, None] * of_column
+        total = tl.zeros([BLOCK, BLOCK], tl.float32)
+        for start in range(0, m, INNER):
+            if EVEN:
+                one, other = tl.load(left), tl.load(right)
+            else:
+                one = tl.load(left, mask=(rows < n)[:, None] & (start + inner < m)[None, :], other=0.0)
+                other = tl.load(right, mask=(cols < n)[None, :] & (start + inner < m)[:, None], other=0.0)
+            if INTERPRETED:
+                one, other = one.to(tl.float32), other.to(tl.float32)
+            total = tl.dot(one, other, total)
+            left += INNER * of_column
+            right += INNER * of_column
+        mask = (rows < n)[:, None] & (cols < n)[None, :]
+        if POLYNOMIAL:
+            x = tl.load(x_ptr + rows[:, None] * of_row + cols[None, :] * of_column, mask=mask, other=0.0)
+            total = c * total + b * x.to(tl.float32) + tl.where(rows[:, None] == cols[None, :], a, 0.0)
+        tile = _bf16(total)
+        tl.store(out_ptr + rows[:, None] * n + cols[None, :], tile, mask=mask)
+        if tl.program_id(1) < tl.program_id(0):
+            tl.store(out_ptr + cols[:, None] * n + rows[None, :], tl.trans(tile), mask=tl.trans(mask))
+
+
 # ── fp8 ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
