@@ -54,9 +54,9 @@ WORKSPACE_BYTES = 64 << 20  # partial sums of a split product: 1558M's largest w
 REDUCE_IN_FP32 = 2
 
 # Tile and cluster (cublasLtMatmulTile_t, cublasLtClusterShape_t: 24 is 256 x 128, 29 is 128 x 160; 3 is 2 x 1, 5 is
-# 1 x 2) of the fastest candidate on a hot card, where the first was slower by 1% or more: for GPT-2 an H200, for the
-# other families an H100. The key: bytes of an element of an operand, epilogue, inner dimension and columns of a bf16
-# output, for any number of rows. Used on sm_90 only.
+# 1 x 2) of the fastest candidate on a hot card, where the first was slower by 1% or more: for GPT-2 an H200, in fp8 an
+# H100, too; for the other families an H100. The key: bytes of an element of an operand, epilogue, inner dimension and
+# columns of a bf16 output, for any number of rows. Used on sm_90 only.
 VOCAB = 50_304
 PREFERRED = {
     (2, DEFAULT, 768, 768): (29, 3),
@@ -89,6 +89,8 @@ PREFERRED = {
     (2, DEFAULT, 1536, VOCAB): (201, 5),
     (2, BIAS, 1600, 4800): (24, 5),
     (2, DEFAULT, 1600, VOCAB): (201, 5),
+    (1, BIAS, 768, 2304): (29, 3),
+    (1, BIAS, 768, 3072): (29, 3),
     (1, DEFAULT, 768, 768): (29, 3),
     (1, DEFAULT, 768, 2304): (29, 3),
     (1, DEFAULT, 768, 3072): (29, 3),
@@ -102,8 +104,10 @@ PREFERRED = {
     (1, DEFAULT, 6144, 1536): (29, 3),
     (1, DEFAULT, 1536, VOCAB): (201, 5),
     (1, BIAS, 1600, 4800): (24, 5),
+    (1, BIAS, 1600, 6400): (24, 5),
     (1, DEFAULT, 1600, 1600): (20, 5),
     (1, DEFAULT, 4800, 1600): (247, 5),
+    (1, DEFAULT, 6400, 1600): (247, 5),
     (1, DEFAULT, VOCAB, 1600): (247, 5),
     (1, DEFAULT, 1600, VOCAB): (201, 5),
 }
