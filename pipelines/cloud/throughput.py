@@ -93,10 +93,11 @@ EAGER = MFU_AT_124M["eager"] / MFU_AT_124M["compiled"]  # of the compiled speed;
 DETERMINISTIC = {"fused": FIGURES.value("deterministic_fused_124m")}
 DETERMINISTIC |= dict.fromkeys(("compiled", "eager"), FIGURES.value("deterministic_eager_124m"))
 RECOMPUTE = {"fused": FIGURES.value("recompute_fused_1558m"), "compiled": 1 / 1.3, "eager": 1 / 1.3}
-# The share of the MFU that is left with twice the GPUs, from 1 and 4 at 124M. Baselines differ per engine (fused: the
-# same four by themselves; the others: an earlier compiled run); only the ratios are meaningful.
+# The share of the MFU that is left with twice the GPUs at 124M: from 1 and 4, in fp8 from 1 and 2. Baselines differ per
+# engine (fused: the same GPUs by themselves; the others: an earlier compiled run); only the ratios are meaningful.
 FOUR_COMPILED = next(known.mfu for known in MEASURED if (known.gpu, known.engine) == ("H200:4", "compiled"))
 PER_DOUBLING = {"fused": FIGURES.value("four_gpus_fused_124m") ** 0.5}
+PER_DOUBLING |= dict.fromkeys(("fused fp8", "fused fp8_head"), FIGURES.value("two_gpus_fp8_head_124m"))
 PER_DOUBLING |= dict.fromkeys(("compiled", "eager"), (FOUR_COMPILED / FIGURES.value("one_gpu_compiled_124m")) ** 0.5)
 
 
@@ -232,7 +233,7 @@ def speed_on(
 
     `own` are measurements of this run, or of one with the same model and runtime. On the same machines they are the
     result; on others they correct the estimate by its error there. So do the measured runs of this model, those on the
-    same GPU first, if it is no GPT-2.
+    same GPU first, of these the one with most GPUs, if it is no GPT-2.
     """
     engine = engine_of(model, runtime, precision, accelerators)
     plain = not (runtime.deterministic or runtime.recompute)
@@ -247,7 +248,7 @@ def speed_on(
         if (known.gpu, known.nodes) == (accelerators, nodes):
             return Throughput(known.tokens_per_second, "measured", known.source)
     speed = estimate(model, runtime, accelerators, nodes, precision)
-    nearest = sorted(same, key=lambda known: gpu_of(known.gpu) != gpu_of(accelerators))
+    nearest = sorted(same, key=lambda known: (gpu_of(known.gpu) != gpu_of(accelerators), -gpu_count(known.gpu)))
     corrections = own if model.family == "gpt2" else [*own, *nearest]
     if other := next((known for known in corrections if peak_of(known.gpu)), None):
         estimated = estimate(model, runtime, other.gpu, other.nodes, precision)
@@ -265,14 +266,15 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     if peak is None:
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
     gpus = nodes * gpu_count(accelerators)
-    gpu, engine = gpu_of(accelerators), engine_of(model, runtime, precision, accelerators).partition(" ")[0]
+    gpu, engine = gpu_of(accelerators), engine_of(model, runtime, precision, accelerators)
     mfu = mfu_of(model, runtime, precision, accelerators) * PER_DOUBLING[engine] ** math.log2(gpus)
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
     basis = f"{mfu:.0%} MFU, as on {REFERENCE}" if tokens_per_second < most else PER_LAYER
     if any(gpu_of(known.gpu) == gpu for known in MEASURED):
-        source = PER_LAYER if tokens_per_second == most else f"{mfu:.0%} MFU, from 1 x {gpu} and 4 x {REFERENCE}"
+        several = "2 x H100" if " fp8" in engine else f"4 x {REFERENCE}"
+        source = PER_LAYER if tokens_per_second == most else f"{mfu:.0%} MFU, from 1 x {gpu} and {several}"
         return Throughput(tokens_per_second, "estimated", source)
     name = accelerators.partition(":")[0]
     return Throughput(tokens_per_second, "assumed", f"{basis}; {name} was never measured")
