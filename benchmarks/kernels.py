@@ -1,4 +1,4 @@
-"""Every kernel of the fused step on a GPU: its correctness, and its speed compared with the memory's.
+"""The kernels of GPT-2's fused step on a GPU: their correctness, and their speed compared with the memory's.
 
 `python -m benchmarks.kernels [NAME…]` with a CUDA GPU takes less than a minute. For each kernel, size and launch shape
 it first compares the results with float64 on new random inputs (the norm of the error relative to the result's norm,
