@@ -1,0 +1,102 @@
+"""The speed of `skytrain run`, with checkpoints, heartbeat and tracking, against the bare steps of `skytrain bench`.
+
+    python -m benchmarks.whole_loop SHARDS gpt2-124m --gpus 8 --steps 400 --micro-batch 64
+
+SHARDS holds llm.c's shards, which both read. bench, the run and bench again take turns on the same GPUs, because a card
+is slower when it is hot. The run has a store in a temporary folder (of --place) and the recipe's settings, without
+validation, whose cost depends on its length alone. Its speed is that of the wall clock from step --after to the last
+one, with all saves between. The ratio is that of the run to the mean of the two benches; below it is the same number
+for the run's median step. Without GPUs the ranks share the CPU's cores, which shows that the command works, and nothing
+of any speed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from pipelines.recipe import load_recipe
+from trainer.errors import UserError
+
+
+def bench(recipe: Path, gpus: int, micro_batch: str, data: Path, steps: int) -> float:
+    """Tokens a second of bare steps: their median."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    command = [*torchrun, "-m", "pipelines.cli", "bench", str(recipe), "--json", "--micro-batch", micro_batch]
+    done = subprocess.run([sys.executable, *command, "--data", str(data), "--steps", str(steps)], stdout=-1, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise UserError(f"bench ended with exit code {done.returncode}")
+    speed: float = json.loads(lines[-1])["measured"][0]["tokens_per_second"]["median"]
+    return speed
+
+
+def run(recipe: Path, store: Path) -> list[dict[str, Any]]:
+    """The rows of a whole run's steps, in order."""
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines.cli",
+        "run",
+        str(recipe),
+        "--store",
+        str(store),
+        "--stage",
+        "train",
+        "-y",
+    ]
+    done = subprocess.run(command, cwd=recipe.parent, stdout=sys.stderr)
+    if done.returncode:
+        raise UserError(f"run ended with exit code {done.returncode}")
+    (metrics,) = store.rglob("metrics.jsonl")
+    return [row for row in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in row]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("data", type=Path, help="llm.c's shards, train_*.bin and val_*.bin")
+    parser.add_argument("recipe", nargs="?", default="gpt2-124m")
+    parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--micro-batch", default="auto", help="sequences of a micro-batch")
+    parser.add_argument("--steps", type=int, default=400, help="of the run")
+    parser.add_argument("--after", type=int, default=40, help="steps of the run that do not count")
+    parser.add_argument("--bench-steps", type=int, default=40)
+    parser.add_argument("--place", type=Path, help="folder for the store")
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
+    chosen = parser.parse_args()
+    if not 0 < chosen.after < chosen.steps - 1:
+        parser.error(f"--after {chosen.after}: at least 1, and two less than --steps {chosen.steps}")
+    fixed = [f"train.max_steps={chosen.steps}", "train.val_every=null", "evaluate.every=null"]
+    fixed += [f"runtime.micro_batch_size={chosen.micro_batch}", f"runtime.processes={chosen.gpus}"]
+    recipe = load_recipe(chosen.recipe, [*fixed, *chosen.changes])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(chosen.gpus)))
+    with tempfile.TemporaryDirectory(dir=chosen.place) as folder:
+        path, store = Path(folder, "recipe.yaml"), Path(folder, "store")
+        sections = recipe.model_dump(mode="json", exclude_defaults=True)
+        tokenizer = recipe.tokens.model_dump(mode="json")["tokenizer"]
+        sections["tokens"] = {"source": f"llmc://{chosen.data.resolve()}", "tokenizer": tokenizer}
+        path.write_text(yaml.safe_dump(sections))
+        options = path, chosen.gpus, chosen.micro_batch, chosen.data.resolve(), chosen.bench_steps
+        before = bench(*options)
+        rows = [row for row in run(path, store) if row["step"] >= chosen.after]
+        after = bench(*options)
+    tokens = recipe.train.batch_tokens
+    bare = (before + after) / 2
+    wall = tokens * (rows[-1]["step"] - rows[0]["step"]) / (rows[-1]["time"] - rows[0]["time"])
+    single = tokens / statistics.median(b["time"] - a["time"] for a, b in pairwise(rows))
+    print(f"bare steps: {before:,.0f} and {after:,.0f} tokens/s")
+    print(f"whole run, steps {chosen.after} to {chosen.steps}: {wall:,.0f} tokens/s, {wall / bare:.1%} of bare steps")
+    print(f"its median step: {single:,.0f} tokens/s, {single / bare:.1%}")
+
+
+if __name__ == "__main__":
+    main()
