@@ -211,9 +211,9 @@ def test_muons_kernels_equal_its_module_and_skip_a_step(dtype: torch.dtype) -> N
     assert torch.equal(ahead, momentum.to(BF16))
 
 
-@pytest.mark.parametrize(("n", "m"), [(72, 40), (64, 64), (33, 200), (256, 128)])
+@pytest.mark.parametrize(("n", "m"), [(72, 40), (33, 70), (128, 64)])
 def test_half_of_the_tiles_make_the_whole_of_muons_symmetric_products(n: int, m: int) -> None:
-    for x in (fresh(3, n, m), fresh(3, m, n).mT):
+    for x in (fresh(2, n, m), fresh(2, m, n).mT):
         product = kernels.squared(x, None)
         near(product, muon.squared(x.double(), None), ROUNDED, 1e-5)
         assert torch.equal(product, product.mT)

@@ -74,7 +74,7 @@ def test_a_long_document_has_its_tokens_though_it_is_encoded_in_pieces(
 ) -> None:
     monkeypatch.setattr(encode, "LONG_BYTES", 20)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(words=st.lists(st.text("ab Z1'sl\u088f\u00e9\n.", max_size=12), max_size=60), before=st.text(max_size=5))
     def check(words: list[str], before: str) -> None:
         text = " ".join(words)
