@@ -44,12 +44,14 @@ def start() -> Iterator[Callable[[Any], Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(notice, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(notice, "DETECT_SECONDS", 2.0)  # this machine may be busy
     monkeypatch.delenv("SKYTRAIN_NOTICE", raising=False)
     monkeypatch.setenv("SKYTRAIN_NOTICE_ENDPOINT", "http://127.0.0.1:1")  # never a real one
     monkeypatch.delenv("SKYTRAIN_GRACE_SECONDS", raising=False)
+    yield
+    until(lambda: not threads(), "the watcher ended")  # the next test would count it
 
 
 @pytest.fixture
