@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pipelines.recipe import load_recipe
-from trainer.errors import UserError
+from trainer.errors import EXIT_MISTAKE, UserError
 
 
 @dataclass(frozen=True)
@@ -115,4 +115,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_MISTAKE)

@@ -24,37 +24,23 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.scaling import measured, started
 from pipelines.recipe import load_recipe
-from trainer.errors import UserError
+from trainer.errors import EXIT_MISTAKE, UserError
 
 
-def bench(recipe: Path, gpus: int, micro_batch: str, data: Path, steps: int) -> float:
+def bench(recipe: Path, gpus: int, options: list[str]) -> float:
     """Tokens a second of bare steps: their median."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-    command = [*torchrun, "-m", "pipelines.cli", "bench", str(recipe), "--json", "--micro-batch", micro_batch]
-    done = subprocess.run([sys.executable, *command, "--data", str(data), "--steps", str(steps)], stdout=-1, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise UserError(f"bench ended with exit code {done.returncode}")
-    speed: float = json.loads(lines[-1])["measured"][0]["tokens_per_second"]["median"]
+    speed: float = measured(started([str(recipe), "--json", *options], range(gpus), gpus))["tokens_per_second"][
+        "median"
+    ]
     return speed
 
 
 def run(recipe: Path, store: Path) -> list[dict[str, Any]]:
     """The rows of a whole run's steps, in order."""
-    command = [
-        sys.executable,
-        "-m",
-        "pipelines.cli",
-        "run",
-        str(recipe),
-        "--store",
-        str(store),
-        "--stage",
-        "train",
-        "-y",
-    ]
-    done = subprocess.run(command, cwd=recipe.parent, stdout=sys.stderr)
+    words = ["run", str(recipe), "--store", str(store), "--stage", "train", "--yes"]
+    done = subprocess.run([sys.executable, "-m", "pipelines.cli", *words], cwd=recipe.parent, stdout=sys.stderr)
     if done.returncode:
         raise UserError(f"run ended with exit code {done.returncode}")
     (metrics,) = store.rglob("metrics.jsonl")
@@ -85,10 +71,11 @@ def main() -> None:
         tokenizer = recipe.tokens.model_dump(mode="json")["tokenizer"]
         sections["tokens"] = {"source": f"llmc://{chosen.data.resolve()}", "tokenizer": tokenizer}
         path.write_text(yaml.safe_dump(sections))
-        options = path, chosen.gpus, chosen.micro_batch, chosen.data.resolve(), chosen.bench_steps
-        before = bench(*options)
+        options = ["--micro-batch", chosen.micro_batch, "--data", str(chosen.data.resolve())]
+        options += ["--steps", str(chosen.bench_steps)]
+        before = bench(path, chosen.gpus, options)
         rows = [row for row in run(path, store) if row["step"] >= chosen.after]
-        after = bench(*options)
+        after = bench(path, chosen.gpus, options)
     tokens = recipe.train.batch_tokens
     bare = (before + after) / 2
     wall = tokens * (rows[-1]["step"] - rows[0]["step"]) / (rows[-1]["time"] - rows[0]["time"])
@@ -99,4 +86,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_MISTAKE)
