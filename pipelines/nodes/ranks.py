@@ -27,6 +27,9 @@ RANK_MODULE = "pipelines.stages.rank"  # the program of a rank; started by name,
 SPEC_FILE = "spec.json"
 LOG_FILE = "train.log"  # output of torchrun and its ranks
 LOG_LINES = 30  # of a failed run, shown to the user if no rank left an error file
+# Turns of the loop in which an OpenMP thread waits for the others, before it sleeps; libgomp's default is 300,000.
+# Where another process has one of two cores, a thread that turns keeps the one that it waits for from running.
+SPINS = 1000
 FAILING_SECONDS = 10.0  # for ranks to fail and write their error files, once those of another node failed
 
 
@@ -70,7 +73,11 @@ def start_torchrun(
     does not know this variable (nor the option --shutdown-timeout) always waits 30 s.
     """
     (folder / SPEC_FILE).write_text(json.dumps(spec.to_json()))
-    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds), **os.environ}
+    environment = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds),
+        "GOMP_SPINCOUNT": str(SPINS),
+        **os.environ,
+    }
     if address.count == 1:
         options = ["--standalone", "--local-addr=127.0.0.1"]
     else:
