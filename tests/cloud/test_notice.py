@@ -482,7 +482,9 @@ def test_a_run_that_gets_notice_commits_its_last_step_and_the_next_run_resumes_a
     with project.started(*COMMAND, code=QUICK_CLI) as process:
         project.wait_until(lambda: project.rows_logged() >= 3, process)
         (torchrun,) = psutil.Process(process.pid).children()
-        assert torchrun.environ()["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "110"
+        environment = torchrun.environ()
+        assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "110"
+        assert environment["GOMP_SPINCOUNT"] == "1000"  # its threads sleep while they wait
         cloud.preempt()
         err = process.communicate(timeout=60)[1]
     assert process.returncode == 75, err
