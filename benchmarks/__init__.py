@@ -1,1 +1,16 @@
 """Side-by-side measurements. Each module is a command: `python -m benchmarks.NAME`."""
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from trainer.errors import EXIT_MISTAKE, UserError
+
+
+def run_as_command(main: Callable[[], int | None]) -> NoReturn:
+    """Exit with the result of a module's `main`. A mistake of the user is one line, and exit code 2."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_MISTAKE)

@@ -18,14 +18,14 @@ import argparse
 import json
 import random
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks import run_as_command
 from pipelines.show.overlay import read_overlay
-from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError
+from trainer.errors import UserError
 from trainer.shards import local_shards, read_shard, write_shard
 
 SEED = 1337  # of the order of files and windows
@@ -102,7 +102,7 @@ def table(logs: list[Path]) -> None:
         print(f"| {step:,} | " + " | ".join(f"{curve[step]:.4f}" for curve in curves) + " |")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("prepare")
@@ -116,18 +116,13 @@ def main() -> int:
     shuffling.add_argument("out", type=Path)
     commands.add_parser("table").add_argument("logs", type=Path, nargs="+")
     options = parser.parse_args()
-    try:
-        if options.command == "prepare":
-            prepare(options.folder, options.packages, options.steps)
-        elif options.command == "shuffle":
-            shuffle(options.shards, options.out)
-        else:
-            table(options.logs)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISTAKE
-    return EXIT_DONE
+    if options.command == "prepare":
+        prepare(options.folder, options.packages, options.steps)
+    elif options.command == "shuffle":
+        shuffle(options.shards, options.out)
+    else:
+        table(options.logs)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_command(main)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import run_as_command
 from benchmarks.ranks import rank_0_prints
 from pipelines.recipe import Recipe, load_recipe
 from trainer.checkpoint import Checkpointer
@@ -169,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_as_command(main)

@@ -24,7 +24,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,12 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import run_as_command
 from pipelines.recipe import Recipe, load_recipe
 from trainer.amounts import micro_batch_count, sequences_per_step
 from trainer.commits import TrainState
 from trainer.data import TokenData, to_device
 from trainer.engine import Engine, make_engine
-from trainer.errors import EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, UserError
+from trainer.errors import EXIT_DONE, EXIT_FAILED, UserError
 from trainer.optim import rates_of
 from trainer.parallel import World
 from trainer.shards import local_shards, sequences_of
@@ -329,23 +329,19 @@ def prepared(options: argparse.Namespace) -> Bench:
 
 def main() -> int:
     options = arguments()
-    try:
-        bench = prepared(options)
-        bench.record(options={k: str(v) for k, v in vars(options).items()}, torch=torch.__version__)
-        if options.curve:
-            equal = curve(bench, options.warmup_steps, options.steps or 300)
-        else:
-            names = options.precisions.split(",")
-            if names[0] != "bf16":
-                raise UserError(f"--precisions {options.precisions}: all are compared with bf16; put bf16 first")
-            orders = range(options.first, options.first + options.repeats)
-            equal = precisions(bench, names, options.warmup_steps, options.steps or 200, orders)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISTAKE
+    bench = prepared(options)
+    bench.record(options={k: str(v) for k, v in vars(options).items()}, torch=torch.__version__)
+    if options.curve:
+        equal = curve(bench, options.warmup_steps, options.steps or 300)
+    else:
+        names = options.precisions.split(",")
+        if names[0] != "bf16":
+            raise UserError(f"--precisions {options.precisions}: all are compared with bf16; put bf16 first")
+        orders = range(options.first, options.first + options.repeats)
+        equal = precisions(bench, names, options.warmup_steps, options.steps or 200, orders)
     bench.world.close()
     return EXIT_DONE if equal else EXIT_FAILED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_command(main)

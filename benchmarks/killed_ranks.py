@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks import run_as_command
 from pipelines.nodes.ranks import kill_ranks
 from pipelines.recipe import load_recipe
 from trainer.errors import EXIT_DONE, EXIT_FAILED
@@ -145,4 +146,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_command(main)

@@ -25,7 +25,6 @@ Each run appends a line to --json, and a run that has one is not repeated. Time 
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -39,12 +38,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import run_as_command
 from pipelines.recipe import Recipe, load_recipe
 from trainer import muon
 from trainer.amounts import micro_batch_count
 from trainer.data import TokenData
 from trainer.engine import Engine, make_engine
-from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError
+from trainer.errors import UserError
 from trainer.evaluate import validation_loss
 from trainer.families import modern_module
 from trainer.families.modern_module import Modern
@@ -304,25 +304,20 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
+def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
-    try:
-        for run in () if options.table else wanted(options):
-            if run.settings in {one.settings for one in done(options.json)}:
-                continue
-            began = time.monotonic()
-            finished = train(run, options)
-            with options.json.open("a") as file:
-                file.write(json.dumps(asdict(finished)) + "\n")
-            print(f"{finished}, {time.monotonic() - began:.0f} s", flush=True)
-        lines = ingredient_table if options.ingredients else table
-        print("\n".join(lines(done(options.json), options.steps)))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISTAKE
-    return EXIT_DONE
+    for run in () if options.table else wanted(options):
+        if run.settings in {one.settings for one in done(options.json)}:
+            continue
+        began = time.monotonic()
+        finished = train(run, options)
+        with options.json.open("a") as file:
+            file.write(json.dumps(asdict(finished)) + "\n")
+        print(f"{finished}, {time.monotonic() - began:.0f} s", flush=True)
+    lines = ingredient_table if options.ingredients else table
+    print("\n".join(lines(done(options.json), options.steps)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_command(main)

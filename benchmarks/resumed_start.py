@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks import run_as_command
 from pipelines.nodes.ranks import kill_ranks
 from pipelines.recipe import load_recipe
 
@@ -87,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_as_command(main)

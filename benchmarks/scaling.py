@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from benchmarks import run_as_command
 from pipelines.recipe import load_recipe
-from trainer.errors import EXIT_MISTAKE, UserError
+from trainer.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_MISTAKE)
+    run_as_command(main)

@@ -24,17 +24,16 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks import run_as_command
 from benchmarks.scaling import measured, started
 from pipelines.recipe import load_recipe
-from trainer.errors import EXIT_MISTAKE, UserError
+from trainer.errors import UserError
 
 
 def bench(recipe: Path, gpus: int, options: list[str]) -> float:
     """Tokens a second of bare steps: their median."""
-    speed: float = measured(started([str(recipe), "--json", *options], range(gpus), gpus))["tokens_per_second"][
-        "median"
-    ]
-    return speed
+    speed = measured(started([str(recipe), "--json", *options], range(gpus), gpus))["tokens_per_second"]
+    return float(speed["median"])
 
 
 def run(recipe: Path, store: Path) -> list[dict[str, Any]]:
@@ -86,8 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_MISTAKE)
+    run_as_command(main)
