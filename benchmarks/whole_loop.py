@@ -2,12 +2,13 @@
 
     python -m benchmarks.whole_loop SHARDS gpt2-124m --gpus 8 --steps 400 --micro-batch 64
 
-SHARDS holds llm.c's shards, which both read. bench, the run and bench again take turns on the same GPUs, because a card
-is slower when it is hot. The run has a store in a temporary folder (of --place) and the recipe's settings, without
-validation, whose cost depends on its length alone. Its speed is that of the wall clock from step --after to the last
-one, with all saves between. The ratio is that of the run to the mean of the two benches; below it is the same number
-for the run's median step. Without GPUs the ranks share the CPU's cores, which shows that the command works, and nothing
-of any speed.
+SHARDS holds llm.c's shards, which both read. bench, the run and bench again take turns on the same GPUs. The run has a
+store in a temporary folder (of --place) and the recipe's settings, without validation, whose cost depends on its length
+alone. Its speed is that of the wall clock from step --after to the last one, with all saves between. A GPU at its power
+limit slows down while it gets warm, and it cools while a process starts. So bench times as many steps as the run, after
+its own 10 s of warm-up; choose --after to take about as long. The last line divides the speed of the run, and that of
+its median step, by the mean of the two benches. Without GPUs the ranks share the CPU's cores, which shows that the
+command works, and nothing of any speed.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import yaml
 from benchmarks import run_as_command
 from benchmarks.scaling import measured, started
 from pipelines.recipe import load_recipe
+from pipelines.verbs.bench import LEAST_STEPS
 from trainer.errors import UserError
 
 
@@ -54,13 +56,13 @@ def main() -> None:
     parser.add_argument("--micro-batch", default="auto", help="sequences of a micro-batch")
     parser.add_argument("--steps", type=int, default=400, help="of the run")
     parser.add_argument("--after", type=int, default=40, help="steps of the run that do not count")
-    parser.add_argument("--bench-steps", type=int, default=40)
     parser.add_argument("--place", type=Path, help="folder for the store")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="section.field=value")
     chosen = parser.parse_args()
-    if not 0 < chosen.after < chosen.steps - 1:
-        parser.error(f"--after {chosen.after}: at least 1, and two less than --steps {chosen.steps}")
-    fixed = [f"train.max_steps={chosen.steps}", "train.val_every=null", "evaluate.every=null"]
+    if not 0 < chosen.after <= chosen.steps - LEAST_STEPS:
+        parser.error(f"--after {chosen.after}: at least 1, and {LEAST_STEPS} less than --steps {chosen.steps}")
+    fixed = [f"train.max_steps={chosen.steps}", "train.warmup_steps=0"]
+    fixed += ["train.val_every=null", "evaluate.every=null"]
     fixed += [f"runtime.micro_batch_size={chosen.micro_batch}", f"runtime.processes={chosen.gpus}"]
     recipe = load_recipe(chosen.recipe, [*fixed, *chosen.changes])
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(chosen.gpus)))
@@ -71,17 +73,18 @@ def main() -> None:
         sections["tokens"] = {"source": f"llmc://{chosen.data.resolve()}", "tokenizer": tokenizer}
         path.write_text(yaml.safe_dump(sections))
         options = ["--micro-batch", chosen.micro_batch, "--data", str(chosen.data.resolve())]
-        options += ["--steps", str(chosen.bench_steps)]
+        options += ["--steps", str(chosen.steps - chosen.after)]
         before = bench(path, chosen.gpus, options)
+        print(f"bare steps, before: {before:,.0f} tokens/s", flush=True)
         rows = [row for row in run(path, store) if row["step"] >= chosen.after]
+        tokens = recipe.train.batch_tokens
+        wall = tokens * (rows[-1]["step"] - rows[0]["step"]) / (rows[-1]["time"] - rows[0]["time"])
+        single = tokens / statistics.median(b["time"] - a["time"] for a, b in pairwise(rows))
+        print(f"run, steps {chosen.after} to {chosen.steps}: {wall:,.0f} tokens/s; median {single:,.0f}", flush=True)
         after = bench(path, chosen.gpus, options)
-    tokens = recipe.train.batch_tokens
     bare = (before + after) / 2
-    wall = tokens * (rows[-1]["step"] - rows[0]["step"]) / (rows[-1]["time"] - rows[0]["time"])
-    single = tokens / statistics.median(b["time"] - a["time"] for a, b in pairwise(rows))
-    print(f"bare steps: {before:,.0f} and {after:,.0f} tokens/s")
-    print(f"whole run, steps {chosen.after} to {chosen.steps}: {wall:,.0f} tokens/s, {wall / bare:.1%} of bare steps")
-    print(f"its median step: {single:,.0f} tokens/s, {single / bare:.1%}")
+    print(f"bare steps, after: {after:,.0f} tokens/s")
+    print(f"the run does {wall / bare:.1%} of bare steps, its median step {single / bare:.1%}")
 
 
 if __name__ == "__main__":
