@@ -55,6 +55,9 @@ from trainer.stored import decoded, typed
 RECEIPT_SECONDS = 300.0
 SLOWEST_UPLOAD = 10e6  # bytes per second
 RECEIPT_POLL_SECONDS = 0.2
+# The least such time once the training has failed, as it does when a rank dies. Then it is the time of rank 0's own
+# upload: all ranks begin a save together, and torchrun would kill a waiting rank 0 after its whole grace time.
+FAILED_RECEIPT_SECONDS = 2.0
 INSIST_SECONDS, INSIST_POLL_SECONDS = 15.0, 0.2  # between two saves of the last state, and two looks for a stop
 
 
@@ -100,6 +103,7 @@ class Checkpointer:
         self._thread: Background | None = None
         self._error: BaseException | None = None  # of the last save that ended
         self._insisting = False  # the last step is done
+        self._training_failed = False  # the training has ended with an error
         self.upload_seconds = 0.0  # of the last commit; only rank 0 knows it
         self._segment: Segment | None = None  # of the last commit; only rank 0 knows it
         self._damaged: list[str] = []  # folders of the damaged commits that this attempt did not load
@@ -109,7 +113,8 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._training_failed = error is not None
         self._prove(False)  # the thread of a save must not wait for a training that has ended
 
     @property
@@ -276,7 +281,7 @@ class Checkpointer:
         failpoint("uploaded")
         self.store.put(self._receipt_key(save), json.dumps(asdict(receipt)).encode())
         if self.world.rank == 0:
-            receipts = self._receipts(save.folder, receipt_seconds(receipt.size))
+            receipts = self._receipts(save, receipt.size)
             save.upload_seconds = time.monotonic() - save.started
             failpoint("receipts")
             self._commit(save, receipts)
@@ -309,21 +314,25 @@ class Checkpointer:
         store.write(parts, f"{folder}/{name}")
         return FileReceipt.of(name, parts)
 
-    def _receipts(self, folder: str, limit_seconds: float) -> list[FileReceipt]:
-        """Wait for the receipts of all ranks. OSError if a rank failed, TimeoutError if a receipt is late."""
-        deadline = time.monotonic() + limit_seconds
+    def _receipts(self, save: Save, size: int) -> list[FileReceipt]:
+        """Wait for the receipts of all ranks, after the upload of this rank's file of `size` bytes. OSError if a rank
+        failed, TimeoutError if a receipt is late."""
+        begun = time.monotonic()
         receipts: list[FileReceipt] = []
         while len(receipts) < self.world.world_size:
+            limit = (
+                max(FAILED_RECEIPT_SECONDS, begun - save.started) if self._training_failed else receipt_seconds(size)
+            )
             rank = len(receipts)
-            key = f"{folder}/receipt-{rank:05d}.json"
+            key = f"{save.folder}/receipt-{rank:05d}.json"
             body = self.store.get(key)
             if body:
                 receipt = decoded(body, key)
                 if isinstance(receipt, dict) and "fault" in receipt:
                     raise OSError(f"rank {rank}: {receipt['fault']}")
                 receipts.append(typed(FileReceipt, receipt, key))
-            elif time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} sent no receipt within {limit_seconds:.0f} s")
+            elif time.monotonic() > begun + limit:
+                raise TimeoutError(f"rank {rank} sent no receipt within {limit:.0f} s")
             else:
                 time.sleep(RECEIPT_POLL_SECONDS)
         return receipts

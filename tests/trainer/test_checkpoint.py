@@ -265,6 +265,33 @@ def test_a_rank_that_is_late_with_its_receipt_makes_no_commit(tmp_path: Path, mo
     assert committed_steps(first.store) == [] and len(log.uncommitted) == 1
 
 
+def test_after_a_failed_training_rank_0_waits_for_no_receipt_of_a_dead_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.checkpoint, "FAILED_RECEIPT_SECONDS", 0.3)
+    (first, _) = some_ranks([LocalStore(tmp_path)] * 2)  # the other was killed
+    with pytest.raises(RuntimeError, match="closed by peer"), first:
+        first.save(TrainState(step=1), pieces(1), log := quiet_log(1))
+        raise RuntimeError("Connection closed by peer")
+    with pytest.raises(TimeoutError, match=r"rank 1 sent no receipt within 0 s"):
+        first.finish(log)
+    assert committed_steps(first.store) == []
+
+
+def test_after_a_failed_training_the_part_of_a_living_rank_is_still_committed(tmp_path: Path) -> None:
+    ranks = some_ranks([LocalStore(tmp_path), Interfering(tmp_path, write=lambda key: time.sleep(0.5))])
+
+    def fail(rank: Checkpointer) -> None:
+        with rank:
+            rank.save(TrainState(step=1), pieces(1), quiet_log(1))
+            raise RuntimeError("Connection closed by peer")
+
+    assert [type(error) for error in each(ranks, fail)] == [RuntimeError] * 2
+    for rank in ranks:
+        rank.settle(quiet_log(), wait=True)
+    assert committed_steps(ranks[0].store) == [1]
+
+
 def test_no_commit_names_a_file_that_the_store_lost_and_the_commit_before_stays(tmp_path: Path) -> None:
     """As if gc ran while the attempt was frozen between its upload and its commit."""
     committed(LocalStore(tmp_path), 1, keep_last=1)
