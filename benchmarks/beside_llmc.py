@@ -7,7 +7,8 @@
     python -m benchmarks.beside_llmc table LOG [LOG …]       # val losses by step, of main.log or metrics.jsonl
 
 The text is the Python code of the packages that constraints.txt pins, 22,206 files in a random order: it is there after
-`make install`. llm.c (github.com/karpathy/llm.c) is built with `make train_gpt2cu USE_CUDNN=1`.
+`make install`. llm.c (github.com/karpathy/llm.c) is built with `make train_gpt2cu USE_CUDNN=1`. With `--gpus` N, llmc.sh
+starts N ranks on one host, which find each other by a file in OUT and use ZeRO-1, as skytrain does.
 
 The batches of the two differ. llm.c shuffles blocks of micro_batch_size x block_size tokens, so a micro-batch is
 contiguous text (llmc/dataloader.h). skytrain shuffles windows of block_size tokens. `shuffle` writes shards with their
@@ -35,7 +36,7 @@ name: code-124m
 tokens: {{source: "{text}/*.txt", tokenizer: gpt2, shard_tokens: 4_194_304, val_shards: 1}}
 model: {{n_layer: 12, n_head: 12, n_embd: 768, block_size: 1024, vocab_size: 50257}}
 train:
-  batch_tokens: 131_072
+  batch_tokens: {batch_tokens}
   max_steps: {steps}
   learning_rate: 6.0e-4
   warmup_steps: 100
@@ -43,18 +44,34 @@ train:
   weight_decay: 0.1
   grad_clip: 1.0
   val_every: 100
-  val_tokens: 1_048_576
-evaluate: {{val_tokens: 1_048_576}}
-runtime: {{micro_batch_size: 64}}
+  val_tokens: {val_tokens}
+evaluate: {{val_tokens: {val_tokens}}}
+runtime: {{micro_batch_size: 64, processes: {gpus}}}
 """
 LLMC = """\
-./train_gpt2cu -i "$1/train_*.bin" -j "$1/val_*.bin" -o "$2" -e d12 -b 64 -t 1024 -d 131072 -x {steps} \\
-    -l 0.0006 -u 100 -q 0.0 -c 0.1 -v 100 -m 16 -s 0 -h 0 -r 0 -ge 2
+set -e
+mkdir -p "$2"
+rm -f "$2/ncclUniqueId.sync"
+rank={gpus}
+while [ $rank -gt 0 ]; do
+    rank=$((rank - 1))
+    ./train_gpt2cu -i "$1/train_*.bin" -j "$1/val_*.bin" -o "$2" -e d12 -b 64 -t 1024 -d {batch_tokens} -x {steps} \\
+        -l 0.0006 -u 100 -q 0.0 -c 0.1 -v 100 -m {val_batches} -s 0 -h 0 -r 0 -ge 2 \\
+        -z {zero} -pn {gpus} -pr $rank -pg {gpus} -pi fs -pp "$2" &
+done
+wait $!  # rank 0, started last; a rank that fails leaves the others waiting in NCCL
 """
+VAL_TOKENS = 1_048_576
+MICRO_BATCH_TOKENS = 64 * 1024
 
 
-def prepare(folder: Path, packages: Path, steps: int) -> None:
+def prepare(folder: Path, packages: Path, steps: int, batch_tokens: int, gpus: int) -> None:
     """Write FOLDER/text/NNNNNN.txt, FOLDER/recipe.yaml and FOLDER/llmc.sh."""
+    if batch_tokens % (gpus * MICRO_BATCH_TOKENS) or VAL_TOKENS % (gpus * MICRO_BATCH_TOKENS):
+        raise UserError(
+            f"--batch-tokens {batch_tokens}, --gpus {gpus}: a step, and a validation of {VAL_TOKENS} tokens, must be whole "
+            f"micro-batches of {MICRO_BATCH_TOKENS} tokens a GPU; choose a multiple of {gpus * MICRO_BATCH_TOKENS}"
+        )
     paths = sorted(path for path in packages.rglob("*.py") if path.is_file() and path.stat().st_size)
     if not paths:
         raise UserError(
@@ -65,8 +82,10 @@ def prepare(folder: Path, packages: Path, steps: int) -> None:
     text.mkdir(parents=True)
     for number, path in enumerate(paths):
         shutil.copyfile(path, text / f"{number:06d}.txt")
-    (folder / "recipe.yaml").write_text(RECIPE.format(text=text, steps=steps))
-    (folder / "llmc.sh").write_text(LLMC.format(steps=steps))
+    same = {"steps": steps, "batch_tokens": batch_tokens, "gpus": gpus}
+    (folder / "recipe.yaml").write_text(RECIPE.format(text=text, val_tokens=VAL_TOKENS, **same))
+    val_batches = VAL_TOKENS // (gpus * MICRO_BATCH_TOKENS)
+    (folder / "llmc.sh").write_text(LLMC.format(val_batches=val_batches, zero=int(gpus > 1), **same))
     print(f"{len(paths):,} files, {sum(p.stat().st_size for p in paths):,} bytes of text; see {folder / 'recipe.yaml'}")
 
 
@@ -110,14 +129,16 @@ def main() -> None:
     making.add_argument(
         "--packages", type=Path, default=Path(sysconfig.get_paths()["purelib"]), help="folder with .py files"
     )
-    making.add_argument("--steps", type=int, default=1800, help="of 131,072 tokens")
+    making.add_argument("--steps", type=int, default=1800)
+    making.add_argument("--batch-tokens", type=int, default=131_072, help="tokens of a step")
+    making.add_argument("--gpus", type=int, default=1, help="GPUs of one host")
     shuffling = commands.add_parser("shuffle")
     shuffling.add_argument("shards", type=Path)
     shuffling.add_argument("out", type=Path)
     commands.add_parser("table").add_argument("logs", type=Path, nargs="+")
     options = parser.parse_args()
     if options.command == "prepare":
-        prepare(options.folder, options.packages, options.steps)
+        prepare(options.folder, options.packages, options.steps, options.batch_tokens, options.gpus)
     elif options.command == "shuffle":
         shuffle(options.shards, options.out)
     else:
