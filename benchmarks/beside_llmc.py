@@ -7,8 +7,8 @@
     python -m benchmarks.beside_llmc table LOG [LOG …]       # val losses by step, of main.log or metrics.jsonl
 
 The text is the Python code of the packages that constraints.txt pins, 22,206 files in a random order: it is there after
-`make install`. llm.c (github.com/karpathy/llm.c) is built with `make train_gpt2cu USE_CUDNN=1`. With `--gpus` N, llmc.sh
-starts N ranks on one host, which find each other by a file in OUT and use ZeRO-1, as skytrain does.
+`make install`. llm.c (github.com/karpathy/llm.c) is built with `make train_gpt2cu USE_CUDNN=1`. With `--gpus N`,
+llmc.sh starts N ranks on one host, which find each other by a file in OUT and use ZeRO-1, as skytrain does.
 
 The batches of the two differ. llm.c shuffles blocks of micro_batch_size x block_size tokens, so a micro-batch is
 contiguous text (llmc/dataloader.h). skytrain shuffles windows of block_size tokens. `shuffle` writes shards with their
@@ -67,10 +67,11 @@ MICRO_BATCH_TOKENS = 64 * 1024
 
 def prepare(folder: Path, packages: Path, steps: int, batch_tokens: int, gpus: int) -> None:
     """Write FOLDER/text/NNNNNN.txt, FOLDER/recipe.yaml and FOLDER/llmc.sh."""
-    if batch_tokens % (gpus * MICRO_BATCH_TOKENS) or VAL_TOKENS % (gpus * MICRO_BATCH_TOKENS):
+    at_once = gpus * MICRO_BATCH_TOKENS
+    if batch_tokens % at_once or VAL_TOKENS % at_once:
         raise UserError(
-            f"--batch-tokens {batch_tokens}, --gpus {gpus}: a step, and a validation of {VAL_TOKENS} tokens, must be whole "
-            f"micro-batches of {MICRO_BATCH_TOKENS} tokens a GPU; choose a multiple of {gpus * MICRO_BATCH_TOKENS}"
+            f"--batch-tokens {batch_tokens}, --gpus {gpus}: a step, and a validation of {VAL_TOKENS} tokens, must be "
+            f"whole micro-batches of {MICRO_BATCH_TOKENS} tokens a GPU; choose a multiple of {at_once}"
         )
     paths = sorted(path for path in packages.rglob("*.py") if path.is_file() and path.stat().st_size)
     if not paths:
@@ -84,7 +85,7 @@ def prepare(folder: Path, packages: Path, steps: int, batch_tokens: int, gpus: i
         shutil.copyfile(path, text / f"{number:06d}.txt")
     same = {"steps": steps, "batch_tokens": batch_tokens, "gpus": gpus}
     (folder / "recipe.yaml").write_text(RECIPE.format(text=text, val_tokens=VAL_TOKENS, **same))
-    val_batches = VAL_TOKENS // (gpus * MICRO_BATCH_TOKENS)
+    val_batches = VAL_TOKENS // at_once
     (folder / "llmc.sh").write_text(LLMC.format(val_batches=val_batches, zero=int(gpus > 1), **same))
     print(f"{len(paths):,} files, {sum(p.stat().st_size for p in paths):,} bytes of text; see {folder / 'recipe.yaml'}")
 

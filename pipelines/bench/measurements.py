@@ -95,7 +95,7 @@ class Measurements(Record):
         """Tokens a second of other projects' trainers on one H200: {trainer: {size: speed}}."""
         speeds: dict[str, dict[str, float]] = {}
         for speed in self.speeds:
-            if speed.trainer != OURS:
+            if speed.trainer != OURS and speed.gpus == "H200:1":
                 speeds.setdefault(speed.trainer, {})[speed.size] = speed.tokens_per_second
         return speeds
 

@@ -2,7 +2,7 @@
 
 The estimates use MFU, the share of the GPUs' peak that the model reaches, because it varies less between runs than
 speed does. Between measured sizes it is interpolated over the logarithm of the parameters, and beyond them it is
-constant. Every doubling of the GPUs has its measured loss. A speed is `measured` if exactly this run was measured,
+constant. So is the measured loss of a doubling of the GPUs. A speed is `measured` if exactly this run was measured,
 `estimated` if another one on such a GPU was, and `assumed` on every other GPU: it is taken to reach the MFU of an H200.
 
 For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB in 94 min, 60% MFU;
@@ -93,12 +93,18 @@ EAGER = MFU_AT_124M["eager"] / MFU_AT_124M["compiled"]  # of the compiled speed;
 DETERMINISTIC = {"fused": FIGURES.value("deterministic_fused_124m")}
 DETERMINISTIC |= dict.fromkeys(("compiled", "eager"), FIGURES.value("deterministic_eager_124m"))
 RECOMPUTE = {"fused": FIGURES.value("recompute_fused_1558m"), "compiled": 1 / 1.3, "eager": 1 / 1.3}
-# The share of the MFU that is left with twice the GPUs at 124M: from 1 and 4, in fp8 from 1 and 2. Baselines differ per
-# engine (fused: the same GPUs by themselves; the others: an earlier compiled run); only the ratios are meaningful.
+# The share of the MFU that is left with twice the GPUs, at 124M and at 1558M: from 1 and 4, in fp8 from 1 and 2.
+# Baselines differ per engine (fused: the same GPUs by themselves; the others: an earlier compiled run of 124M); only
+# the ratios are meaningful.
+SIZES = ("124M", "1558M")
 FOUR_COMPILED = next(known.mfu for known in MEASURED if (known.gpu, known.engine) == ("H200:4", "compiled"))
-PER_DOUBLING = {"fused": FIGURES.value("four_gpus_fused_124m") ** 0.5}
-PER_DOUBLING |= dict.fromkeys(("fused fp8", "fused fp8_head"), FIGURES.value("two_gpus_fp8_head_124m"))
-PER_DOUBLING |= dict.fromkeys(("compiled", "eager"), (FOUR_COMPILED / FIGURES.value("one_gpu_compiled_124m")) ** 0.5)
+PER_DOUBLING = {"fused": [FIGURES.value(f"four_gpus_fused_{size.lower()}") ** 0.5 for size in SIZES]}
+PER_DOUBLING |= dict.fromkeys(
+    ("fused fp8", "fused fp8_head"), [FIGURES.value(f"two_gpus_fp8_head_{size.lower()}") for size in SIZES]
+)
+PER_DOUBLING |= dict.fromkeys(
+    ("compiled", "eager"), [(FOUR_COMPILED / FIGURES.value("one_gpu_compiled_124m")) ** 0.5] * len(SIZES)
+)
 
 
 REFERENCE = "H200"  # measured with every engine
@@ -267,7 +273,10 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
         raise UserError(f"{accelerators}: the speed of this GPU is unknown; known are {', '.join(PEAKS)}")
     gpus = nodes * gpu_count(accelerators)
     gpu, engine = gpu_of(accelerators), engine_of(model, runtime, precision, accelerators)
-    mfu = mfu_of(model, runtime, precision, accelerators) * PER_DOUBLING[engine] ** math.log2(gpus)
+    small, large = (FIGURES.sizes[size].parameters for size in SIZES)
+    kept_small, kept_large = PER_DOUBLING[engine]
+    kept = between(model, (small, kept_small), (large, kept_large))
+    mfu = mfu_of(model, runtime, precision, accelerators) * kept ** math.log2(gpus)
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
@@ -280,14 +289,20 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     return Throughput(tokens_per_second, "assumed", f"{basis}; {name} was never measured")
 
 
+def between(model: ModelConfig, smaller: tuple[float, float], larger: tuple[float, float]) -> float:
+    """The value at this model's size. Both points are parameters and value; beyond them the value is constant."""
+    (small, low), (large, high) = smaller, larger
+    share = min(1.0, max(0.0, math.log(model.parameters / small) / math.log(large / small)))
+    return low + share * (high - low)
+
+
 def mfu_of(model: ModelConfig, runtime: RuntimeConfig, precision: str, accelerators: str = f"{REFERENCE}:1") -> float:
     """MFU of one GPU, interpolated over the logarithm of the size between the measured ones of the same engine."""
     engine = engine_of(model, runtime, precision, accelerators)
-    (small, low), (large, high) = measured_mfus("compiled" if engine == "eager" else engine, gpu_of(accelerators))
+    measured = measured_mfus("compiled" if engine == "eager" else engine, gpu_of(accelerators))
     engine = engine.partition(" ")[0]
-    share = min(1.0, max(0.0, math.log(model.parameters / small) / math.log(large / small)))
     return (
-        (low + share * (high - low))
+        between(model, *measured)
         * (EAGER if engine == "eager" else 1)
         * (DETERMINISTIC[engine] if runtime.deterministic else 1)
         * (RECOMPUTE[engine] if runtime.recompute else 1)

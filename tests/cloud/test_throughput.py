@@ -49,12 +49,34 @@ def test_a_run_that_was_measured_is_planned_as_measured(known: MeasuredRun) -> N
 
 
 @pytest.mark.parametrize("known", MEASURED, ids=lambda m: f"{m.parameters:.0f} {m.gpu} {m.engine}")
-def test_the_estimate_alone_is_within_one_percent_of_the_measurements(known: MeasuredRun) -> None:
+def test_the_estimate_alone_is_within_one_percent_of_bench_and_five_of_a_run_on_hot_cards(known: MeasuredRun) -> None:
     recipe = min((SMALL, LARGE), key=lambda r: abs(r.model.parameters - known.parameters))
     there = known.gpu.replace(":", "-PCIE:")  # the same chip under a name that is not in the table
     speed = speed_on(recipe.model, runtime_of(known), there, precision=precision_of(known))
     assert speed.kind == "estimated"
-    assert speed.tokens_per_second == pytest.approx(known.tokens_per_second, rel=0.01)
+    hot = known.gpu == "H100:2"  # the median of a run of 7 minutes; the others are bench's, after 10 s
+    assert speed.tokens_per_second == pytest.approx(known.tokens_per_second, rel=0.05 if hot else 0.01)
+
+
+def test_a_doubling_of_the_gpus_keeps_what_was_measured_at_either_size() -> None:
+    """fp8_head keeps 98.1% at 124M and 98.9% at 1558M, and a size between them something between."""
+
+    def kept(recipe: Any) -> float:
+        one, two = (
+            speed_on(recipe.model, RuntimeConfig(micro_batch_size=64), f"H100-PCIE:{n}", precision="fp8_head")
+            for n in (1, 2)
+        )
+        return two.tokens_per_second / one.tokens_per_second / 2
+
+    small, middle, large = kept(SMALL), kept(load_recipe("gpt2-774m")), kept(LARGE)
+    assert small == pytest.approx(measurements().value("two_gpus_fp8_head_124m"), rel=1e-4)
+    assert large == pytest.approx(measurements().value("two_gpus_fp8_head_1558m"), rel=1e-4)
+    assert small < middle < large
+
+
+def test_a_peer_on_several_gpus_is_not_compared_with_one() -> None:
+    assert "llm.c, its best flags (-r 0 -ge 2)" in measurements().peers()
+    assert all("-z 1" not in peer for peer in measurements().peers())
 
 
 @pytest.mark.parametrize(
