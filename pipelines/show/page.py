@@ -174,6 +174,7 @@ def run_data(run: Run, recent: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         "tokens": summary.tokens,
         "parameters": recipe.model.parameters,
         "text": text_name(recipe),
+        "fineweb": is_fineweb(recipe),
         "tokenizer": str(recipe.tokens.tokenizer),
         "train_loss": summary.train_loss,
         "val_loss": summary.val_loss,
@@ -398,7 +399,10 @@ def targets(
     hellaswag: float | None,
     core: float | None = None,
 ) -> list[dict[str, Any]]:
-    """The run's targets and results: its steps, and the results of OpenAI's weights of the same size."""
+    """The run's targets and results: its steps, and the results of OpenAI's weights of the same size.
+
+    Their loss is a target on FineWeb alone: losses of different texts do not compare.
+    """
     max_steps = recipe.train.max_steps
     rows: list[dict[str, Any]] = [
         {"what": "steps", "target": max_steps, "got": steps, "met": steps >= max_steps or None}
@@ -407,9 +411,10 @@ def targets(
         gpt2 = {
             metric: {s: value for name, s, value in known if "GPT-2" in name} for metric, known in REFERENCES.items()
         }
-        loss = gpt2["val/loss"][size]
-        met = None if val_loss is None else val_loss <= loss
-        rows.append({"what": f"val loss at most GPT-2 {size}'s", "target": loss, "got": val_loss, "met": met})
+        if is_fineweb(recipe):
+            loss = gpt2["val/loss"][size]
+            met = None if val_loss is None else val_loss <= loss
+            rows.append({"what": f"val loss at most GPT-2 {size}'s", "target": loss, "got": val_loss, "met": met})
         for name, metric, got in (("HellaSwag", "eval/hellaswag_acc_norm", hellaswag), ("CORE", "eval/core", core)):
             score = gpt2[metric][size]
             if got is not None or recipe.evaluate.core or name == "HellaSwag":
@@ -476,6 +481,11 @@ def receipt(
 
 def text_name(recipe: Recipe) -> str:
     return recipe.tokens.named.replace("hf://datasets/", "")
+
+
+def is_fineweb(recipe: Recipe) -> bool:
+    """Whether the text is FineWeb or a part of it such as FineWeb-Edu, by its name."""
+    return "fineweb" in text_name(recipe).lower()
 
 
 def shape_of(recipe: Recipe) -> tuple[str, int, int, int]:

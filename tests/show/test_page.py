@@ -273,6 +273,12 @@ def test_targets_are_met_missed_or_not_yet_measured() -> None:
     assert len(targets(load_recipe("smoke"), None, 600, 1.0, None)) == 1  # OpenAI has no weights of that size
 
 
+def test_the_loss_of_gpt2_is_no_target_on_another_text() -> None:
+    code = load_recipe("gpt2-124m", ["tokens.source=code/*.txt"])
+    rows = targets(code, "124M", code.train.max_steps, 1.2, 0.25)
+    assert [(row["what"], row["met"]) for row in rows] == [("steps", True), ("HellaSwag at least GPT-2 124M's", False)]
+
+
 @pytest.mark.parametrize("size", SHAPES)
 def test_every_size_of_gpt2_is_that_of_a_shipped_recipe_and_has_its_references(size: str) -> None:
     model = load_recipe(f"gpt2-{size.lower()}").model
@@ -448,12 +454,12 @@ def test_the_time_axis_has_round_numbers_of_one_unit_and_consecutive_waits_are_o
     assert browser.heard(*COMPLAINTS) == []
 
 
-def busy_page(store: LocalStore, path: Path, log: Path) -> None:
+def busy_page(store: LocalStore, path: Path, log: Path, fineweb: bool = True) -> None:
     """A page whose references have little room: GPT-2's shape, losses near all of them, and llm.c's curve."""
     run = run_in(store, "crowded", steps=400)
     recipe = run.recipe | {"model": run.recipe["model"] | {"n_layer": 12, "n_head": 12, "n_embd": 768}}
     data = json.loads(json.dumps(run_data(Run(store, replace(run, recipe=recipe)))))
-    data["size"], data["tokenizer"] = "124M", "gpt2"
+    data["size"], data["tokenizer"], data["fineweb"] = "124M", "gpt2", fineweb
     for metric, values in data["series"].items():
         for curve in values.values():
             curve["y"] = [y + 0.9 if metric.endswith("loss") else y for y in curve["y"]]
@@ -507,6 +513,19 @@ def test_the_names_of_references_overlap_nothing_at_any_width(
             assert figure["dotted"] == figure["labels"] + figure["named"] > 0  # each has a name
             labelled.append(figure["labels"])
     assert sum(labelled) > len(labelled)  # most names stand at their lines
+    assert browser.heard(*COMPLAINTS) == []
+
+
+def test_the_losses_of_gpt2_are_not_drawn_beside_another_text(
+    store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
+) -> None:
+    path = tmp_path / "report.html"
+    busy_page(store, path, shared_data / "llmc_124M_main.log", fineweb=False)
+    browser.screen(1400)
+    browser.open(path)
+    loss, hellaswag = browser.js(OVERLAPS)
+    assert loss["dotted"] == 0 and hellaswag["dotted"] > 0
+    assert "FineWeb" not in browser.js("document.querySelector('figure figcaption').innerText")
     assert browser.heard(*COMPLAINTS) == []
 
 

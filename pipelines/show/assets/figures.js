@@ -207,7 +207,9 @@ function allAt(curves, x) {
 }
 
 const usesReferences = () => visible().some((source) => source.overlay || source.tokenizer === "gpt2");
-const referencesOf = (metrics) => (usesReferences() ? metrics.flatMap((metric) => page.references[metric] ?? []) : []);
+const lossesCompare = () => usesReferences() && page.runs.some((run) => run.fineweb);  // of one text only
+const referencesOf = (metrics) =>
+  metrics.flatMap((metric) => ((metric === "val/loss" ? lossesCompare() : usesReferences()) && page.references[metric]) || []);
 
 // --- from values to pixels
 

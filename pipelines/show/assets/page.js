@@ -163,8 +163,8 @@ function training() {
     `loss (rings${evaluated ? "; a diamond is the final evaluation" : ""}).`,
     resumed && " Ticks on the axis: a new attempt resumed from the last commit.",
     ["hours", "usd"].includes(view.axis) && " Each point has the cost of all stages and attempts until then.",
-    usesReferences() && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on other text they " +
-      "are a guide only.",
+    lossesCompare() && " Dotted: OpenAI's GPT-2 weights on llm.c's validation shard of FineWeb; on another part of it, " +
+      "or on FineWeb-Edu, they are a guide only.",
     unnamedOf(drawn),
     caveats(),
   ];
