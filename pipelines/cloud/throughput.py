@@ -2,8 +2,11 @@
 
 The estimates use MFU, the share of the GPUs' peak that the model reaches, because it varies less between runs than
 speed does. Between measured sizes it is interpolated over the logarithm of the parameters, and beyond them it is
-constant. So is the measured loss of a doubling of the GPUs. A speed is `measured` if exactly this run was measured,
-`estimated` if another one on such a GPU was, and `assumed` on every other GPU: it is taken to reach the MFU of an H200.
+constant. The loss of a doubling of the GPUs is interpolated in the same way. A speed is `measured` if exactly this run
+was measured, `estimated` if another one on such a GPU was, and `assumed` on every other GPU: it is taken to reach the
+MFU of an H200. `skytrain bench` measured them, in seconds. A run of minutes is slower, because the GPUs get warm: all
+speeds but those of the user's own runs are RUN_SHARE of bench's. That was measured on H100s in bf16, and is taken for
+all.
 
 For comparison, llm.c (another trainer, CUDA C) as its author published it: 124M on 8 x A100-80GB in 94 min, 60% MFU;
 1558M on 8 x H100 in 24 h, 50%; the latter on 16 x H100 in 12 h, so without loss between two nodes over InfiniBand. So
@@ -93,17 +96,18 @@ EAGER = MFU_AT_124M["eager"] / MFU_AT_124M["compiled"]  # of the compiled speed;
 DETERMINISTIC = {"fused": FIGURES.value("deterministic_fused_124m")}
 DETERMINISTIC |= dict.fromkeys(("compiled", "eager"), FIGURES.value("deterministic_eager_124m"))
 RECOMPUTE = {"fused": FIGURES.value("recompute_fused_1558m"), "compiled": 1 / 1.3, "eager": 1 / 1.3}
+RUN_SHARE = FIGURES.value("run_share")
 # The share of the MFU that is left with twice the GPUs, at 124M and at 1558M: from 1 and 4, in fp8 from 1 and 2.
 # Baselines differ per engine (fused: the same GPUs by themselves; the others: an earlier compiled run of 124M); only
 # the ratios are meaningful.
 SIZES = ("124M", "1558M")
 FOUR_COMPILED = next(known.mfu for known in MEASURED if (known.gpu, known.engine) == ("H200:4", "compiled"))
-PER_DOUBLING = {"fused": [FIGURES.value(f"four_gpus_fused_{size.lower()}") ** 0.5 for size in SIZES]}
+PER_DOUBLING = {"fused": tuple(FIGURES.value(f"four_gpus_fused_{size.lower()}") ** 0.5 for size in SIZES)}
 PER_DOUBLING |= dict.fromkeys(
-    ("fused fp8", "fused fp8_head"), [FIGURES.value(f"two_gpus_fp8_head_{size.lower()}") for size in SIZES]
+    ("fused fp8", "fused fp8_head"), tuple(FIGURES.value(f"two_gpus_fp8_head_{size.lower()}") for size in SIZES)
 )
 PER_DOUBLING |= dict.fromkeys(
-    ("compiled", "eager"), [(FOUR_COMPILED / FIGURES.value("one_gpu_compiled_124m")) ** 0.5] * len(SIZES)
+    ("compiled", "eager"), ((FOUR_COMPILED / FIGURES.value("one_gpu_compiled_124m")) ** 0.5,) * len(SIZES)
 )
 
 
@@ -244,7 +248,7 @@ def speed_on(
     engine = engine_of(model, runtime, precision, accelerators)
     plain = not (runtime.deterministic or runtime.recompute)
     same = [
-        known
+        replace(known, tokens_per_second=RUN_SHARE * known.tokens_per_second)
         for known in (ALL_MEASURED if plain else ())
         if (known.family, known.engine) == (model.family, engine)
         and abs(known.parameters / model.parameters - 1) < 0.01
@@ -276,7 +280,7 @@ def estimate(model: ModelConfig, runtime: RuntimeConfig, accelerators: str, node
     small, large = (FIGURES.sizes[size].parameters for size in SIZES)
     kept_small, kept_large = PER_DOUBLING[engine]
     kept = between(model, (small, kept_small), (large, kept_large))
-    mfu = mfu_of(model, runtime, precision, accelerators) * kept ** math.log2(gpus)
+    mfu = RUN_SHARE * mfu_of(model, runtime, precision, accelerators) * kept ** math.log2(gpus)
     at_once = 64 if runtime.micro_batch_size == "auto" else runtime.micro_batch_size
     most = gpus * at_once * model.block_size / (model.n_layer * SECONDS_PER_LAYER)
     tokens_per_second = min(most, mfu * nodes * peak / model.flops_per_token)
