@@ -6,13 +6,15 @@
     python -m benchmarks.beside_llmc shuffle SHARDS NEW      # the same shards with their windows in random order
     python -m benchmarks.beside_llmc table LOG [LOG …]       # val losses by step, of main.log or metrics.jsonl
 
-The text is the Python code of the packages that constraints.txt pins, 22,206 files in a random order: it is there after
-`make install`. llm.c (github.com/karpathy/llm.c) is built with `make train_gpt2cu USE_CUDNN=1`. With `--gpus N`,
-llmc.sh starts N ranks on one host, which find each other by a file in OUT and use ZeRO-1, as skytrain does.
+The text is the Python code of the packages that constraints.txt pins, in a random order of its files: it is there after
+`make install`. Other versions of the packages are another text. llm.c (github.com/karpathy/llm.c) is built with
+`make train_gpt2cu USE_CUDNN=1`, for several GPUs with NCCL. With `--gpus N`, llmc.sh starts N ranks on one host, which
+find each other by a file in OUT and use ZeRO-1, as skytrain does. SHARDS and OUT: absolute paths.
 
-The batches of the two differ. llm.c shuffles blocks of micro_batch_size x block_size tokens, so a micro-batch is
-contiguous text (llmc/dataloader.h). skytrain shuffles windows of block_size tokens. `shuffle` writes shards with their
-windows in a random order; from these llm.c reads shuffled windows too. So the effect of the order shows by itself.
+The batches of the two differ. llm.c shuffles blocks of GPUs x micro_batch_size x block_size tokens, so the
+micro-batches of all ranks are one piece of contiguous text (llmc/dataloader.h). skytrain shuffles windows of block_size
+tokens. `shuffle` writes shards with their windows in a random order; from these llm.c reads shuffled windows too. So
+the effect of the order shows by itself.
 """
 
 import argparse
@@ -50,16 +52,24 @@ runtime: {{micro_batch_size: 64, processes: {gpus}}}
 """
 LLMC = """\
 set -e
-mkdir -p "$2"
-rm -f "$2/ncclUniqueId.sync"
-rank={gpus}
-while [ $rank -gt 0 ]; do
-    rank=$((rank - 1))
-    ./train_gpt2cu -i "$1/train_*.bin" -j "$1/val_*.bin" -o "$2" -e d12 -b 64 -t 1024 -d {batch_tokens} -x {steps} \\
-        -l 0.0006 -u 100 -q 0.0 -c 0.1 -v 100 -m {val_batches} -s 0 -h 0 -r 0 -ge 2 \\
-        -z {zero} -pn {gpus} -pr $rank -pg {gpus} -pi fs -pp "$2" &
+shards=$1 out=$2
+rank() {{
+    exec ./train_gpt2cu -i "$shards/train_*.bin" -j "$shards/val_*.bin" -o "$out" -e d12 -b 64 -t 1024 \\
+        -d {batch_tokens} -x {steps} -l 0.0006 -u 100 -q 0.0 -c 0.1 -v 100 -m {val_batches} -s 0 -h 0 -r 0 -ge 2 \\
+        -z {zero} -pn {gpus} -pr "$1" -pg {gpus} -pi fs -pf "$out"
+}}
+mkdir -p "$out"
+rm -f "$out/ncclUniqueId.sync"
+trap 'exit 130' INT TERM
+trap 'kill $others 2>/dev/null || :' EXIT  # ranks whose peer has failed would wait in NCCL
+others= other=1
+while [ $other -lt {gpus} ]; do
+    rank $other &
+    others="$others $!"
+    other=$((other + 1))
 done
-wait $!  # rank 0, started last; a rank that fails leaves the others waiting in NCCL
+(rank 0)
+wait
 """
 VAL_TOKENS = 1_048_576
 MICRO_BATCH_TOKENS = 64 * 1024
@@ -67,11 +77,13 @@ MICRO_BATCH_TOKENS = 64 * 1024
 
 def prepare(folder: Path, packages: Path, steps: int, batch_tokens: int, gpus: int) -> None:
     """Write FOLDER/text/NNNNNN.txt, FOLDER/recipe.yaml and FOLDER/llmc.sh."""
+    if gpus < 1 or VAL_TOKENS // MICRO_BATCH_TOKENS % gpus:
+        raise UserError(f"--gpus {gpus}: must share a validation of {VAL_TOKENS:,} tokens; choose 1, 2, 4, 8 or 16")
     at_once = gpus * MICRO_BATCH_TOKENS
-    if batch_tokens % at_once or VAL_TOKENS % at_once:
+    if batch_tokens < 1 or batch_tokens % at_once:
         raise UserError(
-            f"--batch-tokens {batch_tokens}, --gpus {gpus}: a step, and a validation of {VAL_TOKENS} tokens, must be "
-            f"whole micro-batches of {MICRO_BATCH_TOKENS} tokens a GPU; choose a multiple of {at_once}"
+            f"--batch-tokens {batch_tokens}: must be whole micro-batches of {MICRO_BATCH_TOKENS:,} tokens on {gpus} "
+            f"GPU(s); choose a multiple of {at_once}"
         )
     paths = sorted(path for path in packages.rglob("*.py") if path.is_file() and path.stat().st_size)
     if not paths:

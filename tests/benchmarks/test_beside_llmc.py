@@ -9,6 +9,15 @@ from benchmarks.beside_llmc import prepare
 from pipelines.recipe import load_recipe
 from trainer.errors import UserError
 
+# The options that llm.c's parser knows (train_gpt2.cu at f1e2ace), of those that the command uses. It exits on another.
+KNOWN = "i j e o b t d x l u q c v m s h r ge z pn pr pg pi pf"
+MOCK = f"""#!/bin/sh
+echo "$@" >>calls
+while [ $# -gt 0 ]; do
+    case " {KNOWN} " in *" ${{1#-}} "*) shift 2 ;; *) echo "unknown: $1" >&2; exit 1 ;; esac
+done
+"""
+
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
@@ -18,31 +27,54 @@ def packages(tmp_path: Path) -> Path:
     return folder
 
 
+def llmc(folder: Path, mock: str) -> subprocess.CompletedProcess[str]:
+    program = folder / "train_gpt2cu"
+    program.write_text(mock)
+    program.chmod(0o755)
+    command = ["sh", "llmc.sh", "shards", str(folder / "out")]
+    return subprocess.run(command, cwd=folder, timeout=60, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_every_rank_of_a_mock_llmc_gets_the_batch_steps_and_rate_of_the_recipe(tmp_path, packages, gpus):
+def test_every_rank_of_a_mock_llmc_gets_the_training_of_the_recipe(tmp_path: Path, packages: Path, gpus: int) -> None:
     prepare(tmp_path, packages, steps=700, batch_tokens=262_144, gpus=gpus)
     recipe = load_recipe(str(tmp_path / "recipe.yaml"))
-    mock = tmp_path / "train_gpt2cu"
-    mock.write_text('#!/bin/sh\necho "$@" >> calls\n')
-    mock.chmod(0o755)
-    out = tmp_path / "out"
-    subprocess.run(["sh", "llmc.sh", "shards", str(out)], cwd=tmp_path, check=True)
-    subprocess.run(["sh", "-c", "until [ $(wc -l < calls) -ge " + str(gpus) + " ]; do sleep 0.1; done"], cwd=tmp_path)
+    done = llmc(tmp_path, MOCK)
+    assert done.returncode == 0, done.stderr
     calls = []
     for line in (tmp_path / "calls").read_text().splitlines():
         words = line.split()
         calls.append(dict(zip(words[::2], words[1::2], strict=True)))
     assert sorted(call["-pr"] for call in calls) == [str(rank) for rank in range(gpus)]
     assert recipe.runtime.processes == gpus
+    train = recipe.train
     for call in calls:
-        assert int(call["-pn"]) == gpus and Path(call["-pp"]) == out
-        assert int(call["-d"]) == recipe.train.batch_tokens == 262_144
-        assert int(call["-x"]) == recipe.train.max_steps == 700
-        assert float(call["-l"]) == recipe.train.learning_rate
-        assert int(call["-b"]) == recipe.runtime.micro_batch_size
-        assert int(call["-m"]) * int(call["-b"]) * int(call["-t"]) * gpus == recipe.train.val_tokens
+        assert (call["-pi"], Path(call["-pf"])) == ("fs", tmp_path / "out")
+        assert int(call["-pn"]) == int(call["-pg"]) == gpus
+        assert (int(call["-d"]), int(call["-x"])) == (train.batch_tokens, train.max_steps) == (262_144, 700)
+        assert (float(call["-l"]), int(call["-u"])) == (train.learning_rate, train.warmup_steps)
+        assert (float(call["-c"]), int(call["-v"])) == (train.weight_decay, train.val_every)
+        assert (int(call["-b"]), int(call["-t"])) == (recipe.runtime.micro_batch_size, recipe.model.block_size)
+        assert int(call["-m"]) * int(call["-b"]) * int(call["-t"]) * gpus == train.val_tokens
+        assert int(call["-z"]) == (1 if gpus > 1 else 0)
 
 
-def test_a_batch_that_the_gpus_cannot_share_is_refused(tmp_path, packages):
-    with pytest.raises(UserError, match="choose a multiple of 196608"):
-        prepare(tmp_path, packages, steps=700, batch_tokens=524_288, gpus=3)
+def test_a_mock_llmc_whose_rank_0_fails_takes_the_other_ranks_with_it(tmp_path: Path, packages: Path) -> None:
+    prepare(tmp_path, packages, steps=700, batch_tokens=262_144, gpus=4)
+    waits = '#!/bin/sh\ncase "$*" in *"-pr 0 "*) sleep 0.5; exit 3 ;; esac\necho $$ >>others\nexec sleep 600\n'
+    assert llmc(tmp_path, waits).returncode == 3  # its pipes close only when all ranks have ended
+    assert len((tmp_path / "others").read_text().split()) == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gpus", "message"),
+    [
+        (196_608, 3, "--gpus 3: .* choose 1, 2, 4, 8 or 16"),
+        (196_608, 2, "--batch-tokens 196608: .* multiple of 131072"),
+    ],
+)
+def test_a_batch_that_the_gpus_cannot_share_is_refused(
+    tmp_path: Path, packages: Path, tokens: int, gpus: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path, packages, steps=700, batch_tokens=tokens, gpus=gpus)
