@@ -484,8 +484,8 @@ def text_name(recipe: Recipe) -> str:
 
 
 def is_fineweb(recipe: Recipe) -> bool:
-    """Whether the text is FineWeb or a part of it such as FineWeb-Edu, by its name."""
-    return "fineweb" in text_name(recipe).lower()
+    """Whether all of the text is FineWeb or a part of it such as FineWeb-Edu, by the names of its sources."""
+    return all("fineweb" in one.named.lower() for one in recipe.tokens.each())
 
 
 def shape_of(recipe: Recipe) -> tuple[str, int, int, int]:

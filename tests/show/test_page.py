@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.artifacts.manifest import File, Manifest, key_of
-from pipelines.recipe import load_recipe
+from pipelines.recipe import SourceConfig, load_recipe
 from pipelines.show import live
 from pipelines.show.bill import print_bill
 from pipelines.show.card import passed_text
@@ -277,6 +277,11 @@ def test_the_loss_of_gpt2_is_no_target_on_another_text() -> None:
     code = load_recipe("gpt2-124m", ["tokens.source=code/*.txt"])
     rows = targets(code, "124M", code.train.max_steps, 1.2, 0.25)
     assert [(row["what"], row["met"]) for row in rows] == [("steps", True), ("HellaSwag at least GPT-2 124M's", False)]
+    web, other = (SourceConfig(source=name, weight=1) for name in ("hf://datasets/HuggingFaceFW/fineweb", "code/*.txt"))
+    for sources, compares in (([web, web], True), ([web, other], False)):
+        tokens = code.tokens.model_copy(update={"source": "", "sources": sources})
+        mixture = code.model_copy(update={"tokens": tokens})
+        assert any("val loss" in row["what"] for row in targets(mixture, "124M", 5, 1.2, None)) is compares
 
 
 @pytest.mark.parametrize("size", SHAPES)
@@ -454,12 +459,16 @@ def test_the_time_axis_has_round_numbers_of_one_unit_and_consecutive_waits_are_o
     assert browser.heard(*COMPLAINTS) == []
 
 
-def busy_page(store: LocalStore, path: Path, log: Path, fineweb: bool = True) -> None:
+FINEWEB = {"source": "hf://datasets/HuggingFaceFW/fineweb-edu", "revision": "0" * 40}
+
+
+def busy_page(store: LocalStore, path: Path, log: Path, text: dict[str, str] = FINEWEB) -> None:
     """A page whose references have little room: GPT-2's shape, losses near all of them, and llm.c's curve."""
     run = run_in(store, "crowded", steps=400)
     recipe = run.recipe | {"model": run.recipe["model"] | {"n_layer": 12, "n_head": 12, "n_embd": 768}}
+    recipe["tokens"] = recipe["tokens"] | text
     data = json.loads(json.dumps(run_data(Run(store, replace(run, recipe=recipe)))))
-    data["size"], data["tokenizer"], data["fineweb"] = "124M", "gpt2", fineweb
+    data["size"], data["tokenizer"] = "124M", "gpt2"
     for metric, values in data["series"].items():
         for curve in values.values():
             curve["y"] = [y + 0.9 if metric.endswith("loss") else y for y in curve["y"]]
@@ -520,7 +529,7 @@ def test_the_losses_of_gpt2_are_not_drawn_beside_another_text(
     store: LocalStore, tmp_path: Path, browser: Browser, shared_data: Path
 ) -> None:
     path = tmp_path / "report.html"
-    busy_page(store, path, shared_data / "llmc_124M_main.log", fineweb=False)
+    busy_page(store, path, shared_data / "llmc_124M_main.log", {"source": "code/*.txt"})
     browser.screen(1400)
     browser.open(path)
     loss, hellaswag = browser.js(OVERLAPS)

@@ -207,7 +207,7 @@ function allAt(curves, x) {
 }
 
 const usesReferences = () => visible().some((source) => source.overlay || source.tokenizer === "gpt2");
-const lossesCompare = () => usesReferences() && page.runs.some((run) => run.fineweb);  // of one text only
+const lossesCompare = () => usesReferences() && visible().some((source) => source.fineweb);  // of one text only
 const referencesOf = (metrics) =>
   metrics.flatMap((metric) => ((metric === "val/loss" ? lossesCompare() : usesReferences()) && page.references[metric]) || []);
 
