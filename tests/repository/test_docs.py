@@ -76,34 +76,11 @@ def test_the_readme_is_one_screen() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_the_readme_gives_the_size_of_the_trainer() -> None:
-    (said,) = re.findall(r"our trainer alone has some ([\d,]+) lines", (ROOT / "README.md").read_text())
-    lines = sum(len(path.read_text().splitlines()) for path in sources("trainer"))
-    assert abs(int(said.replace(",", "")) / lines - 1) < 0.05, f"the trainer has {lines:,} lines"
-
-
 def test_pictures_are_small_and_name_no_web_font() -> None:
     pictures = list((DOCS / "pictures").iterdir())
     assert {path.name for path in pictures} == {"card.svg", "report.png", "two_gpus_beside_llmc.png"}
     assert all(path.stat().st_size < PICTURE_BYTES for path in pictures)
     assert "url(" not in (DOCS / "pictures" / "card.svg").read_text().replace("url(#", "")
-
-
-def described() -> set[str]:
-    """Files with a line in docs/architecture.md: a row below the heading of its folder."""
-    rooms = re.split(r"^### `([\w/]+)/`$", (DOCS / "architecture.md").read_text(), flags=re.MULTILINE)
-    return {
-        f"{room}/{name}"
-        for room, text in zip(rooms[1::2], rooms[2::2], strict=True)
-        for name in re.findall(r"^\| `([\w.]+\.py)` \| \S", text, re.MULTILINE)
-    }
-
-
-def test_every_source_file_has_its_line_in_the_architecture() -> None:
-    files = {str(path.relative_to(ROOT)) for path in sources("trainer", "pipelines", "benchmarks")}
-    files = {name for name in files if not name.endswith("__init__.py")}
-    assert sorted(files - described()) == [], "add a line to docs/architecture.md"
-    assert sorted(described() - files) == [], "remove these lines from docs/architecture.md"
 
 
 def test_every_command_is_in_the_operations() -> None:
