@@ -1,10 +1,12 @@
 """Side-by-side measurements. Each module is a command: `python -m benchmarks.NAME`."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.errors import EXIT_MISTAKE, UserError
+from trainer.parallel import World
 
 
 def run_as_command(main: Callable[[], int | None]) -> NoReturn:
@@ -14,3 +16,9 @@ def run_as_command(main: Callable[[], int | None]) -> NoReturn:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_MISTAKE)
+
+
+def rank_0_prints(world: World) -> None:
+    """Let the other ranks print nothing on stdout."""
+    if world.rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import run_as_command
-from benchmarks.ranks import rank_0_prints
+from benchmarks import rank_0_prints, run_as_command
 from pipelines.recipe import Recipe, load_recipe
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState, checkpoint_seconds

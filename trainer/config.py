@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.model_config import Section
 
 # The assumed life of a spot node, or of a node of an unknown market, until a run has attempts of its own. In the seven
-# recorded markets that benchmarks/goodput.py replays, machines were available for 2,833 hours in 1,328 stretches: 2.1
+# recorded markets of "Can't Be Late" (Wu et al. 2024), machines were available for 2,833 hours in 1,328 stretches: 2.1
 # hours at a time on average, 0.7 to 6.1 in single markets.
 PRIOR_SECONDS_BETWEEN_FAILURES = 2 * 3600.0
 

@@ -8,7 +8,7 @@ during the wait, and it runs on the standby, which SkyPilot rents when no cloud 
 train exits with code 75, and SkyPilot tries all of train's machines again.
 
 One rule holds on both, before and while train trains: once the slack is too short, train commits and exits with code 0.
-Evaluate first finishes the training. benchmarks/deadline.py measures the savings.
+Evaluate first finishes the training. docs/measurements.md has the savings.
 """
 
 import os

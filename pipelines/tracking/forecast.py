@@ -7,8 +7,8 @@ and a prior that counts as one wait (a Bayesian bootstrap: each draw has new wei
 and then interrupt often, so the past predicts the future less well than in a Poisson process: any number of past losses
 and waits narrows the spread of the draws as if there had been one.
 
-The middle is the median; eight of ten runs should end between low and high. benchmarks/forecast.py measures on
-recorded spot markets how often they do, and the error of the middle.
+The middle is the median; eight of ten runs should end between low and high. docs/measurements.md has
+how often they did in a replay of recorded spot markets, and the error of the middle.
 """
 
 import math

@@ -1,16 +1,9 @@
-"""The forecast of a run's remaining time and cost comes from its own attempts, and its interval has its coverage.
-
-The replay is in benchmarks/forecast.py.
-"""
+"""The forecast of a run's remaining time and cost comes from its own attempts."""
 
 import math
-import random
-from pathlib import Path
 
 import pytest
 
-from benchmarks import forecast as simulation
-from benchmarks import spot_traces
 from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import Forecast, forecast
 from pipelines.tracking.records import Heartbeat, Machine, Progress
@@ -106,36 +99,3 @@ def test_a_run_that_loses_its_machines_before_it_makes_progress_has_no_end() -> 
 
 def test_the_same_question_has_the_same_answer() -> None:
     assert told_of((0, 1), (2, 3)) == told_of((0, 1), (2, 3))
-
-
-def test_the_interval_has_its_promised_coverage_if_the_model_holds() -> None:
-    draw = random.Random(1)
-    scores = simulation.Scores([], [], [])
-    for _ in range(100):
-        spells, now = [], 0.0
-        for _ in range(120):
-            life, wait = draw.expovariate(1 / 7200), draw.expovariate(1 / 5760)
-            spells.append((now, now + life))
-            now += life + wait
-        replayed = simulation.replay(spells, 12 * 3600.0)
-        assert replayed
-        asked, end = replayed
-        at = asked[1]
-        forecasted = forecast(at.attempts, at.steps_left, at.now)
-        assert forecasted
-        scores.add(forecasted.hours, (end.now - at.now) / 3600, at.now / 3600)
-    # 80 of them, give or take 12 at three sigmas; here it is wider than it need be, as real markets need it.
-    assert 68 <= sum(scores.held) <= 99
-
-
-def test_on_recorded_markets_the_dollars_are_right_to_a_few_percent(
-    shared_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(simulation, "STARTS", 3)
-    everything = {share: (simulation.Scores([], [], []), simulation.Scores([], [], [])) for share in simulation.AT}
-    for trace in spot_traces.load(shared_data / "spot-traces"):
-        simulation.scores(trace, 6.0, everything)
-    for usd, _ in everything.values():
-        assert len(usd.held) >= 15
-        assert sorted(usd.of_rest)[len(usd.of_rest) // 2] < 0.05
-        assert sum(usd.held) >= len(usd.held) / 2
