@@ -44,13 +44,12 @@ STUCK_MINUTES, STUCK_STEPS = 10.0, 20
 # Compiling, loading 19 GB and the last upload report no progress of their own.
 OUTSIDE_STEPS_FACTOR = 6.0
 # Of each phase of a start: reading Python's packages, finding the other ranks, the first exchange over the GPUs'
-# links, the comparison of the machines, and the compiled kernels of earlier attempts (some requests to the store).
+# links, and the comparison of the machines.
 START_MINUTES = {
     "imports": 10.0,
     "rendezvous": 10.0,
     "first exchange": 10.0,
     "health check": 10.0,
-    "kernel cache": 15.0,
 }
 STARTED = "started"
 STRAGGLER = 1.10  # times the median of all ranks, in the median of some steps (trainer/pace.py)

@@ -24,7 +24,7 @@ from trainer.errors import FULL, DiskFull, NotAFile, StoreUnavailable, UserError
 # An incomplete file has a temporary name with this prefix. `entries` leaves such names out, because a killed process
 # leaves such files. So no key may have the prefix.
 PARTIAL = ".partial-"
-# Bytes of an object that `get` reads as a whole. The largest ones of ours, packs of kernels, have 64 MiB.
+# Bytes of an object that `get` reads as a whole. The largest of ours are records of 64 MiB.
 LARGEST = 512 << 20
 # Errors of a disk or a file server that may pass.
 FAILING = {errno.EIO, errno.ELOOP, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.ENODEV}

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.artifacts.kernel_cache import KernelCache
 from pipelines.artifacts.manifest import Manifest, place_of, read_manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
@@ -75,11 +74,6 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
     # Where a shard lies: adopted ones are in another store, or belong to another artifact.
     shard_store, shard_key = place_of(store, tokens.prefix, (tokens.files or [tokens.file(val_shards[0].name)])[0])
 
-    def begin(world: "World") -> int:
-        starting("kernel cache")
-        bring_kernels(store, cache, recipe, world, clock)
-        return spec.attempt
-
     job = RankJob(
         model=recipe.model,
         train=recipe.train,
@@ -92,7 +86,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         prefix=spec.prefix,
         folder=folder,
         checkpoint_folder=folder / "checkpoint",
-        begin=begin,
+        begin=lambda world: spec.attempt,
         superseded=lambda attempt: latest_number(store, spec.prefix) > attempt,
         clock=clock,
         reached=spec.reached,
@@ -182,16 +176,6 @@ def evaluate_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, s
             world.gather(None)  # rank 0 is the last to finish
     world.close()
     return EXIT_DONE
-
-
-def bring_kernels(store: Store, cache: Path, recipe: Recipe, world: "World", clock: PhaseClock) -> None:
-    """Start every node with the kernels that an earlier attempt compiled, and keep new ones for the next."""
-    if kernels := KernelCache.here(store, cache, recipe, world.device):
-        if world.local_rank == 0:
-            kernels.fetch()
-        world.gather(None)  # wait until every node has them
-        if world.rank == 0:
-            kernels.save_from_first_step(lambda: clock.current)
 
 
 if __name__ == "__main__":

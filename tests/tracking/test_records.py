@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from pipelines.artifacts.kernel_cache import Group
 from pipelines.artifacts.manifest import Manifest
 from pipelines.cloud.claims import LaunchClaim
 from pipelines.cloud.request import LaunchRecord
@@ -209,7 +208,6 @@ RECORDS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
     "clusters": (lambda body: record_in(list[Interval], b"[" + body + b"]", "clusters"), INTERVAL),
     "receipt of a shard": (lambda body: ShardReceipt.from_json(decoded(body, "shard")), SHARD),
     "receipt of a checkpoint": (lambda body: record_in(FileReceipt, body, "receipt"), CHECKPOINT_FILE),
-    "list of kernels": (lambda body: record_in(Group, body, "group"), {"child_paths": {"a.cubin": "/x/a.cubin"}}),
 }
 
 

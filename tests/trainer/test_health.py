@@ -229,7 +229,7 @@ def test_the_watchdog_does_not_count_time_in_which_it_did_not_run(monkeypatch: p
     assert next(looks) > 5 * 3600 and reports == []
 
 
-@pytest.mark.parametrize(("phase", "minutes"), [("imports", 10), ("rendezvous", 10), ("kernel cache", 15)])
+@pytest.mark.parametrize(("phase", "minutes"), [("imports", 10), ("rendezvous", 10)])
 def test_a_start_has_a_limit_for_each_phase(phase: str, minutes: float) -> None:
     def limit(watchdog_minutes: Any) -> float:
         watch = StartWatch(RuntimeConfig(watchdog_minutes=watchdog_minutes), 0)
