@@ -19,7 +19,6 @@ from pipelines.provenance import code_tags, provenance
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
 from pipelines.stage import STAGES, Built, Work, all_made, missing, run_name, stage_named
-from pipelines.text.growing import maker_begins_by, unfinished
 from pipelines.text.tokenizer import keep_tokenizer
 from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, cost_metrics
 from pipelines.tracking.deaths import after_death
@@ -30,7 +29,6 @@ from pipelines.tracking.ledger import (
     claim,
     close_dead_attempt,
     is_alive,
-    is_worked_on,
 )
 from pipelines.tracking.mlflow.parent import finished_model, parent_files, parent_params, parent_results, parent_tags
 from pipelines.tracking.mlflow.tracker import Tracker
@@ -135,30 +133,9 @@ class Pipeline:
         for stage in STAGES[: STAGES.index(last) + 1]:
             self.stop.check()
             self.skipped[stage] = False
-            if stage == "tokenize" and last != stage and self._can_follow_tokens():
-                self.made[stage] = unfinished(self.plans[stage].prefix, identity=self.plans[stage].identity)
-                continue
             self.made[stage] = self._existing(stage) or self._make(stage)
             if stage == "train" and self.head:
                 self.head.release_workers()
-            if stage == "train" and not self.made["tokenize"].files:
-                del self.made["tokenize"]
-                if last != stage:
-                    self.made = {"tokenize": self._existing("tokenize") or self._make("tokenize"), **self.made}
-
-    def _can_follow_tokens(self) -> bool:
-        """Whether training may begin while another process makes the tokens, or is about to."""
-        plan = self.plans["tokenize"]
-        if not self.recipe.train.follow_tokens or find(self.store, plan):
-            return False
-        if is_worked_on(self.store, plan.prefix):
-            self.screen.note(f"[bold]tokenize[/]  {plan.prefix} is being made; training follows its shards")
-            return True
-        beats = attempts(self.store, plan.prefix)
-        if time.time() >= maker_begins_by() or (beats and beats[-1].state == "failed"):
-            return False
-        self.screen.note(f"[bold]tokenize[/]  training follows the shards of {plan.prefix}, which another job makes")
-        return True
 
     def _existing(self, stage: str) -> Manifest | None:
         manifest = find(self.store, self.plans[stage])
@@ -220,8 +197,8 @@ class Pipeline:
     def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
         """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none.
 
-        A rented machine does not wait for longer than RIVAL_SECONDS, except for the tokens of its own launch: it raises
-        Stopped, or Interrupted if the other attempt is of the same job, which its controller then places anew.
+        A rented machine does not wait for longer than RIVAL_SECONDS: it raises Stopped, or Interrupted if the other
+        attempt is of the same job, which its controller then places anew.
         """
         last: Heartbeat | None = None
         began = silent_since = time.monotonic()
@@ -239,8 +216,7 @@ class Pipeline:
                 return newest
             self.stop.check()
             cluster = self.billing.machine.cluster
-            beside = plan.stage == "tokenize" and maker_begins_by()  # the other job of this launch
-            if cluster and not beside and time.monotonic() - began > RIVAL_SECONDS:
+            if cluster and time.monotonic() - began > RIVAL_SECONDS:
                 works = f"attempt {newest.attempt} on {newest.process.host} works on {plan.stage}"
                 reason = f"{works}, so this rented machine is released"
                 self.stop.ask(reason, Interrupted if newest.machine.cluster == cluster else Stopped)

@@ -301,11 +301,6 @@ class Recipe(Section):
             self.check_vocab_size(vocab_size_of(self.tokens.tokenizer))
         sequences_per_step(self.model, self.train)
         self._family_is_served()
-        if self.train.follow_tokens and not self.tokens.val_whole_shards:
-            raise ValueError(
-                "train.follow_tokens needs a validation split that is known before the text ends; set "
-                "tokens.val_shards to 1, without val_fraction and val_tokens"
-            )
         self._target_is_measured()
         self._splits_hold_a_sequence()
         return self

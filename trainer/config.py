@@ -210,12 +210,6 @@ class TrainConfig(Section):
         description="run:NAME@STEP: begin with the whole state of a commit of another run in the same store, its "
         "moments, step and position in the text, too; `skytrain branch` writes it; null: a run of its own",
     )
-    follow_tokens: bool = Field(
-        default=False,
-        description="Begin to train while tokenize still runs: the first epoch reads the shards in the order of their "
-        "numbers, and waits for those that are not there yet. The order is the same whenever tokenize ends; "
-        "needs tokens.val_shards",
-    )
 
     @property
     def first_step(self) -> int:
@@ -304,8 +298,6 @@ def identity_of(train: TrainConfig) -> dict[str, Any]:
     if train.optimizer == "adamw":
         for name in ("optimizer", *MUON_FIELDS):
             del values[name]
-    if not train.follow_tokens:
-        del values["follow_tokens"]
     for name in ADDED_FIELDS:
         if (value := values.pop(name)) is not None:
             values[name] = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value

@@ -6,7 +6,7 @@ millisecond. A separate stream copies them in the form of the file, 2 or 4 bytes
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,11 +21,8 @@ from trainer.amounts import micro_batch_count
 from trainer.packing import packed
 from trainer.shard_maps import MOST_MAPPED, PREFETCHED_SHARDS, Fetch, ShardMaps
 from trainer.shards import (
-    GrowingMixture,
-    GrowingOrder,
     Shard,
     check_ids,
-    growing_order,
     order_of,
     parts_of_mixture,
     sequence_digest,
@@ -33,7 +30,6 @@ from trainer.shards import (
 )
 
 T = TypeVar("T")
-More = Callable[[int], tuple[list[Shard], Collection[int]]]
 LARGE_SHARDS_AHEAD = 2  # their tokens are there before they are read
 MOST_PREFETCHED = 100  # shards, where many small ones have as many tokens
 PREFETCHED = 2  # micro-batches prefetched to a GPU: 1 MB each at 64 x 1024
@@ -44,9 +40,7 @@ class TokenData:
     as many as hold the tokens of two large shards, if the present ones and they fit into `budget_gb`, and one in any
     case.
 
-    `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards. `more` gives the
-    shards of a text that grows while it is read, behind a number of known ones, and the sources that get no others: {0}
-    of a single text.
+    `weights` are those of the sources of a mixture, `eot` begins the documents of packed shards.
     UserError for a shard with an id outside the vocabulary: here, or before its first token is read. For `fetch`, see
     `ShardMaps`.
     """
@@ -60,45 +54,19 @@ class TokenData:
         vocab_size: int = 1 << 32,
         weights: Sequence[float] = (),
         eot: int | None = None,
-        more: More | None = None,
         budget_gb: float | Literal["auto"] = "auto",
     ) -> None:
         check_ids(shards, vocab_size)
-        self.shards, self.block_size, self.vocab_size, self.more = shards, block_size, vocab_size, more
-        self.weights = weights
-        self._most_windows = self._windows_of_largest(shards)
+        self.shards, self.block_size, self.weights = shards, block_size, weights
+        self._most_windows = max((shard.windows(block_size) for shard in shards), default=0)
         self._budget = math.inf if budget_gb == "auto" else budget_gb * 1e9  # bytes
-        assert more is None or not shards, "a growing text begins without shards"
-        self.order = growing_order(block_size, seed, weights) if more else order_of(shards, block_size, seed, weights)
+        self.order = order_of(shards, block_size, seed, weights)
         assert eot is not None or all(shard.rows is None for shard in shards), "packed shards need their <|endoftext|>"
         pack = partial(packed, eot=eot or 0, row_tokens=block_size + 1)
         self._maps = ShardMaps(shards, fetch, vocab_size, pack, MOST_MAPPED + 2 * len(weights))
         self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in shards) else np.uint16
         self._feed: GpuFeed | None = None
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext  # entered while a shard is awaited
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all shards of the text are known."""
-        return self.order.whole
-
-    def lacks(self, sequences: range) -> bool:
-        """Whether the text has not grown to the end of these sequences yet."""
-        return not self.is_whole and sequences.stop > self.order.known
-
-    def runs_short(self, sequences: range) -> bool:
-        """Whether fewer than three shards are known behind these sequences, of a text that grows."""
-        enough = 3 + max(1, len(self.weights))
-        return not self.is_whole and len(list(islice(self.order.visits(sequences[-1]), enough))) < enough
-
-    def grow(self, shards: Sequence[Shard], ended: Collection[int]) -> None:
-        """Add the shards that `more` has found. UserError for an id outside the vocabulary."""
-        assert isinstance(self.order, GrowingOrder | GrowingMixture)
-        check_ids(shards, self.vocab_size)
-        self.shards.extend(shards)
-        self._most_windows = max(self._most_windows, self._windows_of_largest(shards))
-        self._dtype = np.uint32 if any(shard.token_bytes == 4 for shard in self.shards) else np.uint16
-        self.order.grow(shards, ended)
 
     def windows(self, places: Sequence[tuple[int, int]]) -> np.ndarray:
         """The tokens of windows, each given as (shard index, window index): (len(places), block_size + 1), uint16, or
@@ -150,9 +118,6 @@ class TokenData:
         else:
             yield from (to_device(self._windows(batch), device) for batch in batches)
         self._maps.prefetch(coming, self._further(following, {*present, *coming[:PREFETCHED_SHARDS]}))
-
-    def _windows_of_largest(self, shards: Iterable[Shard]) -> int:
-        return max((shard.windows(self.block_size) for shard in shards), default=0)
 
     def _further(self, sequences: range, near: set[int]) -> list[int]:
         """The shards beyond those of `near` that hold `sequences` and the next ones behind them: as many as two large

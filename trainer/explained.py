@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.errors import UserError, shown
+from trainer.model_config import REMOVED_FIELDS
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> UserError:
@@ -25,6 +26,8 @@ def _one_line(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     path, sections = _place(model, [str(p) for p in error["loc"]])
     known = [name for section in sections for name in section.model_fields]
     if error["type"] == "extra_forbidden":
+        if removed := REMOVED_FIELDS.get(".".join(path)):
+            return ".".join(path), f"was {removed}"
         families = [name for name, other in _families_at(model, path[:-1]).items() if path[-1] in other.model_fields]
         if families:
             other, here = " and ".join(families), sections[0].model_fields["family"].default

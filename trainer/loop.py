@@ -7,7 +7,6 @@ from the last commit with the same data and, at the same world size, the same lo
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,9 +33,6 @@ from trainer.process import StopSignal, failpoint, log_line
 from trainer.save_clock import SaveClock
 from trainer.shards import sequences_of
 from trainer.weights import Origin, open_weights
-
-LOOK_STEPS = 16  # steps between two looks for new shards, as long as few are known
-LOOK_SECONDS = 1.0  # between two looks of a run that waits for them
 
 
 def train(
@@ -135,17 +131,9 @@ def train(
                 if failure:
                     raise failure
                 return engine, state
-            of_all = sequences_of(state.data_step, model_config, config, rank=0, world_size=1)
-            if data.lacks(of_all) or (state.data_step % LOOK_STEPS == 0 and data.runs_short(of_all)):
-                there, failure = await_text(data, of_all, world, stop, watchdog, log)
-                if not there:
-                    agreed = replace(agreed, stop=True)
-                    continue
             started = time.perf_counter()  # time.time() may jump
             sequences, batch_tokens = sequences_at(state.data_step), batch_tokens_at(state.data_step, config)
             upcoming = sequences_at(state.data_step + 1)
-            if data.lacks(upcoming):
-                upcoming = range(0)
             batches = data.micro_batches(sequences, fit.micro_batch_size, world.device, upcoming)
             # Rank 0 finishes a save last: only it may request the next one, once it is no longer busy. With a commit
             # before it, an evaluation that is killed repeats no step.
@@ -182,37 +170,6 @@ def train(
                 checkpointer.prove()  # the loss of this step is that of the weights before it
             else:  # the weights may be ruined already
                 agreed = replace(agreed, save=False)
-
-
-def await_text(
-    data: TokenData, sequences: range, world: World, stop: StopSignal, watchdog: Watchdog, log: EventLog
-) -> tuple[bool, Exception | None]:
-    """Wait until a growing text has these sequences. A collective call: rank 0 looks for new shards, so that all ranks
-    know the same ones.
-
-    False once a rank was asked to stop, or if the shards cannot be had, with the error of this rank.
-    """
-    with log.clock.phase("data") if data.lacks(sequences) else nullcontext():
-        while True:
-            watchdog.progress()
-            found, failure = None, None
-            if world.rank == 0 and not stop.asked:
-                try:
-                    assert data.more
-                    found = data.more(len(data.shards))
-                except Exception as error:
-                    failure = error
-            seen = world.gather((found, stop.asked or failure is not None))
-            if seen[0][0]:
-                try:
-                    data.grow(*seen[0][0])
-                except UserError as error:  # on all ranks
-                    return False, error
-            if not data.lacks(sequences):
-                return True, None
-            if any(ends for _, ends in seen):
-                return False, failure
-            time.sleep(LOOK_SECONDS)
 
 
 @dataclass(frozen=True)

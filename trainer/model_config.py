@@ -8,6 +8,11 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+# Fields that recipes once had, each with the version that removed it and what to do instead.
+REMOVED_FIELDS = {
+    "train.follow_tokens": "removed in version 0.2: run `skytrain run RECIPE --stage tokenize` first",
+}
+
 
 class Section(BaseModel):
     """A strict, frozen part of a configuration. Unknown fields and wrong types are errors."""

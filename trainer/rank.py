@@ -1,6 +1,6 @@
 """One rank of a training run: its parts are assembled here, for `python -m trainer` and for the stage `train`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from trainer.checkpoint import Checkpointer
 from trainer.commits import TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, TrainConfig
-from trainer.data import More, TokenData
+from trainer.data import TokenData
 from trainer.evaluation import Evaluation
 from trainer.events import Compared, Event, EventLog
 from trainer.health import STARTED
@@ -19,7 +19,7 @@ from trainer.model_config import ModelConfig
 from trainer.parallel import World
 from trainer.process import StopSignal
 from trainer.shard_maps import Fetch
-from trainer.shards import Shard, reading_order
+from trainer.shards import Shard
 from trainer.store import Store
 from trainer.weights import Origin
 
@@ -58,7 +58,6 @@ class RankJob:
     eot: int | None = None  # begins the documents of packed shards
     compare: "Callable[[World], tuple[Compared, Exception | None]] | None" = None  # the machines, before training
     starting: Callable[[str], None] = lambda phase: None  # told each phase of the start, for a watchdog: `StartWatch`
-    more: More | None = None  # of `train.follow_tokens`, in place of `train_shards`; see `TokenData`
     kept: Store | None = None  # on this node's disk, for the last state if `store` takes no checkpoint
 
 
@@ -72,12 +71,6 @@ class Outcome:
     weights: Path | None
 
 
-def whole_text(shards: list[Shard], block_size: int, weights: Sequence[float]) -> More:
-    """A text, or a mixture, that has stopped growing."""
-    ordered = reading_order(shards, block_size, weights)
-    return lambda known: (ordered[known:], range(max(1, len(weights))))
-
-
 def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     """Train from the newest commit until the last step or a stop; rank 0 of a complete run writes the weights.
 
@@ -85,11 +78,7 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     """
     model, seed, budget = job.model, job.train.seed, job.runtime.data_cache_gb
     of_both = (job.fetch, model.block_size, seed, model.vocab_size)
-    if job.train.follow_tokens:
-        more = job.more or whole_text(job.train_shards, model.block_size, job.weights)
-        train_data = TokenData([], *of_both, weights=job.weights, eot=job.eot, more=more, budget_gb=budget)
-    else:
-        train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot, budget_gb=budget)
+    train_data = TokenData(job.train_shards, *of_both, weights=job.weights, eot=job.eot, budget_gb=budget)
     val_data = TokenData(job.val_shards, *of_both, weights=job.weights, budget_gb=0)  # it is small
     job.starting("rendezvous")
     world = World.start(job.runtime)

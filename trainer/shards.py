@@ -18,14 +18,13 @@ import heapq
 import math
 import os
 import re
-import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import accumulate, islice, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -173,9 +172,6 @@ def check_ids(shards: Iterable[Shard], vocab_size: int) -> None:
 class Order:
     """The shard and window of sequence number g of a run: a new permutation for each epoch."""
 
-    whole = True  # all shards of the text are known
-    known: float = math.inf  # sequences from this number on have no place yet
-
     def __init__(self, shards: Iterable[Shard], block_size: int, seed: int) -> None:
         self.windows = np.array([s.windows(block_size) for s in shards], dtype=np.int64)
         self.seed = seed
@@ -207,7 +203,7 @@ class Order:
 
     def visits(self, sequence: int) -> Iterator[tuple[int, int]]:
         """(first sequence number, shard index) for each shard that is read from `sequence` on, without end."""
-        while sequence < self.known:
+        while True:
             epoch, position = divmod(sequence, self.sequences_per_epoch)
             order, ends = self._shard_order(epoch)
             nth = int(np.searchsorted(ends, position, side="right"))
@@ -225,38 +221,6 @@ class Order:
         # RandomState's stream is frozen (NEP 19): an upgrade of numpy does not change the order.
         key_parts = [self.seed & 0xFFFFFFFF, self.seed >> 32, *key]
         return np.random.RandomState(np.array(key_parts, dtype=np.uint32)).permutation(n)
-
-
-class GrowingOrder(Order):
-    """The order of a text that grows while it is read: the first epoch reads its shards one after the other, as they
-    come. The text is whole before its second epoch, which permutes the shards as every other order does.
-
-    A sequence has the same place whenever it is asked for.
-    """
-
-    def __init__(self, block_size: int, seed: int) -> None:
-        self.block_size, self.seed = block_size, seed
-        self.windows = np.zeros(0, np.int64)
-        self.whole, self.known, self.sequences_per_epoch = False, 0, sys.maxsize  # grow changes them
-        self._shard_order = lru_cache(maxsize=2)(self._draw_shard_order)
-        self._window_order = lru_cache(maxsize=4)(self._draw_window_order)
-
-    def grow(self, shards: Iterable[Shard], ended: Collection[int]) -> None:
-        """Add shards; the text has `ended`, if that names a source. UserError for a whole text without a sequence."""
-        more = np.array([shard.windows(self.block_size) for shard in shards], dtype=np.int64)
-        self.windows = np.concatenate([self.windows, more])
-        total = int(self.windows.sum())
-        self.whole = bool(ended)
-        if self.whole and total == 0:
-            raise UserError(
-                f"tokens: no shard contains {self.block_size} + 1 tokens; give more text or a smaller model.block_size"
-            )
-        self._shard_order.cache_clear()
-        self.known = math.inf if self.whole else total
-        self.sequences_per_epoch = total if self.whole else sys.maxsize
-
-    def _draw_shard_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        return super()._draw_shard_order(epoch) if epoch else (np.arange(len(self.windows)), np.cumsum(self.windows))
 
 
 class Interleaving:
@@ -291,14 +255,10 @@ class Interleaving:
 class Mixture(Interleaving):
     """The order of several sources, each with an `Order` of its own. `shards` name their source."""
 
-    whole = True
-    known: float = math.inf
-    orders: Sequence[Order]
-
     def __init__(self, shards: Sequence[Shard], block_size: int, seed: int, weights: Sequence[float]) -> None:
         super().__init__(weights)
         self._shards = [[i for i, one in enumerate(shards) if one.source == n] for n in range(len(self.shares))]
-        self.orders = []
+        self.orders: list[Order] = []
         for number, mine in enumerate(self._shards):
             with naming_source(number):
                 self.orders.append(Order([shards[i] for i in mine], block_size, seed))
@@ -319,37 +279,11 @@ class Mixture(Interleaving):
 
     def visits(self, sequence: int) -> Iterator[tuple[int, int]]:
         """As `Order.visits`: the first sequence that is read from each shard."""
-        visits = heapq.merge(*(self._visits_of(source, sequence) for source in range(len(self.shares))))
-        return takewhile(lambda visit: visit[0] < self.known, visits)
+        return heapq.merge(*(self._visits_of(source, sequence) for source in range(len(self.shares))))
 
     def _visits_of(self, source: int, sequence: int) -> Iterator[tuple[int, int]]:
         for number, shard in self.orders[source].visits(self.read_before(sequence, source)):
             yield self.sequence(source, number), self._shards[source][shard]
-
-
-class GrowingMixture(Mixture):
-    """The order of several sources that grow while they are read. Each is read as by a `GrowingOrder`, and the shards
-    of all come in the order in which they are read first (`reading_order`)."""
-
-    orders: Sequence[GrowingOrder]
-
-    def __init__(self, block_size: int, seed: int, weights: Sequence[float]) -> None:
-        Interleaving.__init__(self, weights)
-        self._shards = [[] for _ in self.shares]
-        self.orders = [GrowingOrder(block_size, seed) for _ in self.shares]
-        self.whole, self.known = False, 0
-
-    def grow(self, shards: Sequence[Shard], ended: Collection[int]) -> None:
-        """Add shards; the sources of `ended` get no more. UserError for a whole source without a sequence."""
-        first = sum(map(len, self._shards))
-        for number, order in enumerate(self.orders):
-            mine = [i for i, shard in enumerate(shards) if shard.source == number]
-            self._shards[number] += [first + i for i in mine]
-            with naming_source(number):
-                order.grow([shards[i] for i in mine], {number} & set(ended))
-        self.whole = all(order.whole for order in self.orders)
-        known = (self.sequence(n, int(order.known)) for n, order in enumerate(self.orders) if not order.whole)
-        self.known = min(known, default=math.inf)
 
 
 @contextmanager
@@ -358,33 +292,6 @@ def naming_source(number: int) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"tokens.sources: source {number + 1}: {error}") from error
-
-
-def reading_order(shards: Iterable[Shard], block_size: int = 1, weights: Sequence[float] = ()) -> list[Shard]:
-    """The shards of a text in the order in which a `GrowingOrder` reads them: the first of each part, the second, …
-
-    The parts of a text grow at the same time (train_00_000000.bin, train_01_000000.bin, …). `weights`: of the sources
-    of a mixture, whose shards are in the order in which a `GrowingMixture` reads them first.
-    """
-    by_number = sorted(shards, key=lambda shard: [int(number) for number in re.findall(r"\d+", shard.name)[::-1]])
-    if not weights:
-        return by_number
-    texts = [[shard for shard in by_number if shard.source == n] for n in range(len(weights))]
-    return known_order(texts, range(len(weights)), block_size, weights)
-
-
-def known_order(
-    texts: Sequence[Sequence[Shard]], ended: Collection[int], block_size: int, weights: Sequence[float]
-) -> list[Shard]:
-    """The shards of the sources of a mixture in the order in which a `GrowingMixture` reads them first, up to the first
-    shard that is not there yet, of a source that has not `ended`. Each source's `texts` are in reading order."""
-    interleaving = Interleaving(weights)
-    begins = [list(accumulate((one.windows(block_size) for one in text), initial=0)) for text in texts]
-    limit = min((interleaving.sequence(n, begin[-1]) for n, begin in enumerate(begins) if n not in ended), default=None)
-    places = (
-        (interleaving.sequence(n, begin), n, i) for n, text in enumerate(begins) for i, begin in enumerate(text[:-1])
-    )
-    return [texts[n][i] for place, n, i in sorted(places) if limit is None or place < limit]
 
 
 def shares_of(weights: Sequence[float]) -> list[int]:
@@ -412,11 +319,6 @@ def shards_of(visits: Iterator[tuple[int, int]], sequences: range) -> list[int]:
 def order_of(shards: Sequence[Shard], block_size: int, seed: int, weights: Sequence[float]) -> Order | Mixture:
     """The order in which a run reads its shards; `weights` of the sources of a mixture, none of a single text."""
     return Mixture(shards, block_size, seed, weights) if weights else Order(shards, block_size, seed)
-
-
-def growing_order(block_size: int, seed: int, weights: Sequence[float]) -> GrowingOrder | GrowingMixture:
-    """The order in which a run reads shards that come while it trains."""
-    return GrowingMixture(block_size, seed, weights) if weights else GrowingOrder(block_size, seed)
 
 
 def sequences_of(step: int, model: ModelConfig, train: TrainConfig, rank: int, world_size: int) -> range:

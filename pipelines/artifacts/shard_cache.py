@@ -12,11 +12,11 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from pipelines.artifacts.manifest import DamagedArtifact, File, Manifest, download_verified, fetch, key_of, place_of
 from trainer.errors import DiskFull
@@ -52,18 +52,6 @@ def shards_in(tokens: Manifest, split: str) -> list["Shard"]:
     return shards
 
 
-class Files(Protocol):
-    """The files of an artifact: a manifest, or those that an unfinished one has so far."""
-
-    @property
-    def prefix(self) -> str: ...
-
-    @property
-    def files(self) -> Sequence[File]: ...
-
-    def file(self, name: str) -> File: ...
-
-
 @dataclass(frozen=True)
 class Held:
     """A shard that the cache holds, or the room that it keeps for a download."""
@@ -76,7 +64,7 @@ class Held:
 class ShardCache:
     """The shards of an artifact as local, verified files."""
 
-    def __init__(self, store: Store, manifest: Files, cache: Path, budget_gb: float | Literal["auto"]) -> None:
+    def __init__(self, store: Store, manifest: Manifest, cache: Path, budget_gb: float | Literal["auto"]) -> None:
         self.store, self.manifest, self.cache, self.budget_gb = store, manifest, cache, budget_gb
         self.folder = cache / SHARDS
         self._removing = self.folder / REMOVING

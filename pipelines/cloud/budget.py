@@ -9,7 +9,6 @@ command ends with exit code 76, which no launcher restarts by itself.
 import math
 import threading
 import time
-from typing import NamedTuple
 
 from pipelines.tracking.account import AttemptAccount, traffic_of
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, Meter
@@ -20,7 +19,6 @@ from trainer.process import StopSignal
 from trainer.store import Store
 
 LEAVE_SECONDS = 10.0  # from the last commit to the last heartbeat: torchrun and its ranks end, files are uploaded
-OTHERS_SECONDS = 60.0  # between two looks at the attempts that run beside this one
 TEARDOWN_SECONDS = 60.0  # assumed: a rented cluster is billed until SkyPilot has taken it down
 
 
@@ -53,37 +51,22 @@ def teardown_usd(attempt: AttemptAccount) -> float:
     return TEARDOWN_SECONDS / 3600 * attempt.nodes * (attempt.price_per_hour or 0.0)
 
 
-class Others(NamedTuple):
-    """The attempts of a run but one: their dollars, and what those that run cost an hour."""
-
-    usd: float = 0.0
-    usd_per_hour: float = 0.0
-
-
-def spent_by_others(store: Store, run: str, current: Heartbeat | None, price_per_hour: float) -> Others:
-    """The run's attempts in the store, without `current`. Hours of unknown price cost `price_per_hour`."""
+def spent_by_others(store: Store, run: str, current: Heartbeat | None, price_per_hour: float) -> float:
+    """Dollars of the run's attempts in the store, without `current`. Hours of unknown price cost `price_per_hour`."""
     recorded = find_run(store, run)
     if recorded is None:
-        return Others()
+        return 0.0
     own = (current.stage, current.attempt) if current else None
     others = [a for a in recorded.account.attempts if (a.stage, a.number) != own]
     spent = sum(a.bill.usd + a.bill.unpriced_hours * price_per_hour for a in others)
     # No heartbeat covers the removal of a cluster. A lost cluster, or one that runs the next attempt, is not removed.
     teardown = sum(teardown_usd(a) for a in others if a.state not in ("lost", "running"))
     outside = recorded.account.outside  # as far as `skytrain status` has recorded it
-    prices = [
-        a.nodes * (price_per_hour if a.price_per_hour is None else a.price_per_hour)
-        for a in others
-        if a.state == "running"
-    ]
-    return Others(spent + max(teardown, outside.usd + outside.unpriced_hours * price_per_hour), sum(prices))
+    return spent + max(teardown, outside.usd + outside.unpriced_hours * price_per_hour)
 
 
 class Budget:
-    """Watches a run's cost: call `begin` before its first attempt here, then `watch` with every heartbeat.
-
-    `beside`: other attempts may run at the same time, as that of the tokens which training follows.
-    """
+    """Watches a run's cost: call `begin` before its first attempt here, then `watch` with every heartbeat."""
 
     def __init__(
         self,
@@ -93,7 +76,6 @@ class Budget:
         run: str,
         batch_tokens: int,
         stop: StopSignal,
-        beside: bool = False,
     ) -> None:
         if billing.price_per_hour is None or billing.price_source == Billing().price_source:
             raise UserError(
@@ -102,8 +84,7 @@ class Budget:
         self.usd, self.store, self.run, self.batch_tokens, self.stop = usd, store, run, batch_tokens, stop
         self.price_per_hour, self.rented = billing.price_per_hour, billing.machine.cluster is not None
         self.usd_per_hour = billing.price_per_hour * billing.nodes
-        self.beside = beside
-        self._others, self._read = Others(), 0.0  # all attempts but the running one; when they were read, unix seconds
+        self._others = 0.0  # dollars of all attempts but the running one
         self._traffic = 0.0  # dollars of traffic of the running one
         self._attempt: tuple[str, int] | None = None
         self._timer: threading.Timer | None = None
@@ -123,22 +104,17 @@ class Budget:
 
     def watch(self, beat: Heartbeat) -> str | None:
         """A reason to stop, once it is time. Before that, a timer is set, because the store may delay a heartbeat."""
-        old = self.beside and time.time() - self._read >= OTHERS_SECONDS
-        if old or self._attempt != (beat.stage, beat.attempt):
+        if self._attempt != (beat.stage, beat.attempt):
             self._read_others(beat)
             self._attempt = (beat.stage, beat.attempt)
         self._traffic = traffic_of(beat).usd
         return self._message(self.spent(beat.started)) if self._arm(beat.started, beat.progress) <= 0 else None
 
     def spent(self, started: float) -> float:
-        others = self._others.usd
-        if self.beside:
-            others += self._others.usd_per_hour * (time.time() - self._read) / 3600
-        return others + self._traffic + self.usd_per_hour * max(0.0, time.time() - started) / 3600
+        return self._others + self._traffic + self.usd_per_hour * max(0.0, time.time() - started) / 3600
 
     def _read_others(self, current: Heartbeat | None) -> None:
         self._others = spent_by_others(self.store, self.run, current, self.price_per_hour)
-        self._read = time.time()
 
     def begun(self) -> bool:
         return self.store.get(f"runs/{self.run}.json") is not None
@@ -146,8 +122,7 @@ class Budget:
     def _arm(self, started: float, progress: Progress) -> float:
         """Set the timer again; the seconds until it asks the run to stop."""
         stopping = stopping_seconds(progress, self.batch_tokens, self.stop.grace_seconds, self.rented)
-        usd_per_hour = self.usd_per_hour + (self._others.usd_per_hour if self.beside else 0.0)
-        until_ask = seconds_until_ask(self.usd, self.spent(started), usd_per_hour, stopping)
+        until_ask = seconds_until_ask(self.usd, self.spent(started), self.usd_per_hour, stopping)
         if self._timer:
             self._timer.cancel()
         if 0 < until_ask < threading.TIMEOUT_MAX:

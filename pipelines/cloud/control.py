@@ -84,7 +84,6 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
     present = run.record.prefixes.values()
     # The last attempt of each stage: an earlier one that was killed says for ever that it runs.
     last = {one.prefix: one for one in sorted(run.heartbeats, key=lambda one: one.beat.attempt)}
-    # While training follows its tokens, two attempts run.
     stored = max(
         (one for prefix, one in last.items() if prefix in present),
         key=lambda one: (one.beat.stage == "train" and one.beat.state == "running", one.beat.started),
@@ -257,7 +256,7 @@ def running_attempt(run: Run) -> Heartbeat | None:
 
 
 def running_attempts(run: Run) -> list[Heartbeat]:
-    """The last heartbeats of the attempts that run: one, or also that of the tokens that training follows."""
+    """The last heartbeats of the attempts that run, the latest stage's first."""
     present = run.record.prefixes.values()
     running = [one for one in run.heartbeats if one.beat.state == "running" and one.prefix in present]
     return [

@@ -28,7 +28,7 @@ from pipelines.cloud.skypilot import (
     reach_api_server,
     submit_job,
 )
-from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, following, managed_job
+from pipelines.cloud.tasks import CLUSTERS, MachineRequest, ManagedJob, managed_job
 from pipelines.cloud.throughput import trains_on_a_small_gpu
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, check_export, missing
@@ -88,8 +88,6 @@ def planned_launch(
             f"skytrain run RECIPE --stage tokenize --store {store.uri}"
         )
     job = replace(job, tasks=tuple(task for task in job.tasks if task.name in stages))
-    if recipe.train.follow_tokens:
-        job = following(job)
     return Launch(request, recipe, plans, store, secrets, stages, job, here, unread)
 
 
@@ -122,7 +120,7 @@ def check_places(infra: str | None) -> None:
 def checked_job(
     launch: Launch, report: Report, note: Callable[[str], None], errors: list[UserError] | None = None
 ) -> "tuple[ManagedJob, list[Dag]]":
-    """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's (its chains).
+    """The job with its prices and without machines beyond the limits, in our types and in SkyPilot's.
 
     `report` gets every finding and the plan, as they come; `note` gets a line when SkyPilot's API server starts.
     UserError for a problem that would keep the job from running. A dry run gives a list for these `errors`: then all
@@ -151,7 +149,7 @@ def checked_job(
     with collected(errors):
         job = with_prices(job, request, report, None if launch.unread else place_of(store))
     with collected(errors):
-        dags = [dag_of(chain, launch.secrets) for chain in job.chains]
+        dags = [dag_of(job, launch.secrets)]
         for dag in dags if ask and not errors else []:
             ask_optimizer(dag, quiet=any(cloud not in CLUSTERS for cloud in job.clouds))  # their plan was reported
     return job, dags
@@ -198,7 +196,7 @@ def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
 
 
 def submit(launch: Launch, dags: "Iterable[Dag]") -> LaunchRecord:
-    """Claim and record the run, submit the chains of its job to SkyPilot, and record the launch.
+    """Claim and record the run, submit its job to SkyPilot, and record the launch.
 
     UserError if another launch of the run is not over.
     """

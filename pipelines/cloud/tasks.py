@@ -6,7 +6,6 @@ separately, as from `--secret`, so no dump of a task can hold one.
 """
 
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +15,11 @@ import yaml
 
 from pipelines.cloud.catalog import parse_node
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
-from pipelines.text.growing import MAKER_BEGINS_BY
 from trainer.errors import UserError
 
 CLUSTERS = ("slurm", "kubernetes", "k8s", "ssh")  # private clusters: no spot market, no price list
 CLUSTER_GPU = "H100"  # as in train.yaml; such a cluster seldom has smaller ones for evaluate
 STANDBY_CPUS, STANDBY_MEMORY = "2+", "8+"  # of the machine that polls for spot
-MAKER_SECONDS = 1800.0  # for a machine without GPUs, from the launch until it tokenizes
 MASKED = "(from your environment, not shown)"
 
 
@@ -97,12 +94,10 @@ class Task:
 
 @dataclass(frozen=True)
 class ManagedJob:
-    """A chain of tasks, one for each missing stage. SkyPilot's controller runs them one after another; with `follows`,
-    tokenize beside the others."""
+    """A chain of tasks, one for each missing stage. SkyPilot's controller runs them one after another."""
 
     name: str
     tasks: tuple[Task, ...]
-    follows: bool = False  # training follows its tokens
 
     @property
     def stages(self) -> list[str]:
@@ -113,24 +108,11 @@ class ManagedJob:
         """Every cloud that a task may run on."""
         return sorted({machine.cloud for task in self.tasks for machine in task.machines})
 
-    @property
-    def chains(self) -> "tuple[ManagedJob, ...]":
-        """The jobs to submit. A chain of SkyPilot runs one task at a time, and a group all of them at once."""
-        if not self.follows:
-            return (self,)
-        of_tokens = [task.name == "tokenize" for task in self.tasks]
-        return tuple(
-            ManagedJob(self.name, tuple(task for task, one in zip(self.tasks, of_tokens, strict=True) if one == first))
-            for first in (True, False)
-        )
-
     def task(self, stage: str) -> Task | None:
         return next((task for task in self.tasks if task.name == stage), None)
 
     def to_yaml(self, secrets: Iterable[str] = ()) -> str:
         """The documents as SkyPilot reads them. With the names of `secrets` in every task: for people."""
-        if self.follows:
-            return "---\n".join(chain.to_yaml(secrets) for chain in self.chains)
         masked = {"secrets": dict.fromkeys(secrets, MASKED)} if secrets else {}
         documents = [{"name": self.name}, *(task.to_yaml() | masked for task in self.tasks)]
         return yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, allow_unicode=True, width=120)
@@ -167,15 +149,6 @@ def managed_job(request: LaunchRequest, stages: Iterable[str], parts: int = 1, s
     if request.deadline and request.spot is None and {"train", "evaluate"} <= set(tasks):
         tasks |= deadline_tasks(tasks["train"], tasks["evaluate"], request.deadline)
     return replace(job, tasks=tuple(tasks.values()))
-
-
-def following(job: ManagedJob) -> ManagedJob:
-    """The job of a training that follows its tokens. Its tasks wait until the one beside them begins to make these."""
-    if not {"tokenize", "train"} <= set(job.stages):
-        return job
-    by = {MAKER_BEGINS_BY: f"{time.time() + MAKER_SECONDS:.0f}"}
-    tasks = (task if task.name == "tokenize" else replace(task, envs={**task.envs, **by}) for task in job.tasks)
-    return replace(job, tasks=tuple(tasks), follows=True)
 
 
 def read_task(folder: Path, stage: str) -> Task:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,7 +48,6 @@ class RankSpec:
     traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
     leave_slow: bool = False  # ranks of a machine that is slower than its peers leave it
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
-    sources: list[str] = field(default_factory=list)  # prefixes of the sources of a mixture that the run follows
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"recipe": self.recipe.model_dump()}

@@ -34,7 +34,7 @@ from pipelines.nodes.results import NodeResult, kind_and_message
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
 from pipelines.text.mixture import texts_of
-from pipelines.text.parts import PartsJob, PartsProgress, make_parts, make_texts, parts_in_order
+from pipelines.text.parts import PartsJob, PartsProgress, make_parts, parts_in_order
 from trainer.errors import Interrupted
 from trainer.process import StopSignal
 from trainer.store import Store
@@ -191,9 +191,9 @@ class Worker:
         folder = self._fresh_folder(self.plans["tokenize"], request.attempt)
 
         def make(check: Callable[[], None]) -> Iterator[PartsProgress]:
-            recipes_and_plans = texts_of(self.recipe, self.plans["tokenize"])
-            first, texts, weights = rank % len(recipes_and_plans), [], []
-            for n, (recipe, plan) in sorted(enumerate(recipes_and_plans), key=lambda one: (one[0] < first, one[0])):
+            texts = texts_of(self.recipe, self.plans["tokenize"])
+            first = rank % len(texts)
+            for recipe, plan in [*texts[first:], *texts[:first]]:
                 if recipe.tokens.adopts or find(self.store, plan):
                     continue
                 (folder / plan.name).mkdir(exist_ok=True)
@@ -211,9 +211,7 @@ class Worker:
                     waits=False,
                     shared=True,
                 )
-                texts.append(make_parts(job))
-                weights.append((self.recipe.tokens.weights or (1.0,))[n])
-            yield from make_texts(texts, weights if self.recipe.train.follow_tokens else None)
+                yield from make_parts(job)
 
         return Parts(rank, request.round, folder, make, self.connection)
 

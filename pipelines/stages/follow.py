@@ -52,16 +52,13 @@ SLOW_SHARE, LATE_SECONDS = 0.01, 10.0  # of the time of training that waits for 
 SIGNALS_SECONDS = 1.0  # Slurm ends the processes of a job one by one; torchrun may get its signal before this process
 
 
-def follow(work: Work, torchrun: subprocess.Popen[bytes], watch: Callable[[], None] | None = None) -> int | None:
-    """Follow the ranks until they end, and call `watch` all the time. Returns their last step; raises the error that
-    ended them early."""
+def follow(work: Work, torchrun: subprocess.Popen[bytes]) -> int | None:
+    """Follow the ranks until they end. Returns their last step; raises the error that ended them early."""
     follower = Follower(work, torchrun)
     exit_code: int | None = None
     with work.screen.bar("train", work.recipe.train.max_steps) as bar:
         for event in follow_events(work.folder / EVENTS_FILE, torchrun):
             follower.handle(event, bar)
-            if watch:
-                watch()
             follower.pass_on_stop()
             if work.head and work.head.has_failed():
                 exit_code = wait_or_kill(torchrun)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.artifacts.manifest import Manifest, place_of, read_manifest
+from pipelines.artifacts.manifest import place_of, read_manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
 from pipelines.nodes.health_check import compare_machines
@@ -23,7 +23,6 @@ from pipelines.recipe import Recipe
 from pipelines.stages.evaluate import FACTS_FILE, Measurement, validation_data
 from pipelines.stages.follow import EVENTS_FILE
 from pipelines.stages.measures import evaluation_in_training
-from pipelines.text.growing import GrowingSources, GrowingTokens, growing_tokens
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
 from pipelines.tracking.origins import find_other
@@ -61,26 +60,17 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
 
     recipe, store = spec.recipe, open_store(spec.store)
     clock = PhaseClock(started=spec.started)
-    tokens: Manifest | GrowingTokens | GrowingSources | None
-    if recipe.train.follow_tokens:
-        tokens = growing_tokens(store, spec.tokens, recipe, spec.sources)
-        train_shards, val_shards, more = [], tokens.val_shards(), tokens.more
-        eot = tokenizer_of(recipe.tokens, store, spec.tokens).eot_token if recipe.row_tokens else None
-    else:
-        tokens = read_manifest(store, spec.tokens)
-        assert tokens is not None, spec.tokens
-        train_shards, val_shards, more = shards_in(tokens, "train"), shards_in(tokens, "val"), None
-        eot = tokens.facts.get("eot")
+    tokens = read_manifest(store, spec.tokens)
+    assert tokens is not None, spec.tokens
     # Where a shard lies: adopted ones are in another store, or belong to another artifact.
-    shard_store, shard_key = place_of(store, tokens.prefix, (tokens.files or [tokens.file(val_shards[0].name)])[0])
+    shard_store, shard_key = place_of(store, tokens.prefix, tokens.files[0])
 
     job = RankJob(
         model=recipe.model,
         train=recipe.train,
         runtime=recipe.runtime,
-        train_shards=train_shards,
-        val_shards=val_shards,
-        more=more,
+        train_shards=shards_in(tokens, "train"),
+        val_shards=shards_in(tokens, "val"),
         fetch=ShardCache(store, tokens, cache, recipe.runtime.data_cache_gb).fetch,
         store=store,
         prefix=spec.prefix,
@@ -96,7 +86,7 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
             evaluation_in_training, recipe, lambda: tokenizer_of(recipe.tokens, store, spec.tokens), cache
         ),
         weights=recipe.tokens.weights,
-        eot=eot,
+        eot=tokens.facts.get("eot"),
         starting=starting,
         compare=lambda world: compare_machines(world, shard_store, shard_key, folder, cache.parent, spec.leave_slow),
         kept=kept_store(cache.parent, store),

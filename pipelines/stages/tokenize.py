@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, fetch, find, upload
@@ -28,7 +29,6 @@ from pipelines.text.parts import (
     finished_part,
     forget_receipts,
     make_parts,
-    make_texts,
     part_prefix,
     parts_in_order,
     rows_in,
@@ -116,14 +116,9 @@ def mix(work: Work, texts: list[Work], head: Head | None) -> Built:
 
     All nodes make parts of all sources. This one makes what it can before it waits for the others.
     """
-    follows = work.recipe.train.follow_tokens
-    for text in texts:
-        if follows and text.recipe.tokens.adopts:
-            tokens_of_source(text)  # first: training finds adopted shards once their artifact is there
     missing = [n for n, text in enumerate(texts) if not text.recipe.tokens.adopts and not find(text.store, text.plan)]
-    if head or follows:
-        weights = [work.recipe.tokens.weights[n] for n in missing] if follows else None
-        report(work, make_texts([parts_made(texts[n], waits=False) for n in missing], weights), head)
+    if head:
+        report(work, chain.from_iterable(parts_made(texts[n], waits=False) for n in missing), head)
     made = [tokens_of_source(text) for text in texts]
     if head:
         head.end_parts()

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan, read_manifest
+from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.artifacts.shard_cache import shards_in
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.nodes.kept import commit_kept_state
@@ -22,12 +22,9 @@ from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
 from pipelines.text.amounts import sources_planned
 from pipelines.text.core_bundle import core_identity
-from pipelines.text.growing import growing_tokens, maker_begins_by
-from pipelines.text.mixture import prefixes_of_sources
 from pipelines.tracking.deaths import after_death, faults_of, marked_machine
 from pipelines.tracking.ledger import (
     attempts,
-    is_worked_on,
     prior_seconds_between_failures,
     seconds_between_failures,
     traffic_seconds,
@@ -39,9 +36,6 @@ from trainer.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of
 from trainer.model_config import identity_of_model
 
-LOOK_SECONDS = 1.0  # between two looks for the first shards
-LOOK_AGAIN_SECONDS = 10.0  # between two looks whether somebody makes the tokens
-UNMADE_SECONDS = 300.0  # for another node to take over from one that tokenized
 WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
 
 
@@ -82,16 +76,10 @@ def build(work: Work) -> Built:
     leave_marked_machines(work)
     check_shares(recipe.model, recipe.train, world_size)  # UserError now, not in the ranks
     tokens = work.inputs["tokenize"]
-    following = None if tokens.files else FollowedTokens(work)
-    if following:
-        following.await_first_shards()
-        if work.before_ranks:  # the wait took some of the slack
-            work.before_ranks(work)
-    else:
-        for split in ("train", "val"):
-            check_ids(shards_in(tokens, split), recipe.model.vocab_size)
-        for warning in filter(None, (source.warning for source in sources_planned(recipe, tokens))):
-            work.screen.warn(warning)
+    for split in ("train", "val"):
+        check_ids(shards_in(tokens, split), recipe.model.vocab_size)
+    for warning in filter(None, (source.warning for source in sources_planned(recipe, tokens))):
+        work.screen.warn(warning)
     work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
     if recipe.evaluate.every:
         work.clock.enter("download")
@@ -105,7 +93,7 @@ def build(work: Work) -> Built:
     work.clock.enter("ranks")
     torchrun = start_ranks(work, processes)
     with held(work, torchrun):
-        follow(work, torchrun, following.watch if following else None)
+        follow(work, torchrun)
     work.clock.enter("upload")
     state = committed_state(work.store, work.plan.prefix)
     complete = state is not None and state.is_complete(recipe.train, recipe.evaluate.every)
@@ -124,43 +112,6 @@ def leave_marked_machines(work: Work) -> None:
         raise after_death(work.store, work.plan.prefix, work.attempt.number, marked, may_start_over=True)
     if marked:
         work.screen.warn(marked)
-
-
-class FollowedTokens:
-    """Tokens that another process is making while this run trains on them."""
-
-    def __init__(self, work: Work) -> None:
-        self.work, self.prefix = work, work.inputs["tokenize"].prefix
-        self.looked = time.monotonic()
-        self.alive = self.looked + max(0.0, maker_begins_by() - time.time())
-
-    def await_first_shards(self) -> None:
-        """Wait until the validation split and the first training shard are there."""
-        work = self.work
-        tokens = growing_tokens(work.store, self.prefix, work.recipe, followed_sources(work))
-        with work.clock.phase("data"):
-            while True:
-                if any(tokens.more(0)):
-                    tokens.val_shards()
-                    return
-                self.watch(waiting=True)
-                work.check()
-                time.sleep(LOOK_SECONDS)
-
-    def watch(self, waiting: bool = False) -> None:
-        """Ask the run to stop once training waits for shards that nobody makes: the next start makes them."""
-        work, now = self.work, time.monotonic()
-        if now - self.looked < LOOK_AGAIN_SECONDS:
-            return
-        self.looked = now
-        waits = waiting or work.rank_phases[1] == "data"
-        if not waits or is_worked_on(work.store, self.prefix) or read_manifest(work.store, self.prefix):
-            self.alive = max(self.alive, now)
-            return
-        beats = attempts(work.store, self.prefix)
-        failed = bool(beats) and beats[-1].state == "failed"
-        if (failed or now - self.alive > UNMADE_SECONDS) and not work.stop.asked:
-            work.stop.ask(f"training waits for shards of {self.prefix}, and no process makes them")
 
 
 def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
@@ -184,19 +135,12 @@ def rank_spec(work: Work) -> RankSpec:
         recipe=work.recipe,
         store=work.store.uri,
         tokens=work.inputs["tokenize"].prefix,
-        sources=followed_sources(work),
         prefix=work.plan.prefix,
         attempt=work.attempt.number,
         leave_slow=bool(own.machine.cluster) and not any(beat.progress.faulty_host for beat in earlier),
         between_failures=seconds_between_failures((b for b in earlier if not b.progress.waiting), prior),
         traffic_seconds=traffic_seconds(state_bytes(work.recipe.model, work.recipe.train), own),
     )
-
-
-def followed_sources(work: Work) -> list[str]:
-    """The prefixes of the tokens of a mixture's sources, if the run follows them."""
-    follows = work.recipe.train.follow_tokens
-    return prefixes_of_sources(work.recipe, work.inputs["tokenize"].identity) if follows else []
 
 
 def store_result(work: Work, state: TrainState) -> Built:

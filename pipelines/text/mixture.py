@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipelines.artifacts.manifest import HERE, ArtifactPlan, File, Manifest, prefix_of
+from pipelines.artifacts.manifest import HERE, ArtifactPlan, File, Manifest
 from pipelines.recipe import Recipe, TokensConfig
 from pipelines.text.adopted import identity_of_shards, label_of
 from pipelines.text.sources import source_identity, source_label
@@ -48,17 +48,6 @@ def plan_of_text(recipe: Recipe) -> ArtifactPlan:
 def label_of_text(config: TokensConfig) -> str:
     """The label of the tokens of one text."""
     return label_of(config) if config.adopts else source_label(config.source, config.subset)
-
-
-def prefixes_of_sources(recipe: Recipe, identity: Mapping[str, Any]) -> list[str]:
-    """Where the tokens of each source lie in the store, by the identity of a mixture's tokens; none for a single text.
-    Reads no text."""
-    if not recipe.tokens.sources:
-        return []
-    return [
-        prefix_of("tokenize", label_of_text(one), fingerprint)
-        for one, fingerprint in zip(recipe.tokens.each(), identity["sources"], strict=True)
-    ]
 
 
 def texts_of(recipe: Recipe, plan: ArtifactPlan) -> list[tuple[Recipe, ArtifactPlan]]:

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -165,25 +165,6 @@ def make_parts(job: PartsJob) -> Generator[PartsProgress, None, None]:
                 job.note(f"  another node has taken over part {part}")
                 continue
         unfinished.remove(part)
-
-
-def make_texts(
-    texts: Sequence[Generator[PartsProgress, None, None]], weights: Sequence[float] | None = None
-) -> Generator[PartsProgress, None, None]:
-    """Make several texts, each by `make_parts`, one after the other. With `weights` go on with the one that has the
-    fewest tokens for its weight: a training that follows a mixture soon finds the first shards of all its sources.
-    Yields the progress with all texts."""
-    progress, working = [PartsProgress(0, 0) for _ in texts], set(range(len(texts)))
-    with ExitStack() as ending:
-        for text in texts:
-            ending.callback(text.close)
-        while working:
-            number = min(working, key=lambda n: (progress[n].stored / weights[n] if weights else 0, n))
-            if (own := next(texts[number], None)) is None:
-                working.remove(number)
-                continue
-            progress[number] = own
-            yield PartsProgress(sum(one.stored for one in progress), sum(one.new for one in progress))
 
 
 def lease_of(job: PartsJob, part: int) -> "Lease | NoLease | None":

@@ -27,7 +27,7 @@ def audit(run: Run) -> Audit:
     The order is a permutation of every epoch's windows. So equal digests at all steps mean that the run read each
     window exactly once an epoch (except the data that rollbacks leave out). UserError without tokens.
     """
-    from trainer.shards import Mixture, Order, growing_order, order_of, reading_order, sequence_digest, sequences_of
+    from trainer.shards import Mixture, order_of, sequence_digest, sequences_of
 
     made, recipe = run.intact_manifests, run.recipe
     tokens, train = made.get("tokenize"), made.get("train")
@@ -35,12 +35,7 @@ def audit(run: Run) -> Audit:
         raise UserError(f"{run.name}: the store has no tokens of this run, so there is nothing to compare with")
     shards, block_size, seed = shards_in(tokens, "train"), recipe.model.block_size, recipe.train.seed
     weights = recipe.tokens.weights
-    order: Order | Mixture
-    if recipe.train.follow_tokens:
-        order = growing_order(block_size, seed, weights)
-        order.grow(reading_order(shards, block_size, weights), range(max(1, len(weights))))
-    else:
-        order = order_of(shards, block_size, seed, weights)
+    order = order_of(shards, block_size, seed, weights)
     state = committed_state(run.store, run.record.prefixes["train"]) if train is None else None
     rollbacks = train.fact("rollbacks") if train else state.rollbacks if state else ()
     text_from = train.facts.get("text_from", 0) if train else state.text_from if state else 0

@@ -327,14 +327,6 @@ def is_dead(store: Store, heartbeat: Heartbeat, stored: float) -> bool:
     return not alive if alive is not None else store.clock() - stored > LONG_AGO_SECONDS
 
 
-def is_worked_on(store: Store, prefix: str) -> bool:
-    """Whether the newest attempt at an artifact works; one on another machine, by the age of its heartbeat."""
-    beats = attempts(store, prefix)
-    alive = is_alive(beats[-1]) if beats else False
-    stored = max((entry.modified for _, entry in attempt_entries(store, prefix)), default=0.0)
-    return alive if alive is not None else store.clock() - stored < 3 * SILENT_SECONDS
-
-
 def process_exists(heartbeat: Heartbeat) -> bool | None:
     """Whether the process of an attempt still exists; None if this machine cannot know."""
     here, process = this_process(), heartbeat.process

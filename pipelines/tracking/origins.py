@@ -31,7 +31,6 @@ POSITION = "the state counts its text in batches of that size"
 UNBEARABLE = {
     **dict.fromkeys(("batch_tokens", "batch_ramp_from", "batch_ramp_tokens"), POSITION),
     "seed": "the state is a position in the order that the seed gives",
-    "follow_tokens": "the state is a position in the order that it gives",
     **dict.fromkeys(("beta1", "beta2", "epsilon"), "the moments of the optimizer were made with it"),
     **dict.fromkeys(("optimizer", "muon_beta2"), "the state of another optimizer has other tensors"),
     "precision": "the state of another precision has other tensors",

@@ -25,6 +25,7 @@ from trainer.commits import series
 from trainer.config import TARGETS
 from trainer.errors import NotAFile, UserError, shown
 from trainer.explained import explain
+from trainer.model_config import REMOVED_FIELDS
 from trainer.store import Store
 from trainer.stored import DamagedRecord, Key, NewerRecord, Stored, UnixSeconds, record_in
 
@@ -54,8 +55,11 @@ class RunRecord(Stored):
 
     @classmethod
     def from_json(cls, body: bytes, where: str = "a run's record") -> Self:
-        """DamagedRecord, or NewerRecord."""
+        """Leaves out fields of the recipe that this version has no more. DamagedRecord, or NewerRecord."""
         found = record_in(cls, body, where)
+        for section, _, name in (path.partition(".") for path in REMOVED_FIELDS):
+            if isinstance(values := found.recipe.get(section), dict):
+                values.pop(name, None)
         stages = found.prefixes.keys() | found.earlier.keys() | {found.until}
         if unknown := sorted(stages - FOLDERS.keys()):
             raise NewerRecord(f"{where}: written by a newer skytrain (stage {shown(unknown[0])}); upgrade skytrain")

@@ -271,8 +271,8 @@ def budget_of(pipeline: "Pipeline", usd: float) -> "Budget":
     """The limit that stops a pipeline before its run costs more than `usd`."""
     from pipelines.cloud.budget import Budget
 
-    batch_tokens, follows = pipeline.recipe.train.batch_tokens, pipeline.recipe.train.follow_tokens
-    return Budget(usd, pipeline.billing, pipeline.store, pipeline.run, batch_tokens, pipeline.stop, follows)
+    batch_tokens = pipeline.recipe.train.batch_tokens
+    return Budget(usd, pipeline.billing, pipeline.store, pipeline.run, batch_tokens, pipeline.stop)
 
 
 def exit_code(error: BaseException) -> int:

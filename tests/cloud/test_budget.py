@@ -103,9 +103,9 @@ def test_all_attempts_of_all_stages_are_on_the_bill_and_none_of_another_run(benc
     bench.attempt("train", 1, 100, 72.0, nodes=3)  # $6
     bench.attempt("train", 2, 50, None)  # of unknown price: as if it had been here, at $3600/h
     mine = bench.attempt("train", 3, 10, 3600.0)
-    assert spent_by_others(bench.store, bench.run, None, 3600.0).usd == pytest.approx(1 + 6 + 50 + 10)
-    assert spent_by_others(bench.store, bench.run, mine.latest, 3600.0).usd == pytest.approx(1 + 6 + 50)
-    assert spent_by_others(bench.store, "another-12345678", None, 3600.0).usd == 0.0
+    assert spent_by_others(bench.store, bench.run, None, 3600.0) == pytest.approx(1 + 6 + 50 + 10)
+    assert spent_by_others(bench.store, bench.run, mine.latest, 3600.0) == pytest.approx(1 + 6 + 50)
+    assert spent_by_others(bench.store, "another-12345678", None, 3600.0) == 0.0
 
 
 def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(bench: Bench) -> None:
@@ -120,21 +120,6 @@ def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(bench: 
     assert (bench.stop.reason or "").startswith("budget: $100.")
     reason = budget.watch(mine.latest)
     assert reason is not None and reason.endswith("are spent; raise --budget to continue")
-
-
-def test_the_tokens_that_training_follows_are_paid_while_they_are_made(bench: Bench) -> None:
-    mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
-    other = claim(bench.store, bench.plans["tokenize"].prefix, bench.run, "tokenize", 1, Billing(7200.0, "test"))
-    assert mine and other
-    bench.store.put(f"{other.prefix}/attempts/0001/heartbeat.json", other.latest.to_json())
-    stopping = 3 * stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, rented=False)  # at both prices
-    budget = bench.budget(stopping + 6)  # two seconds
-    budget.beside = True
-    assert budget.watch(mine.latest) is None
-    assert bench.stop.heard.wait(20)
-    assert budget.spent(mine.latest.started) == pytest.approx(6, abs=3)
-    alone = bench.budget(stopping + 6)
-    assert alone.watch(mine.latest) is None  # it counts only what the store says of the others
 
 
 def test_a_later_heartbeat_with_measured_times_delays_the_stop(bench: Bench) -> None:

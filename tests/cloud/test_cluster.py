@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -29,7 +28,6 @@ from pipelines.stage import STAGES
 from pipelines.tracking.account import Account
 from pipelines.tracking.clusters import read_intervals
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS, attempts
-from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import (
     Run,
     RunRecord,
@@ -240,46 +238,6 @@ def test_a_launched_run_stopped_by_its_budget_preempted_and_killed_ends_as_the_u
     _, stages = runs_in_mlflow(mlflow_uri, record.run)
     assert {one.info.status for one in stages.values()} == {"FINISHED"}
     assert_billed_as_skypilot_says(user, record, preempted)
-
-
-@pytest.mark.skipif("SKYTRAIN_LONG_TESTS" not in os.environ, reason="needs four minutes: SKYTRAIN_LONG_TESTS=1")
-def test_a_launch_trains_beside_the_tokens_that_it_follows_and_a_stop_ends_both(user: User, cloud: LocalCloud) -> None:
-    recipe = yaml.safe_load(user.recipe.read_text())
-    recipe["train"] |= {"follow_tokens": True, "max_steps": 60}
-    recipe["tokens"] |= {"parts": 1}
-    user.recipe.write_text(yaml.safe_dump(recipe))
-    tokenizing = user.failpoints / "tokenize"  # between two shards
-
-    def until_it_waits() -> Iterator[Heartbeat]:
-        tokenizing.touch()
-        yield from attempts(user.store, user.record.prefixes["train"])
-
-    tokenizing.touch()
-    assert re.search(r"is launched as managed job \d+ and \d+", user.launch("--stage", "train"))
-    for _ in range(20):  # the validation split, and four shards
-        user.wait_until(reached(tokenizing).exists, 0.05)
-        tokenizing.touch()
-        reached(tokenizing).unlink()
-    user.wait_until(lambda: any(beat.phases.get("data", 0) > 5 and beat.progress.step for beat in until_it_waits()))
-    with ThreadPoolExecutor(1) as threads:
-        stopped = threads.submit(user.skytrain, "stop", user.record.run)
-        user.wait_until(
-            lambda: any(beat.state == "stopped" for beat in attempts(user.store, user.record.prefixes["train"]))
-        )
-        tokenizing.unlink(missing_ok=True)
-        reached(tokenizing).unlink(missing_ok=True)
-        assert "train: attempt 1 is asked" in stopped.result() and "tokenize: attempt 1 is asked" in stopped.result()
-    assert user.summary.state == "stopped" and cloud.slurm("squeue", "-h") == ""
-    assert {a.stage: a.state for a in user.bill.attempts} == {"tokenize": "stopped", "train": "stopped"}
-
-    assert re.search(r"is launched as managed job \d+ and \d+", user.skytrain("resume", user.record.run, "--yes"))
-    user.wait_until(lambda: user.summary.state == "done")
-    alone = S3Store(user.bucket, "alone")
-    user.skytrain("run", str(user.recipe), "--stage", "train", "--store", alone.uri)
-    assert losses(user.store, user.record) == losses(alone, user.record)
-    assert {a.price_per_hour for a in user.bill.attempts if a.stage == "train"} == {8 * PRICE}
-    user.skytrain("down", user.record.run)
-    assert cloud.slurm("squeue", "-h") == ""
 
 
 @pytest.mark.skipif("SKYTRAIN_LONG_TESTS" not in os.environ, reason="needs five minutes: SKYTRAIN_LONG_TESTS=1")

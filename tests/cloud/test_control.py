@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,32 +76,6 @@ def test_stopping_reports_where_the_working_attempt_stopped(store: LocalStore, m
         ended = control.stop(store, record, "enough", 20, messages.append)
     assert ended and (ended.state, ended.progress.step) == ("stopped", 17)
     assert messages == ["train: attempt 1 is asked to commit and exit"]
-
-
-def test_stopping_waits_for_training_and_for_the_tokens_that_it_follows(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.1)
-    record, stopped = recorded(store), dict[str, float]()
-    watch = watch_stop_request(store, RUN)
-
-    def leave_after(seconds: float, beat: Heartbeat) -> None:
-        if (
-            watch(beat)
-            and beat.state == "running"
-            and time.monotonic() > stopped.setdefault(beat.stage, time.monotonic()) + seconds
-        ):
-            attempts[beat.stage].update(state="stopped")
-
-    attempts: dict[str, Any] = {}
-    for stage, prefix, seconds in (("tokenize", "tokens/t-0", 1.5), ("train", f"train/{RUN}", 0.0)):
-        attempts[stage] = claim(store, prefix, RUN, stage, 1, Billing(), partial(leave_after, seconds))
-    messages: list[str] = []
-    with attempts["tokenize"], attempts["train"]:
-        ended = control.stop(store, record, "enough", 20, messages.append)
-        assert ended and (ended.stage, ended.state) == ("train", "stopped")
-        assert attempts["tokenize"].latest.state == "stopped"
-    assert [message.partition(":")[0] for message in messages] == ["train", "tokenize"]
 
 
 def test_stopping_does_not_wait_for_the_dead(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,10 @@ from cloud_support import KEYS
 
 from pipelines.cloud.deadline import DEADLINE
 from pipelines.cloud.request import WORK_TREE, LaunchRequest
-from pipelines.cloud.tasks import MAKER_SECONDS, MachineRequest, Task, following, in_trial_order, managed_job
+from pipelines.cloud.tasks import MachineRequest, Task, in_trial_order, managed_job
 from pipelines.cloud.throughput import trains_on_a_small_gpu
 from pipelines.recipe import load_recipe
 from pipelines.stage import STAGES
-from pipelines.text.growing import MAKER_BEGINS_BY
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,19 +121,6 @@ def test_every_part_of_the_tokens_is_given_a_node() -> None:
         request = LaunchRequest("tiny-12345678", "s3://bucket/prefix", nodes=2, deadline=deadline)
         job = managed_job(request, STAGES, parts=3)
         assert [task.num_nodes for task in job.tasks] == [3, 2, 2 if deadline else 1, 1]
-
-
-def test_the_tokens_that_training_follows_are_made_by_a_job_beside_it() -> None:
-    job = following(managed_job(LaunchRequest("tiny-12345678", "s3://bucket/prefix"), STAGES))
-    assert [chain.stages for chain in job.chains] == [["tokenize"], ["train", "evaluate", "export"]]
-    assert [chain.name for chain in job.chains] == ["tiny-12345678"] * 2
-    assert job.to_yaml() == "---\n".join(chain.to_yaml() for chain in job.chains)
-    told = {task.name: float(task.envs.get(MAKER_BEGINS_BY) or 0) for task in job.tasks}
-    assert told.pop("tokenize") == 0 and len(set(told.values())) == 1
-    assert abs(told["train"] - time.time() - MAKER_SECONDS) < 60
-    for stages in (("train", "evaluate"), ("tokenize",)):
-        whole = managed_job(LaunchRequest("tiny-12345678", "s3://bucket/prefix"), stages)
-        assert following(whole) == whole and whole.chains == (whole,)
 
 
 def test_without_an_image_the_work_tree_is_uploaded() -> None:

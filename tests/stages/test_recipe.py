@@ -89,7 +89,6 @@ OTHER: dict[str, dict[str, Any]] = {
         "val_every": None,
         "val_tokens": 1_048_576,
         "stop_at": {"val_loss": 3.0},
-        "follow_tokens": True,
         "precision": "fp32",
         "init_from": f"openai-community/gpt2@{'0' * 40}",
         "branch_from": f"run:other-12345678@5@sha256:{'0' * 64}",
@@ -270,6 +269,10 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
             "export.formats=[hf, ggfu]",
             "my.yaml: export.formats: input should be 'hf', 'gguf', 'onnx', 'llmc' or 'nanogpt' (got 'ggfu'); did you"
             " mean 'gguf'?",
+        ),
+        (
+            "train.follow_tokens=true",
+            "my.yaml: train.follow_tokens: was removed in version 0.2: run `skytrain run RECIPE --stage tokenize`",
         ),
         # Impossible together
         (

@@ -36,7 +36,7 @@ def test_the_time_between_a_death_and_the_release_of_its_machine_is_in_the_total
     assert (bill.outside.hours, bill.outside.usd) == (pytest.approx(240 / 3600), pytest.approx(10 * 240 / 3600))
     assert bill.total.usd == pytest.approx(20 + 10 * 240 / 3600) and bill.by_stage["train"].usd == 20.0
     assert total_cost(bill.by_phase.values()).hours == pytest.approx(bill.total.hours)
-    assert spent_by_others(store, RUN, None, 3600.0).usd == pytest.approx(bill.total.usd)  # a budget counts it too
+    assert spent_by_others(store, RUN, None, 3600.0) == pytest.approx(bill.total.usd)  # a budget counts it too
     print_bill(bill)
     assert "0.67 of 20.67 dollars are not by our own clock" in " ".join(capsys.readouterr().out.split())
 

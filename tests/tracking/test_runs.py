@@ -40,6 +40,7 @@ from pipelines.tracking.runs import (
     record,
 )
 from trainer.errors import UserError
+from trainer.model_config import REMOVED_FIELDS
 from trainer.store import Entry, LocalStore
 
 
@@ -152,6 +153,14 @@ def test_a_run_is_found_by_the_beginning_of_its_name() -> None:
     assert str(none.value) == "gpt3: no such run in file:///s; known runs: smoke-1a2b3c4d, smoke-1aaaaaaa"
     with pytest.raises(UserError, match="known runs: none yet; `skytrain run RECIPE` makes one"):
         full_name([], "gpt3", "file:///s")
+
+
+@pytest.mark.parametrize("path", REMOVED_FIELDS)
+def test_a_run_recorded_with_fields_of_recipes_that_were_removed_is_read(store: LocalStore, path: str) -> None:
+    (section, name), made = path.split("."), recorded(store)
+    values = json.loads(made.to_json())
+    values["recipe"][section][name] = 1
+    assert Run(store, RunRecord.from_json(json.dumps(values).encode())).recipe == Run(store, made).recipe
 
 
 def test_all_runs_are_read_oldest_first(store: LocalStore) -> None:
