@@ -26,7 +26,6 @@ from pipelines.verbs.doctor import doctor
 from pipelines.verbs.down import down
 from pipelines.verbs.drill import drill
 from pipelines.verbs.gc import gc
-from pipelines.verbs.image import image_app
 from pipelines.verbs.init import init
 from pipelines.verbs.launch import launch
 from pipelines.verbs.logs import logs
@@ -52,7 +51,7 @@ EXIT_UNREAD = 128 + signal.SIGPIPE  # as the shell reports a program that SIGPIP
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
     "Run": (run, branch, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
-    "Cloud": (launch, resume, stop, down, orphans, image_app),
+    "Cloud": (launch, resume, stop, down, orphans),
     "Tools": (init, doctor, bench, shards_app, tokenizer_app, drill, gc),
 }
 

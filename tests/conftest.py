@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from pipeline_runs import FOLDER_NAME, PRICE, Project, ranks
-from servers import FOREIGN_AWS_VARIABLES, Daemon, MotoServer, Radosgw, S3Account, free_ports, http_answers
+from servers import FOREIGN_AWS_VARIABLES, MotoServer, Radosgw, S3Account
 
 from pipelines.artifacts.store import S3Store
 from trainer.store import LocalStore
@@ -164,25 +163,6 @@ def fresh_s3_store(monkeypatch: pytest.MonkeyPatch) -> Callable[[S3Account], S3S
 def s3_store(s3_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store]) -> S3Store:
     """A store in a new bucket of the real server; `s3_store.uri` works in child processes too."""
     return fresh_s3_store(s3_server)
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[str]:
-    """A real registry on loopback: there, a Docker engine needs no certificate."""
-    if not shutil.which("docker-registry"):
-        pytest.skip("needs docker-registry (apt)")
-    (port,) = free_ports(1)
-    (tmp_path / "registry.yml").write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {tmp_path}/registry}}}}\n"
-        f"http: {{addr: '127.0.0.1:{port}'}}\n"
-    )
-    daemon = Daemon(["docker-registry", "serve", tmp_path / "registry.yml"], tmp_path / "registry.log")
-    try:
-        daemon.wait_until(lambda: http_answers(f"http://127.0.0.1:{port}/v2/"))
-        yield f"127.0.0.1:{port}"
-    finally:
-        daemon.stop()
-        shutil.rmtree(tmp_path / "registry", ignore_errors=True)
 
 
 @pytest.fixture

@@ -38,21 +38,17 @@ def examine(home: Path, store_uri: str, environment: dict[str, str]) -> Iterator
 
 
 def installed() -> Iterator[Finding]:
-    """Python, the packages, and other programs."""
+    """Python and the packages."""
     yield Finding("python", platform.python_version())
     for name in PACKAGES:
         try:
             yield Finding(name, version(name))
         except PackageNotFoundError:
             yield broken(name, "not installed", "pip install .")
-    for program, purpose in (("docker", "build images"), ("git", "name the commit in manifests")):
-        path = shutil.which(program)
-        yield Finding(program, path) if path else Finding(program, "not installed", "note", f"needed to {purpose}")
 
 
 def gpus() -> Finding:
     """The GPUs that torch can use here."""
-
     import torch
 
     if not torch.cuda.is_available():
@@ -64,7 +60,7 @@ def disk(home: Path) -> Finding:
     """Space for scratch and caches."""
     nearest = next(folder for folder in (home, *home.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        return broken("disk", f"{nearest} is no writable folder", "name one in SKYTRAIN_HOME")
+        return broken("disk", f"{nearest} can't be written to", "name another folder in SKYTRAIN_HOME")
     free = shutil.disk_usage(nearest).free
     seen = f"{free / 1e9:,.0f} GB free at {nearest}"
     if free < ENOUGH_BYTES:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.artifacts.manifest import ArtifactPlan
-from pipelines.cloud.checks import Finding, clouds_allow
+from pipelines.cloud.checks import Finding, broken
 from pipelines.cloud.claims import claim_launch, name_jobs, refuse_second_launch
 from pipelines.cloud.egress import place_of
 from pipelines.cloud.preflight import preflight, text_is_only_here
@@ -177,18 +177,22 @@ def report_all(findings: Iterable[Finding], report: Report) -> None:
 
 
 def on_enabled_clouds(job: ManagedJob) -> tuple[ManagedJob, list[Finding]]:
-    """The job without the machines of clouds that SkyPilot may not use, and a finding for each group of like tasks."""
+    """The job without the machines of clouds that SkyPilot may not use, and what is left."""
     enabled = enabled_clouds()
 
     def usable(machine: MachineRequest) -> bool:
         return {"k8s": "kubernetes"}.get(machine.cloud, machine.cloud) in enabled
 
-    tasks_of: dict[Finding, list[str]] = {}
-    for task in job.tasks:
-        finding = clouds_allow([machine.cloud for machine in task.machines], enabled)
-        tasks_of.setdefault(finding, []).append(task.name)
-    findings = [replace(finding, what=f"clouds for {', '.join(names)}") for finding, names in tasks_of.items()]
     tasks = tuple(replace(task, machines=tuple(filter(usable, task.machines))) for task in job.tasks)
+    findings = []
+    for clouds in dict.fromkeys(tuple(sorted({machine.cloud for machine in task.machines})) for task in job.tasks):
+        if allowed := [cloud for cloud in clouds if {"k8s": "kubernetes"}.get(cloud, cloud) in enabled]:
+            others = [cloud for cloud in clouds if cloud not in allowed]
+            without = f"; without {', '.join(others)} (sky check)" if others else ""
+            findings.append(Finding("clouds", ", ".join(allowed) + without))
+        else:
+            seen = f"SkyPilot may use {', '.join(enabled) or 'no cloud'}, but not {' or '.join(clouds)}"
+            findings.append(broken("clouds", seen, f"sky check {' '.join(clouds)} lists what each needs"))
     return replace(job, tasks=tasks), findings
 
 

@@ -1,9 +1,9 @@
 """The variables and secrets that a job takes over from the shell that launches it."""
 
 import os
+import re
 from collections.abc import Iterable
 
-from pipelines.cloud.image import SECRET_SETTING, SECRET_TEXT
 from trainer.errors import UserError
 
 # A dry run and the launch record show these.
@@ -17,6 +17,12 @@ SECRETS = (
     "SKYPILOT_DOCKER_USERNAME", "SKYPILOT_DOCKER_PASSWORD", "SKYPILOT_DOCKER_SERVER",
 )  # fmt: skip
 
+SECRET_NAME = re.compile(r"(?i)(?:^|_)(?:password|passwd|secret|token|key|credentials?)(?:_|$)")
+SECRET_TEXT = re.compile(
+    r"AKIA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@]+@|\bgh[pousr]_\w{30,}|\bhf_\w{30,}"
+    r"|(?i:\b\w*(?:password|secret|token|api_key)=[^\s$'\"]+)"
+)
+
 
 def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
     """VARIABLES that are set in this shell, and `extra` ones ("NAME=VALUE"). UserError for a secret among them."""
@@ -26,7 +32,7 @@ def variables_from_shell(extra: Iterable[str] = ()) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not (equals and name.isidentifier()):
             raise UserError(f"--env {name}: not of the form NAME=VALUE")
-        if name in SECRETS or SECRET_SETTING.search(name):
+        if name in SECRETS or SECRET_NAME.search(name):
             raise UserError(
                 f"--env {name}: this name means a secret, and variables are shown; export it and add --secret {name}"
             )

@@ -12,11 +12,6 @@ def finding_text(finding: Finding) -> str:
     return "\n".join(hanging(line, " " * (7 if i == 0 else 10)) for i, line in enumerate(lines))
 
 
-def image_finding_text(finding: Finding) -> str:
-    """A finding of `image check`: each is a promise of the image, kept or broken."""
-    return f"    ok  {finding.what}" if finding.state == "ok" else f"FAILED  {finding.what}: {finding.seen}"
-
-
 def print_finding(finding: Finding) -> None:
     say(finding_text(finding))
 

@@ -17,7 +17,6 @@ from pipelines.verbs.options import (
     RecipeName,
     StoreUri,
     Tags,
-    home,
     one_of,
     set_tracking_options,
     store_uri,
@@ -60,7 +59,7 @@ def launch(
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(metavar="IMAGE|none", help="REGISTRY/NAME@sha256:…, or none: this work tree [the last pushed]"),
+        typer.Option(metavar="IMAGE|none", help="REGISTRY/NAME@sha256:…, or none: upload this work tree [none]"),
     ] = None,
     env: Annotated[
         list[str] | None,
@@ -90,7 +89,7 @@ def launch(
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.launch import planned_launch
     from pipelines.cloud.plan import parse_hours
-    from pipelines.cloud.request import LaunchRequest
+    from pipelines.cloud.request import WORK_TREE, LaunchRequest
     from pipelines.cloud.shell import secrets_from_shell, variables_from_shell
     from pipelines.project import project
     from pipelines.show.console import say
@@ -113,7 +112,7 @@ def launch(
             spot=spot,
             nodes=nodes,
             gpus=gpus,
-            image=image or ours.image or pushed_image(),
+            image=image or ours.image or WORK_TREE,
             budget=ours.budget if budget is None else budget,
             deadline=done_by,
             variables=variables,
@@ -187,15 +186,6 @@ def run_here(prepared: "Launch", until: str) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def pushed_image() -> str:
-    """The image that `skytrain image push` pushed last, or the work tree."""
-    from pipelines.cloud.image import remembered
-    from pipelines.cloud.request import WORK_TREE
-
-    last = remembered(home()).get("skypilot")
-    return last.pushed if last and last.pushed else WORK_TREE
 
 
 def print_next(run: str, jobs: list[int]) -> None:

@@ -55,14 +55,13 @@ def plan(
     from pipelines.cloud.request import WORK_TREE
     from pipelines.project import project
     from pipelines.show.cloud_plan import print_cloud_plan
-    from pipelines.verbs.launch import pushed_image
 
     ours = project()
     budget, infra = ours.budget if budget is None else budget, infra or clouds_of(ours.infra)
     limits = cloud_plans.Limits(cloud_plans.parse_hours(deadline) if deadline else None, budget)
     train_nodes = gpus.split(",") if gpus else None
     clouds = infra.split(",") if infra else cloud_plans.CLOUDS
-    installs = (ours.image or pushed_image()) == WORK_TREE  # as `launch` would
+    installs = (ours.image or WORK_TREE) == WORK_TREE  # as `launch` would
     rented = cloud_plans.cloud_plan(loaded, opened, limits, train_nodes, nodes, clouds, plans, installs)
     if as_json:
         print(json.dumps(found.to_json() | {"cloud": rented.to_json()}))

@@ -1,46 +1,32 @@
-"""Checks of real buckets, registries and servers."""
+"""Checks of real buckets and servers before a machine is rented."""
 
 import base64
-import hashlib
 import http.server
-import json
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cloud_support import closed_port
-from servers import Daemon, S3Account, free_ports, http_answers
+from cloud_support import KEYS, closed_port
+from core_bundle import make_bundle
+from servers import S3Account
 
 from pipelines.artifacts.store import S3Store, open_store
-from pipelines.cloud.checks import Finding, clouds_allow, image_exists, image_parts, mlflow_answers, store_commits
+from pipelines.cloud.checks import Finding, check_image_name, mlflow_answers, store_commits
+from pipelines.cloud.preflight import credentials, preflight
+from pipelines.cloud.request import LaunchRequest
+from pipelines.cloud.tasks import managed_job
+from pipelines.recipe import load_recipe
 from pipelines.show.findings import finding_text
+from pipelines.stage import STAGES
 from trainer.errors import UserError
-from trainer.store import LocalStore
+from trainer.store import LocalStore, Store
 
-# `htpasswd -Bbn somebody "a password"`
-ACCOUNTS = "somebody:$2b$04$bSvP6zfbQvTP5dF.v6o/vOchFEpOqt2ccqYBx8U0OayXihKiA8cVa\n"
-
-
-@contextmanager
-def listening(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+pytestmark = pytest.mark.usefixtures("clean_shell")
 
 
-# The store
-
-
-def test_a_bucket_that_refuses_a_second_create_is_accepted_and_keeps_nothing(
+def test_a_bucket_that_refuses_a_second_create_is_accepted_and_nothing_is_left_in_it(
     moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store]
 ) -> None:
     store = fresh_s3_store(moto_server)
@@ -60,139 +46,14 @@ def test_a_store_that_lets_the_second_create_win_is_rejected(tmp_path: Path) -> 
     assert finding.state == "broken" and "If-None-Match" in finding.remedy
 
 
-@pytest.mark.parametrize("fault", ["no such bucket", "nobody there"])
-def test_a_store_that_cannot_be_used_is_named_within_seconds(
-    fault: str, moto_server: S3Account, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SKYTRAIN_STORE_SECONDS", "2")
+def test_a_bucket_that_does_not_exist_is_named(moto_server: S3Account, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in moto_server.environment.items():
         monkeypatch.setenv(name, value)
-    if fault == "nobody there":
-        monkeypatch.setenv("AWS_ENDPOINT_URL", closed_port())
-    began = time.monotonic()
     finding = store_commits(open_store("s3://no-such-bucket-anywhere/x"))
-    assert time.monotonic() - began < 60  # with the default patience it takes 120
-    assert finding.state == "broken"
-    assert ("create it, or correct the store's URI" in finding.remedy) is (fault == "no such bucket")
+    assert finding.state == "broken" and "there is no such bucket; create it" in finding.remedy
 
 
-# The image
-
-
-def test_an_image_is_looked_up_in_a_real_registry(registry: str) -> None:
-    digest = push_empty_image(registry, "team/skytrain", "v1")
-    assert image_exists(f"{registry}/team/skytrain:v1", {}).state == "ok"
-    assert image_exists(f"{registry}/team/skytrain@{digest}", {}).state == "ok"
-    for absent in (":v2", "@sha256:" + "0" * 64):
-        finding = image_exists(f"{registry}/team/skytrain{absent}", {})
-        assert finding.state == "broken" and "skytrain image push" in finding.remedy
-
-
-def test_a_private_registry_needs_valid_credentials(tmp_path: Path) -> None:
-    if not Path("/usr/bin/docker-registry").exists():
-        pytest.skip("needs docker-registry (apt)")
-    (port,) = free_ports(1)
-    (tmp_path / "accounts").write_text(ACCOUNTS)
-    (tmp_path / "registry.yml").write_text(
-        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {tmp_path}/registry}}}}\n"
-        f"http: {{addr: '127.0.0.1:{port}'}}\nauth: {{htpasswd: {{realm: here, path: {tmp_path}/accounts}}}}\n"
-    )
-    daemon = Daemon(["docker-registry", "serve", tmp_path / "registry.yml"], tmp_path / "registry.log")
-    host = f"127.0.0.1:{port}"
-    try:
-        daemon.wait_until(lambda: http_answers(f"http://{host}/v2/"))
-        push_empty_image(host, "team/skytrain", "v1", "somebody:a password")
-        known = {"SKYPILOT_DOCKER_USERNAME": "somebody", "SKYPILOT_DOCKER_PASSWORD": "a password"}
-        assert image_exists(f"{host}/team/skytrain:v1", known).state == "ok"
-        for unknown in ({}, known | {"SKYPILOT_DOCKER_PASSWORD": "another"}):
-            finding = image_exists(f"{host}/team/skytrain:v1", unknown)
-            assert finding.state == "broken" and "SKYPILOT_DOCKER_USERNAME" in finding.remedy
-    finally:
-        daemon.stop()
-
-
-def test_a_token_is_requested_from_a_registry_that_needs_one_imitated() -> None:
-    """Docker Hub and GHCR do this; some machines that run the tests cannot reach them."""
-
-    class Hub(http.server.BaseHTTPRequestHandler):
-        server: http.server.HTTPServer
-
-        def do_HEAD(self) -> None:
-            if self.headers.get("Authorization") == "Bearer granted":
-                self.answer(200)
-            else:
-                realm = f"http://127.0.0.1:{self.server.server_port}/token"
-                self.answer(401, b"", **{"WWW-Authenticate": f'Bearer realm="{realm}",service="hub"'})
-
-        def do_GET(self) -> None:
-            assert self.path == "/token?service=hub&scope=repository%3Ateam%2Fskytrain%3Apull"
-            self.answer(200, b'{"token": "granted"}')
-
-        def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-            self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(body))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with listening(Hub) as host:
-        assert image_exists(f"{host}/team/skytrain:v1", {}).state == "ok"
-
-
-def test_a_registry_out_of_reach_stops_no_launch() -> None:
-    finding = image_exists(f"{closed_port().removeprefix('http://')}/team/skytrain:v1", {})
-    assert finding.state == "note" and "can't be reached from here" in finding.seen
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("skytrain", ("registry-1.docker.io", "library/skytrain", "latest")),
-        ("team/skytrain:v1", ("registry-1.docker.io", "team/skytrain", "v1")),
-        ("docker.io/team/skytrain", ("registry-1.docker.io", "team/skytrain", "latest")),
-        ("ghcr.io/team/skytrain@sha256:12", ("ghcr.io", "team/skytrain", "sha256:12")),
-        ("localhost:5000/skytrain:v1", ("localhost:5000", "skytrain", "v1")),
-    ],
-)
-def test_an_images_name_is_completed_as_docker_does(name: str, parts: tuple[str, ...]) -> None:
-    assert image_parts(name) == parts
-
-
-def test_an_invalid_image_name_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="write REGISTRY/NAME@sha256"):
-        image_parts("ghcr.io/Team/Skytrain")
-
-
-def push_empty_image(host: str, repository: str, tag: str, account: str = "") -> str:
-    """Put a manifest with an empty configuration into a registry; returns its digest."""
-    headers = {"Authorization": "Basic " + base64.b64encode(account.encode()).decode()} if account else {}
-
-    def send(method: str, url: str, body: bytes | None, kind: str = "application/octet-stream") -> Any:
-        request = urllib.request.Request(url, body, {"Content-Type": kind} | headers, method=method)
-        return urllib.request.urlopen(request, timeout=10)
-
-    def blob(body: bytes) -> dict[str, Any]:
-        digest = "sha256:" + hashlib.sha256(body).hexdigest()
-        place = send("POST", f"http://{host}/v2/{repository}/blobs/uploads/", b"").headers["Location"]
-        send("PUT", f"{place}&digest={digest}", body)
-        return {"digest": digest, "size": len(body)}
-
-    kind = "application/vnd.docker.distribution.manifest.v2+json"
-    config = blob(b"{}") | {"mediaType": "application/vnd.docker.container.image.v1+json"}
-    manifest = json.dumps({"schemaVersion": 2, "mediaType": kind, "config": config, "layers": []}).encode()
-    return send("PUT", f"http://{host}/v2/{repository}/manifests/{tag}", manifest, kind).headers[
-        "Docker-Content-Digest"
-    ]
-
-
-# MLflow and SkyPilot
-
-
-def test_a_tracking_server_that_is_gone_or_refuses_us_is_named_imitated() -> None:
-    """tests/tracking/test_shipper.py has the test with a real server that answers."""
+def test_a_tracking_server_that_is_gone_or_refuses_us_is_named() -> None:
     assert "start it" in mlflow_answers(closed_port(), {}).remedy
 
     class Guarded(http.server.BaseHTTPRequestHandler):
@@ -205,15 +66,111 @@ def test_a_tracking_server_that_is_gone_or_refuses_us_is_named_imitated() -> Non
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with listening(Guarded) as host:
-        uri, password = f"http://{host}", {"MLFLOW_TRACKING_USERNAME": "somebody"}
-        assert mlflow_answers(uri, password | {"MLFLOW_TRACKING_PASSWORD": "a password"}).state == "ok"
-        refused = mlflow_answers(uri, password | {"MLFLOW_TRACKING_PASSWORD": "another"})
-        assert refused.state == "broken" and "MLFLOW_TRACKING_PASSWORD" in refused.remedy
-        assert "another" not in finding_text(refused)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Guarded)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        uri, account = f"http://127.0.0.1:{server.server_address[1]}", {"MLFLOW_TRACKING_USERNAME": "somebody"}
+        assert mlflow_answers(uri, account | {"MLFLOW_TRACKING_PASSWORD": "a password"}).state == "ok"
+        refused = mlflow_answers(uri, account | {"MLFLOW_TRACKING_PASSWORD": "another"})
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert refused.state == "broken" and "MLFLOW_TRACKING_PASSWORD" in refused.remedy
+    assert "another" not in finding_text(refused)
 
 
-def test_one_enabled_cloud_is_enough_and_the_others_are_named() -> None:
-    assert clouds_allow(["aws", "gcp"], ["gcp", "slurm"]) == Finding("clouds", "gcp; without aws (sky check)")
-    none = clouds_allow(["lambda"], ["gcp"])
-    assert none.state == "broken" and none.remedy.startswith("sky check lambda")
+def test_only_names_of_images_are_accepted() -> None:
+    for name in ("skytrain", "ghcr.io/team/skytrain@sha256:12", "localhost:5000/skytrain:v1"):
+        check_image_name(name)
+    with pytest.raises(UserError, match="write REGISTRY/NAME@sha256"):
+        check_image_name("ghcr.io/Team/Skytrain")
+
+
+# A job
+
+
+def problems(
+    store: Store,
+    source: str = "hf://datasets/a/b",
+    changes: tuple[str, ...] = (),
+    **options: Any,
+) -> dict[str, Finding]:
+    """The findings that are not fine, by subject."""
+    asked = LaunchRequest("tiny-12345678", store.uri, **options)
+    recipe = load_recipe("smoke", [f"tokens.source={source}", f"tokens.revision={'a' * 40}", *changes])
+    findings = preflight(managed_job(asked, STAGES), asked, recipe, store, KEYS)
+    return {finding.what: finding for finding in findings if finding.state != "ok"}
+
+
+def test_what_only_this_machine_has_is_refused_for_rented_machines(tmp_path: Path) -> None:
+    store, bundle = LocalStore(tmp_path), make_bundle(tmp_path / "bundle")
+    weights = f"train.init_from={tmp_path}/model@sha256:{'0' * 64}"
+    changes = (weights, f"evaluate.core={bundle}")
+    rented = problems(store, "mine/*.txt", changes, infra="aws")
+    assert rented["store"].remedy == "--store s3://BUCKET/PREFIX"
+    assert "skytrain run RECIPE --stage tokenize" in rented["text"].remedy
+    assert "run:NAME" in rented["weights for train"].remedy
+    assert "is on this machine" in rented["core"].seen
+    cluster = problems(store, f"{tmp_path}/*.txt", changes, infra="slurm/here")
+    assert {name: cluster[name].state for name in ("text", "weights for train", "core")} == dict.fromkeys(
+        ("text", "weights for train", "core"), "note"
+    )
+    assert "store" not in cluster
+
+
+def test_benchmark_items_that_no_run_could_score_are_refused(tmp_path: Path) -> None:
+    items, bundle = tmp_path / "items.jsonl", make_bundle(tmp_path / "bundle")
+    items.write_text('{"ctx": "a store", "endings": ["keeps", "loses"], "label": 2}\n')
+    (bundle / "eval_data" / "all" / "squad.jsonl").write_text("{}\n" * 5)
+    changes = (f"evaluate.hellaswag={items}", "evaluate.every=null", f"evaluate.core={bundle}")
+    found = problems(LocalStore(tmp_path), changes=changes, infra="slurm/here")
+    assert "item 1: label 2 is not the index of one of the 2 endings" in found["hellaswag"].seen
+    assert "squad.jsonl: line 1: is not an item of kind" in found["core"].seen
+
+
+def test_what_the_image_cannot_do_is_refused(tmp_path: Path) -> None:
+    changes = ("export.formats=[gguf, llmc]",)
+    found = problems(LocalStore(tmp_path), changes=changes, infra="slurm/here", image="a/b@sha256:1")["export"]
+    assert found.state == "broken" and found.seen == "the image has no packages for gguf"
+    assert "export.formats=[llmc]" in found.remedy
+    assert "export" not in problems(LocalStore(tmp_path), changes=changes, infra="slurm/here")
+
+
+def test_gpus_that_cannot_train_the_recipe_are_refused(tmp_path: Path) -> None:
+    def found(gpus: str, *changes: str, nodes: int = 1) -> Finding | None:
+        where: dict[str, Any] = {"infra": "slurm/here", "gpus": gpus, "nodes": nodes}
+        return problems(LocalStore(tmp_path), changes=changes, **where).get("GPUs")
+
+    assert found("H100:1") is None
+    shared = found("H100:8", nodes=3)  # a step has 16 sequences
+    assert shared and shared.state == "broken" and "3 x H100:8: train.batch_tokens: " in shared.seen
+    old = found("V100:1", "train.precision=fp8")
+    assert old and "1 x V100:1: no hardware for train.precision fp8" in old.seen
+
+
+def test_an_address_of_this_machine_is_refused_for_rented_machines(tmp_path: Path) -> None:
+    variables = {"AWS_ENDPOINT_URL": "http://localhost:9000"}
+    store = LocalStore(tmp_path)
+    assert "AWS_ENDPOINT_URL" in problems(store, infra="aws", variables=variables)["network"].seen
+    assert "network" not in problems(store, infra="slurm/here", variables=variables)
+    found = problems(store, infra="slurm/here", variables={"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"})
+    assert found["network"].state == "broken"
+    for private in ("http://10.0.0.8:5000", "http://mlflow:5000"):
+        finding = problems(store, infra="aws", variables={"AWS_ENDPOINT_URL": private})["network"]
+        assert finding.state == "note" and "in its network" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("secrets", "clouds", "state"),
+    [
+        (KEYS, ["lambda"], "ok"),
+        ({}, ["aws"], "note"),  # the nodes' role
+        ({}, ["aws", "lambda"], "broken"),
+        ({"AWS_ACCESS_KEY_ID": "an id"}, ["aws"], "broken"),
+        (KEYS | {"AWS_SESSION_TOKEN": "for an hour"}, ["aws"], "note"),
+    ],
+)
+def test_a_job_that_could_not_open_the_bucket_is_not_launched(
+    secrets: dict[str, str], clouds: list[str], state: str
+) -> None:
+    assert credentials(S3Store("bucket", client=object()), clouds, secrets).state == state

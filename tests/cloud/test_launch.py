@@ -21,13 +21,12 @@ from sky_catalog import sky_environment, write_catalog
 
 from pipelines.artifacts.manifest import find
 from pipelines.cloud.checks import Finding
-from pipelines.cloud.image import Image, remember
 from pipelines.cloud.launch import Launch, planned_launch, report_all
-from pipelines.cloud.request import WORK_TREE, EarlierLaunch, LaunchRecord, LaunchRequest, last_launch, write_launch
+from pipelines.cloud.request import EarlierLaunch, LaunchRecord, LaunchRequest, last_launch, write_launch
 from pipelines.show.cloud_plan import print_launch_report
 from pipelines.stage import STAGES, planned, run_name
 from pipelines.tracking.runs import record
-from pipelines.verbs.launch import pushed_image, run_here
+from pipelines.verbs.launch import run_here
 from trainer.errors import UserError
 from trainer.store import LocalStore
 
@@ -250,12 +249,11 @@ def environment_of(process: psutil.Process) -> str:
         ),
         (["--secret", "HF_TOKEN"], "--secret HF_TOKEN: not set in this shell; export it first"),
         (["--infra", "lambda"], "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may use the bucket"),
-        (["--image", "{registry}/team/skytrain:v9"], "push it (skytrain image push {registry}/team/skytrain --target"),
     ],
-    ids=["bucket", "secret", "credentials", "image"],
+    ids=["bucket", "secret", "credentials"],
 )
 def test_missing_requirements_of_a_launch_are_reported_within_seconds_with_remedies(
-    texts: Path, moto_server: S3Account, registry: str, fresh_s3_store: Any, options: list[str], remedy: str
+    texts: Path, moto_server: S3Account, fresh_s3_store: Any, options: list[str], remedy: str
 ) -> None:
     """SkyPilot finds a fifth, no capacity: test_skypilot.py, and test_cluster.py with a real cloud."""
     store = fresh_s3_store(moto_server)
@@ -270,21 +268,10 @@ def test_missing_requirements_of_a_launch_are_reported_within_seconds_with_remed
         account["AWS_SHARED_CREDENTIALS_FILE"] = str(texts / "credentials")
     began = time.monotonic()
     arguments = ["launch", "tiny.yaml", "--store", store.uri, "--infra", "slurm/here", "--image", "none", "--yes"]
-    output = skytrain(texts, *arguments, *(word.format(registry=registry) for word in options), **account, expect=2)
+    output = skytrain(texts, *arguments, *options, **account, expect=2)
     assert time.monotonic() - began < 110  # each server got one request; patience with one of them takes 120 s
-    assert remedy.format(registry=registry) in output
+    assert remedy in output
     assert output.splitlines()[-1].startswith("error: ") and "Traceback" not in output
-
-
-def test_without_a_pushed_image_a_launch_uses_the_work_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYTRAIN_HOME", str(tmp_path))
-    assert pushed_image() == WORK_TREE
-    pushed = Image("skypilot", "skytrain:1", "1", "abc", False, "sha256:1", pushed="registry/skytrain@sha256:1")
-    remember(tmp_path, pushed)
-    assert pushed_image() == pushed.pushed
-    (tmp_path / "image.json").write_text("[1")
-    with pytest.raises(UserError, match="image.json: damaged or unreadable; remove it"):
-        pushed_image()
 
 
 def launch_of(recipe: str, store: LocalStore, *changes: str, **options: Any) -> Launch:

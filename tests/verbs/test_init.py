@@ -1,21 +1,15 @@
 """`skytrain init`, and `skytrain.yaml`, which every command reads."""
 
-import json
 import os
-import pty
 import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from botocore.exceptions import ClientError
 from servers import S3Account
 
-from pipelines.artifacts.store import client_from_environment, open_store
-from pipelines.cloud.bucket import prepare_bucket, require_tls
 from pipelines.project import Project
 from pipelines.verbs.plan import clouds_of
 from trainer.errors import UserError
@@ -128,111 +122,23 @@ def test_what_init_writes_is_what_every_command_reads(tmp_path: Path) -> None:
 # --- the command
 
 
-def test_init_without_a_terminal_asks_nothing_and_replaces_no_file_without_a_word(tmp_path: Path) -> None:
-    done = skytrain(tmp_path, "init")
-    assert done.returncode == 2 and done.stderr.startswith("error: init: no terminal to ask on; give --store s3://")
-    assert not (tmp_path / "skytrain.yaml").exists()
-    path = written(tmp_path, "stroe: my own\n")
-    done = skytrain(tmp_path, "init", "--store", "runs")
-    assert done.returncode == 2 and done.stderr.startswith("error: init: skytrain.yaml exists; edit it, or add --repl")
-    assert path.read_text() == "stroe: my own\n"
-    done = skytrain(tmp_path, "init", "--store", "ftp://host", "--replace")
-    assert done.returncode == 2 and "not a store" in done.stderr and path.read_text() == "stroe: my own\n"
-
-
-@pytest.mark.slow
-def test_init_on_a_terminal_asks_for_what_no_option_gives_and_ends_with_doctors_screen(tmp_path: Path) -> None:
-    leader, follower = pty.openpty()
-    command = [*SKYTRAIN, "init", "--tracking", "off"]
-    more = environment(tmp_path, SKYPILOT_API_SERVER_ENDPOINT="http://127.0.0.1:9")
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=more, stdin=follower, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    os.write(leader, b"runs\n\nmuch\n12.5\n\n")
-    out, _ = process.communicate(timeout=300)
-    os.close(leader)
-    os.close(follower)
-    assert process.returncode == 0
-    assert yaml.safe_load((tmp_path / "skytrain.yaml").read_text()) == {
-        "store": "runs", "tracking": "off", "budget": 12.5,
-    }  # fmt: skip
-    assert f"store: file://{tmp_path}/runs is writable" in out.decode() and b"next: " in out
-
-
-# --- the bucket
-
-
-def test_init_makes_a_private_bucket_on_a_real_server_and_leaves_an_existing_one_as_it_is(
-    tmp_path: Path, s3_server: S3Account, monkeypatch: pytest.MonkeyPatch
+def test_init_writes_the_file_checks_the_bucket_and_replaces_no_file_without_a_word(
+    tmp_path: Path, moto_server: S3Account
 ) -> None:
-    bucket = f"init-{uuid.uuid4().hex[:12]}"
-    options = ("init", "--store", f"s3://{bucket}/team/runs", "--tracking", "off", "--budget", "25")
-    more = s3_server.environment | {"SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9"}
+    done = skytrain(tmp_path, "init")
+    assert done.returncode == 2 and done.stderr.startswith("error: init: name a store: --store s3://")
+    done = skytrain(tmp_path, "init", "--store", "ftp://host")
+    assert done.returncode == 2 and "not a store" in done.stderr and not (tmp_path / "skytrain.yaml").exists()
+
+    more = moto_server.environment | {"SKYPILOT_API_SERVER_ENDPOINT": "http://127.0.0.1:9"}
+    options = ("init", "--store", f"s3://none-{uuid.uuid4().hex[:12]}/runs", "--tracking", "off", "--budget", "25")
     done = skytrain(tmp_path, *options, **more)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"s3://{bucket} created" in done.stdout
-    assert f"s3://{bucket}/team/runs is writable, and refuses a second create" in done.stdout
-    assert s3_server.secret_key not in done.stdout + (tmp_path / "skytrain.yaml").read_text()
+    assert done.returncode == 2 and "there is no such bucket" in done.stdout and "infra/aws/stack.yaml" in done.stdout
+    text = (tmp_path / "skytrain.yaml").read_text()
+    assert yaml.safe_load(text) == {"store": options[2], "tracking": "off", "budget": 25}
+    assert moto_server.secret_key not in done.stdout + text
 
-    for name, value in more.items():
-        monkeypatch.setenv(name, value)
-    client = client_from_environment(f"s3://{bucket}", 10)
-    assert "not private: this server then refuses every object (AccessDenied" in done.stdout  # radosgw 16
-    (rule,) = client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
-    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1} and "Expiration" not in rule
-    assert client.list_objects_v2(Bucket=bucket)["KeyCount"] == 0, "the checks leave nothing behind"
-
-    client.delete_bucket_lifecycle(Bucket=bucket)
-    seen = [finding.seen for finding in prepare_bucket(bucket, "team/runs/", client)]
-    assert seen[0].endswith("exists; left as it is") and "not without uploads of dead nodes after a day" in seen
-    assert skytrain(tmp_path, "report", **more).returncode == 0  # the store of the file
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """moto's S3 at the addresses of AWS, in this process."""
-    moto = pytest.importorskip("moto", reason="needs moto (pip)")
-    for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_REGION", "eu-west-1")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    with moto.mock_aws():
-        yield client_from_environment("s3://runs", 10)
-
-
-def test_a_new_bucket_on_aws_has_all_protections_in_its_region_and_an_open_one_is_named(aws: Any) -> None:
-    found = [finding.seen for finding in prepare_bucket("my-runs", "sky/", aws)]
-    has = ["private", "encrypted", "without uploads of dead nodes after a day"]
-    assert found[:4] == ["s3://my-runs created in eu-west-1", *has]
-    assert aws.get_bucket_location(Bucket="my-runs")["LocationConstraint"] == "eu-west-1"
-    require_tls(aws, "my-runs")
-    assert [finding.seen for finding in prepare_bucket("my-runs", "sky/", aws)][1:] == [*has, "open over TLS alone"]
-    (denied,) = json.loads(aws.get_bucket_policy(Bucket="my-runs")["Policy"])["Statement"]
-    assert denied["Effect"] == "Deny" and denied["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
-
-    aws.create_bucket(Bucket="open", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
-    aws.put_bucket_versioning(Bucket="open", VersioningConfiguration={"Status": "Enabled"})
-    notes = prepare_bucket("open", "", aws)
-    assert {finding.state for finding in notes[1:] if finding.seen.startswith(("not ", "keeps "))} == {"note"}
-    assert {"not private", "not open over TLS alone", "keeps old versions of removed files"} <= {n.seen for n in notes}
-
-
-def test_a_protection_after_which_the_server_refuses_objects_is_removed_again(aws: Any) -> None:
-    last = prepare_bucket("my-runs", "sky/", aws)[-1]  # moto reads no conditions: the policy denies everything there
-    assert last.seen.startswith("not open over TLS alone: this server then refuses every object (AccessDenied")
-    with pytest.raises(aws.exceptions.ClientError, match="NoSuchBucketPolicy"):
-        aws.get_bucket_policy(Bucket="my-runs")
-    store = open_store("s3://my-runs/sky")
-    assert store.create("a", b"1") and not store.create("a", b"2")
-    assert [entry.key for entry in store.entries("")] == ["a"], "the checks leave nothing behind"
-
-
-def test_a_name_that_another_account_has_is_one_line(aws: Any) -> None:
-    aws.meta.events.register("before-call.s3.HeadBucket", refuse_head)
-    with pytest.raises(UserError, match="^s3://my-runs: of another account, or these credentials may not list it"):
-        prepare_bucket("my-runs", "", aws)
-
-
-def refuse_head(**_: Any) -> None:
-    answer: Any = {"Error": {"Code": "403"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
-    raise ClientError(answer, "HeadBucket")
+    done = skytrain(tmp_path, "init", "--store", "runs", **more)
+    assert done.returncode == 2 and done.stderr.startswith("error: init: skytrain.yaml exists; edit it, or add --repl")
+    done = skytrain(tmp_path, "init", "--store", "runs", "--replace", **more)
+    assert done.returncode == 0 and "is writable, and refuses a second create" in done.stdout
