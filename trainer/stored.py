@@ -1,8 +1,9 @@
 """The reader of every record that comes from the store. Any writer of the store may have written the record.
 
 A record is JSON of a dataclass that derives from `Stored`. The reader bounds its size, its nesting and its numbers,
-takes each field in its own type only, and refuses unknown fields: a newer skytrain wrote those. A name that becomes a
-path has the type `Key`. So code behind the reader handles sound values alone.
+takes each field in its own type only, and ignores unknown fields: an earlier skytrain wrote those that were removed
+since. A change that an older reader must not ignore raises FORMAT. A name that becomes a path has the type `Key`. So
+code behind the reader handles sound values alone.
 """
 
 import json
@@ -39,9 +40,9 @@ class NewerRecord(UserError):
 
 
 class Stored:
-    """Base of the dataclasses of records: they take no unknown field, and no value of another type."""
+    """Base of the dataclasses of records: a field takes no value of another type."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__ = ConfigDict(extra="ignore", strict=True)
 
 
 def checked_name(name: str) -> str:
@@ -91,14 +92,8 @@ def typed(kind: type[T], values: Any, where: str, version: int = FORMAT) -> T:
     try:
         return _adapter(cast(Any, kind)).validate_json(json.dumps(values))
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False, include_context=False)
-        places = [(".".join(map(str, problem["loc"])), problem) for problem in problems]
-        for place, problem in places:
-            if problem["type"] == "unexpected_keyword_argument":
-                raise NewerRecord(
-                    f"{where}: written by a newer skytrain (unknown field {shown(place)}); upgrade skytrain"
-                ) from error
-        place, problem = places[0]
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(map(str, problem["loc"]))
         raise DamagedRecord(where, f"{place}: {problem['msg']}" if place else problem["msg"]) from error
 
 

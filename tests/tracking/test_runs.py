@@ -237,16 +237,16 @@ def test_a_start_up_to_an_earlier_stage_forgets_no_artifact(store: LocalStore) -
     assert record(store, RUN, RECIPE, PLANS, "train").earlier == made.earlier
 
 
-def test_records_with_a_field_of_a_newer_skytrain_say_so_and_are_not_called_damaged(store: LocalStore) -> None:
+def test_records_with_the_format_of_a_newer_skytrain_say_so_and_are_not_called_damaged(store: LocalStore) -> None:
     done_run(store)
     for key in (f"runs/{RUN}.json", f"{TRAIN}/MANIFEST.json", f"{TRAIN}/attempts/0001/heartbeat.json"):
         before = store.get(key) or b""
-        store.put(key, json.dumps(json.loads(before) | {"mood": "good"}).encode())
-        with pytest.raises(UserError, match="by a newer skytrain .unknown field 'mood'.; upgrade skytrain"):
+        store.put(key, json.dumps(json.loads(before) | {"format": 2}).encode())
+        with pytest.raises(UserError, match="by a newer skytrain .format 2, this one reads 1.; upgrade skytrain"):
             read_manifest(store, TRAIN)
             attempts(store, TRAIN)
             recorded(store)
-        assert b"mood" in (store.get(key) or b"")  # nor replaced
+        assert b'"format": 2' in (store.get(key) or b"")  # nor replaced
         store.put(key, before)
 
 
