@@ -21,7 +21,6 @@ from pathlib import Path
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest, scratch
 from pipelines.artifacts.shard_cache import COMPLETE, SHARDS, is_leased, remove_unleased
-from pipelines.nodes.kept import kept_store, usable_states
 from pipelines.tracking.ledger import (
     GC,
     HEARTBEAT_SECONDS,
@@ -127,8 +126,8 @@ def _leftovers(
 
     In a finished artifact: all files that its manifest does not name. In an unfinished artifact without a living
     attempt: checkpoints without a commit, and all files once they are older than `older_than_days`. On this machine:
-    half-written files, the scratch folders of finished attempts under `home`, cached copies that nothing has used
-    for `older_than_days`, and kept states without a use. The commits that `keep_every_steps` keeps for good and those
+    half-written files, the scratch folders of finished attempts under `home`, and cached copies that nothing has
+    used for `older_than_days`. The commits that `keep_every_steps` keeps for good and those
     that a run in training began with stay in any case, and so does a shard that a process reads. An artifact with an
     unreadable manifest or heartbeat, damaged or of a newer format, stays as it is; `on_damage` gets the error.
     """
@@ -149,12 +148,11 @@ def _leftovers(
             continue
         if of_artifact.found:
             yield of_artifact
-    folders = [home / "cache", home / "kept", *([store.root] if isinstance(store, LocalStore) else [])]
+    folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
     for folder in folders:
         yield Leftovers(list(_half_written(folder)))
     yield Leftovers(list(_cached(home / "cache", max(86_400 * older_than_days, PARTIAL_SECONDS))))
     yield Leftovers(list(_scratch(store, home, on_damage)))
-    yield Leftovers(list(_kept_states(store, home, 86_400 * older_than_days, on_damage)))
 
 
 def remove(store: Store, leftover: Leftover) -> None:
@@ -288,25 +286,6 @@ def _cached(cache: Path, seconds: float) -> Iterator[Leftover]:
             if unused > seconds and not (path.suffix == COMPLETE and is_leased(path)):
                 why = f"a copy that nothing here has used for {unused / 86_400:.1f} days"
                 yield Leftover(f"cache/{path.relative_to(cache)}", sum(one.st_size for one in files), why, path)
-
-
-def _kept_states(store: Store, home: Path, seconds: float, on_damage: Callable[[str], None]) -> Iterator[Leftover]:
-    """Training states on this machine's disk that no attempt will commit (pipelines/nodes/kept.py): the run went on
-    without them, or they are so old."""
-    kept = kept_store(home, store)
-    for prefix in artifacts(kept):
-        try:
-            beats = attempts(store, prefix)
-            usable = read_manifest(store, prefix) is None and any(usable_states(kept, store, prefix))
-        except UNREADABLE as error:
-            on_damage(f"{kept.path_of(prefix)}, because of its run: {_named(f'{store.uri}/{prefix}', error)}")
-            continue
-        stored = max((entry.modified for _, entry in attempt_entries(store, prefix)), default=0.0)
-        entries = kept.entries(f"{prefix}/")
-        age = time.time() - max((entry.modified for entry in entries), default=0.0)
-        if (not usable or age > seconds) and (not beats or is_dead(store, beats[-1], stored)):
-            path, size = kept.path_of(prefix), sum(entry.size for entry in entries)
-            yield Leftover(path.relative_to(home).as_posix(), size, "a kept state that its run does without", path)
 
 
 def _scratch(store: Store, home: Path, on_damage: Callable[[str], None]) -> Iterator[Leftover]:

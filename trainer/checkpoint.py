@@ -12,7 +12,6 @@ needs (trainer/loading.py); if one is damaged, it reports that and uses the chec
 """
 
 import json
-import platform
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -40,7 +39,7 @@ from trainer.commits import (
     step_of,
 )
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
-from trainer.errors import NotAFile, StaleAttempt, StoreUnavailable, UserError
+from trainer.errors import NotAFile, StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
 from trainer.health import is_rollback_point
 from trainer.loading import load_files
@@ -91,12 +90,10 @@ class Checkpointer:
         keep_every: int | None = None,
         between_failures: float = PRIOR_SECONDS_BETWEEN_FAILURES,
         traffic_seconds: float = 0.0,
-        kept: Store | None = None,
     ) -> None:
         self.store, self.prefix, self.world, self.attempt = store, prefix, world, attempt
         self.keep_last, self.keep_every, self.superseded = keep_last, keep_every, superseded
         self.work, self.between_failures, self.traffic_seconds = work, between_failures, traffic_seconds
-        self.kept = kept  # on this node's disk, for the last state of a run whose store takes no checkpoint
         self._copy: HostCopy | None = None
         self._save: Save | None = None
         self._last: Save | None = None  # the same, also after it has ended
@@ -205,32 +202,21 @@ class Checkpointer:
         log_line(f"checkpoint of step {save.state.step} FAILED ({error!r}); training continues")
 
     def finish(self, log: EventLog) -> None:
-        """Wait for the last save. Raises its error, after the disks of the nodes have got the state: StoreUnavailable
-        if they have, because the same command commits it, even if the store refused it as a mistake of the user."""
-        kept = self._keep()  # if the save before failed: a store that hangs takes longer than a stop may last
+        """Wait for the last save. Raises its error."""
         self.settle(log, wait=True)
-        kept = kept or self._keep()
-        if kept and self._last and self._store_error():
-            where = f"step {self._last.state.step:,} is kept on the disk of {', '.join(kept)}"
-            raise StoreUnavailable(f"{self._error}; {where}") from self._error
         if self._error:
             raise self._error
 
     def insist(self, pieces: dict[str, Piece], log: EventLog, leave: Callable[[], bool]) -> None:
-        """After the last step: save again and again until the store takes the state, or any rank is to `leave`.
+        """After the last step: repeat the last save until the store takes it, or any rank is to `leave`.
 
-        A run without a place for it (`kept`) does not wait. A collective call.
+        Any other error than one of the store ends it at once. A collective call.
         """
-        self._insisting = self.kept is not None
+        self._insisting = True
         self.settle(log, wait=True)
-        while self.kept is not None and (
-            errors := [e for e in self.world.gather(self._store_error()) if e is not None]
-        ):
-            if "" in errors:
-                return  # no outage, but a fault of ours
+        while any(self.world.gather(isinstance(self._error, OSError))):
             assert self._last
-            self._keep()
-            log_line(f"step {self._last.state.step} is the last, and not in the store ({errors[0]}); trying again")
+            log_line(f"step {self._last.state.step} is the last, and not in the store; trying again")
             for _ in range(round(INSIST_SECONDS / INSIST_POLL_SECONDS)):  # as often on every rank
                 if any(self.world.gather(leave())):
                     return
@@ -238,46 +224,12 @@ class Checkpointer:
             self.save(self._last.state, pieces, log)
             self.settle(log, wait=True)
 
-    def _store_error(self) -> str | None:
-        """The error of the last save, None without one; empty if it is not one of the store or the disk."""
-        if self._error is None:
-            return None
-        return repr(self._error) if isinstance(self._error, OSError | UserError) else ""
-
-    def _keep(self) -> list[str]:
-        """Put the last save on the disks of the nodes, if the last one to end failed on any rank. A collective call.
-
-        Each node gets the files of its ranks, and a COMMIT.json that names those of all ranks. Returns the nodes; none
-        unless all of them have it.
-        """
-        if self.kept is None or not any(self.world.gather(self._error is not None)):
-            return []
-        save, receipt, commit = self._last, None, None
-        assert save and self._copy
-        with suppress(Exception):  # a full disk: no commit, as without this
-            receipt = self._upload(self.kept, save.folder, self._copy)
-        receipts = [one for one in self.world.gather(receipt) if one]
-        if self.world.rank == 0 and len(receipts) == self.world.world_size and save.proof.result():
-            segment = Segment.of(self.prefix, save.state.step, self.attempt, save.rows, b"")
-            commit = segment, self._commit_of(save.state, segment, tuple(receipts)).encode()
-        commit = self.world.gather(commit)[0]
-        held = commit is not None and self.world.local_rank > 0
-        if commit and self.world.local_rank == 0:
-            segment, body = commit
-            with suppress(Exception):
-                self.kept.put(segment.key, segment.body)
-                self.kept.create(f"{save.folder}/COMMIT.json", body)
-                held = True
-        hosts = self.world.gather(platform.node() if held else None)
-        held = None not in hosts
-        if held and self.world.rank == 0:
-            log_line(f"step {save.state.step} is KEPT in {self.kept.uri}: the store took no checkpoint")
-        return list(dict.fromkeys(hosts)) if held else []
-
     def _upload_and_commit(self, save: Save, copy: HostCopy) -> None:
         """In the thread: upload this rank's file and its receipt. Rank 0 commits."""
         failpoint("upload")
-        receipt = self._upload(self.store, save.folder, copy)
+        parts, name = copy.safetensors(), self._file_name()
+        self.store.write(parts, f"{save.folder}/{name}")
+        receipt = FileReceipt.of(name, parts)
         failpoint("uploaded")
         self.store.put(self._receipt_key(save), json.dumps(asdict(receipt)).encode())
         if self.world.rank == 0:
@@ -307,12 +259,6 @@ class Checkpointer:
 
     def _receipt_key(self, save: Save) -> str:
         return f"{save.folder}/receipt-{self.world.rank:05d}.json"
-
-    def _upload(self, store: Store, folder: str, copy: HostCopy) -> FileReceipt:
-        parts = copy.safetensors()
-        name = self._file_name()
-        store.write(parts, f"{folder}/{name}")
-        return FileReceipt.of(name, parts)
 
     def _receipts(self, save: Save, size: int) -> list[FileReceipt]:
         """Wait for the receipts of all ranks, after the upload of this rank's file of `size` bytes. OSError if a rank

@@ -47,14 +47,6 @@ class Died(Exception):
     it died several times in a row without a new commit."""
 
 
-class FaultyMachine(Exception):
-    """This node computes wrongly, or far slower than the others: the run goes on, but not on this node."""
-
-
-class SuspectNetwork(Exception):
-    """The ranks' numbers arrive wrongly, and nothing tells which machine is the cause: no machine is to be marked."""
-
-
 class StaleAttempt(Exception):
     """A newer attempt has taken over: this one may neither commit nor delete."""
 

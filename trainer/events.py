@@ -51,22 +51,6 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The machines were compared before training."""
-
-    speed: str
-    complaints: list[str]  # of machines that are wrong or slow
-
-
-@dataclass(frozen=True)
-class Paced:
-    """The seconds of each rank's own work in a step, the median of the last steps up to `step`."""
-
-    step: int
-    seconds: list[float]
-
-
-@dataclass(frozen=True)
 class Damaged:
     """A checkpoint cannot be loaded; the one before it is used."""
 
@@ -139,8 +123,6 @@ Event = (
     Row
     | PhaseChanged
     | Started
-    | Compared
-    | Paced
     | Damaged
     | Checkpointed
     | CheckpointFailed
@@ -155,8 +137,6 @@ KINDS: dict[str, type[Event]] = {
     "row": Row,
     "phase": PhaseChanged,
     "start": Started,
-    "compared": Compared,
-    "paced": Paced,
     "damaged": Damaged,
     "checkpoint": Checkpointed,
     "checkpoint_failed": CheckpointFailed,

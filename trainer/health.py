@@ -43,16 +43,14 @@ STUCK = "no progress"  # marks the line in which a rank reports why it exits
 STUCK_MINUTES, STUCK_STEPS = 10.0, 20
 # Compiling, loading 19 GB and the last upload report no progress of their own.
 OUTSIDE_STEPS_FACTOR = 6.0
-# Of each phase of a start: reading Python's packages, finding the other ranks, the first exchange over the GPUs'
-# links, and the comparison of the machines.
+# Of each phase of a start: reading Python's packages, finding the other ranks, and the first exchange over the
+# GPUs' links.
 START_MINUTES = {
     "imports": 10.0,
     "rendezvous": 10.0,
     "first exchange": 10.0,
-    "health check": 10.0,
 }
 STARTED = "started"
-STRAGGLER = 1.10  # times the median of all ranks, in the median of some steps (trainer/pace.py)
 
 T = TypeVar("T")
 
@@ -169,13 +167,6 @@ def diagnosis(step: int, evidence: str, rollbacks: Sequence[tuple[int, int]], co
         f"train.skip_grad_norm_zscore 6 (now {config.skip_grad_norm_zscore}), "
         f"or other data around step {step}"
     )
-
-
-def straggler(seconds: tuple[float, ...]) -> tuple[int, float] | None:
-    """The slowest rank and its time in medians of all ranks, if it is slower by STRAGGLER."""
-    slowest = max(range(len(seconds)), key=seconds.__getitem__)
-    ratio = seconds[slowest] / median(seconds)
-    return (slowest, ratio) if ratio >= STRAGGLER else None
 
 
 class Watchdog:

@@ -21,13 +21,12 @@ from trainer.engine import Batches, Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
 from trainer.evaluate import validation_loss
 from trainer.evaluation import Evaluation
-from trainer.events import EventLog, Paced, RolledBack, Skipped, Slow, Started
+from trainer.events import EventLog, RolledBack, Skipped, Slow, Started
 from trainer.fit import Fit, choose_micro_batch, devices_of, memory_settings
 from trainer.health import Health, Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
 from trainer.model_config import ModelConfig
 from trainer.optim import Rates, rates_at
-from trainer.pace import Pace, Paces
 from trainer.parallel import Agreement, World
 from trainer.process import StopSignal, failpoint, log_line
 from trainer.save_clock import SaveClock
@@ -84,7 +83,7 @@ def train(
         every = evaluation.every if evaluation else None
         saved_here = -1  # the step that this attempt saved last
         failure: Exception | None = None  # of this rank: the next step lacks data
-        pace, paces, check = Pace(world.device), Paces(), partial(check_all, world, stop, watchdog)
+        check = partial(check_all, world, stop, watchdog)
         data.waiting = partial(log.clock.phase, "data")
         log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
         failpoint("first-step")
@@ -143,10 +142,10 @@ def train(
             )
             rates = rates_at(state.step, config)
             next_ones = upcoming if state.step + 1 < config.max_steps else range(0)
-            votes = StepVotes(world, stop, due, data, sequences, next_ones, pace)
+            votes = StepVotes(world, stop, due, data, sequences, next_ones)
             verdict, applied = step(
                 engine,
-                watchdog.each(pace.each(batches)),
+                watchdog.each(batches),
                 micro_batch_count(len(sequences), fit.micro_batch_size),
                 batch_tokens / model_config.block_size / world.world_size,
                 rates,
@@ -163,8 +162,6 @@ def train(
             tokens_per_second = batch_tokens / seconds
             utilization = mfu(tokens_per_second, model_config, world.world_size, peak) if peak else None
             log_step(log, engine, state.step, verdict, rates.vector, tokens_per_second, utilization)
-            if seconds_of_ranks := paces.add(agreed.seconds):
-                log.write(Paced(state.step, list(seconds_of_ranks)))
             evidence = state.health.diverged(config)
             if not state.health.not_finite:
                 checkpointer.prove()  # the loss of this step is that of the weights before it
@@ -196,7 +193,6 @@ class StepVotes:
     data: TokenData
     sequences: range
     upcoming: range  # the sequences of the next step; empty if there is none
-    pace: Pace
 
     def agree(self, numbers: PendingNumbers) -> tuple[Agreement, Exception | None]:
         """With the error of this rank, if it lacks the data of the next step."""
@@ -206,9 +202,8 @@ class StepVotes:
             numbers.values()  # as long as the device computes, the data is not late
         failure = None if stop else self.data.failure(self.upcoming)
         loss, grad_norm = numbers.values()
-        return self.world.agree(
-            loss, grad_norm, stop or failure is not None, self.save_due, digest, self.pace.seconds()
-        ), failure
+        agreed = self.world.agree(loss, grad_norm, stop or failure is not None, self.save_due, digest)
+        return agreed, failure
 
     def judge(self, state: TrainState, config: TrainConfig, engine: Engine) -> Callable[[PendingNumbers], Verdict]:
         """A function that exchanges the numbers of the next step between the ranks, and judges them."""

@@ -28,7 +28,6 @@ class Agreement:
     stop: bool = False  # any rank was asked to stop
     save: bool = False  # a checkpoint is due
     digest: int = 0  # of the windows that all ranks read, see `sequence_digest`
-    seconds: tuple[float, ...] = ()  # of each rank's own work in the step, see trainer/pace.py
 
 
 @dataclass(frozen=True)
@@ -88,18 +87,15 @@ class World:
             dist.all_reduce(numbers)
         return numbers.tolist()
 
-    def agree(
-        self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int, seconds: float = 0.0
-    ) -> Agreement:
+    def agree(self, loss: float, grad_norm: float, stop: bool, save: bool, digest: int) -> Agreement:
         """One small all-reduce a step, so that all ranks stop, save, skip an update or give up together.
 
         The norm of the mean gradient is equal on all ranks. Its mean is exact, because float64 holds the sum of
         float32 numbers; a rank that computed another norm still decides like the others.
         """
-        own = (seconds if rank == self.rank else 0.0 for rank in range(self.world_size))
-        loss, grad_norm, stops, saves, digests, *each = self.sum(loss, grad_norm, stop, save, digest, *own)
+        loss, grad_norm, stops, saves, digests = self.sum(loss, grad_norm, stop, save, digest)
         n = self.world_size
-        return Agreement(loss / n, grad_norm / n, stops > 0, saves > 0, int(digests), tuple(each))
+        return Agreement(loss / n, grad_norm / n, stops > 0, saves > 0, int(digests))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of ranks, on every rank."""

@@ -11,7 +11,7 @@ from trainer.commits import TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, TrainConfig
 from trainer.data import TokenData
 from trainer.evaluation import Evaluation
-from trainer.events import Compared, Event, EventLog
+from trainer.events import Event, EventLog
 from trainer.health import STARTED
 from trainer.loop import train
 from trainer.metrics import PhaseClock
@@ -56,9 +56,7 @@ class RankJob:
     origin: Callable[[World], Origin] | None = None  # of a run that does not begin with weights drawn from its seed
     weights: tuple[float, ...] = ()  # of the sources of a mixture
     eot: int | None = None  # begins the documents of packed shards
-    compare: "Callable[[World], tuple[Compared, Exception | None]] | None" = None  # the machines, before training
     starting: Callable[[str], None] = lambda phase: None  # told each phase of the start, for a watchdog: `StartWatch`
-    kept: Store | None = None  # on this node's disk, for the last state if `store` takes no checkpoint
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,6 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
     world.connect()
     attempt = job.begin(world)
     log = EventLog(job.folder / EVENTS_FILE if world.rank == 0 else None, job.clock, job.reached, job.watch)
-    if job.compare:
-        job.starting("health check")
-        compared, unfit = job.compare(world)
-        log.write(compared)
-        if unfit:
-            raise unfit
     job.starting(STARTED)
     checkpointer = Checkpointer(
         job.store,
@@ -104,7 +96,6 @@ def run_rank(job: RankJob, stop: StopSignal) -> Outcome:
         keep_every=job.runtime.keep_every_steps,
         between_failures=job.between_failures,
         traffic_seconds=job.traffic_seconds,
-        kept=job.kept,
     )
     evaluation = job.evaluation(world)
     engine, state = train(

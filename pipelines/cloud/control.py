@@ -63,8 +63,6 @@ class Status:
     stop_request: StopRequest | None
     notice: str | None  # why the newest attempt was asked to stop
     killed: str | None  # the cause, if a signal or the watchdog ended a process of the newest attempt
-    straggler: str | None  # the rank that all others wait for
-    unsound: str | None  # machines that compute wrongly or slowly
     unsaved_seconds: float | None  # since the store takes no checkpoint of the newest attempt, up to its last heartbeat
     unsaved_because: str | None  # the last error
     tasks: list[TaskStatus]
@@ -114,8 +112,6 @@ def status_of(run: Run, known_tasks: list[TaskStatus] | None, now: float) -> Sta
         stop_request=read_stop_request(run.store, run.name),
         notice=progress.notice,
         killed=progress.killed,
-        straggler=progress.straggler,
-        unsound=progress.unsound,
         unsaved_seconds=newest.time - progress.unsaved_since if newest and progress.unsaved_since else None,
         unsaved_because=progress.unsaved_because,
         tasks=tasks,

@@ -23,14 +23,12 @@ from pipelines.nodes.messages import (
     Message,
     StartRanks,
     StopNotice,
-    StoreKept,
     Trained,
     WorkDone,
 )
 from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
-from trainer.commits import FileReceipt
 from trainer.errors import EXIT_DONE, EXIT_MISTAKE, Interrupted, UserError
 from trainer.process import Background, StopSignal
 
@@ -42,7 +40,7 @@ EXIT_SECONDS = 20.0  # for their processes to end: on a loaded machine, 5 were t
 class Head:
     """Node 0's connections to all workers. Use as a context manager around the pipeline.
 
-    A round is one request to all workers: to make parts of the text, to store kept files, or to start ranks.
+    A round is one request to all workers: to make parts of the text, or to start ranks.
     """
 
     def __init__(
@@ -104,20 +102,6 @@ class Head:
         port = free_port()
         self._send(StartRanks(self._round, spec, port))
         return port
-
-    def store_kept(self, folder: str, files: tuple[FileReceipt, ...], check: Callable[[], None]) -> None:
-        """Let every worker store the files of a kept checkpoint that it has, and wait until they are there.
-
-        Raises the error of a worker, and that of `check`, which is called meanwhile.
-        """
-        self._next_round()
-        self._send(StoreKept(self._round, folder, files))
-        while len({*self._results, *self.lost_nodes()}) < self.address.count - 1:
-            check()
-            time.sleep(0.05)
-        for result in self.results():
-            if result.kind:
-                raise result.error
 
     def make_parts(self, attempt: int) -> None:
         """Let every worker make parts of the text, for this attempt; one that comes later, too.

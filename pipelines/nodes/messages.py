@@ -1,7 +1,7 @@
 """The messages between the head and the workers, one JSON object each.
 
-A worker sends Hello first, then PartsProgress, WorkDone and StopNotice. The head sends MakeParts, StoreKept,
-StartRanks, Trained and End. Both send KeepAlive. The shell of a worker whose command a signal has ended sends
+A worker sends Hello first, then PartsProgress, WorkDone and StopNotice. The head sends MakeParts, StartRanks,
+Trained and End. Both send KeepAlive. The shell of a worker whose command a signal has ended sends
 CommandDied.
 """
 
@@ -13,8 +13,6 @@ from pipelines.artifacts.traffic import Traffic
 from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
-from trainer.commits import FileReceipt
-from trainer.stored import typed
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class CommandDied:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """A worker's ranks ended, or its parts of the text, or the upload of its kept files, of this round."""
+    """A worker's ranks ended, or its parts of the text, of this round."""
 
     round: int
     result: NodeResult
@@ -64,15 +62,6 @@ class MakeParts:
 
     round: int
     attempt: int
-
-
-@dataclass(frozen=True)
-class StoreKept:
-    """Store these files of a checkpoint, as far as an earlier attempt kept them on your disk."""
-
-    round: int
-    folder: str  # in the store
-    files: tuple[FileReceipt, ...]
 
 
 @dataclass(frozen=True)
@@ -98,17 +87,7 @@ class End:
 
 
 Message = (
-    KeepAlive
-    | Hello
-    | CommandDied
-    | PartsProgress
-    | WorkDone
-    | StopNotice
-    | MakeParts
-    | StoreKept
-    | StartRanks
-    | Trained
-    | End
+    KeepAlive | Hello | CommandDied | PartsProgress | WorkDone | StopNotice | MakeParts | StartRanks | Trained | End
 )
 
 
@@ -130,8 +109,6 @@ def message_to_json(message: Message) -> bytes:
             values = {"stop": reason}
         case MakeParts(round_, attempt):
             values = {"tokenize": round_, "attempt": attempt}
-        case StoreKept(round_, folder, files):
-            values = {"keep": round_, "folder": folder, "files": [asdict(file) for file in files]}
         case StartRanks(round_, spec, port):
             values = {"train": round_, "spec": spec.to_json(), "port": port}
         case Trained():
@@ -164,8 +141,6 @@ def message_from_json(body: bytes) -> Message:
             return StopNotice(reason)
         case {"tokenize": int(round_), "attempt": int(attempt)}:
             return MakeParts(round_, attempt)
-        case {"keep": int(round_), "folder": str(folder), "files": list(files)}:
-            return StoreKept(round_, folder, typed(tuple[FileReceipt, ...], files, "the files to store"))
         case {"train": int(round_), "spec": dict(spec), "port": int(port)}:
             return StartRanks(round_, RankSpec.from_json(spec), port)
         case {"trained": True}:

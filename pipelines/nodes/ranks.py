@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipelines.nodes.address import NodeAddress, interface_to, rendezvous_options
-from pipelines.nodes.gpu_faults import hardware_error, kernel_lines, monotonic_of, name_of_rank
+from pipelines.nodes.gpu_faults import hardware_error, name_of_rank
 from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, NodeResult, kind_and_message
 from pipelines.nodes.torchrun import signal_name
 from pipelines.recipe import Recipe
@@ -46,7 +46,6 @@ class RankSpec:
     attempt: int
     between_failures: float  # expected, in seconds
     traffic_seconds: float = 0.0  # for which the machines cost as much as the traffic of a checkpoint
-    leave_slow: bool = False  # ranks of a machine that is slower than its peers leave it
     weights: str | None = None  # file of trained weights on this node: the ranks evaluate them, and train nothing
 
     def to_json(self) -> dict[str, Any]:
@@ -165,7 +164,7 @@ def result_of_ranks(node: int, folder: Path, exit_code: int) -> NodeResult:
 
 
 def gpu_fault(folder: Path, log: list[str]) -> str | None:
-    """The line that shows a failed GPU, by the kernel, by the ranks' errors or in their log, and the first rank that
+    """The line that shows a failed GPU, by the ranks' errors or in their log, and the first rank that
     failed; None if nothing shows one."""
     paths = sorted(
         (path for kind in (GPU, KILLED, PEER, FAULT) for path in folder.glob(f"{kind}-*.txt")),
@@ -174,9 +173,8 @@ def gpu_fault(folder: Path, log: list[str]) -> str | None:
     first = f", {name_of_rank(paths[0])}" if paths else ""
     for path in folder.glob(f"{GPU}-*.txt"):
         first = f", {name_of_rank(path)}"
-    started = monotonic_of((folder / SPEC_FILE).stat().st_mtime)
     reported = [line for path in paths if path.name.startswith(GPU) for line in path.read_text().splitlines()]
-    line = hardware_error(kernel_lines(started)) or next(iter(reported), None) or hardware_error(log)
+    line = next(iter(reported), None) or hardware_error(log)
     return f"GPU fault: {line}{first}" if line else None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipelines.nodes.gpu_faults import hardware_error, peer_error
-from trainer.errors import FULL, Diverged, FaultyMachine, StoreUnavailable, SuspectNetwork, UserError, is_full
+from trainer.errors import FULL, Diverged, StoreUnavailable, UserError, is_full
 
 UNAVAILABLE = "unavailable"  # kind: the store took no checkpoint, or did not answer
 # Errors of a rank or a node that the head re-raises with their original type, by kind. The order is their priority.
@@ -45,10 +45,6 @@ def kind_and_message(error: Exception, folder: Path) -> tuple[str, str]:
             return kind, str(error)
     if isinstance(error, OSError) and is_full(error):
         return "mistake", f"{error.filename or folder}: {FULL}"
-    if isinstance(error, FaultyMachine):
-        return GPU, str(error)
-    if isinstance(error, SuspectNetwork):
-        return PEER, str(error)
     if line := hardware_error(str(error).splitlines()):
         return GPU, line
     if line := peer_error(f"{type(error).__name__}: {error}"):

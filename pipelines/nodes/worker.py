@@ -15,7 +15,6 @@ from queue import Empty, SimpleQueue
 from pipelines.artifacts.manifest import ArtifactPlan, find, scratch, upload
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
 from pipelines.nodes.connection import CONNECTION_ERRORS, SILENT_SECONDS, NodeConnection, connect_to_head, receive
-from pipelines.nodes.kept import forget_kept, kept_store, store_held_files
 from pipelines.nodes.messages import (
     CommandDied,
     End,
@@ -24,7 +23,6 @@ from pipelines.nodes.messages import (
     Message,
     StartRanks,
     StopNotice,
-    StoreKept,
     Trained,
     WorkDone,
     message_to_json,
@@ -167,8 +165,6 @@ class Worker:
             case MakeParts():
                 self._leave_parts()
                 self.parts = self._make_parts(message)
-            case StoreKept():
-                threading.Thread(target=self._store_kept, args=[message], daemon=True, name="kept").start()
             case StartRanks():
                 self._leave_parts()
                 self.ranks = self._start_ranks(message)
@@ -216,21 +212,11 @@ class Worker:
         return Parts(rank, request.round, folder, make, self.connection)
 
     def _start_ranks(self, request: StartRanks) -> Ranks:
-        forget_kept(kept_store(self.home, self.store), request.spec.prefix)  # it is committed, or of no use
         folder = self._fresh_folder(self.plans["train"], request.spec.attempt)
         torchrun = start_torchrun(
             request.spec, folder, self.home, self.processes, self.stop.grace_seconds, self.address, request.port
         )
         return Ranks(request.round, folder, torchrun)
-
-    def _store_kept(self, request: StoreKept) -> None:
-        """In a thread, so that the node handles messages of the head meanwhile."""
-        result = NodeResult(self.address.rank)
-        try:
-            store_held_files(kept_store(self.home, self.store), self.store, request.folder, request.files)
-        except Exception as error:  # the head must learn of any error
-            result = NodeResult(self.address.rank, *kind_and_message(error, self.home))
-        self.connection.send(WorkDone(request.round, result))
 
     def _fresh_folder(self, plan: ArtifactPlan, attempt: int) -> Path:
         """An empty folder. Its name has the node in it: nodes may share a home on a network disk."""

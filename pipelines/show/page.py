@@ -318,7 +318,6 @@ def attempt_data(number: str, one: AttemptAccount, account: Account) -> dict[str
         "to": one.step,
         "redone": one.steps_redone,
         "notice": one.notice,
-        "straggler": one.straggler,
     }
 
 

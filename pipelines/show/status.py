@@ -46,10 +46,6 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
             out.print(f"  [bold red]NO CHECKPOINT IS SAVED for {since}:[/] {shown(run.unsaved_because or '')}")
         if run.killed:
             out.print(f"  [yellow]{shown(run.killed)}[/]")
-        if run.straggler:
-            out.print(f"  [yellow]slowest:[/] {shown(run.straggler)}")
-        if run.unsound:
-            out.print(f"  [yellow]machines:[/] {shown(run.unsound)}")
         if run.stop_request:
             out.print(f"  [yellow]to be stopped:[/] {shown(str(run.stop_request))}")
         if run.notice:

@@ -3,7 +3,6 @@
 Rank 0 appends its events to a file, which this process reads, so nothing here can delay a step.
 """
 
-import platform
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from pipelines.nodes.results import FAULT, GPU, KILLED, PEER, RERAISED, STUCK, U
 from pipelines.screen import Bar
 from pipelines.stage import Work
 from pipelines.tracking.account import late_share
-from pipelines.tracking.deaths import after_death, faults_of, marked_machine
+from pipelines.tracking.deaths import after_death
 from pipelines.tracking.ledger import process_started
 from pipelines.tracking.records import ProcessId
 from trainer.commits import segments
@@ -29,10 +28,8 @@ from trainer.errors import FULL, Died, Interrupted, UserError
 from trainer.events import (
     Checkpointed,
     CheckpointFailed,
-    Compared,
     Damaged,
     Event,
-    Paced,
     PhaseChanged,
     RolledBack,
     Row,
@@ -42,7 +39,6 @@ from trainer.events import (
     Started,
     event_from_json,
 )
-from trainer.health import straggler as slowest_rank
 
 EVENTS_FILE = "events.jsonl"  # that rank 0 writes
 POLL_SECONDS = 0.1
@@ -141,8 +137,7 @@ class Follower:
 
     def _checkpoint_failed(self, reason: str, ended: bool) -> None:
         """Ask the run to stop once the store has taken no checkpoint for too long: nobody could resume from the work
-        of this machine. The ranks keep their state on its disk. A training that has `ended` waits for the store
-        instead: a rented machine would take the weights with it."""
+        of this machine. A training that has `ended` waits for the store instead: its weights are only here."""
         if self.unsaved_since is None:
             self.unsaved_since = time.monotonic()
             self.work.report(unsaved_since=time.time())
@@ -150,9 +145,7 @@ class Follower:
         seconds = time.monotonic() - self.unsaved_since
         if not ended and seconds >= self.unsaved_seconds and not self.work.stop.asked:
             self.work.stop.ask(f"the store has taken no checkpoint for {seconds:,.0f} s")
-            self.work.screen.warn(
-                f"{self.work.stop.reason}; the run keeps its state on this machine's disk, then exits"
-            )
+            self.work.screen.warn(f"{self.work.stop.reason}; the run tries to save once more, then exits")
 
     def _late_data(self, phases: Mapping[str, float]) -> None:
         """Name the store once training has waited for its shards for more than 1% of its time, and again each time
@@ -221,9 +214,9 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
             raise after_outage(work, result) if kind == UNAVAILABLE else result.error
     if not exit_code:
         return
-    for result in (result for result in results if result.kind == GPU):
-        fault = after_gpu_fault(work, result)
-        raise fault if work.stop.ending is Interrupted else work.stop.interruption()
+    for result in (result for result in results if result.kind == GPU and work.stop.ending is Interrupted):
+        work.report(killed=result.message)
+        raise after_death(work.store, work.plan.prefix, work.attempt.number, result.message, may_start_over=True)
     if head and (lost := head.lost_nodes()) and work.stop.ending is Interrupted:
         raise Interrupted(f"node {lost[0]} is gone")
     if work.stop.asked:
@@ -242,9 +235,8 @@ def raise_error_of_ranks(work: Work, exit_code: int, step: int | None, head: Hea
 
 
 def after_outage(work: Work, result: NodeResult) -> Exception:
-    """The exception that ends an attempt whose store took no checkpoint. `status` has its message, which says where the
-    state is. A stop of the whole run stays one. Rented machines take their states with them, so a run that leaves them
-    again and again ends, as after deaths."""
+    """The exception that ends an attempt whose store took no checkpoint. `status` has its message. A stop of the
+    whole run stays one. A run that leaves again and again without a commit ends, as after crashes."""
     unsaved = work.attempt.latest.progress.unsaved_since
     if unsaved:
         work.report(unsaved_because=result.message)
@@ -263,16 +255,6 @@ def cause_of_death(results: Iterable[NodeResult]) -> str | None:
     explains the lost peers."""
     messages = {result.kind: result.message for result in reversed(list(results))}  # of each kind, the first
     return messages.get(KILLED) or (None if FAULT in messages else messages.get(PEER))
-
-
-def after_gpu_fault(work: Work, result: NodeResult) -> Exception:
-    """Record a fault of a machine's hardware in the ledger. Returns the exception that ends the attempt."""
-    store, prefix, number = work.store, work.plan.prefix, work.attempt.number
-    earlier = faults_of(store, prefix, [result.host])[result.host]
-    marked = marked_machine({result.host: [*(n for n in earlier if n != number), number]})
-    cause = f"{result.message}; {marked}" if marked else result.message
-    work.report(killed=cause, faulty_host=result.host)
-    return after_death(store, prefix, number, cause, may_start_over=True)
 
 
 def track_committed(work: Work, before_request: Callable[[], None] = lambda: None) -> dict[str, int]:
@@ -335,16 +317,6 @@ def report_event(work: Work, event: Event) -> None:
     match event:
         case Started():
             report_start(work, event)
-        case Paced(_, seconds):
-            slowest = straggler_of(work, tuple(seconds))
-            if slowest and not work.attempt.latest.progress.straggler:
-                screen.warn(f"all wait for the slowest: {slowest}")
-            work.report(rank_seconds=tuple(seconds), straggler=slowest)
-        case Compared(speed, complaints):
-            for complaint in complaints:
-                screen.warn(complaint)
-            work.report(unsound="; ".join(complaints) or None)
-            work.tracker.tags("train", {"health_check": "; ".join(complaints) or f"sound, {speed}"})
         case Damaged(checkpoint, reason):
             screen.warn(f"{checkpoint} is damaged ({reason}); using the one before it")
         case CheckpointFailed(step, reason, ended):
@@ -361,17 +333,6 @@ def report_event(work: Work, event: Event) -> None:
             screen.warn(f"slower than possible: {reason}")
         case RolledBack():
             report_rollback(work, event)
-
-
-def straggler_of(work: Work, seconds: tuple[float, ...]) -> str | None:
-    """The slowest rank and its node, if it is much slower than the others."""
-    found = slowest_rank(seconds)
-    if found is None:
-        return None
-    rank, ratio = found
-    node = rank * work.attempt.latest.nodes // len(seconds)
-    host = (work.head.hosts.get(node) if work.head and node else None) or platform.node()
-    return f"rank {rank} on node {node} ({host}) takes {100 * ratio - 100:.0f}% longer than the median rank"
 
 
 def report_start(work: Work, event: Started) -> None:

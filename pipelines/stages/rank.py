@@ -13,11 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.artifacts.manifest import place_of, read_manifest
+from pipelines.artifacts.manifest import read_manifest
 from pipelines.artifacts.shard_cache import ShardCache, shards_in
 from pipelines.artifacts.store import open_store
-from pipelines.nodes.health_check import compare_machines
-from pipelines.nodes.kept import kept_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
 from pipelines.stages.evaluate import FACTS_FILE, Measurement, validation_data
@@ -62,8 +60,6 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
     clock = PhaseClock(started=spec.started)
     tokens = read_manifest(store, spec.tokens)
     assert tokens is not None, spec.tokens
-    # Where a shard lies: adopted ones are in another store, or belong to another artifact.
-    shard_store, shard_key = place_of(store, tokens.prefix, tokens.files[0])
 
     job = RankJob(
         model=recipe.model,
@@ -88,8 +84,6 @@ def train_rank(spec: RankSpec, folder: Path, cache: Path, stop: StopSignal, star
         weights=recipe.tokens.weights,
         eot=tokens.facts.get("eot"),
         starting=starting,
-        compare=lambda world: compare_machines(world, shard_store, shard_key, folder, cache.parent, spec.leave_slow),
-        kept=kept_store(cache.parent, store),
         origin=partial(origin_of, spec, store, cache) if begins_elsewhere(recipe) else None,
     )
     try:

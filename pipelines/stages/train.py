@@ -5,7 +5,6 @@
 """
 
 import json
-import platform
 import subprocess
 import time
 from dataclasses import asdict
@@ -14,7 +13,6 @@ from typing import Any
 from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.artifacts.shard_cache import shards_in
 from pipelines.nodes.address import NodeAddress, processes_on_this_node
-from pipelines.nodes.kept import commit_kept_state
 from pipelines.nodes.ranks import RankSpec, start_torchrun
 from pipelines.recipe import Recipe
 from pipelines.stage import Built, Work
@@ -22,7 +20,6 @@ from pipelines.stages.follow import follow, held
 from pipelines.stages.measures import fetch_inputs, hellaswag_identity
 from pipelines.text.amounts import sources_planned
 from pipelines.text.core_bundle import core_identity
-from pipelines.tracking.deaths import after_death, faults_of, marked_machine
 from pipelines.tracking.ledger import (
     attempts,
     prior_seconds_between_failures,
@@ -73,7 +70,6 @@ def build(work: Work) -> Built:
     recipe = work.recipe
     processes = processes_on_this_node(recipe.runtime)
     world_size = work.head.wait_for_workers(processes) if work.head else processes
-    leave_marked_machines(work)
     check_shares(recipe.model, recipe.train, world_size)  # UserError now, not in the ranks
     tokens = work.inputs["tokenize"]
     for split in ("train", "val"):
@@ -85,11 +81,8 @@ def build(work: Work) -> Built:
         work.clock.enter("download")
         fetch_inputs(recipe, work.home / "cache")
 
-    def check() -> None:
-        work.check()
-        work.attempt.check()
-
-    commit_kept_state(work.home, work.store, work.plan.prefix, work.head, check, work.screen.note)
+    work.check()
+    work.attempt.check()
     work.clock.enter("ranks")
     torchrun = start_ranks(work, processes)
     with held(work, torchrun):
@@ -100,18 +93,6 @@ def build(work: Work) -> Built:
     if state is None or not complete or not (work.folder / WEIGHTS_FILE).exists():
         raise work.stop.interruption()
     return store_result(work, state)
-
-
-def leave_marked_machines(work: Work) -> None:
-    """Interrupted if the hardware of one of these machines has failed twice: a managed job then gets others. An own
-    machine is only named."""
-    hosts = [platform.node(), *(work.head.hosts.values() if work.head else [])]
-    marked = marked_machine(faults_of(work.store, work.plan.prefix, hosts))
-    if marked and work.attempt.latest.machine.cluster:
-        work.report(killed=marked)
-        raise after_death(work.store, work.plan.prefix, work.attempt.number, marked, may_start_over=True)
-    if marked:
-        work.screen.warn(marked)
 
 
 def start_ranks(work: Work, processes: int) -> subprocess.Popen[bytes]:
@@ -137,7 +118,6 @@ def rank_spec(work: Work) -> RankSpec:
         tokens=work.inputs["tokenize"].prefix,
         prefix=work.plan.prefix,
         attempt=work.attempt.number,
-        leave_slow=bool(own.machine.cluster) and not any(beat.progress.faulty_host for beat in earlier),
         between_failures=seconds_between_failures((b for b in earlier if not b.progress.waiting), prior),
         traffic_seconds=traffic_seconds(state_bytes(work.recipe.model, work.recipe.train), own),
     )

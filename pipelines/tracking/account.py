@@ -79,7 +79,6 @@ class AttemptAccount:
     steps_redone: int  # of these, those that an earlier attempt had done
     notice: str | None  # why it was asked to stop
     waited: bool = False  # for spot, on a standby machine
-    straggler: str | None = None  # the rank that all others waited for
     traffic: TrafficCost = TrafficCost()  # its dollars are part of the bill
 
 
@@ -341,7 +340,6 @@ def _attempt(one: StoredHeartbeat, superseded: bool, done: int, kept: int, redon
         steps_kept=kept,
         steps_redone=redone,
         notice=beat.progress.notice,
-        straggler=beat.progress.straggler,
         waited=bool(beat.progress.waiting),
         traffic=traffic,
     )

@@ -5,15 +5,12 @@ A death is an interruption, after which the same command resumes: if training ha
 MOST_DEATHS times in a row without a new commit. The attempts in the store hold the count, so it outlives the machine.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-
 from pipelines.tracking.ledger import attempts
 from trainer.commits import newest_commit
 from trainer.errors import Died, Interrupted
 from trainer.store import Store
 
 MOST_DEATHS = 3
-MOST_FAULTS = 2  # of one machine's hardware, until a run leaves it
 
 
 def after_death(
@@ -34,19 +31,3 @@ def after_death(
         numbers = ", ".join(map(str, died))
         return Died(f"{cause}; so did attempts {numbers} end, and none of them made a commit")
     return Interrupted(cause)
-
-
-def faults_of(store: Store, prefix: str, hosts: Iterable[str]) -> dict[str, list[int]]:
-    """The attempts on an artifact that the hardware of these machines ended, by machine."""
-    beats = [beat for beat in attempts(store, prefix) if beat.progress.faulty_host]
-    return {host: [beat.attempt for beat in beats if beat.progress.faulty_host == host] for host in hosts}
-
-
-def marked_machine(faults: Mapping[str, Sequence[int]]) -> str | None:
-    """Why a job must have another machine, if one of these had MOST_FAULTS faults."""
-    for host, numbers in faults.items():
-        if len(numbers) >= MOST_FAULTS:
-            return (
-                f"the hardware of {host} failed in attempts {', '.join(map(str, numbers))}: another machine must go on"
-            )
-    return None

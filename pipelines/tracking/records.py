@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from trainer.stored import Count, Number, Stored, UnixSeconds, decoded, typed
 
+REMOVED_FIELDS = {"faulty_host", "rank_seconds", "straggler", "unsound"}  # of Progress; version 0.1 wrote them
+
 
 @dataclass(frozen=True)
 class Machine(Stored):
@@ -67,10 +69,6 @@ class Progress(Stored):
     waiting: bool | None = None  # on a standby machine, for a machine that trains
     notice: str | None = None  # why the attempt was asked to stop
     killed: str | None = None  # the cause, if a signal or the watchdog ended a process of the attempt
-    faulty_host: str | None = None  # the machine whose hardware failed, then `killed` has the fault
-    rank_seconds: tuple[float, ...] | None = None  # of each rank's own work in a step
-    straggler: str | None = None  # the rank that all others wait for
-    unsound: str | None = None  # machines that compute wrongly or slowly, by the comparison before training
     watch_failed: str | None = None  # the error of a watch: a bug
     metrics: Mapping[str, Number] = field(default_factory=dict)
 
@@ -85,7 +83,7 @@ class Progress(Stored):
         """The fields in what `to_json` made."""
         if not isinstance(values, dict):
             return values
-        plain = {name: value for name, value in values.items() if "/" not in name}
+        plain = {name: value for name, value in values.items() if "/" not in name and name not in REMOVED_FIELDS}
         return plain | {"metrics": {name: value for name, value in values.items() if "/" in name}}
 
     def updated(self, metrics: Mapping[str, float] | None = None, **changes: Any) -> Self:

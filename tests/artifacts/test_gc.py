@@ -26,12 +26,10 @@ from run_records import (
 from pipelines import gc
 from pipelines.artifacts.manifest import ArtifactPlan, File, scratch
 from pipelines.gc import Leftover, collect, leftovers, remove
-from pipelines.nodes.kept import kept_store
 from pipelines.plan import stage_plan
 from pipelines.tracking.ledger import GC, Attempt, attempts, is_alive, this_process
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.verbs.gc import gc as verb_gc
-from trainer.commits import Commit, TrainState
 from trainer.errors import StaleAttempt
 from trainer.store import PARTIAL, LocalStore
 
@@ -241,26 +239,6 @@ def test_gc_deletes_scratch_once_its_attempt_is_over(store: LocalStore, tmp_path
         remove(store, leftover)
     assert [folder.exists() for folder in (interrupted, killed, unknown, alive)] == [False, False, False, True]
     assert of_another_store.exists() and of_live_worker.exists() and not of_ended_worker.exists()
-
-
-@pytest.mark.parametrize(
-    ("step", "days_old", "process", "goes"),
-    [(5, 0, GONE, False), (9, 0, GONE, True), (5, 8, GONE, True), (9, 0, this_process(), False)],
-)
-def test_gc_removes_a_state_that_this_machine_kept_and_that_the_run_went_on_without(
-    store: LocalStore, tmp_path: Path, step: int, days_old: float, process: ProcessId, goes: bool
-) -> None:
-    kept = kept_store(tmp_path, store)
-    for place, at in ((store, step), (kept, 7)):
-        folder = f"{TRAIN}/checkpoints/step-{at:08d}-a0001"
-        put(place, f"{folder}/rank-00000-of-00001.safetensors", days_old)
-        commit = Commit(at, 1, 1, 0.0, TrainState(at), f"metrics/step-{at:08d}-a0001.jsonl", ())
-        place.put(f"{folder}/COMMIT.json", commit.encode())
-    age_all(kept, days_old)
-    attempted(store, "train", 1, state="running", process=process)
-    going = [leftover for leftover in collect(store, tmp_path, 7.0) if "kept" in leftover.why]
-    assert [leftover.path for leftover in going] == [kept.path_of(TRAIN)] * goes
-    assert (kept.entries("") == []) == goes
 
 
 def test_a_dry_run_lists_everything_and_deletes_nothing(

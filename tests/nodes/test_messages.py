@@ -15,7 +15,6 @@ from pipelines.nodes.messages import (
     Message,
     StartRanks,
     StopNotice,
-    StoreKept,
     Trained,
     WorkDone,
     message_from_json,
@@ -23,9 +22,6 @@ from pipelines.nodes.messages import (
 )
 from pipelines.nodes.results import NodeResult
 from pipelines.text.parts import PartsProgress
-from trainer.commits import FileReceipt
-
-FILE = "rank-00000-of-00001.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -42,16 +38,6 @@ FILE = "rank-00000-of-00001.safetensors"
         ),
         (StopNotice("SIGTERM"), {"stop": "SIGTERM"}),
         (MakeParts(1, 7), {"tokenize": 1, "attempt": 7}),
-        (
-            StoreKept(2, "train/a/checkpoints/b", (FileReceipt(FILE, 5, "0" * 64, 4, ("1" * 64, "2" * 64)),)),
-            {
-                "keep": 2,
-                "folder": "train/a/checkpoints/b",
-                "files": [
-                    {"name": FILE, "size": 5, "sha256": "0" * 64, "chunk_bytes": 4, "chunks": ["1" * 64, "2" * 64]}
-                ],
-            },
-        ),
         (StartRanks(1, spec(7), 1234), {"train": 1, "spec": spec(7).to_json(), "port": 1234}),
         (Trained(), {"trained": True}),
         (End(75, "SIGTERM"), {"end": 75, "why": "SIGTERM"}),

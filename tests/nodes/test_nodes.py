@@ -15,8 +15,6 @@ from servers import LOOPBACK, Fault, FaultyProxy, S3Account, free_ports
 
 from pipelines.artifacts.manifest import Manifest, read_manifest
 from pipelines.artifacts.store import S3Store
-from pipelines.tracking.runs import read_records
-from trainer.commits import newest_commit
 from trainer.process import DRILL
 from trainer.shards import local_shards
 
@@ -231,48 +229,6 @@ def test_two_nodes_train_on_the_parts_that_both_have_made(tmp_path: Path) -> Non
     assert [shard.name for shard in found if shard.name.startswith("val")][-1] == "val_00_000015.bin"
     (audit,) = json.loads(head.run("report", "--audit", "--json").stdout)
     assert (audit["steps"], audit["wrong_steps"], audit["missing_steps"]) == (STEPS, [], [])
-
-
-class RefusingProxy(FaultyProxy):
-    """Refuses every request while `refusing`."""
-
-    refusing = False
-
-    def next_fault(self, method: str, path: str) -> Fault | None:
-        return Fault(403, "AccessDenied") if self.refusing else None
-
-
-@pytest.mark.slow
-def test_nodes_whose_store_refuses_keep_their_state_and_commit_it_together(
-    tmp_path: Path, moto_server: S3Account, fresh_s3_store: Callable[[S3Account], S3Store]
-) -> None:
-    store, proxy = fresh_s3_store(moto_server), RefusingProxy(moto_server.endpoint)
-    proxy.start()
-    head, other = two_nodes(tmp_path / "nodes")
-    for node in (head, other):
-        node.environment |= moto_server.environment | {"AWS_ENDPOINT_URL": proxy.endpoint, "SKYTRAIN_STORE": store.uri}
-        node.environment |= {"SKYTRAIN_STORE_SECONDS": "3", "SKYTRAIN_UNSAVED_SECONDS": "1"}
-    often = ("--set", "train.max_steps=5000", "--set", "runtime.checkpoint_minutes=0.01")
-    command = ("run", "tiny.yaml", "--stage", "train", *often)
-
-    def committed() -> int:
-        records = read_records(store)
-        commit = newest_commit(store, records[0].prefixes["train"]) if records else None
-        return commit.step if commit else 0
-
-    with other.started(*command) as second, head.started(*command) as first:
-        head.wait_until(lambda: committed() > 20, first, 120)
-        proxy.refusing = True
-        ended = [process.communicate(timeout=200) for process in (first, second)]
-    assert first.returncode == 75, ended
-    proxy.refusing, before = False, committed()
-    with other.started(*command) as second, head.started(*command) as first:
-        head.wait_until(lambda: committed() > before, first, 120)
-        first.terminate()
-        ended = [process.communicate(timeout=200) for process in (first, second)]
-    proxy.stop()
-    (step,) = re.findall(r"step ([\d,]+) was kept on these machines' disks, and is now in the store", ended[0][1])
-    assert int(step.replace(",", "")) > before
 
 
 def two_nodes(folder: Path) -> list[Project]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -39,40 +38,6 @@ PATIENT = "runtime.checkpoint_minutes=1000"
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     return Project(tmp_path / FOLDER_NAME)
-
-
-# --- slowed down
-
-
-SLOW_RANK = """
-import os, time
-if os.environ.get("RANK") == "1":
-    from trainer.families.gpt2_module import GPT
-    forward = GPT.forward
-    GPT.forward = lambda *arguments, **named: (time.sleep(0.03), forward(*arguments, **named))[1]
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_was_slowed_down_is_named_in_log_heartbeat_and_status(project: Project) -> None:
-    (project.folder / "sitecustomize.py").write_text(SLOW_RANK)
-    project.environment["PYTHONPATH"] += os.pathsep + str(project.folder)
-    named = re.compile(r"rank 1 on node 0 \(.+\) takes \d+% longer than the median rank")
-
-    def beats() -> list[dict[str, Any]]:
-        return [beat for beat in project.heartbeats() if beat["progress"].get("straggler")]
-
-    changed = ("--set", "runtime.processes=2", "--set", "train.max_steps=4000", "--set", PATIENT)
-    with project.started("run", "tiny.yaml", *changed) as process:
-        project.wait_until(beats, process, limit_s=120)
-        (progress,) = (beat["progress"] for beat in beats())
-        status = " ".join(project.run("status").stdout.split())
-        process.send_signal(signal.SIGTERM)
-        log = " ".join(" ".join(process.communicate(timeout=100)).split())
-    assert progress["rank_seconds"][1] > progress["rank_seconds"][0]
-    assert named.fullmatch(progress["straggler"])
-    assert f"slowest: {progress['straggler']}" in status
-    assert named.search(log.partition("all wait for the slowest: ")[2])
 
 
 # --- killed at any time

@@ -1,7 +1,6 @@
 """After a signal has killed a rank, torchrun or the command itself, a run with a commit is interrupted, not failed."""
 
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -79,30 +78,6 @@ def test_a_run_with_a_commit_is_interrupted_by_the_death_of_a_rank_and_resumes(
     assert project.report()["state"] == "interrupted"
     assert project.result(*ranks(count))["attempts"] == 2
     assert_as_undisturbed(project, undisturbed(count))
-
-
-@pytest.mark.slow
-def test_a_gpu_fault_interrupts_is_on_record_and_the_second_one_of_a_machine_asks_for_another(project: Project) -> None:
-    log = project.folder / "kmsg"
-    project.environment["SKYTRAIN_KERNEL_LOG"] = str(log)
-    xid = "NVRM: Xid (PCI:0000:44:00): 79, pid=7, name=python3, GPU has fallen off the bus."
-    messages: list[str] = []
-    for _ in range(2):
-        with project.started("run", "tiny.yaml", "--set", "runtime.checkpoint_minutes=1000") as process:
-            project.wait_until(lambda: project.rows_logged() >= 3 * (1 + len(messages)), process)
-            log.write_text(f"3,1,{1e6 * time.monotonic():.0f},-;{xid}\n")
-            rank_processes(project)[-1].kill()
-            _, err = process.communicate(timeout=60)
-        assert process.returncode == 75, err  # without a commit, too: another machine can do it
-        messages.append(err)
-    host = platform.node()
-    assert f"interrupted (GPU fault: {xid}, rank 0 on node 0 ({host})): run the same command to resume" in messages[0]
-    why = f"the hardware of {host} failed in attempts 1, 2: another machine must go on"
-    assert f"({host}); {why}): run the same command" in messages[1]
-    beats = [beat["progress"] for beat in project.heartbeats() if beat["stage"] == "train"]
-    assert [(beat["faulty_host"], beat["killed"].partition(", pid")[0]) for beat in beats] == [
-        (host, "GPU fault: NVRM: Xid (PCI:0000:44:00): 79")
-    ] * 2
 
 
 @pytest.mark.slow

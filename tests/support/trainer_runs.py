@@ -143,7 +143,6 @@ class Runner:
         superseded: Callable[[], bool] = lambda: False,
         world: World = ALONE,
         fetch: Fetch | None = None,
-        kept: Store | None = None,
     ) -> tuple[GPT, TrainState]:
         self.attempts += 1
         c, fetch = self.config, fetch or self.data.joinpath
@@ -162,7 +161,6 @@ class Runner:
             c.runtime.keep_last,
             superseded,
             c.runtime.keep_every_steps,
-            kept=kept,
         )
         try:
             engine, state = train(

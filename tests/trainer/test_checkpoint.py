@@ -4,7 +4,6 @@ The ranks are threads of this process, each with its Checkpointer. The store and
 """
 
 import json
-import platform
 import re
 import shutil
 import threading
@@ -23,7 +22,7 @@ from trainer_runs import committed_steps
 
 import trainer.checkpoint
 from trainer.checkpoint import Checkpointer, receipt_seconds
-from trainer.commits import Commit, TrainState, series
+from trainer.commits import Commit, TrainState
 from trainer.errors import StaleAttempt, StoreUnavailable, UserError
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
@@ -166,67 +165,6 @@ def test_a_rank_that_cannot_upload_reports_it_and_no_rank_waits_or_commits(
     ]
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("refusal", [StoreUnavailable("refused"), UserError("not writable")])
-def test_the_last_state_is_kept_on_the_disk_if_the_store_takes_no_checkpoint(
-    tmp_path: Path, before: bool, refusal: Exception
-) -> None:
-    """The save before may have failed, too; then the store is not waited for. The same command commits the state, also
-    where the store's refusal is a mistake of the user."""
-
-    def refuse(key: str) -> None:
-        raise refusal
-
-    store, kept = Interfering(tmp_path / "store", write=refuse), LocalStore(tmp_path / "kept")
-    ranks = some_ranks([store, store], kept=kept)
-
-    def saving(rank: Checkpointer) -> None:
-        log, same = quiet_log(7), pieces(7.0)
-        if before:
-            rank.save(TrainState(step=6), same, log)
-        rank.save(TrainState(step=7), same, log)
-        rank.finish(log)
-
-    for error in each(ranks, saving):
-        assert type(error) is StoreUnavailable and f"; step 7 is kept on the disk of {platform.node()}" in str(error)
-    assert committed_steps(store) == [] and committed_steps(kept) == [7]
-    assert each(some_ranks([kept, kept]), loaded) == [(7, 7.0)] * 2
-    assert series(kept, "run")[-1]["step"] == 7
-
-
-@pytest.mark.parametrize("method", ["write", "put"])
-def test_a_state_that_the_disk_does_not_take_either_is_not_called_kept(
-    tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(key: str) -> None:
-        raise UserError("not writable")
-
-    kept = Interfering(tmp_path / "kept", **{method: refuse})
-    ranks = some_ranks([Interfering(tmp_path / "store", write=refuse)] * 2, kept=kept)
-    first, _ = each(ranks, save(7, 7.0))
-    assert type(first) is UserError and str(first) == "not writable"
-    assert committed_steps(kept) == [] and "KEPT" not in capsys.readouterr().out
-
-
-def test_each_node_keeps_the_files_of_its_ranks_and_the_commit_that_names_all(tmp_path: Path) -> None:
-    def refuse(key: str) -> None:
-        raise StoreUnavailable("refused")
-
-    store = Interfering(tmp_path / "store", write=refuse)
-    nodes = [LocalStore(tmp_path / f"kept-{node}") for node in range(2)]
-    ranks = some_ranks([store, store])
-    for rank, node in zip(ranks, nodes, strict=True):
-        rank.kept = node
-    each(ranks, save(7, 7.0))
-    assert [committed_steps(node) for node in nodes] == [[7], [7]]
-    assert [series(node, "run")[-1]["step"] for node in nodes] == [7, 7]
-    names = [{path.name for path in node.root.rglob("*.safetensors")} for node in nodes]
-    assert names == [{f"rank-0000{rank}-of-00002.safetensors"} for rank in range(2)]
-    for path in nodes[1].root.rglob("*.safetensors"):  # as the next attempt does
-        shutil.copy(path, next(nodes[0].root.rglob("*.safetensors")).parent)
-    assert each(some_ranks([nodes[0], nodes[0]]), loaded) == [(7, 7.0)] * 2
-
-
 @pytest.mark.parametrize("stopped", [True, False])
 def test_the_last_state_is_saved_until_the_store_takes_it_or_a_rank_is_asked_to_stop(
     tmp_path: Path, stopped: bool, monkeypatch: pytest.MonkeyPatch
@@ -241,8 +179,7 @@ def test_the_last_state_is_saved_until_the_store_takes_it_or_a_rank_is_asked_to_
         if left[0] >= 0 or stopped:
             raise StoreUnavailable("refused")
 
-    kept = LocalStore(tmp_path / "kept")
-    ranks = some_ranks([Interfering(tmp_path / "store", write=refuse)] * 2, kept=kept)
+    ranks = some_ranks([Interfering(tmp_path / "store", write=refuse)] * 2)
 
     def ending(rank: Checkpointer) -> None:
         rank.save(TrainState(step=7), same := pieces(7.0), log := quiet_log(7))
@@ -251,7 +188,6 @@ def test_the_last_state_is_saved_until_the_store_takes_it_or_a_rank_is_asked_to_
 
     answers = each(ranks, ending)
     assert committed_steps(ranks[0].store) == ([] if stopped else [7])
-    assert committed_steps(kept) == [7]  # meanwhile, in case the machine dies
     assert all(isinstance(answer, OSError) for answer in answers) if stopped else answers == [None, None]
 
 

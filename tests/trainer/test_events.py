@@ -8,11 +8,9 @@ from trainer.events import (
     KINDS,
     Checkpointed,
     CheckpointFailed,
-    Compared,
     Damaged,
     Event,
     EventLog,
-    Paced,
     PhaseChanged,
     Progressed,
     RolledBack,
@@ -52,8 +50,6 @@ LINES: dict[str, Event] = {
     '"parameters": 9, "micro_batch_size": 4, "micro_batch_why": "as configured"}': Started(
         0, 2, "cpu", "eager, on cpu", "fp32", 9, 4, "as configured"
     ),
-    '{"event": "compared", "speed": "fast", "complaints": ["b"]}': Compared("fast", ["b"]),
-    '{"event": "paced", "step": 3, "seconds": [0.5, 1.5]}': Paced(3, [0.5, 1.5]),
     '{"event": "damaged", "checkpoint": "run/checkpoints/a", "reason": "b"}': Damaged("run/checkpoints/a", "b"),
     '{"event": "checkpoint", "step": 3, "seconds": 0.5, "bytes": 10}': Checkpointed(3, 0.5, 10),
     '{"event": "checkpoint_failed", "step": 3, "reason": "b", "ended": false}': CheckpointFailed(3, "b"),

@@ -104,11 +104,10 @@ function drawAttempt({ a, x, y, width }) {
 // Seconds of an attempt, or of several in one bar, without the pauses between them.
 const lasted = (a) => Object.values(a.phases).reduce((sum, s) => sum + s, 0);
 const ending = (a) => `${STATES[stateOf(a)]?.[1] ?? a.state}${a.notice ? `: ${a.notice}` : ""}`;
-const slowest = (a) => (a.straggler ? `; ${a.straggler}` : "");
 const steps = (a, to) => (has(a.from) ? `${full(a.from)} ${to} ${full(a.to ?? a.from)}` : "");
 function machine(a) {
   const price = has(a.price_per_hour) ? `${paid(a.bill)} at ${dollars(a.price_per_hour)} an hour` : "price unknown";
-  return `${a.nodes > 1 ? `${a.nodes} x ` : ""}${a.machine}: ${price} (${a.price_source})${slowest(a)}`;
+  return `${a.nodes > 1 ? `${a.nodes} x ` : ""}${a.machine}: ${price} (${a.price_source})`;
 }
 
 function timeline(run) {
