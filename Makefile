@@ -37,10 +37,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	.venv/bin/skytrain run smoke
 
-# More workers than cores: the tests wait for servers and processes part of the time. A worker takes a whole module,
-# because the tests of a module share servers and clouds. tests/conftest.py sets the order: the longest module first.
-# OpenMP threads of several workers would wait for each other, so each has one.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest --dist loadscope --no-loadscope-reorder
+# More workers than cores: the tests wait for servers and processes part of the time. All workers share one server of
+# each kind (tests/conftest.py). OpenMP threads of several workers would wait for each other, so each has one.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest --dist worksteal
 
 # One marker decides: `slow` leaves a test to `make test-all`. `.venv/bin/python -m pytest -m slow --collect-only -q`
 # lists those tests. `make test test-all` runs each test once; so does CI.

@@ -4,14 +4,22 @@ import fcntl
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from pipeline_runs import FOLDER_NAME, PRICE, Project, ranks
-from servers import FOREIGN_AWS_VARIABLES, MotoServer, Radosgw, S3Account
+from servers import (
+    FOREIGN_AWS_VARIABLES,
+    MlflowServer,
+    MotoServer,
+    Radosgw,
+    S3Account,
+    started_once,
+    stop_all,
+)
 
 from pipelines.artifacts.store import S3Store
 from trainer.store import LocalStore
@@ -33,35 +41,20 @@ for name in ("COLUMNS", "LINES"):
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
-# The longest modules come first. A worker takes a whole module, so with this order all workers end at about the same
-# time.
-LONGEST = (
-    "cluster",
-    "image",
-    "pipeline",
-    "interrupted",
-    "anomalies",
-    "drill",
-    "main",
-    "store",
-    "shipper",
-    "notice",
-    "budget",
-    "nodes",
-    "fused",
-    "stage",
-    "checkpointed_runs",
-)
-
 
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates `-m "not slow"`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test on radosgw as slow: each worker would wait 20 s for its start. `make test` uses moto instead."""
+    """Mark every test on radosgw as slow: its start takes 20 s. `make test` uses moto instead."""
     for item in items:
         if "radosgw" in getattr(item, "fixturenames", ()) or "radosgw" in item.name:
             item.add_marker(pytest.mark.slow)
-    order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """At the end of the session, stop the servers that its workers shared."""
+    factory = getattr(config, "_tmp_path_factory", None)
+    if factory and not hasattr(config, "workerinput"):
+        stop_all(factory.getbasetemp())
 
 
 @pytest.fixture
@@ -90,17 +83,21 @@ def _tokenizers_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Project]:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session, the same one in all workers."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def undisturbed(shared_folder: Path) -> Callable[[int], Project]:
     """Makes a finished run of `tiny.yaml` with the given number of training processes, once for all workers.
 
     A test that changes anything in it takes a copy.
     """
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
 
     def finished(processes: int) -> Project:
-        folder, made = shared / f"undisturbed-{processes}", shared / f"undisturbed-{processes}.made"
+        folder, made = shared_folder / f"undisturbed-{processes}", shared_folder / f"undisturbed-{processes}.made"
         with made.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             project = Project(folder / FOLDER_NAME)
@@ -113,16 +110,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pro
 
 
 @pytest.fixture(scope="session")
-def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Radosgw]:
-    """A real S3 server: radosgw in front of a one-node Ceph."""
+def radosgw(shared_folder: Path) -> Radosgw:
+    """A real S3 server, the only one of the session: radosgw in front of a one-node Ceph."""
     if Radosgw.missing_programs():
         pytest.skip("needs radosgw, ceph-mon, ceph-osd, ceph-common (apt)")
-    server = Radosgw(tmp_path_factory.mktemp("radosgw"))
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+    return started_once(shared_folder, "radosgw", Radosgw)
 
 
 @pytest.fixture(scope="session")
@@ -132,15 +124,16 @@ def s3_server(radosgw: Radosgw) -> S3Account:
 
 
 @pytest.fixture(scope="session")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Account]:
+def moto_server(shared_folder: Path) -> S3Account:
     """moto's imitation of S3. It starts in a second, but it proves nothing about races and permissions."""
     pytest.importorskip("moto", reason="needs moto[server] (pip)")
-    server = MotoServer(tmp_path_factory.mktemp("moto"))
-    server.start()
-    try:
-        yield server.account
-    finally:
-        server.stop()
+    return started_once(shared_folder, "moto", MotoServer).account
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(shared_folder: Path) -> str:
+    """The URI of the session's tracking server. Its runs have names of other tests: use one's own experiment."""
+    return started_once(shared_folder, "mlflow", MlflowServer).uri
 
 
 @pytest.fixture

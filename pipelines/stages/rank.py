@@ -39,9 +39,13 @@ if TYPE_CHECKING:
 
 
 def main(folder: Path, cache: Path) -> int:
-    """Train or evaluate as one rank. Leaves an error in the attempt's folder, because torchrun does not pass it on."""
+    """The process of a rank, which ends with its parent."""
     die_with_parent()
-    stop = StopSignal()
+    return run(folder, cache, StopSignal())
+
+
+def run(folder: Path, cache: Path, stop: StopSignal) -> int:
+    """Train or evaluate as one rank. Leaves an error in the attempt's folder, because torchrun does not pass it on."""
     try:
         spec = RankSpec.read(folder)
         with StartWatch(spec.recipe.runtime, int(os.environ.get("RANK", "0"))) as watch:

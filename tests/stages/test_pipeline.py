@@ -167,7 +167,7 @@ def test_a_damaged_artifact_is_named_and_refused(
     project = undisturbed(1).copy(tmp_path / FOLDER_NAME)
     path = project.path(stage, name)
     damage(path)
-    ended = project.run("run", "tiny.yaml", "--json", *then, *ranks(2), expect=2)
+    ended = project.run("run", "tiny.yaml", "--json", *then, expect=2)
     assert ended.stdout == ""
     (line,) = ended.stderr.splitlines()
     key = path.relative_to(project.store.root)
@@ -257,35 +257,6 @@ def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(
         assert stored < attempt.traffic.sent_bytes < 100 * stored + (1 << 20), attempt.stage  # and its commits
     again = project.result("--store", store.uri)
     assert all(artifact["skipped"] for artifact in again["artifacts"].values())
-
-
-@pytest.mark.slow  # 40 s
-def test_a_run_whose_disk_holds_only_the_shards_that_it_reads_ends_like_one_with_a_large_disk(
-    project: Project,
-    moto_server: S3Account,
-    fresh_s3_store: Callable[[S3Account], S3Store],
-    undisturbed: Callable[[int], Project],
-) -> None:
-    store, most = fresh_s3_store(moto_server), 0
-    options = ["--store", store.uri, "--set", "runtime.data_cache_gb=0", *ranks(2)]
-
-    def trained_until(step: int) -> Callable[[], bool]:
-        def is_reached() -> bool:
-            nonlocal most
-            most = max(most, len(list((project.home / "cache" / "shards").glob("*.bin"))))
-            return sum("train/loss" in row for run in read_runs(store) for row in run.series) >= step
-
-        return is_reached
-
-    project.run("run", "tiny.yaml", "--stage", "tokenize", *options)
-    for step in (20, 40):
-        with project.started("run", "tiny.yaml", *options) as process:
-            project.wait_until(trained_until(step), process)
-    made = project.result(*options)
-    assert (made["state"], made["attempts"]) == ("done", 3)
-    assert series_of(store) == undisturbed(2).series()
-    # The run reads 30 of 80 shards; a step needs one or two, the next one is prefetched, and a validation reads two.
-    assert 0 < most <= 8
 
 
 def test_a_wrong_bucket_is_a_user_error(project: Project, s3_store: S3Store) -> None:

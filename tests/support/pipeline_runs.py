@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import yaml
+from in_process import skytrain
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest
 from pipelines.drill.verdict import OF_ONE_RUN
@@ -105,11 +106,10 @@ class Project:
     @contextmanager
     def started(self, *arguments: str, code: str = SHIPPED_CLI) -> Iterator[subprocess.Popen[str]]:
         """The running command; the end of the block kills all its processes."""
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_"))}
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             cwd=self.folder,
-            env=inherited | self.environment,
+            env=self.whole_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -122,12 +122,20 @@ class Project:
             self.kill_all(process)
             process.communicate()
 
-    def run(self, *arguments: str, expect: int = 0, code: str = SHIPPED_CLI) -> subprocess.CompletedProcess[str]:
-        """Run the command and check its exit code."""
-        with self.started(*arguments, code=code) as process:
-            out, err = process.communicate(timeout=300)
-        assert process.returncode == expect, f"exit code {process.returncode}\n{out}\n{err}"
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    def whole_environment(self) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_"))}
+        return inherited | self.environment
+
+    def run(self, *arguments: str, expect: int = 0, code: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run the command in this process, or Python code in another one, and check its exit code."""
+        if code is None:
+            done = skytrain(self.folder, self.whole_environment(), *arguments)
+        else:
+            with self.started(*arguments, code=code) as process:
+                out, err = process.communicate(timeout=300)
+            done = subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
 
     def result(self, *arguments: str, recipe: str = "tiny.yaml") -> dict[str, Any]:
         """The output of `skytrain run --json`."""

@@ -5,9 +5,11 @@ an HTTP proxy with faults on demand.
 """
 
 import contextlib
+import fcntl
 import http.client
 import http.server
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -23,6 +25,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from pipelines.drill.forwarding import ForwardingHandler
 
@@ -108,6 +111,55 @@ class Daemon:
                 self._process.wait(grace_s)
 
 
+class Server:
+    """A server of daemons in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.daemons: list[Daemon] = []
+
+    def start_daemons(self) -> None:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        try:
+            self.start_daemons()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        while self.daemons:  # the last one first: without its cluster, a gateway would wait before it ends
+            self.daemons.pop().stop()
+
+
+AnyServer = TypeVar("AnyServer", bound=Server)
+
+
+def started_once(folder: Path, name: str, make: Callable[[Path], AnyServer]) -> AnyServer:
+    """The server `name` of all processes of a test session, which the first of them starts. `stop_all` stops it."""
+    made = folder / f"{name}.server"
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            (folder / name).mkdir()
+            server = make(folder / name)
+            server.start()
+            (folder / f"{name}.pids").write_text(" ".join(str(daemon.pid) for daemon in server.daemons))
+            server.daemons = []
+            made.write_bytes(pickle.dumps(server))
+        return pickle.loads(made.read_bytes())
+
+
+def stop_all(folder: Path) -> None:
+    """Kill the daemons of all servers that `started_once` started for this folder."""
+    for pids in folder.glob("*.pids"):
+        for pid in pids.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(pid), signal.SIGKILL)
+        pids.unlink()
+
+
 @dataclass(frozen=True)
 class S3Account:
     """An S3 server's address, and the keys of a user."""
@@ -143,7 +195,7 @@ FOREIGN_AWS_VARIABLES = (
 )
 
 
-class Radosgw:
+class Radosgw(Server):
     """A one-node Ceph cluster (one monitor, one disk) behind its S3 gateway. Starts in ~15 s.
 
     It is a real object store with real concurrency. It enforces If-None-Match, signatures and Content-MD5.
@@ -152,31 +204,21 @@ class Radosgw:
     PROGRAMS = ("ceph-authtool", "monmaptool", "ceph-mon", "ceph", "ceph-osd", "radosgw", "radosgw-admin")
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         monitor_v2, monitor_v1, self._port = free_ports(3)
         self._monitor = f"[v2:{LOOPBACK}:{monitor_v2},v1:{LOOPBACK}:{monitor_v1}]"
         self._fsid = str(uuid.uuid4())
-        self._daemons: list[Daemon] = []
         self.account = S3Account(f"http://{LOOPBACK}:{self._port}", "skytrain-test", uuid.uuid4().hex)
 
     @classmethod
     def missing_programs(cls) -> list[str]:
         return [name for name in cls.PROGRAMS if not shutil.which(name)]
 
-    def start(self) -> None:
-        try:
-            self._write_configuration()
-            self._start_monitor()
-            self._start_disk()
-            self._start_gateway()
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        # The gateway first: without its cluster it would wait before it ends.
-        while self._daemons:
-            self._daemons.pop().stop()
+    def start_daemons(self) -> None:
+        self._write_configuration()
+        self._start_monitor()
+        self._start_disk()
+        self._start_gateway()
 
     @property
     def _conf(self) -> Path:
@@ -205,7 +247,7 @@ class Radosgw:
             self.folder / f"{name}.out",
             os.environ | {"CEPH_CONF": str(self._conf)},
         )
-        self._daemons.append(daemon)
+        self.daemons.append(daemon)
         return daemon
 
     def _write_configuration(self) -> None:
@@ -301,36 +343,29 @@ rgw_enable_ops_log = false
         return self._run("ceph", "-c", self._conf, "--connect-timeout", "30", *words)
 
 
-class MotoServer:
+class MotoServer(Server):
     """moto's imitation of S3, in memory. It starts in a second, but it proves nothing about concurrent requests."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         (self._port,) = free_ports(1)
         self.account = S3Account(f"http://{LOOPBACK}:{self._port}", "moto", "moto-secret")
 
-    def start(self) -> None:
+    def start_daemons(self) -> None:
         command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(self._port)]
-        self._daemon = Daemon(command, self.folder / "moto.out")
-        try:
-            self._daemon.wait_until(lambda: http_answers(self.account.endpoint))
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        self._daemon.stop()
+        self.daemons.append(Daemon(command, self.folder / "moto.out"))
+        self.daemons[0].wait_until(lambda: http_answers(self.account.endpoint))
 
 
-class MlflowServer:
+class MlflowServer(Server):
     """A real tracking server on SQLite. Its data survives a stop and a new start."""
 
     def __init__(self, folder: Path, port: int | None = None) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self._port = port or free_ports(1)[0]
         self.uri = f"http://{LOOPBACK}:{self._port}"
 
-    def start(self) -> None:
+    def start_daemons(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(self._port)]
         command += ["--backend-store-uri", f"sqlite:///{self.folder}/server.db", "--workers", "1"]
@@ -339,15 +374,8 @@ class MlflowServer:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
         # Without its job workers, a server has 2 processes instead of 13.
         environment |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        self._daemon = Daemon(command, self.folder / "server.log", environment)
-        try:
-            self._daemon.wait_until(lambda: http_answers(f"{self.uri}/health"), 120)
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        self._daemon.stop()
+        self.daemons.append(Daemon(command, self.folder / "server.log", environment))
+        self.daemons[0].wait_until(lambda: http_answers(f"{self.uri}/health"), 120)
 
 
 @dataclass(frozen=True)

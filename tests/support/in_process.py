@@ -1,0 +1,128 @@
+"""`skytrain` in the process of the tests: without a start of Python, and with the ranks of a run as a thread."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+NO_PROCESS = 1 << 23  # more than any process id
+
+
+class Output(StringIO):
+    """Standard output of the main thread. The rank's threads write to the log of ranks."""
+
+    log: TextIO | None = None
+
+    def write(self, text: str) -> int:
+        if threading.current_thread() is threading.main_thread():
+            return super().write(text)
+        return self.log.write(text) if self.log else len(text)
+
+
+class RanksInThread:
+    """The only rank of a run, with the interface of torchrun's process."""
+
+    pid = NO_PROCESS
+    returncode: int | None = None
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        from stage_work import NoSignals
+
+        self._stop = NoSignals()
+        self._thread = threading.Thread(target=self._run, args=[folder, cache], name="rank", daemon=True)
+        self._thread.start()
+
+    def _run(self, folder: Path, cache: Path) -> None:
+        from pipelines.stages import rank
+
+        with (folder / "train.log").open("a") as log:
+            assert isinstance(sys.stdout, Output)
+            sys.stdout.log = log
+            try:
+                self.returncode = rank.run(folder, cache, self._stop)
+            except Exception:
+                traceback.print_exc(file=log)
+                self.returncode = 1
+            finally:
+                sys.stdout.log = None
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, _number: int) -> None:
+        self._stop.asked = True
+
+    def terminate(self) -> None:
+        self._stop.asked = True
+
+    kill = terminate
+
+
+def start_ranks_here(spec: Any, folder: Path, home: Path, processes: int, grace: int, address: Any, port: int) -> Any:
+    """Stands in for `start_torchrun`, which several ranks still need."""
+    from pipelines.nodes import ranks
+
+    if processes > 1 or address.count > 1:
+        return ranks.start_torchrun(spec, folder, home, processes, grace, address, port)
+    (folder / ranks.SPEC_FILE).write_text(json.dumps(spec.to_json()))
+    return RanksInThread(folder, home / "cache")
+
+
+def skytrain(folder: Path, environment: Mapping[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a folder, with this environment and no other."""
+    import torch
+
+    from pipelines import cli
+    from pipelines.stages import train
+    from pipelines.tracking import ledger
+
+    began, out, err, code = time.time(), Output(), StringIO(), 0
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch, signals_unchanged(), redirect_stdout(out), redirect_stderr(err):
+        for name in set(os.environ) - set(environment):
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.chdir(folder)
+        patch.setattr("sys.argv", ["skytrain", *arguments])
+        patch.setattr(train, "start_torchrun", start_ranks_here)
+        patch.setattr(ledger, "process_began", lambda: began)
+        torch.set_num_threads(1)  # as in a process of its own: the order of sums depends on it
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            code = 1
+            traceback.print_exc()
+        finally:
+            torch.set_num_threads(threads)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def signals_unchanged() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in REQUESTS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
