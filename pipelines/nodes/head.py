@@ -1,8 +1,8 @@
 """The head of several nodes: node 0 runs the pipeline as if it were alone, and directs the others.
 
 Every node runs the same command. Only the head claims attempts, sends heartbeats to the store and commits. Each other
-node is a worker: it keeps a connection to the head, which asks it to make its parts of the text and to start its
-ranks. Nodes share only the files in the store. Once a node is gone, all nodes exit, and the same command resumes.
+node is a worker: it keeps a connection to the head, which asks it to start its ranks. Nodes share only the files in the
+store. Once a node is gone, all nodes exit, and the same command resumes.
 """
 
 import os
@@ -19,7 +19,6 @@ from pipelines.nodes.messages import (
     End,
     Hello,
     KeepAlive,
-    MakeParts,
     Message,
     StartRanks,
     StopNotice,
@@ -28,8 +27,7 @@ from pipelines.nodes.messages import (
 )
 from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
-from pipelines.text.parts import PartsProgress
-from trainer.errors import EXIT_DONE, EXIT_MISTAKE, Interrupted, UserError
+from trainer.errors import EXIT_DONE, EXIT_MISTAKE, UserError
 from trainer.process import Background, StopSignal
 
 LEAVE_SECONDS = 10.0  # for the workers to receive the end
@@ -40,7 +38,7 @@ EXIT_SECONDS = 20.0  # for their processes to end: on a loaded machine, 5 were t
 class Head:
     """Node 0's connections to all workers. Use as a context manager around the pipeline.
 
-    A round is one request to all workers: to make parts of the text, or to start ranks.
+    A round is one request to all workers: to start ranks.
     """
 
     def __init__(
@@ -53,11 +51,9 @@ class Head:
         self.hosts: dict[int, str] = {}  # by node: the names of the workers' machines
         self._round = 0
         self._results: dict[int, NodeResult] = {}  # of this round, by node
-        self._progress: dict[int, PartsProgress] = {}  # of this round, by node
         self._traffic: dict[int, Traffic] = {}  # so far, by node
         self._deaths: dict[int, str] = {}  # of commands: the cause, by node
         self._trained = False
-        self._parts: MakeParts | None = None  # the request while the nodes make parts: then none of them is needed
         self._listener: Listener | None = None
 
     def __enter__(self) -> "Head":
@@ -81,8 +77,6 @@ class Head:
 
     def wait_for_workers(self, own_processes: int) -> int:
         """Wait until every node is connected. Returns the number of ranks on all nodes."""
-        if lost := self.lost_nodes():  # while the nodes made parts
-            raise Interrupted(f"node {lost[0]} is gone")
         deadline = time.monotonic() + JOIN_SECONDS
         while missing := [node for node in range(1, self.address.count) if node not in self.connections]:
             self.stop.check()
@@ -102,23 +96,6 @@ class Head:
         port = free_port()
         self._send(StartRanks(self._round, spec, port))
         return port
-
-    def make_parts(self, attempt: int) -> None:
-        """Let every worker make parts of the text, for this attempt; one that comes later, too.
-
-        A worker that is gone meanwhile stops nothing: the others take over its part.
-        """
-        self._next_round()
-        self._parts = MakeParts(self._round, attempt)
-        self._send(self._parts)
-
-    def end_parts(self) -> None:
-        """All parts are finished."""
-        self._parts = None
-
-    def parts_progress(self) -> list[PartsProgress]:
-        """The last progress that each worker reported for its parts."""
-        return list(self._progress.values())
 
     def traffic(self) -> Traffic:
         """The bytes that all nodes have exchanged with buckets, as far as they have reported."""
@@ -161,7 +138,6 @@ class Head:
     def _next_round(self) -> None:
         self._round += 1
         self._results.clear()
-        self._progress.clear()
 
     def _send(self, message: Message) -> None:
         for connection in list(self.connections.values()):
@@ -195,11 +171,9 @@ class Head:
         self.connections[node] = connection
         if self._trained:
             connection.send(Trained())
-        if self._parts:
-            connection.send(self._parts)
         connection.start()
         connection.gone.wait()
-        if not self._trained and not self._parts:  # training needs every node
+        if not self._trained:  # training needs every node
             self.stop.ask(f"node {node} is gone")
 
     def _refusal(self, hello: Hello) -> str | None:
@@ -218,8 +192,6 @@ class Head:
                 self.stop.ask(f"node {node}: {reason}")
             case WorkDone(round_, result) if round_ == self._round:
                 self._results[node] = result
-            case PartsProgress():
-                self._progress[node] = message
             case KeepAlive(traffic):
                 self._traffic[node] = traffic
 

@@ -1,8 +1,7 @@
 """The messages between the head and the workers, one JSON object each.
 
-A worker sends Hello first, then PartsProgress, WorkDone and StopNotice. The head sends MakeParts, StartRanks,
-Trained and End. Both send KeepAlive. The shell of a worker whose command a signal has ended sends
-CommandDied.
+A worker sends Hello first, then WorkDone and StopNotice. The head sends StartRanks, Trained
+and End. Both send KeepAlive. The shell of a worker whose command a signal has ended sends CommandDied.
 """
 
 import json
@@ -12,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pipelines.artifacts.traffic import Traffic
 from pipelines.nodes.ranks import RankSpec
 from pipelines.nodes.results import NodeResult
-from pipelines.text.parts import PartsProgress
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class CommandDied:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """A worker's ranks ended, or its parts of the text, of this round."""
+    """A worker's ranks ended, of this round."""
 
     round: int
     result: NodeResult
@@ -54,14 +52,6 @@ class StopNotice:
     """A worker was asked to stop."""
 
     reason: str
-
-
-@dataclass(frozen=True)
-class MakeParts:
-    """Make your parts of the text, for this attempt."""
-
-    round: int
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -86,9 +76,7 @@ class End:
     reason: str
 
 
-Message = (
-    KeepAlive | Hello | CommandDied | PartsProgress | WorkDone | StopNotice | MakeParts | StartRanks | Trained | End
-)
+Message = KeepAlive | Hello | CommandDied | WorkDone | StopNotice | StartRanks | Trained | End
 
 
 def message_to_json(message: Message) -> bytes:
@@ -100,15 +88,11 @@ def message_to_json(message: Message) -> bytes:
             values = asdict(message)
         case CommandDied(node, run, cause):
             values = {"died": node, "run": run, "cause": cause}
-        case PartsProgress(stored, new):
-            values = {"there": stored, "new": new}
         case WorkDone(round_, result):
             values = {"ended": round_, **asdict(result)}
             values["words"] = values.pop("message")
         case StopNotice(reason):
             values = {"stop": reason}
-        case MakeParts(round_, attempt):
-            values = {"tokenize": round_, "attempt": attempt}
         case StartRanks(round_, spec, port):
             values = {"train": round_, "spec": spec.to_json(), "port": port}
         case Trained():
@@ -127,8 +111,6 @@ def message_from_json(body: bytes) -> Message:
             return Hello(node, run, processes, host)
         case {"died": int(node), "run": str(run), "cause": str(cause)}:
             return CommandDied(node, run, cause)
-        case {"there": int(stored), "new": int(new)}:
-            return PartsProgress(stored, new)
         case {
             "ended": int(round_),
             "node": int(node),
@@ -139,8 +121,6 @@ def message_from_json(body: bytes) -> Message:
             return WorkDone(round_, NodeResult(node, kind, message, host))
         case {"stop": str(reason)}:
             return StopNotice(reason)
-        case {"tokenize": int(round_), "attempt": int(attempt)}:
-            return MakeParts(round_, attempt)
         case {"train": int(round_), "spec": dict(spec), "port": int(port)}:
             return StartRanks(round_, RankSpec.from_json(spec), port)
         case {"trained": True}:

@@ -1,7 +1,4 @@
-"""tokenize: text becomes token shards, made by all nodes together (pipelines/text/parts.py).
-
-The head makes its parts here in `build`; each worker makes its own in pipelines/nodes/worker.py.
-"""
+"""tokenize: text becomes token shards (pipelines/text/parts.py)."""
 
 import sys
 import time
@@ -10,12 +7,9 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, fetch, find, upload
-from pipelines.nodes.address import NodeAddress
-from pipelines.nodes.head import Head
 from pipelines.recipe import Recipe, TokensConfig
 from pipelines.screen import Bar
 from pipelines.stage import Built, Work
@@ -30,7 +24,6 @@ from pipelines.text.parts import (
     forget_receipts,
     make_parts,
     part_prefix,
-    parts_in_order,
     rows_in,
 )
 from pipelines.text.sources import open_source
@@ -52,37 +45,29 @@ def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
 
 
 def build(work: Work) -> Built:
-    """Make the shards on all nodes. UserError for a text that is too small. A node that is gone is replaced by the
-    others, before the next stage asks for it."""
-    # A single stream is the head's task alone: it does not wait for the workers.
-    head = work.head if work.recipe.tokens.streams > 1 else None
-    texts = [works_on(work, *text, head) for text in texts_of(work.recipe, work.plan)]
+    """Make the shards. UserError for a text that is too small."""
+    texts = [works_on(work, *text) for text in texts_of(work.recipe, work.plan)]
     for one in texts:
         forget_removed_artifact(work.store, one.plan)
-    if head:
-        head.wait_for_workers(0)
-        head.make_parts(work.attempt.number)
     work.clock.enter("tokenize")
     if work.recipe.tokens.sources:
-        return mix(work, texts, head)
+        return mix(work, texts)
     (one,) = texts
     if one.recipe.tokens.adopts:
         return adopt(one)
     make_all_parts(one)
-    if head:
-        head.end_parts()
     built = finish(one)
     work.report(tokens=built.facts["tokens"])
     return built
 
 
-def works_on(work: Work, recipe: Recipe, plan: ArtifactPlan, head: Head | None) -> Work:
+def works_on(work: Work, recipe: Recipe, plan: ArtifactPlan) -> Work:
     """The work on one text: all of it, or a source of a mixture."""
     if plan == work.plan:
-        return replace(work, head=head)
+        return work
     if (tokenizer := work.store.get(f"{work.plan.prefix}/{TOKENIZER_FILE}")) is not None:
         work.store.create(f"{plan.prefix}/{TOKENIZER_FILE}", tokenizer)
-    return replace(work, plan=plan, recipe=recipe, head=head, scratch_of=work.plan)
+    return replace(work, plan=plan, recipe=recipe, scratch_of=work.plan)
 
 
 def finish(work: Work) -> Built:
@@ -111,17 +96,9 @@ def finish(work: Work) -> Built:
     return Built(files, facts | about)
 
 
-def mix(work: Work, texts: list[Work], head: Head | None) -> Built:
-    """The tokens of all sources, each an artifact that other runs find again.
-
-    All nodes make parts of all sources. This one makes what it can before it waits for the others.
-    """
-    missing = [n for n, text in enumerate(texts) if not text.recipe.tokens.adopts and not find(text.store, text.plan)]
-    if head:
-        report(work, chain.from_iterable(parts_made(texts[n], waits=False) for n in missing), head)
+def mix(work: Work, texts: list[Work]) -> Built:
+    """The tokens of all sources, each an artifact that other runs find again."""
     made = [tokens_of_source(text) for text in texts]
-    if head:
-        head.end_parts()
     names = [text.recipe.tokens.named for text in texts]
     facts = mixed_facts(made, names)
     work.report(tokens=facts["tokens"])
@@ -203,29 +180,27 @@ def forget_removed_artifact(store: Store, plan: ArtifactPlan) -> None:
 
 def make_all_parts(work: Work) -> None:
     """Make the parts that no other node makes, and wait until all are finished."""
-    report(work, parts_made(work, waits=True), work.head)
+    report(work, parts_made(work))
 
 
-def report(work: Work, made: Iterable[PartsProgress], head: Head | None) -> None:
-    """Report the progress of all nodes while this one makes parts."""
+def report(work: Work, made: Iterable[PartsProgress]) -> None:
+    """Report the progress while parts are made."""
     started = time.monotonic()
     for own in made:
-        progress = [own, *(head.parts_progress() if head else ())]
-        speed = sum(one.new for one in progress) / (time.monotonic() - started)
-        tokens = max(work.attempt.latest.progress.tokens or 0, sum(one.stored for one in progress))
+        speed = own.new / (time.monotonic() - started)
+        tokens = max(work.attempt.latest.progress.tokens or 0, own.stored)
         work.report(tokens=tokens, tokens_per_second=speed)
     check(work)
 
 
-def parts_made(work: Work, waits: bool) -> Generator[PartsProgress, None, None]:
+def parts_made(work: Work) -> Generator[PartsProgress, None, None]:
     """As `make_parts`, for this node's parts of a text, with a bar."""
-    config, head = work.recipe.tokens, work.head
-    address = head.address if head else NodeAddress()
-    size = None if head else size_of_text(config)
+    config = work.recipe.tokens
+    size = size_of_text(config)
     folder = work.folder / work.plan.name  # sources that are made in step have shards of the same names
     folder.mkdir(exist_ok=True)
     with work.screen.bar("tokenize", config.max_tokens or size) as bar:
-        shown = ReadingBar(bar, Reading(), config.max_tokens, size, head.parts_progress if head else list)
+        shown = ReadingBar(bar, Reading(), config.max_tokens, size, list)
 
         def look() -> None:
             check(work)
@@ -235,7 +210,7 @@ def parts_made(work: Work, waits: bool) -> Generator[PartsProgress, None, None]:
             config,
             work.plan,
             work.store,
-            parts_in_order(address.rank, address.count, config.parts),
+            range(config.parts),
             folder,
             partial(upload, work.store, work.plan.prefix, work.attempt.number),
             look,
@@ -243,8 +218,6 @@ def parts_made(work: Work, waits: bool) -> Generator[PartsProgress, None, None]:
             shown.reading,
             work.recipe.row_tokens,
             work.attempt.number,
-            waits,
-            head is not None,
         )
         for own in make_parts(job):
             shown.before = own.stored - own.new
@@ -301,11 +274,8 @@ def short_number(value: float) -> str:
 
 
 def check(work: Work) -> None:
-    """Raise if asked to stop, if a newer attempt has taken over, or if another node cannot make its parts."""
+    """Raise if asked to stop, or if a newer attempt has taken over."""
     work.check()
-    for result in work.head.results() if work.head else []:
-        if result.kind:
-            raise result.error
 
 
 def documents_of(parts: list[list[ShardReceipt]]) -> int:

@@ -11,7 +11,6 @@ from pipelines.nodes.messages import (
     End,
     Hello,
     KeepAlive,
-    MakeParts,
     Message,
     StartRanks,
     StopNotice,
@@ -21,7 +20,6 @@ from pipelines.nodes.messages import (
     message_to_json,
 )
 from pipelines.nodes.results import NodeResult
-from pipelines.text.parts import PartsProgress
 
 
 @pytest.mark.parametrize(
@@ -30,14 +28,12 @@ from pipelines.text.parts import PartsProgress
         (KeepAlive(), {"sent": 0, "received": 0, "writes": 0, "reads": 0}),
         (Hello(1, "tiny-0123", 4, "n1"), {"node": 1, "run": "tiny-0123", "processes": 4, "host": "n1"}),
         (CommandDied(1, "tiny-0123", "killed"), {"died": 1, "run": "tiny-0123", "cause": "killed"}),
-        (PartsProgress(500, 100), {"there": 500, "new": 100}),
         (WorkDone(2, NodeResult(1, host="n1")), {"ended": 2, "node": 1, "kind": None, "words": "", "host": "n1"}),
         (
             WorkDone(2, NodeResult(1, "mistake", "no", "n1")),
             {"ended": 2, "node": 1, "kind": "mistake", "words": "no", "host": "n1"},
         ),
         (StopNotice("SIGTERM"), {"stop": "SIGTERM"}),
-        (MakeParts(1, 7), {"tokenize": 1, "attempt": 7}),
         (StartRanks(1, spec(7), 1234), {"train": 1, "spec": spec(7).to_json(), "port": 1234}),
         (Trained(), {"trained": True}),
         (End(75, "SIGTERM"), {"end": 75, "why": "SIGTERM"}),
