@@ -4,7 +4,7 @@ A daemon thread polls the service every two seconds. On a notice it does the sam
 saves, commits and exits with code 75. The thread detects the cloud by itself, in under a second, and ends if no service
 answers. A faulty service can only hide a notice; it does no other harm.
 
-SKYTRAIN_NOTICE: ec2, gce, azure, or off. Without it the thread detects the cloud.
+SKYTRAIN_NOTICE: ec2, gce, or off. Without it the thread detects the cloud.
 SKYTRAIN_NOTICE_ENDPOINT: another http://host:port to poll.
 SKYTRAIN_GRACE_SECONDS: the time that the training processes have to save, once asked to stop.
 """
@@ -14,11 +14,10 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from pipelines.screen import Screen
@@ -26,21 +25,11 @@ from pipelines.tracking.records import Machine
 from trainer.errors import UserError
 from trainer.process import Background, StopSignal
 
-ENDPOINT = "http://169.254.169.254"  # link-local, the same at EC2, GCE and Azure
+ENDPOINT = "http://169.254.169.254"  # link-local, the same at EC2 and GCE
 POLL_SECONDS = 2.0  # of at least 30 s of notice
-DETECT_SECONDS = 0.3  # for each of three clouds: under a second in all; a metadata service answers in milliseconds
+DETECT_SECONDS = 0.3  # for each cloud: under a second in all; a metadata service answers in milliseconds
 ANSWER_SECONDS = 5.0
-GCE_API = "https://compute.googleapis.com"
-MOST_GCE_SECONDS, EXIT_SECONDS = 120, 10  # of GCE's notice; of it, for the exit after the save
 MOST_BYTES = 65_536  # of an answer: real ones have a few hundred
-
-
-@dataclass(frozen=True)
-class Notice:
-    """A cloud's announcement, in our own text and with checked parts of its answer only."""
-
-    why: str
-    final: bool = True  # False: a warning that a notice may come
 
 
 @dataclass(frozen=True)
@@ -85,11 +74,11 @@ class NoticeSource(Protocol):
     def probe(self) -> None:
         """Raise any exception unless this machine belongs to that cloud."""
 
-    def notices(self) -> Iterator[Notice]:
-        """The present announcements, the most urgent first. Raises any exception without a valid answer."""
+    def notice(self) -> str | None:
+        """The cloud's announcement in our own text; None without one. Raises any exception without a valid answer."""
 
     def machine(self) -> Machine:
-        """This machine. Raises as `notices`."""
+        """This machine. Raises as `notice`."""
 
 
 class Ec2:
@@ -106,23 +95,21 @@ class Ec2:
     def probe(self) -> None:
         self._renew_token(DETECT_SECONDS)
 
-    def notices(self) -> Iterator[Notice]:
-        if body := self._read("spot/instance-action"):
-            event = json_object(body)
-            if event.get("action") not in self.ACTIONS:
-                raise ValueError("not an action of EC2")
-            yield Notice(f"{self.name}: {event['action']} at {utc_time(event.get('time'))}")
-        if self._read("events/recommendations/rebalance"):
-            # Only a higher risk of an interruption; many machines run on for hours.
-            yield Notice(f"{self.name}: higher risk of an interruption (rebalance recommendation)", final=False)
+    def notice(self) -> str | None:
+        body = self._read("spot/instance-action")
+        if not body:
+            return None
+        event = json.loads(body)
+        if event["action"] not in self.ACTIONS:
+            raise ValueError("not an action of EC2")
+        return f"{self.name}: {event['action']} at {utc_time(event.get('time'))}"
 
     def machine(self) -> Machine:
         names = ("placement/region", "placement/availability-zone", "instance-type", "instance-life-cycle")
-        items = [self._read(name) for name in names]
-        region, zone, instance, life_cycle = (item or "" for item in items)
+        region, zone, instance, life_cycle = (self._read(name) or "" for name in names)
         if not (region and instance and life_cycle):
             raise ValueError("not a machine of EC2")
-        return described(region, zone, instance, spot=life_cycle == "spot")
+        return Machine(region=region, zone=zone or None, instance=instance, spot=life_cycle == "spot")
 
     def _read(self, item: str) -> str | None:
         """An item's value, None if there is no such item (404)."""
@@ -147,11 +134,7 @@ class Ec2:
 
 
 class Gce:
-    """GCE: two items that always have a value. 30 s of notice for spot, an hour for a GPU's host maintenance.
-
-    A spot machine with `preemptionNoticeDuration` gets up to 120 s before those 30. The metadata service does not tell
-    that, but the Compute Engine API does, to an account of the machine that may read the machine.
-    """
+    """GCE: two items that always have a value. 30 s of notice for spot, an hour for a GPU's host maintenance."""
 
     name, grace_seconds = "GCE", 25
     HEADERS = {"Metadata-Flavor": "Google"}  # required in a request, and present in every real answer
@@ -163,12 +146,13 @@ class Gce:
         if self._read("preempted", DETECT_SECONDS) not in ("TRUE", "FALSE"):
             raise ValueError("preempted is neither TRUE nor FALSE")
 
-    def notices(self) -> Iterator[Notice]:
+    def notice(self) -> str | None:
         if self._read("preempted") == "TRUE":
-            yield Notice(f"{self.name}: preempted")
+            return f"{self.name}: preempted"
         # A request enables this notice. The machine survives a live migration (MIGRATE_…).
         if self._read("maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":
-            yield Notice(f"{self.name}: host maintenance will stop this machine")
+            return f"{self.name}: host maintenance will stop this machine"
+        return None
 
     def machine(self) -> Machine:
         # projects/<number>/zones/us-central1-a and projects/<number>/machineTypes/a3-highgpu-8g
@@ -176,24 +160,8 @@ class Gce:
         region = zone.rpartition("-")[0]
         if not (region and instance):
             raise ValueError("not a machine of GCE")
-        return described(region, zone, instance, spot=self._read("scheduling/preemptible") == "TRUE")
-
-    def given_seconds(self) -> int:
-        """The time to save after a notice, as this machine was made. Raises any exception without a valid answer."""
-        if self._read("scheduling/preemptible") != "TRUE":
-            return self.grace_seconds
-        token = json_object(self._read("service-accounts/default/token"))["access_token"]
-        path = f"/compute/v1/{self._read('zone')}/instances/{self._read('name')}?fields=scheduling"
-        api = urlsplit(GCE_API)
-        kind = http.client.HTTPSConnection if api.scheme == "https" else http.client.HTTPConnection
-        connection = kind(api.hostname or "", api.port, timeout=ANSWER_SECONDS)  # no proxy: it has a token
-        try:
-            connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
-            scheduling = json_object(connection.getresponse().read(MOST_BYTES).decode())["scheduling"]
-        finally:
-            connection.close()
-        given = int(scheduling.get("preemptionNoticeDuration", {}).get("seconds", 0))
-        return max(self.grace_seconds, min(MOST_GCE_SECONDS, given) - EXIT_SECONDS)
+        spot = self._read("scheduling/preemptible") == "TRUE"
+        return Machine(region=region, zone=zone, instance=instance, spot=spot)
 
     def _read(self, item: str, timeout_s: float = ANSWER_SECONDS) -> str:
         answer = ok(self._metadata.ask(f"/computeMetadata/v1/instance/{item}", self.HEADERS, timeout_s))
@@ -202,66 +170,7 @@ class Gce:
         return answer.body.strip()
 
 
-COMPUTE = "instance/compute?api-version=2021-02-01"
-
-
-class Azure:
-    """Azure: scheduled events, of this machine and of its neighbours. 30 s of notice for spot."""
-
-    name, grace_seconds = "Azure", 25
-    HEADERS = {"Metadata": "true"}
-    # After Freeze, Reboot and Redeploy the machine is still ours.
-    ENDS = {"Preempt": "preempted", "Terminate": "deleted"}
-    # The first request enables scheduled events, which takes up to two minutes; later ones are fast.
-    FIRST_ANSWER_SECONDS = 125.0
-
-    def __init__(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-        self._machine = ""
-        self._patience_s = self.FIRST_ANSWER_SECONDS
-
-    def probe(self) -> None:
-        self._read_name(DETECT_SECONDS)
-
-    def notices(self) -> Iterator[Notice]:
-        if not self._machine:
-            self._read_name(ANSWER_SECONDS)
-        answer = self._read("scheduledevents?api-version=2020-07-01", self._patience_s)
-        self._patience_s = ANSWER_SECONDS
-        events = answer.get("Events")
-        for event in events if isinstance(events, list) else []:
-            if isinstance(event, dict) and self._ends_this_machine(event):
-                yield Notice(f"{self.name}: {self.ENDS[event['EventType']]} at {utc_time(event.get('NotBefore'))}")
-
-    def machine(self) -> Machine:
-        compute = self._read(COMPUTE, ANSWER_SECONDS)
-        region, zone, instance = (str(compute.get(name) or "") for name in ("location", "zone", "vmSize"))
-        if not (region and instance):
-            raise ValueError("not a machine of Azure")
-        return described(region, zone, instance, spot=compute.get("priority") == "Spot")
-
-    def _ends_this_machine(self, event: dict[str, Any]) -> bool:
-        machines = event.get("Resources")
-        if not isinstance(machines, list) or event.get("EventType") not in list(self.ENDS):
-            return False
-        return self._machine.lower() in [str(machine).lower() for machine in machines]
-
-    def _read_name(self, timeout_s: float) -> None:
-        name = self._read(COMPUTE, timeout_s).get("name")
-        if not isinstance(name, str) or not name:
-            raise ValueError("not a machine of Azure")
-        self._machine = name
-
-    def _read(self, path: str, timeout_s: float) -> dict[str, Any]:
-        return json_object(ok(self._metadata.ask(f"/metadata/{path}", self.HEADERS, timeout_s)).body)
-
-
-SOURCES: dict[str, Callable[[Metadata], NoticeSource]] = {"ec2": Ec2, "gce": Gce, "azure": Azure}
-
-
-def described(region: str, zone: str, instance: str, spot: bool) -> Machine:
-    """A machine by the answers of its metadata service; an empty answer is unknown."""
-    return Machine(region=region or None, zone=zone or None, instance=instance or None, spot=spot)
+SOURCES: dict[str, Callable[[Metadata], NoticeSource]] = {"ec2": Ec2, "gce": Gce}
 
 
 def ok(answer: MetadataAnswer) -> MetadataAnswer:
@@ -271,24 +180,12 @@ def ok(answer: MetadataAnswer) -> MetadataAnswer:
     return answer
 
 
-def json_object(body: str) -> dict[str, Any]:
-    """The JSON object in a body. ValueError for anything else."""
-    values = json.loads(body)
-    if not isinstance(values, dict):
-        raise ValueError("not a JSON object")
-    return values
-
-
 def utc_time(text: object) -> str:
-    """A cloud's time (ISO 8601, or as in mail) in one form; 'once' if it is not a time: the notice still counts."""
-    if not isinstance(text, str):
+    """A cloud's time in one form; 'once' if it is not a time: the notice still counts."""
+    try:
+        return datetime.fromisoformat(str(text)).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError):
         return "once"
-    for parse in (datetime.fromisoformat, parsedate_to_datetime):
-        try:
-            return parse(text).astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        except (ValueError, OverflowError):
-            continue
-    return "once"
 
 
 @contextmanager
@@ -303,28 +200,21 @@ def watching(stop: StopSignal, screen: Screen) -> Iterator[None]:
         raise UserError(f"SKYTRAIN_NOTICE: {named!r} is unknown; it is one of {', '.join(SOURCES)}, off")
     metadata = Metadata(os.environ.get("SKYTRAIN_NOTICE_ENDPOINT") or ENDPOINT)
     chosen_grace = grace_from_environment()
-    if chosen_grace:
-        stop.grace_seconds = chosen_grace
-
-    def choose(source: NoticeSource) -> NoticeSource:
-        stop.grace_seconds = chosen_grace or source.grace_seconds
-        return source
-
-    source = choose(SOURCES[named](metadata)) if named in SOURCES else None
+    source = SOURCES[named](metadata) if named in SOURCES else None
+    if chosen_grace or source:
+        stop.grace_seconds = chosen_grace or (source.grace_seconds if source else stop.grace_seconds)
     ending = threading.Event()
 
     def watch() -> None:
-        if here := source or detect_source(metadata):
-            if isinstance(here, Gce) and not chosen_grace:
-                with suppress(Exception):  # an account without rights: what every spot machine gets
-                    here.grace_seconds = here.given_seconds()
-            poll(choose(here), stop, screen, ending, expected=source is not None)
+        if found := source or detect_source(metadata):
+            stop.grace_seconds = chosen_grace or found.grace_seconds
+            poll(found, stop, screen, ending, expected=source is not None)
 
-    def died(thread: Background) -> None:
-        screen.warn(f"this machine's preemption notices are not heard any more: {thread.error!r}")
+    def report_crash(thread: Background) -> None:
+        screen.warn(f"preemption notices of this machine are no longer watched: {thread.error!r}")
 
     if named != "off":
-        Background("notice", watch, died).start()
+        Background("notice", watch, report_crash).start()
     try:
         yield
     finally:
@@ -355,18 +245,13 @@ def detect_source(metadata: Metadata) -> NoticeSource | None:
 
 def poll(source: NoticeSource, stop: StopSignal, screen: Screen, ending: threading.Event, expected: bool) -> None:
     """Poll until there is a notice, or until `ending`. If the user named the source (`expected`), warn if it fails."""
-    reported: set[Notice] = set()
     warn = expected
     while not (ending.is_set() or stop.asked):
         try:
-            for notice in source.notices():
-                if notice.final:
-                    stop.ask(notice.why)
-                    screen.warn(f"{notice.why}; the run saves, then exits")
-                    return
-                if notice not in reported:
-                    reported.add(notice)
-                    screen.note(f"  {notice.why}")
+            if why := source.notice():
+                stop.ask(why)
+                screen.warn(f"{why}; the run saves, then exits")
+                return
             warn = False
         except Exception as error:  # a service may answer anything, and the next answer may be a notice
             if warn and not ending.is_set():

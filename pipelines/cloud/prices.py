@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from pipelines.cloud.catalog import Offer, parse_node
-from pipelines.cloud.notice import ENDPOINT, Azure, Ec2, Gce, Metadata, NoticeSource
+from pipelines.cloud.notice import ENDPOINT, Ec2, Gce, Metadata, NoticeSource
 from pipelines.tracking.records import Billing, Machine
 from trainer.errors import UserError
 
 IDENTITY = ("cloud", "region", "zone", "instance", "spot")  # the fields of a row that identify a machine
 TRAFFIC = ("usd_per_gb_sent", "usd_per_gb_received", "usd_per_1000_writes", "usd_per_1000_reads")
-METADATA: dict[str, Callable[[Metadata], NoticeSource]] = {"aws": Ec2, "gcp": Gce, "azure": Azure}
+METADATA: dict[str, Callable[[Metadata], NoticeSource]] = {"aws": Ec2, "gcp": Gce}
 TRIES = 3  # the cost of a whole attempt depends on the answer
 
 

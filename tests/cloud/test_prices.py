@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metadata_servers import AzureCloud, Cloud, Ec2Cloud, GceCloud
+from metadata_servers import Cloud, Ec2Cloud, GceCloud
 
 from pipelines.cloud import prices
 from pipelines.cloud.catalog import Offer
@@ -26,8 +26,6 @@ EVERYWHERE = [
         Offer("aws", "us-east-1", None, "m6i.4xlarge", False, 0.8, 0.8, None, 16),
         Offer("gcp", "us-central1", None, "a3-highgpu-8g", False, 72.0, 72.0, "H100:8", 208),
         Offer("gcp", "us-central1", "us-central1-a", "a3-highgpu-8g", True, 26.0, 72.0, "H100:8", 208),
-        Offer("azure", "eastus", None, "Standard_ND96isr_H100_v5", False, 98.0, 98.0, "H100:8", 96),
-        Offer("azure", "eastus", None, "Standard_ND96isr_H100_v5", True, 49.0, 98.0, "H100:8", 96),
         Offer("lambda", "us-east-1", None, "gpu_8x_h100_sxm5", False, 31.92, 31.92, "H100:8", 208),
         Offer("lambda", "us-east-1", None, "cpu_16x_general", False, 0.64, 0.64, None, 16),
     )
@@ -117,18 +115,6 @@ def gce(spot: bool) -> GceCloud:
     return cloud
 
 
-class PricedAzure(AzureCloud):
-    def __init__(self, spot: bool) -> None:
-        super().__init__()
-        self.compute = {"name": "t", "location": "eastus", "zone": "", "vmSize": "Standard_ND96isr_H100_v5"}
-        self.compute["priority"] = "Spot" if spot else ""
-
-    def answer(self, request: Any) -> None:
-        if request.path.startswith("/metadata/instance/compute"):
-            return request.respond(200, json.dumps(self.compute))
-        return super().answer(request)
-
-
 # --- this machine's own price
 
 
@@ -151,13 +137,6 @@ def test_an_own_machine_costs_nothing_without_a_given_price() -> None:
         (("AWS", "us-east-1", "us-east-1b"), lambda: ec2(spot=False), 56.0, "aws/us-east-1/p5.48xlarge/on-demand"),
         (("GCP", "us-central1", "us-central1-a"), lambda: gce(True), 26.0, "gcp/us-central1-a/a3-highgpu-8g/spot"),
         (("GCP", "us-central1", "us-central1-a"), lambda: gce(False), 72.0, "gcp/us-central1/a3-highgpu-8g/on-demand"),
-        (("Azure", "eastus", None), lambda: PricedAzure(True), 49.0, "azure/eastus/Standard_ND96isr_H100_v5/spot"),
-        (
-            ("Azure", "eastus", None),
-            lambda: PricedAzure(False),
-            98.0,
-            "azure/eastus/Standard_ND96isr_H100_v5/on-demand",
-        ),
     ],
 )
 def test_a_machine_finds_its_price_wherever_it_is_recovered(

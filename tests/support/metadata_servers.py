@@ -125,49 +125,6 @@ class GceCloud(Cloud):
         self.items["preempted"] = "TRUE"
 
 
-class AzureCloud(Cloud):
-    """400 without the header or the version. One list of events covers all machines of a set."""
-
-    name, grace_seconds = "azure", 25
-    why = "Azure: preempted at 2026-11-20 10:02:00 UTC"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[dict[str, Any]] = []
-
-    def answer(self, request: Handler) -> None:
-        path, _, query = request.path.partition("?api-version=")
-        if request.headers.get("Metadata") != "true" or not query:
-            return request.respond(400, json.dumps({"error": "Bad request"}))
-        if path == "/metadata/instance/compute":
-            return request.respond(
-                200, json.dumps({"name": "Trainer_7", "vmId": "1", "azEnvironment": "AzurePublicCloud"})
-            )
-        if path == "/metadata/scheduledevents":
-            return request.respond(200, json.dumps({"DocumentIncarnation": len(self.events), "Events": self.events}))
-        return request.respond(404)
-
-    def announce(self, kind: str, *machines: str) -> None:
-        self.events.append(
-            {
-                "EventId": secrets.token_hex(8),
-                "EventType": kind,
-                "ResourceType": "VirtualMachine",
-                "Resources": list(machines),
-                "EventStatus": "Scheduled",
-                "NotBefore": "Fri, 20 Nov 2026 10:02:00 GMT",
-                "EventSource": "Platform",
-            }
-        )
-
-    def threaten(self) -> None:
-        self.announce("Preempt", "trainer_8", "trainer_9")  # neighbours
-        self.announce("Freeze", "trainer_7")
-
-    def preempt(self) -> None:
-        self.announce("Preempt", "trainer_8", "trainer_7")
-
-
 class Everything(Cloud):
     """The same response to every request."""
 
