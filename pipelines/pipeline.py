@@ -6,21 +6,17 @@ stage's `build`, commits, and tracks. A death by a signal is recorded here too, 
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan, Manifest, commit, find
 from pipelines.nodes.head import Head
-from pipelines.provenance import code_tags, provenance
+from pipelines.provenance import provenance
 from pipelines.recipe import Recipe
 from pipelines.screen import Screen
 from pipelines.stage import STAGES, Built, Work, all_made, missing, run_name, stage_named
 from pipelines.text.tokenizer import keep_tokenizer
-from pipelines.tracking.account import Account, StoredHeartbeat, account, account_table, account_tags, cost_metrics
 from pipelines.tracking.deaths import after_death
 from pipelines.tracking.ledger import (
     SILENT_SECONDS,
@@ -30,12 +26,10 @@ from pipelines.tracking.ledger import (
     close_dead_attempt,
     is_alive,
 )
-from pipelines.tracking.mlflow.parent import finished_model, parent_files, parent_params, parent_results, parent_tags
-from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, RunRecord, read_run, record
-from trainer.amounts import tokens_of_steps
 from trainer.errors import Interrupted, StaleAttempt, Stopped, StoreUnavailable, UserError
 from trainer.process import StopSignal, failpoint
 from trainer.store import Store
@@ -43,7 +37,6 @@ from trainer.store import Store
 # On a rented machine: how long to wait, at full price, while another machine works on the same artifact.
 RIVAL_SECONDS = 300.0
 ORPHAN_SECONDS = 150.0  # for the ranks of a killed command to commit: more than any cloud's grace
-COSTS_SECONDS = 30.0  # between two points of the run's costs: 3,000 points a day and metric
 
 
 @dataclass
@@ -54,7 +47,7 @@ class Pipeline:
     store: Store
     home: Path
     billing: Billing
-    tracker: Tracker
+    mirror: MirrorProcess
     screen: Screen
     stop: StopSignal
     plans: dict[str, ArtifactPlan]
@@ -62,13 +55,10 @@ class Pipeline:
     watches: list[Callable[[Heartbeat], str | None]] = field(default_factory=list)
     head: Head | None = None  # of several nodes
     before_ranks: Callable[[Work], None] | None = None  # called before train starts its ranks; may raise Interrupted
-    report_page: Callable[[Run], str] | None = None  # the page of a run, as HTML, for the tracking server
     began: float | None = None  # unix seconds, the start of the process, which the first attempt bills
     made: dict[str, Manifest] = field(default_factory=dict)
     skipped: dict[str, bool] = field(default_factory=dict)
     _recorded: RunRecord | None = None
-    _earlier: list[StoredHeartbeat] = field(default_factory=list)  # of this run, when the current attempt began
-    _costs_tracked: float = 0.0  # unix seconds of the heartbeat with the last tracked costs
 
     @property
     def run(self) -> str:
@@ -79,51 +69,14 @@ class Pipeline:
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
         pin_commits(self.store, self.run, self.recipe)
         keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
-        if all_made(self.store, self.plans, until) and not self.tracker.owes_records():
-            return self._make_all(until)  # nothing to do, and nothing to track
-        self.tracker.start()
-        self.tracker.stage_started(None, parent_params(self.recipe), {"skytrain.store": self.store.uri} | code_tags())
-        status = "FAILED"
+        if all_made(self.store, self.plans, until):
+            return self._make_all(until)  # nothing to do, and nothing to mirror
+        self.mirror.start()
         try:
             self._make_all(until)
-            status = "FINISHED"
-        except (Interrupted, KeyboardInterrupt):
-            status = "KILLED"
-            raise
         finally:
-            with suppress(OSError, UserError):  # an unreachable store must not hide the error that ended the run
-                self._track_totals()
-            self.tracker.stage_ended(None, status)
-            if notice := self.tracker.close():
+            if notice := self.mirror.close():
                 self.screen.warn(notice)
-            with suppress(OSError, UserError):
-                self.tracker.keep_journal(self.store)
-
-    def _track_totals(self) -> None:
-        """The results and the final account: metrics, tags to search by, and files."""
-        run = self.snapshot()
-        self._track_costs(None, run.heartbeats, time.time())
-        self.tracker.tags(None, {f"skytrain.{name}": value for name, value in account_tags(run.account).items()})
-        self.tracker.table(None, "account.json", account_table(run.account))
-        self.tracker.tags(None, parent_tags(run))
-        for step, created, values in parent_results(run):
-            self.tracker.metrics(None, step, created, values)
-        for name, text in parent_files(run, self.report_page).items():
-            self.tracker.text_file(None, name, text)
-        if model := finished_model(run):
-            self.tracker.model(model)
-
-    def _account(self, heartbeats: Iterable[StoredHeartbeat]) -> Account:
-        return account(self.run, heartbeats, partial(tokens_of_steps, self.recipe.train))
-
-    def _track_costs(self, stage: str | None, heartbeats: list[StoredHeartbeat], now: float) -> None:
-        """Track the costs of a stage (None: of all) up to `now`, at the highest step that any attempt reached.
-
-        A rollback takes back steps, but no dollars.
-        """
-        counted = [one for one in heartbeats if stage in (None, one.beat.stage)]
-        step = max((one.beat.progress.highest_step or 0 for one in counted), default=0)
-        self.tracker.metrics(stage, step, now, cost_metrics(self._account(counted)))
 
     def snapshot(self) -> Run:
         """The run as the store has it now."""
@@ -154,8 +107,7 @@ class Pipeline:
             if rival and (manifest := self._existing(stage)):
                 return manifest
             number = rival.attempt + 1 if rival else 1
-            self._earlier = self.snapshot().heartbeats
-            earlier = (stored.beat for stored in self._earlier)
+            earlier = (stored.beat for stored in self.snapshot().heartbeats)
             attempt = claim(
                 self.store,
                 plan.prefix,
@@ -179,7 +131,6 @@ class Pipeline:
             except StaleAttempt:
                 self.screen.warn(f"{stage}: a newer attempt has taken over; waiting for it")
                 continue
-            self._track_end(stage, attempt, manifest)
             return manifest
 
     def _watch(self, beat: Heartbeat) -> None:
@@ -187,12 +138,7 @@ class Pipeline:
         for watch in self.watches:
             if reason := watch(beat):
                 self.stop.ask(reason, Stopped)
-        if beat.time - self._costs_tracked >= COSTS_SECONDS:
-            self._costs_tracked = beat.time
-            heartbeats = [*self._earlier, StoredHeartbeat(self.plans[beat.stage].prefix, beat)]
-            for stage in (None, beat.stage):
-                self._track_costs(stage, heartbeats, beat.time)
-            self.tracker.keep_journal(self.store)
+        self.mirror.start()
 
     def _wait_for_rival(self, plan: ArtifactPlan) -> Heartbeat | None:
         """Wait until no attempt of another process is alive. Returns the newest attempt, None if there is none.
@@ -232,14 +178,12 @@ class Pipeline:
             self.store,
             self.home,
             attempt,
-            self.tracker,
             self.screen,
             self.stop,
             self.head,
             before_ranks=self.before_ranks,
         )
         self.screen.note(f"[bold]{stage}[/]  → {plan.prefix}  (attempt {attempt.number})")
-        self.tracker.stage_started(stage, self._params(stage), self._tags(stage, attempt))
         shutil.rmtree(work.folder)  # left from a store that was deleted: a new store counts attempts from 1 again
         try:
             built = stage_named(stage).build(work)
@@ -253,7 +197,6 @@ class Pipeline:
                 attempt.update(state=state_after(error))
             if interrupted and self.stop.reason:
                 attempt.report(notice=self.stop.reason)
-            self.tracker.stage_ended(stage, "KILLED" if interrupted else "FAILED")
             if error is raised:
                 raise
             raise error from raised
@@ -290,28 +233,6 @@ class Pipeline:
             attempt=attempt.number,
             created=time.time(),
         )
-
-    def _params(self, stage: str) -> dict[str, Any]:
-        sections = {"tokenize": ["tokens"], "train": ["model", "train"]}.get(stage, [stage])
-        values = self.recipe.model_dump()
-        return {f"{s}.{k}": v for s in sections for k, v in values[s].items()}
-
-    def _tags(self, stage: str, attempt: Attempt) -> dict[str, Any]:
-        plan = self.plans[stage]
-        tags = {f"runtime.{k}": v for k, v in self.recipe.runtime.model_dump().items()}
-        return tags | {
-            "skytrain.artifact": f"{self.store.uri}/{plan.prefix}",
-            "skytrain.fingerprint": plan.fingerprint,
-            "skytrain.attempt": attempt.number,
-            **code_tags(),
-        }
-
-    def _track_end(self, stage: str, attempt: Attempt, manifest: Manifest) -> None:
-        self._track_costs(stage, [*self._earlier, StoredHeartbeat(attempt.prefix, attempt.latest)], attempt.latest.time)
-        if stage != "train":  # its last loss ends a series; it is no point at step 0
-            scores = {k: float(v) for k, v in manifest.facts.items() if "/" in k and isinstance(v, int | float)}
-            self.tracker.metrics(stage, 0, time.time(), scores)
-        self.tracker.stage_ended(stage, "FINISHED")
 
 
 def record_death(store: Store, plans: dict[str, ArtifactPlan], until: str, billing: Billing, cause: str) -> Exception:

@@ -26,7 +26,6 @@ from pipelines.recipe import Recipe, load_recipe
 from pipelines.screen import Screen
 from pipelines.text.tokenizer import check_tokenizer
 from pipelines.tracking.ledger import Attempt
-from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.runs import read_records
 from pipelines.weights import check_sources, pinned
 from trainer.errors import UserError
@@ -48,7 +47,6 @@ class Work:
     store: Store
     home: Path  # caches and scratch of this machine
     attempt: Attempt
-    tracker: Tracker
     screen: Screen
     stop: StopSignal
     head: Head | None = None  # of several nodes

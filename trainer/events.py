@@ -119,6 +119,8 @@ class Progressed:
     whole: int
 
 
+EVENTS_FILE = "events.jsonl"  # in the work folder of an attempt
+
 Event = (
     Row
     | PhaseChanged

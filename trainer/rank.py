@@ -11,7 +11,7 @@ from trainer.commits import TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig, TrainConfig
 from trainer.data import TokenData
 from trainer.evaluation import Evaluation
-from trainer.events import Event, EventLog
+from trainer.events import EVENTS_FILE, Event, EventLog
 from trainer.health import STARTED
 from trainer.loop import train
 from trainer.metrics import PhaseClock
@@ -23,7 +23,6 @@ from trainer.shards import Shard
 from trainer.store import Store
 from trainer.weights import Origin
 
-EVENTS_FILE = "events.jsonl"
 WEIGHTS_FILE = "model.safetensors"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from pipelines.tracking.mlflow.secrets import without_credentials
+from pipelines.tracking.mlflow.settings import without_credentials
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import Store
 

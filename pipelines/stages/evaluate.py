@@ -20,7 +20,7 @@ from pipelines.recipe import Recipe
 from pipelines.sample import continue_text, load_weights
 from pipelines.screen import Screen
 from pipelines.stage import Built, Work
-from pipelines.stages.follow import EVENTS_FILE, follow_events, held, pass_on_stop, raise_error_of_ranks
+from pipelines.stages.follow import follow_events, held, pass_on_stop, raise_error_of_ranks
 from pipelines.stages.harness import harness_facts, harness_identity, verify_tasks
 from pipelines.stages.measures import (
     core_facts,
@@ -34,7 +34,7 @@ from pipelines.text.core_bundle import core_identity, core_tasks
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
 from pipelines.weights import bring, brought, check_baseline, content_identity, name_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
-from trainer.events import PhaseChanged, Progressed, Row
+from trainer.events import EVENTS_FILE, PhaseChanged, Progressed, Row
 from trainer.metrics import PhaseClock
 from trainer.process import failpoint
 from trainer.store import Store

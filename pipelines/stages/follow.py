@@ -1,4 +1,4 @@
-"""Following the ranks: their events become progress, tracking and heartbeats; their end becomes a result or an error.
+"""Follow the ranks: their events become progress and heartbeats; their end becomes a result or an error.
 
 Rank 0 appends its events to a file, which this process reads, so nothing here can delay a step.
 """
@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,10 @@ from pipelines.tracking.account import late_share
 from pipelines.tracking.deaths import after_death
 from pipelines.tracking.ledger import process_started
 from pipelines.tracking.records import ProcessId
-from trainer.commits import segments
 from trainer.config import seconds_from_environment
 from trainer.errors import FULL, Died, Interrupted, UserError
 from trainer.events import (
+    EVENTS_FILE,
     Checkpointed,
     CheckpointFailed,
     Damaged,
@@ -33,14 +33,12 @@ from trainer.events import (
     PhaseChanged,
     RolledBack,
     Row,
-    Sampled,
     Skipped,
     Slow,
     Started,
     event_from_json,
 )
 
-EVENTS_FILE = "events.jsonl"  # that rank 0 writes
 POLL_SECONDS = 0.1
 UNSAVED_SECONDS = 1800.0  # from the first failed checkpoint until the run leaves
 FULL_BYTES = 1 << 16  # more than an error message, less than any other file: with less free space, the disk is full
@@ -103,12 +101,10 @@ class Follower:
         self.work, self.torchrun = work, torchrun
         self.step: int | None = None
         self.metrics: dict[str, float] = {}  # the last value of each
-        self.rolled_back_from = -1  # step
         self.stop_sent = False
         self.late_seconds = LATE_SECONDS  # of waits for shards, before the next warning
         self.unsaved_since: float | None = None  # by time.monotonic, of the first failed checkpoint since a commit
         self.unsaved_seconds = seconds_from_environment("SKYTRAIN_UNSAVED_SECONDS", UNSAVED_SECONDS)
-        self.tracked = track_committed(work, self.pass_on_stop)  # the last tracked step, by metric
 
     def handle(self, event: Event | None, bar: Bar) -> None:
         match event:
@@ -119,7 +115,7 @@ class Follower:
             case Started():
                 self.step = event.step  # a run that resumes after its last step sends no row
             case RolledBack():
-                self.step, self.rolled_back_from = event.to, event.step
+                self.step = event.to
             case CheckpointFailed(_, reason, ended):
                 self._checkpoint_failed(reason, ended)
             case Checkpointed():
@@ -158,10 +154,9 @@ class Follower:
             )
 
     def _row(self, row: Row, bar: Bar) -> None:
-        work, again = self.work, row.step <= self.rolled_back_from
+        work = self.work
         self.step = row.step
         self.metrics |= row.metrics
-        track_row(work, row.step, row.time, row.metrics, {} if again else self.tracked, again)
         bar.update(row.step, describe(row.step, self.metrics))
         work.rank_phases = row.phases, row.phase
         count_step(work, row)
@@ -257,36 +252,6 @@ def cause_of_death(results: Iterable[NodeResult]) -> str | None:
     return messages.get(KILLED) or (None if FAULT in messages else messages.get(PEER))
 
 
-def track_committed(work: Work, before_request: Callable[[], None] = lambda: None) -> dict[str, int]:
-    """Track the rows that earlier attempts committed and lost before MLflow got them.
-
-    `before_request` is called before each request to the store. Returns the last tracked step of each metric.
-    """
-    tracked = work.tracker.highest_steps("train")
-    rows = []
-    for segment in segments(work.store, work.plan.prefix):
-        before_request()
-        rows += segment
-    # A repeated step counts as the later attempt did it. Each row keeps its time, so that MLflow ignores known ones.
-    for row in {(row["step"], "train/loss" in row): row for row in rows if "time" in row}.values():
-        metrics = {name: value for name, value in row.items() if "/" in name}
-        track_row(work, row["step"], row["time"], metrics, dict(tracked))  # the steps come in no order
-    return work.tracker.highest_steps("train")
-
-
-def track_row(
-    work: Work, step: int, time: float, metrics: Mapping[str, float], tracked: dict[str, int], again: bool = False
-) -> None:
-    """Track the values that MLflow does not have yet: a step that is repeated after a crash is no second point.
-
-    After a rollback (`again`) it is a second point, and the one that counts: it read other data.
-    """
-    values = {name: value for name, value in metrics.items() if name != "data/digest" and step > tracked.get(name, -1)}
-    if values:
-        work.tracker.metrics("train", step, time, values, again)
-        tracked.update(dict.fromkeys(values, step))
-
-
 def count_step(work: Work, row: Row) -> None:
     """Count the steps of this attempt, and those that an earlier attempt had done."""
     progress = work.attempt.latest.progress
@@ -312,7 +277,7 @@ def describe(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def report_event(work: Work, event: Event) -> None:
-    """Report an event that is no row to screen, heartbeat and tracking."""
+    """Report an event other than a row to screen and heartbeat."""
     screen = work.screen
     match event:
         case Started():
@@ -327,8 +292,6 @@ def report_event(work: Work, event: Event) -> None:
             work.report(committed_step=event.step, save_seconds=event.seconds)
         case Skipped(step, reason):
             screen.warn(f"update {step:,} skipped: {reason}")
-        case Sampled(step, texts):
-            work.tracker.text_file("train", f"samples/step-{step:08d}.txt", f"\n\n{'-' * 8}\n\n".join(texts))
         case Slow(_, reason):
             screen.warn(f"slower than possible: {reason}")
         case RolledBack():
@@ -338,20 +301,18 @@ def report_event(work: Work, event: Event) -> None:
 def report_start(work: Work, event: Started) -> None:
     """Report the hardware and the first step of the ranks."""
     hardware: dict[str, Any] = {"device": event.device, "precision": event.precision, "world_size": event.world_size}
+    hardware |= {"engine": event.engine, "micro_batch": event.micro_batch_why}
     work.report(resumed_from=event.step, lowest_step=event.step, step=event.step, **hardware)
     resumed = f", resumed from step {event.step:,}" if event.step else ""
     work.screen.note(
         f"  {event.parameters:,} parameters, {event.world_size} x {event.device}, "
         f"{event.precision}, {event.micro_batch_why}; {event.engine}{resumed}"
     )
-    work.tracker.tags("train", hardware | {"engine": event.engine, "micro_batch": event.micro_batch_why})
 
 
 def report_rollback(work: Work, event: RolledBack) -> None:
-    """Report a rollback: progress, a tag in MLflow, and a warning."""
+    """Report a rollback: progress and a warning."""
     progress = work.attempt.latest.progress
     number = (progress.rollbacks or 0) + 1
-    text = f"from step {event.step} to {event.to}; of two points at a step the later one counts"
-    work.tracker.tags("train", {f"skytrain.rollback.a{work.attempt.number:04d}.{number}": text})
     work.report(rollbacks=number, lowest_step=min(event.to, progress.lowest_step or 0))
     work.screen.warn(f"rolled back from step {event.step:,} to {event.to:,}: {event.reason}")

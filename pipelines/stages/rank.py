@@ -19,7 +19,6 @@ from pipelines.artifacts.store import open_store
 from pipelines.nodes.ranks import RankSpec, leave_error_message
 from pipelines.recipe import Recipe
 from pipelines.stages.evaluate import FACTS_FILE, Measurement, validation_data
-from pipelines.stages.follow import EVENTS_FILE
 from pipelines.stages.measures import evaluation_in_training
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
@@ -27,7 +26,7 @@ from pipelines.tracking.origins import find_other
 from pipelines.weights import bring
 from trainer.config import RUN_COMMIT
 from trainer.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
-from trainer.events import EventLog, Progressed
+from trainer.events import EVENTS_FILE, EventLog, Progressed
 from trainer.health import STARTED, StartWatch, Watchdog
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal, die_with_parent

@@ -87,7 +87,6 @@ def finish(work: Work) -> Built:
         partial(rows_in, eot, work.recipe.row_tokens),
     )
     check_split(work.recipe, shards)
-    work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, config.source)
     files = [shard.file for shard in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
     facts = facts_of(shards, documents_of(parts)) | packing_facts(shards, eot, work.recipe.row_tokens)
     about = facts_of_text(parts)
@@ -102,7 +101,6 @@ def mix(work: Work, texts: list[Work]) -> Built:
     names = [text.recipe.tokens.named for text in texts]
     facts = mixed_facts(made, names)
     work.report(tokens=facts["tokens"])
-    work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, work.recipe.tokens.named)
     files = mixed_files(made) + kept_tokenizer(work.recipe.tokens, work.store, work.plan.prefix)
     return Built(files, facts)
 
@@ -163,7 +161,6 @@ def adopt(work: Work) -> Built:
                 f"tokens.source: '{config.source}' has no {split} shard with a sequence of {recipe.model.block_size} "
                 "+ 1 tokens; use larger shards or a smaller model.block_size"
             )
-    work.tracker.dataset("tokenize", work.plan.label, work.plan.fingerprint, config.source)
     files = [one.file for one in shards] + kept_tokenizer(config, work.store, work.plan.prefix)
     return Built(files, facts_of(shards, documents) | packing_facts(shards, encoding.eot_token, recipe.row_tokens))
 

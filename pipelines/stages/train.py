@@ -76,7 +76,6 @@ def build(work: Work) -> Built:
         check_ids(shards_in(tokens, split), recipe.model.vocab_size)
     for warning in filter(None, (source.warning for source in sources_planned(recipe, tokens))):
         work.screen.warn(warning)
-    work.tracker.dataset("train", tokens.prefix, tokens.fingerprint, f"{work.store.uri}/{tokens.prefix}")
     if recipe.evaluate.every:
         work.clock.enter("download")
         fetch_inputs(recipe, work.home / "cache")

@@ -59,6 +59,8 @@ class Progress(Stored):
     world_size: int | None = None  # ranks
     device: str | None = None
     precision: str | None = None
+    engine: str | None = None  # which engine on which device, and the reason
+    micro_batch: str | None = None  # its size, and the reason
     tokens: int | None = None  # tokenize: in the store
     tokens_per_second: float | None = None  # tokenize
     finishing: bool | None = None  # about to create the manifest: gc leaves the files of the artifact alone

@@ -19,6 +19,7 @@ from pipelines.recipe import Recipe
 from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
 from pipelines.tracking.clusters import read_intervals, with_cluster_hours
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
+from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
 from trainer.amounts import tokens_before, tokens_of_steps
 from trainer.commits import series
@@ -45,6 +46,8 @@ class RunRecord(Stored):
     updated: UnixSeconds
     # Artifacts before the evaluation or export changed: the run still pays for them.
     earlier: dict[str, list[Key]] = field(default_factory=dict)
+    experiment: str = "skytrain"  # in MLflow
+    tags: dict[str, str] = field(default_factory=dict)  # the user's own, in MLflow
 
     def all_prefixes(self, stage: str) -> list[str]:
         """Every artifact of a stage that the run ever worked on, the present one last."""
@@ -319,7 +322,8 @@ def record(store: Store, run: str, recipe: Recipe, plans: dict[str, ArtifactPlan
             known = before.all_prefixes(stage) if stage in before.prefixes else []
             earlier[stage] = [prefix for prefix in known if prefix != now]
         prefixes = before.prefixes | prefixes
-    made = RunRecord(run, recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier)
+    about = recipe.model_dump(), list(prefixes)[-1], prefixes, time.time(), earlier
+    made = RunRecord(run, *about, experiment_name(), own_tags())
     store.put(key_of(run), made.to_json())
     return made
 

@@ -35,7 +35,7 @@ def init(
     from pipelines.cloud.launch import check_places
     from pipelines.project import FILE, Project
     from pipelines.show.console import say
-    from pipelines.tracking.mlflow.secrets import without_credentials
+    from pipelines.tracking.mlflow.settings import without_credentials
     from pipelines.verbs.doctor import print_examination
     from trainer.store import replacing
 

@@ -139,7 +139,7 @@ def default_tracking_uri() -> str:
 
 
 def set_tracking_options(experiment: str | None, tags: list[str] | None) -> None:
-    """Put the options of MLflow into the environment, where a tracker and a launched job read them. UserError for a
+    """Put the options of MLflow into the environment, where a run and a launched job read them. UserError for a
     tag of another form."""
     from pipelines.tracking.mlflow.settings import own_tags, parse_tags
 

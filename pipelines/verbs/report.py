@@ -51,11 +51,11 @@ def report(
         typer.Option("--compare", help="Compare two runs: their differences, and their losses at equal cost."),
     ] = False,
     rebuild_mlflow: Annotated[
-        bool, typer.Option("--rebuild-mlflow", help="Log all records of the runs to MLflow again.")
+        bool, typer.Option("--rebuild-mlflow", help="Send all records of the runs to MLflow.")
     ] = False,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="URI", help="The MLflow to rebuild [MLFLOW_TRACKING_URI; .skytrain/mlflow.db]"),
+        typer.Option("--to", metavar="URI", help="Send them to this MLflow [MLFLOW_TRACKING_URI; .skytrain/mlflow.db]"),
     ] = None,
 ) -> None:
     """Show runs: state, attempts, tokens, val loss, hours, dollars."""
@@ -176,12 +176,11 @@ def compare_runs(store: "Store", names: list[str], as_json: bool) -> None:
 
 
 def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
-    """Send the journals of runs to MLflow again. UserError without mlflow, or for a URI that is no MLflow."""
-
+    """Send the records of runs to MLflow. UserError without mlflow, or for a URI of another scheme."""
     from pipelines.show.console import say
-    from pipelines.tracking.mlflow.secrets import redacted
-    from pipelines.tracking.mlflow.settings import tracking_uri
-    from pipelines.tracking.mlflow.shipper import rebuild
+    from pipelines.show.page import render
+    from pipelines.tracking.mlflow.mirror import rebuild
+    from pipelines.tracking.mlflow.settings import redacted, tracking_uri
 
     if not find_spec("mlflow"):
         raise UserError("report --rebuild-mlflow: needs mlflow; pip install mlflow")
@@ -191,5 +190,5 @@ def rebuild_tracking(runs: "list[Run]", to: str | None) -> None:
             f"--to {redacted(uri)}: no MLflow; give http(s)://server, or a database such as sqlite:///mlflow.db"
         )
     for run in runs:
-        sessions = rebuild(run.store, run.name, uri)
-        say(f"{run.name}: " + (f"{sessions} session(s) logged again" if sessions else "never logged to MLflow"))
+        rebuild(run.store, run.name, uri, lambda run: render([run]))
+        say(f"{run.name}: sent to {redacted(uri)}")

@@ -242,10 +242,9 @@ def pipeline_here(
     from pipelines.nodes.address import this_node
     from pipelines.nodes.head import Head
     from pipelines.pipeline import Pipeline
-    from pipelines.show.page import render
     from pipelines.stage import run_name
     from pipelines.tracking.ledger import process_began
-    from pipelines.tracking.mlflow.tracker import Tracker
+    from pipelines.tracking.mlflow.child import MirrorProcess
     from pipelines.tracking.stop_request import watch_stop_request
 
     name, node, billing, deadline = run_name(plans), this_node(), billing_here(price_per_hour), deadline_here()
@@ -255,7 +254,7 @@ def pipeline_here(
         store,
         home(),
         billing,
-        Tracker(home() / "tracking" / name, name, default_uri=default_tracking_uri()),
+        MirrorProcess(store.uri, name, home(), default_uri=default_tracking_uri()),
         screen,
         stop,
         plans,
@@ -263,7 +262,6 @@ def pipeline_here(
         head=Head(node, name, stop, exit_code) if node.count > 1 else None,
         before_ranks=timed.before_ranks if timed else None,
         began=process_began(),
-        report_page=lambda run: render([run]),
     )
 
 
@@ -325,8 +323,8 @@ def next_commands(pipeline: "Pipeline") -> list[str]:
         return commands
     if any(stage not in pipeline.made for stage in pipeline.plans):
         commands.append(f"{skytrain} run run:{pipeline.run}{option}")
-    if not pipeline.tracker.off and pipeline.tracker.uri.startswith("sqlite:"):  # a server's URI may hold a password
-        commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.tracker.uri)}")
+    if not pipeline.mirror.off and pipeline.mirror.uri.startswith("sqlite:"):  # a server's URI may hold a password
+        commands.append(f"{program('mlflow')} ui --backend-store-uri {shlex.quote(pipeline.mirror.uri)}")
     export = pipeline.made.get("export")
     if export and isinstance(pipeline.store, LocalStore):
         folder = pipeline.store.path_of(f"{export.prefix}/{export.files[0].key}").parent

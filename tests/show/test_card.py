@@ -11,7 +11,7 @@ from pipelines.pipeline import Pipeline
 from pipelines.show.card import card_facts, print_card
 from pipelines.show.console import TerminalScreen, program
 from pipelines.stage import STAGES
-from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Machine
 from pipelines.verbs.run import next_commands
 from trainer.process import StopSignal
@@ -22,10 +22,10 @@ from trainer.store import LocalStore
 def finished_pipeline(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     done_run(store)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    tracker = Tracker(tmp_path / "tracking", RUN, default_uri="sqlite:///some folder/mlflow.db")
+    mirror = MirrorProcess(store.uri, RUN, tmp_path, default_uri="sqlite:///some folder/mlflow.db")
     stop = StopSignal.__new__(StopSignal)  # pytest keeps its signals
     stop.asked = False
-    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), tracker, TerminalScreen(quiet=True), stop, PLANS)
+    pipeline = Pipeline(RECIPE, store, tmp_path, Billing(10.0), mirror, TerminalScreen(quiet=True), stop, PLANS)
     file = File("config.json", "a0001/config.json", 0, "")
     pipeline.made = {stage: finished(store, stage) for stage in STAGES}
     pipeline.made["export"] = replace(pipeline.made["export"], files=(file,))
@@ -113,5 +113,5 @@ def test_the_card_names_a_store_that_is_not_the_default_one(finished_pipeline: P
 def test_the_card_does_not_print_the_address_of_a_tracking_server(
     finished_pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished_pipeline.tracker.uri = "https://user:secret@mlflow.example.org"
+    finished_pipeline.mirror.uri = "https://user:secret@mlflow.example.org"
     assert "secret" not in "".join(next_commands(finished_pipeline))

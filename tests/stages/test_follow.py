@@ -1,6 +1,5 @@
 """The events of the ranks reach screen, heartbeat and tracking once, with the numbers that count."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -15,11 +14,10 @@ from pipelines.pipeline import state_after
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.stages import follow
-from pipelines.stages.follow import Follower, cause_of_death, raise_error_of_ranks, report_event, track_row
+from pipelines.stages.follow import Follower, cause_of_death, raise_error_of_ranks, report_event
 from pipelines.tracking.account import late_share
 from pipelines.tracking.deaths import MOST_DEATHS
 from pipelines.tracking.ledger import claim
-from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing
 from trainer.errors import Died, Interrupted, Stopped, StoreUnavailable
 from trainer.events import (
@@ -33,7 +31,6 @@ from trainer.events import (
     Started,
     event_to_json,
 )
-from trainer.store import LocalStore
 
 
 def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
@@ -42,29 +39,6 @@ def test_a_failed_checkpoint_is_a_warning_and_in_the_heartbeat(work: Callable[[s
     report_event(train_work, CheckpointFailed(1200, "OSError(28)"))
     assert recorder.warnings == ["checkpoint of step 1,200 failed (OSError(28)); training continues"]
     assert train_work.attempt.latest.progress.checkpoint_failed == 1200
-
-
-def test_a_step_that_one_attempt_redoes_is_reported_once(work: Callable[[str], Work]) -> None:
-    train_work = work("train")
-    train_work.tracker = cast(Tracker, recorder := Recorder())
-    tracked: dict[str, int] = {}
-    for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0)):  # it rolled back at 3
-        track_row(train_work, step, 1.0, {"train/loss": loss, "data/digest": 7}, tracked)
-    assert recorder.points == [(step, {"train/loss": loss}) for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0), (4, 3.0))]
-
-
-def test_nothing_that_an_earlier_attempt_reported_is_reported_again_not_even_step_0(
-    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train_work = work("train")
-    train_work.tracker = cast(Tracker, recorder := Recorder())
-    rows = [Row(step, 1.0, {"val/loss": 5.0}, {}, "evaluate") for step in (0, 15, 30)]
-    monkeypatch.setattr(follow, "follow_events", lambda *_: iter(rows))
-    monkeypatch.setattr(follow, "track_committed", lambda *_: {"val/loss": 15})
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    follow.follow(train_work, done)
-    assert recorder.points == [(30, {"val/loss": 5.0})] and recorder.again == []
 
 
 START = Started(
@@ -79,25 +53,20 @@ START = Started(
 )
 
 
-def test_the_execution_settings_and_their_reasons_are_shown_and_tagged(work: Callable[[str], Work]) -> None:
+def test_the_execution_settings_and_their_reasons_are_shown_and_in_the_heartbeat(work: Callable[[str], Work]) -> None:
     train_work = work("train")
-    train_work.tracker, train_work.screen = cast(Tracker, recorder := Recorder()), cast(TerminalScreen, recorder)
+    train_work.screen = cast(TerminalScreen, recorder := Recorder())
     report_event(train_work, START)
     report_event(train_work, Slow(1, "torch multiplies"))
     assert recorder.notes == [f"  7 parameters, 1 x cpu, fp32, {START.micro_batch_why}; {START.engine}"]
     assert recorder.warnings == ["slower than possible: torch multiplies"]
-    assert {name: recorder.tagged[name] for name in ("engine", "precision", "micro_batch")} == {
-        "engine": START.engine,
-        "precision": "fp32",
-        "micro_batch": START.micro_batch_why,
-    }
+    progress = train_work.attempt.latest.progress
+    assert (progress.engine, progress.precision) == (START.engine, "fp32")
+    assert progress.micro_batch == START.micro_batch_why
 
 
-def test_after_a_rollback_a_step_is_reported_again_and_counts_as_redone(
-    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_rollback_a_step_counts_as_redone(work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch) -> None:
     train_work = work("train")
-    train_work.tracker = cast(Tracker, recorder := Recorder())
     phases = {"setup": 2.0, "train": 1.0}
     losses = ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0))
     events: list[Event] = [
@@ -106,50 +75,13 @@ def test_after_a_rollback_a_step_is_reported_again_and_counts_as_redone(
     events.insert(3, RolledBack(3, 1, left_out=2, reason="it rose"))
     events.append(Checkpointed(4, seconds=0.1, bytes=7))
     monkeypatch.setattr(follow, "follow_events", lambda *_: iter([START, *events]))
-    monkeypatch.setattr(follow, "track_committed", lambda *_: {})
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     follow.follow(train_work, done)
-    assert [(step, values["train/loss"]) for step, values in recorder.points] == list(losses)
-    assert recorder.again == [2, 3]
-    assert "from step 3 to 1; of two points at a step the later one counts" in recorder.tagged.values()
     progress = train_work.attempt.latest.progress
     assert (progress.steps_done, progress.steps_redone, progress.lowest_step, progress.highest_step) == (6, 2, 0, 4)
     assert (progress.resumed_from, progress.step, progress.committed_step) == (0, 4, 4)
     assert train_work.rank_phases == (phases, "train")
-
-
-class Torchrun:
-    """Keeps the signals that it gets, with the number of objects read before."""
-
-    def __init__(self, read: list[str]) -> None:
-        self.read, self.signals = read, list[tuple[int, int]]()
-
-    def send_signal(self, number: int) -> None:
-        self.signals.append((number, len(self.read)))
-
-
-def test_a_stop_is_passed_on_while_committed_rows_are_still_read(
-    work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train_work = work("train")
-    for step in range(1, 9):
-        key = f"{train_work.plan.prefix}/metrics/step-{step:08d}-a0001.jsonl"
-        train_work.store.put(key, json.dumps({"step": step, "time": 1.0, "train/loss": 5.0}).encode())
-    read: list[str] = []
-    get = LocalStore.get
-
-    def asked_to_stop_in_the_third(store: LocalStore, key: str) -> bytes | None:
-        if "/metrics/" in key:
-            read.append(key)
-            train_work.stop.asked |= len(read) == 3
-        return get(store, key)
-
-    monkeypatch.setattr(LocalStore, "get", asked_to_stop_in_the_third)
-    torchrun = Torchrun(read)
-    (train_work.folder / follow.EVENTS_FILE).write_text(event_to_json(START) + "\n")
-    follow.Follower(train_work, cast(subprocess.Popen[bytes], torchrun))
-    assert torchrun.signals == [(signal.SIGTERM, 3)] and len(read) == 8
 
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:
@@ -171,7 +103,6 @@ def test_a_run_whose_store_takes_no_checkpoint_for_too_long_is_asked_to_stop(
 ) -> None:
     train, now = work("train"), 100.0
     monkeypatch.setattr(follow.time, "monotonic", lambda: now)
-    monkeypatch.setattr(follow, "track_committed", lambda *_: {})
     monkeypatch.setenv("SKYTRAIN_UNSAVED_SECONDS", "1800")
     follower = Follower(train, None)  # type: ignore[arg-type]
     with train.screen.bar("train", 10) as bar:
@@ -263,7 +194,6 @@ def test_a_store_whose_shards_come_late_is_named_and_again_when_the_wait_has_dou
 ) -> None:
     train_work = work("train")
     train_work.screen = cast(TerminalScreen, recorder := Recorder())
-    monkeypatch.setattr(follow, "track_committed", lambda *_: {})
     follower = Follower(train_work, None)  # type: ignore[arg-type]
     with TerminalScreen(quiet=True).bar("train", 10) as bar:
         for data, train in ((5.0, 95.0), (11.0, 1989.0), (31.0, 969.0), (40.0, 960.0), (62.0, 1938.0)):

@@ -27,7 +27,7 @@ from pipelines.show.console import TerminalScreen
 from pipelines.stage import STAGES, Built, Work
 from pipelines.tracking import ledger
 from pipelines.tracking.ledger import attempts, claim, seconds_between_failures, this_process
-from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, Heartbeat, Machine, ProcessId, Progress
 from pipelines.tracking.runs import Summary
 from trainer.errors import Died, Interrupted, Stopped, StoreUnavailable, UserError
@@ -93,10 +93,10 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> StandIns:
 
 def pipeline(store: Store, home: Path, price: float = 0.0, stop: StopSignal | None = None) -> Pipeline:
     name = PLANS["train"].name
-    tracker = Tracker(home / "tracking", name, default_uri="sqlite:///unused.db")
+    mirror = MirrorProcess(store.uri, name, home, default_uri="sqlite:///unused.db")
     recipe = load_recipe("smoke")
     return Pipeline(
-        recipe, store, home, Billing(price), tracker, TerminalScreen(quiet=True), stop or NeverAsked(), dict(PLANS)
+        recipe, store, home, Billing(price), mirror, TerminalScreen(quiet=True), stop or NeverAsked(), dict(PLANS)
     )
 
 

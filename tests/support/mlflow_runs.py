@@ -1,91 +1,51 @@
-"""A run that is tracked in MLflow, and the points that MLflow has of it."""
+"""What MLflow has of a run, and the settings under which tests send one there."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import uuid
 from typing import Any
 
 import pytest
-from servers import MlflowServer
-
-from pipelines.tracking.mlflow.shipper import Shipper
-from pipelines.tracking.mlflow.tracker import Tracker
-
-RUN = "smoke-1a2b"
+from run_records import RUN
 
 
-def remove_tracking_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_experiment(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Remove all settings of MLflow and of tracking. Returns an experiment of this test alone, now the default."""
     for name in list(os.environ):
         if name.startswith(("MLFLOW_", "SKYTRAIN_")):
             monkeypatch.delenv(name)
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_URI", "SKYTRAIN_TAGS"):
+        monkeypatch.setenv(name, "")  # our code sets them; monkeypatch removes them again
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", name := f"test-{uuid.uuid4().hex[:8]}")
+    return name
 
 
-def until(condition: Any, seconds: float, what: str) -> None:
+def until(condition: Any, what: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain until {what}"
         time.sleep(0.05)
 
 
-def sqlite_uri(folder: Path) -> str:
-    return f"sqlite:///{folder}/mlflow.db"
-
-
-def started(folder: Path, uri: str, run: str = RUN) -> Tracker:
-    tracker = Tracker(folder / "work", run, default_uri=uri)
-    tracker.start()
-    return tracker
-
-
-def written(folder: Path) -> Tracker:
-    """A tracker without a shipper process: it only writes its log, and the shipper runs in this process."""
-    tracker = Tracker(folder / "work", RUN, default_uri=sqlite_uri(folder))
-    tracker._keep_shipping = lambda: None  # type: ignore[method-assign]
-    tracker.start()
-    return tracker
-
-
-def ship(folder: Path, uri: str | None = None) -> None:
-    Shipper(folder / "work" / "mlflow.jsonl", uri or sqlite_uri(folder)).ship(until_end=True)
-
-
 class Seen:
     """MLflow's records of a run, read by its own client."""
 
-    def __init__(self, uri: str, run: str = RUN) -> None:
+    def __init__(self, uri: str, experiment: str, run: str = RUN) -> None:
         from mlflow import MlflowClient
 
         self.client = MlflowClient(uri)
-        experiment = self.client.get_experiment_by_name("skytrain")
-        found = self.client.search_runs([experiment.experiment_id], f"tags.`skytrain.run` = '{run}'")
-        self.runs = {r.info.run_name: r for r in found}
-        assert len(self.runs) == len(found), f"run names appear twice: {[r.info.run_name for r in found]}"
+        found: list[Any] = []
+        if self.client.get_experiment_by_name(experiment):
+            self.experiment = self.client.get_experiment_by_name(experiment).experiment_id
+            found = self.client.search_runs([self.experiment], f"tags.`skytrain.run` = '{run}'")
+        self.runs = {one.data.tags.get("skytrain.stage", "run"): one for one in found}
+        assert len(self.runs) == len(found), f"stages appear twice: {[one.info.run_name for one in found]}"
 
-    def points(self, name: str, key: str) -> list[tuple[int, float]]:
-        history = self.client.get_metric_history(self.runs[name].info.run_id, key)
+    def points(self, stage: str, key: str) -> list[tuple[int, float]]:
+        if stage not in self.runs:
+            return []
+        history = self.client.get_metric_history(self.runs[stage].info.run_id, key)
         return sorted((m.step, m.value) for m in history)
-
-
-def losses(steps: int) -> list[tuple[int, float]]:
-    return [(step, 11.0 / (step + 1)) for step in range(steps)]
-
-
-def log_losses(tracker: Tracker, steps: int) -> None:
-    for step, loss in losses(steps):
-        tracker.metrics("train", step, 1.8e9 + step, {"train/loss": loss})
-
-
-@contextmanager
-def mlflow_server(folder: Path, port: int | None = None) -> Iterator[str]:
-    """The URI of a tracking server that runs inside the block."""
-    server = MlflowServer(folder, port)
-    server.start()
-    try:
-        yield server.uri
-    finally:
-        server.stop()

@@ -264,13 +264,12 @@ def assert_as_undisturbed(project: Project, finished: Project) -> None:
     assert project.artifact("evaluate").facts == finished.artifact("evaluate").facts
 
 
-def runs_in_mlflow(uri: str, run: str) -> tuple[Any, dict[str, Any]]:
+def runs_in_mlflow(uri: str, run: str, experiment: str = "skytrain") -> tuple[Any, dict[str, Any]]:
     """MLflow's client, and its runs by name: the parent run and one nested run per stage."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("skytrain")
-    found = client.search_runs([experiment.experiment_id])
+    found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
     runs = {one.info.run_name: one for one in found}
     assert len(runs) == len(found) == 1 + len(STAGES), [one.info.run_name for one in found]
     parent = runs[run]

@@ -34,7 +34,7 @@ from pipelines.show.console import TerminalScreen
 from pipelines.stage import Built, Work, plans_of, run_name, stage_named
 from pipelines.stages import tokenize
 from pipelines.tracking import ledger
-from pipelines.tracking.mlflow.tracker import Tracker
+from pipelines.tracking.mlflow.child import MirrorProcess
 from pipelines.tracking.records import Billing, ProcessId
 from pipelines.tracking.runs import record
 from trainer.checkpoint import Checkpointer
@@ -270,9 +270,9 @@ class World:
 
     def _run(self, machine: str) -> None:
         home, run = self.folder / machine, run_name(self.plans)
-        tracker = Tracker(home / "tracking", run, default_uri="sqlite:///unused.db")
+        mirror = MirrorProcess(self.store.uri, run, home, default_uri="sqlite:///unused.db")
         screen = TerminalScreen(quiet=True)
-        made = Pipeline(self.recipe, self.store, home, Billing(), tracker, screen, NoSignals(), self.plans)
+        made = Pipeline(self.recipe, self.store, home, Billing(), mirror, screen, NoSignals(), self.plans)
         record(self.store, run, self.recipe, self.plans, "train")
         made._make_all("train")
 
@@ -544,6 +544,5 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
         if isinstance(value, cached_property) and hasattr(value, "lock"):  # Python 3.11: one for all processes here
             patch.setattr(vars(pipelines.tracking.runs.Run)[name], "lock", nullcontext())
     patch.setattr(pipeline, "provenance", dict)
-    patch.setattr(pipeline, "code_tags", dict)
     stages = {"tokenize": tokenize, "train": SmallTraining()}
     patch.setattr(pipeline, "stage_named", lambda name: stages.get(name) or stage_named(name))

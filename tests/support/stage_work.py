@@ -1,7 +1,6 @@
 """The `Work` of a stage, for tests of single stages: with the real attempt and store of a tiny recipe."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.torch import save_file
@@ -11,7 +10,6 @@ from pipelines.recipe import load_recipe
 from pipelines.show.console import TerminalScreen
 from pipelines.stage import Work
 from pipelines.tracking.ledger import claim
-from pipelines.tracking.mlflow.tracker import Tracker
 from pipelines.tracking.records import Billing
 from trainer.families.gpt2_module import GPT
 from trainer.process import StopSignal
@@ -33,22 +31,11 @@ class NoSignals(StopSignal):
 
 
 class Recorder:
-    """A tracker and a screen that keep all calls."""
+    """A screen that keeps all lines."""
 
     def __init__(self) -> None:
-        self.points: list[tuple[int, dict[str, float]]] = []
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self.again: list[int] = []
-        self.tagged: dict[str, Any] = {}
-
-    def metrics(self, stage: str, step: int, time: float, values: dict[str, float], again: bool = False) -> None:
-        self.points.append((step, values))
-        if again:
-            self.again.append(step)
-
-    def tags(self, stage: str, tags: dict[str, Any]) -> None:
-        self.tagged |= tags
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
@@ -74,6 +61,5 @@ def tiny_work(folder: Path, stage: str) -> Work:
         inputs[made] = Manifest(
             made, "tiny", made_plan.fingerprint, made_plan.identity, {}, (file,), {}, facts, "tiny-1", 1, 1.0
         )
-    tracker = Tracker(folder / "tracking", "tiny-1", default_uri="sqlite:///unused.db")
     screen = TerminalScreen(quiet=True)
-    return Work(recipe, plan, inputs, store, folder / "home", attempt, tracker, screen, NoSignals())
+    return Work(recipe, plan, inputs, store, folder / "home", attempt, screen, NoSignals())

@@ -1,1 +1,1 @@
-"""MLflow as a mirror of the ledger: a tracker that cannot fail a run, a shipper, and the journal."""
+"""MLflow as a mirror of the store: what a run is there, the process that sends it, and its settings."""

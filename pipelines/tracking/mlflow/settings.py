@@ -1,17 +1,23 @@
-"""Settings of the tracking that both processes read: the run's own and the shipper."""
+"""Settings of MLflow, and its passwords: out of its URI, and out of every text that we write.
 
+A URL of a server is used without its user and password; MLflow reads those from its own variables. The URI of a
+database needs its password, and libraries repeat it in their errors: all output of the mirror is redacted.
+"""
+
+import io
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TextIO
+from urllib.parse import unquote, urlsplit
 
-from pipelines.tracking.mlflow.secrets import without_credentials
 from trainer.config import seconds_from_environment
 from trainer.errors import UserError
 
 TAG_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./ -]{0,99}")
-NO_MLFLOW = 3  # exit code of a shipper that cannot import mlflow: a restart would not help
+USER, PASSWORD, TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
 
-# The shipper retries and logs its retries. Retries inside MLflow would hold a call to a dead server for 4 minutes.
+# The mirror retries and logs its retries. Retries inside MLflow would hold a call to a dead server for 4 minutes.
 # 1,000 metrics took a server on one busy core 0.1 to 0.9 s. The user's own settings win.
 QUICK_MLFLOW = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -58,10 +64,50 @@ def parse_tags(texts: Iterable[str], where: str) -> dict[str, str]:
 
 
 def tracking_uri(option: str | None, default: str) -> str:
-    """The MLflow to ship to: the option, MLFLOW_TRACKING_URI, or the default.
+    """The MLflow to mirror to: the option, MLFLOW_TRACKING_URI, or the default.
 
-    The user and password of a URL move to MLflow's variables, which the shipper inherits: the URI can be shown.
+    Moves the user and password of a URL to MLflow's variables, which the mirror inherits: the URI can be shown.
     """
     uri, credentials = without_credentials(option or os.environ.get("MLFLOW_TRACKING_URI") or default)
     os.environ.update(credentials | {name: os.environ[name] for name in credentials if os.environ.get(name)})
     return uri
+
+
+def without_credentials(uri: str) -> tuple[str, dict[str, str]]:
+    """The URL of a server without user and password, and these as MLflow's variables. Other URIs stay as they are."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise UserError(f"MLFLOW_TRACKING_URI: not a URL ({error})") from error
+    user_info, at, host = parts.netloc.rpartition("@")
+    if not at or parts.scheme not in ("http", "https"):
+        return uri, {}
+    user, _, password = user_info.partition(":")
+    return parts._replace(netloc=host).geturl(), {USER: unquote(user), PASSWORD: unquote(password)}
+
+
+def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The text without the passwords and tokens of MLflow in an environment."""
+    address = environment.get("MLFLOW_TRACKING_URI", "").partition("://")[2].partition("/")[0]
+    password = address.rpartition("@")[0].partition(":")[2]
+    secrets = {environment.get(PASSWORD, ""), environment.get(TOKEN, ""), password, unquote(password)}
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
+
+
+class RedactedStream(io.TextIOBase):
+    """A text stream that hides the secrets of this process's environment."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(redacted(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()

@@ -1,0 +1,197 @@
+"""The child process that mirrors a run in MLflow, from both sides: it cannot stop, slow or fail the run.
+
+The command starts it and never imports MLflow. It reads the records of the run from the store every REFRESH_SECONDS,
+and the rows of the training from the events that rank 0 writes on this machine. So rows arrive within seconds, and
+what a slow or lost server missed is still in the store. It ends when its stdin does, which is when the command ends
+or is killed, after at most SKYTRAIN_MLFLOW_FLUSH_SECONDS (30) for the rest. Its own requests to the store, some twenty
+at each look, are not in the bill.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tenacity import RetryCallState, Retrying, wait_exponential
+
+from pipelines.artifacts.manifest import scratch
+from pipelines.artifacts.store import open_store
+from pipelines.tracking.mlflow.mirror import Mirror, log
+from pipelines.tracking.mlflow.settings import (
+    QUICK_MLFLOW,
+    RedactedStream,
+    flush_seconds,
+    tracking_is_off,
+    tracking_uri,
+)
+from pipelines.tracking.runs import Run
+from trainer.events import EVENTS_FILE, Row, Sampled, event_from_json
+from trainer.store import Store
+
+MODULE = "pipelines.verbs.mirror"
+NO_MLFLOW = 3  # exit code of a child that cannot import mlflow: a restart would not help
+POLL_SECONDS, REFRESH_SECONDS, RESTART_SECONDS = 1.0, 30.0, 30.0
+MEMORY_BYTES = 2 << 30
+ROWS_AT_ONCE = 500
+# One thread for numpy and one arena for malloc: on a machine of 100 cores, theirs alone would reach the limit.
+SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "PYTHONUTF8": "1"}
+
+
+class MirrorProcess:
+    """The mirror of a run, as the command sees it. No error of MLflow reaches the command.
+
+    The tracking URI is MLFLOW_TRACKING_URI, else `default_uri`. SKYTRAIN_TRACKING=off starts nothing. UserError for an
+    invalid setting.
+    """
+
+    def __init__(self, store: str, run: str, home: Path, *, default_uri: str) -> None:
+        self.store, self.run, self.home = store, run, home
+        self.uri, self.off, self.flush_seconds = tracking_uri(None, default_uri), tracking_is_off(), flush_seconds()
+        self.log = home / "tracking" / run / "mlflow.log"
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Start the child, again if it has died; not if mlflow cannot be imported. From any thread."""
+        running = self._child and self._child.poll() in (None, NO_MLFLOW)
+        if self.off or running or time.monotonic() < self._started + RESTART_SECONDS:
+            return
+        self._started = time.monotonic()
+        with suppress(OSError):  # no disk, no memory: `close` reports it
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-P", "-m", MODULE, self.store, self.run, str(self.home)],
+                    env=QUICK_MLFLOW | os.environ | SMALL | {"MLFLOW_TRACKING_URI": self.uri},
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C is for the run, which then still records its end
+                )
+
+    def close(self) -> str | None:
+        """Let the child send the rest, for at most `flush_seconds`. A line for the user if MLflow lacks something."""
+        if self.off:
+            return None
+        if self._child and self._child.stdin:
+            self._child.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                if self._child.wait(self.flush_seconds) == 0:
+                    return None
+            self._child.kill()
+            self._child.wait()
+        return (
+            f"MLflow lacks records of this run (the reason is in {self.log}); "
+            f"send them with: skytrain report {self.run} --rebuild-mlflow"
+        )
+
+
+def mirror_until_end(page: Callable[[Run], str], code_tags: Mapping[str, str]) -> int:
+    """The child: mirror the run argv[2] of the store argv[1], with the home folder argv[3], until stdin ends."""
+    sys.stdout = sys.stderr = RedactedStream(sys.stdout)
+    os.nice(10)  # the cores are for the training; importing mlflow alone is 5 s of one
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the run, whose end is still to come
+    try:
+        import mlflow  # noqa: F401
+    except Exception as error:  # a broken installation counts as none
+        log(f"mlflow cannot be imported: {type(error).__name__}: {error}")
+        return NO_MLFLOW
+    ending = threading.Event()
+    threading.Thread(target=_await_end, args=(ending,), daemon=True).start()
+    store = open_store(sys.argv[1])
+    mirror = Mirror(store, sys.argv[2], os.environ["MLFLOW_TRACKING_URI"], page, code_tags)
+    Follower(mirror, store, Path(sys.argv[3])).follow(ending)
+    return 0
+
+
+def _await_end(ending: threading.Event) -> None:
+    """Set `ending` when the command ends, by itself or by a kill; end this process if the rest takes too long."""
+    sys.stdin.buffer.read()
+    ending.set()
+    time.sleep(flush_seconds() + 1)
+    log("gives up: the rest took too long")
+    os._exit(1)
+
+
+class Follower:
+    """Follows a run: its records in the store, and the events of its training on this machine."""
+
+    def __init__(self, mirror: Mirror, store: Store, home: Path) -> None:
+        self.mirror, self.store, self.home = mirror, store, home
+        self.run: Run | None = None  # as last sent
+        self._refreshed = 0.0
+        self._events: Path | None = None  # of the newest attempt on this machine, and how much of them was sent
+        self._offset = 0
+
+    def follow(self, ending: threading.Event) -> None:
+        """Send all that is new, again and again, and the rest once `ending`; try again after any error."""
+
+        def failed(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            log(f"will try again: {type(error).__name__}: {error}")
+            self.mirror.forget()
+            self.run = None
+
+        def pause(seconds: float) -> None:
+            time.sleep(1.0) if ending.wait(seconds) else None
+
+        retrying = Retrying(wait=wait_exponential(max=30), before_sleep=failed, sleep=pause)
+        while not ending.wait(POLL_SECONDS):
+            retrying(self.send, ended=False)
+        retrying(self.send, ended=True)
+
+    def send(self, ended: bool) -> None:
+        """Send what is new since the last call; `ended`: everything that MLflow lacks."""
+        before, now = self.run, time.monotonic()
+        unknown = self._has_events() and not self.mirror.stage_id("train")
+        if ended or unknown or before is None or now - self._refreshed > REFRESH_SECONDS:
+            self.run, self._refreshed = self.mirror.send(ended), now
+        assert self.run
+        if train := self.mirror.stage_id("train"):
+            if before is None or ended:  # what an earlier server or mirror has missed
+                self.mirror.send_rows(self.run.series)
+            if self._has_events():
+                self._send_events()
+            self._measure(train)
+
+    def _has_events(self) -> bool:
+        """Look for the events of the newest attempt on this machine. A finished stage leaves none."""
+        prefix = self.run.record.prefixes.get("train") if self.run else None
+        found = scratch(self.home, self.store, prefix).glob(f"a*/{EVENTS_FILE}") if prefix else ()
+        newest = max(found, default=None)
+        if newest != self._events:
+            self._events, self._offset = newest, 0
+        return newest is not None
+
+    def _send_events(self) -> None:
+        """Send rows and samples; the offset moves on once MLflow has them."""
+        assert self._events
+        with suppress(FileNotFoundError), self._events.open("rb") as file:  # the stage has just finished
+            file.seek(self._offset)
+            while lines := [line for line in file.readlines(ROWS_AT_ONCE << 10) if line.endswith(b"\n")]:
+                rows: list[dict[str, Any]] = []
+                for event in (event_from_json(line.decode()) for line in lines):
+                    if isinstance(event, Row):
+                        rows.append({"step": event.step, "time": event.time, **event.metrics})
+                    elif isinstance(event, Sampled):
+                        rows.append({"step": event.step, "time": 0.0, "samples": event.texts})
+                self.mirror.send_rows(rows)
+                self._offset += sum(map(len, lines))
+
+    def _measure(self, train: str) -> None:
+        """Let MLflow's monitor, a thread, measure CPU, memory, disk, network and GPUs while the training runs."""
+        beats = self.run.attempts.get("train") if self.run else None
+        training = beats and beats[-1].state == "running" and find_spec("psutil")
+        if training and not any(thread.name == "SystemMetricsMonitor" for thread in threading.enumerate()):
+            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+            SystemMetricsMonitor(train, resume_logging=True, tracking_uri=self.mirror.uri).start()

@@ -1,0 +1,10 @@
+"""Mirror a run in MLflow: `python -P -m pipelines.verbs.mirror STORE RUN HOME`, which `skytrain run` starts."""
+
+import sys
+
+from pipelines.provenance import code_tags
+from pipelines.show.page import render
+from pipelines.tracking.mlflow.child import mirror_until_end
+
+if __name__ == "__main__":
+    sys.exit(mirror_until_end(lambda run: render([run]), code_tags()))

@@ -1,0 +1,381 @@
+"""MLflow gets what the store has of a run, each point once, and cannot stop, slow or fail the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlflow_runs import Seen, own_experiment, until
+from run_records import RECIPE, RUN, TRAIN, attempted, done_run, recorded, row, segment
+from servers import MlflowServer, free_ports
+
+from pipelines.artifacts.manifest import scratch
+from pipelines.cloud.checks import mlflow_answers
+from pipelines.tracking.ledger import this_process
+from pipelines.tracking.mlflow import child
+from pipelines.tracking.mlflow.child import MirrorProcess
+from pipelines.tracking.mlflow.mirror import Mirror, rebuild
+from pipelines.tracking.records import Progress
+from trainer.errors import UserError
+from trainer.events import EVENTS_FILE, Row, Sampled, event_to_json
+from trainer.store import LocalStore
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def experiment(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return own_experiment(monkeypatch)
+
+
+def send(store: LocalStore, uri: str) -> Mirror:
+    mirror = Mirror(store, RUN, uri, lambda run: f"<html>{run.name}")
+    mirror.send(ended=True)
+    return mirror
+
+
+# --- what MLflow has
+
+
+def test_a_run_is_a_parent_with_a_nested_run_for_each_stage_however_often_it_is_sent(
+    store: LocalStore, mlflow_server: str, experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_TAGS", "team=research")
+    done_run(store, evaluate={"lm_eval/piqa/acc": 0.62, "baselines": {"openai-community/gpt2": {"val/loss": 3.1}}})
+    progress = Progress(world_size=8, device="NVIDIA H100", engine="fused", highest_step=200)
+    attempted(store, "train", 2, price_per_hour=10.0, progress=progress)
+    segment(store, 2, 1, [row(1, 5.0), row(2, 4.0) | {"samples": ["a text"]}])
+    for _ in range(2):
+        rebuild(store, RUN, mlflow_server, lambda run: f"<html>{run.name}")
+
+    seen = Seen(mlflow_server, experiment)
+    parent, train = seen.runs["run"], seen.runs["train"]
+    assert set(seen.runs) == {"run", "tokenize", "train", "evaluate", "export"}
+    assert {one.info.status for one in seen.runs.values()} == {"FINISHED"}
+    assert train.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert seen.points("train", "train/loss") == [(1, 5.0), (2, 4.0)]
+    assert seen.points("evaluate", "val/loss") == [(0, 2.45678)]
+    for name, value in {
+        "val/loss": 2.45678,  # of evaluate, which validates on more tokens
+        "train/loss": 2.4,
+        "perf/tokens_per_second": 4321.0,
+        "tokens": 200 * 8192,
+        "world_size": 8,
+        "lm_eval/piqa/acc": 0.62,
+        "baseline/openai-community-gpt2/val/loss": 3.1,
+    }.items():
+        assert seen.points("run", name) == [(200, value)]
+    assert parent.data.metrics["cost/usd"] == pytest.approx(30.0)
+    assert train.data.metrics["cost/usd"] == pytest.approx(15.0)
+    assert float(parent.data.tags["skytrain.usd"]) == pytest.approx(30.0)
+    assert parent.data.tags["skytrain.hardware"] == "8 x NVIDIA H100" and train.data.tags["engine"] == "fused"
+    assert parent.data.tags["team"] == train.data.tags["team"] == "research"
+    assert {"parameters", "train.batch_tokens", "model.n_layer"} <= parent.data.params.keys()
+    assert train.data.params["train.max_steps"] == "200" and train.data.tags["skytrain.attempt"] == "2"
+    (given,) = train.inputs.dataset_inputs
+    assert json.loads(given.dataset.source)["uri"].startswith(f"{store.uri}/tokens/")
+
+    def text(stage: str, name: str) -> str:
+        return Path(seen.client.download_artifacts(seen.runs[stage].info.run_id, name)).read_text()
+
+    assert yaml.safe_load(text("run", "recipe.yaml")) == RECIPE.model_dump()
+    assert text("run", "report.html") == f"<html>{RUN}" and text("run", "sample.txt").startswith("def ")
+    assert len(json.loads(text("run", "account.json"))["data"]) == 5
+    assert text("train", "samples/step-00000002.txt") == "a text"
+
+
+def test_a_redone_step_and_an_interrupted_run_that_goes_on_make_nothing_twice(
+    store: LocalStore, mlflow_server: str, experiment: str
+) -> None:
+    attempted(store, "train", 1, state="interrupted", progress=Progress(step=3))
+    recorded(store, "train")
+    send(store, mlflow_server).send_rows([row(step, 10.0 - step) for step in (1, 2, 3)])
+    before = Seen(mlflow_server, experiment)
+    assert {one.info.status for one in before.runs.values()} == {"KILLED"}
+
+    attempted(store, "train", 2, state="running", process=this_process(), progress=Progress(step=5))
+    mirror = Mirror(store, RUN, mlflow_server)  # as on another machine
+    mirror.send(ended=False)
+    mirror.send_rows([row(step, 10.0 - step) | {"time": 9.0} for step in (3, 4, 5)])
+    seen = Seen(mlflow_server, experiment)
+    assert {one.info.run_id for one in seen.runs.values()} == {one.info.run_id for one in before.runs.values()}
+    assert {one.info.status for one in seen.runs.values()} == {"RUNNING"}
+    assert seen.points("train", "train/loss") == [(step, 10.0 - step) for step in range(1, 6)]
+
+
+def test_a_param_that_has_changed_becomes_a_tag(store: LocalStore, mlflow_server: str, experiment: str) -> None:
+    attempted(store, "train")
+    recorded(store, "train")
+    mirror = send(store, mlflow_server)
+    mirror._describe(str(mirror.stage_id("train")), {"train.seed": "8"}, {})
+    train = Seen(mlflow_server, experiment).runs["train"]
+    assert train.data.params["train.seed"] != "8" and train.data.tags["param.train.seed"] == "8"
+
+
+def test_a_finished_export_is_one_logged_model_and_one_version_and_latest_good_if_it_passed_a_target(
+    store: LocalStore, mlflow_server: str, experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStore, "uri", f"s3://bucket/{experiment}")  # a server refuses local folders
+    done_run(store, train={"stopped_by": "hellaswag"})
+    recorded(store, recipe=RECIPE.model_copy(update={"name": experiment}))  # all tests share the registry
+    for _ in range(2):
+        send(store, mlflow_server)
+    seen = Seen(mlflow_server, experiment)
+    (logged,) = seen.client.search_logged_models([seen.experiment])
+    scores = {metric.key: metric.value for metric in logged.metrics}
+    assert len(scores) == len(logged.metrics)
+    assert scores["val/loss"] == 2.45678 and scores["cost/usd"] == pytest.approx(20.0)
+    assert logged.tags["skytrain.uri"].startswith("s3://bucket/") and logged.tags["skytrain.passed"] == "hellaswag"
+    assert [one.model_id for one in seen.runs["run"].outputs.model_outputs] == [logged.model_id]
+    (version,) = seen.client.search_model_versions(f"name = '{experiment}'")
+    assert version.source == logged.tags["skytrain.uri"]
+    good = seen.client.get_model_version_by_alias(experiment, "latest-good")
+    assert str(good.version) == str(version.version)
+
+
+def test_a_server_that_refuses_the_version_has_the_rest(
+    store: LocalStore, mlflow_server: str, experiment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done_run(store)  # its export lies in a local folder
+    recorded(store, recipe=RECIPE.model_copy(update={"name": experiment}))  # all tests share the registry
+    send(store, mlflow_server)
+    assert capsys.readouterr().out.count("refuses the export") == 1
+    seen = Seen(mlflow_server, experiment)
+    assert len(seen.client.search_logged_models([seen.experiment])) == 1
+    assert seen.runs["run"].info.status == "FINISHED"
+
+
+def test_a_rebuild_gives_up_on_a_server_that_is_down(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0.5")
+    recorded(store, "train")
+    with pytest.raises(UserError, match=r"http://127.0.0.1:\d+ has taken nothing for 0.5 s .*start it, or name"):
+        rebuild(store, RUN, f"http://127.0.0.1:{free_ports(1)[0]}")
+
+
+# --- the process
+
+
+class Training:
+    """A run that trains on this machine, and its mirror. `rows` writes as rank 0 does."""
+
+    def __init__(self, store: LocalStore, home: Path, uri: str) -> None:
+        attempted(store, "train", state="running", process=this_process(), progress=Progress(step=0))
+        recorded(store, "train")
+        self.store, self.mirror = store, MirrorProcess(store.uri, RUN, home, default_uri=uri)
+        self.events = scratch(home, store, TRAIN) / "a0001" / EVENTS_FILE
+        self.events.parent.mkdir(parents=True)
+        self.mirror.start()
+
+    def rows(self, steps: range) -> None:
+        with self.events.open("a") as file:
+            for step in steps:
+                file.write(event_to_json(Row(step, 1e9 + step, {"train/loss": 10.0 - step}, {}, "train")) + "\n")
+            file.write(event_to_json(Sampled(steps[-1], ["a text"])) + "\n")
+
+    def end(self) -> str | None:
+        """The end of the command; what it tells the user."""
+        attempted(self.store, "train", state="interrupted", progress=Progress(step=9))
+        return self.mirror.close()
+
+
+@pytest.fixture
+def train(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Training]]:
+    monkeypatch.setattr(child, "RESTART_SECONDS", 0.0)
+    made: list[Training] = []
+
+    def begin(uri: str) -> Training:
+        made.append(Training(store, tmp_path / "home", uri))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        if one.mirror._child:
+            one.mirror._child.kill()
+
+
+def losses(steps: int) -> list[tuple[int, float]]:
+    return [(step, 10.0 - step) for step in range(1, steps + 1)]
+
+
+def test_rows_arrive_while_the_run_trains_and_a_killed_mirror_loses_and_doubles_nothing(
+    train: Callable[[str], Training], mlflow_server: str, experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "120")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
+    run = train(mlflow_server)
+    run.rows(range(1, 4))
+    until(lambda: Seen(mlflow_server, experiment).points("train", "train/loss") == losses(3), "the rows arrive")
+    assert run.mirror._child
+    os.kill(run.mirror._child.pid, signal.SIGKILL)
+    run.mirror._child.wait()
+    run.rows(range(4, 7))
+    run.mirror.start()  # as with the next heartbeat
+    until(lambda: Seen(mlflow_server, experiment).points("train", "train/loss") == losses(6), "the rows arrive")
+    measured = "system/cpu_utilization_percentage"
+    until(lambda: Seen(mlflow_server, experiment).points("train", measured), "the machine is measured")
+    run.rows(range(7, 10))
+    assert run.end() is None
+    seen = Seen(mlflow_server, experiment)
+    assert seen.points("train", "train/loss") == losses(9)
+    assert {one.info.status for one in seen.runs.values()} == {"KILLED"}
+    samples = seen.client.list_artifacts(seen.runs["train"].info.run_id, "samples")
+    assert [file.path for file in samples] == [f"samples/step-0000000{step}.txt" for step in (3, 6, 9)]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_comes_back_gets_everything(
+    train: Callable[[str], Training], tmp_path: Path, experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "120")
+    server = MlflowServer(tmp_path / "server")
+    server.start()
+    try:
+        run = train(server.uri)
+        run.rows(range(1, 4))
+        until(lambda: Seen(server.uri, experiment).points("train", "train/loss") == losses(3), "the rows arrive")
+        server.stop()
+        run.rows(range(4, 10))
+        until(lambda: "will try again" in run.mirror.log.read_text(), "the loss is noticed")
+        server.start()
+        assert run.end() is None
+        assert Seen(server.uri, experiment).points("train", "train/loss") == losses(9)
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that accepts every connection and never responds."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def lying() -> Iterator[str]:
+    """A gateway that answers, but never as MLflow does."""
+
+    class Gateway(BaseHTTPRequestHandler):
+        asked = 0
+
+        def do_GET(self) -> None:
+            Gateway.asked += 1
+            self.send_response((400, 200, 403, 500)[Gateway.asked % 4])
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as gateway:
+        threading.Thread(target=gateway.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{gateway.server_port}"
+        gateway.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["silent", "lying"])
+def test_a_server_that_is_silent_or_lies_costs_the_run_a_line(
+    kind: str, request: pytest.FixtureRequest, train: Callable[[str], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0.5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    run = train(request.getfixturevalue(kind))
+    run.rows(range(1, 4))
+    until(lambda: "will try again" in run.mirror.log.read_text(), "the fault is noticed")
+    assert str(run.end()).startswith("MLflow lacks records of this run (the reason is in ")
+    assert run.mirror._child and run.mirror._child.poll() is not None
+
+
+def test_a_run_goes_on_without_an_importable_mlflow(
+    train: Callable[[str], Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "mlflow.py").write_text("raise ImportError('none here')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/broken:{ROOT}")
+    run = train("http://127.0.0.1:9")
+    until(lambda: run.mirror._child and run.mirror._child.poll() is not None, "the mirror gives up")
+    run.mirror.start()
+    assert "--rebuild-mlflow" in str(run.end())
+    assert run.mirror.log.read_text().count("mlflow cannot be imported: ImportError: none here") == 1
+
+
+def test_the_command_never_imports_mlflow_and_its_mirror_ends_with_it(
+    store: LocalStore, tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0")
+    recorded(store, "train")
+    script = (
+        "import os, signal, sys; from pathlib import Path; from pipelines.tracking.mlflow.child import MirrorProcess\n"
+        f"m = MirrorProcess({store.uri!r}, {RUN!r}, Path({str(tmp_path)!r}), default_uri={silent!r}); m.start()\n"
+        "print('mlflow' in sys.modules, m._child.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    imported, pid = done.stdout.split()
+    assert imported == "False"
+    until(lambda: not is_running(int(pid)), "the mirror is gone")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_home_that_cannot_be_written_costs_a_line_and_tracking_off_starts_nothing(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("a file where the folder should be")
+    mirror = MirrorProcess(store.uri, RUN, tmp_path / "file", default_uri="sqlite:///unused.db")
+    mirror.start()
+    assert "MLflow lacks records" in str(mirror.close())
+    monkeypatch.setenv("SKYTRAIN_TRACKING", "off")
+    off = MirrorProcess(store.uri, RUN, tmp_path / "home", default_uri="sqlite:///unused.db")
+    off.start()
+    assert off.close() is None and not (tmp_path / "home").exists()
+
+
+# --- passwords and settings
+
+CANARY, QUOTED = "hunter2/canary", "hunter2%2Fcanary"
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "http"])
+def test_no_file_of_a_mirrored_run_holds_the_servers_password(
+    scheme: str,
+    train: Callable[[str], Training],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    uri = f"{scheme}://ann:{QUOTED}@127.0.0.1:{free_ports(1)[0]}/db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "0.1")
+    run = train("sqlite:///unused.db")
+    until(lambda: "will try again" in run.mirror.log.read_text(), "the mirror finds no server")
+    assert run.mirror._child
+    print(Path(f"/proc/{run.mirror._child.pid}/cmdline").read_text())
+    print(run.end(), run.mirror.uri if scheme == "http" else "")
+    with pytest.raises(UserError, match="has taken nothing for") as error:
+        rebuild(run.store, RUN, run.mirror.uri)
+    print(error.value, *mlflow_answers(uri, os.environ).__dict__.values())
+
+    texts = {path: path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()}
+    texts[Path("output")] = "".join(capfd.readouterr())
+    assert [str(path) for path, text in texts.items() if CANARY in text or QUOTED in text] == []
+    assert run.mirror.log.stat().st_mode & 0o777 == 0o600

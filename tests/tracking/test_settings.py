@@ -1,0 +1,71 @@
+"""Settings of MLflow: where it is, under which names, and whose password is hidden."""
+
+import os
+from pathlib import Path
+
+import pytest
+from mlflow_runs import own_experiment
+from run_records import RUN, recorded
+
+from pipelines.cloud.shell import variables_from_shell
+from pipelines.tracking.mlflow.child import MirrorProcess
+from pipelines.tracking.mlflow.settings import own_tags, redacted, tracking_uri, without_credentials
+from pipelines.verbs.options import set_tracking_options
+from trainer.errors import UserError
+from trainer.store import LocalStore
+
+
+@pytest.fixture(autouse=True)
+def default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_experiment(monkeypatch)
+
+
+def test_the_password_of_a_url_moves_to_mlflows_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert without_credentials("http://a.b/c") == ("http://a.b/c", {})
+    assert tracking_uri("https://ann:hunter2%2Fc@a.b:5000/c", "") == "https://a.b:5000/c"
+    assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("ann", "hunter2/c")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "own")
+    tracking_uri("https://ann:hunter2%2Fc@a.b:5000/c", "")
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "own"
+    assert redacted("refused: own") == "refused: ***"
+
+
+def test_the_tracking_uri_is_the_given_one_then_the_environments_then_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert tracking_uri(None, "sqlite:///d") == "sqlite:///d"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://e")
+    assert tracking_uri(None, "sqlite:///d") == "http://e" and tracking_uri("http://g", "sqlite:///d") == "http://g"
+
+
+def test_experiment_and_own_tags_reach_the_record_of_the_run_and_the_node_of_a_launch(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYTRAIN_TAGS", "team=research,owner=ann")
+    set_tracking_options("speed", ["owner=bob", "note=a=b"])
+    assert own_tags() == {"team": "research", "owner": "bob", "note": "a=b"}
+    job = variables_from_shell()
+    assert job["MLFLOW_EXPERIMENT_NAME"] == "speed" and job["SKYTRAIN_TAGS"] == "team=research,owner=bob,note=a=b"
+    record = recorded(store, "train")
+    assert (record.experiment, record.tags) == ("speed", own_tags())
+
+
+@pytest.mark.parametrize("tag", ["team", "=x", "a=b,c", "mlflow.user=x", "skytrain.run=x"])
+def test_a_tag_of_another_form_is_refused(tag: str) -> None:
+    with pytest.raises(UserError, match=f"^--tag {tag}: "):
+        set_tracking_options(None, [tag])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SKYTRAIN_TRACKING", "maybe", "'maybe' is neither on nor off"),
+        ("SKYTRAIN_MLFLOW_FLUSH_SECONDS", "soon", "for example"),
+    ],
+)
+def test_an_invalid_setting_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{name}.*{message}"):
+        MirrorProcess("file:///s", RUN, tmp_path, default_uri="sqlite:///d")
