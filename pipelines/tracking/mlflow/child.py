@@ -24,11 +24,12 @@ from tenacity import RetryCallState, Retrying, wait_exponential
 
 from pipelines.artifacts.manifest import scratch
 from pipelines.artifacts.store import open_store
-from pipelines.tracking.mlflow.mirror import Mirror, log
+from pipelines.tracking.mlflow.mirror import Mirror
 from pipelines.tracking.mlflow.settings import (
     QUICK_MLFLOW,
     RedactedStream,
     flush_seconds,
+    log,
     tracking_is_off,
     tracking_uri,
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import Account, account, account_table, account_tags, cost_metrics
 from pipelines.tracking.mlflow.registry import register
-from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, redacted
+from pipelines.tracking.mlflow.settings import QUICK_MLFLOW, flush_seconds, log, redacted
 from pipelines.tracking.records import Heartbeat, Progress
 from pipelines.tracking.runs import Run, read_run, state_of
 from trainer.amounts import tokens_of_steps
@@ -345,11 +344,6 @@ def dataset_of(run: Run, stage: str) -> tuple[str, str, str] | None:
     if tokens and stage == "train":
         return tokens.prefix, tokens.fingerprint, f"{run.store.uri}/{tokens.prefix}"
     return None
-
-
-def log(message: str) -> None:
-    """Write a line to the log of the mirror's process."""
-    print(time.strftime("%Y-%m-%dT%H:%M:%S"), redacted(message), flush=True)
 
 
 def _experiment_id(client: MlflowClient, name: str, uri: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from pipelines.tracking.mlflow.settings import log
 from pipelines.tracking.runs import Run
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def register(client: MlflowClient, experiment: str, parent: str, run: Run) -> No
     except MlflowException as error:
         if error.get_http_status_code() >= 500:
             raise
-        print(f"the registry of MLflow refuses the export: {error.message}", flush=True)
+        log(f"the registry of MLflow refuses the export: {error.message}")
 
 
 def _logged_model(client: MlflowClient, experiment: str, parent: str, run: Run, tags: dict[str, str]) -> str:

@@ -7,6 +7,7 @@ database needs its password, and libraries repeat it in their errors: all output
 import io
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 from urllib.parse import unquote, urlsplit
@@ -94,6 +95,11 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
+
+
+def log(message: str) -> None:
+    """Write a line to the log of the mirror's process."""
+    print(time.strftime("%Y-%m-%dT%H:%M:%S"), redacted(message), flush=True)
 
 
 class RedactedStream(io.TextIOBase):
