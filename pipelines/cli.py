@@ -21,7 +21,6 @@ from typer.core import TyperCommand
 
 from pipelines.show.outage import show_outages
 from pipelines.verbs.bench import bench
-from pipelines.verbs.branch import branch
 from pipelines.verbs.doctor import doctor
 from pipelines.verbs.down import down
 from pipelines.verbs.drill import drill
@@ -49,7 +48,7 @@ PROGRAM = "skytrain"
 PROJECT_FILE = "skytrain.yaml"
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as the shell reports a program that SIGPIPE ended
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
-    "Run": (run, branch, plan, recipes),
+    "Run": (run, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
     "Cloud": (launch, resume, stop, down, orphans),
     "Tools": (init, doctor, bench, shards_app, tokenizer_app, drill, gc),

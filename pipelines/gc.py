@@ -15,8 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines.artifacts.manifest import FOLDERS, Manifest, read_manifest, scratch
@@ -24,19 +23,17 @@ from pipelines.artifacts.shard_cache import COMPLETE, SHARDS, is_leased, remove_
 from pipelines.tracking.ledger import (
     GC,
     HEARTBEAT_SECONDS,
-    Attempt,
     Meter,
     attempt_entries,
     attempts,
-    claim_key,
+    claim,
     is_alive,
     is_dead,
-    this_process,
 )
-from pipelines.tracking.origins import is_trained
-from pipelines.tracking.records import Heartbeat
+from pipelines.tracking.records import Billing
 from pipelines.tracking.runs import UNREADABLE, key_of, read_record
-from trainer.commits import PIN, committed_folders, step_of
+from trainer.commits import committed_folders, step_of
+from trainer.config import RUN_COMMIT
 from trainer.errors import StaleAttempt
 from trainer.store import PARTIAL, Entry, LocalStore, Store
 
@@ -56,103 +53,82 @@ class Leftover:
     path: Path | None = None  # None: an object of the store
 
 
-@dataclass(frozen=True)
-class Leftovers:
-    """The leftovers of one artifact, or of this machine, in the order of their removal."""
-
-    found: list[Leftover]
-    prefix: str = ""  # of an unfinished artifact, with the attempt to take before the removal
-    attempt: int = 0
-    look_again: "Callable[[int], Leftovers] | None" = None  # as the owner of that attempt
-
-
-def leftovers(
-    store: Store, home: Path, older_than_days: float, on_damage: Callable[[str], None] = lambda message: None
-) -> Iterator[Leftover]:
-    """Leftovers in the order of their removal. Nothing is removed."""
-    for one in _leftovers(store, home, older_than_days, on_damage):
-        yield from one.found
-
-
 def collect(
-    store: Store, home: Path, older_than_days: float, on_damage: Callable[[str], None] = lambda message: None
+    store: Store,
+    home: Path,
+    older_than_days: float,
+    on_damage: Callable[[str], None] = lambda message: None,
+    dry_run: bool = False,
 ) -> Iterator[Leftover]:
-    """Remove the leftovers. Yields each one that is removed."""
-    for one in _leftovers(store, home, older_than_days, on_damage):
-        removed = _remove_fenced(store, one, on_damage) if one.attempt else _remove_all(store, one.found)
-        with closing(removed):
-            yield from removed
+    """Remove the leftovers of one artifact after the other, then those of this machine. Yields each one.
+
+    In a finished artifact: all files that its manifest does not name. In an unfinished artifact without a living
+    attempt: checkpoints without a commit, and all files once they are older than `older_than_days`. On this machine:
+    half-written files, the scratch folders of finished attempts under `home`, and cached copies that nothing has used
+    for `older_than_days`. The commits that `keep_every_steps` keeps for good, those that another run begins with, and
+    shards that a process reads stay in any case. An artifact with an unreadable manifest or heartbeat, damaged or of a
+    newer format, stays as it is; `on_damage` gets the error. A dry run removes nothing.
+    """
+    kept_commits = _kept_commits(store, on_damage)
+
+    def look(prefix: str, own: int | None = None) -> tuple[list[Leftover], int | None]:
+        found, attempt = _of_artifact(store, prefix, older_than_days, own)
+        kept = kept_commits(prefix) if found else ()
+        return sorted((x for x in found if not x.key.startswith(kept)), key=_is_file), attempt
+
+    for prefix in artifacts(store):
+        try:
+            found, attempt = look(prefix)
+        except UNREADABLE as error:
+            on_damage(_named(f"{store.uri}/{prefix}", error))
+            continue
+        if not found or attempt is None or dry_run:
+            yield from _removed(store, found, dry_run)
+        else:
+            with closing(_remove_fenced(store, prefix, attempt, look, on_damage)) as removed:
+                yield from removed
+    for folder in [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]:
+        yield from _removed(store, _half_written(folder), dry_run)
+    yield from _removed(store, _cached(home / "cache", max(86_400 * older_than_days, PARTIAL_SECONDS)), dry_run)
+    yield from _removed(store, _scratch(store, home, on_damage), dry_run)
 
 
-def _remove_all(store: Store, found: list[Leftover]) -> Generator[Leftover, None, None]:
-    for leftover in found:
-        remove(store, leftover)
+def _removed(store: Store, found: Iterable[Leftover], dry_run: bool) -> Iterator[Leftover]:
+    for leftover in list(found):
+        if not dry_run:
+            remove(store, leftover)
         yield leftover
 
 
-def _remove_fenced(store: Store, one: Leftovers, on_damage: Callable[[str], None]) -> Generator[Leftover, None, None]:
-    """Remove leftovers as an attempt on their artifact, unless it is finished or worked on by now."""
-    stage = next(stage for stage, folder in FOLDERS.items() if one.prefix.startswith(f"{folder}/"))
-    now = time.time()
-    beat = Heartbeat(GC, stage, one.attempt, "running", now, now, 0.0, this_process())
-    if not store.create(claim_key(one.prefix, one.attempt), beat.to_json()):
-        return on_damage(f"{store.uri}/{one.prefix}: another process has begun to work on it")
-    with Attempt(store, one.prefix, beat, meter=Meter(None)) as attempt:
+def _remove_fenced(
+    store: Store,
+    prefix: str,
+    number: int,
+    look: Callable[[str, int], tuple[list[Leftover], int | None]],
+    on_damage: Callable[[str], None],
+) -> Generator[Leftover, None, None]:
+    """Remove the leftovers of an unfinished artifact as its attempt `number`, unless it is finished or worked on by
+    now."""
+    stage = next(stage for stage, folder in FOLDERS.items() if prefix.startswith(f"{folder}/"))
+    attempt = claim(store, prefix, GC, stage, number, Billing(0.0), meter=Meter(None))
+    if attempt is None:
+        return on_damage(f"{store.uri}/{prefix}: another process has begun to work on it")
+    with attempt:
         try:
-            assert one.look_again
-            try:
-                again = one.look_again(one.attempt)
-            except UNREADABLE as error:
-                return on_damage(_named(f"{store.uri}/{one.prefix}", error))
-            if not again.attempt:  # it is finished meanwhile
-                return
+            found, unfinished = look(prefix, number)
             checked = -math.inf
-            for leftover in again.found:
+            for leftover in found if unfinished else ():
                 if time.monotonic() - checked > HEARTBEAT_SECONDS:  # so also after this process was frozen
                     attempt.check()
                     checked = time.monotonic()
                 remove(store, leftover)
                 yield leftover
         except StaleAttempt:
-            on_damage(f"{store.uri}/{one.prefix}: another process has begun to work on it")
-        finally:
-            attempt.update(state="interrupted")
-
-
-def _leftovers(
-    store: Store, home: Path, older_than_days: float, on_damage: Callable[[str], None]
-) -> Iterator[Leftovers]:
-    """The leftovers of one artifact after the other, then those of this machine.
-
-    In a finished artifact: all files that its manifest does not name. In an unfinished artifact without a living
-    attempt: checkpoints without a commit, and all files once they are older than `older_than_days`. On this machine:
-    half-written files, the scratch folders of finished attempts under `home`, and cached copies that nothing has
-    used for `older_than_days`. The commits that `keep_every_steps` keeps for good and those
-    that a run in training began with stay in any case, and so does a shard that a process reads. An artifact with an
-    unreadable manifest or heartbeat, damaged or of a newer format, stays as it is; `on_damage` gets the error.
-    """
-    kept_every = _kept_every(store, on_damage)
-
-    def look(prefix: str, own: int | None = None) -> Leftovers:
-        of_artifact = _of_artifact(store, prefix, older_than_days, own)
-        kept = _kept_for_good(store, prefix, kept_every(prefix)) if of_artifact.found else ()
-        kept += _begun_with(store, of_artifact.found, on_damage)
-        found = _records_first(one for one in of_artifact.found if not one.key.startswith(kept))
-        return replace(of_artifact, found=found, look_again=partial(look, prefix))
-
-    for prefix in artifacts(store):
-        try:
-            of_artifact = look(prefix)
+            on_damage(f"{store.uri}/{prefix}: another process has begun to work on it")
         except UNREADABLE as error:
             on_damage(_named(f"{store.uri}/{prefix}", error))
-            continue
-        if of_artifact.found:
-            yield of_artifact
-    folders = [home / "cache", *([store.root] if isinstance(store, LocalStore) else [])]
-    for folder in folders:
-        yield Leftovers(list(_half_written(folder)))
-    yield Leftovers(list(_cached(home / "cache", max(86_400 * older_than_days, PARTIAL_SECONDS))))
-    yield Leftovers(list(_scratch(store, home, on_damage)))
+        finally:
+            attempt.update(state="interrupted")
 
 
 def remove(store: Store, leftover: Leftover) -> None:
@@ -178,8 +154,11 @@ def _named(where: str, error: Exception) -> str:
     return str(error) if where in str(error) else f"{where}: unreadable ({type(error).__name__}: {error})"
 
 
-def _of_artifact(store: Store, prefix: str, older_than_days: float, own: int | None) -> Leftovers:
-    """The leftovers of an artifact, as the owner of its attempt `own`; None: of no attempt."""
+def _of_artifact(
+    store: Store, prefix: str, older_than_days: float, own: int | None
+) -> tuple[list[Leftover], int | None]:
+    """The leftovers of an artifact, and of an unfinished one the attempt that may remove them: `own`, which the caller
+    has taken, or the next."""
     # In this order: of an attempt that commits meanwhile, either its heartbeat is alive or its manifest exists.
     fence = f"{prefix}/attempts/{own or 0:04d}/"
     everything = [entry for entry in store.entries(f"{prefix}/") if not entry.key.startswith(fence)]
@@ -187,61 +166,59 @@ def _of_artifact(store: Store, prefix: str, older_than_days: float, own: int | N
     manifest = read_manifest(store, prefix)
     entries = [e for e in everything if not e.key.startswith(f"{prefix}/attempts/")]
     if manifest:
-        return Leftovers(list(_unnamed(manifest, entries)))
+        return list(_unnamed(manifest, entries)), None
     if beats and not is_dead(store, beats[-1], max((e.modified for e in everything), default=0.0)):
-        return Leftovers([])
-    attempt = beats[-1].attempt + 1 if beats else 1
+        return [], None
     of_gc = tuple(f"{prefix}/attempts/{beat.attempt:04d}/" for beat in beats if beat.run == GC)
     worked = max((e.modified for e in everything if not e.key.startswith(of_gc)), default=0.0)
     age_days = (store.clock() - worked) / 86_400
     finishing = any(beat.progress.finishing and is_alive(beat) is not False for beat in beats)
-    if age_days >= older_than_days and not finishing:
-        why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
-        found = [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")]
-        return Leftovers(found, prefix, own or attempt)
-    return Leftovers(list(_uncommitted(entries)), prefix, own or attempt)
+    attempt = own or (beats[-1].attempt + 1 if beats else 1)
+    if age_days < older_than_days or finishing:
+        return list(_uncommitted(entries)), attempt
+    why = f"unfinished, and no attempt has worked on it for {age_days:.1f} days"
+    return [Leftover(e.key, e.size, why) for e in entries if not e.key.startswith(f"{prefix}/metrics/")], attempt
 
 
-def _kept_every(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], set[int]]:
-    """By artifact: the intervals, in steps, at which its runs keep a commit for good (`runtime.keep_every_steps`).
-
-    Where a run's record cannot be read, every commit stays.
-    """
-    found: dict[str, set[int]] = {}
+def _kept_commits(store: Store, on_damage: Callable[[str], None]) -> Callable[[str], tuple[str, ...]]:
+    """The folders, by artifact, of the commits that stay: those that its runs keep for good
+    (`runtime.keep_every_steps`), and those that a run begins with which has not trained yet. Where a run's record
+    cannot be read, every commit stays."""
+    every: dict[str, set[int]] = {}  # by artifact: intervals in steps
+    begun_with: set[tuple[str, int]] = set()  # run and step
+    prefixes: dict[str, str] = {}  # of trainings, by run
     of_all: set[int] = set()
     for entry in store.entries("runs/"):
         run = entry.key.removeprefix("runs/").removesuffix(".json")
         try:
             record = read_record(store, run)
-            every = record.recipe["runtime"].get("keep_every_steps") if record else None
-            if record and every is not None and "train" in record.prefixes:
+            if record is None or "train" not in record.prefixes:
+                continue
+            prefixes[run] = record.prefixes["train"]
+            if steps := record.recipe["runtime"].get("keep_every_steps"):
                 for prefix in record.all_prefixes("train"):
-                    found.setdefault(prefix, set()).add(int(every))
+                    every.setdefault(prefix, set()).add(int(steps))
+            sources = [record.recipe["train"].get(field) for field in ("branch_from", "init_from")]
+            named = [match for source in sources if source and (match := RUN_COMMIT.fullmatch(source))]
+            if named and read_manifest(store, record.prefixes["train"]) is None:
+                begun_with |= {(match["run"], int(match["step"])) for match in named}
         except UNREADABLE as error:
             of_all = {1}
             on_damage(f"the commits of all runs, because {store.uri}/{key_of(run)} cannot be read: {error}")
-    return lambda prefix: found.get(prefix, set()) | of_all
 
+    def kept(prefix: str) -> tuple[str, ...]:
+        intervals = every.get(prefix, set()) | of_all
+        starts = {step for run, step in begun_with if prefixes.get(run) == prefix}
+        if not intervals and not starts:
+            return ()
+        folders = committed_folders(store, prefix)
+        return tuple(
+            f"{folder}/"
+            for folder in folders
+            if (step := step_of(folder)) in starts or any(step % steps == 0 for steps in intervals)
+        )
 
-def _kept_for_good(store: Store, prefix: str, every: set[int]) -> tuple[str, ...]:
-    """The folders of the commits at multiples of these steps."""
-    folders = committed_folders(store, prefix) if every else []
-    return tuple(f"{folder}/" for folder in folders if any(step_of(folder) % steps == 0 for steps in every))
-
-
-def _begun_with(store: Store, found: list[Leftover], on_damage: Callable[[str], None]) -> tuple[str, ...]:
-    """The folders of the commits that runs in training began with."""
-    folders = []
-    for leftover in found:
-        folder, _, name = leftover.key.rpartition("/")
-        if "/checkpoints/" in leftover.key and name.startswith(PIN):
-            try:
-                if not is_trained(store, name.removeprefix(PIN)):
-                    folders.append(f"{folder}/")
-            except UNREADABLE as error:
-                folders.append(f"{folder}/")
-                on_damage(f"{store.uri}/{folder}, because of its branch: {error}")
-    return tuple(folders)
+    return kept
 
 
 def _unnamed(manifest: Manifest, entries: list[Entry]) -> Iterator[Leftover]:
@@ -261,8 +238,9 @@ def _uncommitted(entries: list[Entry]) -> Iterator[Leftover]:
             yield Leftover(entry.key, entry.size, "part of a checkpoint without a commit")
 
 
-def _records_first(found: Iterable[Leftover]) -> list[Leftover]:
-    return sorted(found, key=lambda leftover: not RECORDS.fullmatch(leftover.key))
+def _is_file(leftover: Leftover) -> bool:
+    """For sorting: the records go first, then the files that they name."""
+    return not RECORDS.fullmatch(leftover.key)
 
 
 def _half_written(root: Path) -> Iterator[Leftover]:

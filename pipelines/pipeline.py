@@ -27,7 +27,6 @@ from pipelines.tracking.ledger import (
     is_alive,
 )
 from pipelines.tracking.mlflow.child import MirrorProcess
-from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.records import Billing, Heartbeat
 from pipelines.tracking.runs import Run, RunRecord, read_run, record
 from trainer.errors import Interrupted, StaleAttempt, Stopped, StoreUnavailable, UserError
@@ -67,7 +66,6 @@ class Pipeline:
     def execute(self, until: str) -> None:
         """Make the missing artifacts up to the stage `until`, and account for them."""
         self._recorded = record(self.store, self.run, self.recipe, self.plans, until)
-        pin_commits(self.store, self.run, self.recipe)
         keep_tokenizer(self.recipe, self.plans["tokenize"], self.store)
         if all_made(self.store, self.plans, until):
             return self._make_all(until)  # nothing to do, and nothing to mirror

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan, Beginning, Manifest, differences, find, read_manifest
+from pipelines.artifacts.manifest import ArtifactPlan, Manifest, differences, find, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.stage import plans_of, run_name
 from pipelines.text.amounts import SourcePlan, sources_planned
 from pipelines.tracking.ledger import GC, attempts
-from pipelines.tracking.origins import beginning_of
 from pipelines.tracking.records import without_none
 from trainer.amounts import val_share, val_tokens, validations
 from trainer.store import Store
@@ -66,12 +65,11 @@ class RunPlan:
     evaluations: int = 0  # while it trains
     evaluation_tokens: int = 0  # of each, an estimate
     evaluation_share: float = 0.0  # of the time of the training
-    began: Beginning | None = None  # None: with weights drawn from its seed
+    first_weights: str | None = None  # None: drawn from the seed
 
     def to_json(self) -> dict[str, Any]:
         stages = {name: stage.to_json() for name, stage in self.stages.items()}
-        began = self.began and asdict(self.began)
-        return vars(self) | {"stages": stages, "text": self.text and asdict(self.text), "began": began}
+        return vars(self) | {"stages": stages, "text": self.text and asdict(self.text)}
 
 
 def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | None = None) -> RunPlan:
@@ -93,7 +91,7 @@ def plan_of(recipe: Recipe, store: Store, plans: Mapping[str, ArtifactPlan] | No
         evaluations=evaluations,
         evaluation_tokens=recipe.benchmark_tokens if evaluations else 0,
         evaluation_share=evaluations * recipe.benchmark_tokens / 3 / recipe.train_tokens,  # a forward pass
-        began=beginning_of(store, recipe),
+        first_weights=recipe.first_weights,
     )
 
 

@@ -428,6 +428,16 @@ class Recipe(Section):
         return tokens_before(self.train.max_steps, self.train) - tokens_before(self.train.first_step, self.train)
 
     @property
+    def first_weights(self) -> str | None:
+        """What the training begins with, for people; None for weights drawn from the seed."""
+        source = self.train.branch_from or self.train.init_from
+        if source is None:
+            return None
+        name, _, content = source.partition("@sha256:")
+        what = "the whole state of" if self.train.branch_from else "the weights of"
+        return f"{what} {name}" + (f" (sha256 {content[:12]})" if content else "")
+
+    @property
     def train_flops(self) -> float:
         """FLOPs of the whole training."""
         return float(self.train_tokens * self.model.flops_per_token)

@@ -27,7 +27,7 @@ from pipelines.screen import Screen
 from pipelines.text.tokenizer import check_tokenizer
 from pipelines.tracking.ledger import Attempt
 from pipelines.tracking.runs import read_records
-from pipelines.weights import check_sources, pinned
+from pipelines.weight_sources import check_sources, pinned
 from trainer.errors import UserError
 from trainer.metrics import PhaseClock
 from trainer.process import StopSignal

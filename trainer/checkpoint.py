@@ -35,7 +35,6 @@ from trainer.commits import (
     deletable_checkpoints,
     delete_checkpoint,
     named,
-    pinned_folders,
     step_of,
 )
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
@@ -336,12 +335,10 @@ class Checkpointer:
             delete_checkpoint(self.store, self._damaged.pop())
         # The commit of `state` is sound. One of a later step is of a superseded attempt, and displaces nothing.
         committed = [f for f in committed_folders(self.store, self.prefix) if step_of(f) <= state.step]
-        pinned = pinned_folders(self.store, self.prefix)
         for folder in self._not_newer(
             deletable_checkpoints(committed, self.keep_last, state.health.calm_step, self.keep_every)
         ):
-            if folder not in pinned:
-                delete_checkpoint(self.store, folder)
+            delete_checkpoint(self.store, folder)
 
     def _delete_uncommitted(self, step: int) -> None:
         """Remove the files of failed and interrupted saves, up to the one of `step`: a later one may be in progress."""

@@ -23,7 +23,6 @@ from trainer.stored import Count, DamagedRecord, Key, Sha256, Size, Stored, Unix
 
 # Of what the store holds of a run: names that do not match are not ours.
 CHECKPOINT_NAME = r"step-\d{8,12}-a\d{4,9}/[^/]+"
-PIN = "branch-"  # with the name of another run, which begins with this commit: it stays until that run has trained
 FILE_NAME = r"rank-\d{5}-of-\d{5}\.safetensors"
 CHUNK_BYTES = 16 << 20  # 280 hashes (20 KB) for each 4.7 GB; S3 is read in such ranges, too
 MOST_CHUNK_BYTES = 256 << 20  # of a receipt: a reader has memory for several chunks
@@ -221,12 +220,6 @@ def checkpoint_folders(store: Store, prefix: str) -> dict[str, bool]:
 def committed_folders(store: Store, prefix: str) -> list[str]:
     """Folders with a COMMIT.json, newest step first; at equal steps the later attempt first."""
     return [folder for folder, committed in checkpoint_folders(store, prefix).items() if committed]
-
-
-def pinned_folders(store: Store, prefix: str) -> set[str]:
-    """The folders of the commits that other runs begin with."""
-    keys = [entry.key.rpartition("/") for entry in named(store, f"{prefix}/checkpoints/", CHECKPOINT_NAME)]
-    return {folder for folder, _, name in keys if name.startswith(PIN)}
 
 
 def named(store: Store, prefix: str, pattern: str) -> list[Entry]:

@@ -208,7 +208,7 @@ class TrainConfig(Section):
     branch_from: str | None = Field(
         default=None,
         description="run:NAME@STEP: begin with the whole state of a commit of another run in the same store, its "
-        "moments, step and position in the text, too; `skytrain branch` writes it; null: a run of its own",
+        "moments, step and position in the text, too; null: a run of its own",
     )
 
     @property

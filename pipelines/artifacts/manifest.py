@@ -132,27 +132,12 @@ class TokensFacts(Stored):
 
 
 @dataclass(frozen=True)
-class Beginning(Stored):
-    """Where a training began, for people: in its plan, its report and its manifest."""
-
-    source: str  # as the recipe pins it
-    branched: bool  # with the whole state
-    run: str | None = None  # of the source
-    fingerprint: str | None = None  # of its training; None if it is no longer in the store
-    step: Count | None = None  # None: its final weights
-    usd: float = 0.0  # the other run's bill up to that step, which is not part of this run's
-    unpriced_hours: float = 0.0
-    changes: dict[str, list[Any]] | None = None  # of a branch: field -> its value there and here
-
-
-@dataclass(frozen=True)
 class TrainFacts(Stored):
     """Of the facts of a training, those that other stages and reports compute with."""
 
     steps: Count = 0
     rollbacks: tuple[tuple[Count, Count], ...] = ()
     text_from: Count = 0  # the step at which a branch began to read another text, from the start
-    began: Beginning | None = None
 
 
 @dataclass(frozen=True)

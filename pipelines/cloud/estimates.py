@@ -28,7 +28,7 @@ from pipelines.cloud.throughput import (
 from pipelines.recipe import Recipe
 from pipelines.text.sources import declared_tokens
 from pipelines.tracking.ledger import attempts
-from pipelines.weights import relative_size
+from pipelines.weight_sources import relative_size
 from trainer.amounts import state_bytes, tokens_before, val_tokens
 from trainer.commits import checkpoint_seconds, committed_state, rows_of
 from trainer.errors import UserError

@@ -33,7 +33,6 @@ from pipelines.cloud.throughput import trains_on_a_small_gpu
 from pipelines.recipe import Recipe
 from pipelines.stage import STAGES, check_export, missing
 from pipelines.text.tokenizer import keep_tokenizer
-from pipelines.tracking.origins import pin_commits
 from pipelines.tracking.runs import record
 from pipelines.tracking.stop_request import clear_stop_request
 from trainer.errors import UserError
@@ -207,7 +206,6 @@ def submit(launch: Launch, dags: "Iterable[Dag]") -> LaunchRecord:
     request, store = launch.request, launch.store
     claim = claim_launch(store, request.run)
     record(store, request.run, launch.recipe, launch.plans, request.until)
-    pin_commits(store, request.run, launch.recipe)
     keep_tokenizer(launch.recipe, launch.plans["tokenize"], store)
     clear_stop_request(store, request.run)  # otherwise the job would end at once
     before = last_launch(store, request.run)

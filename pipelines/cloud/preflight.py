@@ -19,7 +19,7 @@ from pipelines.text.core_bundle import verify_items
 from pipelines.text.hub import HUB
 from pipelines.text.library import STDLIB
 from pipelines.text.sources import documents
-from pipelines.weights import local_sources
+from pipelines.weight_sources import local_sources
 from trainer.errors import StoreUnavailable, UserError
 from trainer.store import LocalStore, Store
 

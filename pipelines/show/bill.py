@@ -3,24 +3,18 @@
 import time
 from collections.abc import Iterator
 
-from rich.markup import escape
 from rich.table import Table
 
-from pipelines.artifacts.manifest import Beginning
 from pipelines.artifacts.traffic import GB
-from pipelines.show.beginning import beginning_text
 from pipelines.show.console import cell, console, duration, money
 from pipelines.tracking.account import Account, AttemptAccount, TrafficCost, market_of, merge_waits
 from pipelines.tracking.clusters import read_intervals, reconcile
 from trainer.store import Store
 
 
-def print_bill(account: Account, began: Beginning | None = None) -> None:
-    """The costs of one run, their prices, and the losses; first where it began."""
+def print_bill(account: Account) -> None:
+    """Print the costs of one run, their prices, and the losses."""
     out = console()
-    if began:
-        out.print(escape(beginning_text(began)))
-        out.print()
     for title, costs in (("stage", account.by_stage), ("phase", account.by_phase), ("market", account.by_market)):
         table = Table(title, "time", "dollars", box=None, pad_edge=False)
         for name, cost in sorted(costs.items(), key=lambda item: -item[1].hours):

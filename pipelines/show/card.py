@@ -11,10 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.artifacts.manifest import Manifest
-from pipelines.show.beginning import beginning_text
 from pipelines.show.console import columns, console, duration, money
 from pipelines.tracking.account import LATE_SHARE, Account, Cost, late_share
-from pipelines.tracking.origins import beginning_of
 from pipelines.tracking.runs import Passed, Summary
 
 if TYPE_CHECKING:
@@ -89,8 +87,8 @@ def card_facts(pipeline: "Pipeline", summary: Summary, passed: Passed | None = N
     """Labels and values of the card below the table of stages."""
     facts = [("store", pipeline.store.uri)]
     train = pipeline.made.get("train")
-    if began := beginning_of(pipeline.store, pipeline.recipe, train.facts if train else None):
-        facts.append(("beginning", beginning_text(began)))
+    if first_weights := pipeline.recipe.first_weights:
+        facts.append(("began with", first_weights))
     if train:
         facts += [
             ("tokens", f"{summary.tokens:,} in {summary.steps:,} steps"),

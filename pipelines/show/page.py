@@ -19,11 +19,10 @@ from typing import Any
 
 import yaml
 
-from pipelines.artifacts.manifest import Beginning, Manifest
+from pipelines.artifacts.manifest import Manifest
 from pipelines.recipe import Recipe
-from pipelines.show.beginning import changes_text
 from pipelines.show.card import TARGET_NAMES, baseline_texts, passed_text
-from pipelines.show.console import money, say
+from pipelines.show.console import say
 from pipelines.show.overlay import Overlay, read_overlay
 from pipelines.tracking.account import (
     Account,
@@ -35,7 +34,6 @@ from pipelines.tracking.account import (
     market_of,
     merge_waits,
 )
-from pipelines.tracking.origins import beginning_of_run
 from pipelines.tracking.records import Heartbeat
 from pipelines.tracking.runs import Run
 from trainer.amounts import batch_stages
@@ -333,9 +331,15 @@ def lineage(run: Run, account: Account) -> list[dict[str, Any]]:
     contents."""
     record, tokens = run.record, run.recipe.tokens
     of_text = [f"revision {tokens.revision[:12]}"] if tokens.revision else []
-    boxes = [{"stage": "text", "name": text_name(run.recipe), "facts": [*of_text, f"tokenizer {tokens.tokenizer}"]}]
-    if began := beginning_of_run(run):
-        boxes.append(beginning_box(began))
+    boxes: list[dict[str, Any]] = [
+        {"stage": "text", "name": text_name(run.recipe), "facts": [*of_text, f"tokenizer {tokens.tokenizer}"]}
+    ]
+    train = run.recipe.train
+    if source := train.branch_from or train.init_from:
+        name, _, content = source.partition("@sha256:")
+        stage, what = ("branched from", "whole state") if train.branch_from else ("begins with", "weights alone")
+        parent = {"stage": stage, "beginning": True, "name": name, "facts": [what]}
+        boxes.append(parent | ({"fingerprint": content} if content else {}))
     for stage, prefix in record.prefixes.items():
         manifest = run.manifests.get(stage)
         box: dict[str, Any] = {
@@ -352,24 +356,6 @@ def lineage(run: Run, account: Account) -> list[dict[str, Any]]:
                 box["facts"].append(f"made by {manifest.run}")
         boxes.append(box)
     return boxes
-
-
-def beginning_box(began: Beginning) -> dict[str, Any]:
-    """The weights that the training began with, or the run that it branched from."""
-    name, _, content = began.source.partition("@sha256:")
-    facts = ["with its whole state" if began.branched else "weights alone"]
-    if began.run and began.fingerprint:
-        cost = money(began.usd, began.unpriced_hours)
-        facts.append(f"cost {cost} dollars so far, in its own bill")
-    elif began.run:
-        facts.append("no longer in the store")
-    if changes := changes_text(began):
-        facts.append(changes.removeprefix("; "))
-    fingerprint = began.fingerprint or content
-    stage = "branched from" if began.branched else "begins with"
-    return {"stage": stage, "beginning": True, "name": name, "facts": facts} | (
-        {"fingerprint": fingerprint} if fingerprint else {}
-    )
 
 
 def contents(manifest: Manifest) -> list[str]:

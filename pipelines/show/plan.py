@@ -6,7 +6,6 @@ from rich.markup import escape
 
 from pipelines.cloud.here import RunHere
 from pipelines.plan import RunPlan
-from pipelines.show.beginning import beginning_text
 from pipelines.show.console import columns, console, wrapped
 
 
@@ -16,8 +15,8 @@ def print_plan(plan: RunPlan) -> None:
     out.print(
         wrapped(f"{plan.parameters:,} parameters, {plan.steps:,} steps, {plan.tokens:,} tokens, {plan.flops:.2e} FLOPs")
     )
-    if plan.began:
-        out.print(wrapped(beginning_text(plan.began)))
+    if plan.first_weights:
+        out.print(wrapped(f"begins with {plan.first_weights}"))
     if text := plan.text:
         size = f"text of {'about ' if text.estimated else ''}{text.tokens:,} tokens"
         most = "at most " if text.sources else ""

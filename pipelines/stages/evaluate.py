@@ -32,7 +32,7 @@ from pipelines.stages.measures import (
 )
 from pipelines.text.core_bundle import core_identity, core_tasks
 from pipelines.text.tokenizer import token_bytes, tokenizer_of
-from pipelines.weights import bring, brought, check_baseline, content_identity, name_of
+from pipelines.weight_sources import bring, brought, check_baseline, content_identity, name_of
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.events import EVENTS_FILE, PhaseChanged, Progressed, Row
 from trainer.metrics import PhaseClock

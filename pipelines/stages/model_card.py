@@ -108,7 +108,7 @@ def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[s
             "tokens trained on",
             f"{seen} in {recipe.train.max_steps:,} steps",
         ),
-        ("first weights", beginning(recipe, made["train"])),
+        ("first weights", first_weights(recipe)),
         ("batch", f"{recipe.train.batch_tokens:,} tokens"),
         ("optimizer", _optimizer(recipe.train)),
         ("learning rate", f"{recipe.train.learning_rate:g}, {recipe.train.schedule}"),
@@ -120,18 +120,14 @@ def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[s
     return rows
 
 
-def beginning(recipe: Recipe, train: Manifest) -> str:
+def first_weights(recipe: Recipe) -> str:
     """The weights that the training began with, in words."""
-    began = train.facts.get("began") or {}
-    source = began.get("source") or recipe.train.branch_from or recipe.train.init_from
+    source = recipe.train.branch_from or recipe.train.init_from
     if source is None:
         return f"random, from the seed {recipe.train.seed}"
     name, _, content = source.partition("@sha256:")
     at = _code(name) + (f" (sha256 {content[:12]})" if content else "")
-    if recipe.train.branch_from is None:
-        return f"those of {at}"
-    changes = ", ".join(began.get("changes") or {})
-    return f"the whole state of {at}" + (f"; changed since: {changes}" if changes else "")
+    return f"the whole state of {at}" if recipe.train.branch_from else f"those of {at}"
 
 
 def _optimizer(train: TrainConfig) -> str:

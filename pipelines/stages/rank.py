@@ -22,8 +22,7 @@ from pipelines.stages.evaluate import FACTS_FILE, Measurement, validation_data
 from pipelines.stages.measures import evaluation_in_training
 from pipelines.text.tokenizer import tokenizer_of
 from pipelines.tracking.ledger import latest_number
-from pipelines.tracking.origins import find_other
-from pipelines.weights import bring
+from pipelines.weight_sources import bring, find_parent
 from trainer.config import RUN_COMMIT
 from trainer.errors import EXIT_DONE, EXIT_FAILED, Interrupted, StaleAttempt
 from trainer.events import EVENTS_FILE, EventLog, Progressed
@@ -110,11 +109,11 @@ def origin_of(spec: RankSpec, store: Store, cache: Path, world: "World") -> Orig
     assert source
     where = f"train.{field}: {source.partition('@sha256:')[0]}"
     if RUN_COMMIT.fullmatch(source):
-        other = find_other(store, source, f"train.{field}")
-        theirs, ours = other.run.recipe.tokens.weights, spec.recipe.tokens.weights
+        parent = find_parent(store, source, f"train.{field}")
+        theirs, ours = parent.run.recipe.tokens.weights, spec.recipe.tokens.weights
         same_shares = bool(theirs) == bool(ours) and (not ours or shares_of(theirs) == shares_of(ours))
-        new_text = other.run.record.prefixes["tokenize"] != spec.tokens or not same_shares
-        return Origin(where, commit=other.folder, whole=field == "branch_from", other_text=new_text)
+        new_text = parent.run.record.prefixes["tokenize"] != spec.tokens or not same_shares
+        return Origin(where, commit=parent.folder, whole=field == "branch_from", other_text=new_text)
     path = bring(source, store, cache, f"train.{field}") if world.local_rank == 0 else None
     paths = world.gather((world.local_rank, path))
     before = [path for local_rank, path in paths[: world.rank + 1] if local_rank == 0]

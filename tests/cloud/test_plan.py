@@ -40,7 +40,7 @@ from pipelines.show.cloud_plan import print_cloud_plan
 from pipelines.stage import plans_of, run_name
 from pipelines.tracking.ledger import claim
 from pipelines.tracking.records import Billing, Machine
-from pipelines.weights import relative_size
+from pipelines.weight_sources import relative_size
 from trainer.commits import Commit, TrainState
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, RuntimeConfig
 from trainer.errors import UserError

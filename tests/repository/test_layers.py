@@ -21,7 +21,6 @@ LAYERS = (
     ("pipelines.serve",),
     (
         *(
-            "pipelines.branch",
             "pipelines.gc",
             "pipelines.pipeline",
             "pipelines.plan",
@@ -30,7 +29,7 @@ LAYERS = (
             "pipelines.sample",
             "pipelines.stage",
         ),
-        "pipelines.weights",
+        "pipelines.weight_sources",
     ),
     ("pipelines.tracking",),
     ("pipelines.nodes",),

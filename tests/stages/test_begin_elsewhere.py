@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,10 @@ import yaml
 from pipeline_runs import FOLDER_NAME, PRICE, SERIES, STEPS, Project, sums
 
 from pipelines.artifacts.manifest import Manifest
-from pipelines.branch import branched
-from pipelines.gc import leftovers
-from pipelines.stage import run_name
-from pipelines.tracking.origins import pin_commits
-from pipelines.tracking.runs import Run, read_run, read_runs, record
+from pipelines.gc import collect
+from pipelines.recipe import Recipe, load_recipe
+from pipelines.tracking.runs import Run, key_of, read_run, read_runs
+from pipelines.weight_sources import pinned
 from trainer.commits import committed_folders, step_of
 from trainer.errors import UserError
 
@@ -106,43 +106,41 @@ def test_nan_in_the_weights_ends_the_run_with_exit_code_2_and_no_commit(finished
 
 
 @pytest.mark.slow
-def test_a_branch_goes_on_as_its_parent_did_and_tells_what_that_had_cost(finished: Project) -> None:
+def test_a_branch_goes_on_as_its_parent_did(finished: Project) -> None:
     (parent,) = read_runs(finished.store)
     step = last_commit_before_the_end(parent)
-    recipe, plans = branched(finished.store, parent.name, step, [])
-    (finished.folder / "texts").rename(finished.folder / "gone")  # an unchanged text need not be here
-    plan = finished.run("branch", parent.name, "--at", str(step), "--dry-run")
-    assert yaml.safe_load(plan.stdout)["train"]["branch_from"].startswith(f"run:{parent.name}@{step}@sha256:")
-    assert f"branched from {parent.name} at step {step}, which had cost" in " ".join(plan.stderr.split())
-    assert not finished.found("train/*/checkpoints/*/branch-*")
+    branch = ["--set", f"train.branch_from=run:{parent.name}@{step}"]
+    plan = finished.run("plan", "tiny.yaml", *branch)
+    assert f"begins with the whole state of run:{parent.name}@{step}" in " ".join(plan.stdout.split())
 
-    # From its start until it has trained, gc leaves the commit alone.
-    def removable() -> bool:
-        return any(f"/step-{step:08d}-" in one.key for one in leftovers(finished.store, finished.home, 0))
-
-    assert removable()
-    name = run_name(plans)
-    record(finished.store, name, recipe, plans, "train")
-    pin_commits(finished.store, name, recipe)
-    assert not removable()
-    finished.run("branch", parent.name, "--at", str(step), "--stage", "train", "--price-per-hour", str(PRICE))
-    assert removable()
-
-    branch = read_run(finished.store, name)
+    made = finished.result("--stage", "train", "--price-per-hour", str(PRICE), *branch)
+    run = read_run(finished.store, made["run"])
     expected = [{key: row[key] for key in SERIES} for row in parent.series if row["step"] > step]
-    assert [{key: row[key] for key in SERIES} for row in branch.series if "train/loss" in row] == expected
-    made = branch.manifests["train"]
-    assert made and sums(made)["model.safetensors"] == sums(finished_train(parent))["model.safetensors"]
-    began = made.facts["began"]
-    assert (began["run"], began["step"], began["changes"]) == (parent.name, step, {})
-    assert 0 < began["usd"] < parent.account.total.usd
-    assert began["fingerprint"].startswith(parent.record.prefixes["train"][-8:])
-    assert {one.prefix for one in branch.account.attempts} == {made.prefix}  # its own time alone
-    assert branch.account.tokens == (STEPS - step) * 1024
-    (audited,) = json.loads(finished.run("report", name, "--audit", "--json").stdout)
+    assert [{key: row[key] for key in SERIES} for row in run.series if "train/loss" in row] == expected
+    assert sums(finished_train(run))["model.safetensors"] == sums(finished_train(parent))["model.safetensors"]
+    assert {one.prefix for one in run.account.attempts} == {finished_train(run).prefix}  # its own time alone
+    assert run.account.tokens == (STEPS - step) * 1024
+    (audited,) = json.loads(finished.run("report", run.name, "--audit", "--json").stdout)
     assert (audited["steps"], audited["wrong_steps"], audited["missing_steps"]) == (STEPS - step, [], [])
-    report = " ".join(finished.run("report", name).stdout.split())
-    assert f"branched from {parent.name} at step {step}, which had cost {began['usd']:.2f} dollars" in report
+
+
+def test_gc_keeps_the_commit_that_a_run_begins_with_until_that_run_has_trained(finished: Project) -> None:
+    (parent,) = read_runs(finished.store)
+    step = last_commit_before_the_end(parent)
+
+    def removable() -> bool:
+        going = collect(finished.store, finished.home, 0, dry_run=True)
+        return any(f"/step-{step:08d}-" in one.key for one in going)
+
+    assert removable()
+    child = replace(
+        parent.record, run="child-12345678", prefixes=parent.record.prefixes | {"train": "train/child-12345678"}
+    )
+    child.recipe["train"]["branch_from"] = f"run:{parent.name}@{step}"
+    finished.store.put(key_of(child.run), child.to_json())
+    assert not removable()
+    finished.store.delete(key_of(child.run))
+    assert removable()
 
 
 def last_commit_before_the_end(run: Run) -> int:
@@ -156,9 +154,17 @@ def finished_train(run: Run) -> Manifest:
     return made
 
 
-def test_a_change_that_the_state_cannot_bear_is_refused_with_the_reason(finished: Project) -> None:
+def test_a_change_that_the_state_cannot_bear_is_refused_with_the_reason(
+    finished: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.folder)
     (parent,) = read_runs(finished.store)
     step = last_commit_before_the_end(parent)
+
+    def branch(*changes: str, at: int = step) -> Recipe:
+        recipe = load_recipe("tiny.yaml", [f"train.branch_from=run:{parent.name}@{at}", *changes])
+        return pinned(recipe, finished.store)
+
     cases = {
         "model.n_layer=3": "its n_layer is 2, and model.n_layer is 3",
         "train.batch_tokens=2048": "train.batch_tokens 2048 is 1024 there: the state counts its text in batches",
@@ -169,10 +175,10 @@ def test_a_change_that_the_state_cannot_bear_is_refused_with_the_reason(finished
     }
     for change, words in cases.items():
         with pytest.raises(UserError) as mistake:
-            branched(finished.store, parent.name, step, [change])
+            branch(change)
         assert words in str(mistake.value) and "\n" not in str(mistake.value)
     with pytest.raises(UserError, match=f"step 7 is no commit of {parent.name}; its commits are at"):
-        branched(finished.store, parent.name, 7, [])
-    recipe, _ = branched(finished.store, parent.name, step, ["train.schedule=linear", "train.max_steps=80"], "decay")
+        branch(at=7)
+    recipe = branch("train.schedule=linear", "train.max_steps=80", "name=decay")
     assert (recipe.name, recipe.train.max_steps, recipe.train.first_step) == ("decay", 80, step)
     assert recipe.train_tokens == (80 - step) * 1024

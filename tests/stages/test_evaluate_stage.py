@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pipelines.formats.hf import hf_config
 from pipelines.stage import Work
 from pipelines.stages import evaluate, export
-from pipelines.weights import pinned
+from pipelines.weight_sources import pinned
 from trainer.errors import Interrupted, UserError
 from trainer.families.gpt2_module import GPT
 from trainer.family import to_hf

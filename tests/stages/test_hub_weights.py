@@ -28,7 +28,7 @@ import sys
 from pathlib import Path
 from stage_work import SMALL
 from pipelines.recipe import load_recipe
-from pipelines.weights import Hub, fetched_from_hub, hub_weights
+from pipelines.weight_sources import Hub, fetched_from_hub, hub_weights
 from trainer.errors import UserError
 source = Hub(*sys.argv[2].split("@"))
 try:

@@ -13,7 +13,7 @@ from stage_work import tiny_work
 from pipelines.cloud.throughput import speed_on
 from pipelines.recipe import load_recipe
 from pipelines.stages import export
-from pipelines.tracking.origins import check_model
+from pipelines.weight_sources import check_model
 from trainer.errors import UserError
 from trainer.families.modern import ModernConfig
 from trainer.family import plain_model, to_hf

@@ -8,7 +8,7 @@ import pytest
 import trainer_runs
 from trainer_runs import EVERY_STEP, Runner, weights
 
-from trainer.commits import PIN, committed_folders, step_of
+from trainer.commits import committed_folders, step_of
 from trainer.errors import UserError
 from trainer.weights import Origin
 
@@ -73,12 +73,3 @@ def test_a_damaged_commit_is_no_beginning(parent: Runner, runner: Callable[..., 
     trainer_runs.flip_a_byte(next(branch.store.path_of("parent/checkpoints").iterdir()))
     with pytest.raises(UserError, match=r"^train.branch_from: run:parent: the commit is damaged: rank-00000"):
         branch.attempt()
-
-
-def test_a_run_that_goes_on_keeps_the_commit_that_a_branch_begins_with(runner: Callable[..., Runner]) -> None:
-    made = runner("parent", checkpoint_minutes=EVERY_STEP, keep_last=1)
-    made.attempt(stop_after=4)
-    (step,) = made.commits()
-    made.store.put(f"{committed_folders(made.store, 'run')[0]}/{PIN}other", b"{}")
-    made.attempt()
-    assert made.commits() == [12, step]

@@ -153,7 +153,7 @@ def test_another_shape_is_refused_with_the_field_and_the_value_that_would_fit(tm
 
 
 def test_a_damaged_configuration_is_named_and_advises_no_field(tmp_path: Path) -> None:
-    from pipelines.weights import model_of
+    from pipelines.weight_sources import model_of
 
     gpt2 = {
         "n_layer": (1, "has n_layer 1, and its tensors have 2"),

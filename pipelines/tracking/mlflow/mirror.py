@@ -289,7 +289,9 @@ def parent_params(recipe: Recipe) -> dict[str, Any]:
 def parent_tags(run: Run) -> dict[str, str]:
     """The store, the account, where the run began, and the hardware that trained last: "8 x NVIDIA H100"."""
     tags = {f"skytrain.{name}": value for name, value in account_tags(run.account).items()}
-    tags |= {"skytrain.store": run.store.uri} | beginning_tags(run.manifests.get("train"))
+    tags["skytrain.store"] = run.store.uri
+    if source := run.recipe.train.branch_from or run.recipe.train.init_from:
+        tags["skytrain.began.from"] = source
     if trained := last_training(run):
         tags["skytrain.hardware"] = f"{trained.world_size} x {trained.device}"
     return tags
@@ -299,16 +301,6 @@ def last_training(run: Run) -> Progress | None:
     """The progress of the last attempt that trained."""
     progress = [beat.progress for beat in run.attempts.get("train", []) if beat.progress.world_size]
     return progress[-1] if progress else None
-
-
-def beginning_tags(train: Manifest | None) -> dict[str, str]:
-    """The weights or the commit that a training began with; nothing for random weights."""
-    began = train.facts.get("began") if train else None
-    if not began:
-        return {}
-    origin = {"from": "source", "run": "run", "step": "step", "fingerprint": "fingerprint"}
-    tags = {f"skytrain.began.{tag}": str(began[name]) for tag, name in origin.items() if began.get(name) is not None}
-    return tags | {"skytrain.began.how": "branch" if began.get("branched") else "weights"}
 
 
 def parent_results(run: Run) -> Iterable[tuple[int, float, dict[str, float]]]:

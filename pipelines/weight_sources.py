@@ -1,26 +1,25 @@
-"""Weights from elsewhere, for `train.init_from` and `evaluate.baselines`: found and checked before a machine is rented,
-brought to a node once.
+"""Weights from elsewhere, for `train.init_from`, `train.branch_from` and `evaluate.baselines`: found and checked before
+a machine is rented, brought to a node once.
 
 A source is a model of the Hugging Face Hub at a commit, a path of this machine, or a run of the same store
-(pipelines/tracking/origins.py). `pinned` gives a recipe in which every source names its content: the commit of a
-repository, or the sha256 of the bytes. So a recipe on record plans the same run on every machine, also once the source
-is gone.
+(`run:NAME[@STEP]`). `pinned` gives a recipe in which every source names its content: the commit of a repository, or the
+sha256 of the bytes. So a recipe on record plans the same run on every machine, also once the source is gone.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pipelines.artifacts.manifest import ArtifactPlan, fetch, read_manifest
+from pipelines.artifacts.manifest import ArtifactPlan, File, fetch, read_manifest
 from pipelines.recipe import Recipe, vocab_size_of
 from pipelines.text.columns import reason_of
 from pipelines.text.retry import with_retries
-from pipelines.tracking.origins import RUN, RUN_SOURCE, check_branch, check_model, find_other
-from trainer.commits import committed_folders
+from pipelines.tracking.runs import Run, find_run, full_name
+from trainer.commits import committed_folders, step_of
 from trainer.config import RUN_COMMIT
 from trainer.errors import UserError
 from trainer.families.gpt2 import Gpt2Config
@@ -28,6 +27,10 @@ from trainer.model_config import ModelConfig
 from trainer.store import Store, sha256_of
 from trainer.weights import CONFIG_FILE, Stored, WeightsFile, from_hub_layout, open_weights, weight_files
 
+RUN = "run:"
+RUN_SOURCE = re.compile(
+    r"run:(?P<run>[a-z0-9][a-z0-9._-]*)(?:@(?P<step>\d{1,12}))?(?:@sha256:(?P<sha256>[0-9a-f]{64}))?"
+)
 HUB_MODEL = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PINNED_PATH = re.compile(r"(?P<path>.+)@sha256:(?P<sha256>[0-9a-f]{64})")
@@ -39,6 +42,32 @@ OPENAI_SHAPES = {
     "gpt2-large": (36, 20, 1280),
     "gpt2-xl": (48, 25, 1600),
 }
+
+# The fields that a branch can't change, with the reason.
+POSITION = "the state counts its text in batches of that size"
+FIXED_IN_A_BRANCH = {
+    **dict.fromkeys(("batch_tokens", "batch_ramp_from", "batch_ramp_tokens"), POSITION),
+    "seed": "the state is a position in the order that the seed gives",
+    **dict.fromkeys(("beta1", "beta2", "epsilon"), "the moments of the optimizer were made with it"),
+    **dict.fromkeys(("optimizer", "muon_beta2"), "the state of another optimizer has other tensors"),
+    "precision": "the state of another precision has other tensors",
+}
+
+
+@dataclass(frozen=True)
+class ParentWeights:
+    """A commit or the final weights of another run of the store."""
+
+    run: Run
+    prefix: str  # of its training
+    sha256: str  # of COMMIT.json, or of the file of final weights
+    folder: str | None = None  # of the commit
+    file: File | None = None  # of the final weights
+
+    @property
+    def pinned(self) -> str:
+        step = f"@{step_of(self.folder)}" if self.folder else ""
+        return f"{RUN}{self.run.name}{step}@sha256:{self.sha256}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +115,7 @@ def pinned(recipe: Recipe, store: Store) -> Recipe:
         changes["train"] = train.model_copy(update={"init_from": pinned_source(train.init_from, store, recipe.model)})
     if train.branch_from:
         where = f"train.branch_from: {train.branch_from.partition('@sha256:')[0]}"
-        parent = find_other(store, train.branch_from, "train.branch_from")
+        parent = find_parent(store, train.branch_from, "train.branch_from")
         check_branch(parent.run.recipe, recipe, where)
         changes["train"] = train.model_copy(update={"branch_from": parent.pinned})
     if recipe.evaluate.baselines:
@@ -150,9 +179,9 @@ def name_of(text: str) -> str:
 def pinned_source(text: str, store: Store, model: ModelConfig, field: str = "train.init_from") -> str:
     """`train.init_from` with the content in its name, and with the shapes of local weights checked."""
     if text.startswith(RUN):
-        other = find_other(store, text, field)
-        check_model(other.run.recipe.model, model, f"{field}: {text.partition('@sha256:')[0]}")
-        return other.pinned
+        parent = find_parent(store, text, field)
+        check_model(parent.run.recipe.model, model, f"{field}: {text.partition('@sha256:')[0]}")
+        return parent.pinned
     source = source_of(text, field)
     if isinstance(source, Hub):
         return text
@@ -218,9 +247,9 @@ def local_sources(recipe: Recipe) -> Iterator[tuple[str, str, Path]]:
 def bring(text: str, store: Store, cache: Path, field: str) -> Path:
     """The weights of a pinned source as a path of this machine, verified. Not for a commit of a run."""
     if text.startswith(RUN):
-        other = find_other(store, text, field)
-        assert other.file, text
-        return fetch(store, other.prefix, other.file, cache)
+        parent = find_parent(store, text, field)
+        assert parent.file, text
+        return fetch(store, parent.prefix, parent.file, cache)
     source = source_of(text, field)
     if isinstance(source, Hub):
         return fetched_from_hub(source, field)
@@ -237,6 +266,75 @@ def brought(text: str, field: str) -> Path:
         return source.path
     config = huggingface_hub.hf_hub_download(source.name, CONFIG_FILE, revision=source.revision, local_files_only=True)
     return Path(config).parent
+
+
+# --- other runs
+
+
+def find_parent(store: Store, source: str, field: str) -> ParentWeights:
+    """The commit or final weights that `run:NAME[@STEP]` names. UserError if there are none, or others than pinned."""
+    where, named = f"{field}: {source.partition('@sha256:')[0]}", RUN_SOURCE.fullmatch(source)
+    if named is None:
+        raise UserError(f"{field}: {source}: names no run; write run:NAME or run:NAME@STEP")
+    runs = [entry.key.removeprefix("runs/").removesuffix(".json") for entry in store.entries("runs/")]
+    try:
+        run = find_run(store, full_name(runs, named["run"], store.uri))
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from error
+    prefix = run.record.prefixes.get("train") if run else None
+    if run is None or prefix is None:
+        raise UserError(f"{where}: that run has not begun to train")
+    found = _final(store, run, prefix, where) if named["step"] is None else _commit(store, run, prefix, named, where)
+    if named["sha256"] not in (None, found.sha256):
+        raise UserError(f"{where}: it is another one now than when this run was planned; plan it again")
+    return found
+
+
+def _final(store: Store, run: Run, prefix: str, where: str) -> ParentWeights:
+    manifest = read_manifest(store, prefix)
+    if manifest is None:
+        steps = steps_text(committed_folders(store, prefix))
+        raise UserError(f"{where}: it has no final weights yet; name a commit, as {RUN}{run.name}@STEP: {steps}")
+    file = manifest.file("model.safetensors")
+    return ParentWeights(run, prefix, file.sha256, file=file)
+
+
+def _commit(store: Store, run: Run, prefix: str, named: re.Match[str], where: str) -> ParentWeights:
+    folders = committed_folders(store, prefix)
+    found = [
+        ParentWeights(run, prefix, sha256(body).hexdigest(), folder=folder)
+        for folder in folders
+        if step_of(folder) == int(named["step"]) and (body := store.get(f"{folder}/COMMIT.json"))
+    ]
+    if not found:
+        raise UserError(f"{where}: step {named['step']} is no commit of {run.name}; {steps_text(folders)}")
+    return next((one for one in found if one.sha256 == named["sha256"]), found[0])
+
+
+def steps_text(folders: Iterable[str]) -> str:
+    """The steps of commits, for a message."""
+    steps = sorted({step_of(folder) for folder in folders})
+    return f"its commits are at {', '.join(map(str, steps))}" if steps else "it has no commit in the store"
+
+
+def check_model(theirs: ModelConfig, ours: ModelConfig, where: str) -> None:
+    """UserError for weights of another shape."""
+    for name, value in theirs.model_dump().items():
+        if value != (here := getattr(ours, name, None)):
+            raise UserError(f"{where}: its {name} is {value}, and model.{name} is {here}; --set model.{name}={value}")
+
+
+def check_branch(parent: Recipe, recipe: Recipe, where: str) -> None:
+    """UserError for a change that the state of the parent can't bear."""
+    check_model(parent.model, recipe.model, where)
+    for name, reason in FIXED_IN_A_BRANCH.items():
+        here, there = getattr(recipe.train, name), getattr(parent.train, name)
+        if here != there:
+            raise UserError(f"{where}: train.{name} {here} is {there} there: {reason}; keep it, or use train.init_from")
+    if recipe.tokens.tokenizer_identity != parent.tokens.tokenizer_identity:
+        raise UserError(f"{where}: tokens.tokenizer is {parent.tokens.tokenizer} there: the weights know its ids alone")
+    if recipe.train.batch_ramp_from and recipe.tokens != parent.tokens:
+        raise UserError(f"{where}: another text begins at its start, where the ramp of the batch would begin again")
 
 
 # --- the Hub
