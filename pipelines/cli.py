@@ -29,7 +29,6 @@ from pipelines.verbs.init import init
 from pipelines.verbs.launch import launch
 from pipelines.verbs.logs import logs
 from pipelines.verbs.options import WholeHelp, home
-from pipelines.verbs.orphans import orphans
 from pipelines.verbs.plan import plan
 from pipelines.verbs.pull import pull
 from pipelines.verbs.recipes import recipes
@@ -50,7 +49,7 @@ EXIT_UNREAD = 128 + signal.SIGPIPE  # as the shell reports a program that SIGPIP
 GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --help shows them
     "Run": (run, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
-    "Cloud": (launch, resume, stop, down, orphans),
+    "Cloud": (launch, resume, stop, down),
     "Tools": (init, doctor, bench, shards_app, tokenizer_app, drill, gc),
 }
 

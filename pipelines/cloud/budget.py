@@ -60,9 +60,7 @@ def spent_by_others(store: Store, run: str, current: Heartbeat | None, price_per
     others = [a for a in recorded.account.attempts if (a.stage, a.number) != own]
     spent = sum(a.bill.usd + a.bill.unpriced_hours * price_per_hour for a in others)
     # No heartbeat covers the removal of a cluster. A lost cluster, or one that runs the next attempt, is not removed.
-    teardown = sum(teardown_usd(a) for a in others if a.state not in ("lost", "running"))
-    outside = recorded.account.outside  # as far as `skytrain status` has recorded it
-    return spent + max(teardown, outside.usd + outside.unpriced_hours * price_per_hour)
+    return spent + sum(teardown_usd(a) for a in others if a.state not in ("lost", "running"))
 
 
 class Budget:

@@ -21,10 +21,9 @@ from pipelines.cloud.request import EarlierLaunch, LaunchRecord, LaunchRequest, 
 from pipelines.cloud.skypilot import (
     api_server_is_up,
     ask_optimizer,
+    check_places,
     dag_of,
     enabled_clouds,
-    known_clouds,
-    places_instead_of,
     reach_api_server,
     submit_job,
 )
@@ -91,29 +90,6 @@ def planned_launch(
 
 
 # Checks
-
-
-PLACES = {"slurm": "cluster in ~/.slurm/config", "kubernetes": "context in the kubeconfig"}
-
-
-def check_places(infra: str | None) -> None:
-    """UserError for a cloud that SkyPilot does not know, or a region, cluster or context that its cloud does not have.
-
-    Without SkyPilot, or without a cloud's catalog, names pass here; `preflight` reports a missing SkyPilot.
-    """
-    clouds = known_clouds()
-    for place in map(str.strip, infra.split(",") if infra and clouds else ()):
-        cloud, _, region = place.partition("/")
-        cloud = {"k8s": "kubernetes"}.get(cloud.lower(), cloud.lower())
-        if cloud not in clouds:
-            raise UserError(f"--infra {place}: SkyPilot knows no such cloud; it is one of {', '.join(sorted(clouds))}")
-        if cloud != "kubernetes":  # a context may contain a slash; a zone or a partition comes after another one
-            region = region.partition("/")[0]
-        names = None if region in ("", "*") else places_instead_of(cloud, region)
-        if names is not None:
-            what = PLACES.get(cloud, f"{cloud} region")
-            there = f"it is one of {', '.join(names)}" if names else "there is none at all"
-            raise UserError(f"--infra {place}: there is no {what} of that name; {there}")
 
 
 def checked_job(

@@ -49,15 +49,14 @@ class LaunchRecord(Stored):
     earlier: list[EarlierLaunch]
 
     def to_json(self) -> bytes:
-        values = asdict(self)
-        return json.dumps({"wish": values.pop("request"), **values}, indent=1).encode()
+        return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
     def from_json(cls, body: bytes, where: str = "a launch") -> Self:
-        """DamagedRecord, or NewerRecord."""
+        """Version 0.1 called the request `wish`. DamagedRecord, or NewerRecord."""
         values = decoded(body, where)
         if isinstance(values, dict) and "wish" in values:
-            values = {("request" if name == "wish" else name): value for name, value in values.items()}
+            values["request"] = values.pop("wish")
         return typed(cls, values, where)
 
 

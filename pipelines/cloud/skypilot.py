@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import yaml
-
-from pipelines.cloud.catalog import silent_sky
 from pipelines.cloud.tasks import MachineRequest, ManagedJob
 from trainer.errors import UserError
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 
 PROJECT = "skytrain"  # the label `project` of every machine of ours
 JOB_FIELDS = (
-    *("job_id", "task_id", "job_name", "task_name", "status", "recovery_count", "submitted_at", "end_at"),
+    *("job_id", "task_id", "job_name", "task_name", "status", "recovery_count", "submitted_at"),
     *("current_cluster_name", "failure_reason", "details"),
 )
 
@@ -77,46 +74,22 @@ def enabled_clouds() -> list[str]:
     return sorted(cloud.lower() for cloud in sdk.get(sdk.enabled_clouds()))
 
 
-def known_clouds() -> set[str]:
-    """Every name of a cloud that SkyPilot takes; empty without SkyPilot."""
-    try:
-        import sky  # noqa: F401 - enters its clouds into the registry
-        from sky.utils import registry
-    except ImportError:
-        return set()
-    return {*registry.CLOUD_REGISTRY, "k8s"}
+def check_places(infra: str | None) -> None:
+    """UserError for a cloud, region, cluster or context that SkyPilot does not know, with the names that it knows.
 
-
-def places_instead_of(cloud: str, place: str) -> list[str] | None:
-    """The names that there are, if the cloud has no such region (Slurm: cluster, Kubernetes: context).
-
-    None if it has one, and where this machine does not know.
+    Without SkyPilot, or without a cloud's packages, names pass here; `preflight` reports a missing SkyPilot.
     """
-    from sky import catalog
-    from sky.server import common
-
     try:
-        with silent_sky():
-            if cloud not in ("slurm", "kubernetes"):
-                return catalog.fallback_to_default_catalog(regions_instead_of)(catalog, cloud, place)
-            if not common.is_api_server_local():
-                return None  # the server has its own ~/.slurm and ~/.kube
-            from sky.provision.kubernetes.utils import get_all_kube_context_names
-            from sky.provision.slurm.utils import get_all_slurm_cluster_names
-
-            names = sorted((get_all_slurm_cluster_names if cloud == "slurm" else get_all_kube_context_names)())
-            return None if place in names else names
-    except (ImportError, OSError, ValueError, AttributeError, AssertionError):
-        return None  # no package of that cloud, or no catalog of it
-
-
-def regions_instead_of(catalog: Any, cloud: str, region: str) -> list[str] | None:
-    try:
-        catalog.validate_region_zone(region, None, clouds=cloud)
-        return None
-    except ValueError:
-        gpus = catalog.list_accelerators(clouds=cloud, all_regions=True).values()
-        return sorted({info.region for infos in gpus for info in infos})
+        import sky
+    except ImportError:
+        return
+    for place in map(str.strip, infra.split(",") if infra else ()):
+        try:
+            sky.Resources(infra=place).validate()
+        except ImportError:
+            continue
+        except ValueError as error:
+            raise UserError(f"--infra {place}: {' '.join(str(error).split())}") from error
 
 
 # Launching
@@ -173,17 +146,6 @@ def cluster_usd_per_hour(machine: MachineRequest) -> float:
     return float(common.get_hourly_cost_from_pricing(pricing, cpus, memory, gpu or None, int(count or 0)))
 
 
-def seconds_in_queue(infra: str) -> int | None:
-    """How long a job waits in the queue of a Slurm cluster ("slurm/NAME") before SkyPilot tries another place:
-    `provision_timeout` in ~/.sky/config.yaml. None: it is not set, and SkyPilot (0.14.1) waits for 24 hours, because it
-    asks for one partition after the other."""
-    from sky import skypilot_config
-
-    region, keys = [*infra.split("/"), None][1], ("provision_timeout",)
-    seconds: int | None = skypilot_config.get_effective_region_config(cloud="slurm", region=region, keys=keys)
-    return seconds
-
-
 # Managed jobs
 
 
@@ -201,8 +163,6 @@ class TaskStatus:
     run: str = ""
     task: int = 0  # its index in the job
     submitted: float = 0.0  # unix seconds
-    ended: float = 0.0  # unix seconds; 0: not yet
-    store: str | None = None  # of a launch of ours, from the job's YAML; None: not ours, or the YAML was not asked for
 
     @property
     def works(self) -> bool:
@@ -232,37 +192,17 @@ class TaskStatus:
             run=record.job_name or "",
             task=record.task_id or 0,
             submitted=record.submitted_at or 0.0,
-            ended=record.end_at or 0.0,
-            store=store_of(record.user_yaml),
         )
 
 
-def store_of(job: str | None) -> str | None:
-    """The store in the YAML of a job, if skytrain launched it."""
-    try:
-        documents = [one for one in yaml.safe_load_all(job or "") if isinstance(one, dict)]
-    except yaml.YAMLError:
-        return None
-    for document in documents:
-        resources, envs = document.get("resources"), document.get("envs")
-        labels = resources.get("labels") if isinstance(resources, dict) else None
-        if isinstance(labels, dict) and labels.get("project") == PROJECT and isinstance(envs, dict):
-            return str(envs.get("SKYTRAIN_STORE"))
-    return None
-
-
 def managed_tasks(run: str | None = None, unfinished: bool = False) -> list[TaskStatus]:
-    """The tasks of all users' managed jobs, or of one run's: one request.
-
-    With `unfinished` only of jobs that are not over, with their stores.
-    """
+    """The tasks of all users' managed jobs, or of one run's; with `unfinished` only of jobs that are not over."""
     from sky import exceptions, jobs
     from sky.client import sdk
 
-    fields = [*JOB_FIELDS, "user_yaml"] if unfinished else JOB_FIELDS
     try:
         found, *_ = sdk.get(
-            jobs.queue_v2(refresh=False, skip_finished=unfinished, all_users=True, name_match=run, fields=fields)
+            jobs.queue_v2(refresh=False, skip_finished=unfinished, all_users=True, name_match=run, fields=JOB_FIELDS)
         )
     except exceptions.ClusterNotUpError:
         return []  # there never was a managed job
@@ -288,48 +228,27 @@ def tail_logs(job: int, follow: bool, output: io.TextIOBase) -> int:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster with our label, or a controller of managed jobs. SkyPilot keeps it on record also when it is gone."""
+    """A cluster that is up, as far as SkyPilot knows: one with our label, or a controller of managed jobs."""
 
     name: str
     run: str | None  # its label
-    nodes: int
-    intervals: list[tuple[float, float | None]]  # unix seconds, from its provisioning to its removal
+    since: float  # unix seconds, of its provisioning
     # Runs managed jobs, where the API server does not run them itself (consolidation mode). Such a controller keeps the
     # clusters of its jobs on record itself: they are not listed here.
     is_controller: bool = False
-    exists: bool = True  # on record as more than history
-    price_per_hour: float | None = None  # dollars of one node, by SkyPilot's catalog
-
-    @property
-    def up(self) -> bool:
-        """Whether it costs money, as far as SkyPilot knows."""
-        return bool(self.intervals) and self.intervals[-1][1] is None
 
 
 def clusters() -> list[Cluster]:
-    """Every cluster with our label, of managed jobs and other ones, of the last 30 days, and the controllers."""
+    """Every cluster with our label that is up, of managed jobs and other ones, and the controllers."""
     from sky.client import sdk
     from sky.utils import common
 
     found = []
     for one in sdk.get(sdk.cost_report()):
-        labels = one["resources"].labels or {}
+        labels, intervals = one["resources"].labels or {}, one["usage_intervals"] or ()
         is_controller = one["name"].startswith(common.JOB_CONTROLLER_PREFIX)
-        if is_controller or labels.get("project") == PROJECT:
-            intervals = [(a, b) for a, b in one["usage_intervals"] or ()]
-            machine_hours = one["num_nodes"] * one["duration"] / 3600
-            price = one["total_cost"] / machine_hours if one["total_cost"] and machine_hours else None  # 0: no catalog
-            found.append(
-                Cluster(
-                    one["name"],
-                    labels.get("run"),
-                    one["num_nodes"],
-                    intervals,
-                    is_controller,
-                    one["status"] is not None,
-                    price,
-                )
-            )
+        if (is_controller or labels.get("project") == PROJECT) and intervals and intervals[-1][1] is None:
+            found.append(Cluster(one["name"], labels.get("run"), intervals[-1][0], is_controller))
     return found
 
 

@@ -1,15 +1,12 @@
 """The bill of a run: its cost by stage, phase and market, and a row for each attempt."""
 
 import time
-from collections.abc import Iterator
 
 from rich.table import Table
 
 from pipelines.artifacts.traffic import GB
 from pipelines.show.console import cell, console, duration, money
 from pipelines.tracking.account import Account, AttemptAccount, TrafficCost, market_of, merge_waits
-from pipelines.tracking.clusters import read_intervals, reconcile
-from trainer.store import Store
 
 
 def print_bill(account: Account) -> None:
@@ -35,13 +32,6 @@ def print_bill(account: Account) -> None:
         lines.append(f"{account.usd_per_billion_tokens:,.2f} dollars per billion tokens")
     if account.traffic != TrafficCost():
         lines.append(traffic_text(account.traffic))
-    if account.outside.hours:
-        outside = money(account.outside.usd, account.outside.unpriced_hours)
-        lines.append(
-            f"{outside} of {money(account.total.usd, account.total.unpriced_hours)} dollars are not by our own clock: "
-            f"by SkyPilot's, machines were up for {duration(3600 * account.outside.hours)} outside all attempts "
-            "(set-up, waiting, release)"
-        )
     if account.interruptions.hours:
         lost = money(account.interruptions.usd, account.interruptions.unpriced_hours)
         lines.append(f"{lost} dollars lost to interruptions: repeated work, and the restarts")
@@ -77,15 +67,3 @@ def attempt_row(number: str, a: AttemptAccount) -> list[str]:
         money(a.bill.usd, a.bill.unpriced_hours),
         *(str(steps) if a.steps_done else "" for steps in (a.steps_done, a.steps_kept, a.steps_redone)),
     ]
-
-
-def sky_differences(store: Store, account: Account) -> Iterator[str]:
-    """The hours of SkyPilot's last report beside those of the ledger: a line for each cluster."""
-    intervals = read_intervals(store, account.run)
-    for one in reconcile(account, intervals) if intervals else []:
-        usd = "unknown dollars" if one.usd is None else f"{one.usd:+.2f} dollars"
-        usd += ", in the total" if one.hours > 0 else ""
-        yield (
-            f"{account.run}: cluster {one.cluster}: {one.sky_hours:.3f} h by SkyPilot, {one.ledger_hours:.3f} h "
-            f"in the ledger ({usd})"
-        )

@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from rich.markup import escape
@@ -22,7 +21,7 @@ SERIES = {  # CSV column -> metric
 }
 
 
-def print_runs(summaries: list[Summary], where: str, notes: Iterable[str] = ()) -> None:
+def print_runs(summaries: list[Summary], where: str) -> None:
     if not summaries:
         console().print(f"no runs in {escape(where)} yet; `skytrain run smoke` makes one")
         return
@@ -41,7 +40,7 @@ def print_runs(summaries: list[Summary], where: str, notes: Iterable[str] = ()) 
             "" if s.goodput is None else f"{s.goodput:.0%}",
         )
     console().print(table)
-    for line in [*(line for s in summaries for line in s.faults), *notes]:
+    for line in (line for s in summaries for line in s.faults):
         console().print(escape(line))
 
 

@@ -1,4 +1,4 @@
-"""The output of the verbs status, stop and orphans."""
+"""The output of the verbs status and stop."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.markup import escape
 
-from pipelines.cloud.control import Orphan, Status
+from pipelines.cloud.control import Status
 from pipelines.show.console import console, duration, money, printable, say, typeable
 from pipelines.tracking.forecast import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
@@ -54,16 +54,6 @@ def print_status(runs: list[Status], notes: Iterable[str] = ()) -> None:
     print_notes(out, notes)
 
 
-def print_jobs(runs: list[Status], notes: Iterable[str] = ()) -> None:
-    """The jobs alone, after `print_status` without them."""
-    out = console()
-    for run in runs:
-        if run.tasks:
-            out.print(f"[bold]{shown(run.run)}[/]  {shown(run.state)}")
-            print_tasks(out, run)
-    print_notes(out, notes)
-
-
 def print_tasks(out: Console, run: Status) -> None:
     for task in run.tasks:
         recoveries = f", recovered {several(task.recoveries, 'time')}" if task.recoveries else ""
@@ -100,13 +90,6 @@ def print_stopped(
         else:
             text += f"{'its machine is released; ' if launched else ''}{again} continues"
     say(f"{run}: {text}")
-
-
-def print_orphans(orphans: Iterable[Orphan]) -> None:
-    """A line for each machine, or "none"."""
-    lines = [f"{one.what}: {one.why}; {one.remedy} removes it" for one in orphans]
-    for line in lines or ["none"]:
-        say(line)
 
 
 # Forecasts

@@ -88,7 +88,7 @@ class Account:
 
     run: str
     attempts: tuple[AttemptAccount, ...]  # in the order in which they started
-    total: Cost  # of all attempts, and outside them
+    total: Cost  # of all attempts
     by_stage: dict[str, Cost]
     by_phase: dict[str, Cost]
     by_market: dict[str, Cost]  # "own machine", "aws spot", "gcp on demand", …
@@ -101,7 +101,6 @@ class Account:
     unseen_seconds: float  # at most so much is missing from the bill: a heartbeat interval for each death
     unseen_usd: float  # the same in dollars, of known prices
     traffic: TrafficCost = TrafficCost()  # of the total: between the machines and the store
-    outside: Cost = Cost()  # of the total: SkyPilot had the machines, and no attempt counted (see clusters.py)
     faults: tuple[str, ...] = ()  # unreadable heartbeats, which the bill does not contain
 
     def to_json(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, DamagedArtifact, Manifest, read_manifest
 from pipelines.recipe import Recipe
 from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
-from pipelines.tracking.clusters import read_intervals, with_cluster_hours
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.mlflow.settings import experiment_name, own_tags
 from pipelines.tracking.records import Heartbeat
@@ -187,16 +186,9 @@ class Run:
 
     @cached_property
     def account(self) -> Account:
-        """The time and money of all attempts, and of their machines outside the attempts."""
+        """The time and money of all attempts."""
         heartbeats, damage = self._heartbeats
-        try:
-            intervals = read_intervals(self.store, self.name)
-        except (DamagedRecord, NewerRecord) as error:
-            intervals = []
-            renews = "; `skytrain status` renews it" if isinstance(error, DamagedRecord) else ""
-            damage = [*damage, f"{error}{renews}"]
-        tokens = partial(tokens_of_steps, self.recipe.train)
-        return with_cluster_hours(account(self.name, heartbeats, tokens, damage), intervals)
+        return account(self.name, heartbeats, partial(tokens_of_steps, self.recipe.train), damage)
 
     @cached_property
     def series(self) -> list[dict[str, Any]]:

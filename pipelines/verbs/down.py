@@ -8,7 +8,7 @@ from pipelines.verbs.runs import named_run
 
 def down(run: RunName, store: StoreUri = None) -> None:
     """Cancel a run's job at once and remove its machines; its commits stay."""
-    os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")  # without a store, SkyPilot's own record names the run too
+    os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")  # SkyPilot's own record suffices
     from pipelines.cloud import control
     from pipelines.cloud.request import last_launch
     from pipelines.cloud.skypilot import reach_api_server
@@ -16,18 +16,16 @@ def down(run: RunName, store: StoreUri = None) -> None:
     from pipelines.show.findings import print_note, print_note_on_stderr
     from trainer.errors import UserError
 
+    failure = None
     try:
         record, opened = named_run(run, store)
-        name, launched = record.run, last_launch(opened, record.run) is not None
+        run = record.run
+        if last_launch(opened, run) is None:
+            raise UserError(f"down: {run} was never launched, so it has no machines to remove")
     except (UserError, OSError) as error:
-        reach_api_server(print_note_on_stderr)
-        name, opened = control.run_on_skypilots_record(run, str(error)), None
-        print_note_on_stderr(f"{error}; by SkyPilot's record, the run is {name}")
-    else:
-        if not launched:
-            raise UserError(f"down: {name} was never launched, so it has no machines to remove")
-        reach_api_server(print_note_on_stderr)
-    clusters = control.down(name, print_note)
-    if opened:
-        control.record_cluster_hours(opened, [name], clusters)
-    say(f"{name}: no job and no cluster of it is left")
+        failure = error
+        print_note_on_stderr(f"{error}; asking SkyPilot for machines of {run}")
+    reach_api_server(print_note_on_stderr)
+    if not control.down(run, print_note) and failure:
+        raise UserError(f"down: SkyPilot has no job and no cluster of {run}; give the run's whole name")
+    say(f"{run}: no job and no cluster of it is left")

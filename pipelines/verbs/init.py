@@ -32,7 +32,7 @@ def init(
     os.environ.setdefault("SKYTRAIN_STORE_SECONDS", "10")
     from pipelines.artifacts.store import open_store
     from pipelines.cloud.checks import check_image_name
-    from pipelines.cloud.launch import check_places
+    from pipelines.cloud.skypilot import check_places
     from pipelines.project import FILE, Project
     from pipelines.show.console import say
     from pipelines.tracking.mlflow.settings import without_credentials

@@ -136,12 +136,11 @@ def serve_page(store: "Store", names: list[str], overlays: list[str], port: int)
 
 def show_runs(store: "Store", runs: "list[Run]", with_bill: bool) -> None:
     """Print the table of runs; `with_bill`: also the bill, if it is one run."""
-    from pipelines.show.bill import print_bill, sky_differences
+    from pipelines.show.bill import print_bill
     from pipelines.show.console import say
     from pipelines.show.runs import print_runs
 
-    notes = [line for run in runs for line in sky_differences(store, run.account)]
-    print_runs([run.summary for run in runs], store.uri, notes)
+    print_runs([run.summary for run in runs], store.uri)
     if with_bill and len(runs) == 1:
         say("")
         print_bill(runs[0].account)

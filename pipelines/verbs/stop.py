@@ -33,6 +33,6 @@ def stop(
     left = None
     if after and after.state != "running" and launched and launched.jobs:
         seconds = max(0.0, wait - (time.monotonic() - began))
-        left = control.wait_until_released(record.run, launched.jobs, seconds, print_note, print_note_on_stderr)
+        left = control.wait_until_released(record.run, launched.jobs, seconds, print_note_on_stderr)
     print_stopped(record.run, before, after, launched is not None, left)
     sys.exit(bool(after and after.state == "running"))

@@ -22,7 +22,6 @@ from pipelines.cloud.pricing import best_places_first
 from pipelines.cloud.tasks import MachineRequest
 from pipelines.recipe import load_recipe
 from pipelines.tracking.account import StoredHeartbeat, account
-from pipelines.tracking.clusters import Interval, with_cluster_hours
 from pipelines.tracking.ledger import traffic_seconds
 from pipelines.tracking.records import Heartbeat, Machine, Progress
 from pipelines.tracking.runs import record
@@ -95,8 +94,6 @@ def test_traffic_is_a_part_of_the_bill_of_every_sum(monkeypatch: pytest.MonkeyPa
     assert (bill.traffic.usd, bill.traffic.unpriced_bytes) == (pytest.approx(12 + 1), GB)
     for sums in (bill.by_stage, bill.by_phase, bill.by_market):
         assert sum(cost.usd for cost in sums.values()) == pytest.approx(bill.total.usd)
-    cluster = [Interval("c", 1, now - 7200, now)]
-    assert with_cluster_hours(bill, cluster).outside.usd == pytest.approx(8)  # an hour at its price, without traffic
     assert traffic_seconds(GB, beat) == pytest.approx(0.12 / 8 * 3600)
     assert traffic_seconds(GB, replace(beat, price_per_hour=None)) == 0
 

@@ -104,7 +104,7 @@ def test_a_recorded_launch_can_be_repeated(tmp_path: Path) -> None:
     write_launch(store, launched)
     assert last_launch(store, "tiny-12345678") == launched
     written = json.loads(store.get("launches/tiny-12345678.json") or b"")
-    assert list(written) == ["wish", "stages", "jobs", "secrets", "time", "earlier"]
+    assert list(written) == ["request", "stages", "jobs", "secrets", "time", "earlier"]
     assert written["earlier"] == [{"time": 1e8, "stages": ["tokenize"], "jobs": [6]}]
 
 

@@ -14,7 +14,6 @@ from run_records import PLANS, RUN, attempted, done_run, recorded, row, segment
 
 from pipelines.show.runs import print_runs, print_series
 from pipelines.stage import STAGES
-from pipelines.tracking.clusters import Interval, record_intervals
 from pipelines.tracking.records import Machine, Progress
 from pipelines.tracking.runs import (
     Run,
@@ -63,18 +62,6 @@ def test_a_report_continues_after_a_damaged_manifest_and_names_it(
     out = capsys.readouterr().out
     assert out.splitlines()[1].split()[:2] == [RUN, "damaged"] and f"{store.uri}/{key}: damaged" in out
     assert "20.00" in out
-
-
-def test_skypilots_view_of_a_runs_clusters_is_below_the_table(
-    store: LocalStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done_run(store)
-    attempted(store, "train", hours=0.5, price_per_hour=10.0, machine=Machine(cloud="aws", cluster="spot-7"))
-    record_intervals(store, RUN, [Interval("spot-7", 1, 0.0, 1800.0), Interval("spot-7", 1, 3600.0, 3960.0)])
-    report(None, store=store.uri)
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        f"{RUN}: cluster spot-7: 0.600 h by SkyPilot, 0.500 h in the ledger (+1.00 dollars, in the total)"
-    )
 
 
 def test_the_report_of_one_run_shows_its_costs_by_purpose_and_price(

@@ -1,6 +1,6 @@
-"""Real SkyPilot without a cloud: its API server, and two Slurm clusters with simulated GPUs on this machine.
+"""Real SkyPilot without a cloud: its API server, and a Slurm cluster of two nodes with simulated GPUs on this machine.
 
-SkyPilot takes each cluster for a region of the cloud Slurm. Each has its own controller, nodes, login and home folder.
+SkyPilot takes the cluster for a region of the cloud Slurm.
 
 Everything listens on loopback and lies in one folder. Outside the folder it adds the logins to /etc/passwd (roots with
 other homes, because other users cannot read the files of the tests), the nodes to /etc/hosts and a file to
@@ -41,7 +41,6 @@ PROFILE = Path("/etc/profile.d/skytrain-local-cloud.sh")
 HOSTS, PASSWORDS = Path("/etc/hosts"), Path("/etc/passwd")
 LOCK = Path("/run/skytrain-local-cloud.lock")
 PRICE = 3.6  # dollars an hour and GPU: 8 of them cost 0.8 cents a second
-DEARER = 4.5  # in the second cluster
 
 # Nodes would download uv, a Python and SkyPilot. These shims give them this Python and its SkyPilot. Otherwise every
 # cluster copies half a gigabyte of packages, which takes longer on two cores than the whole test.
@@ -162,10 +161,8 @@ class LocalCloud:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.client = self.folder / "client"  # home folder of SkyPilot's client and API server
-        self.probe_port, self.ssh_port, self.api_port, *ports = free_ports(8)
-        self.local = SlurmCluster("local", ("st-n1", "st-n2"), PRICE, folder / "local", ports[:3])
-        self.other = SlurmCluster("other", ("st-n3",), DEARER, folder / "other", ports[3:])
-        self.clusters = (self.local, self.other)
+        self.probe_port, self.ssh_port, self.api_port, *ports = free_ports(6)
+        self.local = SlurmCluster("local", ("st-n1", "st-n2"), PRICE, folder / "local", ports)
         self.environment = {
             **sky_environment(self.client),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -188,17 +185,11 @@ class LocalCloud:
     def stop(self) -> None:
         self._stack.close()
 
-    def slurm(self, *command: str, cluster: SlurmCluster | None = None) -> str:
-        """The output of one of Slurm's commands, in the cluster `local` or in another one."""
-        environment = os.environ | (cluster or self.local).environment
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    def slurm(self, *command: str) -> str:
+        """The output of one of Slurm's commands."""
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | self.local.environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
-
-    @property
-    def jobs(self) -> str:
-        """A line for each job of both clusters."""
-        return "".join(self.slurm("squeue", "-h", cluster=cluster) for cluster in self.clusters)
 
     def sky(self, *words: str, expect: int | None = 0) -> str:
         """The output of SkyPilot's command line."""
@@ -215,8 +206,7 @@ class LocalCloud:
     def _start(self) -> None:
         self._change_machine()
         self._start_munge()
-        for cluster in self.clusters:
-            self._start_slurm(cluster)
+        self._start_slurm(self.local)
         self._start_sshd()
         self._daemon([sys.executable, "-m", "http.server", str(self.probe_port), "--bind", LOOPBACK], "probe")
         self._write_client()
@@ -232,9 +222,8 @@ class LocalCloud:
     def _end_jobs(self) -> None:
         """Ends the jobs first: Slurm's job processes outlive its daemons, and nothing identifies them then."""
         with suppress(AssertionError, TimeoutError, subprocess.TimeoutExpired):
-            for cluster in self.clusters:
-                self.slurm("scancel", "--partition=gpu", cluster=cluster)
-            wait_until(lambda: not self.jobs, "the end of Slurm's jobs", 30)
+            self.slurm("scancel", "--partition=gpu")
+            wait_until(lambda: not self.slurm("squeue", "-h"), "the end of Slurm's jobs", 30)
 
     def _end_processes(self) -> None:
         """Kills the processes that SkyPilot leaves: those with HOME or SLURM_CONF in our folder, and those of sshd's
@@ -259,11 +248,9 @@ class LocalCloud:
         except BlockingIOError:
             raise AssertionError(f"{LOCK} is held: another local cloud is up") from None
         self._stack.callback(self._end_processes)
-        for cluster in self.clusters:
-            cluster.home.mkdir(parents=True)
-        nodes = [node for cluster in self.clusters for node in cluster.nodes]
-        self._add_lines(HOSTS, "".join(f"127.0.1.{i} {node}\n" for i, node in enumerate(nodes, start=1)))
-        self._add_lines(PASSWORDS, "".join(f"{one.login}:*:0:0::{one.home}:/bin/bash\n" for one in self.clusters))
+        self.local.home.mkdir(parents=True)
+        self._add_lines(HOSTS, "".join(f"127.0.1.{i} {node}\n" for i, node in enumerate(self.local.nodes, start=1)))
+        self._add_lines(PASSWORDS, f"{self.local.login}:*:0:0::{self.local.home}:/bin/bash\n")
         shims = self.folder / "shims"
         shims.mkdir()
         values = {"shims": shims, "python": sys.executable, "packages": sysconfig.get_path("purelib")}
@@ -280,7 +267,6 @@ class LocalCloud:
         file.write_text(f"{file.read_text().rstrip()}\n{lines}")
 
     def _start_munge(self) -> None:
-        """One for both clusters."""
         folder = self.folder / "munge"
         folder.mkdir()
         (folder / "key").write_bytes(os.urandom(1024))
@@ -320,8 +306,8 @@ class LocalCloud:
             "MaxSessions": "100",
         }
         lines = [f"{name} {value}" for name, value in options.items()]
-        for cluster in self.clusters:  # rsync runs without a login shell
-            lines += [f"Match User {cluster.login}", f"SetEnv SLURM_CONF={cluster.environment['SLURM_CONF']}"]
+        # rsync runs without a login shell.
+        lines += [f"Match User {self.local.login}", f"SetEnv SLURM_CONF={self.local.environment['SLURM_CONF']}"]
         (self.folder / "sshd_config").write_text("\n".join(lines) + "\n")
         sshd = [str(shutil.which("sshd")), "-D", "-e", "-f", str(self.folder / "sshd_config")]
         daemon = self._daemon(sshd, "sshd")
@@ -334,13 +320,10 @@ class LocalCloud:
         (self.client / ".sky" / "user_hash").write_text(self.user_hash)
         (self.client / "none").touch()  # AWS's files in sky_environment: on Slurm, SkyPilot opens them
         (self.client / ".slurm" / "config").write_text(
-            "".join(
-                f"Host {cluster.name}\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {cluster.login}\n"
-                f"  IdentityFile {self.folder}/client-key\n  IdentitiesOnly yes\n"
-                for cluster in self.clusters
-            )
+            f"Host {self.local.name}\n  HostName {LOOPBACK}\n  Port {self.ssh_port}\n  User {self.local.login}\n"
+            f"  IdentityFile {self.folder}/client-key\n  IdentitiesOnly yes\n"
         )
-        pricing = {one.name: {"pricing": {"accelerators": {"H100": one.price}}} for one in self.clusters}
+        pricing = {self.local.name: {"pricing": {"accelerators": {"H100": self.local.price}}}}
         config = {
             "allowed_clouds": ["slurm"],
             "slurm": {"provision_timeout": 60, "cluster_configs": pricing},

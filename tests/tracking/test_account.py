@@ -22,7 +22,6 @@ from pipelines.tracking.account import (
     settled_phases,
     total_cost,
 )
-from pipelines.tracking.clusters import Interval, reconcile
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat, Machine, ProcessId, Progress
 
@@ -166,19 +165,6 @@ def test_an_attempt_that_may_be_alive_is_not_lost(alive: bool | None, deaths: in
 def test_the_stores_clock_shows_the_error_of_a_nodes_clock() -> None:
     bill = account("run", [StoredHeartbeat(PREFIX, beat(), stored=HOUR + 90.0)])
     assert bill.attempts[0].skew_seconds == 90.0 and bill.total.hours == 1.0
-
-
-# --- SkyPilot's own record
-
-
-def test_hours_that_only_skypilot_has_are_shown_as_a_difference() -> None:
-    ours = beat(nodes=2, machine=Machine(cloud="aws", cluster="one"), price_per_hour=3.0)
-    theirs = [Interval("one", 2, -360.0, HOUR), Interval("one", 2, HOUR, HOUR + 360.0), Interval("two", 1, 0.0, None)]
-    theirs[-1] = replace(theirs[-1], seen=1800.0)
-    one, two = reconcile(of(ours, beat(attempt=2)), theirs)
-    assert (one.cluster, one.sky_hours, one.ledger_hours) == ("one", pytest.approx(2.4), 2.0)
-    assert one.usd == pytest.approx(0.4 * 3.0)
-    assert (two.cluster, two.sky_hours, two.ledger_hours, two.usd) == ("two", 0.5, 0.0, None)
 
 
 # --- for any attempts

@@ -27,7 +27,6 @@ from run_records import (
 from pipelines.artifacts.manifest import read_manifest
 from pipelines.show.page import run_data
 from pipelines.stage import STAGES, plans_of
-from pipelines.tracking.clusters import clusters_key
 from pipelines.tracking.compare import compare
 from pipelines.tracking.ledger import attempts, this_process
 from pipelines.tracking.records import Heartbeat, Progress
@@ -290,7 +289,7 @@ def test_all_views_of_a_run_read_each_object_once(tmp_path: Path) -> None:
     assert snapshot.summary.state == snapshot.state
     heartbeats = [f"{prefix}/attempts/{number:04d}/heartbeat.json" for prefix in prefixes for number in (1, 2)]
     manifests = [f"{prefix}/MANIFEST.json" for prefix in made.prefixes.values()]
-    assert store.reads == Counter([*heartbeats, *manifests, clusters_key(RUN)])
+    assert store.reads == Counter([*heartbeats, *manifests])
     assert {prefix: n for prefix, n in store.listings.items() if "/attempts/" in prefix} == {
         f"{prefix}/attempts/": 1 for prefix in prefixes
     }
