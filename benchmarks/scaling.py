@@ -103,7 +103,6 @@ def main() -> None:
     parser.add_argument("--micro-batch", default="auto", help="sequences of a micro-batch")
     parser.add_argument("--gpu-tokens", type=int, help="tokens of a step on a GPU [the recipe's batch / GPUs]")
     parser.add_argument("--precision", default="auto")
-    parser.add_argument("--data-parallel", default="zero1", help="zero1 or all_reduce")
     parser.add_argument("--reduce-dtype", default="fp32", help="fp32 or bf16")
     parser.add_argument("--steps", type=int, default=20)
     chosen = parser.parse_args()
@@ -111,7 +110,7 @@ def main() -> None:
         parser.error("--gpus: one GPU has nothing to scale; name 2 or more")
     gpu_tokens = chosen.gpu_tokens or load_recipe(chosen.recipe).train.batch_tokens // chosen.gpus
     options = ["--micro-batch", chosen.micro_batch, "--precision", chosen.precision, "--steps", str(chosen.steps)]
-    options += ["--data-parallel", chosen.data_parallel, "--set", f"runtime.reduce_dtype={chosen.reduce_dtype}"]
+    options += ["--set", f"runtime.reduce_dtype={chosen.reduce_dtype}"]
     rows(chosen.recipe, options, gpu_tokens, chosen.gpus)
 
 

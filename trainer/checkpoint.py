@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.commits import (
-    SEGMENT_NAME,
     Commit,
     DamagedCommit,
     FileReceipt,
@@ -31,16 +30,13 @@ from trainer.commits import (
     attempt_of,
     checkpoint_folders,
     committed_folders,
-    cut_segment,
     deletable_checkpoints,
     delete_checkpoint,
-    named,
     step_of,
 )
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES
 from trainer.errors import NotAFile, StaleAttempt, StoreUnavailable
 from trainer.events import Checkpointed, CheckpointFailed, Damaged, EventLog
-from trainer.health import is_rollback_point
 from trainer.loading import load_files
 from trainer.parallel import World
 from trainer.pieces import HostCopy, Piece
@@ -335,9 +331,7 @@ class Checkpointer:
             delete_checkpoint(self.store, self._damaged.pop())
         # The commit of `state` is sound. One of a later step is of a superseded attempt, and displaces nothing.
         committed = [f for f in committed_folders(self.store, self.prefix) if step_of(f) <= state.step]
-        for folder in self._not_newer(
-            deletable_checkpoints(committed, self.keep_last, state.health.calm_step, self.keep_every)
-        ):
+        for folder in self._not_newer(deletable_checkpoints(committed, self.keep_last, self.keep_every)):
             delete_checkpoint(self.store, folder)
 
     def _delete_uncommitted(self, step: int) -> None:
@@ -354,12 +348,9 @@ class Checkpointer:
 
     # --- loading
 
-    def load_latest(self, pieces: dict[str, Piece], log: EventLog, last_step: int | None = None) -> TrainState | None:
-        """Fill `pieces` in place from the newest sound commit. None if there is none.
-
-        With `last_step`: from the newest rollback point up to that step.
-        """
-        while folders := [f for f in self._committed(last_step) if f not in self._damaged]:
+    def load_latest(self, pieces: dict[str, Piece], log: EventLog) -> TrainState | None:
+        """Fill `pieces` in place from the newest sound commit. None if there is none."""
+        while folders := [f for f in self._committed() if f not in self._damaged]:
             state, damage = self.load(folders[0], pieces)
             if state:
                 return state
@@ -384,36 +375,11 @@ class Checkpointer:
         damage = load_files(self.store, folder, commit.files, pieces, self.world, self.work / "loading")
         return (None, damage) if damage else (commit.state, "")
 
-    def _committed(self, last_step: int | None) -> list[str]:
+    def _committed(self) -> list[str]:
         """Folders of the commits, newest first, equal on all ranks: rank 0 lists, because a dying attempt may still
         commit one and delete another."""
         folders = committed_folders(self.store, self.prefix) if self.world.rank == 0 else []
-        folders = self.world.gather(folders)[0]
-        if last_step is None:
-            return folders
-        return [f for f in folders if step_of(f) <= last_step and is_rollback_point(step_of(f))]
-
-    # --- rolling back
-
-    def delete_after(self, step: int) -> None:
-        """Remove all checkpoints and rows after `step`, to which the run returned.
-
-        StaleAttempt, on every rank, if a newer attempt exists.
-        """
-        stale = self.world.gather(self.world.rank == 0 and self.superseded())[0]
-        if stale:
-            raise StaleAttempt(f"attempt {self.attempt} of {self.prefix} was superseded: nothing is rolled back")
-        if self.world.rank == 0:
-            # Uncommitted folders go, too: their receipts would belong to files with other weights.
-            for folder in self._not_newer(checkpoint_folders(self.store, self.prefix)):
-                if step_of(folder) > step:
-                    delete_checkpoint(self.store, folder)
-            for key in self._not_newer(e.key for e in named(self.store, f"{self.prefix}/metrics/", SEGMENT_NAME)):
-                if step_of(key) > step:
-                    rest = cut_segment(self.store, self.prefix, key, step)
-                    if self._segment and key == self._segment.key:
-                        self._segment = rest
-        self.world.gather(None)  # no rank commits before the deletion is complete
+        return list(self.world.gather(folders)[0])
 
 
 def receipt_seconds(size: int) -> float:

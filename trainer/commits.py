@@ -16,7 +16,7 @@ from pydantic import Field
 
 from trainer.config import PRIOR_SECONDS_BETWEEN_FAILURES, TrainConfig
 from trainer.errors import NotAFile
-from trainer.health import Health, data_step, is_rollback_point
+from trainer.health import Health
 from trainer.metrics import merge_rows
 from trainer.store import Entry, Store, slices
 from trainer.stored import Count, DamagedRecord, Key, Sha256, Size, Stored, UnixSeconds, decoded, typed
@@ -50,7 +50,8 @@ class TrainState(Stored):
     devices: str = ""
     memory_settings: str = ""
     health: Health = field(default_factory=Health)
-    rollbacks: tuple[tuple[int, int], ...] = ()  # (step that the run returned to, steps of data that it skips there)
+    # Of version 0.1, which returned to an earlier step when the loss rose: (that step, steps of data skipped there).
+    rollbacks: tuple[tuple[int, int], ...] = ()
     text_from: int = 0  # the step at which a branch began to read another text than its parent, from the start
 
     @property
@@ -110,6 +111,11 @@ class TrainState(Stored):
         self.step += 1
         self.tokens_seen += batch_tokens
         self.optimizer_steps += applied
+
+
+def data_step(step: int, rollbacks: Sequence[tuple[int, int]]) -> int:
+    """The position in the data order that update `step` (from 0) reads: each rollback shifts all steps after it."""
+    return step + sum(skipped for returned_to, skipped in rollbacks if step >= returned_to)
 
 
 @dataclass(frozen=True)
@@ -184,22 +190,12 @@ def _digest(values: dict[str, Any]) -> str:
     return sha256(json.dumps(values).encode()).hexdigest()
 
 
-def deletable_checkpoints(
-    committed: list[str], keep_last: int, calm_step: int | None, keep_every: int | None = None
-) -> list[str]:
+def deletable_checkpoints(committed: list[str], keep_last: int, keep_every: int | None = None) -> list[str]:
     """The folders of `committed` (newest first) that may be deleted.
 
     The `keep_last` newest ones stay, and those at multiples of `keep_every` steps.
-
-    With rollbacks on, two rollback points stay, too: the newest one before any rise of the loss, and the one after
-    it, which will take its place.
     """
-    protected = [folder for folder in committed if keep_every and step_of(folder) % keep_every == 0]
-    if calm_step is not None:
-        rollback_points = [folder for folder in committed if is_rollback_point(step_of(folder))]
-        newer = sum(step_of(folder) > calm_step for folder in rollback_points)
-        protected += rollback_points[max(0, newer - 1) : newer + 1]
-    return [folder for folder in committed[keep_last:] if folder not in protected]
+    return [folder for folder in committed[keep_last:] if not (keep_every and step_of(folder) % keep_every == 0)]
 
 
 def delete_checkpoint(store: Store, folder: str) -> None:
@@ -266,16 +262,6 @@ class Segment:
     @property
     def full(self) -> bool:
         return len(self.body) >= SEGMENT_BYTES
-
-
-def cut_segment(store: Store, prefix: str, key: str, last_step: int) -> Segment | None:
-    """Remove the rows after `last_step` from a segment. Returns the segment with the rows before, if there are any."""
-    rows = [row for row in rows_of(f"{store.uri}/{key}", store.get(key) or b"") if row["step"] <= last_step]
-    rest = Segment.of(prefix, last_step, attempt_of(key), rows) if rows else None
-    if rest:
-        store.put(rest.key, rest.body)
-    store.delete(key)
-    return rest
 
 
 def series(store: Store, prefix: str) -> list[dict[str, Any]]:

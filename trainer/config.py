@@ -162,15 +162,6 @@ class TrainConfig(Section):
         description="Skip an update whose gradient norm is this far above the mean of the last 128; null: off "
         "[standard deviations]",
     )
-    rollback_above_nats: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Divergence: the mean loss of 32 updates is this far above the lowest mean of 128 updates so "
-        "far. The run then rolls back to a commit from before the rise. 0.5 is good where all shards are "
-        "alike; shards of prose and of code may differ by more than 1; null: off [nats]",
-    )
-    max_rollbacks: int = Field(default=3, ge=0, description="After this many rollbacks the run fails with a diagnosis")
     seed: int = Field(default=1337, ge=0, lt=2**63, description="Seed of the initial weights and of the data order")
     val_every: int | None = Field(
         default=250,
@@ -278,6 +269,8 @@ class TrainConfig(Section):
 
 # Fields that came later. A training that leaves them out keeps the fingerprint that it had before.
 ADDED_FIELDS = ("stop_at", "init_from", "branch_from")
+# Fields that are gone, with the values that fingerprints of trainings without them had.
+FORMER_FIELDS = {"rollback_above_nats": None, "max_rollbacks": 3}
 # Fields without a meaning for AdamW alone, whose trainings keep their fingerprints, too.
 MUON_FIELDS = (
     "embedding_learning_rate",
@@ -298,6 +291,7 @@ def identity_of(train: TrainConfig) -> dict[str, Any]:
     if train.optimizer == "adamw":
         for name in ("optimizer", *MUON_FIELDS):
             del values[name]
+    values |= FORMER_FIELDS
     for name in ADDED_FIELDS:
         if (value := values.pop(name)) is not None:
             values[name] = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
@@ -325,10 +319,6 @@ class RuntimeConfig(Section):
         default=False,
         description="Save memory: the backward pass computes GELU and LayerNorm again (fused; in fp8 GELU alone), or "
         "whole blocks (the other engines; about 30% more FLOPs)",
-    )
-    data_parallel: Literal["zero1", "all_reduce"] = Field(
-        default="zero1",
-        description="Division of the optimizer state over the ranks of the fused engine; the other engines all-reduce",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",

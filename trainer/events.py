@@ -93,16 +93,6 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class RolledBack:
-    """The run diverged at `step` and returned to step `to`; it skips the data of `left_out` steps."""
-
-    step: int
-    to: int
-    left_out: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class Sampled:
     """Texts that the weights after `step` updates generate."""
 
@@ -121,19 +111,7 @@ class Progressed:
 
 EVENTS_FILE = "events.jsonl"  # in the work folder of an attempt
 
-Event = (
-    Row
-    | PhaseChanged
-    | Started
-    | Damaged
-    | Checkpointed
-    | CheckpointFailed
-    | Skipped
-    | Slow
-    | RolledBack
-    | Sampled
-    | Progressed
-)
+Event = Row | PhaseChanged | Started | Damaged | Checkpointed | CheckpointFailed | Skipped | Slow | Sampled | Progressed
 
 KINDS: dict[str, type[Event]] = {
     "row": Row,
@@ -144,7 +122,6 @@ KINDS: dict[str, type[Event]] = {
     "checkpoint_failed": CheckpointFailed,
     "skipped": Skipped,
     "slow": Slow,
-    "rollback": RolledBack,
     "sampled": Sampled,
     "progress": Progressed,
 }

@@ -61,9 +61,7 @@ def devices_of(world: World) -> str:
 
 def memory_settings(engine: Engine, runtime: RuntimeConfig) -> str:
     """The choices besides the device that decide how much memory a micro-batch takes."""
-    options = ", ".join(
-        f"{name} {getattr(runtime, name)}" for name in ("recompute", "data_parallel", "reduce_dtype", "deterministic")
-    )
+    options = ", ".join(f"{name} {getattr(runtime, name)}" for name in ("recompute", "reduce_dtype", "deterministic"))
     return f"{engine.why}; {engine.precision}; {options}"
 
 

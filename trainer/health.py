@@ -2,9 +2,7 @@
 
 - *A bad batch*: a loss or gradient that is not finite, or far above its own recent window. The run skips the update;
   weights and moments do not change.
-- *Divergence*: the loss stays above its own best level, or is not finite many times in a row. The run returns to a
-  commit from before the rise, and never reads the data in between again. If that does not help, it stops with a
-  diagnosis.
+- *Divergence*: the loss is not finite many times in a row. The run stops with a diagnosis; its commits stay.
 - *A step that never ends*: a hung collective, a dead peer, a frozen disk. The process exits, and its launcher starts
   it again.
 
@@ -31,12 +29,6 @@ from trainer.process import Background
 from trainer.stored import Stored
 
 OUTLIER_WINDOW = 128  # values that a z-score compares with, as in llm.c; with fewer values nothing is an outlier
-# A limit of 0.5 nats on a mean of 32 is an area of 16 nat-steps: 4 steps at +4, or 32 at +0.5. The noise of a batch
-# (about 0.03 at 0.5M tokens, so 0.005 on the mean) is far below.
-RECENT, LEVEL = 32, 128
-# With rollbacks on, the run commits every 128th step and returns only to such a step. The other commits depend on the
-# clock, and a run that was killed must return to the same step as an undisturbed one.
-ROLLBACK_POINT_STEPS = 128
 NOT_FINITE_IN_A_ROW = 8  # bad batches do not come in such rows: by then the weights are ruined
 
 STUCK = "no progress"  # marks the line in which a rank reports why it exits
@@ -59,17 +51,15 @@ T = TypeVar("T")
 class Health(Stored):
     """The recent numbers that a run judges the next ones by. Every commit holds them."""
 
-    losses: tuple[float, ...] = ()  # the last LEVEL + RECENT finite ones
+    losses: tuple[float, ...] = ()  # the last OUTLIER_WINDOW finite ones
     grad_norms: tuple[float, ...] = ()  # the last OUTLIER_WINDOW finite ones
     skipped: int = 0  # updates not applied because of an anomaly
     not_finite: int = 0  # updates in a row, up to now, whose numbers were not finite
-    best_level: float | None = None  # the lowest mean of LEVEL losses in a row
-    calm_step: int | None = None  # the last step that surely lies before any rise; None with rollbacks off
 
     def after(
-        self, step: int, loss: float, grad_norm: float, config: TrainConfig, overflow_allowed: bool = False
+        self, loss: float, grad_norm: float, config: TrainConfig, overflow_allowed: bool = False
     ) -> tuple["Health", str | None]:
-        """The health after update number `step` (from 1), and the anomaly for which to skip that update, or None.
+        """The health after the next update, and the anomaly for which to skip that update, or None.
 
         With `overflow_allowed`, fp16's loss scaler handles a gradient that is not finite, if the loss is finite.
         """
@@ -84,41 +74,19 @@ class Health(Stored):
         grad_norms = (*self.grad_norms, bounded_norm)[-OUTLIER_WINDOW:]
         health = replace(
             self,
-            losses=(*self.losses, bounded_loss)[-LEVEL - RECENT :],
+            losses=(*self.losses, bounded_loss)[-OUTLIER_WINDOW:],
             grad_norms=grad_norms if math.isfinite(grad_norm) else self.grad_norms,
             skipped=self.skipped + bool(outliers),
             not_finite=0,
         )
-        return health.with_level(step, config.rollback_above_nats), outliers
+        return health, outliers
 
-    def with_level(self, step: int, limit_nats: float | None) -> "Health":
-        """This health with `best_level` and `calm_step` updated by the losses up to `step`."""
-        if limit_nats is None:
-            return self
-        calm_step = self.calm_step or 0
-        if len(self.losses) < LEVEL + RECENT:
-            return replace(self, calm_step=calm_step)
-        best = mean(self.losses[:LEVEL])
-        best = best if self.best_level is None else min(best, self.best_level)
-        # If the loss had risen before these RECENT losses, their mean would exceed half the limit.
-        calm = mean(self.losses[-RECENT:]) <= best + limit_nats / 2
-        return replace(self, best_level=best, calm_step=max(calm_step, step - RECENT) if calm else calm_step)
-
-    def diverged(self, config: TrainConfig) -> str | None:
+    @property
+    def diverged(self) -> str | None:
         """The evidence that the run diverges, so that skipping single updates does not help; None if it is healthy."""
-        if self.not_finite >= NOT_FINITE_IN_A_ROW:
-            return f"loss or gradient were not finite in {self.not_finite} updates in a row"
-        if config.rollback_above_nats is None or self.best_level is None:
+        if self.not_finite < NOT_FINITE_IN_A_ROW:
             return None
-        recent = mean(self.losses[-RECENT:])
-        if recent <= self.best_level + config.rollback_above_nats:
-            return None
-        return f"train/loss was {recent:.3f} over the last {RECENT} updates, {self.best_level:.3f} at its best before"
-
-
-def is_rollback_point(step: int) -> bool:
-    """Whether a run with rollbacks commits after `step` updates, and may return to that commit."""
-    return step % ROLLBACK_POINT_STEPS == 0
+        return f"loss or gradient were not finite in {self.not_finite} updates in a row"
 
 
 def bounded(name: str, value: float, window: Sequence[float], limit: float | None) -> tuple[float, str | None]:
@@ -142,26 +110,11 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def data_step(step: int, rollbacks: Sequence[tuple[int, int]]) -> int:
-    """The position in the data order that update `step` (from 0) reads.
-
-    Each of `rollbacks` (step returned to, steps of data skipped there) shifts all steps from that one on.
-    """
-    return step + sum(left_out for returned_to, left_out in rollbacks if step >= returned_to)
-
-
-def diagnosis(step: int, evidence: str, rollbacks: Sequence[tuple[int, int]], config: TrainConfig) -> str:
-    """The message of a run that stops because it diverges: the evidence, the rollbacks so far, and possible changes."""
-    if config.rollback_above_nats is None:
-        tried = "Nothing was tried: train.rollback_above_nats is off"
-    elif not rollbacks:
-        tried = "Nothing was tried: there is no commit to return to, or train.max_rollbacks is 0"
-    else:
-        returns = ", ".join(f"from step {to + left_out} to {to}" for to, left_out in rollbacks)
-        tried = f"Tried: {len(rollbacks)} rollback(s) ({returns}), each skipping the data in between"
+def diagnosis(step: int, evidence: str, config: TrainConfig) -> str:
+    """The message of a run that stops because it diverges: the evidence, and possible changes."""
     muon = f" and train.muon_learning_rate (now {config.muon_learning_rate:g})" if config.optimizer == "muon" else ""
     return (
-        f"training diverged at step {step}: {evidence}. {tried}; the last commit stays. "
+        f"training diverged at step {step}: {evidence}. The last commit stays. "
         f"Possible remedies: a lower train.learning_rate (now {config.learning_rate:g}){muon}, "
         f"a longer train.warmup_steps (now {config.warmup_steps}), train.grad_clip 1.0 (now {config.grad_clip}), "
         f"train.skip_grad_norm_zscore 6 (now {config.skip_grad_norm_zscore}), "

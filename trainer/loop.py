@@ -1,14 +1,15 @@
 """The training loop, from the newest commit to the last step.
 
-`train` is the main path; the functions that it calls follow below. Whenever the process dies, the same call resumes
-from the last commit with the same data and, at the same world size, the same losses bit for bit.
+`train` starts, `Training.run` repeats: measure, save, step. Whenever the process dies, the same call resumes from the
+last commit with the same data and, at the same world size, the same losses bit for bit.
 """
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -21,7 +22,7 @@ from trainer.engine import Batches, Engine, make_engine
 from trainer.errors import Diverged, Interrupted, UserError
 from trainer.evaluate import validation_loss
 from trainer.evaluation import Evaluation
-from trainer.events import EventLog, RolledBack, Skipped, Slow, Started
+from trainer.events import EventLog, Skipped, Slow, Started
 from trainer.fit import Fit, choose_micro_batch, devices_of, memory_settings
 from trainer.health import Health, Watchdog, diagnosis
 from trainer.metrics import mfu, peak_flops
@@ -51,122 +52,30 @@ def train(
 
     `origin` is asked where to begin once there is no commit, on every rank at the same time; None: from the seed.
 
-    Diverged if the run diverges and no rollback helps. Its earlier commits stay, and each of them is sound: a state is
-    committed once a forward pass over its weights has given a finite loss, of the next step, a validation or a probe.
+    Raises Diverged if the loss stays infinite or NaN. Earlier commits stay, and each of them is sound: a state is
+    committed once a forward pass over its weights gave a finite loss, of the next step, a validation or a probe.
     """
     check_shares(model_config, config, world.world_size)
-
-    def sequences_at(data_step: int) -> range:
-        return sequences_of(data_step, model_config, config, world.rank, world.world_size)
-
     with Watchdog(runtime, log.clock, world.rank) as watchdog, checkpointer:
         engine = make_engine(model_config, config, runtime, world)
         checkpointer.prepare(engine.pieces())  # while the state is fetched
-        state = resume(engine, checkpointer, log)
+        log.clock.enter("download")
+        state = checkpointer.load_latest(engine.pieces(), log)
         if state is None:
-            state = begin(engine, model_config, config, checkpointer, world, log, origin)
+            state = begin(engine, model_config, config, checkpointer, world, origin)
+        else:
+            engine.restore(state)
         fit = choose_micro_batch(engine, model_config, config, runtime, state, world)
         state.micro_batch_size = fit.micro_batch_size
         engine.tokens_at_once = fit.micro_batch_size * model_config.block_size  # for evaluations: these fit
         state.world_size, state.devices = world.world_size, devices_of(world)
         state.memory_settings = memory_settings(engine, runtime)
         log_start(engine, model_config, state, fit, world, log)
-        save_clock = SaveClock(
-            runtime,
-            checkpointer.between_failures,
-            rollbacks=config.rollback_above_nats is not None,
-            traffic_seconds=checkpointer.traffic_seconds,
-        )
-        peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-
-        saved, agreed, evidence = state.measured, Agreement(), None
-        every = evaluation.every if evaluation else None
-        saved_here = -1  # the step that this attempt saved last
-        failure: Exception | None = None  # of this rank: the next step lacks data
-        check = partial(check_all, world, stop, watchdog)
         data.waiting = partial(log.clock.phase, "data")
-        log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
-        failpoint("first-step")
-        while True:
-            # A stop leaves no time for measurements: the next attempt does them, even after the last step.
-            if state.val_is_due(config) and not agreed.stop and not evidence:
-                tokens, size = val_tokens(model_config, config), fit.micro_batch_size
-                val_loss = validate(engine, val_data, state, tokens, size, world, check, log)
-                agreed = replace(agreed, stop=val_loss is None)
-                evidence = ruined("val/loss", val_loss)
-            evaluating = state.evaluation_is_due(every, config) and not agreed.stop and not evidence
-            ending = agreed.stop or (state.has_ended(config) and not evaluating)
-            unsaved = state.measured != saved
-            if (ending or evaluating) and unsaved and state.val_step != state.step and not evidence:
-                evidence = ruined("the loss of a probe", probe(engine, data, sequences_at(state.data_step - 1), world))
-            if evidence:
-                state = roll_back(engine, state, evidence, config, checkpointer, log)
-                saved, agreed, evidence = state.measured, replace(agreed, save=False), None
-                saved_here = -1
-                save_clock.force()  # so that a commit soon records the rollback
-                continue
-            if ending or evaluating:
-                checkpointer.prove()
-            checkpointer.settle(log)
-            save_clock.uploaded(checkpointer.upload_seconds)
-            last = evaluating and state.has_ended(config)
-            if (agreed.save or ending or last) and unsaved:
-                with log.clock.phase("checkpoint"):
-                    if state.step == saved_here:
-                        checkpointer.amend(state, engine.pieces(), log)
-                    else:
-                        proven = ending or evaluating or state.val_step == state.step
-                        save_clock.saved(save(engine, state, checkpointer, log, proven))
-                    saved, saved_here = state.measured, state.step
-            if evaluating and evaluation:
-                complete = evaluate(engine, evaluation, state, world, check, log)
-                agreed = replace(agreed, stop=not complete, save=False)
-                continue
-            if ending:
-                with log.clock.phase("checkpoint"):
-                    if state.has_ended(config) and not agreed.stop:
-                        checkpointer.insist(engine.pieces(), log, partial(asked_meanwhile, stop, watchdog))
-                    checkpointer.finish(log)
-                if failure:
-                    raise failure
-                return engine, state
-            started = time.perf_counter()  # time.time() may jump
-            sequences, batch_tokens = sequences_at(state.data_step), batch_tokens_at(state.data_step, config)
-            upcoming = sequences_at(state.data_step + 1)
-            batches = data.micro_batches(sequences, fit.micro_batch_size, world.device, upcoming)
-            # Rank 0 finishes a save last: only it may request the next one, once it is no longer busy. With a commit
-            # before it, an evaluation that is killed repeats no step.
-            measured_next = bool(every and (state.step + 1) % every == 0)
-            due = save_clock.due_at(state.step + 1) or (
-                world.rank == 0 and (save_clock.due_now() or measured_next) and not checkpointer.busy
-            )
-            rates = rates_at(state.step, config)
-            next_ones = upcoming if state.step + 1 < config.max_steps else range(0)
-            votes = StepVotes(world, stop, due, data, sequences, next_ones)
-            verdict, applied = step(
-                engine,
-                watchdog.each(batches),
-                micro_batch_count(len(sequences), fit.micro_batch_size),
-                batch_tokens / model_config.block_size / world.world_size,
-                rates,
-                state.optimizer_steps + 1,
-                votes.judge(state, config, engine),
-                update_first=update_comes_first(engine, config),
-                before_update=checkpointer.before_update,
-            )
-            agreed, state.health, failure = verdict.agreed, verdict.health, verdict.failure
-            state.advance(batch_tokens, applied)
-            seconds = time.perf_counter() - started
-            log.clock.enter(log.training_phase(state.step))
-            watchdog.step_done(seconds)
-            tokens_per_second = batch_tokens / seconds
-            utilization = mfu(tokens_per_second, model_config, world.world_size, peak) if peak else None
-            log_step(log, engine, state.step, verdict, rates.vector, tokens_per_second, utilization)
-            evidence = state.health.diverged(config)
-            if not state.health.not_finite:
-                checkpointer.prove()  # the loss of this step is that of the weights before it
-            else:  # the weights may be ruined already
-                agreed = replace(agreed, save=False)
+        save_clock = SaveClock(runtime, checkpointer.between_failures, checkpointer.traffic_seconds)
+        on_training = (model_config, config, data, val_data, checkpointer, world, stop, log, evaluation)
+        Training(*on_training, engine, state, watchdog, save_clock).run()
+        return engine, state
 
 
 @dataclass(frozen=True)
@@ -179,43 +88,236 @@ class Verdict:
     failure: Exception | None = None  # of this rank
 
 
-@dataclass(frozen=True)
-class StepVotes:
-    """This rank's part of the exchange after a step, besides loss and norm.
+@dataclass
+class Training:
+    """A training on one rank, between two steps. All ranks call the same methods in the same order."""
 
-    A rank that cannot get the shards of its next step votes for a stop: so all ranks leave between two steps, with the
-    state in the store or on the disk, and not in a step, where the state would be lost.
-    """
-
+    model: ModelConfig
+    config: TrainConfig
+    data: TokenData
+    val_data: TokenData
+    checkpointer: Checkpointer
     world: World
     stop: StopSignal
-    save_due: bool
-    data: TokenData
-    sequences: range
-    upcoming: range  # the sequences of the next step; empty if there is none
+    log: EventLog
+    evaluation: Evaluation | None
+    engine: Engine
+    state: TrainState
+    watchdog: Watchdog
+    save_clock: SaveClock
+    agreed: Agreement = field(default_factory=Agreement)  # of the last step
+    failure: Exception | None = None  # of this rank: the next step lacks data
+    saved_step: int = -1  # the step that this attempt saved last
 
-    def agree(self, numbers: PendingNumbers) -> tuple[Agreement, Exception | None]:
-        """With the error of this rank, if it lacks the data of the next step."""
-        digest = self.data.digest(self.sequences)  # some ms for 512 sequences, while the GPU computes
+    def __post_init__(self) -> None:
+        self.saved = self.state.measured
+        cuda = self.world.device.type == "cuda"
+        self.peak_flops = peak_flops(torch.cuda.get_device_name(self.world.device)) if cuda else None
+
+    def run(self) -> None:
+        """Train from the state to the last step or a stop."""
+        self.log.clock.enter("compile")  # kernels, allocations and the compiler delay the first step
+        failpoint("first-step")
+        while True:
+            self.checkpointer.settle(self.log)
+            self.save_clock.uploaded(self.checkpointer.upload_seconds)
+            # A stop leaves no time for measurements: the next attempt does them, even after the last step.
+            if self.state.val_is_due(self.config) and not self.agreed.stop:
+                self.validate()
+            elif self.state.evaluation_is_due(self.evaluate_every, self.config) and not self.agreed.stop:
+                self.evaluate()
+            elif self.agreed.stop or self.state.has_ended(self.config):
+                return self.finish()
+            else:
+                if self.agreed.save:
+                    self.save(proven=self.state.val_step == self.state.step)
+                self.step()
+
+    # --- measure
+
+    @property
+    def evaluate_every(self) -> int | None:
+        return self.evaluation.every if self.evaluation else None
+
+    def validate(self) -> None:
+        """Measure the validation loss; it goes into the log and into the state. Stop if asked to meanwhile."""
+        tokens, size = val_tokens(self.model, self.config), self.state.micro_batch_size
+        with self.log.clock.phase("evaluate"):
+            try:
+                loss = validation_loss(self.engine.loss, self.val_data, tokens, size, self.world, self.check_stop)
+            except Interrupted:  # on all ranks; the next attempt measures it
+                self.agreed = replace(self.agreed, stop=True)
+                return
+            if not math.isfinite(loss):
+                self.diverge(f"val/loss is {loss}, so the weights are ruined")
+            self.state.val_loss, self.state.val_step = loss, self.state.step
+            self.log.row(self.state.step, **{"val/loss": loss})
+
+    def evaluate(self) -> None:
+        """Commit the weights, and evaluate them in place; the scores go into the log and into the state, the texts into
+        the log. Stop if asked to meanwhile."""
+        assert self.evaluation
+        self.prove_weights()
+        if self.agreed.save or self.state.has_ended(self.config):
+            self.save(proven=True)
+        self.agreed = replace(self.agreed, save=False)
+        with self.log.clock.phase("evaluate"):
+            failpoint("scores")
+            try:
+                scores = self.evaluation.scores(self.engine, self.world, self.check_stop)
+                texts = self.evaluation.texts(self.engine, self.world, self.check_stop)
+            except Interrupted:  # on all ranks; the next attempt evaluates
+                self.agreed = replace(self.agreed, stop=True)
+                return
+            self.state.evaluated_step, self.state.scores = self.state.step, scores
+            self.log.row(self.state.step, **scores)
+            if texts:
+                self.log.samples(self.state.step, texts)
+
+    def check_stop(self) -> None:
+        """Raise Interrupted on all ranks once one was asked to stop; also feeds the watchdog. A collective call."""
+        self.watchdog.progress()
+        if self.world.sum(self.stop.asked)[0]:
+            raise Interrupted
+
+    # --- save
+
+    def save(self, proven: bool) -> None:
+        """Start to commit the state, unless it is committed already."""
+        state = self.state
+        if state.measured == self.saved:
+            return
+        with self.log.clock.phase("checkpoint"):
+            if state.step == self.saved_step:
+                self.checkpointer.amend(state, self.engine.pieces(), self.log)
+            else:
+                started = time.monotonic()
+                self.engine.record(state)
+                self.checkpointer.save(state, self.engine.pieces(), self.log, proven)
+                self.save_clock.saved(time.monotonic() - started)
+            self.saved, self.saved_step = state.measured, state.step
+
+    def prove_weights(self) -> None:
+        """Let the state be committed, after a probe of one sequence a rank if no loss of its weights is known."""
+        state = self.state
+        if state.measured != self.saved and state.val_step != state.step:
+            sequences = self.sequences(state.data_step - 1)[:1]
+            ((tokens, targets),) = self.data.micro_batches(sequences, 1, self.world.device)
+            loss = self.world.sum(float(self.engine.loss(tokens, targets)))[0] / self.world.world_size
+            if not math.isfinite(loss):
+                self.diverge(f"the loss of a probe is {loss}, so the weights are ruined")
+        self.checkpointer.prove()
+
+    def finish(self) -> None:
+        """Commit the last state. Raises the error of this rank, or of the save."""
+        self.prove_weights()
+        self.save(proven=True)
+        with self.log.clock.phase("checkpoint"):
+            if self.state.has_ended(self.config) and not self.agreed.stop:
+                self.checkpointer.insist(self.engine.pieces(), self.log, self.stop_asked)
+            self.checkpointer.finish(self.log)
+        if self.failure:
+            raise self.failure
+
+    def stop_asked(self) -> bool:
+        """Whether this rank was asked to stop; also feeds the watchdog."""
+        self.watchdog.progress()
+        return self.stop.asked
+
+    def diverge(self, evidence: str) -> NoReturn:
+        """Raise Diverged, after the save in progress."""
+        self.checkpointer.settle(self.log, wait=True)
+        raise Diverged(diagnosis(self.state.step, evidence, self.config))
+
+    # --- step
+
+    def sequences(self, data_step: int) -> range:
+        """The sequences of this rank at a position of the data order."""
+        return sequences_of(data_step, self.model, self.config, self.world.rank, self.world.world_size)
+
+    def step(self) -> None:
+        """Train one step and log it."""
+        state, config, world = self.state, self.config, self.world
+        started = time.perf_counter()  # time.time() may jump
+        sequences, upcoming = self.sequences(state.data_step), self.sequences(state.data_step + 1)
+        batch_tokens = batch_tokens_at(state.data_step, config)
+        batches = self.data.micro_batches(sequences, state.micro_batch_size, world.device, upcoming)
+        rates = rates_at(state.step, config)
+        if state.step + 1 >= config.max_steps:
+            upcoming = range(0)
+        verdict, applied = step(
+            self.engine,
+            self.watchdog.each(batches),
+            micro_batch_count(len(sequences), state.micro_batch_size),
+            batch_tokens / self.model.block_size / world.world_size,
+            rates,
+            state.optimizer_steps + 1,
+            partial(self.judge, sequences=sequences, upcoming=upcoming, save_due=self.save_is_due()),
+            update_first=update_comes_first(self.engine, config),
+            before_update=self.checkpointer.before_update,
+        )
+        self.agreed, state.health, self.failure = verdict.agreed, verdict.health, verdict.failure
+        state.advance(batch_tokens, applied)
+        seconds = time.perf_counter() - started
+        self.log.clock.enter(self.log.training_phase(state.step))
+        self.watchdog.step_done(seconds)
+        self.log_step(verdict, rates.vector, batch_tokens / seconds)
+        if state.health.diverged:
+            self.diverge(state.health.diverged)
+        if not state.health.not_finite:
+            self.checkpointer.prove()  # the loss of this step is that of the weights before it
+        else:  # the weights may be ruined already
+            self.agreed = replace(self.agreed, save=False)
+
+    def save_is_due(self) -> bool:
+        """Whether this rank votes for a commit after the next step.
+
+        Rank 0 finishes a save last: only it may request the next one, once it is no longer busy. With a commit before
+        it, an evaluation that is killed repeats no step.
+        """
+        step, every = self.state.step + 1, self.evaluate_every
+        if self.save_clock.due_at(step):
+            return True
+        due = self.save_clock.due_now() or bool(every and step % every == 0)
+        return self.world.rank == 0 and due and not self.checkpointer.busy
+
+    def judge(self, numbers: PendingNumbers, sequences: range, upcoming: range, save_due: bool) -> Verdict:
+        """Exchange the numbers of a step, stops and saves between the ranks, and judge the step.
+
+        A rank that cannot get the shards of its next step (`upcoming`) votes for a stop. So all ranks leave between two
+        steps, with the state in the store, and not in a step, where the state would be lost.
+        """
+        digest = self.data.digest(sequences)  # some ms for 512 sequences, while the GPU computes
         stop = self.stop.asked
-        if not stop and self.data.is_late(self.upcoming):
+        if not stop and self.data.is_late(upcoming):
             numbers.values()  # as long as the device computes, the data is not late
-        failure = None if stop else self.data.failure(self.upcoming)
+        failure = None if stop else self.data.failure(upcoming)
         loss, grad_norm = numbers.values()
-        agreed = self.world.agree(loss, grad_norm, stop or failure is not None, self.save_due, digest)
-        return agreed, failure
+        agreed = self.world.agree(loss, grad_norm, stop or failure is not None, save_due, digest)
+        health, anomaly = self.state.health.after(
+            agreed.loss, agreed.grad_norm, self.config, self.engine.overflow_allowed
+        )
+        return Verdict(agreed, health, anomaly, failure)
 
-    def judge(self, state: TrainState, config: TrainConfig, engine: Engine) -> Callable[[PendingNumbers], Verdict]:
-        """A function that exchanges the numbers of the next step between the ranks, and judges them."""
-
-        def verdict(numbers: PendingNumbers) -> Verdict:
-            agreed, failure = self.agree(numbers)
-            health, anomaly = state.health.after(
-                state.step + 1, agreed.loss, agreed.grad_norm, config, engine.overflow_allowed
-            )
-            return Verdict(agreed, health, anomaly, failure)
-
-        return verdict
+    def log_step(self, verdict: Verdict, learning_rate: float, tokens_per_second: float) -> None:
+        """Log the row of a step, its anomaly and the engine's warnings."""
+        step, agreed = self.state.step, verdict.agreed
+        if verdict.anomaly:
+            self.log.write(Skipped(step, verdict.anomaly))
+        for warning in self.engine.warnings():
+            self.log.write(Slow(step, warning))
+        row = {
+            "train/loss": agreed.loss,
+            "train/lr": learning_rate,
+            "train/grad_norm": agreed.grad_norm,
+            "perf/tokens_per_second": tokens_per_second,
+            "data/digest": agreed.digest,
+        }
+        if self.peak_flops:
+            row["perf/mfu"] = mfu(tokens_per_second, self.model, self.world.world_size, self.peak_flops)
+        if verdict.anomaly:
+            row["train/skipped_updates"] = verdict.health.skipped
+        self.log.row(step, **row, **self.engine.extra_metrics())
 
 
 def step(
@@ -251,98 +353,21 @@ def update_comes_first(engine: Engine, config: TrainConfig) -> bool:
     return engine.guarded and config.skip_loss_zscore is None and config.skip_grad_norm_zscore is None
 
 
-def validate(
-    engine: Engine,
-    data: TokenData,
-    state: TrainState,
-    max_tokens: int,
-    batch_size: int,
-    world: World,
-    check: Callable[[], None],
-    log: EventLog,
-) -> float | None:
-    """Measure the validation loss; a finite one goes into the log and into `state`.
-
-    None if `check` was Interrupted before its end: then all ranks leave, and the next attempt measures it.
-    """
-    with log.clock.phase("evaluate"):
-        try:
-            loss = validation_loss(engine.loss, data, max_tokens, batch_size, world, check)
-        except Interrupted:
-            return None
-        if math.isfinite(loss):
-            state.val_loss, state.val_step = loss, state.step
-            log.row(state.step, **{"val/loss": loss})
-        return loss
-
-
-def evaluate(
-    engine: Engine,
-    evaluation: Evaluation,
-    state: TrainState,
-    world: World,
-    check: Callable[[], None],
-    log: EventLog,
-) -> bool:
-    """Evaluate the weights in place; the scores go into the log and into `state`, the texts into the log.
-
-    False if `check` was Interrupted before its end: then all ranks leave, and the next attempt evaluates.
-    """
-    with log.clock.phase("evaluate"):
-        failpoint("scores")
-        try:
-            scores = evaluation.scores(engine, world, check)
-            texts = evaluation.texts(engine, world, check)
-        except Interrupted:
-            return False
-        state.evaluated_step, state.scores = state.step, scores
-        log.row(state.step, **scores)
-        if texts:
-            log.samples(state.step, texts)
-    return True
-
-
-def check_all(world: World, stop: StopSignal, watchdog: Watchdog) -> None:
-    """Interrupted on all ranks once one was asked to stop. A collective call, before a batch that is no step."""
-    watchdog.progress()
-    if world.sum(stop.asked)[0]:
-        raise Interrupted
-
-
-def asked_meanwhile(stop: StopSignal, watchdog: Watchdog) -> bool:
-    """Whether a stop was asked for, during a wait that is no hang."""
-    watchdog.progress()
-    return stop.asked
-
-
-def probe(engine: Engine, data: TokenData, sequences: range, world: World) -> float:
-    """The mean loss of one sequence a rank. A collective call."""
-    ((tokens, targets),) = data.micro_batches(sequences[:1], 1, world.device)
-    return world.sum(float(engine.loss(tokens, targets)))[0] / world.world_size
-
-
-def ruined(name: str, loss: float | None) -> str | None:
-    """The evidence that the weights are ruined, if a forward pass over them gave a loss that is not finite."""
-    return None if loss is None or math.isfinite(loss) else f"{name} is {loss}, so the weights are ruined"
-
-
 def begin(
     engine: Engine,
     model: ModelConfig,
     config: TrainConfig,
     checkpointer: Checkpointer,
     world: World,
-    log: EventLog,
     origin: Callable[[World], Origin] | None,
 ) -> TrainState:
-    """The first state of a run, whose weights and moments are in the engine afterwards.
+    """Fill the engine with the first weights and moments of a run. Returns its first state.
 
     UserError if the origin is damaged, or of another model.
     """
     if origin is None:
         engine.initialize(config.seed)
         return TrainState()
-    log.clock.enter("download")
     found, pieces, state = origin(world), engine.pieces(), TrainState()
     if found.commit is None:
         assert found.path
@@ -356,78 +381,6 @@ def begin(
             state = loaded.on_another_text() if found.other_text else loaded
     engine.restore(state)
     return state
-
-
-def resume(
-    engine: Engine, checkpointer: Checkpointer, log: EventLog, last_step: int | None = None
-) -> TrainState | None:
-    """Load the newest commit into the engine; with `last_step`, the newest rollback point up to that step."""
-    log.clock.enter("download")
-    state = checkpointer.load_latest(engine.pieces(), log, last_step)
-    if state is not None:
-        engine.restore(state)
-    return state
-
-
-def roll_back(
-    engine: Engine, diverged: TrainState, evidence: str, config: TrainConfig, checkpointer: Checkpointer, log: EventLog
-) -> TrainState:
-    """Return to a commit from before the rise of the loss, and skip the data of the steps in between for good.
-
-    A run that is killed before its next commit repeats the rollback by itself: it resumes from the same commit or a
-    later one, and diverges again. Diverged if rollbacks are off or used up, or without a commit to return to.
-    """
-    checkpointer.settle(log, wait=True)
-    if config.rollback_above_nats is None or len(diverged.rollbacks) >= config.max_rollbacks:
-        raise Diverged(diagnosis(diverged.step, evidence, diverged.rollbacks, config))
-    checkpointer.before_update()
-    with log.clock.phase("download"):
-        state = resume(engine, checkpointer, log, last_step=diverged.health.calm_step or 0)
-        if state is None:
-            raise Diverged(diagnosis(diverged.step, evidence, diverged.rollbacks, config))
-        checkpointer.delete_after(state.step)
-    for name in ("micro_batch_size", "world_size", "devices", "memory_settings"):  # of this attempt, not of the commit
-        setattr(state, name, getattr(diverged, name))
-    left_out = diverged.step - state.step
-    log.reached = max(log.reached, diverged.step)
-    state.rollbacks = (*diverged.rollbacks, (state.step, left_out))
-    state.health = replace(state.health, calm_step=state.step)  # a second rollback may need this commit again
-    log.uncommitted.clear()
-    log.write(RolledBack(diverged.step, to=state.step, left_out=left_out, reason=evidence))
-    return state
-
-
-def log_step(
-    log: EventLog,
-    engine: Engine,
-    step: int,
-    verdict: Verdict,
-    learning_rate: float,
-    tokens_per_second: float,
-    utilization: float | None,
-) -> None:
-    """Log the row of a step, its anomaly and the engine's warnings."""
-    agreed = verdict.agreed
-    if verdict.anomaly:
-        log.write(Skipped(step, verdict.anomaly))
-    for warning in engine.warnings():
-        log.write(Slow(step, warning))
-    log.row(
-        step,
-        **{"train/loss": agreed.loss, "train/lr": learning_rate, "train/grad_norm": agreed.grad_norm},
-        **{"perf/tokens_per_second": tokens_per_second, "data/digest": agreed.digest},
-        **({} if utilization is None else {"perf/mfu": utilization}),
-        **({"train/skipped_updates": verdict.health.skipped} if verdict.anomaly else {}),
-        **engine.extra_metrics(),
-    )
-
-
-def save(engine: Engine, state: TrainState, checkpointer: Checkpointer, log: EventLog, proven: bool) -> float:
-    """Start to commit the run's current state. Returns the seconds that training waited for it."""
-    started = time.monotonic()
-    engine.record(state)
-    checkpointer.save(state, engine.pieces(), log, proven)
-    return time.monotonic() - started
 
 
 def log_start(engine: Engine, model: ModelConfig, state: TrainState, fit: Fit, world: World, log: EventLog) -> None:

@@ -11,6 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 # Fields that recipes once had, each with the version that removed it and what to do instead.
 REMOVED_FIELDS = {
     "train.follow_tokens": "removed in version 0.2: run `skytrain run RECIPE --stage tokenize` first",
+    "train.rollback_above_nats": "removed in version 0.2: set train.skip_grad_norm_zscore, or train.branch_from an "
+    "earlier commit",
+    "train.max_rollbacks": "removed in version 0.2, with train.rollback_above_nats",
+    "runtime.data_parallel": "removed in version 0.2: the fused engine always uses ZeRO-1",
 }
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from trainer.events import Event, RolledBack, Row, Skipped, Slow, Started
+from trainer.events import Event, Row, Skipped, Slow, Started
 from trainer.process import log_line
 
 LINES = 100  # of a whole run in a log, unless the user chooses the steps between two lines
@@ -31,9 +31,6 @@ class Progress:
             case Started(step, world_size, device):
                 self.began = step, self.clock()
                 log_line(f"step {step:,} of {self.max_steps:,}: training begins on {world_size} x {device}")
-            case RolledBack(step, to, _, reason):
-                self.began = to, self.clock()
-                log_line(f"rolled back from step {step:,} to {to:,}: {reason}")
             case Skipped(step, reason):
                 log_line(f"update {step:,} skipped: {reason}")
             case Slow(_, reason):

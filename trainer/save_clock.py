@@ -1,9 +1,8 @@
 """When the next checkpoint of a run is due."""
 
-import math
 import time
 
-from trainer.commits import checkpoint_seconds, is_rollback_point
+from trainer.commits import checkpoint_seconds
 from trainer.config import RuntimeConfig
 
 
@@ -11,12 +10,10 @@ class SaveClock:
     """When the next checkpoint is due: every `checkpoint_minutes` or at the interval that loses least, and after the
     steps that must be committed."""
 
-    def __init__(
-        self, runtime: RuntimeConfig, between_failures: float, rollbacks: bool, traffic_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, runtime: RuntimeConfig, between_failures: float, traffic_seconds: float = 0.0) -> None:
         self.minutes, self.between_failures = runtime.checkpoint_minutes, between_failures
         self.traffic_seconds = traffic_seconds  # for which the machines cost as much as the traffic of a save
-        self.keep_every, self.rollbacks = runtime.keep_every_steps, rollbacks
+        self.keep_every = runtime.keep_every_steps
         self.last = time.monotonic()
         self.save_seconds = 1.0  # until the first save is measured
         self.upload_seconds = 0.0  # as long as no save is complete; until then none is due
@@ -36,12 +33,8 @@ class SaveClock:
         return time.monotonic() - self.last >= self.interval
 
     def due_at(self, step: int) -> bool:
-        """Whether the state after `step` updates must be committed: to keep it for good, or to return to it."""
-        return (self.rollbacks and is_rollback_point(step)) or bool(self.keep_every and step % self.keep_every == 0)
-
-    def force(self) -> None:
-        """Make the next save due now."""
-        self.last = -math.inf
+        """Whether to commit the state after `step` updates, to keep it for good."""
+        return bool(self.keep_every and step % self.keep_every == 0)
 
     def saved(self, seconds: float) -> None:
         """Record a save for which training waited `seconds`."""

@@ -31,7 +31,6 @@ from trainer.events import (
     Damaged,
     Event,
     PhaseChanged,
-    RolledBack,
     Row,
     Skipped,
     Slow,
@@ -114,8 +113,6 @@ class Follower:
                 self.work.rank_phases = phases, phase
             case Started():
                 self.step = event.step  # a run that resumes after its last step sends no row
-            case RolledBack():
-                self.step = event.to
             case CheckpointFailed(_, reason, ended):
                 self._checkpoint_failed(reason, ended)
             case Checkpointed():
@@ -294,8 +291,6 @@ def report_event(work: Work, event: Event) -> None:
             screen.warn(f"update {step:,} skipped: {reason}")
         case Slow(_, reason):
             screen.warn(f"slower than possible: {reason}")
-        case RolledBack():
-            report_rollback(work, event)
 
 
 def report_start(work: Work, event: Started) -> None:
@@ -308,11 +303,3 @@ def report_start(work: Work, event: Started) -> None:
         f"  {event.parameters:,} parameters, {event.world_size} x {event.device}, "
         f"{event.precision}, {event.micro_batch_why}; {event.engine}{resumed}"
     )
-
-
-def report_rollback(work: Work, event: RolledBack) -> None:
-    """Report a rollback: progress and a warning."""
-    progress = work.attempt.latest.progress
-    number = (progress.rollbacks or 0) + 1
-    work.report(rollbacks=number, lowest_step=min(event.to, progress.lowest_step or 0))
-    work.screen.warn(f"rolled back from step {event.step:,} to {event.to:,}: {event.reason}")

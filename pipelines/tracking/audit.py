@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from pipelines.artifacts.shard_cache import shards_in
 from pipelines.tracking.runs import Run
-from trainer.commits import committed_state
+from trainer.commits import committed_state, data_step
 from trainer.errors import UserError
-from trainer.health import data_step
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ def bench(
     micro_batch: Annotated[str, typer.Option(metavar="N|auto", help="Sequences of a micro-batch.")] = "auto",
     precision: Annotated[str, typer.Option(help="auto, fp32, bf16, fp16, fp8 or fp8_head.")] = "auto",
     engine: Annotated[str, typer.Option(help="auto, fused, compiled or eager.")] = "auto",
-    data_parallel: Annotated[str, typer.Option(help="zero1 or all_reduce, under torchrun.")] = "zero1",
     batch_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of an optimizer step [the recipe's]"),
@@ -52,7 +51,6 @@ def bench(
     name = model or ("gpt2-124m" if torch.cuda.is_available() else "smoke")
     options = {
         "runtime.micro_batch_size": micro_batch,
-        "runtime.data_parallel": data_parallel,
         "runtime.engine": engine,
         "train.precision": precision,
     }

@@ -86,10 +86,8 @@ class Reference:
         return float(norm)
 
 
-def flat_state(
-    world: World, data_parallel: str = "zero1", reduce_dtype: str = "fp32", train: TrainConfig = TRAIN
-) -> FlatState:
-    runtime = RuntimeConfig(data_parallel=data_parallel, reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+def flat_state(world: World, reduce_dtype: str = "fp32", train: TrainConfig = TRAIN) -> FlatState:
+    runtime = RuntimeConfig(reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
     state = FlatState(MODEL, train, runtime, world)
     state.initialize(TRAIN.seed)
     return state
@@ -140,15 +138,11 @@ def updates_are_adamws(world: World, folder: Path, train: TrainConfig = TRAIN, *
         state.update(rates(number, train), number, loss_and_norm)
         assert_agrees(state, reference)
     held = sum(tensor.numel() for tensor in (state.master, state.exp_avg, state.exp_avg_sq, state.momentum))
-    cut = 1 if options.get("data_parallel") == "all_reduce" else world.world_size
+    cut = world.world_size
     if train is TRAIN:
         assert held == 3 * state.layout.size // cut
     elif cut == 1:
         assert held == 3 * state.layout.size - sum(bucket.muon for bucket in state.layout.buckets)
-
-
-def all_reduce_is_adamw(world: World, folder: Path) -> None:
-    updates_are_adamws(world, folder, data_parallel="all_reduce")
 
 
 def reduce_in_bf16_is_adamw(world: World, folder: Path) -> None:
@@ -157,10 +151,6 @@ def reduce_in_bf16_is_adamw(world: World, folder: Path) -> None:
 
 def updates_are_muons(world: World, folder: Path) -> None:
     updates_are_adamws(world, folder, MUON)
-
-
-def all_reduce_is_muon(world: World, folder: Path) -> None:
-    updates_are_adamws(world, folder, MUON, data_parallel="all_reduce")
 
 
 def one_ranks_nan_changes_nothing_of_muon(world: World, folder: Path) -> None:
@@ -219,27 +209,25 @@ def resumes_muon_from_two_ranks(world: World, folder: Path) -> None:
 
 def resumes_from_two_ranks(world: World, folder: Path, train: TrainConfig = TRAIN) -> None:
     """Load the checkpoint of two ranks of ZeRO-1, and take the third step as those two would have."""
-    for mode in ("zero1", "all_reduce"):
-        reference, state = Reference(2, train=train), flat_state(world, data_parallel=mode, train=train)
-        log = EventLog(None, PhaseClock())
-        assert checkpointer(world, folder).load_latest(state.pieces(), log) == TrainState(step=2)
-        state.restore()
-        for number in (1, 2):
-            reference.step(number)
-        assert_agrees(state, reference)
-        reference.step(3)
-        # For any number of ranks, their mean gradient is that of the two.
-        both = zip(gradients(3, 0).items(), gradients(3, 1).values(), strict=True)
-        loss_and_norm = backward(state, {name: (a + b) / 2 for (name, a), b in both})
-        state.update(rates(3, train), 3, loss_and_norm)
-        assert_agrees(state, reference)
+    reference, state = Reference(2, train=train), flat_state(world, train=train)
+    log = EventLog(None, PhaseClock())
+    assert checkpointer(world, folder).load_latest(state.pieces(), log) == TrainState(step=2)
+    state.restore()
+    for number in (1, 2):
+        reference.step(number)
+    assert_agrees(state, reference)
+    reference.step(3)
+    # For any number of ranks, their mean gradient is that of the two.
+    both = zip(gradients(3, 0).items(), gradients(3, 1).values(), strict=True)
+    loss_and_norm = backward(state, {name: (a + b) / 2 for (name, a), b in both})
+    state.update(rates(3, train), 3, loss_and_norm)
+    assert_agrees(state, reference)
 
 
 Job = Callable[[World, Path], object]
 JOBS: dict[int, list[Job]] = {
     1: [
         updates_are_adamws,
-        all_reduce_is_adamw,
         reduce_in_bf16_is_adamw,
         one_ranks_nan_changes_nothing,
         resumes_from_two_ranks,
@@ -249,16 +237,13 @@ JOBS: dict[int, list[Job]] = {
     ],
     2: [
         updates_are_adamws,
-        all_reduce_is_adamw,
         reduce_in_bf16_is_adamw,
         saves_after_two_updates,
         updates_are_muons,
-        all_reduce_is_muon,
         saves_muon_and_resumes_bit_for_bit,
     ],
     3: [
         updates_are_adamws,
-        all_reduce_is_adamw,
         one_ranks_nan_changes_nothing,
         resumes_from_two_ranks,
         updates_are_muons,
@@ -325,7 +310,6 @@ def test_updates_of_any_number_of_ranks_are_adamws_on_the_mean_gradient(
     ranks: Callable[[int, Job], None], world_size: int
 ) -> None:
     ranks(world_size, updates_are_adamws)
-    ranks(world_size, all_reduce_is_adamw)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -333,8 +317,6 @@ def test_updates_of_any_number_of_ranks_are_muons_on_the_mean_gradient(
     ranks: Callable[[int, Job], None], world_size: int
 ) -> None:
     ranks(world_size, updates_are_muons)
-    if world_size == 2:
-        ranks(world_size, all_reduce_is_muon)
 
 
 def test_reducing_gradients_in_bf16_only_rounds_them(ranks: Callable[[int, Job], None]) -> None:

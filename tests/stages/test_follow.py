@@ -23,9 +23,7 @@ from trainer.errors import Died, Interrupted, Stopped, StoreUnavailable
 from trainer.events import (
     Checkpointed,
     CheckpointFailed,
-    Event,
     PhaseChanged,
-    RolledBack,
     Row,
     Slow,
     Started,
@@ -63,25 +61,6 @@ def test_the_execution_settings_and_their_reasons_are_shown_and_in_the_heartbeat
     progress = train_work.attempt.latest.progress
     assert (progress.engine, progress.precision) == (START.engine, "fp32")
     assert progress.micro_batch == START.micro_batch_why
-
-
-def test_after_a_rollback_a_step_counts_as_redone(work: Callable[[str], Work], monkeypatch: pytest.MonkeyPatch) -> None:
-    train_work = work("train")
-    phases = {"setup": 2.0, "train": 1.0}
-    losses = ((1, 5.0), (2, 4.0), (3, 9.0), (2, 4.1), (3, 3.9), (4, 3.0))
-    events: list[Event] = [
-        Row(step, 1.0, {"train/loss": loss, "perf/tokens_per_second": 9.0}, phases, "train") for step, loss in losses
-    ]
-    events.insert(3, RolledBack(3, 1, left_out=2, reason="it rose"))
-    events.append(Checkpointed(4, seconds=0.1, bytes=7))
-    monkeypatch.setattr(follow, "follow_events", lambda *_: iter([START, *events]))
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    follow.follow(train_work, done)
-    progress = train_work.attempt.latest.progress
-    assert (progress.steps_done, progress.steps_redone, progress.lowest_step, progress.highest_step) == (6, 2, 0, 4)
-    assert (progress.resumed_from, progress.step, progress.committed_step) == (0, 4, 4)
-    assert train_work.rank_phases == (phases, "train")
 
 
 def test_ranks_that_are_not_ready_to_train_are_killed_by_a_stop(work: Callable[[str], Work]) -> None:

@@ -1,4 +1,4 @@
-"""Runs with anomalies skip updates, roll back or exit, and repeat exactly that when they resume."""
+"""Runs with anomalies skip updates or exit, and repeat exactly that when they resume."""
 
 import functools
 import json
@@ -25,11 +25,11 @@ from troubled import inject
 
 import trainer.health
 import trainer.loop
-from trainer.commits import TrainState, series
+from trainer.commits import series
 from trainer.data import TokenData
 from trainer.engine import PlainEngine, make_engine
-from trainer.errors import Diverged, StaleAttempt
-from trainer.events import RolledBack, Skipped, Started
+from trainer.errors import Diverged
+from trainer.events import Skipped, Started
 from trainer.optim import rates_at
 from trainer.shards import local_shards, sequences_of
 
@@ -42,8 +42,7 @@ TROUBLED = (str(Path(troubled.__file__)),)
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that a run of seconds can fill."""
-    for name, length in (("OUTLIER_WINDOW", 10), ("RECENT", 4), ("LEVEL", 12), ("ROLLBACK_POINT_STEPS", 5)):
-        monkeypatch.setattr(trainer.health, name, length)
+    monkeypatch.setattr(trainer.health, "OUTLIER_WINDOW", 10)
 
 
 def tensors_at(run: Runner, step: int) -> dict[str, torch.Tensor]:
@@ -55,7 +54,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a | b)
 
 
-ARMED = {"skip_loss_zscore": 20.0, "skip_grad_norm_zscore": 30.0, "rollback_above_nats": 50.0}
+ARMED = {"skip_loss_zscore": 20.0, "skip_grad_norm_zscore": 30.0}
 
 
 def test_a_healthy_run_is_the_plain_loop_bit_for_bit(runner: Callable[..., Runner], small_windows: None) -> None:
@@ -91,7 +90,7 @@ def test_a_bad_batch_is_skipped_counted_and_leaves_weights_and_moments_alone(
     run = runner(checkpoint_minutes=EVERY_STEP, keep_last=99, max_steps=20, skip_grad_norm_zscore=30.0)
     _, state = run.attempt()
     assert (state.step, state.optimizer_steps, state.tokens_seen) == (20, 19, 20 * 256)
-    assert state.health.skipped == 1 and not state.rollbacks
+    assert state.health.skipped == 1
     (event,) = run.events_of(Skipped)
     assert event.step == place + 1
     assert ("standard deviations above its last 10" if kind == "huge" else "train/loss is ") in event.reason
@@ -208,150 +207,14 @@ def test_fp16_overflows_are_the_scalers_and_a_nan_loss_is_skipped(
     assert weights(stopped.attempt()[0]) == weights(model) and stopped.rows() == run.rows()
 
 
-# --- divergence
-
-
-# A spike of the learning rate at places 30 and 31 of the data.
-SPIKED: dict[str, Any] = {
-    "max_steps": 50,
-    "schedule": "constant",
-    "rollback_above_nats": 2.0,
-    "val_every": 25,
-}
-
-
-def test_a_diverged_run_rolls_back_skips_the_data_and_ends_well(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
-) -> None:
-    healthy = runner("healthy", **SPIKED)
-    healthy.attempt()
-    inject({"spike": [30, 31]}, monkeypatch.setattr)
-    ruined = runner("ruined", **SPIKED | {"rollback_above_nats": None})
-    ruined.attempt()
-    run = runner("cured", **SPIKED)
-    _, state = run.attempt()
-    last, expected = run.rows()[-1]["val/loss"], healthy.rows()[-1]["val/loss"]
-    assert last == pytest.approx(expected, rel=0.2) and ruined.rows()[-1]["val/loss"] > expected + 1
-
-    ((to, left_out),) = state.rollbacks
-    (event,) = run.events_of(RolledBack)
-    assert (event.to, event.left_out, event.step) == (to, left_out, to + left_out)
-    assert to == 25 and 32 <= to + left_out < 35
-    assert state.step == 50 and state.optimizer_steps == 50
-    # The series has one row per step of the final path, with the digest of the data that it read.
-    assert [row["step"] for row in run.rows()] == list(range(51))
-    c = run.config
-    tokens = TokenData(local_shards(run.data, "train"), run.data.joinpath, c.model.block_size, c.train.seed)
-    for row in run.rows()[1:]:
-        place = row["step"] - 1 if row["step"] <= to else row["step"] - 1 + left_out
-        assert row["data/digest"] == tokens.digest(sequences_of(place, c.model, c.train, 0, 1))
-    assert run.rows()[: to + 1] == healthy.rows()[: to + 1]
-
-
-def test_a_run_that_rolled_back_is_resumed_bit_for_bit(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
-) -> None:
-    inject({"spike": [30, 31], "nan": [24, 44]}, monkeypatch.setattr)
-    whole = runner("whole", **SPIKED)
-    model, state = whole.attempt()
-    ((to, left_out),) = state.rollbacks
-    back = to + left_out  # checks of the loop until it rolls back
-    for stop_after in (back - 1, back, back + 7):
-        run = runner(f"stopped-{stop_after}", **SPIKED)
-        run.attempt(stop_after)
-        resumed, again = run.attempt()
-        assert again == state and run.rows() == whole.rows() and weights(resumed) == weights(model)
-
-
-@pytest.mark.slow
-def test_a_run_that_died_in_a_rollback_repeats_it(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
-) -> None:
-    inject({"spike": [30, 31]}, monkeypatch.setattr)
-    whole = runner("whole", **SPIKED)
-    model, state = whole.attempt()
-    delete_after, roll_back = trainer_runs.PromptCheckpointer.delete_after, trainer.loop.roll_back
-
-    def die_before_deleting(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    def die_after_deleting(checkpointer: Any, step: int) -> None:
-        delete_after(checkpointer, step)
-        raise KeyboardInterrupt
-
-    def roll_back_and_die(*args: Any) -> TrainState:
-        roll_back(*args)
-        raise KeyboardInterrupt
-
-    for where, place, name, dies in (
-        ("before deleting", trainer_runs.PromptCheckpointer, "delete_after", die_before_deleting),
-        ("after deleting", trainer_runs.PromptCheckpointer, "delete_after", die_after_deleting),
-        ("in the next step", trainer.loop, "roll_back", roll_back_and_die),
-    ):
-        run = runner(f"died {where}", **SPIKED)
-        with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
-            dying.setattr(place, name, dies)
-            run.attempt()
-        resumed, again = run.attempt()
-        assert again == state and run.rows() == whole.rows() and weights(resumed) == weights(model), where
-
-
-def test_after_so_many_rollbacks_a_run_stops_with_a_diagnosis(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
-) -> None:
-    inject({"spike": list(range(30, 999))}, monkeypatch.setattr)  # at every position: no rollback helps
-    run = runner(**SPIKED, max_rollbacks=2)
-    with pytest.raises(Diverged, match=r"Tried: 2 rollback\(s\)") as stopped:
-        run.attempt()
-    assert len(run.events_of(RolledBack)) == 2
-    assert all(f"from step {e.step} to {e.to}" in str(stopped.value) for e in run.events_of(RolledBack))
-    with pytest.raises(Diverged, match=r"Tried: 2 rollback\(s\)"):  # the same command has no rollbacks left
-        run.attempt()
-    assert len(run.events_of(RolledBack)) == 2
-
-
-def test_without_a_commit_to_return_to_a_diverged_run_reports_that(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
-) -> None:
-    inject({"spike": [30, 31]}, monkeypatch.setattr)
-    monkeypatch.setattr(trainer.health, "ROLLBACK_POINT_STEPS", 1000)
-    with pytest.raises(Diverged, match="there is no commit to return to"):
-        runner(**SPIKED, checkpoint_minutes=EVERY_STEP).attempt()
-
-
-def test_a_superseded_attempt_deletes_nothing_when_it_diverges(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, small_windows: None
-) -> None:
-    inject({"spike": [30, 31]}, monkeypatch.setattr)
-    run = runner(**SPIKED, checkpoint_minutes=EVERY_STEP)
-    turning = {"back": False}
-    resume = trainer.loop.resume
-
-    def noted(*args: Any, **options: Any) -> Any:
-        turning["back"] = options.get("last_step") is not None
-        return resume(*args, **options)
-
-    monkeypatch.setattr(trainer.loop, "resume", noted)
-    before: list[int] = []
-
-    def superseded() -> bool:
-        if turning["back"]:
-            before.extend(run.commits())
-        return turning["back"]
-
-    with pytest.raises(StaleAttempt, match="nothing is rolled back"):
-        run.attempt(superseded=superseded)
-    assert run.commits() == before and max(before) > 30
-
-
 # --- as a command, with several ranks, killed and frozen
 
 
 ANOMALOUS: dict[str, Any] = {"max_steps": 200, "schedule": "constant", "val_every": 50, "checkpoint_minutes": 0.0005}
-ANOMALOUS |= {"skip_grad_norm_zscore": 30.0, "rollback_above_nats": 2.0}
+ANOMALOUS |= {"skip_grad_norm_zscore": 30.0}
 
 
-TROUBLE = {"nan": [5, 6, 40], "huge": [140], "spike": [170, 171]}
+TROUBLE = {"nan": [5, 6, 40], "huge": [140]}
 
 
 @pytest.fixture(scope="module")
@@ -373,11 +236,10 @@ def _troubled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_one_and_two_ranks_skip_and_roll_back_alike(troubled: None, undisturbed: Callable[[int], Command]) -> None:
+def test_one_and_two_ranks_skip_alike(troubled: None, undisturbed: Callable[[int], Command]) -> None:
     one, two = undisturbed(1), undisturbed(2)
     for command in (one, two):
         assert [e.step for e in command.events_of(Skipped)] == [6, 7, 41, 141]
-        assert len(command.events_of(RolledBack)) == 1
     for a, b in zip(one.rows()[:141], two.rows()[:141], strict=True):
         assert a.get("data/digest") == b.get("data/digest") and ("train/loss" in a) == ("train/loss" in b)
         assert b == pytest.approx(a, rel=2e-2)

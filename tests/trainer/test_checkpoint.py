@@ -23,7 +23,7 @@ from trainer_runs import committed_steps
 import trainer.checkpoint
 from trainer.checkpoint import Checkpointer, receipt_seconds
 from trainer.commits import Commit, TrainState
-from trainer.errors import StaleAttempt, StoreUnavailable, UserError
+from trainer.errors import StoreUnavailable, UserError
 from trainer.events import EventLog
 from trainer.metrics import PhaseClock
 from trainer.parallel import World
@@ -423,55 +423,6 @@ def test_a_checkpoint_of_another_model_is_not_loaded(
     assert re.search(complaint, capsys.readouterr().out) and not found[name].live.any()
 
 
-# --- rolling back
-
-
-def test_a_rollback_also_deletes_uncommitted_folders(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    for step in (2, 4):
-        committed(store, step, keep_last=9)
-    # Step 6: rank 0 died before its upload, rank 1 had handed in a receipt.
-    store.put("run/checkpoints/step-00000006-a0001/receipt-00001.json", b"{}")
-    store.put("run/metrics/step-00000006-a0001.jsonl", b"{}")
-    checkpointer(store).delete_after(2)
-    assert folders(store) == ["step-00000002-a0001"]
-    assert [entry.key for entry in store.entries("run/metrics/")] == ["run/metrics/step-00000002-a0001.jsonl"]
-
-
-def test_a_rollback_keeps_the_rows_before_it_of_any_attempt(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-
-    def steps_of(one: Checkpointer, *steps: int) -> None:
-        for step in steps:
-            one.save(TrainState(step=step), pieces(step), log := quiet_log(step))
-            one.finish(log)
-
-    def rows() -> dict[str, list[int]]:
-        entries = store.entries("run/metrics/")
-        bodies = {entry.key.rpartition("/")[2]: (store.get(entry.key) or b"").splitlines() for entry in entries}
-        return {name.removesuffix(".jsonl"): [json.loads(row)["step"] for row in body] for name, body in bodies.items()}
-
-    steps_of(checkpointer(store, attempt=1), 1, 2, 3, 4)
-    second = checkpointer(store, attempt=2)
-    steps_of(second, 5, 6)
-    assert rows() == {"step-00000004-a0001": [1, 2, 3, 4], "step-00000006-a0002": [5, 6]}
-    second.delete_after(5)
-    steps_of(second, 6, 7)
-    assert rows() == {"step-00000004-a0001": [1, 2, 3, 4], "step-00000007-a0002": [5, 6, 7]}
-    second.delete_after(2)
-    steps_of(second, 4)
-    assert rows() == {"step-00000002-a0001": [1, 2], "step-00000004-a0002": [4]}
-
-
-def test_a_stale_attempt_that_rolls_back_deletes_nothing_and_every_rank_raises(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    committed(store, 4)
-    ranks = some_ranks([store] * 2, superseded=lambda: True)
-    errors = each(ranks, lambda rank: rank.delete_after(0))
-    assert [type(answer) for answer in errors] == [StaleAttempt, StaleAttempt]
-    assert folders(store) == ["step-00000004-a0001"]
-
-
 # --- concurrent attempts
 
 
@@ -482,12 +433,6 @@ def test_an_attempt_that_does_not_know_its_successor_deletes_nothing_of_it(tmp_p
         committed(store, step, attempt=2, keep_last=9)
     committed(store, 9, attempt=1, keep_last=1)  # it believes that it is the newest
     assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002", "step-00000009-a0001"]
-    checkpointer(store, attempt=1).delete_after(0)
-    assert folders(store) == ["step-00000002-a0002", "step-00000004-a0002"]
-    assert [e.key for e in store.entries("run/metrics/")] == [
-        "run/metrics/step-00000002-a0002.jsonl",
-        "run/metrics/step-00000004-a0002.jsonl",
-    ]
 
 
 def test_a_checkpoint_deleted_while_it_is_read_gives_way_to_the_one_that_replaced_it(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,19 @@ from trainer.commits import (
     checkpoint_seconds,
     committed_folders,
     committed_state,
-    deletable_checkpoints,
     segments,
     series,
 )
 from trainer.config import TrainConfig
 from trainer.errors import UserError
-from trainer.health import LEVEL, RECENT, Health
+from trainer.health import Health
 from trainer.store import LocalStore
 
 FOLDER = "run/checkpoints/step-00000003-a0001"
 
 
 def test_a_damaged_commit_is_detected() -> None:
-    health = Health(losses=(4.5, 4.25), calm_step=2)
+    health = Health(losses=(4.5, 4.25))
     state = TrainState(step=3, val_loss=1.25, health=health, rollbacks=((1, 2),))
     file = FileReceipt("rank-00000-of-00001.safetensors", 9, "ab" * 32)
     commit = Commit(3, 1, 2, 1.5e9, state, "metrics/step-00000003-a0001.jsonl", (file,))
@@ -75,13 +73,20 @@ def test_a_sealed_commit_that_lies_is_detected(lie: dict[str, Any]) -> None:
 def test_a_commit_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
     commit = json.loads(Commit(3, 1, 2, 1.5e9, TrainState(step=3), "metrics/x", ()).encode())
     del commit["sha256"]
-    commit["state"]["momentum"] = 1
+    commit["format"] = 2
     store = LocalStore(tmp_path)
     store.put(f"{FOLDER}/COMMIT.json", sealed(commit))
-    with pytest.raises(
-        UserError, match=f"{FOLDER}/COMMIT.json: written by a newer skytrain .*momentum.*; upgrade skytrain"
-    ):
+    with pytest.raises(UserError, match=f"{FOLDER}/COMMIT.json: written by a newer skytrain .format 2.*; upgrade"):
         committed_state(store, "run")
+
+
+def test_a_commit_of_version_0_1_keeps_its_place_in_the_data() -> None:
+    state = TrainState(step=30, rollbacks=((20, 7),))
+    commit = json.loads(Commit(30, 1, 2, 1.5e9, state, "metrics/x", ()).encode())
+    del commit["sha256"]
+    commit["state"]["health"] |= {"best_level": 3.1, "calm_step": 12}
+    read = Commit.decode(sealed(commit), "run/checkpoints/step-00000030-a0001").state
+    assert read == state and read.data_step == 37
 
 
 def test_names_that_are_not_ours_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,34 +103,15 @@ def test_names_that_are_not_ours_are_ignored_with_a_warning(tmp_path: Path, capl
 
 
 def test_the_state_survives_json() -> None:
-    config = TrainConfig(batch_tokens=256, max_steps=1000, learning_rate=0.01, rollback_above_nats=0.5)
+    config = TrainConfig(batch_tokens=256, max_steps=1000, learning_rate=0.01)
     health = Health()
-    for number, loss in enumerate([3.0 + i % 7 for i in range(300)] + [math.nan], 1):
-        health, _ = health.after(number, loss, 1.0, config)
+    for loss in [*(3.0 + i % 7 for i in range(300)), math.nan]:
+        health, _ = health.after(loss, 1.0, config)
     state = TrainState(step=7, health=health, rollbacks=((100, 20), (100, 31)))
-    assert state.health.calm_step and state.health.not_finite == 1
+    assert len(state.health.losses) == 128 and state.health.not_finite == 1
     for one in (state, TrainState(step=7)):
         again = Commit.decode(Commit(7, 1, 2, 1.5e9, one, "", ()).encode(), "run/checkpoints/step-00000007-a0001").state
         assert again == one and again.data_step == 7
-
-
-def test_a_commit_from_before_the_rise_is_kept() -> None:
-    def left(steps: list[int], calm: int | None, keep_last: int = 2) -> list[int]:
-        folders = [f"run/checkpoints/step-{s:08d}-a0001" for s in sorted(steps, reverse=True)]
-        return sorted(set(steps) - {int(f[-14:-6]) for f in deletable_checkpoints(folders, keep_last, calm)})
-
-    assert left([128, 256, 384, 400], None) == [384, 400]
-    assert left([128, 140, 256, 300, 384, 400, 410], 250) == [128, 256, 400, 410]
-    assert left([128, 140, 256, 300, 384, 400, 410], 256) == [256, 384, 400, 410]
-    assert left([100, 128, 130, 140], 0) == [128, 130, 140]  # it will be old enough one day
-    # For any saves in between, one rollback point always exists, and never more than two beside the last commit.
-    dice, kept = random.Random(0), list[int]()
-    for step in range(1, 3000):
-        if step % 128 == 0 or dice.random() < 0.1:
-            calm = step - RECENT if step >= LEVEL + RECENT else 0
-            kept = left([*kept, step], calm)
-            assert len(kept) <= 4
-            assert calm < 128 or max(s for s in kept if s % 128 == 0 and s <= calm) == calm // 128 * 128
 
 
 def test_a_redone_step_counts_with_the_later_attempts_values(tmp_path: Path) -> None:

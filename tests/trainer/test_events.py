@@ -13,7 +13,6 @@ from trainer.events import (
     EventLog,
     PhaseChanged,
     Progressed,
-    RolledBack,
     Row,
     Sampled,
     Skipped,
@@ -57,7 +56,6 @@ LINES: dict[str, Event] = {
     '{"event": "slow", "step": 3, "reason": "b"}': Slow(3, "b"),
     '{"event": "sampled", "step": 3, "texts": ["a", "b"]}': Sampled(3, ["a", "b"]),
     '{"event": "progress", "what": "core", "done": 1, "whole": 2}': Progressed("core", 1, 2),
-    '{"event": "rollback", "step": 9, "to": 5, "left_out": 4, "reason": "b"}': RolledBack(9, 5, 4, "b"),
 }
 
 

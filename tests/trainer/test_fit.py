@@ -119,7 +119,7 @@ def test_a_resumed_run_keeps_its_micro_batches_on_as_many_such_devices() -> None
         assert choose_micro_batch(engine, MODEL, train, runtime, state, world).why == why
 
 
-@pytest.mark.parametrize("change", [{"recompute": True}, {"engine": "compiled"}, {"data_parallel": "all_reduce"}])
+@pytest.mark.parametrize("change", [{"recompute": True}, {"engine": "compiled"}, {"reduce_dtype": "bf16"}])
 def test_a_resumed_run_measures_again_what_other_settings_leave_of_the_memory(change: dict[str, Any]) -> None:
     world, train = World(0, 0, 1, CPU), TrainConfig(batch_tokens=48 * MODEL.block_size, max_steps=1, learning_rate=1.0)
     state = TrainState(micro_batch_size=3, world_size=1, devices="cpu")

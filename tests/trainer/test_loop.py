@@ -267,14 +267,14 @@ def test_only_rank_0_requests_saves_and_only_when_the_last_one_is_complete(
 
 
 def test_saves_are_never_back_to_back(runner: Callable[..., Runner]) -> None:
-    due = SaveClock(RuntimeConfig(), between_failures=7200.0, rollbacks=False)
+    due = SaveClock(RuntimeConfig(), between_failures=7200.0)
     due.saved(0.05)
     for upload in (25.0, 95.0, 1200.0):  # of 19 GB; the interval without it would be 38 s
         due.uploaded(upload)
         assert due.interval == 4 * upload
     due.uploaded(1.0)
     assert due.interval == checkpoint_seconds(0.1, 7200.0)
-    assert SaveClock(RuntimeConfig(checkpoint_minutes=0.5), 7200.0, rollbacks=False).interval == 30.0  # as configured
+    assert SaveClock(RuntimeConfig(checkpoint_minutes=0.5), 7200.0).interval == 30.0  # as configured
 
     run = runner(checkpoint_minutes=EVERY_STEP)
     uploads: list[float] = []
@@ -285,7 +285,7 @@ def test_saves_are_never_back_to_back(runner: Callable[..., Runner]) -> None:
 
 
 def test_the_first_save_which_pins_the_memory_does_not_delay_the_next_one() -> None:
-    due = SaveClock(RuntimeConfig(), between_failures=7200.0, rollbacks=False)
+    due = SaveClock(RuntimeConfig(), between_failures=7200.0)
     due.saved(10.5)  # 1558M on an H200, as measured: a copy then takes 0.35 s
     assert due.interval == checkpoint_seconds(1.0, 7200.0)
     due.saved(0.35)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from trainer.events import RolledBack, Row, Started
+from trainer.events import Row, Started
 from trainer.progress import Progress, time_left
 
 
@@ -24,9 +24,7 @@ def test_a_log_has_a_line_every_n_steps_and_one_for_each_validation(capsys: pyte
     progress = Progress(100, every=40, clock=lambda: next(seconds))
     progress(Row(0, 0.0, {"val/loss": 11.0}, {}, "train"))
     progress(started(0))
-    rows(progress, 1, 99)
-    progress(RolledBack(99, 60, 5, "loss rose"))
-    rows(progress, 61, 100)
+    rows(progress, 1, 100)
     progress(Row(100, 0.0, {"val/loss": 9.5}, {}, "train"))
     progress.close()
     lines = capsys.readouterr().out.splitlines()
@@ -35,8 +33,6 @@ def test_a_log_has_a_line_every_n_steps_and_one_for_each_validation(capsys: pyte
         "step 0: val loss 11.0000",
         "step 0 of 100: training begins on 1 x cpu",
         "step 40 of 100 (40%)",
-        "step 80 of 100 (80%)",
-        "rolled back from step 99 to 60: loss rose",
         "step 80 of 100 (80%)",
         "step 100 of 100 (100%)",
         "step 100: val loss 9.5000",

@@ -166,8 +166,7 @@ class FlatState:
     def __init__(self, config: ModelConfig, train: TrainConfig, runtime: RuntimeConfig, world: World) -> None:
         self.config, self.train, self.world = config, train, world
         self.layout = Layout(config, world.world_size, train.optimizer == "muon")
-        self.shards = world.world_size if runtime.data_parallel == "zero1" else 1
-        self.shard_index = world.rank if self.shards > 1 else 0
+        self.shards, self.shard_index = world.world_size, world.rank
         size, device = self.layout.size, world.device
         self._weights = torch.zeros(size, dtype=torch.bfloat16, device=device)
         self._gradients = torch.zeros(size, device=device)  # the norm includes the gaps between parameters: they stay 0
@@ -222,8 +221,6 @@ class FlatState:
     def _reduce(self, whole: Tensor, shard: Tensor) -> dist.Work:
         if whole.device.type == "cpu":  # gloo has no mean and no reduce-scatter in place; the other shards are unused
             return dist.all_reduce(whole.div_(self.world.world_size), async_op=True)
-        if self.shards == 1:
-            return dist.all_reduce(whole, op=dist.ReduceOp.AVG, async_op=True)
         return dist.reduce_scatter_tensor(shard, whole, op=dist.ReduceOp.AVG, async_op=True)
 
     def finish(self, loss: Tensor) -> Tensor:
@@ -236,8 +233,7 @@ class FlatState:
             self._reduces.pop(0).wait()
         shards = [self._reduced[self._in_full(bucket)] for bucket in self.layout.buckets]
         squares = torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float32)).square().sum()
-        # Without shards, every rank has the square of the whole norm.
-        loss_and_norm = torch.stack([loss.float() / ranks, squares * self.shards / ranks])
+        loss_and_norm = torch.stack([loss.float() / ranks, squares])
         if ranks > 1:
             dist.all_reduce(loss_and_norm)
         loss_and_norm[1].sqrt_()
