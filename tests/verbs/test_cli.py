@@ -2,25 +2,21 @@
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import in_process
 import pytest
 from pipeline_runs import Project
 from servers import S3Account
 from typer.main import get_command
 
 from pipelines import cli
-from pipelines.artifacts.manifest import ArtifactPlan, Manifest
-from trainer.shards import write_shard
+from trainer.errors import Interrupted, Stopped, StoreUnavailable
 from trainer.store import Store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,7 +35,6 @@ for arguments in json.loads(sys.argv[1]):
 print("exit codes", codes, file=sys.stderr)
 """
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
-INSPECT = ["shards", "inspect", "x.bin", "--tokenizer", "bytes"]  # needs no vocabulary
 HEAVY = ["torch", "mlflow", "boto3", "datasets", "transformers", "sky", "tiktoken", "numpy", "pydantic", "yaml"]
 
 TINY = """
@@ -56,16 +51,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
+def environment(**more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SKYTRAIN_", "MLFLOW_", "AWS_"))}
-    path = os.pathsep.join([more.pop("first", ""), str(REPOSITORY)]).strip(os.pathsep)
-    ours = {"PYTHONPATH": path, "SKYTRAIN_TRACKING": "off", "SKYTRAIN_NOTICE": "off", "AWS_SECRET_ACCESS_KEY": SECRET}
+    ours = {"SKYTRAIN_TRACKING": "off", "SKYTRAIN_NOTICE": "off", "AWS_SECRET_ACCESS_KEY": SECRET}
+    ours |= {"PYTHONPATH": str(REPOSITORY)}
     return kept | ours | more
 
 
 def skytrain(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
-    env = environment(folder, **more)
-    return subprocess.run([*SKYTRAIN, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    """The command, in this process."""
+    return in_process.skytrain(folder, environment(**more), *arguments)
 
 
 # --- mistakes
@@ -173,7 +168,7 @@ def test_hostile_input_ends_with_2_and_one_line(folder: Path, as_a_user: list[st
     done = subprocess.run(
         [*as_a_user, sys.executable, "-c", SEVERAL, json.dumps(commands)],
         cwd=folder,
-        env=environment(folder),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=300,
@@ -182,28 +177,6 @@ def test_hostile_input_ends_with_2_and_one_line(folder: Path, as_a_user: list[st
     assert codes == f"exit codes {[2] * len(commands)}", done.stderr
     for command, line in zip(commands, lines, strict=True):
         assert line.startswith("error: ") and len(line) < 1000, command
-
-
-@pytest.mark.parametrize("kind", ["home", "gc"])
-def test_a_folder_that_may_not_be_written_is_named_in_one_line(folder: Path, as_a_user: list[str], kind: str) -> None:
-    """`gc` of a finished artifact removes a file at once; another one it claims first."""
-    key = "tokens/x-12345678"
-    shut = folder / "locked" if kind == "home" else folder / "store" / key / "a0001"
-    shut.mkdir(parents=True)
-    if kind == "gc":
-        plan = ArtifactPlan("tokenize", "x", {})
-        manifest = Manifest("tokenize", "x", plan.fingerprint, {}, {}, (), {}, {}, "r", 1, 1.0)
-        (folder / "store" / "tokens" / "x-12345678").rename(folder / "store" / plan.prefix)
-        shut = folder / "store" / plan.prefix / "a0001"
-        (shut / "train_000000.bin").touch()
-        (shut.parent / "MANIFEST.json").write_bytes(manifest.to_json())
-    shut.chmod(0o500)
-    arguments = ["run", "tiny.yaml"] if kind == "home" else ["gc", "--store", "store"]
-    env = environment(folder, **({"SKYTRAIN_HOME": str(shut / "x")} if kind == "home" else {}))
-    done = subprocess.run(
-        [*as_a_user, *SKYTRAIN, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(shut) in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -218,7 +191,7 @@ def test_a_folder_that_may_not_be_written_is_named_in_one_line(folder: Path, as_
         (["run", "tiny.yaml", "--pric-per-hour", "1"], "--pric-per-hour"),
         (["rnu", "tiny.yaml"], "rnu"),
         (["--jsn"], "--jsn"),
-        (["image", "biuld"], "biuld"),
+        (["shards", "inspct"], "inspct"),
         (["report", "--html"], "error: report: option '--html' requires an argument; see skytrain report --help"),
         (["launch", "tiny.yaml", "--nodes", "0"], "error: launch: invalid value for '--nodes': "),
         (["sample", "x", "--tokens", "0"], "--tokens"),
@@ -232,48 +205,33 @@ def test_a_wrong_option_exits_with_2_and_is_named(folder: Path, arguments: list[
     assert done.stderr.endswith(" --help\n")
 
 
-def broken(folder: Path, error: str) -> str:
-    """A folder that makes `load_recipe` raise in every Python that has it first in its path."""
-    first = folder.parent / f"{folder.name}-first"
-    first.mkdir()
-    (first / "sitecustomize.py").write_text(
-        "import sys\nif any('pipelines.cli' in a for a in sys.orig_argv):\n"
-        "    import pipelines.recipe, trainer.process, trainer.store\n"
-        f"    def load_recipe(*_): raise {error}\n"
-        "    pipelines.recipe.load_recipe = load_recipe\n"
-    )
-    return str(first)
-
-
 @pytest.mark.parametrize(
-    "error", ["RuntimeError('wheels came off')", "ValueError('wheels came off')", "EOFError('wheels came off')"]
-)
-def test_an_internal_error_exits_with_1_and_its_traceback(folder: Path, error: str) -> None:
-    done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, error))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "Traceback" in done.stderr and "wheels came off" in done.stderr and "in load_recipe" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
+    ("error", "code", "line"),
     [
-        ("trainer.errors.Interrupted", "interrupted: run the same command to resume\n"),
-        ("KeyboardInterrupt", "interrupted: run the same command to resume\n"),
-        (
-            "trainer.errors.StoreUnavailable('no route to s3')",
-            "error: no route to s3; run the same command to resume\n",
-        ),
+        (Interrupted(), 75, "interrupted: run the same command to resume\n"),
+        (KeyboardInterrupt(), 75, "interrupted: run the same command to resume\n"),
+        (StoreUnavailable("no route to s3"), 75, "error: no route to s3; run the same command to resume\n"),
+        (Stopped("budget"), 76, "stopped (budget): nothing restarts this run automatically\n"),
+        (RuntimeError("wheels came off"), 1, None),
+        (EOFError("wheels came off"), 1, None),
+        (BrokenPipeError(32, "wheels came off"), 1, None),  # another pipe than the output
     ],
+    ids=lambda value: type(value).__name__,
 )
-def test_an_interruption_that_the_same_command_can_resume_exits_with_75(folder: Path, error: str, line: str) -> None:
-    done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, error))
-    assert (done.returncode, done.stdout, done.stderr) == (75, "", line)
+def test_each_error_has_its_exit_code_and_only_a_bug_a_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str | None
+) -> None:
+    def load_recipe(*_: object) -> None:
+        raise error
 
-
-def test_a_stopped_run_exits_with_76_which_nothing_recovers(folder: Path) -> None:
-    done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, "trainer.errors.Stopped('budget')"))
-    line = "stopped (budget): nothing restarts this run automatically\n"
-    assert (done.returncode, done.stdout, done.stderr) == (76, "", line)
+    monkeypatch.setattr("pipelines.recipe.load_recipe", load_recipe)
+    monkeypatch.setattr("pipelines.stage.load_recipe", load_recipe)
+    done = skytrain(folder, "plan", "tiny.yaml")
+    assert (done.returncode, done.stdout) == (code, "")
+    if line is None:
+        assert "Traceback" in done.stderr and "wheels came off" in done.stderr and "in load_recipe" in done.stderr
+    else:
+        assert done.stderr == line
 
 
 # --- imports
@@ -286,19 +244,9 @@ LISTING_IMPORTS = (
 )
 
 
-def test_help_and_recipes_import_nothing_heavy(folder: Path) -> None:
-    expected: dict[str, list[str]] = {"--help": [], "recipes": ["pydantic", "yaml"]}
-    for verb, loaded in expected.items():
-        command = [sys.executable, "-c", LISTING_IMPORTS, verb]
-        done = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True)
-        assert json.loads(done.stderr) == loaded
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["report"], ["report", "--series"], ["status"], ["plan", "tiny.yaml"], ["gc"]])
-def test_verbs_that_only_read_a_run_load_no_torch(undisturbed: Callable[[int], Project], arguments: list[str]) -> None:
-    done = undisturbed(1).run(*arguments, code=LISTING_IMPORTS)
-    assert set(json.loads(done.stderr)) <= {"pydantic", "yaml"}
+def test_help_and_reports_import_nothing_heavy(undisturbed: Callable[[int], Project]) -> None:
+    for verb, loaded in (("--help", set()), ("report", {"pydantic", "yaml"})):
+        assert set(json.loads(undisturbed(1).run(verb, code=LISTING_IMPORTS).stderr)) <= loaded
 
 
 def test_help_groups_every_verb_and_cuts_no_description() -> None:
@@ -359,7 +307,7 @@ def test_the_secret_key_is_in_no_output_and_no_object(
         output += done.stdout + done.stderr
     looks = [["plan", "tiny.yaml"], ["report"], ["report", "--json"], ["gc", "--dry-run"], ["report", "nope"]]
     command = [sys.executable, "-c", SEVERAL, json.dumps([[*look, "--store", store.uri] for look in looks])]
-    done = subprocess.run(command, cwd=folder, env=environment(folder, **aws), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment(**aws), capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "exit codes [0, 0, 0, 0, 2]", done.stderr
     output += done.stdout + done.stderr
     objects = [store.get(entry.key) or b"" for entry in store.entries("")]
@@ -379,78 +327,38 @@ def test_a_server_that_refuses_the_secret_key_is_quoted_without_it(
     assert "Traceback" not in done.stderr
 
 
-def in_a_terminal(folder: Path, columns: int, *arguments: str) -> str:
-    """The output to a terminal of so many columns, without line ends and colours."""
-    ours, theirs = pty.openpty()
-    env = environment(folder, COLUMNS=str(columns), LINES="30", TERM="dumb", NO_COLOR="1")
-    process = subprocess.Popen([*SKYTRAIN, *arguments], cwd=folder, env=env, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    sent = b""
-    while True:
-        try:
-            sent += (chunk := os.read(ours, 65_536))
-        except OSError:  # Linux reports a closed other end this way
-            break
-        if not chunk:
-            break
-    os.close(ours)
-    assert process.wait(timeout=60) == 0
-    return sent.decode().replace("\r\n", "\n")
-
-
 def test_neither_a_narrow_terminal_nor_a_pipe_cuts_a_name(folder: Path) -> None:
     plan = ["plan", "gpt2-124m", "--set", f"name={'a' * 63}"]
     result = json.loads(skytrain(folder, *plan, "--json").stdout)
     names = [result["run"], *(stage["artifact"] for stage in result["stages"].values())]
-    for shown in (in_a_terminal(folder, 30, *plan), skytrain(folder, *plan).stdout):
+    for columns in ({"COLUMNS": "30"}, {}):
+        shown = skytrain(folder, *plan, **columns).stdout
         assert all(name in shown for name in names) and "…" not in shown
-    for shown in (in_a_terminal(folder, 30, "recipes"), skytrain(folder, "recipes").stdout):
+        shown = skytrain(folder, "recipes", **columns).stdout
         assert "gpt2-1558m" in shown and "1,557.6M" in shown and "…" not in shown
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["recipes"], ["recipes", "--json"], ["--help"], ["plan", "--help"], ["--version"], INSPECT],
-)
-def test_a_command_whose_output_nobody_reads_ends_quietly_like_other_programs(
-    folder: Path, arguments: list[str]
-) -> None:
-    write_shard(folder / "x.bin", np.arange(200, dtype=np.uint16))
+def test_a_command_whose_output_nobody_reads_ends_quietly_like_other_programs(folder: Path) -> None:
     process = subprocess.Popen(
-        [*SKYTRAIN, *arguments], cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*SKYTRAIN, "recipes"], cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout
     process.stdout.close()
-    assert process.communicate(timeout=60)[1] == b""
+    assert process.communicate()[1] == b""
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_a_broken_pipe_that_is_not_the_output_is_a_fault_of_ours(folder: Path) -> None:
-    done = skytrain(folder, "plan", "tiny.yaml", first=broken(folder, "BrokenPipeError(32, 'Broken pipe')"))
-    assert done.returncode == 1 and "Traceback" in done.stderr and "BrokenPipeError" in done.stderr
-
-
 def test_ctrl_c_before_the_work_has_begun_exits_with_75(folder: Path) -> None:
-    first = folder.parent / f"{folder.name}-first"
-    first.mkdir()
-    (first / "sitecustomize.py").write_text(
-        "import sys, pathlib\nif any('pipelines.cli' in a for a in sys.orig_argv):\n"
-        "    import pipelines.recipe, time\n"
-        "    def load_recipe(*_): pathlib.Path('loading').touch(); time.sleep(60)\n"
-        "    pipelines.recipe.load_recipe = load_recipe\n"
-    )
-    env = environment(folder, first=str(first))
-    process: subprocess.Popen[Any] = subprocess.Popen(
-        [*SKYTRAIN, "plan", "tiny.yaml"],
+    os.mkfifo(folder / "slow.yaml")
+    process = subprocess.Popen(
+        [*SKYTRAIN, "plan", "slow.yaml"],
         cwd=folder,
-        env=env,
+        env=environment(),
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
     )
-    deadline = time.monotonic() + 60
-    while not (folder / "loading").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, output = process.communicate(timeout=30)
+    with (folder / "slow.yaml").open("w"):  # once the command reads it
+        process.send_signal(signal.SIGINT)
+        _, output = process.communicate()
     assert (process.returncode, output) == (75, "interrupted: run the same command to resume\n")
