@@ -12,7 +12,7 @@ INSTALLED := .venv/installed-$(shell pwd | cksum | cut -d ' ' -f 1)
 help:
 	@echo "make demo     set up, then run the recipe 'smoke' through all stages (minutes, on a CPU)"
 	@echo "make test     set up, then the tests of every promise that matters (7 to 15 minutes on two cores)"
-	@echo "make test-all the same, then the slow tests: containers, the Slurm cloud, long drills"
+	@echo "make test-all the same, then the slow tests: containers, the Slurm cloud, crashes of real processes"
 	@echo "make format   ruff: format, and fix imports"
 	@echo "make lint     ruff and mypy"
 	@echo "make docs     write the generated tables of README.md and docs/ again"

@@ -23,7 +23,6 @@ from pipelines.show.outage import show_outages
 from pipelines.verbs.bench import bench
 from pipelines.verbs.doctor import doctor
 from pipelines.verbs.down import down
-from pipelines.verbs.drill import drill
 from pipelines.verbs.gc import gc
 from pipelines.verbs.init import init
 from pipelines.verbs.launch import launch
@@ -50,7 +49,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {  # as --hel
     "Run": (run, plan, recipes),
     "Look": (report, status, logs, sample, serve, pull),
     "Cloud": (launch, resume, stop, down),
-    "Tools": (init, doctor, bench, shards_app, tokenizer_app, drill, gc),
+    "Tools": (init, doctor, bench, shards_app, tokenizer_app, gc),
 }
 
 

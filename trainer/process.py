@@ -1,4 +1,4 @@
-"""A process: the request to stop, the death of its parent, its threads, its log lines, and the failpoints of drills."""
+"""A process: the request to stop, the death of its parent, its threads, its log lines, and the failpoints of tests."""
 
 import ctypes
 import os
@@ -121,17 +121,17 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-DRILL = "SKYTRAIN_DRILL"  # set only by `skytrain drill`: the folder in which it arms failpoints
-FAILPOINT_SECONDS = 60.0  # the longest wait, in case the drill died
+FAILPOINTS = "SKYTRAIN_FAILPOINTS"  # set only by tests: the folder in which they arm failpoints
+FAILPOINT_SECONDS = 60.0  # the longest wait, in case the test died
 
 
 def failpoint(name: str) -> None:
-    """A point at which `skytrain drill` can inject a fault. Without a drill it does nothing.
+    """Wait here if a test has armed this point; otherwise do nothing.
 
-    The drill arms a failpoint by creating the file `name`. The first process at this point renames it to `name.here`,
-    so that the drill knows, and waits until that file is removed. Other processes continue.
+    A test arms a failpoint by creating the file `name`. The first process at this point renames it to `name.here`, so
+    that the test knows, and waits until that file is removed. Other processes continue.
     """
-    folder = os.environ.get(DRILL)
+    folder = os.environ.get(FAILPOINTS)
     if not folder:
         return
     here = Path(folder, f"{name}.here")

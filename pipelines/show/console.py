@@ -34,7 +34,7 @@ CARD_COLUMNS = 100  # the width of text that has a choice
 COMMANDS = {
     "skytrain": (
         *("init", "run", "plan", "recipes", "report", "status", "logs", "sample", "serve", "pull"),
-        *("launch", "resume", "stop", "down", "orphans", "image", "doctor", "bench", "shards", "drill"),
+        *("launch", "resume", "stop", "down", "orphans", "image", "doctor", "bench", "shards"),
         *("tokenizer", "gc", "--help"),
     ),
     "sky": ("api", "check", "down", "jobs", "logs", "queue", "show-gpus", "status", "stop"),

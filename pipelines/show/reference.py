@@ -158,7 +158,7 @@ def highlights() -> Iterator[str]:
     paid, bound = ((value(f"deadline_{kind}_short"), value(f"deadline_{kind}_long")) for kind in ("share", "bound"))
     yield f"- **Four H200s** (ZeRO-1) did {four} (124M and 1558M) of the sum of the same four, each by itself."
     yield (
-        f"- **Drill**: {value('drill_kills'):.0f} faults in one run (kills, signals, damaged checkpoints, rivals) on a "
+        f"- **Crashes**: {value('drill_kills'):.0f} faults in a run (kills, signals, damaged checkpoints, rivals) on a "
         f"CPU cost {value('drill_redone'):.0f}"
     )
     yield "  redone steps. Data, losses, weights, attempts and billed time equalled the undisturbed run's."

@@ -343,7 +343,6 @@ def this_process() -> ProcessId:
     # Containers of one host share its boot and may share its name; a pid is valid in one of them only.
     parts = [boot.read_text().strip() if boot.exists() else "", os.readlink(pids) if pids.is_symlink() else ""]
     machine = "/".join([platform.node(), *filter(None, parts)])
-    machine = os.environ.get("SKYTRAIN_DRILL_MACHINE", machine)  # for drills only: one machine stands for several
     return ProcessId(machine, os.getpid(), process_started(os.getpid()))
 
 

@@ -25,7 +25,6 @@ import trainer.store
 from pipelines.artifacts import store as s3
 from pipelines.artifacts.manifest import File, verify
 from pipelines.artifacts.store import S3Store, open_store
-from pipelines.drill.outages import FailingFolder
 from trainer.errors import Interrupted, NotAFile, StoreUnavailable, UserError
 from trainer.store import LocalStore, Store, checked_key
 
@@ -311,9 +310,10 @@ class TestLocalStore:
         assert store.entries(prefix) == []
 
     def test_a_disk_that_fails_is_an_outage_for_every_operation(self, tmp_path: Path) -> None:
-        store, folder = LocalStore(tmp_path / "store"), FailingFolder(tmp_path / "store")
+        store, aside = LocalStore(tmp_path / "store"), tmp_path / "aside"
         store.put("run/a", b"x")
-        folder.fail()
+        store.root.rename(aside)
+        store.root.symlink_to(store.root.name)  # a link to itself stands for a failing disk
         (tmp_path / "file").write_bytes(b"x")
         operations: list[Callable[[], object]] = [
             lambda: store.get("run/a"),
@@ -329,7 +329,8 @@ class TestLocalStore:
         for operation in operations:
             with pytest.raises(StoreUnavailable, match=f"{tmp_path}/store/run"):
                 operation()
-        folder.mend()
+        store.root.unlink()
+        aside.rename(store.root)
         assert store.get("run/a") == b"x"
 
     def test_a_read_that_fails_is_no_missing_object(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from pipelines.tracking.ledger import HEARTBEAT_SECONDS, claim
 from pipelines.tracking.records import Billing, Machine, Progress
 from pipelines.tracking.runs import record
 from trainer.errors import Stopped, UserError
-from trainer.process import DRILL
+from trainer.process import FAILPOINTS
 from trainer.store import LocalStore
 
 # --- the rule
@@ -169,7 +169,7 @@ def test_a_run_stops_on_a_commit_within_its_budget_and_a_higher_budget_resumes_i
     moments = tmp_path / "moments"
     moments.mkdir()
     command = ("run", "tiny.yaml", "--stage", "train", "--price-per-hour", "3600", "--budget")
-    project.environment |= {DRILL: str(moments), "SKYTRAIN_GRACE_SECONDS": "15"}
+    project.environment |= {FAILPOINTS: str(moments), "SKYTRAIN_GRACE_SECONDS": "15"}
     with project.started(*command, "60") as process:
         project.wait_until(lambda: project.rows_logged() >= 7, process)
         (moments / "mid-step").touch()
@@ -178,7 +178,7 @@ def test_a_run_stops_on_a_commit_within_its_budget_and_a_higher_budget_resumes_i
         err = process.communicate(timeout=60)[1]
     assert process.returncode == 76, err
     assert "stopped (budget: $" in err and "of $60 are spent; raise --budget to continue)" in err
-    del project.environment[DRILL]
+    del project.environment[FAILPOINTS]
     steps = project.rows_committed()
     commits = project.found("train/*/checkpoints/*/COMMIT.json")
     assert 7 <= max(json.loads(commit.read_text())["step"] for commit in commits) == steps < STEPS

@@ -31,7 +31,7 @@ from pipelines.tracking.runs import (
     Summary,
     read_records,
 )
-from trainer.process import DRILL
+from trainer.process import FAILPOINTS
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ class User:
 
     def launch(self, *options: str, expect: int = 0) -> str:
         where = ("--infra", "slurm/local", "--gpus", "H100:8", "--image", "none", "--yes")
-        variables = {"SKYTRAIN_VENV": sys.prefix, "SKYTRAIN_GRACE_SECONDS": "10", DRILL: str(self.failpoints)}
+        variables = {"SKYTRAIN_VENV": sys.prefix, "SKYTRAIN_GRACE_SECONDS": "10", FAILPOINTS: str(self.failpoints)}
         given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         return self.skytrain("launch", str(self.recipe), *where, *given, *options, expect=expect)
 
@@ -196,7 +196,7 @@ def test_a_launched_run_stopped_by_its_budget_preempted_and_killed_ends_as_the_u
         cloud.slurm("scancel", *jobs_of_training(cloud))  # preempted
     preempted = time.time()
     with user.held_in_mid_training():
-        commands = processes_with(DRILL, "run", f"run:{user.record.run}")
+        commands = processes_with(FAILPOINTS, "run", f"run:{user.record.run}")
         next(one for one in commands if one.environ()["SKYPILOT_NODE_RANK"] == "0").kill()
     user.wait_until(lambda: user.summary.state == "done")
     assert any("the run's command was killed by SIGKILL" in (beat.progress.killed or "") for beat in user.trainings)

@@ -15,7 +15,6 @@ LAYERS = (
     ("pipelines.cli",),
     ("pipelines.verbs",),
     ("pipelines.show",),
-    ("pipelines.drill",),
     ("pipelines.cloud",),
     ("pipelines.stages",),
     ("pipelines.serve",),

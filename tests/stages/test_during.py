@@ -15,7 +15,7 @@ from pipelines.recipe import Recipe, load_recipe
 from pipelines.stage import plans_of
 from pipelines.tracking.runs import read_runs
 from trainer.errors import UserError
-from trainer.process import DRILL
+from trainer.process import FAILPOINTS
 
 SCORE = "eval/hellaswag_acc_norm"
 ITEMS = [
@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_in_an_evaluation_changes_no_loss_and_no_step_is_e
     project = Project(tmp_path / FOLDER_NAME, evaluating())
     write_items(project.folder / "items.jsonl")
     (failpoints := tmp_path / "failpoints").mkdir()
-    project.environment[DRILL] = str(failpoints)
+    project.environment[FAILPOINTS] = str(failpoints)
     with project.started("run", "tiny.yaml", *ranks(2)) as process:
         project.wait_until(lambda: project.rows_logged() > 15, process)
         (failpoints / "scores").touch()
