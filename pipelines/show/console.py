@@ -1,8 +1,7 @@
 """The terminal: a screen for the progress of a run (on stderr), a console for results (on stdout), and formats.
 
 All text passes through here on its way to a terminal. It loses control characters, because names and messages come from
-a store that others can write to. Its commands get the path that this shell needs: a message says `skytrain status RUN`,
-and a user whose PATH has no skytrain reads `.venv/bin/skytrain status RUN`.
+a store that others can write to.
 """
 
 import io
@@ -29,21 +28,6 @@ from rich.text import Text
 LINE_SECONDS = 10.0  # between two lines of the same bar in a log
 COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,40}m)")
 CARD_COLUMNS = 100  # the width of text that has a choice
-
-# The commands that messages name: programs of this Python environment, with the first words that make them a command.
-COMMANDS = {
-    "skytrain": (
-        *("init", "run", "plan", "recipes", "report", "status", "logs", "sample", "serve", "pull"),
-        *("launch", "resume", "stop", "down", "orphans", "image", "doctor", "bench", "shards"),
-        *("tokenizer", "gc", "--help"),
-    ),
-    "sky": ("api", "check", "down", "jobs", "logs", "queue", "show-gpus", "status", "stop"),
-    "mlflow": ("ui",),
-    "pip": ("install",),
-}
-A_COMMAND = re.compile(
-    "|".join(rf"(?<![\w./-]){name}(?= (?:{'|'.join(words)})(?![\w=:]))" for name, words in COMMANDS.items())
-)
 
 
 class CleanConsole(Console):
@@ -77,8 +61,6 @@ class Trimmed:
 
 
 def prepared(shown: Any) -> Any:
-    if isinstance(shown, str):
-        return typeable(shown, escape)
     return Trimmed(shown) if isinstance(shown, Table) else shown
 
 
@@ -161,7 +143,7 @@ def console() -> Console:
 
 def say(text: str, on_stderr: bool = False) -> None:
     """Print plain text, in which brackets are no markup."""
-    print(typeable(printable(text)), file=sys.stderr if on_stderr else sys.stdout, flush=True)
+    print(printable(text), file=sys.stderr if on_stderr else sys.stdout, flush=True)
 
 
 def columns() -> int:
@@ -186,17 +168,12 @@ def wrapped(text: str, indent: str = "  ") -> str:
 def hanging(text: str, indent: str) -> str:
     """Plain text at the terminal's width, its further lines indented; as it is where there is no terminal."""
     width = shutil.get_terminal_size((0, 0)).columns
-    return broken(typeable(text), width, indent) if width else text
+    return broken(text, width, indent) if width else text
 
 
 def broken(text: str, width: int, indent: str) -> str:
     lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
-
-
-def typeable(text: str, quote: Callable[[str], str] = str) -> str:
-    """Text whose commands can be typed in this shell: each program has the path that it needs here."""
-    return A_COMMAND.sub(lambda found: quote(program(found[0])), text)
 
 
 def program(name: str) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pipelines.cloud.control import Status
-from pipelines.show.console import console, duration, money, printable, say, typeable
+from pipelines.show.console import console, duration, money, printable, say
 from pipelines.tracking.forecast import Forecast
 from pipelines.tracking.ledger import SILENT_SECONDS
 from pipelines.tracking.records import Heartbeat
@@ -60,7 +60,7 @@ def print_tasks(out: Console, run: Status) -> None:
         why = f": {shown(task.why)}" if task.why else ""
         out.print(f"  job {task.job}  {shown(task.stage):9} {shown(task.status)}{recoveries}{why}")
     if run.tasks and all(task.over for task in run.tasks) and run.state != "done":
-        out.print(shown(typeable(f"  the job is over and the run is not: skytrain resume {run.run} continues it")))
+        out.print(shown(f"  the job is over and the run is not: skytrain resume {run.run} continues it"))
 
 
 def print_notes(out: Console, notes: Iterable[str]) -> None:

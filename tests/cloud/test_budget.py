@@ -1,7 +1,6 @@
 """`--budget`: the run stops on a commit before its bill exceeds the budget, whichever costs are on the bill."""
 
 import json
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,10 +43,6 @@ def test_a_run_that_stops_when_asked_has_spent_the_budget_and_no_more(
         assert spent + rate * (left + stopping) / 3600 == pytest.approx(budget, rel=1e-9)
     else:
         assert spent + rate * stopping / 3600 > budget * (1 - 1e-9)  # not even an immediate stop would meet it
-
-
-def test_a_machine_that_costs_nothing_is_never_asked_to_stop() -> None:
-    assert seconds_until_ask(5.0, 4.0, 0.0, 100) == math.inf
 
 
 @given(st.floats(0.01, 1000), st.floats(1, 1e7), st.floats(1, 1000), st.booleans(), st.integers(1, 64))
@@ -122,18 +117,6 @@ def test_the_timer_stops_the_run_on_time_even_without_further_heartbeats(bench: 
     assert reason is not None and reason.endswith("are spent; raise --budget to continue")
 
 
-def test_a_later_heartbeat_with_measured_times_delays_the_stop(bench: Bench) -> None:
-    """A measured save takes less than the whole grace, so more time is left for training."""
-    mine = claim(bench.store, bench.plans["train"].prefix, bench.run, "train", 1, Billing(3600.0, "test"))
-    assert mine is not None
-    usd = stopping_seconds(Progress(), 2048, bench.stop.grace_seconds, rented=False) + 0.5
-    budget = bench.budget(usd)
-    assert budget.watch(mine.latest) is None
-    mine.update(progress=Progress(save_seconds=0.5, metrics={"perf/tokens_per_second": 1e6}))
-    assert budget.watch(mine.latest) is None
-    assert not bench.stop.heard.wait(1.5)  # the stop would have been requested by now
-
-
 def test_a_spent_budget_begins_nothing(bench: Bench) -> None:
     bench.attempt("train", 1, 100, 3600.0)
     with pytest.raises(Stopped, match=r"budget: \$100 of \$110 are spent; raise --budget to continue"):
@@ -151,10 +134,9 @@ def test_a_budget_that_always_was_too_small_is_a_user_error(bench: Bench) -> Non
         bench.budget(40).begin()
 
 
-@pytest.mark.parametrize("billing", [Billing(None, "unknown: why ever"), Billing()])
-def test_a_budget_needs_a_known_price(bench: Bench, billing: Billing) -> None:
-    with pytest.raises(UserError, match=r"--budget: the price of this machine is unknown \((unknown|own)"):
-        Budget(100, billing, bench.store, bench.run, 2048, bench.stop)
+def test_a_budget_needs_a_known_price(bench: Bench) -> None:
+    with pytest.raises(UserError, match=r"--budget: the price of this machine is unknown \(unknown: why"):
+        Budget(100, Billing(None, "unknown: why"), bench.store, bench.run, 2048, bench.stop)
 
 
 # --- the command

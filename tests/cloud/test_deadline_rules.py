@@ -22,7 +22,6 @@ from pipelines.cloud.deadline import (
     rules_for,
     seconds_per_token,
 )
-from pipelines.cloud.start_up import INSTALL_SECONDS
 from pipelines.recipe import load_recipe
 from pipelines.stage import Work
 from pipelines.tracking.account import StoredHeartbeat, account
@@ -63,17 +62,6 @@ def test_a_run_leaves_spot_while_one_more_lost_machine_would_still_meet_the_dead
     assert not asked(0.5, 3 * CHANGEOVER_SECONDS + 60).asked
     left = asked(0.5, 3 * CHANGEOVER_SECONDS - 60)
     assert left.asked and left.ending is HandedOver and left.reason and "29 min of slack" in left.reason
-
-
-def test_without_an_image_a_changeover_takes_the_installation_of_the_packages_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spare = 3 * CHANGEOVER_SECONDS + 60
-    monkeypatch.delenv("SKYTRAIN_IMAGE")
-    monkeypatch.delenv("SKYTRAIN_VENV", raising=False)
-    assert asked(0.5, spare).asked and not asked(0.5, spare + 3 * INSTALL_SECONDS).asked
-    monkeypatch.setenv("SKYTRAIN_VENV", "/opt/venv")  # it has the packages
-    assert not asked(0.5, spare).asked
 
 
 def test_no_handover_happens_shortly_before_the_end_or_before_the_speed_is_known() -> None:

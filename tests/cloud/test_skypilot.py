@@ -6,7 +6,6 @@ The tests only replace the list of enabled clouds, which would need accounts.
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ MORE = (
 )
 ASKING = """
 import contextlib, io, json, sys
-from pipelines.cloud import preflight, pricing, skypilot
+from pipelines.cloud import pricing, skypilot
 from pipelines.cloud.request import LaunchRequest
 from pipelines.cloud.tasks import managed_job
 from pipelines.recipe import load_recipe
@@ -79,8 +78,6 @@ def priced(options, stages, spent=0.0):
     with contextlib.redirect_stdout(io.StringIO()) as output:
         job = pricing.within_limits(job, request, recipe, plans_of(recipe), store, print_launch_report)
         job = pricing.with_prices(job, request, print_launch_report)
-        for finding in preflight.queues(job):
-            print_launch_report(finding)
     tasks = {
         task.name: [[m.to_yaml() for m in task.machines], json.loads(task.envs["SKYTRAIN_PRICES"])]
         for task in job.tasks
@@ -120,29 +117,20 @@ def waiting(*gone: dict[str, Any]) -> dict[str, Any]:
     return question(ManagedJob(request.run, (task,)).to_yaml(), {}) | {"gone": gone}
 
 
-def capped(usd: float) -> str:
-    return (SKY / "train.yaml").read_text().replace("max_hourly_cost: 60", f"max_hourly_cost: {usd}")
-
-
 SERVED = {"SKYTRAIN_RUN": "tiny-12345678", "SKYTRAIN_STORE": "s3://bucket/prefix"}
 QUESTIONS = {
     "serve": question((SKY / "serve.yaml").read_text(), SERVED, secrets=KEYS | {"VLLM_API_KEY": "a key"}),
-    "serve without a key": question((SKY / "serve.yaml").read_text(), SERVED),
     **{stage: question((SKY / f"{stage}.yaml").read_text()) for stage in STAGES},
     "no store": question((SKY / "train.yaml").read_text(), {"SKYTRAIN_RECIPE": "smoke"}),
-    "no keys": question((SKY / "train.yaml").read_text(), secrets={}),
     "no cloud but lambda": question((SKY / "train.yaml").read_text(), enabled=("lambda",)),
-    "a cap of $19": question(capped(19), enabled=("aws", "lambda")),
-    "a cap below spot": question(capped(20), enabled=("aws", "lambda")),
-    "nothing cheap enough": question(capped(19), enabled=("lambda",)),
+    "nothing cheap enough": question(
+        (SKY / "train.yaml").read_text().replace("max_hourly_cost: 60", "max_hourly_cost: 19"), enabled=("lambda",)
+    ),
     "on demand": question(requested(spot=False), {}),
     "spot on gcp": question(requested(spot=True, infra="gcp"), {}),
-    "two nodes in one region": question(requested(nodes=2, infra="aws/us-west-2"), {}),
     "other gpus": question(requested(("train", "evaluate"), gpus="A100-80GB:8", infra="aws"), {}),
-    "gpus that nobody has": question(requested(gpus="V100:8"), {}),
     "all stages": question(requested(STAGES, budget=25.0), {}),
     "spot is there": waiting(),
-    "spot is gone on aws": waiting({"infra": "aws", "accelerators": "H100:8", "use_spot": True}),
     "spot is gone": waiting({"accelerators": "H100:8", "use_spot": True}),
 }
 
@@ -153,21 +141,11 @@ def to_price(stages: tuple[str, ...] = ("train",), **options: Any) -> dict[str, 
 
 QUESTIONS |= {
     "prices": to_price(STAGES),
-    "prices in one region": to_price(infra="aws/us-west-2"),
     "prices on slurm": to_price(("tokenize", "train"), infra="slurm/local"),
-    "two slurm clusters": to_price(("train",), infra="slurm/local,slurm/south"),
-    "prices of an unpriced cluster": to_price(infra="kubernetes/mine"),
     "a budget on an unpriced cluster": to_price(infra="kubernetes/mine", budget=5.0),
     "a budget that spot keeps": to_price(budget=16.0),
     "a budget that nothing keeps": to_price(budget=1.0),
-    "the plan in one region": to_price(infra="aws/us-west-2"),
-    "a budget in two regions": to_price(infra="aws/us-east-1,aws/us-west-2", budget=14.4),
-    "the plan on demand": to_price(STAGES, spot=False),
-    "the plan of train alone": to_price(until="train"),
-    "the plan without train": to_price(("tokenize", "evaluate")),
-    "a budget that the rest is beyond": to_price(("tokenize",), budget=0.01),
     "a budget that is spent": to_price(("evaluate", "export"), budget=20.0) | {"spent": 25.0},
-    "a deadline that is past": to_price(("evaluate", "export"), deadline=1e9),
     "a deadline without a price list": to_price(("train", "evaluate"), gpus="V100:8", deadline=4e9),
 }
 
@@ -229,7 +207,6 @@ def test_the_file_for_vllm_is_a_service_on_one_small_gpu_that_asks_for_a_key(ans
     assert task["secrets"] == ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY"]
     read = json.loads(task["yaml"])
     assert read["service"]["readiness_probe"]["path"] == "/health" and read["service"]["replicas"] == 1
-    assert "VLLM_API_KEY" in answers["serve without a key"]["error"]
 
 
 def test_a_launch_of_all_stages_is_one_job_a_chain_of_four_tasks(answers: dict[str, Any]) -> None:
@@ -242,21 +219,16 @@ def test_a_launch_of_all_stages_is_one_job_a_chain_of_four_tasks(answers: dict[s
     [
         ("train", ("aws", "us-east-1", True, 20.0)),  # the cheapest zone's spot price
         ("no cloud but lambda", ("lambda", "us-east-1", False, 31.92)),
-        ("a cap below spot", ("aws", "us-east-1", True, 20.0)),
         ("on demand", ("lambda", "us-east-1", False, 31.92)),
         ("spot on gcp", ("gcp", "us-central1", True, 26.0)),
-        ("two nodes in one region", ("aws", "us-west-2", True, 22.0)),
     ],
 )
 def test_the_cheapest_permitted_machine_wins(answers: dict[str, Any], asked: str, given: Any) -> None:
     assert place(answers[asked]) == given
 
 
-@pytest.mark.parametrize("asked", ["a cap of $19", "nothing cheap enough", "gpus that nobody has"])
-def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one_line(
-    answers: dict[str, Any], asked: str
-) -> None:
-    message = answers[asked]["error"]
+def test_without_a_machine_that_fits_below_the_price_cap_a_launch_fails_with_one_line(answers: dict[str, Any]) -> None:
+    message = answers["nothing cheap enough"]["error"]
     assert message.startswith("UserError: launch: no machine fits: ") and "\n" not in message
     assert message.endswith("; try another --infra or --gpus, or without --spot")
 
@@ -265,14 +237,8 @@ def test_other_gpus_are_requested_eight_to_train_and_one_to_evaluate(answers: di
     assert [task["instance"] for task in answers["other gpus"]["tasks"]] == ["p4de.24xlarge", "one-a100"]
 
 
-def test_several_nodes_train_and_one_does_the_rest(answers: dict[str, Any]) -> None:
-    assert only_task(answers["two nodes in one region"])["nodes"] == 2
-    assert [task["nodes"] for task in answers["all stages"]["tasks"]] == [1, 1, 1, 1]
-
-
 def test_missing_required_values_are_named_at_once(answers: dict[str, Any]) -> None:
     assert "'SKYTRAIN_STORE' is None" in answers["no store"]["error"]
-    assert "secret(s): AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in answers["no keys"]["error"]
 
 
 def test_a_launch_has_the_runs_name_in_labels_that_every_cloud_accepts(answers: dict[str, Any]) -> None:
@@ -311,7 +277,6 @@ def test_a_job_has_the_price_of_every_machine_that_it_may_run_on(answers: dict[s
         "n2-standard-16",
         "cpu_16x_general",
     }
-    assert [r["usd_per_hour"] for r in rows(answers["prices in one region"])] == [22.0]
     for stage in STAGES:  # SkyPilot's choice among each file's machines, at its price
         chosen = only_task(answers[stage])
         (price,) = {
@@ -332,14 +297,7 @@ def test_an_own_cluster_has_the_price_of_skypilots_configuration(answers: dict[s
     assert (tokenize["usd_per_hour"], tokenize["accelerators"]) == (0.16, None)
 
 
-def test_a_cluster_in_whose_queue_a_job_would_wait_for_a_day_is_named(answers: dict[str, Any]) -> None:
-    assert "while slurm/south is full, the job waits there for 24 hours" in answers["two slurm clusters"]["output"]
-    assert "is full" not in answers["prices on slurm"]["output"]
-
-
-def test_an_unknown_price_is_reported_and_refused_with_a_budget(answers: dict[str, Any]) -> None:
-    assert rows(answers["prices of an unpriced cluster"]) == []
-    assert "~/.sky/config.yaml has no kubernetes.pricing" in answers["prices of an unpriced cluster"]["output"]
+def test_an_unknown_price_is_refused_with_a_budget(answers: dict[str, Any]) -> None:
     refused = answers["a budget on an unpriced cluster"]["error"]
     assert "--budget: can't be promised where a price is unknown" in refused
 
@@ -363,7 +321,6 @@ def test_only_machines_that_are_expected_to_meet_the_limits_are_rented(answers: 
     ("market", "expected"),
     [
         ("spot is there", ("aws", "us-east-1", True, 20.0)),
-        ("spot is gone on aws", ("gcp", "us-central1", True, 26.0)),
         ("spot is gone", ("aws", "us-east-1", False, 0.2)),
     ],
 )
@@ -374,31 +331,9 @@ def test_with_a_deadline_spot_comes_first_and_a_small_machine_waits_for_it(
     assert only_task(answers[market])["recovery"]["recover_on_exit_codes"] == [75]
 
 
-def test_the_plan_shown_is_of_the_machines_and_stages_that_would_be_rented(answers: dict[str, Any]) -> None:
-    def shown(asked: str) -> str:
-        return " ".join(answers[asked]["output"].split())
-
-    assert "us-west-2a" in shown("the plan in one region") and "us-east-1" not in shown("the plan in one region")
-    both = answers["a budget in two regions"]
-    assert [m["infra"] for m in both["train"][0]] == ["aws/us-east-1"]
-    assert (
-        "on demand" in shown("the plan on demand") and " spot " not in shown("the plan on demand").split("assumed")[0]
-    )
-    alone = shown("the plan of train alone")
-    assert "p5.48xlarge" in alone and "evaluate" not in alone.split("assumed")[0] and "also included" not in alone
-
-
-def test_a_launch_without_train_is_planned_and_obeys_its_limits_too(answers: dict[str, Any]) -> None:
-    plan_text = answers["the plan without train"]["output"]
-    assert [line.split()[0] for line in plan_text.splitlines() if re.match(r"\w+( all)? +\d", line)] == [
-        "tokenize",
-        "evaluate",
-        "in",
-    ]
+def test_limits_that_no_machine_meets_are_refused(answers: dict[str, Any]) -> None:
     for asked, reason in {
-        "a budget that the rest is beyond": "tokenize: expected to take ",
         "a budget that is spent": "--budget 20: the run has already cost $25.00; raise the budget to continue",
-        "a deadline that is past": "the deadline of tiny-12345678 is over",
         "a deadline without a price list": "--deadline: can't be kept where train's machines have no price list (aws, ",
     }.items():
         assert reason in answers[asked]["error"]

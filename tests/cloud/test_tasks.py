@@ -83,12 +83,6 @@ def tasks_of(stages: tuple[str, ...] = STAGES, **options: Any) -> dict[str, Task
     return {task.name: task for task in managed_job(request, stages).tasks}
 
 
-def test_lambda_sells_no_spot_and_slurm_has_none() -> None:
-    for infra in ("lambda", "slurm/here"):
-        with pytest.raises(UserError, match=f"{infra} sells no spot machines"):
-            tasks_of(infra=infra, spot=True)
-
-
 def test_a_small_training_gets_one_small_gpu_on_every_cloud() -> None:
     assert trains_on_a_small_gpu(load_recipe("smoke")) and not trains_on_a_small_gpu(load_recipe("gpt2-124m"))
 
@@ -101,10 +95,6 @@ def test_a_small_training_gets_one_small_gpu_on_every_cloud() -> None:
     assert gpus(infra="lambda") == {("lambda", "A10:1")}
     assert gpus(infra="slurm/here") == {("slurm", "H100:1")}
     assert gpus(infra="aws", gpus="T4:2") == {("aws", "T4:2")}
-
-
-def test_only_the_missing_stages_become_tasks() -> None:
-    assert list(tasks_of(("evaluate", "export"))) == ["evaluate", "export"]
 
 
 def test_an_own_cluster_has_no_prices_and_one_kind_of_gpu() -> None:

@@ -1,21 +1,15 @@
 """The workflows keep GitHub's schema, and the one that launches gets its rights without keys."""
 
-import http.server
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import yaml
-from servers import S3Account
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -84,64 +78,3 @@ def test_the_workflow_waits_for_the_end_of_all_stages_and_fails_with_the_run(
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
     assert done.stdout == f"waiting  5/9 $0.2\nrunning  5/9 $0.2\n{end}  5/9 $0.2\n"
-
-
-@pytest.fixture
-def token_server() -> Iterator[str]:
-    """As GitHub's: it gives a token for an audience to a runner that shows its own."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            allowed = self.headers["Authorization"] == "bearer of the runner" and "audience=sts.amazonaws" in self.path
-            body = json.dumps({"value": TOKEN}).encode() if allowed else b"{}"
-            self.send_response(200 if allowed else 403)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/token?version=1"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def test_the_token_of_the_runner_becomes_a_role_of_aws(
-    token_server: str, moto_server: S3Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripts = scripts_of(ROOT / ".github" / "workflows" / "launch.yml")
-    if missing := [name for name in ("curl", "jq") if not shutil.which(name)]:
-        pytest.skip(f"needs {', '.join(missing)} (apt)")
-    token = tmp_path / "web-identity"
-    ours = {
-        "RUNNER_TEMP": str(tmp_path),
-        "AWS_WEB_IDENTITY_TOKEN_FILE": str(token),
-        "ACTIONS_ID_TOKEN_REQUEST_URL": token_server,
-        "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "of the runner",
-        "NO_PROXY": "127.0.0.1",
-    }
-    renew = scripts["a script that renews the token"] + '\nbash "$RUNNER_TEMP/renew-token"\n'
-    run = {"env": os.environ | ours, "capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run(["bash", "-e", "-c", renew], **run)  # type: ignore[call-overload]
-    assert done.returncode == 0, done.stderr
-    assert token.read_text() == TOKEN + "\n" and token.stat().st_mode & 0o077 == 0
-    assert TOKEN not in done.stdout + done.stderr
-    run["env"]["ACTIONS_ID_TOKEN_REQUEST_TOKEN"] = "of nobody"  # type: ignore[index]
-    assert subprocess.run(["bash", "-e", "-c", renew], **run).returncode != 0  # type: ignore[call-overload]
-    assert token.read_text() == TOKEN + "\n"  # a failure leaves the one before
-
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", moto_server.endpoint)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
-    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/skytrain-CiRole")
-    me = boto3.session.Session(region_name="us-east-1").client("sts").get_caller_identity()
-    assert ":assumed-role/skytrain-CiRole/" in me["Arn"]

@@ -101,7 +101,7 @@ def prints(tree: ast.Module) -> bool:
 def raw_prints(tree: ast.Module) -> list[str]:
     """The calls of print with text that may hold control characters: neither JSON nor YAML, nor made printable."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"]
-    safe = ("json.dumps", "printable", "to_yaml", "typeable")
+    safe = ("json.dumps", "printable", "to_yaml")
     return [
         ast.unparse(call)
         for call in calls

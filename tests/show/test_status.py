@@ -6,7 +6,6 @@ import math
 import pytest
 from run_records import RUN, done_run
 
-from pipelines.show.console import typeable
 from pipelines.show.status import print_stopped, several, to_go
 from pipelines.tracking.forecast import Forecast, Range
 from pipelines.tracking.records import Heartbeat, Progress
@@ -67,7 +66,7 @@ def test_a_stopped_run_says_whether_resume_has_to_wait(capsys: pytest.CaptureFix
         "skytrain run run:r-1 continues",
     ]
     begin = "r-1: train: attempt 3 is stopped at step 17; "
-    assert capsys.readouterr().out.splitlines() == [typeable(begin + line) for line in lines]
+    assert capsys.readouterr().out.splitlines() == [begin + line for line in lines]
 
 
 @pytest.mark.parametrize(
