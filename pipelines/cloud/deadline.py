@@ -13,15 +13,14 @@ Evaluate first finishes the training. docs/measurements.md has the savings.
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipelines.cloud.prices import prices_from_environment
 from pipelines.cloud.start_up import INSTALL_SECONDS, START_SECONDS, WAIT_SECONDS
 from pipelines.recipe import Recipe
-from pipelines.tracking.account import LONGEST_POLL_SECONDS, AttemptAccount, StoredHeartbeat, account
+from pipelines.tracking.account import AttemptAccount, StoredHeartbeat, account
 from pipelines.tracking.forecast import training_seconds
 from pipelines.tracking.ledger import HEARTBEAT_SECONDS
 from pipelines.tracking.records import Heartbeat
@@ -39,7 +38,6 @@ DEADLINE = "SKYTRAIN_DEADLINE"
 RETRAINED_SECONDS = 300.0  # at most the interval between two commits
 AFTER_TRAINING_SECONDS = 900.0  # for evaluate and export on a machine that is up
 POLL_SECONDS = 600.0  # on the standby, until SkyPilot tries to get spot again
-POLLING = "polling for spot again"  # the end of the notice of a standby attempt
 FEWEST_STEPS = 100  # to forecast the whole training: an estimate that is too low makes the run late
 ESTIMATE_MARGIN = 1.25  # on the standby: factor on the estimated time of training, where it is not measured
 
@@ -122,7 +120,7 @@ class DeadlineWatch:
             while True:
                 self._compare(rules, work_left)
                 if standby and time.time() > poll_at:
-                    self.stop.ask(f"{slack_text(rules.slack(time.time(), work_left))}: {POLLING}")
+                    self.stop.ask(f"{slack_text(rules.slack(time.time(), work_left))}: polling for spot again")
                 work.check()
                 if not standby:
                     return
@@ -165,16 +163,7 @@ def rules_for(work: "Work", deadline: float) -> tuple[DeadlineRules, float]:
         work_left = margin * to_come / min(speed.tokens_per_second for speed in speeds)
     else:
         raise UserError(f"{DEADLINE}: SKYTRAIN_PRICES has no machine with GPUs to wait for")
-    changeover = max([changeover_seconds(installs_here()), *poll_seconds(attempts)])
-    return DeadlineRules(deadline, changeover, HEARTBEAT_SECONDS), work_left
-
-
-def poll_seconds(attempts: list[AttemptAccount]) -> Iterator[float]:
-    """The duration of each poll that found no spot: from the end of one standby attempt until the next one is up."""
-    for standby, following in pairwise(sorted(attempts, key=lambda one: one.number)):
-        if standby.waited and following.waited and (standby.notice or "").endswith(POLLING):
-            ready = following.started + sum(following.phases.get(phase, 0.0) for phase in ("provision", "setup"))
-            yield min(ready - standby.ended, LONGEST_POLL_SECONDS)
+    return DeadlineRules(deadline, changeover_seconds(installs_here()), HEARTBEAT_SECONDS), work_left
 
 
 def seconds_per_token(

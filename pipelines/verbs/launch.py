@@ -160,6 +160,7 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
     """Print the findings and the plan, ask, submit, and print the next commands."""
     from pipelines.cloud.launch import checked_job, submit
     from pipelines.show.cloud_plan import print_launch_report
+    from pipelines.show.console import say
     from pipelines.show.findings import print_note_on_stderr
 
     _, dags = checked_job(prepared, print_launch_report, print_note_on_stderr)
@@ -168,7 +169,8 @@ def submit_after_checks(prepared: "Launch", agree: Callable[[str], bool]) -> Non
         for stage in prepared.here:
             run_here(prepared, stage)
         launched = submit(prepared, dags)
-        print_next(launched.request.run, launched.jobs)
+        run, jobs = launched.request.run, " and ".join(map(str, launched.jobs))
+        say(f"{run} is launched as managed job {jobs}; see `skytrain status {run}`, `logs`, `stop` and `down`")
 
 
 def run_here(prepared: "Launch", until: str) -> None:
@@ -186,14 +188,3 @@ def run_here(prepared: "Launch", until: str) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def print_next(run: str, jobs: list[int]) -> None:
-    """The commands for a run that was just launched."""
-    from pipelines.show.console import say
-
-    say(f"{run} is launched as managed job {' and '.join(map(str, jobs))}")
-    say(f"  skytrain status {run}     progress and cost")
-    say(f"  skytrain logs {run} --follow")
-    say(f"  skytrain stop {run}       commit and exit; skytrain resume {run} continues")
-    say(f"  skytrain down {run}       remove its machines")

@@ -14,11 +14,9 @@ from pipelines.artifacts.manifest import ArtifactPlan
 from pipelines.cloud.deadline import (
     AFTER_TRAINING_SECONDS,
     DEADLINE,
-    POLLING,
     DeadlineWatch,
     changeover_seconds,
     deadline_here,
-    poll_seconds,
     rules_for,
     seconds_per_token,
 )
@@ -82,24 +80,6 @@ def test_the_speed_comes_from_the_same_machines_once_they_ran_long_enough() -> N
 
     assert measured(201) == pytest.approx(2.0 / RECIPE.train.batch_tokens)
     assert measured(200) is measured(102) is measured(201, gpus="H100:1") is measured(201, nodes=2) is None
-
-
-def test_the_rules_use_the_longest_poll_so_far() -> None:
-    def standby(number: int, started: float, **phases: float) -> StoredHeartbeat:
-        beat = Heartbeat("run", "train", number, "interrupted", started, started + 800, 0.1, phases=phases)
-        return StoredHeartbeat(
-            "train/a", replace(beat, progress=Progress(waiting=True, notice=f"deadline: … {POLLING}"))
-        )
-
-    spot = StoredHeartbeat("train/a", Heartbeat("run", "train", 3, "running", 4000.0, 4100.0, 1.0))
-    seen = [
-        standby(1, 0.0, idle=600.0),
-        standby(2, 2000.0, provision=150.0, setup=20.0, idle=600.0),
-        spot,
-        standby(4, 9000.0),
-    ]
-    assert list(poll_seconds(list(account("run", [standby(1, 0.0), standby(2, 86_400.0)]).attempts))) == [3600.0]
-    assert list(poll_seconds(list(account("run", seen).attempts))) == [2170.0 - 800.0]
 
 
 def test_the_deadline_of_training_leaves_time_for_the_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:

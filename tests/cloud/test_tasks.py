@@ -34,25 +34,6 @@ def test_a_task_runs_its_stage_until_it_is_stopped_and_passes_the_budget(stage: 
     assert "${SKYTRAIN_BUDGET:+--budget " in run
 
 
-def test_the_service_pulls_the_verified_export_and_says_that_it_was_never_run(tmp_path: Path) -> None:
-    text = (SKY / "serve.yaml").read_text()
-    assert "NEVER RUN" in text.partition("\nname:")[0]
-    called = tmp_path / "called"
-    for name in ("skytrain", "vllm"):
-        program = tmp_path / ("vllm/bin" if name == "vllm" else ".local/bin") / name
-        program.parent.mkdir(parents=True)
-        program.write_text(f'#!/bin/sh\necho {name} "$@" >> "{called}"\n')
-        program.chmod(0o755)
-    shell = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "SKYTRAIN_RUN": "tiny", "SKYTRAIN_STORE": "s3://b/p"}
-    subprocess.run(["bash", "-c", yaml.safe_load(text)["run"]], env=shell, check=True)
-    assert called.read_text().splitlines() == [
-        f"skytrain pull tiny {tmp_path}/model --format hf --store s3://b/p",
-        f"vllm serve {tmp_path}/model --served-model-name tiny --host 0.0.0.0 --port 8000",
-    ]
-    (tmp_path / ".local/bin/skytrain").write_text("#!/bin/sh\nexit 2\n")
-    assert subprocess.run(["bash", "-c", yaml.safe_load(text)["run"]], env=shell).returncode == 2
-
-
 def test_the_meter_starts_once_and_not_before_the_machine_is_rented(tmp_path: Path) -> None:
     setup = yaml.safe_load((SKY / "train.yaml").read_text())["setup"]
 
