@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # Without a GPU, Triton's kernels run in its interpreter. The variable has to be set before the first import of triton;
 # child processes inherit it. The check of the device file spares most tests the import of torch.
-if not Path("/dev/nvidiactl").exists():
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # As after `source .venv/bin/activate`: messages then name commands without a path.
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "radosgw" in getattr(item, "fixturenames", ()) or "radosgw" in item.name:
             item.add_marker(pytest.mark.slow)
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, or takes long without one"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

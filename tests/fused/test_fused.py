@@ -63,7 +63,9 @@ SHAPES = {  # family, layers, heads, width, tokens, vocabulary, sequences, micro
     "llama, grouped and tied": ({"family": "llama", "n_kv_head": 2, "tied_head": True}, 2, 4, 64, 11, 257, 1, 2),
 }
 
-MARKS = dict.fromkeys(("modern, embedded values", "modern, weighted stream", "modern, smear"), pytest.mark.slow)
+# The interpreter takes seconds for each shape: these run everywhere, the others on machines with a GPU.
+EVERYWHERE = ("25 heads, one sequence", "modern, all options", "llama, grouped and tied")
+MARKS = {name: pytest.mark.gpu for name in SHAPES if name not in EVERYWHERE}
 
 
 def a_model(
@@ -110,7 +112,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [pytest.param(s, id=n, marks=MARKS.get(n, ())) for n, s in SHAPES.items()])
 def test_loss_and_every_gradient_are_as_close_to_float64_as_autocasts(
     shape: tuple[Any, ...], recompute: bool, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +177,7 @@ def updates(engine: FusedEngine | PlainEngine, count: int, seed: int = 0, train:
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("optimizer", "family"),
     [("adamw", {}), ("muon", {"family": "modern", "n_layer": 3, **OPTIONS}), ("muon", {"family": "llama"})],
@@ -198,7 +200,7 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(before[name], w) for name, w in one.weights().items())
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
 def test_every_batch_of_a_ramp_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
 
@@ -258,7 +260,7 @@ def test_the_eager_engine_resumes_from_a_commit_of_the_fused_engine_and_back(
         assert a.get("train/loss", 0) == pytest.approx(b.get("train/loss", 0), rel=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
 def test_three_ranks_that_share_a_batch_unequally_train_as_one(data: Path, tmp_path: Path) -> None:
     config = trainer_runs.configured(engine="fused", **SHORT | {"batch_tokens": 256, "learning_rate": 1e-3})
     one, three = (trainer_runs.Command(data, tmp_path / f"of-{ranks}", config) for ranks in (1, 3))
@@ -270,7 +272,7 @@ def test_three_ranks_that_share_a_batch_unequally_train_as_one(data: Path, tmp_p
         assert b == pytest.approx(a, rel=3e-3) and norms[1] == pytest.approx(norms[0], rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
 def test_a_muon_run_that_is_killed_goes_on_with_one_then_two_then_four_then_one_rank(
     data: Path, tmp_path: Path
 ) -> None:
@@ -341,7 +343,9 @@ def test_unequal_shares_and_micro_batches_together_have_the_loss_and_gradient_of
         assert error(sum(gradients) / world_size, whole.double()) < (1e-5 if way == "eager" else 0.02)
 
 
-@pytest.mark.parametrize(("way", "precision"), [("eager", "auto"), ("fused", "auto"), ("fused", "fp8")])
+@pytest.mark.parametrize(
+    ("way", "precision"), [("eager", "auto"), ("fused", "auto"), pytest.param("fused", "fp8", marks=pytest.mark.gpu)]
+)
 def test_a_rehearsal_waits_for_no_other_rank(way: str, precision: str) -> None:
     config, weights = a_model(1, 1, 32, 16, 140)
     runtime = RuntimeConfig(engine=way)  # type: ignore[arg-type]
@@ -401,7 +405,14 @@ def test_fp8_is_rejected_for_shapes_whose_products_would_not_be_in_fp8(shape: tu
         make_engine(config, TRAIN.model_copy(update={"precision": "fp8"}), RuntimeConfig(engine="fused"), ALONE)
 
 
-@pytest.mark.parametrize(("family", "precision"), [("gpt2", "fp8"), ("gpt2", "fp8_head"), ("modern", "fp8_head")])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("gpt2", "fp8_head"),
+        pytest.param("gpt2", "fp8", marks=pytest.mark.gpu),
+        pytest.param("modern", "fp8_head", marks=pytest.mark.gpu),
+    ],
+)
 def test_fp8_gradients_point_where_the_exact_ones_do(family: str, precision: str) -> None:
     config, weights = a_model(2, 2, 64, 16, 140, family=family)
     tokens = torch.randint(0, 140, (2, 3, 17))
@@ -435,7 +446,7 @@ def fp8_engine(config: ModelConfig, weights: dict[str, Tensor], recompute: bool 
     return engine
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
 def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = a_model(1, 1, 32, 16, 140)
     train = TRAIN.model_copy(update={"precision": "fp8", "warmup_steps": 1})
@@ -462,6 +473,7 @@ def test_fp8_begins_after_the_warmup_and_a_rehearsal_leaves_no_trace(monkeypatch
     assert not torch.equal(found[0][0], found[0][1])
 
 
+@pytest.mark.gpu
 def test_fp8_gradients_stay_in_range_when_the_micro_batch_size_changes() -> None:
     engine = fp8_engine(*a_model(1, 2, 32, 16, 140))
     tokens = torch.randint(0, 140, (2, 17))
@@ -473,7 +485,7 @@ def test_fp8_gradients_stay_in_range_when_the_micro_batch_size_changes() -> None
     assert all(error(found[1][name], gradient.double()) < 0.1 for name, gradient in found[0].items())
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
 @pytest.mark.parametrize(("family", "activation"), [("gpt2", "gelu"), ("modern", "relu2")])
 def test_recomputing_the_activation_in_fp8_changes_no_bit(
     family: str, activation: str, monkeypatch: pytest.MonkeyPatch
@@ -503,6 +515,7 @@ def out_of_memory(*_: object) -> None:
     raise torch.cuda.OutOfMemoryError
 
 
+@pytest.mark.gpu
 def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:
     engine = fp8_engine(*a_model(1, 1, 32, 16, 140))
     tokens, bias = torch.randint(0, 140, (2, 17)), engine.state.weights["h.0.ln_1.bias"]
@@ -514,7 +527,7 @@ def test_an_infinite_micro_batch_does_not_ruin_the_next_in_fp8() -> None:
     assert engine.accumulate(iter([batch]), 1, len(tokens), 3).isfinite().all()
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
 def test_an_interrupted_fp8_run_resumes_bit_for_bit(runner: Callable[..., Runner]) -> None:
     changes = SHORT | {"max_steps": 4, "warmup_steps": 1, "precision": "fp8_head", "engine": "fused", "n_layer": 1}
     whole, run = (runner(name, **changes) for name in ("whole", "stopped"))

@@ -120,7 +120,7 @@ def test_column_sums_also_work_on_columns_of_a_wider_tensor(M: int, C: int) -> N
 
 @pytest.mark.parametrize(
     ("M", "vocab_size", "V"),
-    [(77, 300, 320), (33, 1000, 1024), (5, 512, 512), pytest.param(2, 50257, 50304, marks=pytest.mark.slow)],
+    [(77, 300, 320), (33, 1000, 1024), (5, 512, 512), pytest.param(2, 50257, 50304, marks=pytest.mark.gpu)],
 )
 def test_cross_entropy_and_its_gradient_agree_with_float64(M: int, vocab_size: int, V: int) -> None:
     around = fresh(M + 2, V, scale=8)
@@ -211,7 +211,7 @@ def test_muons_kernels_equal_its_module_and_skip_a_step(dtype: torch.dtype) -> N
     assert torch.equal(ahead, momentum.to(BF16))
 
 
-@pytest.mark.parametrize(("n", "m"), [(72, 40), (33, 70), (128, 64)])
+@pytest.mark.parametrize(("n", "m"), [(33, 70), pytest.param(128, 64, marks=pytest.mark.gpu)])
 def test_half_of_the_tiles_make_the_whole_of_muons_symmetric_products(n: int, m: int) -> None:
     for x in (fresh(2, n, m), fresh(2, m, n).mT):
         product = kernels.squared(x, None)

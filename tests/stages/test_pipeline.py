@@ -1,4 +1,4 @@
-"""The whole pipeline through its command: real processes, real text, real servers. test_interrupted.py kills it."""
+"""The whole pipeline through its command: real processes, real text, real servers. tests/crash kills it."""
 
 import json
 import re
@@ -20,12 +20,11 @@ from pipeline_runs import (
     TINY,
     Project,
     committed,
-    ranks,
     runs_in_mlflow,
     series_of,
     sums,
 )
-from servers import LOOPBACK, Fault, FaultyProxy, S3Account, free_ports
+from servers import LOOPBACK, S3Account, free_ports
 
 from pipelines.artifacts.manifest import fetch, read_manifest
 from pipelines.artifacts.store import S3Store
@@ -203,37 +202,6 @@ def test_an_s3_server_that_stays_away_is_reported_and_interrupts(project: Projec
     *_, last = ended.stderr.splitlines()
     assert re.match(rf"error: .*{port}.*no success within 2 s.*run the same command to resume", last), ended.stderr
     assert "Traceback" not in ended.stderr and ended.stdout == ""
-
-
-def test_an_s3_server_that_fails_during_training_interrupts_and_loses_nothing(
-    project: Project, s3_store: S3Store, s3_server: S3Account, undisturbed: Callable[[int], Project]
-) -> None:
-    project.environment["SKYTRAIN_STORE_SECONDS"] = "3"
-    project.environment["SKYTRAIN_STORE"] = s3_store.uri
-    proxy = FaultyProxy(s3_server.endpoint)
-    proxy.start()
-    try:
-        project.environment["AWS_ENDPOINT_URL"] = proxy.endpoint
-        with project.started("run", "tiny.yaml", *ranks(2)) as process:
-            project.wait_until(lambda: commits_asked(proxy) >= 3, process)
-            proxy.fail(*[Fault(503, "SlowDown")] * 10_000)
-            project.wait_until(project.has_unsaved_state, process)
-            process.terminate()  # a training that has ended waits for the store, the others stop by themselves in time
-            out, err = process.communicate(timeout=90)
-    finally:
-        proxy.stop()
-    assert process.returncode == 75, err
-    assert re.match(r"error: .*no success within 3 s.*; run the same command to resume", err.splitlines()[-1]), err
-    assert out == "" and "Traceback" not in err
-
-    project.environment["AWS_ENDPOINT_URL"] = s3_server.endpoint
-    made = project.result(*ranks(2))
-    assert (made["state"], made["attempts"]) == ("done", 2)
-    assert series_of(s3_store) == undisturbed(2).series()
-
-
-def commits_asked(proxy: FaultyProxy) -> int:
-    return sum(method == "PUT" and path.endswith("/COMMIT.json") for method, path in list(proxy.requests))
 
 
 def test_a_run_on_s3_makes_the_files_of_a_run_on_disk_and_finds_them_again(

@@ -1,6 +1,6 @@
 """Random interleavings of runs and gcs with crashes, faults, frozen machines and wrong clocks break no promise.
 
-tests/support/simulated.py names the promises. The machine also fails on each known mistake that a test puts back.
+simulated.py names the promises. The machine also fails on each known mistake that a test puts back.
 """
 
 import tempfile

@@ -1,0 +1,281 @@
+"""Real processes that are killed: the run resumes, and ends like an undisturbed one, bit for bit.
+
+test_interleavings.py has every interleaving of the store's operations; here are the signals, the processes and the
+servers that a simulation cannot have. A full disk: tests/artifacts/test_disk.py. A lost node: tests/nodes.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import trainer_runs
+import yaml
+from killed_ranks import whole_and_killed
+from pipeline_runs import (
+    FOLDER_NAME,
+    REPOSITORY,
+    SHIPPED_CLI,
+    STEPS,
+    Project,
+    assert_as_undisturbed,
+    committed,
+    ranks,
+    series_of,
+)
+from servers import Fault, FaultyProxy, S3Account
+
+from pipelines.artifacts.store import S3Store
+from pipelines.nodes.ranks import RANK_MODULE
+from pipelines.stage import STAGES
+from trainer.store import PARTIAL
+
+TORCHRUN = "pipelines.nodes.torchrun"
+PATIENT = ("--set", "runtime.checkpoint_minutes=1000")  # commits only when it is asked to stop
+INTERRUPTED = "interrupted: run the same command to resume\n"
+
+data = trainer_runs.data
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path / FOLDER_NAME)
+
+
+def processes(project: Project, *words: str) -> list[psutil.Process]:
+    return [one for one in project.alive() if set(words) <= set(one.cmdline())]
+
+
+def kill_rank(project: Project) -> None:
+    [one for one in processes(project, RANK_MODULE) if TORCHRUN not in one.cmdline()][-1].kill()
+
+
+# --- a rank, torchrun, the command
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_whose_rank_is_killed_resumes_from_its_commit(
+    project: Project, undisturbed: Callable[[int], Project], count: int
+) -> None:
+    with project.started("run", "tiny.yaml", *ranks(count)) as process:
+        project.wait_until(committed(project, 10), process)
+        kill_rank(project)
+        _, err = process.communicate()
+    assert process.returncode == 75, err
+    assert " was killed by SIGKILL" in err and "run the same command to resume" in err and "Traceback" not in err
+    assert project.report()["state"] == "interrupted"
+    assert project.result(*ranks(count))["attempts"] == 2
+    assert_as_undisturbed(project, undisturbed(count))
+
+
+@pytest.mark.slow
+def test_a_run_without_a_commit_whose_rank_crashes_fails_with_the_cause(project: Project) -> None:
+    with project.started("run", "tiny.yaml", *PATIENT) as process:
+        project.wait_until(lambda: project.rows_logged() >= 3, process)
+        kill_rank(project)
+        _, err = process.communicate()
+    assert process.returncode == 1, err
+    assert "failed: rank 0 was killed by SIGKILL after step " in err and "there is no commit to resume from" in err
+    assert project.report()["state"] == "failed"
+
+
+@pytest.mark.slow
+def test_when_torchrun_is_killed_its_ranks_commit_before_the_command_leaves(project: Project) -> None:
+    with project.started("run", "tiny.yaml", *PATIENT) as process:
+        project.wait_until(lambda: project.rows_logged() >= 7, process)
+        processes(project, TORCHRUN)[0].kill()
+        _, err = process.communicate()
+    assert process.returncode == 75 and "torchrun on node 0 was killed by SIGKILL" in err, err
+    assert not project.alive() and len(project.found("train/*/checkpoints/*/COMMIT.json")) == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_in_every_way_end_bit_for_bit_like_undisturbed_ones(data: Path, tmp_path: Path) -> None:
+    sections = trainer_runs.configured(**trainer_runs.LONG).model_dump(mode="json")
+    whole, killed = whole_and_killed(data, tmp_path, sections, ranks=2, between=8)
+    assert killed.results() == whole.results()
+    assert killed.steps() > whole.steps() == trainer_runs.STEPS
+
+
+def test_a_run_killed_in_every_stage_ends_like_an_undisturbed_one(
+    project: Project, undisturbed: Callable[[int], Project]
+) -> None:
+    for stage, condition in (
+        ("tokenize", lambda: len(project.found("tokens/*/shards/*.json")) >= 5),
+        ("train", committed(project, 20)),
+        ("evaluate", lambda: True),
+    ):
+        with project.started("run", "tiny.yaml") as process:
+            project.wait_until(lambda: project.claims(stage) and condition(), process)  # noqa: B023
+            project.kill_all(process)
+        assert not project.artifacts(stage) and project.report()["state"] == "lost"
+    made = project.result()
+    assert (made["state"], made["attempts"]) == ("done", 4)
+    assert_as_undisturbed(project, undisturbed(1))
+
+    # gc can delete the leftovers of the killed attempts, and the finished artifacts still work.
+    manifests = [project.artifact(stage) for stage in STAGES]
+    used = {project.store.path_of(f"{made.prefix}/{file.key}") for made in manifests for file in made.files}
+    output = project.run("gc", "--older-than-days", "0").stdout
+    assert re.search(r"^[1-9]\d* objects, .* removed", output, re.M), output
+    left = {path for path in project.found("*/*/*/**/*") if path.is_file() and not path.name.startswith(PARTIAL)}
+    assert left - used == {path for path in left if path.parts[-3] == "attempts" or path.parts[-2] == "metrics"}
+    again = project.result("--set", "export.dtype=float16")
+    assert [artifact["skipped"] for artifact in again["artifacts"].values()] == [True, True, True, False]
+
+
+@contextmanager
+def job(project: Project, stage: str) -> Iterator[subprocess.Popen[str]]:
+    """The script of a task in sky/ as a job runs it on its node."""
+    script = yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]
+    program = project.folder / ".local" / "bin" / "skytrain"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{SHIPPED_CLI}" "$@"\n')
+    program.chmod(0o755)
+    environment = project.whole_environment() | {
+        "HOME": str(project.folder),
+        "SKYTRAIN_HOME": str(project.home),
+        "SKYTRAIN_RECIPE": "tiny.yaml",
+        "SKYTRAIN_STORE": project.store.uri,
+    }
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=project.folder,
+        env=environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        project.kill_all(process)
+        process.communicate()
+
+
+def test_a_job_whose_command_is_killed_exits_resumable_after_its_ranks_committed(project: Project) -> None:
+    project.run("run", "tiny.yaml", "--stage", "tokenize")
+    with job(project, "train") as process:
+        project.wait_until(committed(project, 10), process)
+        processes(project, "run", "tiny.yaml")[0].kill()
+        _, err = process.communicate()
+        assert process.returncode == 75, err
+        assert not project.alive()
+    assert "interrupted (the run's command was killed by SIGKILL): run the same command to resume" in err
+    (beat,) = (beat for beat in project.heartbeats() if beat["stage"] == "train")
+    assert (beat["state"], beat["progress"]["killed"]) == ("interrupted", "the run's command was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("code", [0, 2, 75, 76])
+def test_a_job_exits_with_the_code_of_its_command(tmp_path: Path, code: int) -> None:
+    for stage in STAGES:
+        script = yaml.safe_load((REPOSITORY / "sky" / f"{stage}.yaml").read_text())["run"]
+        program = tmp_path / ".local" / "bin" / "skytrain"
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f'#!/bin/sh\ncase "$*" in *--exited*) exit 9 ;; esac\nexit {code}\n')
+        program.chmod(0o755)
+        environment = os.environ | {"HOME": str(tmp_path), "SKYTRAIN_RECIPE": "run:a", "SKYTRAIN_STORE": "s3://a/b"}
+        assert subprocess.run(["bash", "-c", script], env=environment).returncode == code
+
+
+# --- asked to stop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "count"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_stopped_run_commits_its_last_step_and_resumes_after_it(
+    project: Project, undisturbed: Callable[[int], Project], number: signal.Signals, count: int
+) -> None:
+    command = ["run", "tiny.yaml", *PATIENT, *ranks(count)]
+    with project.started(*command, "--price-per-hour", "10") as process:
+        project.wait_until(lambda: project.rows_logged() >= 7, process)
+        process.send_signal(number)
+        out, err = process.communicate()
+    assert process.returncode == 75, err
+    assert out == "" and err.endswith("\n" + INTERRUPTED) and "Traceback" not in err
+    assert not project.alive() and project.report()["state"] == "interrupted"
+    (commit,) = project.found("train/*/checkpoints/*/COMMIT.json")
+    step = json.loads(commit.read_text())["step"]
+    assert 7 <= step == project.rows_logged() < STEPS
+
+    made = json.loads(project.run(*command, "--price-per-hour", "20", "--json").stdout)
+    assert (made["state"], made["attempts"]) == ("done", 2)
+    assert project.rows_committed() == STEPS  # no step was done twice
+    assert_as_undisturbed(project, undisturbed(count))
+    beats = project.heartbeats()
+    dollars = sum((beat["time"] - beat["started"]) / 3600 * beat["price_per_hour"] for beat in beats)
+    assert made["usd"] == pytest.approx(dollars)
+
+
+SLOW_IMPORT = """
+import os, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and "RANK" in os.environ:
+            open("importing", "w").close()
+            end = time.monotonic() + 1000
+            while time.monotonic() < end:
+                time.sleep(0.01)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_stopped_while_torch_is_imported_does_not_wait_for_it(
+    tmp_path: Path, undisturbed: Callable[[int], Project]
+) -> None:
+    project = undisturbed(1).copy(tmp_path / FOLDER_NAME)
+    (project.folder / "sitecustomize.py").write_text(SLOW_IMPORT)
+    project.environment["PYTHONPATH"] += os.pathsep + str(project.folder)
+    with project.started("run", "tiny.yaml", "--set", "train.seed=2") as process:
+        project.wait_until(lambda: any(tmp_path.rglob("importing")), process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+    assert process.returncode == 75 and err.endswith(INTERRUPTED), err
+    assert not project.alive()
+
+
+# --- S3
+
+
+def test_an_s3_server_that_fails_during_training_interrupts_and_loses_nothing(
+    project: Project,
+    moto_server: S3Account,
+    fresh_s3_store: Callable[[S3Account], S3Store],
+    undisturbed: Callable[[int], Project],
+) -> None:
+    store = fresh_s3_store(moto_server)
+    project.environment |= {"SKYTRAIN_STORE_SECONDS": "3", "SKYTRAIN_STORE": store.uri}
+    proxy = FaultyProxy(moto_server.endpoint)
+    proxy.start()
+    try:
+        project.environment["AWS_ENDPOINT_URL"] = proxy.endpoint
+        with project.started("run", "tiny.yaml") as process:
+            project.wait_until(lambda: commits_asked(proxy) >= 3, process)
+            proxy.fail(*[Fault(503, "SlowDown")] * 10_000)
+            project.wait_until(project.has_unsaved_state, process)
+            process.terminate()  # a training that has ended waits for the store, the others stop by themselves in time
+            out, err = process.communicate()
+    finally:
+        proxy.stop()
+    assert process.returncode == 75, err
+    assert re.match(r"error: .*no success within 3 s.*; run the same command to resume", err.splitlines()[-1]), err
+    assert out == "" and "Traceback" not in err
+
+    project.environment["AWS_ENDPOINT_URL"] = moto_server.endpoint
+    made = project.result()
+    assert (made["state"], made["attempts"]) == ("done", 2)
+    assert series_of(store) == undisturbed(1).series()
+
+
+def commits_asked(proxy: FaultyProxy) -> int:
+    return sum(method == "PUT" and path.endswith("/COMMIT.json") for method, path in list(proxy.requests))
