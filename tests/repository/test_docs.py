@@ -127,3 +127,14 @@ def test_every_measured_figure_names_its_circumstances() -> None:
         if (m := re.match(r"python -m benchmarks\.(\w+)(?!.*last in commit)", f.command))
     }
     assert named and named <= benchmarks
+
+
+def test_every_promise_of_the_architecture_has_a_test() -> None:
+    section = (DOCS / "architecture.md").read_text().partition("## Promises")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| .+ \| \[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\) \|$", section, re.MULTILINE)
+    assert len(named) > 40 and len(named) == len(re.findall(r"^\|", section, re.MULTILINE)) - 2
+    for name, path in named:
+        functions = [
+            node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
+        ]
+        assert name in functions, f"{path}::{name}"
