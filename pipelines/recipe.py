@@ -26,16 +26,20 @@ from trainer.strict_yaml import NotPlain, load_yaml, read_yaml
 VOCAB_SIZES = {"gpt2": 50_257, "bytes": 257}  # token ids by tokenizer, <|endoftext|> included
 LLMC = "llmc://"  # before the place of shards that exist
 HF: Literal["hf"] = "hf"  # the format of every export; the others are made beside it
-OTHER_FORMATS = ("gguf", "llmc", "nanogpt", "onnx")
+OTHER_FORMATS = ("gguf", "llmc")
 # The families that each can hold.
-FORMATS_OF: dict[str, tuple[str, ...]] = dict.fromkeys(OTHER_FORMATS, ("gpt2",)) | {"gguf": ("gpt2", "llama")}
+FORMATS_OF: dict[str, tuple[str, ...]] = {"gguf": ("gpt2", "llama"), "llmc": ("gpt2",)}
+REMOVED_FORMATS = {
+    "nanogpt": "hf has the same weights, and nanoGPT's GPT.from_pretrained shows how to read them",
+    "onnx": "run `optimum-cli export onnx` on the files of hf",
+}
 VAL_FRACTION = 0.01  # of the text, if a recipe does not name its split
 # Up to four epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023).
 GOOD_EPOCHS = 4
 HELLASWAG_TOKENS = 10_042 * 400  # of all items: an item is four endings of about 100 tokens
-# Computed of CORE's prompts, a beginning that several share once: 54.5M for a synthetic bundle of the same lengths.
-CORE_TOKENS = 55_000_000
-# Of the harness's tasks without examples: all choices of all items. Other tasks, such as those of a file, are unknown.
+# Computed of all prompts of CORE with their examples, for a synthetic bundle of the same lengths.
+CORE_TOKENS = 190_000_000
+# Of the harness's tasks without examples: all choices of all items.
 HARNESS_TOKENS = {
     **{"hellaswag": 3_300_000, "lambada_openai": 440_000, "piqa": 130_000, "arc_easy": 280_000},
     **{"arc_challenge": 160_000, "winogrande": 60_000, "openbookqa": 30_000, "boolq": 900_000, "mmlu": 6_200_000},
@@ -246,8 +250,8 @@ class EvaluateConfig(Section):
     lm_eval: list[str] | None = Field(
         default=None,
         min_length=1,
-        description="Tasks of EleutherAI's lm-evaluation-harness (lambada_openai, piqa, …) or .yaml files of your own "
-        "tasks, for the trained model; needs the extra `eval`; null: skip it",
+        description="Tasks of EleutherAI's lm-evaluation-harness (lambada_openai, piqa, …), for the trained model; "
+        "needs the extra `eval`; null: skip it",
     )
     every: int | None = Field(
         default=None,
@@ -266,14 +270,22 @@ class EvaluateConfig(Section):
 class ExportConfig(Section):
     """The formats of the export."""
 
-    formats: list[Literal["hf", "gguf", "onnx", "llmc", "nanogpt"]] = Field(
+    formats: list[Literal["hf", "gguf", "llmc"]] = Field(
         default=[HF],
         description="hf, the checkpoint for transformers and vLLM, is always made; beside it gguf for llama.cpp "
-        "(f16 and q8_0; gpt2 and llama); for gpt2 also onnx (float32), llmc (llm.c's format), nanogpt (its ckpt.pt)",
+        "(f16 and q8_0; gpt2 and llama), and for gpt2 llmc (llm.c's format)",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="Number format of hf's weights"
     )
+
+    @field_validator("formats", mode="before")
+    @classmethod
+    def _known(cls, formats: Any) -> Any:
+        for name, instead in REMOVED_FORMATS.items():
+            if isinstance(formats, list) and name in formats:
+                raise ValueError(f"{name} was removed in version 0.2: {instead}")
+        return formats
 
     @property
     def other_formats(self) -> list[str]:

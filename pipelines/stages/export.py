@@ -21,7 +21,7 @@ from pipelines.tracking.runs import find_run
 from trainer.errors import UserError
 from trainer.process import failpoint
 
-NEEDS = {"gguf": ("gguf",), "onnx": ("onnx", "onnxscript")}  # packages of the extra `formats`
+NEEDS = {"gguf": "gguf"}  # packages of the extra `formats`
 
 
 class Format(Protocol):
@@ -83,9 +83,8 @@ def build(work: Work) -> Built:
 def check_packages(formats: list[str]) -> None:
     """UserError if a package that a format needs is not installed."""
     for name in formats:
-        for package in NEEDS.get(name, ()):
-            if not importlib.util.find_spec(package):
-                raise UserError(
-                    f"export.formats: {name} needs the package {package}; `pip install {package}` and run the "
-                    "same command again, or leave the format out"
-                )
+        if (package := NEEDS.get(name)) and not importlib.util.find_spec(package):
+            raise UserError(
+                f"export.formats: {name} needs the package {package}; `pip install {package}` and run the "
+                "same command again, or leave the format out"
+            )

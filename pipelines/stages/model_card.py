@@ -15,15 +15,8 @@ from pipelines.recipe import Recipe
 from pipelines.text.hub import HUB
 from pipelines.tracking.account import Account, market_of, nothing_priced
 from pipelines.tracking.runs import Run
-from trainer.config import TrainConfig
 
 CARD = "README.md"
-# Licences as the pages of these texts state them. Any other text has a licence that its owner knows.
-LICENSES = {
-    "python-stdlib": "Python Software Foundation License 2.0",
-    f"{HUB}HuggingFaceFW/fineweb": "ODC-By 1.0",
-    f"{HUB}HuggingFaceFW/fineweb-edu": "ODC-By 1.0",
-}
 SCORES = {
     "val/loss": "validation loss, nats per token",
     "val/bits_per_byte": "validation loss, bits per byte",
@@ -31,98 +24,79 @@ SCORES = {
     "eval/hellaswag_acc": "HellaSwag, completion style, accuracy",
     "eval/core": "CORE (DCLM), centred accuracy",
 }
+LIMITS = (
+    "The model continues text, for research and education. It follows no instructions and had no training in safety. "
+    "It repeats errors, prejudices and private facts of its text, and it invents others. It knows nothing after the "
+    "date of its text, and it reads no more than its context. Do not let it decide about people."
+)
 
 
 def model_card(recipe: Recipe, made: Mapping[str, Manifest], run: Run | None) -> str:
     """The card of an export. `made` has the artifacts by stage; without `run` the card names no cost."""
-    train = made["train"]
-    sections = {
-        "": introduction(recipe),
-        "Use": usage(recipe),
-        "Training": table(training_facts(recipe, made)),
-        "Evaluation": evaluation(made),
-        "Cost": table(cost_facts(run.account if run else None)),
-        "Reproduce": reproduction(recipe, train),
-        "Intended use and limits": LIMITS,
-    }
-    body = "\n\n".join(f"## {title}\n\n{text}" if title else text for title, text in sections.items())
-    return f"---\n{yaml.safe_dump(metadata(recipe, made), sort_keys=False, allow_unicode=True)}---\n\n{body}\n"
-
-
-def metadata(recipe: Recipe, made: Mapping[str, Manifest]) -> dict[str, Any]:
-    """The metadata of the Hub. The licence of the weights is left to their owner."""
-    facts: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": [recipe.model.hf_config()["model_type"], "skytrain"],
-    }
-    if datasets := [one.source.removeprefix(HUB) for one in recipe.tokens.each() if one.source.startswith(HUB)]:
-        facts["datasets"] = datasets
-    results = [
-        {
-            "task": {"type": "text-generation"},
-            "dataset": {"type": data_of(name), "name": data_of(name)},
-            "metrics": [{"type": name.partition("/")[2], "value": value, "name": name_of(name)}],
-        }
-        for name, value in scores(made)
-    ]
-    if results:
-        facts["model-index"] = [{"name": recipe.name, "results": results}]
-    return facts
-
-
-def introduction(recipe: Recipe) -> str:
-    model = recipe.model
+    model, train = recipe.model, made["train"]
+    evaluated = made["evaluate"].facts if "evaluate" in made else {}
+    scores = {name: value for name, value in evaluated.items() if "/" in name and isinstance(value, int | float)}
     texts = " and ".join(_code(public(one.source)) for one in recipe.tokens.each())
-    return (
-        f"# {recipe.name}\n\nA {model.title} language model with {model.parameters:,} parameters, trained on "
-        f"{texts}: {model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, "
-        f"{model.details}, context {model.block_size} tokens, {model.vocab_size:,} token ids. In transformers it is a "
-        f"{model.hf_config()['architectures'][0]}."
-    )
-
-
-def usage(recipe: Recipe) -> str:
-    return (
-        "```python\nfrom transformers import pipeline\n\n"
+    others = ", ".join(recipe.export.other_formats)
+    sections = [
+        f"# {recipe.name}\n\nA {model.title} language model with {model.parameters:,} parameters, trained on {texts}: "
+        f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, {model.details}, context "
+        f"{model.block_size} tokens, {model.vocab_size:,} token ids. In transformers it is a "
+        f"{model.hf_config()['architectures'][0]}.",
+        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
         'generate = pipeline("text-generation", "PATH OF THIS FOLDER")\n'
         'print(generate("<|endoftext|>Once", max_new_tokens=50)[0]["generated_text"])\n```\n\n'
         "In training, every document begins with `<|endoftext|>`."
-        + (f"\n\nOther formats in this folder: {', '.join(others)}." if (others := recipe.export.other_formats) else "")
-    )
+        + (f"\n\nOther formats in this folder: {others}." if others else ""),
+        "## Training\n\n" + table(training_facts(recipe, made)),
+        "## Evaluation\n\n" + evaluation(scores, evaluated.get("baselines", {})),
+        "## Cost\n\n" + table(cost_facts(run.account if run else None)),
+        "## Reproduce\n\n" + reproduction(recipe, train),
+        "## Intended use and limits\n\n" + LIMITS,
+    ]
+    # The metadata of the Hub. The licence of the weights is left to their owner.
+    metadata: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": [model.hf_config()["model_type"], "skytrain"],
+    }
+    if datasets := [one.source.removeprefix(HUB) for one in recipe.tokens.each() if one.source.startswith(HUB)]:
+        metadata["datasets"] = datasets
+    if scores:
+        results = [
+            {
+                "task": {"type": "text-generation"},
+                "dataset": {"type": name.partition("/")[0], "name": name.partition("/")[0]},
+                "metrics": [{"type": name.partition("/")[2], "value": value, "name": SCORES.get(name, name)}],
+            }
+            for name, value in scores.items()
+        ]
+        metadata["model-index"] = [{"name": recipe.name, "results": results}]
+    head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    return f"---\n{head}---\n\n" + "\n\n".join(sections) + "\n"
 
 
 def training_facts(recipe: Recipe, made: Mapping[str, Manifest]) -> list[tuple[str, str]]:
-    text, train, tokens = recipe.tokens, made["train"].facts, made["tokenize"].facts
-    texts = []
-    for one in text.each():
-        version = ", ".join(filter(None, (one.subset, one.revision)))
-        texts.append(_code(public(one.source)) + (f" ({version})" if version else ""))
-    seen = _count(train.get("tokens", recipe.train_tokens))
-    rows = [
-        ("text", " and ".join(texts)),
-        ("licence of the text", LICENSES.get(text.source, "not known to skytrain; see the page of the text")),
+    """The rows of the table of the training."""
+    text, train, facts = recipe.tokens, recipe.train, made["train"].facts
+    seen = facts.get("tokens", recipe.train_tokens)
+    return [
+        ("text", " and ".join(f"{_code(public(one.source))} {one.revision or ''}".strip() for one in text.each())),
+        ("licence of the text", "see the page of the text"),
         ("tokenizer", f"{text.tokenizer}, {recipe.model.vocab_size:,} ids"),
-        ("tokens in the training split", _count(tokens.get("train_tokens"))),
-        (
-            "tokens trained on",
-            f"{seen} in {recipe.train.max_steps:,} steps",
-        ),
-        ("first weights", first_weights(recipe)),
-        ("batch", f"{recipe.train.batch_tokens:,} tokens"),
-        ("optimizer", _optimizer(recipe.train)),
-        ("learning rate", f"{recipe.train.learning_rate:g}, {recipe.train.schedule}"),
-        ("number format of the products", str(train.get("precision") or recipe.train.precision)),
+        ("tokens trained on", f"{seen:,} in {train.max_steps:,} steps of {train.batch_tokens:,}"),
+        ("first weights", first_weights(recipe, made["train"])),
+        ("optimizer", train.optimizer),
+        ("learning rate", f"{train.learning_rate:g}, {train.schedule}"),
+        ("precision of the training", facts.get("precision") or train.precision),
         ("number format of these weights", recipe.export.dtype),
     ]
-    if isinstance(loss := train.get("train/loss"), float):
-        rows.append(("last training loss", f"{loss:.4f} nats per token"))
-    return rows
 
 
-def first_weights(recipe: Recipe) -> str:
+def first_weights(recipe: Recipe, train: Manifest) -> str:
     """The weights that the training began with, in words."""
-    source = recipe.train.branch_from or recipe.train.init_from
+    began = train.facts.get("began") or {}
+    source = began.get("source") or recipe.train.branch_from or recipe.train.init_from
     if source is None:
         return f"random, from the seed {recipe.train.seed}"
     name, _, content = source.partition("@sha256:")
@@ -130,43 +104,15 @@ def first_weights(recipe: Recipe) -> str:
     return f"the whole state of {at}" if recipe.train.branch_from else f"those of {at}"
 
 
-def _optimizer(train: TrainConfig) -> str:
-    if train.optimizer == "adamw":
-        return "AdamW"
-    return f"Muon for the matrices of the blocks, with learning rate {train.muon_learning_rate:g}; AdamW for the rest"
-
-
-def scores(made: Mapping[str, Manifest]) -> Iterable[tuple[str, float]]:
-    """The measures of evaluate by name."""
-    facts = made["evaluate"].facts if "evaluate" in made else {}
-    return [(name, value) for name, value in facts.items() if "/" in name and isinstance(value, int | float)]
-
-
-def name_of(score: str) -> str:
-    """A measure in words; the tasks of CORE are `core/TASK`, those of the harness `lm_eval/TASK/METRIC`."""
-    if score.startswith("lm_eval/"):
-        return "lm-evaluation-harness, " + score.removeprefix("lm_eval/").replace("/", ", ")
-    task = score.removeprefix("core/")
-    return SCORES.get(score, score if task == score else f"CORE task {task}, centred accuracy")
-
-
-def data_of(score: str) -> str:
-    """The data of a measure."""
-    if score.startswith("lm_eval/"):
-        return score.split("/")[1]
-    return next((data for data in ("hellaswag", "core") if data in score), "the held-out text")
-
-
-def evaluation(made: Mapping[str, Manifest]) -> str:
-    found = list(scores(made))
-    if not found:
+def evaluation(scores: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]]) -> str:
+    """The table of scores, with a column for each baseline."""
+    if not scores:
         return "The run was not evaluated when this export was made."
-    baselines = made["evaluate"].facts.get("baselines", {})
+    columns = [scores, *baselines.values()]
     rows = [
-        (name_of(name), f"{value:.4f}", *(_score(measured.get(name)) for measured in baselines.values()))
-        for name, value in found
+        (SCORES.get(name, name), *(f"{one[name]:.4f}" if name in one else "" for one in columns)) for name in scores
     ]
-    return table(rows, ("", *(["this model", *map(_code, baselines)] if baselines else [""])))
+    return table(rows, ("", "this model", *map(_code, baselines)))
 
 
 def cost_facts(account: Account | None) -> list[tuple[str, str]]:
@@ -187,7 +133,6 @@ def cost_facts(account: Account | None) -> list[tuple[str, str]]:
         ("machines of the training", ", ".join(machines) or "unknown"),
         ("machine hours", f"{total.hours:,.2f}, in {len(account.attempts)} attempts of all stages"),
         ("dollars", dollars),
-        ("energy", "not read"),
     ]
 
 
@@ -207,13 +152,6 @@ def reproduction(recipe: Recipe, train: Manifest) -> str:
     )
 
 
-LIMITS = (
-    "The model continues text, for research and education. It follows no instructions and had no training in safety. "
-    "It repeats errors, prejudices and private facts of its text, and it invents others. It knows nothing after the "
-    "date of its text, and it reads no more than its context. Do not let it decide about people."
-)
-
-
 def table(rows: Iterable[tuple[str, ...]], heads: Sequence[str] = ("", "")) -> str:
     lines = [heads, ["---" for _ in heads], *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |" for cells in lines)
@@ -230,11 +168,3 @@ def public(source: str) -> str:
 def _code(text: str) -> str:
     """A text of the user in Markdown's code, on one line."""
     return f"`{json.dumps(text, ensure_ascii=False)[1:-1].replace('`', ' ')}`"
-
-
-def _score(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) else ""
-
-
-def _count(tokens: object) -> str:
-    return f"{tokens:,}" if isinstance(tokens, int) else "unknown"

@@ -15,7 +15,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from pipelines.artifacts.manifest import FOLDERS, ArtifactPlan, DamagedArtifact, Manifest, read_manifest
-from pipelines.recipe import Recipe
+from pipelines.recipe import REMOVED_FORMATS, Recipe
 from pipelines.tracking.account import TRAFFIC, Account, Cost, StoredHeartbeat, account, cost_until
 from pipelines.tracking.ledger import SILENT_SECONDS, attempt_entries, heartbeat_in, is_alive, is_dead, process_exists
 from pipelines.tracking.mlflow.settings import experiment_name, own_tags
@@ -57,11 +57,13 @@ class RunRecord(Stored):
 
     @classmethod
     def from_json(cls, body: bytes, where: str = "a run's record") -> Self:
-        """Leaves out fields of the recipe that this version has no more. DamagedRecord, or NewerRecord."""
+        """Leaves out fields and formats of the recipe that this version has no more. DamagedRecord, or NewerRecord."""
         found = record_in(cls, body, where)
         for section, _, name in (path.partition(".") for path in REMOVED_FIELDS):
             if isinstance(values := found.recipe.get(section), dict):
                 values.pop(name, None)
+        if isinstance(export := found.recipe.get("export"), dict):
+            export["formats"] = [name for name in export.get("formats", ()) if name not in REMOVED_FORMATS]
         stages = found.prefixes.keys() | found.earlier.keys() | {found.until}
         if unknown := sorted(stages - FOLDERS.keys()):
             raise NewerRecord(f"{where}: written by a newer skytrain (stage {shown(unknown[0])}); upgrade skytrain")

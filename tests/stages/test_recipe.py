@@ -264,8 +264,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:
         ("export.dtype=int8", "my.yaml: export.dtype: input should be 'float32', 'bfloat16' or 'float16' (got 'int8')"),
         (
             "export.formats=[hf, ggfu]",
-            "my.yaml: export.formats: input should be 'hf', 'gguf', 'onnx', 'llmc' or 'nanogpt' (got 'ggfu'); did you"
-            " mean 'gguf'?",
+            "my.yaml: export.formats: input should be 'hf', 'gguf' or 'llmc' (got 'ggfu'); did you mean 'gguf'?",
         ),
         (
             "train.follow_tokens=true",
@@ -557,9 +556,9 @@ def test_the_content_of_a_core_bundle_counts_and_its_path_does_not(tmp_path: Pat
     for stage in ("tokenize", "train", "export"):
         assert made(first)[stage] == without[stage]
     (first / "eval_data" / "all" / "copa.jsonl").unlink()
-    with pytest.raises(UserError, match="the items of 1 of CORE's 22 tasks are missing: copa"):
+    with pytest.raises(UserError, match="the items of copa are missing"):
         made(first)
-    with pytest.raises(UserError, match=r"^evaluate\.core: .*/gone: no such folder; use the folder of a CORE bundle"):
+    with pytest.raises(UserError, match=r"^evaluate\.core: .*/gone: no such folder; use a folder with a CORE bundle"):
         made(tmp_path / "gone")
 
 
